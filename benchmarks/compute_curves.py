@@ -29,11 +29,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from pipefit.cluster.measured import LayerCurve
-from pipefit.cost.compute.curves import layer_times, signature
+from pipefit.cost.compute.curves import digest_graph, layer_times
 from pipefit.model.registry import open_model
-from pipefit.profile.layer_phase import layer_curve, subjects_of
-from pipefit.profile.layers import LayerBench, Samples, StageBench, Subject, overhead, survey, typical
-from pipefit.profile.points import SMALLEST, Point, first_points, refined
+from pipefit.profile.layer_phase import distinct_layers, layer_curve
+from pipefit.profile.layers import (
+    LayerBench,
+    PointSamples,
+    ProfiledLayer,
+    StageBench,
+    action_overhead,
+    survey_points,
+    typical_times,
+)
+from pipefit.profile.points import SMALLEST, WorkPoint, first_points, refine_points
 from pipefit.run.session.rendezvous import choose_device
 from pipefit.run.stage.program import StageLayer
 from provenance import provenance, write_result
@@ -47,13 +55,13 @@ GRID = 8
 MOST_EARLIER = 8
 """Slices before one that is measured as an unseen point."""
 
-WHOLE = (Point(1, 256), Point(2, 256), Point(4, 256), Point(8, 96), Point(5, 160))
+WHOLE = (WorkPoint(1, 256), WorkPoint(2, 256), WorkPoint(4, 256), WorkPoint(8, 96), WorkPoint(5, 160))
 """Where a whole model is compared with the sum of its layers."""
 
 FIELDS = {"F": "forward_s", "I": "input_s", "W": "weight_s", "B": "fused_s"}
 
 
-def unseen_points(subject: Subject, count: int, sequence: int, tokens: int, seed: int) -> list[Point]:
+def unseen_points(subject: ProfiledLayer, count: int, sequence: int, tokens: int, seed: int) -> list[WorkPoint]:
     """Random sizes within the measured range. Half of those with attention are slices with a context, on the grid on
     which slices are cut (TeraPipe's is as fine)."""
     draw = random.Random(seed)
@@ -66,38 +74,40 @@ def unseen_points(subject: Subject, count: int, sequence: int, tokens: int, seed
             earlier = min(draw.randint(1, MOST_EARLIER), max(1, past // SMALLEST))
         else:
             length, past, earlier = draw.randint(SMALLEST, sequence), 0, 1
-        points.append(Point(draw.randint(1, max(1, tokens // length)), length, past, earlier))
+        points.append(WorkPoint(draw.randint(1, max(1, tokens // length)), length, past, earlier))
     return points
 
 
 def measure(
-    arguments: argparse.Namespace, subjects: Sequence[Subject], device: torch.device
+    arguments: argparse.Namespace, subjects: Sequence[ProfiledLayer], device: torch.device
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A record for each layer (points, fit error, predicted and measured times at unseen points) and whole model."""
     sequence, tokens = arguments.sequence, arguments.tokens
     benches = [LayerBench(subject, device) for subject in subjects]
-    costs = overhead(subjects[0].dtype, device)
+    costs = action_overhead(subjects[0].dtype, device)
     samples = [
-        Samples(index, point)
+        PointSamples(index, point)
         for index, subject in enumerate(subjects)
         for point in first_points(subject.graph, sequence, tokens)
     ]
-    survey(benches, samples, 1)
+    survey_points(benches, samples, 1)
     for sample in samples:
         sample.visits.clear()
-    survey(benches, samples, 2, progress=show("first look"))
+    survey_points(benches, samples, 2, progress=show("first look"))
     for index in range(len(subjects)):
         own = [sample for sample in samples if sample.subject == index]
-        whole_s = [sum(typical(sample.visits)[0].values()) for sample in own]
-        samples += [Samples(index, p) for p in refined([sample.point for sample in own], whole_s, sequence)]
+        whole_s = [sum(typical_times(sample.visits)[0].values()) for sample in own]
+        samples += [PointSamples(index, p) for p in refine_points([sample.point for sample in own], whole_s, sequence)]
     for sample in samples:  # the fastest of more visits would be faster than those of the unseen points
         sample.visits.clear()
     hidden = [
-        Samples(index, point)
+        PointSamples(index, point)
         for index, subject in enumerate(subjects)
         for point in unseen_points(subject, arguments.unseen, sequence, tokens, seed=1000 * arguments.seed + index)
     ]
-    survey(benches, samples + hidden, arguments.rounds, seed=1, again=arguments.rounds, progress=show("measuring"))
+    survey_points(
+        benches, samples + hidden, arguments.rounds, seed=1, again=arguments.rounds, progress=show("measuring")
+    )
     if arguments.samples:
         write_samples(arguments.samples, subjects, samples, hidden, costs)
     records, curves = [], []
@@ -109,7 +119,11 @@ def measure(
 
 
 def write_samples(
-    path: str, subjects: Sequence[Subject], seen: Sequence[Samples], hidden: Sequence[Samples], costs: dict[str, float]
+    path: str,
+    subjects: Sequence[ProfiledLayer],
+    seen: Sequence[PointSamples],
+    hidden: Sequence[PointSamples],
+    costs: dict[str, float],
 ) -> None:
     """Every visit's times, for trying other fits on the same measurements: seconds by action, ascending, of each point
     ([rows, tokens, past, earlier])."""
@@ -118,7 +132,7 @@ def write_samples(
             "layer": subjects[sample.subject].name,
             "point": list(sample.point),
             "unseen": place >= len(seen),
-            "seconds": {action: sample.own_times(action) for action in FIELDS},
+            "seconds": {action: sample.undisturbed_times(action) for action in FIELDS},
         }
         for place, sample in enumerate((*seen, *hidden))
     ]
@@ -133,17 +147,17 @@ def whole_models(
     records = []
     for source in models:
         model = open_model(source)
-        own = [known.get(signature(model.layer_graph(layer))) for layer in model.layers]
+        own = [known.get(digest_graph(model.layer_graph(layer))) for layer in model.layers]
         if None in own:
             continue
         stage = [StageLayer(layer.name, model.layer_graph(layer), layer.parameters) for layer in model.layers]
-        samples = [Samples(0, point) for point in WHOLE]
-        survey([StageBench(stage, curves[0].dtype, device)], samples, rounds, again=rounds)
+        samples = [PointSamples(0, point) for point in WHOLE]
+        survey_points([StageBench(stage, curves[0].dtype, device)], samples, rounds, again=rounds)
         points = []
         for sample in samples:
             each = [layer_times(curve, *sample.point) for curve in own if curve is not None]
             predicted = {a: sum(getattr(t, field) for t in each) + costs.get(a, 0.0) for a, field in FIELDS.items()}
-            measured, spread = typical(sample.visits)
+            measured, spread = typical_times(sample.visits)
             where = {"rows": sample.point.rows, "tokens": sample.point.tokens, "past": 0, "earlier": 1}
             points.append(where | {"measured_s": measured, "spread": spread, "predicted_s": predicted})
         record = {"model": source, "unseen": points}
@@ -151,10 +165,12 @@ def whole_models(
     return records
 
 
-def compare(subject: Subject, curve: LayerCurve, hidden: Sequence[Samples], costs: dict[str, float]) -> dict[str, Any]:
+def compare(
+    subject: ProfiledLayer, curve: LayerCurve, hidden: Sequence[PointSamples], costs: dict[str, float]
+) -> dict[str, Any]:
     points = []
     for sample in hidden:
-        measured, spread = typical(sample.visits)
+        measured, spread = typical_times(sample.visits)
         predicted = layer_times(curve, *sample.point)
         points.append(
             {
@@ -196,9 +212,9 @@ def errors(record: dict[str, Any], action: str, context: bool = False) -> list[f
     return found
 
 
-def noise(sample: Samples) -> float:
+def noise(sample: PointSamples) -> float:
     """How far two halves of the visits are apart, of F and B together: what an error may owe to the measuring."""
-    halves = [typical(sample.visits[start::2])[0] for start in (0, 1)] if len(sample.visits) > 1 else []
+    halves = [typical_times(sample.visits[start::2])[0] for start in (0, 1)] if len(sample.visits) > 1 else []
     whole_s = [times["F"] + times["B"] for times in halves]
     return max(whole_s) / min(whole_s) - 1 if whole_s else 0.0
 
@@ -239,7 +255,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = choose_device(arguments.device, 0)
     dtype = arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    found, _ = subjects_of(arguments.model, dtype)
+    found, _ = distinct_layers(arguments.model, dtype)
     subjects = [subject for subject in found if re.search(arguments.layers, subject.name)]
     start = time.monotonic()
     layers, models = measure(arguments, subjects, device)

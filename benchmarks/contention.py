@@ -28,13 +28,13 @@ from pipefit.cluster import Cluster
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.predict import predict, simulate_plan
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.make import make_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 from provenance import provenance, write_result
 
 LABS = ("uniform", "mixed-links", "mixed")
@@ -64,7 +64,7 @@ def main() -> int:
     try:
         labs = measured_labs(arguments, LABS, lambda name: measure(name, model, quick=arguments.quick), print_lab)
     except PipefitError as error:
-        print(f"contention: {error.text()}", file=sys.stderr)
+        print(f"contention: {error.full_text()}", file=sys.stderr)
         return 2
     rows = [row for lab in labs for row in lab["plans"] if row["valid"]]
     result |= {"labs": labs, "seconds": round(time.monotonic() - began), "targets": TARGETS}
@@ -122,32 +122,32 @@ def plans_for(cluster: Cluster, model: Model, name: str, quick: bool) -> list[Pl
     return [chosen, *(built(cluster, model, choice, JOB) for choice in choices)]
 
 
-def laid(lanes: int, replicas: int, microbatches: int, schedule: str = "1f1b", **others: Any) -> Decisions:
+def laid(lanes: int, replicas: int, microbatches: int, schedule: str = "1f1b", **others: Any) -> ParallelConfig:
     """So many lanes of so many devices."""
     placement = FAMILIES[schedule].placement(lanes)
-    return Decisions(
+    return ParallelConfig(
         stages=len(placement), placement=placement, replicas=(1,) * replicas, microbatches=microbatches,
         schedule=schedule, **others,
     )  # fmt: skip
 
 
-def built(cluster: Cluster, model: Model, decisions: Decisions, job: Job) -> Plan:
+def built(cluster: Cluster, model: Model, decisions: ParallelConfig, job: Job) -> Plan:
     """The plan of these decisions, with its prediction."""
-    plan = build_plan(model, cluster, job, decisions, bench=Workbench(model, cluster, name="small"))
-    return predict(plan, model, simulate_plan(plan, model, cluster))
+    plan = build_plan(model, cluster, job, decisions, bench=PlannerContext(model, cluster, name="small"))
+    return add_prediction(plan, model, simulate_plan(plan, model, cluster))
 
 
 def row(
     plan: Plan, run: Measured, model: Model, cluster: Cluster, bucket_bytes: float = BUCKET_BYTES
 ) -> dict[str, Any]:
     """Measured and predicted."""
-    bench = Workbench(model, cluster)
+    bench = PlannerContext(model, cluster)
     simulation = simulate_plan(
         plan, model, cluster, network=bench.network, layers=bench.layers, bucket_bytes=bucket_bytes
     )
     plain = replace(simulation.costs, contention=None)
     predicted = {name: formula(plan, simulation, bench.network) for name, formula in MEASURES.items()}
-    predicted["without sharing"] = simulate(plan.order.schedule(), plain).makespan_s
+    predicted["without sharing"] = simulate_schedule(plan.order.to_schedule(), plain).makespan_s
     predicted[SIMULATOR] = simulation.timeline.makespan_s
     return {
         "plan": words(plan) + (f", buckets of {bucket_bytes} bytes" if bucket_bytes != BUCKET_BYTES else ""),

@@ -22,14 +22,14 @@ import numpy as np
 
 from pipefit.cost.comm.network import Network
 from pipefit.cost.static_memory import GRADIENT_BYTES
-from pipefit.plan.assemble.predict import Simulation
+from pipefit.plan.assemble.predict import PlanSimulation
 from pipefit.plan.bounds.step_bounds import table_bound_s
 from pipefit.plan.types import Plan
 
-Formula = Callable[[Plan, Simulation, Network], float]
+Formula = Callable[[Plan, PlanSimulation, Network], float]
 
 
-def uniform(plan: Plan, simulation: Simulation, network: Network) -> float:
+def uniform(plan: Plan, simulation: PlanSimulation, network: Network) -> float:
     """GPipe-like, with one bandwidth."""
     f, b, p, m = _compute(plan, simulation)
     bandwidth = _mean_bandwidth(network)
@@ -38,7 +38,7 @@ def uniform(plan: Plan, simulation: Simulation, network: Network) -> float:
     return (m + p - 1) * (f + b) + 2 * (p - 1) * message / bandwidth + _ring(replicas, gradients, bandwidth)
 
 
-def amp(plan: Plan, simulation: Simulation, network: Network) -> float:
+def amp(plan: Plan, simulation: PlanSimulation, network: Network) -> float:
     """AMP's: forward times three, messages once."""
     f, _, p, m = _compute(plan, simulation)
     rings = []
@@ -48,7 +48,7 @@ def amp(plan: Plan, simulation: Simulation, network: Network) -> float:
     return (m - 1) * 3 * f + p * 3 * f + _way(simulation, network) + max(rings)
 
 
-def pipette(plan: Plan, simulation: Simulation, network: Network) -> float:
+def pipette(plan: Plan, simulation: PlanSimulation, network: Network) -> float:
     """Pipette's: the way round the pipeline once every p microbatches."""
     f, b, p, m = _compute(plan, simulation)
     way, ring = _way(simulation, network), _hierarchical(simulation, network)
@@ -57,7 +57,7 @@ def pipette(plan: Plan, simulation: Simulation, network: Network) -> float:
     return p * (f + b) + way + (m - 1) * (f + b) + ring
 
 
-def closed_form(plan: Plan, simulation: Simulation, network: Network) -> float:
+def closed_form(plan: Plan, simulation: PlanSimulation, network: Network) -> float:
     """Ours: the bound that prunes the search."""
     order = plan.order
     return table_bound_s(simulation.costs, order.placement, order.microbatches, plan.decisions["schedule"])
@@ -66,7 +66,7 @@ def closed_form(plan: Plan, simulation: Simulation, network: Network) -> float:
 FORMULAS: Mapping[str, Formula] = {"uniform": uniform, "amp": amp, "pipette": pipette, "closed form": closed_form}
 
 
-def _compute(plan: Plan, simulation: Simulation) -> tuple[float, float, int, int]:
+def _compute(plan: Plan, simulation: PlanSimulation) -> tuple[float, float, int, int]:
     """(forward, backward of the slowest lane in seconds a microbatch, lanes, microbatches)."""
     costs, placement = simulation.costs, np.asarray(plan.order.placement)
     forward, backward = (costs.actions[kind].time_s.sum(axis=(1, 2)) + costs.overhead_s for kind in "FB")
@@ -77,24 +77,24 @@ def _compute(plan: Plan, simulation: Simulation) -> tuple[float, float, int, int
     return *slowest, lanes, plan.order.microbatches
 
 
-def _message_bytes(simulation: Simulation) -> float:
+def _message_bytes(simulation: PlanSimulation) -> float:
     """Of one microbatch between two stages, on one device."""
     sizes = [size for edge in simulation.work.edges for each in edge.forward for _, _, size in each]
     return max(sizes, default=0.0)
 
 
-def _gradients(simulation: Simulation, index: int) -> tuple[int, float]:
+def _gradients(simulation: PlanSimulation, index: int) -> tuple[int, float]:
     """(replicas, bytes of gradients) of a stage."""
     stage = simulation.work.stages[index]
     width = GRADIENT_BYTES[simulation.work.precision]
-    return stage.group.axis("replica").size, max(stage.parameters.trainable) * width
+    return stage.group.find_axis("replica").size, max(stage.parameters.trainable) * width
 
 
 def _ring(replicas: int, size: float, bandwidth: float) -> float:
     return 2 * (replicas - 1) / replicas * size / bandwidth
 
 
-def _way(simulation: Simulation, network: Network) -> float:
+def _way(simulation: PlanSimulation, network: Network) -> float:
     """The slowest pipeline's messages, there and back: 2 M / bandwidth for each pair of neighbouring stages."""
     devices = [stage.group.devices for stage in simulation.work.stages]
     message = _message_bytes(simulation)
@@ -104,7 +104,7 @@ def _way(simulation: Simulation, network: Network) -> float:
     )
 
 
-def _hierarchical(simulation: Simulation, network: Network) -> float:
+def _hierarchical(simulation: PlanSimulation, network: Network) -> float:
     """The first stage's ring between hosts, then inside them."""
     devices = simulation.work.stages[0].group.devices
     _, gradients = _gradients(simulation, 0)
@@ -122,7 +122,7 @@ def _slowest(network: Network, devices: tuple[int, ...] | list[int]) -> float:
 
 
 def _symmetric(network: Network, a: int, b: int) -> float:
-    return (network.link(a, b).bandwidth_bytes_per_s + network.link(b, a).bandwidth_bytes_per_s) / 2
+    return (network.find_link(a, b).bandwidth_bytes_per_s + network.find_link(b, a).bandwidth_bytes_per_s) / 2
 
 
 def _mean_bandwidth(network: Network) -> float:

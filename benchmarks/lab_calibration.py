@@ -22,7 +22,7 @@ from pipefit.codec import dump_text
 from pipefit.errors import PipefitError
 from pipefit.lab import check, lifecycle, network, streams
 from pipefit.lab.lifecycle import Lab
-from pipefit.lab.spec import LabFile, Port, Uplink
+from pipefit.lab.spec import HostPort, LabFile, RackUplink
 from pipefit.lab.tables import DeviceTable
 from provenance import provenance, write_result
 
@@ -44,7 +44,7 @@ def main() -> int:
             result["labs"].append(one)
             print(row(one), flush=True)
     except PipefitError as error:
-        print(f"lab_calibration: {error.text()}", file=sys.stderr)
+        print(f"lab_calibration: {error.full_text()}", file=sys.stderr)
         return 2
     write_result(arguments.json, result)
     return 0
@@ -58,9 +58,9 @@ def skewed(count: int, seed: int = 0) -> LabFile:
     return LabFile(
         cluster=cluster,
         devices={"small": DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e9)},
-        ports={names[1]: Port(send_bytes_per_s=SLOW_PORT, receive_bytes_per_s=SLOW_PORT)},
+        ports={names[1]: HostPort(send_bytes_per_s=SLOW_PORT, receive_bytes_per_s=SLOW_PORT)},
         uplinks=tuple(
-            Uplink(name=f"rack{i}", hosts=tuple(hosts), up_bytes_per_s=8e6, down_bytes_per_s=8e6)
+            RackUplink(name=f"rack{i}", hosts=tuple(hosts), up_bytes_per_s=8e6, down_bytes_per_s=8e6)
             for i, hosts in enumerate(racks)
         ),
     )
@@ -71,11 +71,11 @@ def measure(file: LabFile, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lab.json"
         path.write_text(dump_text(file), encoding="utf-8")
-        lab, start = Lab.open(path), time.perf_counter()
-        with lifecycle.use(lab):
+        lab, start = Lab.open_lab(path), time.perf_counter()
+        with lifecycle.hold_lab(lab):
             up_s = time.perf_counter() - start
-            found = check.as_data(lab, check.calibrate(lab, seconds=seconds))
-            with streams.streams(lab) as hosts:
+            found = check.as_data(lab, check.calibrate_lab(lab, seconds=seconds))
+            with streams.open_streams(lab) as hosts:
                 shared = [contention(hosts, pairs, share, 2 * seconds) for pairs, share in crowds(file)]
     errors = [abs(error) for each in shared for error in each["errors"]]
     return found | {
@@ -97,13 +97,15 @@ def crowds(file: LabFile) -> list[tuple[list[streams.Pair], float]]:
     if file.uplinks:
         across = [(a, a + RACK) for a in range(RACK) if a != 1]
         cases.append((across, min(rates.up[0], rates.down[1]) / len(across)))
-    slowest = check.requested(file)
+    slowest = check.requested_rates(file)
     return [(pairs, share) for pairs, share in cases if all(slowest[pair] >= share for pair in pairs)]
 
 
-def contention(hosts: streams.Streams, pairs: Sequence[streams.Pair], share: float, seconds: float) -> dict[str, Any]:
+def contention(
+    hosts: streams.HostStreams, pairs: Sequence[streams.Pair], share: float, seconds: float
+) -> dict[str, Any]:
     """What streams achieve that should share something evenly."""
-    achieved = hosts.measure(pairs, seconds)
+    achieved = hosts.measure_rates(pairs, seconds)
     return {"pairs": list(pairs), "share_bytes_per_s": share, "errors": [achieved[pair] / share - 1 for pair in pairs]}
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from lab_runs import CLUSTERS
 from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.codec import dump_text
-from pipefit.lab.spec import LabFile, Port, Uplink
+from pipefit.lab.spec import HostPort, LabFile, RackUplink
 from pipefit.lab.tables import DeviceTable
 
 INSIDE = 60e6
@@ -102,13 +102,13 @@ def clusters() -> dict[str, LabFile]:
         "uniform": lab("uniform", ["fast"] * 4, even, {"fast": FLOPS}),
         "mixed-links": lab(
             "mixed-links", ["fast"] * 4, MIXED_LINKS, {"fast": FLOPS},
-            ports={"host1": Port(send_bytes_per_s=4e6, receive_bytes_per_s=4e6)},
+            ports={"host1": HostPort(send_bytes_per_s=4e6, receive_bytes_per_s=4e6)},
         ),
         "mixed": lab(
             "mixed", ["fast", "slow", "fast", "slow"], MIXED_BOTH, {"fast": 1.2 * FLOPS, "slow": 0.6 * FLOPS},
             uplinks=(
-                Uplink(name="left", hosts=("host0", "host1"), up_bytes_per_s=4.5e6, down_bytes_per_s=4.5e6),
-                Uplink(name="right", hosts=("host2", "host3"), up_bytes_per_s=4.5e6, down_bytes_per_s=4.5e6),
+                RackUplink(name="left", hosts=("host0", "host1"), up_bytes_per_s=4.5e6, down_bytes_per_s=4.5e6),
+                RackUplink(name="right", hosts=("host2", "host3"), up_bytes_per_s=4.5e6, down_bytes_per_s=4.5e6),
             ),
         ),
     } | {
@@ -207,8 +207,8 @@ def lab(
     flops_per_s: Mapping[str, float],
     *,
     devices: int | Sequence[int] = 2,
-    ports: Mapping[str, Port] | None = None,
-    uplinks: tuple[Uplink, ...] = (),
+    ports: Mapping[str, HostPort] | None = None,
+    uplinks: tuple[RackUplink, ...] = (),
     memory_bytes: Mapping[str, int] | None = None,
 ) -> LabFile:
     """Hosts of these kinds joined by one network. The planner sees nothing of `devices`' tables, ports and uplinks.

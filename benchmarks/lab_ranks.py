@@ -20,23 +20,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipefit.data.preparation.ahead import Recipe
+from pipefit.data.preparation.ahead import BatchRecipe
 from pipefit.data.stepplan import StepPlan, batch_shape
 from pipefit.lab import pace
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
 from pipefit.plan.check.rules import load_plan
 from pipefit.plan.types import Plan
-from pipefit.profile.session import run as profile
+from pipefit.profile.session import run_profile as profile
 from pipefit.profile.state import ProfileConfig
-from pipefit.run.inputs.feeding import Fed
-from pipefit.run.inputs.feeds import make_feeds
-from pipefit.run.inputs.image_feeding import ImageFeeding
-from pipefit.run.session.process_exit import leave
+from pipefit.run.inputs.feeding import BatchInputs
+from pipefit.run.inputs.feeds import make_inputs
+from pipefit.run.inputs.image_feeding import ImageBatchSource
+from pipefit.run.session.process_exit import exit_process
 from pipefit.run.session.rendezvous import World
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
-from pipefit.run.verify.verify import count_on_cpu, stretches
+from pipefit.run.verify.verify import count_on_cpu, work_phases
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.worker import Worker
 
@@ -66,9 +66,9 @@ def main() -> None:
         profile(config, lambda phase, done, total: None)
         return
     world = World(torch.device("cpu"))
-    world.connect()
-    world.start(300.0, 300.0)
-    model, comms = open_model(str(folder / "model.json")), Comms(world.device)
+    world.open_store()
+    world.start_group(300.0, 300.0)
+    model, comms = open_model(str(folder / "model.json")), CommGroups(world.device)
     found = []
     for index in range(task["plans"]):
         plan = load_plan(folder / f"plan-{index}.json")
@@ -78,10 +78,10 @@ def main() -> None:
         found.append(everyone)
     if world.rank == 0:
         (folder / "measured.json").write_text(json.dumps(found), encoding="utf-8")
-    world.stop()
+    world.stop_group()
 
 
-def steps_of(plan: Plan, model: Model, comms: Comms, task: dict[str, Any], bucket_bytes: int) -> dict[str, Any]:
+def steps_of(plan: Plan, model: Model, comms: CommGroups, task: dict[str, Any], bucket_bytes: int) -> dict[str, Any]:
     """When this rank began and ended each step, by the machine's clock; its paced actions; its last step's trace; the
     most bytes that it had alive, in a run of its own, as `pipefit verify` counts them."""
     warm, steps, trace = task["warm"], task["steps"], task["trace"]
@@ -97,7 +97,7 @@ def steps_of(plan: Plan, model: Model, comms: Comms, task: dict[str, Any], bucke
             before = counts()
         dist.barrier()
         began = time.perf_counter()
-        worker.step(fed.feeds, step, fed.divisor, fed.counts).read()
+        worker.run_step(fed.feeds, step, fed.divisor, fed.counts).read_values()
         if step >= warm:
             times.append((began, time.perf_counter()))
     dist.barrier()
@@ -106,21 +106,21 @@ def steps_of(plan: Plan, model: Model, comms: Comms, task: dict[str, Any], bucke
     found = {"times": times, "paced": paced if after else {}, "trace": spans(worker) if trace else [], "bytes": 0}
     if task["count_bytes"]:
         del worker
-        found["bytes"] = count_on_cpu(stretches(plan, model, torch.device("cpu"), 1, comms)).peak
+        found["bytes"] = count_on_cpu(work_phases(plan, model, torch.device("cpu"), 1, comms)).largest_bytes
     return found
 
 
-def feeding_of(plan: Plan, model: Model, device: int, index: str) -> Callable[[int], Fed]:
+def feeding_of(plan: Plan, model: Model, device: int, index: str) -> Callable[[int], BatchInputs]:
     """What a step is fed with: random rows, or the samples of an index."""
     cpu, shape = torch.device("cpu"), batch_shape(plan)
     if index:
-        return ImageFeeding(plan, model, Recipe(index=index, shape=shape), device, cpu).step
+        return ImageBatchSource(plan, model, BatchRecipe(index=index, shape=shape), device, cpu).step_inputs
     rows = RandomRows(plan.job.sequence, int(plan.model.config["vocab_size"]))
 
-    def fed(step: int) -> Fed:
+    def fed(step: int) -> BatchInputs:
         numbers = np.arange(step * plan.job.batch, (step + 1) * plan.job.batch)
         batch = StepPlan(step=step, rows=numbers, divisor=plan.job.batch * plan.job.sequence, shape=shape)
-        return Fed(make_feeds(plan, device, rows, batch, cpu), batch.divisor)
+        return BatchInputs(make_inputs(plan, device, rows, batch, cpu), batch.divisor)
 
     return fed
 
@@ -135,10 +135,10 @@ def spans(worker: Worker) -> list[tuple[str, float, float, float]]:
 
 def counts() -> dict[str, Any]:
     """What the emulated device of this process has done so far; empty where there is none."""
-    device = pace.device()
+    device = pace.emulated_device()
     return {} if device is None else asdict(device.counts)
 
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_process(0)

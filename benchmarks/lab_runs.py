@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipefit.cluster import Cluster, load
+from pipefit.cluster import Cluster, load_cluster
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.errors import PipefitError
 from pipefit.lab import launch, lifecycle
 from pipefit.lab.lifecycle import Lab
-from pipefit.lab.pace import judge
-from pipefit.model.capture.layers import capture
+from pipefit.lab.pace import judge_counts
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import describe, save_model
+from pipefit.model.registry import describe_config, save_model
 from pipefit.plan.check.rules import save_plan
 from pipefit.plan.types import Plan
 
@@ -90,8 +90,8 @@ def with_others(labs: list[dict[str, Any]], path: str | None, order: Sequence[st
 @contextlib.contextmanager
 def lab_of(name: str) -> Iterator[Lab]:
     """The lab of a committed cluster file, for as long as it is needed."""
-    lab = Lab.open(CLUSTERS / f"{name}.json")
-    with lifecycle.use(lab):
+    lab = Lab.open_lab(CLUSTERS / f"{name}.json")
+    with lifecycle.hold_lab(lab):
         yield lab
 
 
@@ -102,8 +102,8 @@ def small_model(layers: int = 8) -> Model:
         "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
         "max_position_embeddings": 256, "tie_word_embeddings": False,
     }  # fmt: skip
-    described = describe(config, "small", "the benchmarks' small model")
-    return capture(described.family, described.config)
+    described = describe_config(config, "small", "the benchmarks' small model")
+    return capture_family(described.family, described.config)
 
 
 def profiled(
@@ -124,7 +124,7 @@ def profiled(
         for other, one in zip(names, also, strict=True):
             save_model(one, Path(name) / other)
         _start(lab, Path(name), "profile", model, task | {"also": names})
-        return load(Path(name) / "cluster.json")
+        return load_cluster(Path(name) / "cluster.json")
 
 
 def run_plans(
@@ -145,7 +145,7 @@ def run_plans(
     found: dict[int, Measured] = {}
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, plan in enumerate(plans):
-        groups.setdefault(tuple(sorted(plan.devices)), []).append(index)
+        groups.setdefault(tuple(sorted(plan.used_devices)), []).append(index)
     for devices, members in groups.items():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -167,7 +167,7 @@ def _measured(ranks: Sequence[dict[str, Any]]) -> Measured:
     steps = zip(*(rank["times"] for rank in ranks), strict=True)
     times = [max(stop for _, stop in step) - min(start for start, _ in step) for step in steps]
     counts = [rank["paced"] for rank in ranks if rank["paced"]]
-    valid, words = judge(counts) if counts else (True, "")
+    valid, words = judge_counts(counts) if counts else (True, "")
     peaks = tuple(rank["bytes"] for rank in ranks if rank["bytes"])
     busy_s = tuple(count["emulated_s"] / len(times) for count in counts)
     return Measured(tuple(times), valid, words, tuple(rank["trace"] for rank in ranks), peaks, busy_s)

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.profile.adaptive import Adaptive
-from pipefit.profile.completion import complete
-from pipefit.profile.estimate import PairTimes, pair_times, tabulate
-from pipefit.profile.links import TINY, LinkSurvey, Outcome, survey
-from pipefit.profile.tournament import Pair, mixed, remixed
+from pipefit.profile.adaptive import AdaptiveSurvey
+from pipefit.profile.completion import complete_links
+from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
+from pipefit.profile.links import TINY, LinkSurvey, RoundOutcome, survey_pairs
+from pipefit.profile.tournament import Pair, shuffle_members, shuffle_rounds
 from provenance import provenance, write_result
 
 DATA = Path(__file__).parent / "data"
@@ -119,13 +119,13 @@ def _truth(name: str, nominal: Matrix, random: np.random.Generator, own: float =
     return Truth(name, nominal * np.exp(random.normal(0.0, own, nominal.shape)), nominal)
 
 
-def measure_of(truth: Truth, seed: int) -> Callable[[Sequence[Pair], int], Outcome]:
+def measure_of(truth: Truth, seed: int) -> Callable[[Sequence[Pair], int], RoundOutcome]:
     """Round trips with noise; each round as a whole fast or slow."""
     random = np.random.default_rng(seed)
 
-    def measure(pairs: Sequence[Pair], size: int) -> Outcome:
+    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
         factor = np.exp(random.normal(0.0, ORDER) + random.normal(0.0, NOISE, len(pairs)))
-        return Outcome(
+        return RoundOutcome(
             {
                 (a, b): (2 * LATENCY_S + size / truth.bandwidth[a, b]) * float(factor[i])
                 for i, (a, b) in enumerate(pairs)
@@ -138,16 +138,16 @@ def measure_of(truth: Truth, seed: int) -> Callable[[Sequence[Pair], int], Outco
 def tournament(truth: Truth) -> tuple[LinkSurvey, int]:
     """All pairs, and how many rounds that took."""
     count = len(truth.bandwidth)
-    found = survey(mixed([range(count)]), (TINY, SIZE), REPEATS, measure_of(truth, 1))
+    found = survey_pairs(shuffle_members([range(count)]), (TINY, SIZE), REPEATS, measure_of(truth, 1))
     return found, count - 1
 
 
-def chosen(truth: Truth) -> tuple[LinkSurvey, Adaptive]:
+def chosen(truth: Truth) -> tuple[LinkSurvey, AdaptiveSurvey]:
     """The rounds that the profile would choose, were this no simulation."""
-    found, chooser, measure = LinkSurvey(), Adaptive(range(len(truth.bandwidth))), measure_of(truth, 2)
+    found, chooser, measure = LinkSurvey(), AdaptiveSurvey(range(len(truth.bandwidth))), measure_of(truth, 2)
     batch = 0
     while games := chooser.next_rounds(found.samples):
-        survey(remixed(games, batch), (TINY, SIZE), REPEATS, measure, seed=batch, found=found)
+        survey_pairs(shuffle_rounds(games, batch), (TINY, SIZE), REPEATS, measure, seed=batch, found=found)
         batch += 1
     return found, chooser
 
@@ -184,12 +184,12 @@ def compare(kind: Callable[[int, np.random.Generator], Truth], count: int, seed:
     truth = kind(count, np.random.default_rng(seed))
     found, rounds = tournament(truth)
     full = judged(truth, plain_mean(found, count))
-    table = tabulate(found.samples, range(count))
-    shape = complete(table.of_size(len(table.sizes_bytes) - 1)).shape
+    table = tabulate_samples(found.samples, range(count))
+    shape = complete_links(table.select_size(len(table.sizes_bytes) - 1)).shape
     told = judged(truth, pair_times(found.samples, range(count), shape=shape).time_s[-1])
     start = time.process_time()
     few, chooser = chosen(truth)
-    times: PairTimes = pair_times(few.samples, range(count), shape=chooser.progress.shape, predict=True)
+    times: PairTimes = pair_times(few.samples, range(count), shape=chooser.progress.host_shape, predict=True)
     cpu_s = time.process_time() - start
     held_out = chooser.progress.held_out
     predicted = times.error[times.predicted]
@@ -204,7 +204,7 @@ def compare(kind: Callable[[int, np.random.Generator], Truth], count: int, seed:
             "everything_measured": chooser.progress.everything,
             "held_out_error": held_out[-1] if held_out else None,
             "claimed_error_of_predicted": float(np.sqrt(np.mean(predicted**2))) if len(predicted) else None,
-            "classes": len(set(chooser.progress.shape.classes)) if chooser.progress.shape else 0,
+            "classes": len(set(chooser.progress.host_shape.classes)) if chooser.progress.host_shape else 0,
             "cpu_s": round(cpu_s, 1),
         },
     }

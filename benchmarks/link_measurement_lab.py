@@ -1,7 +1,7 @@
 """The lab's part of link_measurement.py: `pipefit profile --only links` in labs whose links are given.
 
-Three kinds of labs. What a pair reaches alone (`pipefit.lab.check.requested`) is what the profile should find, and
-ports and uplinks beside.
+Three kinds of labs. What a pair reaches alone (`pipefit.lab.check.requested_rates`) is what the profile should find,
+and ports and uplinks beside.
 
 - `own`: every ordered pair has a rate of its own, one host a slow port, and a quarter of the hosts share an uplink.
 - `racks`: racks of four with a third of the rate between them, every link 2 % of its own. The rounds are chosen, as for
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from lab_clusters import SLOW_PORT, drawn
-from pipefit.cluster import Cluster, load
+from pipefit.cluster import Cluster, load_cluster
 from pipefit.codec import dump_text
 from pipefit.lab import check
 from pipefit.lab.lifecycle import Lab
-from pipefit.lab.spec import LabFile, Port, Uplink
+from pipefit.lab.spec import HostPort, LabFile, RackUplink
 
 UPLINK = 9e6
 LIMIT_S = 280
@@ -44,8 +44,8 @@ def given(count: int, kind: str = "own", seed: int = 0) -> LabFile:
     if kind == "own":
         return LabFile(
             cluster=cluster,
-            ports={names[1]: Port(send_bytes_per_s=SLOW_PORT, receive_bytes_per_s=SLOW_PORT)},
-            uplinks=(Uplink(name="rack", hosts=rack, up_bytes_per_s=UPLINK, down_bytes_per_s=UPLINK),),
+            ports={names[1]: HostPort(send_bytes_per_s=SLOW_PORT, receive_bytes_per_s=SLOW_PORT)},
+            uplinks=(RackUplink(name="rack", hosts=rack, up_bytes_per_s=UPLINK, down_bytes_per_s=UPLINK),),
         )
     draw, rail = random.Random(seed), cluster.rails[0]
     rates = [[ALIKE / 3 if kind == "racks" and a // RACK != b // RACK else ALIKE for b in range(count)]
@@ -56,7 +56,7 @@ def given(count: int, kind: str = "own", seed: int = 0) -> LabFile:
     )
     cluster = replace(cluster, rails=(replace(rail, bandwidth_bytes_per_s=matrix),))
     carries = MILD * len(rack) * ALIKE
-    uplink = Uplink(name="rack", hosts=rack, up_bytes_per_s=carries, down_bytes_per_s=carries)
+    uplink = RackUplink(name="rack", hosts=rack, up_bytes_per_s=carries, down_bytes_per_s=carries)
     return LabFile(cluster=cluster, uplinks=(uplink,) if kind == "mild" else ())
 
 
@@ -77,9 +77,9 @@ def measure(count: int, repeats: int, kind: str = "own", rounds: str = "auto") -
             raise RuntimeError(
                 f"profile in the lab: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
             )
-        cluster, lab = load(Path(folder) / "cluster.json"), Lab.open(path)
+        cluster, lab = load_cluster(Path(folder) / "cluster.json"), Lab.open_lab(path)
         seconds = time.perf_counter() - start
-        found = compared(cluster, check.requested(lab.file), file)
+        found = compared(cluster, check.requested_rates(lab.file), file)
         return found | {"kind": kind, "host_rounds": rounds, "hosts": count, "seconds": round(seconds, 1)}
 
 

@@ -156,9 +156,9 @@ def measure(devices: int, count: int, ranks: int, both: bool = False) -> list[di
 
     from pipefit.errors import PipefitError
     from pipefit.plan.risk import peak_parts
-    from pipefit.run.verify.record import configuration
+    from pipefit.run.verify.record import run_configuration
     from pipefit.run.verify.verify import critical_ranks, measure_rank
-    from pipefit.run.worker.worker import lane_of
+    from pipefit.run.worker.worker import device_lane
 
     random, runs, seen = np.random.default_rng([devices, 1] if both else devices), [], set()
     while len(seen) < count:
@@ -169,16 +169,22 @@ def measure(devices: int, count: int, ranks: int, both: bool = False) -> list[di
             plan, model, simulation = plan_of(case)
         except PipefitError:
             continue
-        if configuration(plan) in seen:
+        if run_configuration(plan) in seen:
             continue
-        seen.add(configuration(plan))
+        seen.add(run_configuration(plan))
         parts = peak_parts(simulation)
         for rank in critical_ranks(plan, ranks):
-            lane = lane_of(plan, plan.devices[rank])
-            peak = measure_rank(plan, model, rank, torch.device("cpu"), 1).peak
+            lane = device_lane(plan, plan.devices[rank])
+            peak = measure_rank(plan, model, rank, torch.device("cpu"), 1).largest_bytes
             gc.collect()
             runs.append(
-                {"case": asdict(case), "plan": configuration(plan), "rank": rank, "parts": parts[lane], "bytes": peak}
+                {
+                    "case": asdict(case),
+                    "plan": run_configuration(plan),
+                    "rank": rank,
+                    "parts": parts[lane],
+                    "bytes": peak,
+                }
             )
         print(f"\r{devices} devices: {len(seen)} of {count} plans", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -201,20 +207,20 @@ def again(runs: list[dict[str, Any]], slices: bool = False) -> list[dict[str, An
     import torch
 
     from pipefit.plan.risk import peak_parts
-    from pipefit.run.verify.record import configuration
+    from pipefit.run.verify.record import run_configuration
     from pipefit.run.verify.verify import measure_rank
-    from pipefit.run.worker.worker import lane_of
+    from pipefit.run.worker.worker import device_lane
 
     result = []
     for run in runs:
         plan, model, simulation = plan_of(Case(**run["case"]))
-        parts = peak_parts(simulation)[lane_of(plan, plan.devices[run["rank"]])]
+        parts = peak_parts(simulation)[device_lane(plan, plan.devices[run["rank"]])]
         kept = {name: run[name] for name in ("case", "plan", "rank", "bytes")}
         if slices and run["case"]["slices"] > 1:
-            peak = measure_rank(plan, model, run["rank"], torch.device("cpu"), 1).peak
+            peak = measure_rank(plan, model, run["rank"], torch.device("cpu"), 1).largest_bytes
             gc.collect()
-            kept |= {"plan": configuration(plan), "bytes": peak, "anew": True}
-        assert configuration(plan) == kept["plan"], "the case gives another plan than the one that was measured"
+            kept |= {"plan": run_configuration(plan), "bytes": peak, "anew": True}
+        assert run_configuration(plan) == kept["plan"], "the case gives another plan than the one that was measured"
         result.append(kept | {"parts": parts})
     return result
 
@@ -222,8 +228,8 @@ def again(runs: list[dict[str, Any]], slices: bool = False) -> list[dict[str, An
 @lru_cache(maxsize=64)
 def model_of(family: str, hidden: int, layers: int) -> Any:
     """The captured model."""
-    from pipefit.model.capture.layers import capture
-    from pipefit.model.registry import describe
+    from pipefit.model.capture.layers import capture_family
+    from pipefit.model.registry import describe_config
 
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden + hidden // 2, "num_hidden_layers": layers}
     config = {**BASE, **sizes, **FAMILIES[family]}
@@ -232,24 +238,24 @@ def model_of(family: str, hidden: int, layers: int) -> Any:
             "model_type": "gpt2", "vocab_size": 1024, "n_positions": 256, "n_embd": hidden, "n_layer": layers,
             "n_head": 4, "attn_pdrop": 0.0,
         }  # fmt: skip
-    described = describe(config, family, family)
-    return capture(described.family, described.config)
+    described = describe_config(config, family, family)
+    return capture_family(described.family, described.config)
 
 
 def plan_of(case: Case) -> tuple[Any, Any, Any]:
     """(plan with its prediction, model, simulation). Raises PipefitError where such a plan cannot be."""
-    from pipefit.cluster import local
-    from pipefit.plan.assemble.predict import predict, simulate_plan
+    from pipefit.cluster import local_cluster
+    from pipefit.plan.assemble.predict import add_prediction, simulate_plan
     from pipefit.plan.evaluate.planner_context import build_plan
-    from pipefit.plan.request.decisions import Decisions
+    from pipefit.plan.request.decisions import ParallelConfig
     from pipefit.plan.types import Job
     from pipefit.schedule import FAMILIES as SCHEDULE_FAMILIES
 
-    model, cluster = model_of(case.family, case.hidden, case.layers), local(case.devices)
+    model, cluster = model_of(case.family, case.hidden, case.layers), local_cluster(case.devices)
     lanes = case.devices // (case.replicas * case.shards)
     placement = SCHEDULE_FAMILIES[case.schedule].placement(lanes)
     layers, stages = len(model.layers), len(placement)
-    decisions = Decisions(
+    decisions = ParallelConfig(
         cuts=tuple(round(stage * layers / stages) for stage in range(1, stages)),  # even, whatever layers cost here
         placement=() if len(placement) == lanes else placement,
         replicas=(1,) * case.replicas,
@@ -264,12 +270,12 @@ def plan_of(case: Case) -> tuple[Any, Any, Any]:
     batch = case.rows * case.replicas * case.microbatches
     plan = build_plan(model, cluster, Job(batch=batch, sequence=case.sequence, precision=case.precision), decisions)
     simulation = simulate_plan(plan, model, cluster)
-    return predict(plan, model, simulation), model, simulation
+    return add_prediction(plan, model, simulation), model, simulation
 
 
 def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[str, Any]:
     """Learn from the ones, estimate the others: errors, margins, and who is refused where limits are swept."""
-    from pipefit.cost.memory.correction import MemoryRun, learn
+    from pipefit.cost.memory.correction import MemoryRun, learn_correction
     from pipefit.cost.static_memory import WORKSPACE_BYTES
 
     runs = [
@@ -279,8 +285,8 @@ def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[s
         )
         for run in learned
     ]  # fmt: skip
-    correction = learn(runs, "cpu")
-    estimates = [correction.estimate(run["parts"]) for run in judged]
+    correction = learn_correction(runs, "cpu")
+    estimates = [correction.estimate_rank(run["parts"]) for run in judged]
     bytes_ = np.array([run["bytes"] for run in judged], dtype=float)
     raw = np.array([sum(run["parts"].values()) for run in judged])
     corrected = np.array([one.expected_bytes for one in estimates])
@@ -290,7 +296,9 @@ def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[s
         bytes_[:, None] * np.linspace(0.9, 1.1, COUNT),
     )
     risky = [
-        np.array([[one.risk(limit) > RISK for limit in row] for one, row in zip(estimates, sweep, strict=True)])
+        np.array(
+            [[one.oom_probability(limit) > RISK for limit in row] for one, row in zip(estimates, sweep, strict=True)]
+        )
         for sweep in sweeps
     ]
     for run, one in zip(judged, estimates, strict=True):
@@ -376,7 +384,7 @@ def compare_with_processes() -> list[dict[str, Any]]:
     real: list[list[int]] = in_ranks(rank_main, 8, plans)
     result = []
     for case, (plan, model), together in zip(REAL, plans, real, strict=True):
-        alone = [measure_rank(plan, model, rank, torch.device("cpu"), 1).peak for rank in range(8)]
+        alone = [measure_rank(plan, model, rank, torch.device("cpu"), 1).largest_bytes for rank in range(8)]
         largest = max(abs(a / b - 1) for a, b in zip(alone, together, strict=True))
         result.append({"case": asdict(case), "alone": alone, "together": together, "largest_difference": largest})
     return result
@@ -387,13 +395,13 @@ def rank_main(rank: int, devices: int, port: int, plans: list[Any], queue: Any) 
     import torch
     import torch.distributed as dist
 
-    from pipefit.run.transfers.comms import Comms
-    from pipefit.run.verify.verify import count_on_cpu, stretches
+    from pipefit.run.transfers.comms import CommGroups
+    from pipefit.run.verify.verify import count_on_cpu, work_phases
 
     join_group(rank, devices, port)
-    comms, found = Comms(), []
+    comms, found = CommGroups(), []
     for plan, model in plans:
-        peak = count_on_cpu(stretches(plan, model, torch.device("cpu"), 1, comms)).peak
+        peak = count_on_cpu(work_phases(plan, model, torch.device("cpu"), 1, comms)).largest_bytes
         everyone: list[Any] = [None] * devices
         dist.all_gather_object(everyone, peak)
         found.append(everyone)

@@ -121,7 +121,7 @@ def make_plans(case: Case, fixed: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """The planner's free choice, and its best plan for each fixed schedule that fits, ready to be run small."""
     from pipefit.cluster import parse_spec
     from pipefit.model.registry import open_model
-    from pipefit.plan.evaluate.planner_context import Workbench
+    from pipefit.plan.evaluate.planner_context import PlannerContext
     from pipefit.plan.passes.fitted_orders import best_plans
     from pipefit.plan.types import Job
 
@@ -129,7 +129,7 @@ def make_plans(case: Case, fixed: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     if case.memory_bytes:
         kinds = {name: replace(kind, memory_bytes=int(case.memory_bytes)) for name, kind in cluster.kinds.items()}
         cluster = replace(cluster, kinds=kinds)
-    bench = Workbench(open_model(MODEL), cluster)
+    bench = PlannerContext(open_model(MODEL), cluster)
     job = Job(batch=case.batch, sequence=case.sequence, precision="bfloat16")
     found: dict[str, dict[str, Any]] = {}
     for name in ("chosen", *fixed):
@@ -173,11 +173,11 @@ def rank_main(
     """One rank: builds a worker for every plan of a case, then steps them in turn, case by case."""
     import torch.distributed as dist
 
-    from pipefit.run.transfers.comms import Comms
+    from pipefit.run.transfers.comms import CommGroups
 
     be_punctual()
     join_group(rank, count, port)
-    comms, model, found = Comms(), small_model(blocks), []
+    comms, model, found = CommGroups(), small_model(blocks), []
     for plans, own_boards, scale in zip(cases, boards, scales, strict=True):
         sides = [Side(plan, model, comms, board, scale) for plan, board in zip(plans, own_boards, strict=True)]
         found.append(take_turns(sides, rounds))
@@ -223,29 +223,29 @@ class Side:
     def __init__(self, plan: dict[str, Any], model: Any, comms: Any, board: Any, scale: float) -> None:
         import torch
 
-        from pipefit.cluster import local
+        from pipefit.cluster import local_cluster
         from pipefit.data.stepplan import StepPlan, batch_shape
-        from pipefit.plan.evaluate.planner_context import Workbench
+        from pipefit.plan.evaluate.planner_context import PlannerContext
         from pipefit.plan.types import Job
-        from pipefit.run.inputs.feeds import make_feeds
+        from pipefit.run.inputs.feeds import make_inputs
         from pipefit.run.update.optimizer import OptimizerConfig
         from pipefit.run.worker.build import build_worker
 
         decisions = replace(plan["decisions"], recompute=("none",), devices=())
-        bench = Workbench(model, local(LANES))
-        parts = bench.parts(Job(batch=plan["batch"], sequence=8, precision="float32"), decisions)
-        small = bench.plan(parts, decisions, plan["lanes"])
+        bench = PlannerContext(model, local_cluster(LANES))
+        parts = bench.make_skeleton(Job(batch=plan["batch"], sequence=8, precision="float32"), decisions)
+        small = bench.assemble_plan(parts, decisions, plan["lanes"])
         device = torch.device("cpu")
         self.worker = build_worker(small, model, comms, device, OptimizerConfig())
         self.divisor = small.job.batch * small.job.sequence
         rows = np.arange(small.job.batch)
         step_plan = StepPlan(step=0, rows=rows, divisor=self.divisor, shape=batch_shape(small))
-        self.feeds = make_feeds(small, self.worker.device, Rows(small), step_plan, device)
+        self.feeds = make_inputs(small, self.worker.device, Rows(small), step_plan, device)
         self.pace = LinkedPace(plan["costs"], small.order.placement, small.order.microbatches, board, scale)
         self.pace.attach(self.worker)
 
     def step(self) -> None:
-        self.worker.step(self.feeds, 0, self.divisor)
+        self.worker.run_step(self.feeds, 0, self.divisor)
 
 
 class Rows:
@@ -268,15 +268,15 @@ def blocks() -> int:
 
 def small_model(blocks: int) -> Any:
     """As many layers as the emulated model, each tiny."""
-    from pipefit.model.capture.layers import capture
-    from pipefit.model.registry import describe
+    from pipefit.model.capture.layers import capture_family
+    from pipefit.model.registry import describe_config
 
     config = {
         "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32,
         "num_hidden_layers": blocks, "num_attention_heads": 2, "num_key_value_heads": 2,
     }  # fmt: skip
-    described = describe(config, "small", "benchmark")
-    return capture(described.family, described.config)
+    described = describe_config(config, "small", "benchmark")
+    return capture_family(described.family, described.config)
 
 
 def print_case(case: dict[str, Any]) -> None:

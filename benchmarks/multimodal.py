@@ -7,8 +7,8 @@ Sections, each of which can be measured again by `--only` beside the others of a
   planner does it: every choice of modules that share devices, and layouts in line. Costs are counted from parameters
   and tokens: 2 FLOPs a parameter and token forward, twice that backward where weights are trained, at the stated
   efficiency for every count of shards. Samples differ in their images: lognormal. `planning_s` is everything that the
-  short list takes, `parts_s` what parts of it take: `orchestrate` all choices of who shares, `inline` layouts in line;
-  `disjoint` would be every module on devices of its own alone.
+  short list takes, `parts_s` what parts of it take: `orchestrate_modules` all choices of who shares, `inline_names`
+  layouts in line; `disjoint` would be every module on devices of its own alone.
 - `plans`: whole plans of pipefit's built-in models of these sizes on 1,172 and 1,296 devices of A100-80, captured
   (needs torch), simulated, on costs from data sheets.
 - `arranging`: balancing and ordering, apart and together, against random order (multimodal_order.py), simulated.
@@ -36,8 +36,8 @@ import numpy as np
 from multimodal_order import SETTINGS, simulated_gains
 from pipefit.cluster import Cluster
 from pipefit.plan.modules.inline import inline_layouts
-from pipefit.plan.modules.orchestrate import Arrangement, Orchestration, can_share, orchestrate
-from pipefit.plan.modules.profile import ModuleProfile, Way
+from pipefit.plan.modules.orchestrate import ModuleArrangement, OrchestrationResult, can_share, orchestrate_modules
+from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
 from pipefit.units import format_seconds
 from provenance import provenance, write_result
 
@@ -194,12 +194,12 @@ def _cases(setting: Any, cases: Sequence[tuple[float, str]], arguments: argparse
 
 def _profiled(setting: Any, arguments: argparse.Namespace) -> Cluster:
     """The cluster of a lab, as it was profiled before or is now."""
-    from pipefit.cluster import load, save
+    from pipefit.cluster import load_cluster, save_cluster_file
 
     known = Path(arguments.cluster) / f"{setting.lab}.json" if arguments.cluster else None
-    cluster: Cluster = load(known) if known and known.is_file() else setting.cluster()
+    cluster: Cluster = load_cluster(known) if known and known.is_file() else setting.cluster()
     if known:
-        save(cluster, known)
+        save_cluster_file(cluster, known)
     return cluster
 
 
@@ -248,13 +248,13 @@ def measure(
         profiles, limits = profiles_of(language, batch, frozen, sigma), (devices, batch, MEMORY_BYTES)
         passes = [np.ones((len(one.ways), len(two.ways)), dtype=np.bool_) for one, two in pairwise(profiles)]
         began, began_cpu = time.perf_counter(), time.process_time()
-        found = orchestrate(profiles, *limits, top=TOP, passes=passes, sharing=choices(profiles))
+        found = orchestrate_modules(profiles, *limits, top=TOP, passes=passes, sharing=choices(profiles))
         between, between_cpu = time.perf_counter(), time.process_time()
         inline = inline_layouts(profiles, *limits, passes=passes)
         ended, ended_cpu = time.perf_counter(), time.process_time()
         again = profiles_of(language, batch, frozen, sigma)
         began_alone = time.perf_counter()
-        orchestrate(again, *limits, top=TOP, passes=passes)
+        orchestrate_modules(again, *limits, top=TOP, passes=passes)
         seconds["disjoint"].append(time.perf_counter() - began_alone)
         seconds["orchestrate"].append(between - began)
         seconds["inline"].append(ended - between)
@@ -284,26 +284,26 @@ def choices(profiles: Sequence[ModuleProfile]) -> list[frozenset[str]]:
     return [frozenset(names) for size in range(len(able) + 1) for names in combinations(able, size)]
 
 
-def best_of_each(found: Orchestration, inline: Orchestration) -> dict[str, dict[str, Any]]:
+def best_of_each(found: OrchestrationResult, inline: OrchestrationResult) -> dict[str, dict[str, Any]]:
     """The best layout of every way of placing modules, the fastest first."""
-    first: dict[str, Arrangement] = {}
+    first: dict[str, ModuleArrangement] = {}
     for one in sorted((*found.best, *inline.best), key=lambda one: one.step_s):
-        shared = " and ".join(sorted(one.guests))
-        name = f"{shared} shared" if shared else "inline" if one.inline else "disjoint"
+        shared = " and ".join(sorted(one.guest_names))
+        name = f"{shared} shared" if shared else "inline" if one.inline_names else "disjoint"
         first.setdefault(name, one)
     return {name: described(one) for name, one in first.items()}
 
 
-def described(best: Arrangement) -> dict[str, Any]:
+def described(best: ModuleArrangement) -> dict[str, Any]:
     return {
         "step_s": best.step_s,
         "microbatches": best.microbatches,
-        "devices_used": best.devices,
+        "devices_used": best.device_count,
         "modules": {
             one.module: {
-                "devices": one.devices,
+                "devices": one.device_count,
                 "replicas": one.replicas,
-                "stages": one.stages,
+                "stages": one.stage_count,
                 "shards": one.shards,
                 "recompute": one.recompute,
                 "placement": "shared" if one.shared else "inline" if one.inline else "disjoint",
@@ -343,7 +343,7 @@ def profile_of(
                 continue
             each = np.ones(layers)
             ways.append(
-                Way(
+                ModuleVariant(
                     shards=shards,
                     recompute=recompute,
                     fixed_s=6e-5 * each,
@@ -370,7 +370,7 @@ def planned(name: str, cluster: str, devices: int, batch: int, sigma: float) -> 
     from pipefit.cluster import parse_spec
     from pipefit.model.registry import open_model
     from pipefit.plan.make import make_plan
-    from pipefit.plan.request.sampled_batches import Samples
+    from pipefit.plan.request.sampled_batches import SampledBatches
     from pipefit.plan.types import Job
 
     model, found = open_model(name), parse_spec(cluster)
@@ -379,7 +379,7 @@ def planned(name: str, cluster: str, devices: int, batch: int, sigma: float) -> 
     counts = np.rint(np.minimum(IMAGE_TOKENS * images / images.mean(), SEQUENCE)).astype(np.int64)
     tokens = {"patches": counts, "latents": counts}
     squares = {space: IMAGE_SIDE**2 * each for space, each in tokens.items()}
-    samples = Samples(tokens=tokens, squares=squares, note=f"samples: lognormal, sigma {sigma}")
+    samples = SampledBatches(tokens=tokens, squares=squares, note=f"samples: lognormal, sigma {sigma}")
     began, began_cpu = time.perf_counter(), time.process_time()
     job = Job(batch=batch, sequence=SEQUENCE, precision="bfloat16")
     plan = make_plan(model, found, job, {"devices": devices}, samples=samples)
@@ -396,7 +396,7 @@ def planned(name: str, cluster: str, devices: int, batch: int, sigma: float) -> 
         "step_s": step_s,
         "lower_bound_s": plan.prediction.lower_bound_s,
         "utilisation": plan.prediction.flops_per_step / step_s / devices / PEAK_FLOPS_PER_S,
-        "devices_used": len(plan.devices),
+        "devices_used": len(plan.used_devices),
         "decisions": dict(plan.decisions),
         "notes": list(plan.prediction.assumptions),
     }

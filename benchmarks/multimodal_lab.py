@@ -39,13 +39,13 @@ from multimodal_model import (
 from multimodal_order import WAYS
 from pipefit.cluster import Cluster
 from pipefit.data.multimodal.index import open_index
-from pipefit.data.multimodal.planning import arranged_samples, sampled
+from pipefit.data.multimodal.planning import arranged_samples, sample_batches
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.model.graph import Model
 from pipefit.plan.make import make_plan
-from pipefit.plan.request.constraints import parse_pins
-from pipefit.plan.request.sampled_batches import Samples
-from pipefit.plan.types import Arranging, Job, Plan
+from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.sampled_batches import SampledBatches
+from pipefit.plan.types import Job, Plan, SampleArrangement
 
 LAB, MANY = "modules-slower", "many"
 JOB = Job(batch=32, sequence=SEQUENCE, precision="float32")
@@ -137,13 +137,13 @@ FEW_SAMPLES = Setting(
 @contextmanager
 def samples_of(
     sigma: float, job: Job = JOB, make: Callable[[Path, int, float], Path] = make_samples
-) -> Iterator[tuple[Path, Samples]]:
+) -> Iterator[tuple[Path, SampledBatches]]:
     """An index, for as long as it is needed, and the batches that a run draws from it, those of warm steps apart."""
     with tempfile.TemporaryDirectory() as folder:
         index = make(Path(folder), DRAWN * job.batch, sigma)
         rows = rows_of_index(open_index(index), job.sequence, images=True)
-        drawn = sampled(rows, job.batch, BATCHES, where=f"image counts lognormal, sigma {sigma}")
-        yield index, drawn.only(slice(WARM, None))
+        drawn = sample_batches(rows, job.batch, BATCHES, where=f"image counts lognormal, sigma {sigma}")
+        yield index, drawn.select_batches(slice(WARM, None))
 
 
 def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def together(setting: Setting, cluster: Cluster, sigma: float) -> dict[str, Any]
     with samples_of(sigma, job, setting.make) as (index, samples):
         plans = {
             f"{multiple} at a time": make_plan(
-                model, cluster, job, parse_pins([*TOGETHER, f"vision.multiple={multiple}"]), samples=samples,
+                model, cluster, job, parse_constraints([*TOGETHER, f"vision.multiple={multiple}"]), samples=samples,
                 arrange=arranged_samples,
             )
             for multiple in MULTIPLES
@@ -230,17 +230,17 @@ def arranged() -> dict[str, Any]:
     }
 
 
-def arranged_plans(cluster: Cluster, model: Model, samples: Samples, balance: bool, order: bool) -> list[Plan]:
+def arranged_plans(cluster: Cluster, model: Model, samples: SampledBatches, balance: bool, order: bool) -> list[Plan]:
     """The plan under an arrangement, with its prediction for every batch that is run."""
 
-    def way(arranging: Arranging) -> Arranging:
+    def way(arranging: SampleArrangement) -> SampleArrangement:
         return replace(arranging, balance=balance, order=order)
 
     found = []
     for at in range(STEPS):
         plan = make_plan(
-            model, cluster, ARRANGED_JOB, parse_pins(ARRANGED), samples=samples.only(slice(at, at + 1)),
-            arrange=lambda some, batch, arranging, *rest: arranged_samples(some, batch, way(arranging), *rest),
+            model, cluster, ARRANGED_JOB, parse_constraints(ARRANGED), samples=samples.select_batches(slice(at, at +
+            1)), arrange=lambda some, batch, arranging, *rest: arranged_samples(some, batch, way(arranging), *rest),
         )  # fmt: skip
         assert plan.arranging is not None
         found.append(replace(plan, arranging=way(plan.arranging)))
@@ -274,7 +274,7 @@ def row(plan: Plan, run: Measured, rival: Rated | None) -> dict[str, Any]:
     step_s, predicted_s = float(np.mean(run.step_s)), plan.prediction.step_s
     return {
         "layout": words(rival.layout) if rival else dict(plan.decisions),
-        "devices_used": len(plan.devices),
+        "devices_used": len(plan.used_devices),
         "shards": rival.layout.shards if rival else None,
         "measured_s": step_s,
         "steps_s": list(run.step_s),

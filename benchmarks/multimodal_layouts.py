@@ -19,20 +19,20 @@ from pipefit.cluster import Cluster
 from pipefit.data.multimodal.planning import arranged_samples
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.module_parts import module_parts
+from pipefit.plan.assemble.module_parts import module_skeleton
 from pipefit.plan.assemble.order import computed_schedule, order_problem
-from pipefit.plan.assemble.pipeline_work import Parts, pipeline_work
-from pipefit.plan.assemble.predict import predict
-from pipefit.plan.evaluate.evaluate import simulated
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.evaluate.port_contention import shared_costs
-from pipefit.plan.modules.costing import Costed, Costing
+from pipefit.plan.assemble.pipeline_work import PlanSkeleton, pipeline_work
+from pipefit.plan.assemble.predict import add_prediction
+from pipefit.plan.evaluate.evaluate import simulate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.evaluate.port_contention import contended_costs
+from pipefit.plan.modules.costing import CostedModule, ModuleCosting
 from pipefit.plan.modules.profile import even_cuts
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.request.module_decisions import ModuleDecisions
-from pipefit.plan.request.sampled_batches import Samples, StageShares
-from pipefit.plan.types import Arranging, Job, Plan
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.request.sampled_batches import SampledBatches, StageShares
+from pipefit.plan.types import Job, Plan, SampleArrangement
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.modules.inline import inline_order
 
@@ -79,10 +79,10 @@ class Rated:
 class Monolithic:
     """Makes and simulates such layouts of one model for one job."""
 
-    def __init__(self, model: Model, cluster: Cluster, job: Job, samples: Samples) -> None:
-        self.bench, self.job, self.samples = Workbench(model, cluster), job, samples
-        costing = Costing(self.bench.programs, self.bench.network, self.bench.layers, job, samples)
-        self.costed: list[Costed] = [costing.profile(module, {}) for module in model.modules]
+    def __init__(self, model: Model, cluster: Cluster, job: Job, samples: SampledBatches) -> None:
+        self.bench, self.job, self.samples = PlannerContext(model, cluster), job, samples
+        costing = ModuleCosting(self.bench.programs, self.bench.network, self.bench.layers, job, samples)
+        self.costed: list[CostedModule] = [costing.profile_module(module, {}) for module in model.modules]
 
     def layouts(self, least_devices: int, schedules: Sequence[str] = ("1f1b",)) -> Iterator[Layout]:
         """All of them that take at least so many of the devices, whatever they need of memory."""
@@ -103,7 +103,9 @@ class Monolithic:
                                         microbatches=count, recompute=recompute, schedule=schedule,
                                     )  # fmt: skip
 
-    def simulate(self, layout: Layout, batch: int = 0, arranging: Arranging | None = None) -> Evaluated | None:
+    def simulate(
+        self, layout: Layout, batch: int = 0, arranging: SampleArrangement | None = None
+    ) -> EvaluatedPlan | None:
         """Its step on one sampled batch, whether it fits or not; None where it cannot be made. `arranging`: as
         given; by default balanced, not ordered."""
         decisions = self.decisions(layout)
@@ -114,18 +116,18 @@ class Monolithic:
         shares = [StageShares(own.replicas) for _, own in decisions.modules for _ in range(own.stage_count)]
         order = arranged_samples(self.samples, batch, arranging, shares, layout.microbatches)
         names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
-        spaces = [self.samples.space(name, self.job, batch, order) for name in names]
+        spaces = [self.samples.to_space(name, self.job, batch, order) for name in names]
         try:
-            parts = module_parts(self.bench.model, self.bench.programs, self.job, decisions, spaces)
+            parts = module_skeleton(self.bench.model, self.bench.programs, self.job, decisions, spaces)
             if layout.ends == "merged":
                 parts = merged(parts, layout.stages)
             work = pipeline_work(parts, self.bench.programs)
-            costs = shared_costs(self.bench, work)
+            costs = contended_costs(self.bench, work)
             if layout.ends == "merged":
                 computed = inline_order(FAMILIES[layout.schedule].build, order_problem(parts, costs))
             else:
                 computed = computed_schedule(layout.schedule, parts, costs)
-            return simulated(self.bench, decisions, parts, work, costs, computed)
+            return simulate_candidate(self.bench, decisions, parts, work, costs, computed)
         except (PlanError, ScheduleError):
             return None
 
@@ -147,8 +149,10 @@ class Monolithic:
         made = self.simulate(layout)
         if made is None:
             return None
-        others = (self.simulate(layout, batch) for batch in range(1, self.samples.batches))
-        fits = made.simulation.fits and all(one is not None and one.simulation.fits for one in others)
+        others = (self.simulate(layout, batch) for batch in range(1, self.samples.batch_count))
+        fits = made.simulation.fits_in_memory and all(
+            one is not None and one.simulation.fits_in_memory for one in others
+        )
         return Rated(layout, made.step_s, fits)
 
     def useful_s(self) -> float:
@@ -161,7 +165,7 @@ class Monolithic:
         whole = sum(self._sample_s(costed) for costed in self.costed)
         return {costed.profile.name: self._sample_s(costed) / whole for costed in self.costed}
 
-    def _sample_s(self, costed: Costed) -> float:
+    def _sample_s(self, costed: CostedModule) -> float:
         return float(costed.profile.ways[self._index(costed, 1, "none")].sample_s.sum())
 
     def efficiency(self) -> dict[str, dict[int, float]]:
@@ -175,16 +179,16 @@ class Monolithic:
                     found.setdefault(costed.profile.name, {})[way.shards] = part
         return found
 
-    def plan(self, layout: Layout, arranging: Arranging | None = None) -> Plan:
+    def plan(self, layout: Layout, arranging: SampleArrangement | None = None) -> Plan:
         """The plan of a layout that can be made, its samples balanced and ordered, with its prediction for the first
         batch."""
         arranging = arranging or self.arranging(layout)
         found = self.simulate(layout, 0, arranging)
         assert found is not None
-        plan = self.bench.plan(found.parts, found.decisions, found.simulation.timeline.schedule)
-        return replace(predict(plan, self.bench.model, found.simulation, 0.0), arranging=arranging)
+        plan = self.bench.assemble_plan(found.parts, found.decisions, found.simulation.timeline.schedule)
+        return replace(add_prediction(plan, self.bench.model, found.simulation, 0.0), arranging=arranging)
 
-    def decisions(self, layout: Layout) -> ModuleDecisions | None:
+    def decisions(self, layout: Layout) -> MultiModuleConfig | None:
         """The choices of a layout, its lanes one behind the other; None where a module has no such way."""
         each = layout.replicas * layout.shards
         common: dict[str, Any] = {
@@ -202,7 +206,7 @@ class Monolithic:
             modules.append(
                 (
                     costed.profile.name,
-                    Decisions(
+                    ParallelConfig(
                         **common, stages=stages, cuts=cuts, replicas=(1,) * layout.replicas,
                         shards=(1,) * layout.shards, sharding=costed.ways[way].sharding,
                         recompute=(layout.recompute,), devices=tuple(range(first, first + stages * each)),
@@ -210,7 +214,7 @@ class Monolithic:
                 )
             )  # fmt: skip
             first += 0 if layout.ends == "merged" else stages * each
-        return ModuleDecisions(**common, modules=tuple(modules))
+        return MultiModuleConfig(**common, modules=tuple(modules))
 
     def cuts(self, layout: Layout, way: int) -> tuple[int, ...]:
         """Where the language model is cut: its slowest lane as fast as can be, with what lies there beside it."""
@@ -229,11 +233,11 @@ class Monolithic:
         return self._index(self.costed[place], layout.shards, layout.recompute)
 
     @staticmethod
-    def _index(costed: Costed, shards: int, recompute: str) -> int:
+    def _index(costed: CostedModule, shards: int, recompute: str) -> int:
         ways = costed.ways
         return next(i for i, way in enumerate(ways) if (way.shards, way.recompute) == (shards, recompute))
 
-    def arranging(self, layout: Layout) -> Arranging:
+    def arranging(self, layout: Layout) -> SampleArrangement:
         """What samples cost on every stage."""
         decisions = self.decisions(layout)
         assert decisions is not None
@@ -246,15 +250,15 @@ class Monolithic:
                 part = float(seconds[start:stop].sum()) / whole
                 scaled = {name: getattr(load, name) * part for name in ("row_s", "token_s", "square_s")}
                 loads.append(replace(load, **scaled))
-        return Arranging(loads=tuple(loads))
+        return SampleArrangement(loads=tuple(loads))
 
 
-def _times(costed: Costed, way: int) -> Any:
+def _times(costed: CostedModule, way: int) -> Any:
     own = costed.profile.ways[way]
     return own.fixed_s + own.sample_s
 
 
-def merged(parts: Parts, stages: int) -> Parts:
+def merged(parts: PlanSkeleton, stages: int) -> PlanSkeleton:
     """The parts with the first module on the language model's first lane, and the last on its last. All lanes have
     the same grid, so edges stay."""
     lanes = (0, *range(stages), stages - 1)

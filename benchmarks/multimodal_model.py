@@ -24,9 +24,9 @@ import numpy as np
 
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import IndexRequest, make_index
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import describe
+from pipefit.model.registry import describe_config
 
 SEQUENCE = 48
 PATCH, TOKENS = 4, 2
@@ -80,8 +80,8 @@ def arranging_model() -> Model:
         "model_type": "multimodal", "vision": ARRANGED_VISION, "language": ARRANGED_LANGUAGE,
         "projector_hidden_act": "gelu", "loss_weights": {"language": 1.0},
     }  # fmt: skip
-    described = describe(config, "multimodal", "the benchmarks' model for arranging")
-    return capture(described.family, described.config)
+    described = describe_config(config, "multimodal", "the benchmarks' model for arranging")
+    return capture_family(described.family, described.config)
 
 
 @lru_cache
@@ -92,8 +92,8 @@ def lab_model(training: str = "trained", long: bool = False) -> Model:
         "projector_hidden_act": "gelu", "frozen": list(FROZEN[training]),
         "loss_weights": {"language": 1.0, "generator": 1.0},
     }  # fmt: skip
-    described = describe(config, "multimodal", "the benchmarks' multimodal model")
-    return capture(described.family, described.config)
+    described = describe_config(config, "multimodal", "the benchmarks' multimodal model")
+    return capture_family(described.family, described.config)
 
 
 def image_counts(count: int, sigma: float, seed: int, mean: float = IMAGES, most: int = MOST) -> np.ndarray:

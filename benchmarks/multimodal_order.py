@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from pipefit.data.multimodal.loads import block_of, forward_ns
-from pipefit.data.multimodal.ordering import Pipeline
+from pipefit.data.multimodal.ordering import PipelineTimes
 from pipefit.data.multimodal.planning import rows_of_samples
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.stepplan import BatchShape
-from pipefit.plan.request.sampled_batches import Samples
-from pipefit.plan.types import Arranging, SampleLoad
+from pipefit.plan.request.sampled_batches import SampledBatches
+from pipefit.plan.types import SampleArrangement, SampleLoad
 
 WAYS = {"random": (False, False), "balanced": (True, False), "ordered": (False, True), "both": (True, True)}
 """Name -> (balance, order)."""
@@ -43,13 +43,13 @@ def simulated_gains(setting: dict[str, Any], batches: int = 8, seed: int = 1) ->
     sigma = setting["sigma"]
     for _ in range(batches):
         tokens = np.rint(MEAN * generator.lognormal(-sigma * sigma / 2, sigma, (1, count))).astype(np.int64)
-        samples = Samples(tokens={"patches": tokens}, squares={"patches": tokens}, note="drawn")
+        samples = SampledBatches(tokens={"patches": tokens}, squares={"patches": tokens}, note="drawn")
         for way, (balance, order) in WAYS.items():
             times[way] += step_ns(setting, samples, balance, order)
     return {way: times["random"] / one for way, one in times.items() if way != "random"}
 
 
-def step_ns(setting: dict[str, Any], samples: Samples, balance: bool, order: bool) -> float:
+def step_ns(setting: dict[str, Any], samples: SampledBatches, balance: bool, order: bool) -> float:
     """One step: the slowest of the replicas' pipelines, which meet nowhere."""
     loads = (
         SampleLoad(space="patches", token_s=setting["ratio"] / MEAN, backward=2.0),
@@ -63,13 +63,13 @@ def step_ns(setting: dict[str, Any], samples: Samples, balance: bool, order: boo
         slices=((0, 1),),
         shares=((1,) * setting["replicas"],) * setting["stages"],
         multiples=(1,) * setting["stages"],
-        arranging=Arranging(loads=loads, balance=balance, order=order),
+        arranging=SampleArrangement(loads=loads, balance=balance, order=order),
     )
     rows = rows_of_samples(samples, 0)
     chosen = multimodal_step(shape, rows, 0).rows
     block = block_of(shape)
     each = [forward_ns(load, rows, chosen).reshape(block.blocks, block.rows) for load in loads]
-    pipeline = Pipeline(setting["stages"], setting["microbatches"])
+    pipeline = PipelineTimes(setting["stages"], setting["microbatches"])
     found = []
     for one in sorted({*block.component.tolist()}):
         forward = np.stack([times[:, block.component == one].sum(axis=1) for times in each])

@@ -57,7 +57,7 @@ class LinkedPace:
         worker.pace = pace
 
     def _compute(self, action: Action, began: float) -> None:
-        cost = self.costs.actions[action.kind].cost(action.stage, action.microbatch, action.slice)
+        cost = self.costs.actions[action.kind].cost_of(action.stage, action.microbatch, action.slice)
         start = began
         forward = action.kind == "F"
         if action.kind != "W":

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.placement.links import TICK_S
-from pipefit.plan.placement.lowered import Lowered, place_lowered
-from pipefit.plan.placement.search import Budget, Placed, Searcher, place
+from pipefit.plan.placement.lowered import LoweredPlacement, place_lowered
+from pipefit.plan.placement.search import PlacementBudget, PlacementResult, PlacementSearch, search_placement
 from placement_instances import LARGE, SMALL, Instance, lab, skewed
 from placement_pipette import pipette, pipette_on_estimate
 from provenance import provenance, write_result
@@ -95,20 +95,20 @@ def warm_up() -> None:
     """Compile everything, so that no clock counts it."""
     tiny = lab(2, 1)
     start = tiny.simulated(tiny.decisions())
-    place(tiny.question(start), start.simulation.timeline, Budget(moves=500), compiled=True)
+    search_placement(tiny.question(start), start.simulation.timeline, PlacementBudget(moves=500), compiled=True)
     pipette(tiny, 0.01, 0)
     pipette_on_estimate(tiny, knowing(tiny, start), 0.01, 0)
 
 
-def knowing(instance: Instance, start: Evaluated) -> Searcher:
+def knowing(instance: Instance, start: EvaluatedPlan) -> PlacementSearch:
     """A searcher whose estimate knows the paths of the probes and of a hundred random placements."""
     question = instance.question(start)
-    searcher = Searcher(question, start.simulation.timeline, compiled=True)
-    searcher.simulate(question.devices)
-    searcher.probe(question.devices)
+    searcher = PlacementSearch(question, start.simulation.timeline, compiled=True)
+    searcher.simulate_placement(question.devices)
+    searcher.probe_entries(question.devices)
     random = np.random.default_rng(1)
     for _ in range(100):
-        searcher.simulate(random.permutation(question.devices))
+        searcher.simulate_placement(random.permutation(question.devices))
     return searcher
 
 
@@ -178,7 +178,7 @@ def by_stages(instance: Instance) -> list[int]:
     return list(range(instance.hosts))
 
 
-def optimum(instance: Instance, start: Evaluated) -> tuple[float, int]:
+def optimum(instance: Instance, start: EvaluatedPlan) -> tuple[float, int]:
     """(least simulated iteration over all placements, how many were simulated). Replicas are alike, so the first
     stage's hosts stand in ascending order; a placement whose estimate is above the best time is not simulated."""
     searcher = knowing(instance, start)
@@ -190,12 +190,12 @@ def optimum(instance: Instance, start: Evaluated) -> tuple[float, int]:
         device[:replicas] = first
         for order in itertools.permutations(rest):
             device[replicas:] = order
-            if searcher.estimate(device) * TICK_S < best_s * (1 - 1e-9):
-                step_s = searcher.paths.step_s(searcher.x)
+            if searcher.estimate_ticks(device) * TICK_S < best_s * (1 - 1e-9):
+                step_s = searcher.paths.step_s(searcher.entry_ticks)
                 simulated += 1
                 if step_s < best_s:
                     best_s = step_s
-                    searcher.simulate(device)
+                    searcher.simulate_placement(device)
                     best = device.copy()
     return instance.step_s(best), simulated
 
@@ -234,9 +234,9 @@ def improve(instance: Instance, seconds: float) -> None:
         print(f"{instance.name}: {name} {step_s:.6f} s, best {best_s:.6f} s", flush=True)
 
 
-def searched(instance: Instance, start: Evaluated, seconds: float, seed: int) -> Placed:
+def searched(instance: Instance, start: EvaluatedPlan, seconds: float, seed: int) -> PlacementResult:
     """Our search, with everything from the simulated candidate on in its seconds."""
-    budget = Budget(moves=10**9, seconds=seconds, seed=seed % 100_000)
+    budget = PlacementBudget(moves=10**9, seconds=seconds, seed=seed % 100_000)
     return place_lowered(
         lowered(instance, start),
         lambda devices: lowered(instance, instance.simulated(instance.decisions(devices=devices))),
@@ -246,21 +246,21 @@ def searched(instance: Instance, start: Evaluated, seconds: float, seed: int) ->
     )
 
 
-def lowered(instance: Instance, one: Evaluated) -> Lowered:
-    return Lowered(question=instance.question(one), timeline=one.simulation.timeline, step_s=one.step_s)
+def lowered(instance: Instance, one: EvaluatedPlan) -> LoweredPlacement:
+    return LoweredPlacement(question=instance.question(one), timeline=one.simulation.timeline, step_s=one.step_s)
 
 
-def shorter(instance: Instance, start: Evaluated, seconds: float, seed: int) -> Sequence[int]:
+def shorter(instance: Instance, start: EvaluatedPlan, seconds: float, seed: int) -> Sequence[int]:
     """The best of as many searches of a second as there is time for, with seeds of their own."""
     found = [searched(instance, start, 1.0, seed + 1 + again).devices for again in range(max(1, round(seconds)))]
     return min(found, key=instance.step_s)
 
 
-def theirs(instance: Instance, start: Evaluated, seconds: float, seed: int) -> list[int]:
+def theirs(instance: Instance, start: EvaluatedPlan, seconds: float, seed: int) -> list[int]:
     return pipette_on_estimate(instance, knowing(instance, start), seconds, seed % 100_000).devices.tolist()
 
 
-def again(instance: Instance, start: Evaluated, seconds: float, seed: int) -> tuple[int, ...]:
+def again(instance: Instance, start: EvaluatedPlan, seconds: float, seed: int) -> tuple[int, ...]:
     own = read_best().get(instance.name)
     if own is not None:
         start = instance.simulated(instance.decisions(devices=tuple(own["devices"])))

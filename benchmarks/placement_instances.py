@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.cluster.types import Rail
-from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
-from pipefit.plan.evaluate.evaluate import evaluate
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.evaluate.port_contention import in_step
-from pipefit.plan.placement.shape import Question, make_question
-from pipefit.plan.request.decisions import Decisions
+from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.evaluate.port_contention import without_contention
+from pipefit.plan.placement.shape import PlacementProblem, build_problem
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
 DATA = Path(__file__).parent / "data"
@@ -64,8 +64,8 @@ class Instance:
         return replace(cluster, rails=(rail,))
 
     @cached_property
-    def bench(self) -> Workbench:
-        return Workbench(stack(2 * self.stages, self.width), self.cluster)
+    def bench(self) -> PlannerContext:
+        return PlannerContext(stack(2 * self.stages, self.width), self.cluster)
 
     @property
     def job(self) -> Job:
@@ -75,8 +75,8 @@ class Instance:
     def microbatches(self) -> int:
         return 4 * self.stages
 
-    def decisions(self, inner: str = "stage", devices: tuple[int, ...] = ()) -> Decisions:
-        return Decisions(
+    def decisions(self, inner: str = "stage", devices: tuple[int, ...] = ()) -> ParallelConfig:
+        return ParallelConfig(
             stages=self.stages,
             cuts=tuple(range(2, 2 * self.stages, 2)),
             replicas=(1,) * self.replicas,
@@ -85,17 +85,19 @@ class Instance:
             devices=devices,
         )
 
-    def simulated(self, decisions: Decisions) -> Evaluated:
+    def simulated(self, decisions: ParallelConfig) -> EvaluatedPlan:
         """The simulated candidate, its order lowered for its own times, all replicas in step."""
-        return in_step(evaluate(self.bench, decisions, self.bench.parts(self.job, decisions)))
+        return without_contention(
+            evaluate_candidate(self.bench, decisions, self.bench.make_skeleton(self.job, decisions))
+        )
 
     def step_s(self, devices: tuple[int, ...] | list[int] | NDArray[Any]) -> float:
         """The simulated iteration of a placement: device of every (stage, replica)."""
         count = self.stages * self.replicas
         return self.simulated(self.decisions(devices=tuple(int(d) for d in devices[:count]))).step_s
 
-    def question(self, start: Evaluated) -> Question:
-        return make_question(start.simulation.work, self.bench.network, self.bench.layers, start.simulation.timeline)
+    def question(self, start: EvaluatedPlan) -> PlacementProblem:
+        return build_problem(start.simulation.work, self.bench.network, self.bench.layers, start.simulation.timeline)
 
     @cached_property
     def compute_s(self) -> float:
@@ -108,7 +110,7 @@ def stack(layers: int, width: int) -> Model:
     """Layers of two linears of inner width 4 x `width`."""
     inner = 4 * width
     shapes = {"x": width, "h": inner, "a": inner, "d": width, "y": width}
-    tensors = {name: Tensor(name=name, shape=("B", "T", size)) for name, size in shapes.items()}
+    tensors = {name: TensorSpec(name=name, shape=("B", "T", size)) for name, size in shapes.items()}
     graph = Graph(
         inputs=(tensors["x"],),
         outputs=("y",),
@@ -128,7 +130,9 @@ def stack(layers: int, width: int) -> Model:
         Layer(name=f"layers.{i}", graph="block", parameters={"up": f"layers.{i}.up", "down": f"layers.{i}.down"})
         for i in range(layers)
     )
-    return Model(family="user", config={}, modules=(Module(name="language", layers=chain),), graphs={"block": graph})
+    return Model(
+        family="user", config={}, modules=(ModelModule(name="language", layers=chain),), graphs={"block": graph}
+    )
 
 
 def skewed(hosts: int, stages: int, seed: int) -> Instance:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.plan.placement.kernels.arena import DEVICE
-from pipefit.plan.placement.search import Searcher
+from pipefit.plan.placement.search import PlacementSearch
 from placement_instances import Instance
 
 Ints = NDArray[np.int64]
@@ -136,7 +136,11 @@ def pipette(instance: Instance, seconds: float, seed: int, clock: Callable[[], f
 
 
 def pipette_on_estimate(
-    instance: Instance, searcher: Searcher, seconds: float, seed: int, clock: Callable[[], float] = time.process_time
+    instance: Instance,
+    searcher: PlacementSearch,
+    seconds: float,
+    seed: int,
+    clock: Callable[[], float] = time.process_time,
 ) -> Mapping:
     """Pipette's annealing on our estimate, every state worked out from nothing; the paths that the estimate knows are
     those of the searcher."""
@@ -162,9 +166,9 @@ _LOOPS: list[Callable[..., None]] = []
 def estimate_loop() -> Callable[..., None]:
     """The loop of `pipette_on_estimate`, compiled once."""
     if not _LOOPS:
-        from pipefit.plan.placement.kernels.compile import functions
+        from pipefit.plan.placement.kernels.compile import kernel_functions
 
-        recompute = functions(True)["recompute"]
+        recompute = kernel_functions(True)["recompute"]
 
         @numba.njit
         def loop(moves, control, servers, other, best, pipelines, stages, first, whole, real, at):  # type: ignore[no-untyped-def]

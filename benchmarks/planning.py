@@ -176,7 +176,7 @@ def measure(case: Case) -> dict[str, Any]:
 def kinds_used(plan: Plan, cluster: Cluster) -> dict[str, int]:
     """Devices of every kind in the plan."""
     kinds = [host.kind for host in cluster.hosts for _ in range(host.devices)]
-    return dict(Counter(kinds[device] for device in plan.devices))
+    return dict(Counter(kinds[device] for device in plan.used_devices))
 
 
 def timed(function: Callable[..., Any], seconds: dict[str, float]) -> Callable[..., Any]:

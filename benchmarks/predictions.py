@@ -35,13 +35,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipefit.cluster import Cluster, load
+from pipefit.cluster import Cluster, load_cluster
 from pipefit.model.registry import open_model
-from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.check.rules import load_plan, save_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.make import make_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
 from pipefit.units import format_seconds
@@ -71,7 +71,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(arguments.cluster) if arguments.cluster else profile(Path(folder), arguments)
         job = Job(batch=arguments.batch, sequence=arguments.seq, precision="float32")
-        cluster = load(file)
+        cluster = load_cluster(file)
         plans = make_plans(cluster, job, arguments.local)
         before = os.getloadavg()[0]
         runs = measure(Path(folder), plans, arguments.local, rounds)
@@ -129,35 +129,35 @@ def make_plans(cluster: Cluster, job: Job, devices: int) -> list[Plan]:
     seen = {words(chosen)}
     for decisions in others(devices):
         plan = build_plan(model, cluster, job, decisions, name=MODEL)
-        plan = predict(plan, model, simulate_plan(plan, model, cluster))
+        plan = add_prediction(plan, model, simulate_plan(plan, model, cluster))
         if words(plan) not in seen and len(plans) < 6:
             seen.add(words(plan))
             plans.append(plan)
     return plans
 
 
-def others(devices: int) -> list[Decisions]:
+def others(devices: int) -> list[ParallelConfig]:
     """Plans on all devices, from most to least worth looking at."""
     half = devices // 2
     every = (1,) * devices
 
     def staged(
         stages: int, schedule: str, microbatches: int, recompute: str = "none", zero1: bool = False
-    ) -> Decisions:
+    ) -> ParallelConfig:
         lanes = max(FAMILIES[schedule].placement(stages)) + 1
         placement = FAMILIES[schedule].placement(stages)
-        return Decisions(
+        return ParallelConfig(
             stages=len(placement), placement=placement, replicas=(1,) * (devices // lanes), schedule=schedule,
             microbatches=microbatches, recompute=(recompute,), zero1=zero1,
         )  # fmt: skip
 
     return [
         staged(devices, "1f1b", 8),
-        Decisions(stages=1, replicas=every, microbatches=4, zero1=True),
+        ParallelConfig(stages=1, replicas=every, microbatches=4, zero1=True),
         staged(max(2, half), "gpipe", 4),
         staged(devices, "zb-h1", 8),
         staged(max(2, half), "interleaved-1f1b", 4, "full"),
-        Decisions(stages=1, replicas=every, microbatches=1, recompute=("selective",)),
+        ParallelConfig(stages=1, replicas=every, microbatches=1, recompute=("selective",)),
         staged(devices, "1f1b", 4),
     ]
 
@@ -185,17 +185,17 @@ def run_rank(folder: Path) -> None:
 
     from pipefit.run.config import TrainConfig
     from pipefit.run.session.rendezvous import World
-    from pipefit.run.session.train import Run
+    from pipefit.run.session.train import TrainingRun
 
     torch.set_num_threads(1)
     task = json.loads((folder / "task.json").read_text())
     world = World(torch.device("cpu"))
-    world.connect()
-    world.start(300.0, 600.0)
+    world.open_store()
+    world.start_group(300.0, 600.0)
     runs = []
     for index in range(task["plans"]):
         file = folder / f"plan-{index}.json"
-        runs.append(Run(load_plan(file), TrainConfig(plan=str(file), run_dir=str(folder), steps=1000), world))
+        runs.append(TrainingRun(load_plan(file), TrainConfig(plan=str(file), run_dir=str(folder), steps=1000), world))
     order = random.Random(0)
     warm, rounds = 2, task["rounds"]
     times = torch.zeros(len(runs), rounds, 4, dtype=torch.float64)
@@ -204,7 +204,7 @@ def run_rank(folder: Path) -> None:
             dist.barrier()
             ran, queued = scheduled_s()
             began, used = time.perf_counter(), time.process_time()
-            loss, _, _ = runs[index].step(number)
+            loss, _, _ = runs[index].run_step(number)
             float(loss)
             if number >= warm:
                 times[index, number - warm, 0] = time.perf_counter() - began
@@ -222,7 +222,7 @@ def run_rank(folder: Path) -> None:
             for i in range(len(runs))
         ]
         (folder / "measured.json").write_text(json.dumps(facts))
-    world.stop()
+    world.stop_group()
 
 
 def scheduled_s() -> tuple[float, float]:

@@ -31,7 +31,7 @@ import numpy as np
 
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import IndexRequest, make_index, open_index
-from pipefit.data.preparation.ahead import Ahead, FeedRequest, Place, Recipe
+from pipefit.data.preparation.ahead import BatchRecipe, FeedRequest, HeldStage, StepPrefetcher
 from pipefit.data.preparation.cores import MARGIN, image_sizes, measured_rate
 from pipefit.data.preparation.start import start_pool
 from pipefit.data.stepplan import BatchShape
@@ -40,7 +40,7 @@ from provenance import provenance, write_result
 SEQUENCE = 1152
 FACTORS = (0.8, 1.0, MARGIN, 2.0)
 MICROBATCHES = 8
-PLACES = (Place(0, "patches", 0), Place(1, "samples", 0))
+PLACES = (HeldStage(0, "patches", 0), HeldStage(1, "samples", 0))
 SETTLING = 3
 """Steps at the beginning that do not count: nothing is prepared ahead of the first."""
 
@@ -55,9 +55,9 @@ def main() -> int:
     budgets = arguments.cores or ([1] if quick else sorted({1, len(os.sched_getaffinity(0))}))
     with tempfile.TemporaryDirectory() as folder:
         index = make_images(Path(folder), 16 if quick else 96)
-        recipe = Recipe(index=str(index), shape=shape_of(batch=8 if quick else 16))
+        recipe = BatchRecipe(index=str(index), shape=shape_of(batch=8 if quick else 16))
         opened = open_index(index)
-        cpu_s = measured_rate(opened).seconds(*image_sizes(opened)).mean()
+        cpu_s = measured_rate(opened).decode_seconds(*image_sizes(opened)).mean()
         rows = []
         every = sorted(os.sched_getaffinity(0))
         for cores in budgets:
@@ -112,7 +112,7 @@ def shape_of(batch: int) -> BatchShape:
     )
 
 
-def in_process(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
+def in_process(recipe: BatchRecipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
     """The trainer decodes when it needs the images, on `cores` threads."""
     with ThreadPoolExecutor(cores) as threads:
         asked = asking(recipe, threads)
@@ -120,7 +120,7 @@ def in_process(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[st
     return waited | {"work_s": waited["median_ms"] / 1e3}
 
 
-def ahead(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
+def ahead(recipe: BatchRecipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
     """Threads of the trainer decode the next step's images during a step."""
     with ThreadPoolExecutor(cores) as threads:
         asked, coming = asking(recipe, threads), dict[int, list[Future[Any]]]()
@@ -134,25 +134,25 @@ def ahead(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[str, An
         return stepped(take, steps, step_s)
 
 
-def asking(recipe: Recipe, threads: ThreadPoolExecutor) -> Callable[[int], list[Future[Any]]]:
+def asking(recipe: BatchRecipe, threads: ThreadPoolExecutor) -> Callable[[int], list[Future[Any]]]:
     """Has threads of this process make what a step needs."""
-    make, plan_of = recipe.open(), Ahead(recipe, (), None)
+    make, plan_of = recipe.open(), StepPrefetcher(recipe, (), None)
 
     def asked(step: int) -> list[Future[Any]]:
-        plan = plan_of.take(step).plan
-        runs = [(place, plan.run(place.stage, m, 0)) for place in PLACES for m in range(MICROBATCHES)]
+        plan = plan_of.take_step(step).plan
+        runs = [(place, plan.batch_run(place.stage, m, 0)) for place in PLACES for m in range(MICROBATCHES)]
         return [threads.submit(make, FeedRequest(p.space, step, plan.rows[a:b], a)) for p, (a, b) in runs]
 
     return asked
 
 
-def elsewhere(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
+def elsewhere(recipe: BatchRecipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
     """`cores` workers prepare ahead."""
     pool = start_pool(recipe, cores)
     assert pool is not None
     try:
-        prepared = Ahead(recipe, PLACES, pool)
-        return stepped(lambda step: prepared.take(step), steps, step_s)
+        prepared = StepPrefetcher(recipe, PLACES, pool)
+        return stepped(lambda step: prepared.take_step(step), steps, step_s)
     finally:
         pool.close()
 

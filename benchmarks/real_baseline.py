@@ -18,9 +18,9 @@ from contention import laid
 from formulas import FORMULAS
 from pipefit.cluster import Cluster
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.predict import predict, simulate_plan
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 
 ALL, BEST, SPREAD = 50, 3, 8
@@ -47,18 +47,18 @@ def baseline(cluster: Cluster, model: Model, job: Job, recompute: Sequence[str] 
     """Every grid, microbatch count and rank layout on all devices, then on those of every kind alone."""
     one = replace(cluster.kinds[cluster.hosts[0].kind], memory_bytes=1 << 50)
     even = replace(cluster, kinds={one.name: one}, hosts=tuple(replace(host, kind=one.name) for host in cluster.hosts))
-    level = Workbench(model, even, name="small")
-    bench = Workbench(model, cluster, name="small")
+    level = PlannerContext(model, even, name="small")
+    bench = PlannerContext(model, cluster, name="small")
     for where, devices in subsets(cluster, job).items():
-        for choice in grids(devices, job, len(bench.module.layers)):
-            cut = level.cutter.cut(job, choice) if choice.stages > 1 else None
+        for choice in grids(devices, job, len(bench.only_module.layers)):
+            cut = level.layer_cutter.cut_layers(job, choice) if choice.stages > 1 else None
             for again in recompute:
                 decisions = replace(choice, cuts=cut.cuts if cut is not None else (), recompute=(again,))  # type: ignore[arg-type]
                 plan = build_plan(model, cluster, job, decisions, bench=bench)
                 simulation = simulate_plan(plan, model, cluster, network=bench.network, layers=bench.layers)
                 predicted = {name: formula(plan, simulation, bench.network) for name, formula in FORMULAS.items()}
                 predicted[SIMULATOR] = simulation.timeline.makespan_s
-                yield Tried(where, predict(plan, model, simulation), predicted)
+                yield Tried(where, add_prediction(plan, model, simulation), predicted)
 
 
 def subsets(cluster: Cluster, job: Job) -> dict[str, tuple[int, ...]]:
@@ -70,7 +70,7 @@ def subsets(cluster: Cluster, job: Job) -> dict[str, tuple[int, ...]]:
     return {"all": everything} | {f"{kind} only": tuple(d for d in everything if kinds[d] == kind) for kind in alone}
 
 
-def grids(devices: Sequence[int], job: Job, layers: int) -> Iterator[Decisions]:
+def grids(devices: Sequence[int], job: Job, layers: int) -> Iterator[ParallelConfig]:
     """1F1B on every (replicas, stages), with every microbatch count, in both layouts."""
     for stages in range(1, min(len(devices), layers) + 1):
         if len(devices) % stages:
@@ -80,7 +80,7 @@ def grids(devices: Sequence[int], job: Job, layers: int) -> Iterator[Decisions]:
             if microbatches * replicas > job.batch or job.batch % microbatches:
                 continue
             for inner in ("replica", "stage") if stages > 1 and replicas > 1 else ("replica",):
-                by_lane = Decisions(stages=stages, replicas=(1,) * replicas, inner=inner).lane_devices()  # type: ignore[arg-type]
+                by_lane = ParallelConfig(stages=stages, replicas=(1,) * replicas, inner=inner).lane_devices()  # type: ignore[arg-type]
                 order = tuple(devices[place] for lane in by_lane for place in lane)
                 yield laid(stages, replicas, microbatches, devices=order, inner=inner)
 

@@ -85,7 +85,7 @@ def main() -> int:
         print(f"real_clusters: {left}; call it again")
         return 1
     except PipefitError as error:
-        print(f"real_clusters: {error.text()}", file=sys.stderr)
+        print(f"real_clusters: {error.full_text()}", file=sys.stderr)
         return 2
     write_result(arguments.json, result | {"labs": labs, "seconds": round(time.monotonic() - began)})
     return 0 if arguments.quick or all(lab["reached"] for lab in labs) else 1

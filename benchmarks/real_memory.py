@@ -19,15 +19,15 @@ from lab_runs import Measured
 from pipefit.cluster import Cluster
 from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.correction import MemoryRun
-from pipefit.cost.memory.correction_file import MemoryFacts, facts_of
+from pipefit.cost.memory.correction_file import MemoryFacts, learn_facts
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.risk import peak_parts, with_risk
+from pipefit.plan.risk import attach_risk, peak_parts
 from pipefit.plan.types import Job, Plan
-from pipefit.run.verify.record import configuration
+from pipefit.run.verify.record import run_configuration
 from pipefit.run.verify.verify import critical_ranks, measure_rank
-from pipefit.run.worker.worker import lane_of
+from pipefit.run.worker.worker import device_lane
 
 SCARCE_BYTES = 1 << 28
 """Devices with less are planned for with a correction: without one the planner leaves 64 MiB for libraries."""
@@ -52,27 +52,27 @@ def learned(cluster: Cluster, model: Model, sequence: int = 64) -> MemoryFacts:
     for decisions, batch in SMALL:
         plan = build_plan(model, cluster, Job(batch=batch, sequence=sequence, precision="float32"), decisions)
         simulation = simulate_plan(plan, model, cluster)
-        plan, parts = predict(plan, model, simulation), peak_parts(simulation)
+        plan, parts = add_prediction(plan, model, simulation), peak_parts(simulation)
         for rank in critical_ranks(plan, 2):
-            measured = measure_rank(plan, model, rank, torch.device("cpu"), 1).peak
+            measured = measure_rank(plan, model, rank, torch.device("cpu"), 1).largest_bytes
             gc.collect()
             runs += [
                 MemoryRun(
-                    configuration=configuration(plan),
+                    configuration=run_configuration(plan),
                     kind=kind,
-                    devices=len(plan.devices),
+                    devices=len(plan.used_devices),
                     rank=rank,
-                    parts=parts[lane_of(plan, plan.devices[rank])],
+                    parts=parts[device_lane(plan, plan.used_devices[rank])],
                     measured_bytes=float(measured),
                 )
                 for kind in cluster.kinds
             ]
-    return facts_of(runs)
+    return learn_facts(runs)
 
 
 def risk_of(plan: Plan, model: Model, cluster: Cluster, facts: MemoryFacts) -> float:
     """The probability that a plan does not fit."""
-    prediction = with_risk(plan, model, cluster, facts).prediction
+    prediction = attach_risk(plan, model, cluster, facts).prediction
     assert prediction is not None and prediction.risk is not None
     return prediction.risk
 
@@ -84,7 +84,7 @@ def held(plan: Plan, run: Measured, cluster: Cluster) -> dict[str, Any]:
         return {}
     network = Network(cluster)
     kinds: dict[str, int] = {}
-    for device, size in zip(plan.devices, run.peak_bytes, strict=True):
+    for device, size in zip(plan.used_devices, run.peak_bytes, strict=True):
         name = network.kinds[device].name
         kinds[name] = max(kinds.get(name, 0), size)
     limits = {name: cluster.kinds[name].memory_bytes for name in kinds}

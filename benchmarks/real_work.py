@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lab_runs import Measured, lab_of, profiled, run_plans
-from pipefit.cluster import Cluster, load
-from pipefit.codec import digest, dump_text, from_data, to_data
+from pipefit.cluster import Cluster, load_cluster
+from pipefit.codec import content_digest, dump_text, from_data, to_data
 from pipefit.cost.memory.correction_file import MemoryFacts, load_memory
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
@@ -60,7 +60,7 @@ class Work:
                 self._measuring("profile")
                 found = profiled(lab, model, sequence, quick=quick, **options)
             path.write_text(dump_text(found), encoding="utf-8")
-        return load(path)
+        return load_cluster(path)
 
     def facts(self, model: Model, cluster: Cluster) -> MemoryFacts:
         """What small plans teach about memory: now, or before."""
@@ -81,7 +81,7 @@ class Work:
 
     def runs(self, plans: Sequence[Plan], model: Model, steps: int, count_bytes: bool) -> list[Measured]:
         """Every plan's run, TOGETHER at a time. Raises Unfinished where the time is up before the last of them."""
-        keys = [digest(replace(plan, prediction=None, alternatives=())) for plan in plans]
+        keys = [content_digest(replace(plan, prediction=None, alternatives=())) for plan in plans]
         known: dict[str, Any] = self._read("runs.json", {})
 
         def left() -> list[int]:
@@ -91,8 +91,8 @@ class Work:
         while todo := left():
             if time.monotonic() > self.until:
                 raise Unfinished(f"{self.name}: {len(todo)} of {len(plans)} plans are to be run")
-            devices = sorted(plans[todo[0]].devices)
-            now = [n for n in todo if sorted(plans[n].devices) == devices][:TOGETHER]
+            devices = sorted(plans[todo[0]].used_devices)
+            now = [n for n in todo if sorted(plans[n].used_devices) == devices][:TOGETHER]
             with lab_of(self.name) as lab:
                 self._measuring(f"{len(now)} plans")
                 found = run_plans(lab, [plans[n] for n in now], model, steps=steps, count_bytes=count_bytes)

@@ -72,7 +72,7 @@ def survey(name: str, devices: int, share: float, seeds: range) -> dict[str, Any
 def ratios_of(name: str, devices: int, share: float, seed: int) -> tuple[float, float, float]:
     """Of one instance: PyTorch's makespan over ours, by gloo's rule and by NCCL's; ours over `posted_beforehand`."""
     schedule = computed(name, devices, 2 * devices)
-    times = uneven_times(f"lognormal-{seed}", 2 * devices, schedule.stages, 1.0)
+    times = uneven_times(f"lognormal-{seed}", 2 * devices, schedule.num_stages, 1.0)
     ours, theirs = our_lowering(schedule, times, share).lanes, stock_lanes(schedule)
 
     def makespan(lanes: Any, streams: Any) -> float:

@@ -125,11 +125,11 @@ def rank_main(rank: int, processes: int, port: int, kind: str, pairs: int, queue
 
 def make_plan(kind: str, processes: int) -> tuple[Any, Any]:
     """The model and its 1F1B plan, without reductions and optimizer."""
-    from pipefit.cluster import local
-    from pipefit.model.capture.layers import capture
-    from pipefit.model.registry import describe
+    from pipefit.cluster import local_cluster
+    from pipefit.model.capture.layers import capture_family
+    from pipefit.model.registry import describe_config
     from pipefit.plan.evaluate.planner_context import build_plan
-    from pipefit.plan.request.decisions import Decisions
+    from pipefit.plan.request.decisions import ParallelConfig
     from pipefit.plan.types import Job
     from pipefit.schedule.actions import Schedule, format_lanes
 
@@ -143,29 +143,29 @@ def make_plan(kind: str, processes: int) -> tuple[Any, Any]:
             "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 344,
             "num_hidden_layers": 4 * processes, "num_attention_heads": 4, "num_key_value_heads": 4,
         }  # fmt: skip
-        described = describe(config, "four-layer", "benchmark")
-        model = capture(described.family, described.config)
+        described = describe_config(config, "four-layer", "benchmark")
+        model = capture_family(described.family, described.config)
         job = Job(batch=microbatches, sequence=64, precision="float32")
         cuts = tuple(1 + 4 * stage for stage in range(1, processes))
-    decisions = Decisions(cuts=cuts, microbatches=microbatches, schedule="1f1b")
-    plan = build_plan(model, local(processes), job, decisions)
-    schedule: Schedule = plan.order.schedule()
+    decisions = ParallelConfig(cuts=cuts, microbatches=microbatches, schedule="1f1b")
+    plan = build_plan(model, local_cluster(processes), job, decisions)
+    schedule: Schedule = plan.order.to_schedule()
     lanes = tuple(tuple(a for a in lane if a.kind not in ("NORM", "STEP")) for lane in schedule.lanes)
     return model, replace(plan, order=replace(plan.order, lanes=format_lanes(lanes)))
 
 
 def empty_model(stages: int, width: int = 16) -> Any:
     """embed, then one multiplication by a vector per stage, then the loss."""
-    from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
+    from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
 
-    x, shape = Tensor(name="x", shape=("B", "T", width)), ("B", "T", width)
-    tokens = Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens")
-    labels = Tensor(name="labels", shape=("B", "T"), dtype="int64", role="labels")
+    x, shape = TensorSpec(name="x", shape=("B", "T", width)), ("B", "T", width)
+    tokens = TensorSpec(name="tokens", shape=("B", "T"), dtype="int64", role="tokens")
+    labels = TensorSpec(name="labels", shape=("B", "T"), dtype="int64", role="labels")
 
-    def graph(inputs: tuple[Tensor, ...], operator: Operator, out: Tensor, *parameters: ParameterSpec) -> Graph:
+    def graph(inputs: tuple[TensorSpec, ...], operator: Operator, out: TensorSpec, *parameters: ParameterSpec) -> Graph:
         return Graph(inputs=inputs, outputs=(out.name,), operators=(operator,), parameters=parameters, tensors=(out,))
 
-    y = Tensor(name="y", shape=shape)
+    y = TensorSpec(name="y", shape=shape)
     graphs = {
         "embed": graph(
             (tokens,), Operator(kind="embedding", inputs=("tokens", "weight"), outputs=("y",)), y,
@@ -180,13 +180,15 @@ def empty_model(stages: int, width: int = 16) -> Any:
             Operator(
                 kind="cross_entropy", inputs=("x", "labels"), outputs=("loss",), attributes={"ignore_index": -100}
             ),
-            Tensor(name="loss", shape=(), dtype="float32"),
+            TensorSpec(name="loss", shape=(), dtype="float32"),
         ),
     }  # fmt: skip
     layers = [Layer(name="embed", graph="embed", parameters={"weight": "embed.weight"})]
     layers += [Layer(name=f"scale.{i}", graph="scale", parameters={"weight": f"scale.{i}"}) for i in range(stages)]
     layers.append(Layer(name="loss", graph="loss", parameters={}))
-    return Model(family="empty", config={}, modules=(Module(name="language", layers=tuple(layers)),), graphs=graphs)
+    return Model(
+        family="empty", config={}, modules=(ModelModule(name="language", layers=tuple(layers)),), graphs=graphs
+    )
 
 
 def our_side(model: Any, plan: Any) -> tuple[Callable[[], float], int, dict[str, Any]]:
@@ -194,19 +196,19 @@ def our_side(model: Any, plan: Any) -> tuple[Callable[[], float], int, dict[str,
     import torch
 
     from pipefit.data.stepplan import StepPlan, batch_shape
-    from pipefit.run.inputs.feeds import make_feeds
-    from pipefit.run.transfers.comms import Comms
+    from pipefit.run.inputs.feeds import make_inputs
+    from pipefit.run.transfers.comms import CommGroups
     from pipefit.run.update.optimizer import OptimizerConfig
     from pipefit.run.worker.build import build_worker
 
-    worker = build_worker(plan, model, Comms(), torch.device("cpu"), OptimizerConfig())
+    worker = build_worker(plan, model, CommGroups(), torch.device("cpu"), OptimizerConfig())
     step_plan = StepPlan(
         step=0, rows=np.arange(plan.job.batch), divisor=plan.job.batch * plan.job.sequence, shape=batch_shape(plan)
     )
-    feeds = make_feeds(plan, worker.device, Text(plan), step_plan, torch.device("cpu"))
+    feeds = make_inputs(plan, worker.device, Text(plan), step_plan, torch.device("cpu"))
 
     def step() -> float:
-        worker.step(feeds, 0, step_plan.divisor)
+        worker.run_step(feeds, 0, step_plan.divisor)
         return float(worker.local_loss) / step_plan.divisor
 
     parameters = {name: p for program in worker.programs.values() for name, p in program.parameters.items()}

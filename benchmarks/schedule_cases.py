@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.schedule import Problem, uniform_costs, vee
+from pipefit.schedule import ScheduleProblem, uniform_costs, vee_placement
 
 Deltas = tuple[float, float, float]
 """What F, I and W add to the chunk units held."""
@@ -42,9 +42,9 @@ class Case:
     published: float | None = None
     "Bubble in per cent, of the authors' program for the adaptive search."
 
-    def problem(self, placement: Sequence[int] | None = None) -> Problem:
+    def problem(self, placement: Sequence[int] | None = None) -> ScheduleProblem:
         """The problem on the V, or on a placement with as many or half as many stages; then each is two of the V's."""
-        lanes = tuple(placement or vee(self.devices))
+        lanes = tuple(placement or vee_placement(self.devices))
         per = 2 * self.devices // len(lanes)
         times = [
             [sum(column[per * s : per * (s + 1)]) for s in range(len(lanes))]
@@ -60,7 +60,7 @@ class Case:
             held_bytes=(held[0], held[1], held[2]),
         )
         limits = (self.limit,) * self.devices
-        return Problem(placement=lanes, microbatches=self.microbatches, costs=costs, limit_bytes=limits)
+        return ScheduleProblem(placement=lanes, microbatches=self.microbatches, costs=costs, limit_bytes=limits)
 
     def means(self) -> tuple[float, float, float, float]:
         """F, I and W averaged over the stages, and the transfer."""

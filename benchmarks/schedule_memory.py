@@ -58,14 +58,14 @@ def families() -> tuple[str, ...]:
 
 def measure(devices: int, microbatches: int, sequence: int, names: tuple[str, ...]) -> dict[str, Any]:
     """Peaks of every family, measured and simulated, in bytes per device; and as shares of 1F1B's largest."""
-    from pipefit.cluster import local
+    from pipefit.cluster import local_cluster
     from pipefit.plan.assemble.predict import simulate_plan
 
     model, plans = make_plans(devices, microbatches, sequence, names)
     measured = run(devices, plans, model)
     cases = {}
     for name, plan in plans.items():
-        simulation = simulate_plan(plan, model, local(devices))
+        simulation = simulate_plan(plan, model, local_cluster(devices))
         simulated = (simulation.timeline.peak_bytes - simulation.costs.static_bytes).tolist()
         errors = [abs(a / b - 1) for a, b in zip(simulated, measured[name], strict=True)]
         cases[name] = {
@@ -90,28 +90,28 @@ def measure(devices: int, microbatches: int, sequence: int, names: tuple[str, ..
 
 def make_plans(devices: int, microbatches: int, sequence: int, names: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
     """(the model, the plan of every family): equal layers, cut by hand."""
-    from pipefit.cluster import local
-    from pipefit.model.capture.layers import capture
-    from pipefit.model.registry import describe
+    from pipefit.cluster import local_cluster
+    from pipefit.model.capture.layers import capture_family
+    from pipefit.model.registry import describe_config
     from pipefit.plan.evaluate.planner_context import build_plan
-    from pipefit.plan.request.decisions import Decisions
+    from pipefit.plan.request.decisions import ParallelConfig
     from pipefit.plan.types import Job
     from pipefit.schedule import FAMILIES
 
-    described = describe(CONFIG, "sixteen-layers", "benchmark")
-    model = capture(described.family, described.config)
+    described = describe_config(CONFIG, "sixteen-layers", "benchmark")
+    model = capture_family(described.family, described.config)
     job = Job(batch=microbatches, sequence=sequence, precision="float32")
     plans = {}
     for name in names:
         placement = FAMILIES[name].placement(devices)
         each = LAYERS // len(placement)
-        decisions = Decisions(
+        decisions = ParallelConfig(
             cuts=tuple(1 + each * stage for stage in range(1, len(placement))),
             placement=() if len(placement) == devices else placement,
             schedule=name,
             microbatches=microbatches,
         )
-        plans[name] = build_plan(model, local(devices), job, decisions)
+        plans[name] = build_plan(model, local_cluster(devices), job, decisions)
     return model, plans
 
 
@@ -126,10 +126,10 @@ def rank_main(rank: int, devices: int, port: int, plans: dict[str, Any], model: 
     import torch
     import torch.distributed as dist
 
-    from pipefit.run.transfers.comms import Comms
+    from pipefit.run.transfers.comms import CommGroups
 
     join_group(rank, devices, port)
-    comms, found = Comms(), {}
+    comms, found = CommGroups(), {}
     for name, plan in plans.items():
         own = torch.tensor([peak_bytes(plan, model, comms)], dtype=torch.float64)
         everyone = [torch.zeros_like(own) for _ in range(devices)]
@@ -146,7 +146,7 @@ def peak_bytes(plan: Any, model: Any, comms: Any) -> float:
     import torch
 
     from pipefit.data.stepplan import StepPlan, batch_shape
-    from pipefit.run.inputs.feeds import make_feeds
+    from pipefit.run.inputs.feeds import make_inputs
     from pipefit.run.stage.memory_audit import AllocationAudit
     from pipefit.run.update.optimizer import OptimizerConfig
     from pipefit.run.worker.build import build_worker
@@ -154,10 +154,10 @@ def peak_bytes(plan: Any, model: Any, comms: Any) -> float:
     worker = build_worker(plan, model, comms, torch.device("cpu"), OptimizerConfig(lr=1e-3))
     labels = plan.job.batch * plan.job.sequence
     step_plan = StepPlan(step=0, rows=np.arange(plan.job.batch), divisor=labels, shape=batch_shape(plan))
-    feeds = make_feeds(plan, worker.device, Text(plan), step_plan, torch.device("cpu"))
-    worker.step(feeds, 0, labels)
+    feeds = make_inputs(plan, worker.device, Text(plan), step_plan, torch.device("cpu"))
+    worker.run_step(feeds, 0, labels)
     with AllocationAudit() as audit:
-        worker.step(feeds, 1, labels)
+        worker.run_step(feeds, 1, labels)
     return float(audit.peak_bytes)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.schedule import FAMILIES, Problem, uniform_costs
-from pipefit.simulate import Timeline, simulate
+from pipefit.schedule import FAMILIES, ScheduleProblem, uniform_costs
+from pipefit.simulate import Timeline, simulate_schedule
 
 Record = dict[str, Any]
 
@@ -96,4 +96,4 @@ def fixed_times(name: str, times: tuple[int, int, int, int], microbatches: int, 
 def replay(name: str, devices: int, microbatches: int, times: tuple[int, int, int, int]) -> Timeline:
     placement = FAMILIES[name].placement(devices)
     costs = uniform_costs(placement, forward_s=times[0], input_s=times[1], weight_s=times[2], transfer_s=times[3])
-    return simulate(FAMILIES[name](Problem(placement=placement, microbatches=microbatches)), costs)
+    return simulate_schedule(FAMILIES[name](ScheduleProblem(placement=placement, microbatches=microbatches)), costs)

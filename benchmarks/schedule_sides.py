@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from paced import Pace, Times
-from pipefit.schedule import FAMILIES, Problem
+from pipefit.schedule import FAMILIES, ScheduleProblem
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.lowering.lower import lower
+from pipefit.schedule.lowering.lower import lower_schedule
 from pipefit.schedule.text.csv_io import to_csv
 
 WIDTH, TOKENS = 64, 256
@@ -32,24 +32,24 @@ Step = Callable[[], float]
 def computed(name: str, devices: int, microbatches: int) -> Schedule:
     """A family's schedule on its own placement."""
     family = FAMILIES[name]
-    return family(Problem(placement=family.placement(devices), microbatches=microbatches))
+    return family(ScheduleProblem(placement=family.placement(devices), microbatches=microbatches))
 
 
 def our_lowering(schedule: Schedule, times: Times, transfer_s: float) -> Schedule:
     """The schedule with its transfers where we put them, knowing the times."""
     costs = times.costs(schedule.placement, transfer_s)
-    return lower(schedule, costs=costs, reductions=(), optimizer=False)
+    return lower_schedule(schedule, costs=costs, reductions=(), optimizer=False)
 
 
 @cache
 def make_model(chunks: int) -> Any:
     """embed, `chunks` times x + W x, loss."""
-    from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
+    from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
 
     shape = ("B", "T", WIDTH)
-    x, y = Tensor(name="x", shape=shape), Tensor(name="y", shape=shape)
-    tokens = Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens")
-    labels = Tensor(name="labels", shape=("B", "T"), dtype="int64", role="labels")
+    x, y = TensorSpec(name="x", shape=shape), TensorSpec(name="y", shape=shape)
+    tokens = TensorSpec(name="tokens", shape=("B", "T"), dtype="int64", role="tokens")
+    labels = TensorSpec(name="labels", shape=("B", "T"), dtype="int64", role="labels")
     weight = ParameterSpec(name="weight", shape=(WIDTH, WIDTH))
     graphs = {
         "embed": Graph(
@@ -57,7 +57,7 @@ def make_model(chunks: int) -> Any:
             operators=(Operator(kind="embedding", inputs=("tokens", "weight"), outputs=("y",)),),
         ),
         "chunk": Graph(
-            inputs=(x,), outputs=("y",), parameters=(weight,), tensors=(Tensor(name="wx", shape=shape), y),
+            inputs=(x,), outputs=("y",), parameters=(weight,), tensors=(TensorSpec(name="wx", shape=shape), y),
             operators=(
                 Operator(kind="linear", inputs=("x", "weight", ""), outputs=("wx",)),
                 Operator(kind="add", inputs=("x", "wx"), outputs=("y",)),
@@ -65,7 +65,7 @@ def make_model(chunks: int) -> Any:
         ),
         "loss": Graph(
             inputs=(x, labels), outputs=("loss",), parameters=(),
-            tensors=(Tensor(name="loss", shape=(), dtype="float32"),),
+            tensors=(TensorSpec(name="loss", shape=(), dtype="float32"),),
             operators=(
                 Operator(
                     kind="cross_entropy", inputs=("x", "labels"), outputs=("loss",), attributes={"ignore_index": -100}
@@ -76,28 +76,28 @@ def make_model(chunks: int) -> Any:
     layers = [Layer(name="embed", graph="embed", parameters={"weight": "embed"})]
     layers += [Layer(name=f"chunk.{i}", graph="chunk", parameters={"weight": f"chunk.{i}"}) for i in range(chunks)]
     layers.append(Layer(name="loss", graph="loss", parameters={}))
-    modules = (Module(name="language", layers=tuple(layers)),)
+    modules = (ModelModule(name="language", layers=tuple(layers)),)
     return Model(family="paced", config={"initializer_range": 0.1}, modules=modules, graphs=graphs)
 
 
 def make_plan(schedule: Schedule, chunks: int, times: Times, transfer_s: float) -> Any:
     """The plan of a schedule: equal chunks per stage, its transfers put in by the paced times."""
-    from pipefit.cluster import local
-    from pipefit.plan.assemble.order import order_of
+    from pipefit.cluster import local_cluster
+    from pipefit.plan.assemble.order import make_schedule_plan
     from pipefit.plan.evaluate.planner_context import build_plan
-    from pipefit.plan.request.decisions import Decisions
+    from pipefit.plan.request.decisions import ParallelConfig
     from pipefit.plan.types import Job
 
-    each = chunks // schedule.stages
-    decisions = Decisions(
-        cuts=tuple(1 + each * stage for stage in range(1, schedule.stages)),
+    each = chunks // schedule.num_stages
+    decisions = ParallelConfig(
+        cuts=tuple(1 + each * stage for stage in range(1, schedule.num_stages)),
         placement=schedule.placement,
         microbatches=schedule.microbatches,
         schedule="gpipe",
     )
     job = Job(batch=schedule.microbatches, sequence=TOKENS, precision="float64")
-    plan = build_plan(make_model(chunks), local(len(schedule.lanes)), job, decisions)
-    return replace(plan, order=order_of(our_lowering(schedule, times, transfer_s), plan.order.slices))
+    plan = build_plan(make_model(chunks), local_cluster(len(schedule.lanes)), job, decisions)
+    return replace(plan, order=make_schedule_plan(our_lowering(schedule, times, transfer_s), plan.order.slices))
 
 
 class Rows:
@@ -117,7 +117,7 @@ class Ours:
         import torch
 
         from pipefit.data.stepplan import StepPlan, batch_shape
-        from pipefit.run.inputs.feeds import make_feeds
+        from pipefit.run.inputs.feeds import make_inputs
         from pipefit.run.update.optimizer import OptimizerConfig
         from pipefit.run.worker.build import build_worker
 
@@ -125,11 +125,11 @@ class Ours:
         self.worker = build_worker(plan, make_model(chunks), comms, device, OptimizerConfig())
         self.divisor = plan.job.batch * TOKENS
         step_plan = StepPlan(step=0, rows=np.arange(plan.job.batch), divisor=self.divisor, shape=batch_shape(plan))
-        self.feeds = make_feeds(plan, self.worker.device, Rows(plan.job.batch), step_plan, device)
+        self.feeds = make_inputs(plan, self.worker.device, Rows(plan.job.batch), step_plan, device)
         pace.ours(self.worker)
 
     def step(self) -> float:
-        self.worker.step(self.feeds, 0, self.divisor)
+        self.worker.run_step(self.feeds, 0, self.divisor)
         return float(self.worker.local_loss) / self.divisor
 
     def parameters(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class Stock:
         import torch
         from torch.distributed.pipelining import PipelineStage
 
-        each, count = chunks // schedule.stages, schedule.stages
+        each, count = chunks // schedule.num_stages, schedule.num_stages
         held = [stage for stage, lane in enumerate(schedule.placement) if lane == rank]
         self.modules = {stage: stage_module(stage, each, values) for stage in held}
         stages = [PipelineStage(self.modules[stage], stage, count, torch.device("cpu")) for stage in held]

@@ -164,7 +164,7 @@ def rank_main(rank: int, setting: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipefit.run.transfers.comms import Comms
+    from pipefit.run.transfers.comms import CommGroups
 
     torch.set_num_threads(1)
     punctual = be_punctual()
@@ -176,7 +176,7 @@ def rank_main(rank: int, setting: dict[str, Any]) -> None:
         world_size=setting["devices"],
         timeout=timedelta(seconds=120),
     )
-    comms = Comms()
+    comms = CommGroups()
     transfer_s = measured_transfer_s(rank)
     for case in setting["cases"]:
         found = compare(rank, Case(**case), setting["transfer_s"], setting["pairs"], comms)
@@ -211,7 +211,7 @@ def compare(rank: int, case: Case, transfer_s: float, pairs: int, comms: Any) ->
 
     chunks = 2 * dist.get_world_size()
     schedule = computed(case.schedule, dist.get_world_size(), chunks)
-    times = uneven_times(case.uneven, chunks, schedule.stages, CHUNK_FORWARD_S)
+    times = uneven_times(case.uneven, chunks, schedule.num_stages, CHUNK_FORWARD_S)
     paces = (Pace(times), Pace(times))
     ours = Ours(make_plan(schedule, chunks, times, transfer_s), chunks, comms, paces[0])
     stock = Stock(schedule, chunks, rank, ours.parameters(), paces[1], case.own_class)
@@ -298,7 +298,7 @@ def expect(case: Case, devices: int, share: float) -> dict[str, float]:
     """Mean work of a device in seconds; our step, and the ratios that the two orders alone make expect by gloo's and
     by NCCL's rules. PyTorch's own classes have no lowered order: theirs is taken to be that of the CSV."""
     schedule = computed(case.schedule, devices, 2 * devices)
-    times = uneven_times(case.uneven, 2 * devices, schedule.stages, CHUNK_FORWARD_S)
+    times = uneven_times(case.uneven, 2 * devices, schedule.num_stages, CHUNK_FORWARD_S)
     transfer_s = share * CHUNK_FORWARD_S
     ours, stock = our_lowering(schedule, times, transfer_s).lanes, stock_lanes(schedule)
     step_s = replay(ours, schedule.placement, times, transfer_s, "directed").makespan_s

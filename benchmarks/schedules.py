@@ -1,16 +1,17 @@
-"""Schedules under memory limits: `fit` beside the published adaptive search, every family that fits, and the bounds.
+"""Schedules under memory limits: `fit_schedule` beside the published adaptive search, every family that fits, and the
+bounds.
 
 Bubble = 1 - work of the busiest device / the longest time of a device from its first start to its last end, all of it
 by pipefit's simulator on the true times. Gap = how far the time may be above the optimum, by the best lower bound that
-`fit` gave. Compile time is excluded: every part of the search has run once on a small problem before the first case.
-The adaptive search (benchmarks/baselines/adaptive.py) sees mean times and whole chunk units and is replayed on the
-true ones; where a lane then exceeds the limit it is asked for less, one unit at a time.
+`fit_schedule` gave. Compile time is excluded: every part of the search has run once on a small problem before the
+first case. The adaptive search (benchmarks/baselines/adaptive.py) sees mean times and whole chunk units and is
+replayed on the true ones; where a lane then exceeds the limit it is asked for less, one unit at a time.
 
     python benchmarks/schedules.py --json benchmarks/results/schedules.json    about half an hour
     python benchmarks/schedules.py --quick                                     small problems, under a minute
     python benchmarks/schedules.py --only random                               one part anew; repeat for more
-    python benchmarks/schedules.py --keep-adaptive --json PATH                 `fit` anew; the adaptive search, which is
-                                                                               slow and the same again, from PATH
+    python benchmarks/schedules.py --keep-adaptive --json PATH                 `fit_schedule` anew; the adaptive
+    search, which is slow and the same again, from PATH
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ import numpy as np
 import schedule_cases as cases
 from baselines.adaptive import Means, search
 from pipefit.errors import ScheduleError
-from pipefit.schedule import FAMILIES, Schedule, check, linear
-from pipefit.schedule.fit.search import fit
-from pipefit.simulate import simulate
+from pipefit.schedule import FAMILIES, Schedule, check_schedule, linear_placement
+from pipefit.schedule.fit.search import fit_schedule
+from pipefit.simulate import simulate_schedule
 from provenance import provenance, write_result
 from schedule_cases import Case
 from schedule_published import replay_published
@@ -105,9 +106,9 @@ def warm_up() -> None:
     """Everything compiled, or loaded from where it was kept."""
     small = cases.case("warm-up", 2, 4, 4)
     for deltas in (cases.TEXTBOOK, (1.0, 0.5, -1.5)):
-        fit(cases.case("warm-up", 2, 4, 5, deltas=deltas).problem(), seconds=0.2, objective="span")
+        fit_schedule(cases.case("warm-up", 2, 4, 5, deltas=deltas).problem(), seconds=0.2, objective="span")
     if SOLVER:
-        fit(small.problem(), seconds=0.1, exact_seconds=0.5, objective="span")
+        fit_schedule(small.problem(), seconds=0.1, exact_seconds=0.5, objective="span")
 
 
 def textbook(quick: bool) -> list[Record]:
@@ -184,13 +185,13 @@ def compare(case: Case, seconds: Sequence[float], solver_s: float = 0.0) -> Reco
 
 
 def fitted(case: Case, seconds: float | None, solver_s: float = 0.0, moves: int = UNBOUNDED) -> Record:
-    """`fit` within a budget: of seconds, or of moves, which give the same schedule on every machine."""
+    """`fit_schedule` within a budget: of seconds, or of moves, which give the same schedule on every machine."""
     name = f"fit {moves} moves" if seconds is None else f"fit {seconds:g} s"
     name += f" + solver {solver_s:g} s" if solver_s else ""
     problem = case.problem()
     wall, cpu = time.perf_counter(), time.process_time()
     try:
-        found = fit(problem, moves=moves, seconds=seconds, exact_seconds=solver_s, seed=0, objective="span")
+        found = fit_schedule(problem, moves=moves, seconds=seconds, exact_seconds=solver_s, seed=0, objective="span")
     except ScheduleError as error:
         return {"method": name, "nothing": error.what.splitlines()[0]}
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -236,18 +237,18 @@ def families(case: Case) -> list[Record]:
 
 def facts(schedule: Schedule, case: Case) -> Record:
     """Time of the longest device, bubble and peak, by the simulator."""
-    check(schedule)
-    per = 2 * case.devices // schedule.stages
-    costs = case.problem(schedule.placement if per == 1 else linear(case.devices)).costs
+    check_schedule(schedule)
+    per = 2 * case.devices // schedule.num_stages
+    costs = case.problem(schedule.placement if per == 1 else linear_placement(case.devices)).costs
     assert costs is not None
-    timeline = simulate(schedule, costs)
+    timeline = simulate_schedule(schedule, costs)
     span = max(stop[-1] - start[0] for start, stop in zip(timeline.starts_s, timeline.stops_s, strict=True))
     peak = float(max(timeline.peak_bytes))
     return {"time": float(span), "bubble": float(1 - max(timeline.busy_s) / span), "peak": round(peak, 6)}
 
 
 def random_instances(quick: bool) -> Record:
-    """`fit` without the solver beside the adaptive search: how many points of bubble less."""
+    """`fit_schedule` without the solver beside the adaptive search: how many points of bubble less."""
     seeds, moves = ((1, 2, 3), 20_000) if quick else (cases.SEEDS, 300_000)
     rows = []
     for seed in seeds:

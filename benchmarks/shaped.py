@@ -31,7 +31,7 @@ class Host:
 
 def cannot_shape() -> str:
     """Why links cannot be shaped here; empty where they can."""
-    return netns.why_not()
+    return netns.unavailable_reason()
 
 
 @contextmanager
@@ -46,10 +46,14 @@ def shaped_hosts(count: int, bytes_per_s: float) -> Iterator[list[Host]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lab.json"
         path.write_text(dump_text(_file(count, bytes_per_s)), encoding="utf-8")
-        lab = lifecycle.Lab.open(path)
-        with lifecycle.use(lab):
+        lab = lifecycle.Lab.open_lab(path)
+        with lifecycle.hold_lab(lab):
             yield [
-                Host(network.address(host), network.interface(0), tuple(netns.inside(lab.namespace(host))))
+                Host(
+                    network.device_address(host),
+                    network.device_interface(0),
+                    tuple(netns.exec_words(lab.namespace_of(host))),
+                )
                 for host in range(count)
             ]
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.cost.types import ActionTable, Contention, CostTable, EdgeCost, Flow, FlowKey
-from pipefit.schedule import Problem, chain, family, linear, lower
+from pipefit.cost.types import ActionTable, CostTable, EdgeCost, FlowKey, PortContention, PortFlow
+from pipefit.schedule import ScheduleProblem, chain_edges, find_family, linear_placement, lower_schedule
 from pipefit.schedule.taskgraph.compile import compile_graph
 from pipefit.schedule.taskgraph.contended import run_contended
-from pipefit.schedule.taskgraph.times import durations, run, run_sweep
+from pipefit.schedule.taskgraph.times import run_graph, run_sweep, task_durations
 from pipefit.simulate import Timeline
 from provenance import provenance, write_result
 
@@ -52,7 +52,7 @@ def main() -> int:
 
 def measure(stages: int, microbatches: int, repeats: int) -> dict[str, Any]:
     """All timings in seconds, and the checks."""
-    placement = linear(stages)
+    placement = linear_placement(stages)
     costs = uneven_costs(stages, microbatches)
     few = max(3, repeats // 40)
     seconds: dict[str, dict[str, float]] = {}
@@ -66,14 +66,16 @@ def measure(stages: int, microbatches: int, repeats: int) -> dict[str, Any]:
         seconds[name] = {"median": statistics.median(taken), "least": min(taken), "most": max(taken), "runs": times}
         return value
 
-    computed = timed("schedule", few, lambda: family("1f1b")(Problem(placement=placement, microbatches=microbatches)))
-    lowered = timed("lower", few, lambda: lower(computed, costs=costs))
+    computed = timed(
+        "schedule", few, lambda: find_family("1f1b")(ScheduleProblem(placement=placement, microbatches=microbatches))
+    )
+    lowered = timed("lower", few, lambda: lower_schedule(computed, costs=costs))
     compile_graph(lowered, compiled=True)  # numba compiles, or loads what it has compiled before
     graph = timed("compile", few, lambda: compile_graph(lowered, compiled=True))
-    run(graph, costs, True)
-    arrays = timed("times", repeats, lambda: durations(graph, costs))
+    run_graph(graph, costs, True)
+    arrays = timed("times", repeats, lambda: task_durations(graph, costs))
     fast = timed("sweep", repeats, lambda: run_sweep(graph, *arrays, True))
-    timed("times_and_sweep", repeats, lambda: run(graph, costs, True))
+    timed("times_and_sweep", repeats, lambda: run_graph(graph, costs, True))
     slow = timed("sweep_python", few, lambda: run_sweep(graph, *arrays, False))
     timed("memory", few, lambda: Timeline(graph, costs, fast).peak_bytes)
     open_graph, sharing = compile_graph(lowered, compiled=True, own_ports=False), with_shared_ports(costs, stages)
@@ -112,7 +114,7 @@ def uneven_costs(stages: int, microbatches: int) -> CostTable:
 
     return CostTable(
         actions={"F": table(1e-3, 1e8), "B": table(2e-3, -1e8)},
-        edges=tuple(edge_cost(source, target) for source, target, _ in chain(stages)),
+        edges=tuple(edge_cost(source, target) for source, target, _ in chain_edges(stages)),
         reduce_s=np.full(stages, 5e-3),
         gather_s=np.zeros(stages),
         step_s=np.full(stages, 2e-3),
@@ -138,22 +140,24 @@ def edge_cost(source: int, target: int) -> EdgeCost:
 
 def with_shared_ports(costs: CostTable, stages: int) -> CostTable:
     """Every lane on a host of its own: what it sends shares one port, what it receives another, reductions both."""
-    flows: dict[FlowKey, Flow] = {}
+    flows: dict[FlowKey, PortFlow] = {}
     for hop in range(stages - 1):
-        flows["SEND_F", hop, 0, 0] = Flow((2 * hop, 2 * hop + 3), (1.0, 1.0), 3e10, 2 * hop)
-        flows["SEND_B", hop, 0, 0] = Flow((2 * hop + 2, 2 * hop + 1), (1.0, 1.0), 3e10, 2 * hop + 1)
+        flows["SEND_F", hop, 0, 0] = PortFlow((2 * hop, 2 * hop + 3), (1.0, 1.0), 3e10, 2 * hop)
+        flows["SEND_B", hop, 0, 0] = PortFlow((2 * hop + 2, 2 * hop + 1), (1.0, 1.0), 3e10, 2 * hop + 1)
     for lane in range(stages):
-        flows["REDUCE", lane, 0, 0] = Flow((2 * lane, 2 * lane + 1), (1.0, 1.0), 1e10)
-    return replace(costs, contention=Contention((costs,), flows, 2 * stages, 2 * stages))
+        flows["REDUCE", lane, 0, 0] = PortFlow((2 * lane, 2 * lane + 1), (1.0, 1.0), 1e10)
+    return replace(costs, contention=PortContention((costs,), flows, 2 * stages, 2 * stages))
 
 
 def equal_to_closed_form(stages: int, microbatches: int) -> bool:
     """With equal stages and free transfers the time is (m + d - 1)(f + b)."""
     from pipefit.schedule import uniform_costs
-    from pipefit.simulate import simulate
+    from pipefit.simulate import simulate_schedule
 
-    schedule = family("1f1b")(Problem(placement=linear(stages), microbatches=microbatches))
-    return simulate(schedule, uniform_costs(linear(stages))).makespan_s == 3.0 * (microbatches + stages - 1)
+    schedule = find_family("1f1b")(ScheduleProblem(placement=linear_placement(stages), microbatches=microbatches))
+    return simulate_schedule(schedule, uniform_costs(linear_placement(stages))).makespan_s == 3.0 * (
+        microbatches + stages - 1
+    )
 
 
 def print_table(result: dict[str, Any]) -> None:

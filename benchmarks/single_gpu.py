@@ -36,16 +36,16 @@ from torch import nn
 from pipefit.cluster import Cluster, open_cluster
 from pipefit.cost.static_memory import Precision
 from pipefit.model.analysis.totals import graph_flops
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import build_layers, resolve
-from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.model.registry import build_layers, resolve_model
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.run.session.metrics import find_peak
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 from pipefit.run.update.optimizer import AdamW, OptimizerConfig
 from provenance import provenance, write_result
 
@@ -118,10 +118,12 @@ def main() -> int:
 
 def measure(name: str, shape: Shape, cluster: Cluster, peak: float) -> dict[str, Any]:
     """The three ways for one model: a table as it is printed."""
-    described = resolve(name)
-    model = capture(described.family, described.config)
+    described = resolve_model(name)
+    model = capture_family(described.family, described.config)
     symbols = {"B": shape.rows, "T": shape.tokens}
-    flops = sum(graph_flops(model.layer_graph(layer), symbols).total for layer in model.layers) * shape.microbatches
+    flops = (
+        sum(graph_flops(model.layer_graph(layer), symbols).total_flops for layer in model.layers) * shape.microbatches
+    )
     tokens = shape.rows * shape.tokens * shape.microbatches
     predicted = predict_bytes(model, shape, cluster)
     print(f"{name}: {tokens} tokens and {flops:.4g} model FLOPs a step, predicted {predicted / 2**30:.2f} GiB")
@@ -161,9 +163,9 @@ def measure(name: str, shape: Shape, cluster: Cluster, peak: float) -> dict[str,
 def predict_bytes(model: Model, shape: Shape, cluster: Cluster) -> float:
     """Peak of the only lane, as the planner's simulator tells a user of it: states, activations, workspace."""
     job = Job(batch=shape.rows * shape.microbatches, sequence=shape.tokens, precision=shape.precision)
-    decisions = Decisions(stages=1, microbatches=shape.microbatches, recompute=(shape.recompute,))
+    decisions = ParallelConfig(stages=1, microbatches=shape.microbatches, recompute=(shape.recompute,))
     plan = build_plan(model, cluster, job, decisions)
-    plan = predict(plan, model, simulate_plan(plan, model, cluster))
+    plan = add_prediction(plan, model, simulate_plan(plan, model, cluster))
     assert plan.prediction is not None
     return plan.prediction.lanes[0].peak_bytes
 
@@ -193,7 +195,7 @@ def timed(make: Callable[[], Any], shape: Shape) -> tuple[list[float], list[floa
     return seconds, values, memory
 
 
-def make_feeds(shape: Shape, vocabulary: int) -> list[Feed]:
+def make_feeds(shape: Shape, vocabulary: int) -> list[StageInputs]:
     """The microbatches of a step: random tokens, the same in every way and step."""
     generator = torch.Generator().manual_seed(0)
     feeds = []
@@ -202,7 +204,9 @@ def make_feeds(shape: Shape, vocabulary: int) -> list[Feed]:
         positions = torch.arange(shape.tokens, device=shape.device).expand(shape.rows, shape.tokens).contiguous()
         rows = torch.arange(shape.rows, device=shape.device)
         feeds.append(
-            Feed(tokens=stream[:, :-1].contiguous(), labels=stream[:, 1:].contiguous(), positions=positions, rows=rows)
+            StageInputs(
+                tokens=stream[:, :-1].contiguous(), labels=stream[:, 1:].contiguous(), positions=positions, rows=rows
+            )
         )
     return feeds
 

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.cost.comm.collectives import all_reduce_s
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.roofline import Roofline
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.model.registry import parameter_count
-from pipefit.plan.assemble.shard_recipes import setting_of
+from pipefit.plan.assemble.shard_recipes import shard_setting
 from provenance import provenance, write_result
 from spmd_bound import no_program_below_s
 from spmd_sides import Result, best, bound_s, everything, experts_too, fully_sharded, no_rows, rows_only
@@ -130,7 +130,7 @@ def model_rows(name: str, make: Callable[[], Any], hosts: tuple[int, int], devic
     count = network.devices
 
     def setting(group: tuple[int, ...], rows: int, beside: Any = ()) -> Any:
-        return setting_of(model, network, Roofline(), devices=group, rows=rows, tokens=1, precision="float32",
+        return shard_setting(model, network, RooflineCosts(), devices=group, rows=rows, tokens=1, precision="float32",
                           microbatches=1, beside=beside)  # fmt: skip
 
     whole = setting(tuple(range(count)), ROWS * count)
@@ -205,7 +205,7 @@ def programs(found: Result) -> dict[str, str]:
     assert found.found is not None
     texts: dict[str, str] = {}
     for number, link in enumerate(found.found.links):
-        text = link.recipe.text
+        text = link.layer_recipe.recipe_text
         if text not in texts.values():
             texts[f"layer {number}"] = text
     return texts

@@ -24,9 +24,9 @@ from typing import Any
 
 from pipefit.cost.static_memory import GRADIENT_BYTES
 from pipefit.model.graph import Layer, element_count
-from pipefit.shard.chain import Chains
+from pipefit.shard.chain import ChainSearch
 from pipefit.shard.pricing import PricedLayer
-from pipefit.shard.template import WHOLE_CUT, Lines, OpenWay, Toll, held_fractions
+from pipefit.shard.template import WHOLE_CUT, ConversionCost, Lines, OpenOption, held_fractions
 
 EVERYTHING = 1 << 30
 """A place behind all operators."""
@@ -43,7 +43,7 @@ def no_program_below_s(model: Any, setting: Any, rows_weight: float = 1.0, betwe
             chains.named(layer, -1 if number > index else EVERYTHING if number < index else place)
             for number, layer in enumerate(model.layers)
         ]
-        least = max(least, sum(link.cost_s for link in chains.search(layers, even)))
+        least = max(least, sum(link.cost_s for link in chains.search_programs(layers, even)))
     return least
 
 
@@ -61,7 +61,7 @@ def _turns(model: Any) -> Iterator[tuple[int, int]]:
 
 
 @dataclass
-class Below(Chains):
+class Below(ChainSearch):
     """A search on prices that nothing can be below. Operators up to a place cost their forward and their reductions,
     those behind it their forward and their backward."""
 
@@ -80,9 +80,9 @@ class Below(Chains):
         return replace(layer, graph=name)
 
     def priced(self, graph: Any, takes: Any, pinned: Any) -> PricedLayer:
-        layer = super().priced(graph, takes, pinned)
+        layer = super().layer_template(graph, takes, pinned)
         template, turn = layer.template, self.turn[id(graph)]
-        fractions = held_fractions(template.cuts, (1,) * len(self.setting.kinds), self.setting.members)
+        fractions = held_fractions(template.cuts, (1,) * len(self.setting.kinds), self.setting.axis_members)
         elsewhere = {name for name, _, counted in pinned if not counted}
         summed_s = {
             spec.name: self.between_s_per_byte * element_count(spec.shape, {}) * GRADIENT_BYTES[self.setting.precision]
@@ -90,17 +90,17 @@ class Below(Chains):
             if spec.trainable and spec.name not in elsewhere
         }
 
-        def moved(toll: Toll | None) -> Toll | None:
+        def moved(toll: ConversionCost | None) -> ConversionCost | None:
             if toll is None:
                 return None
-            seconds = 0.0 if toll.earlier != WHOLE_CUT else self.rows_weight * toll.seconds(fractions)
+            seconds = 0.0 if toll.earlier != WHOLE_CUT else self.rows_weight * toll.conversion_s(fractions)
             return replace(toll, line=(seconds, 0.0), ahead=(), back=())
 
-        def computed(way: OpenWay, early: bool, between_s: float) -> OpenWay:
+        def computed(way: OpenOption, early: bool, between_s: float) -> OpenOption:
             ahead, *back = (self._mean_s(lines, way.cut) for lines in way.passes or ((), (), ()))
             seconds = self.rows_weight * (ahead + (0.0 if early else sum(back)))
-            once = (((seconds, 0.0),),) * self.setting.members.kinds
-            nothing: tuple[Lines, ...] = ((),) * self.setting.members.kinds
+            once = (((seconds, 0.0),),) * self.setting.axis_members.kind_count
+            nothing: tuple[Lines, ...] = ((),) * self.setting.axis_members.kind_count
             return replace(
                 way,
                 passes=(once, nothing, nothing),
@@ -119,18 +119,18 @@ class Below(Chains):
 
     def _mean_s(self, lines: Sequence[Lines], cut: int) -> float:
         """The least mean over all devices of a pass, over all shares."""
-        rates, members = self.setting.speeds[0], self.setting.members
+        rates, members = self.setting.device_speeds[0], self.setting.axis_members
         if not any(lines):
             return 0.0
-        weights = [0.0] * members.kinds
+        weights = [0.0] * members.kind_count
         for rate, kind in zip(rates, members.kind, strict=True):
             weights[kind] += rate / sum(rates)
         if cut == WHOLE_CUT:
             return sum(w * max(a + b for a, b in each) for w, each in zip(weights, lines, strict=True))
-        counts = members.counts
-        if members.kinds == 1:
+        counts = members.device_counts
+        if members.kind_count == 1:
             return max(a + b / counts[0] for a, b in lines[0])
-        assert members.kinds == 2, "shares of two kinds of devices are a number"
+        assert members.kind_count == 2, "shares of two kinds of devices are a number"
 
         def mean_s(part: float) -> float:
             """With this part of everything on the first kind."""

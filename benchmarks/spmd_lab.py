@@ -27,12 +27,12 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.shard_recipes import setting_of
+from pipefit.plan.assemble.shard_recipes import shard_setting
 from pipefit.plan.make import make_plan
-from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Job, Plan
-from pipefit.shard.chain import Chains
-from pipefit.shard.synthesize import synthesize
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.synthesize import synthesize_program
 from provenance import provenance, write_result
 
 LABS = ("half-3", "half-3-8")
@@ -58,7 +58,7 @@ def main() -> int:
     try:
         labs = measured_labs(arguments, LABS, lambda name: measure(name, model, arguments), print_lab)
     except PipefitError as error:
-        print(f"spmd_lab: {error.text()}", file=sys.stderr)
+        print(f"spmd_lab: {error.full_text()}", file=sys.stderr)
         return 2
     write_result(arguments.json, result | {"labs": labs})
     return 0 if arguments.quick or all(lab["reached"] for lab in labs) else 1
@@ -96,16 +96,16 @@ def planned(model: Model, cluster: Cluster) -> dict[str, Plan]:
     """The plan of every side."""
     network = Network(cluster)
     count = network.devices
-    setting = setting_of(
+    setting = shard_setting(
         model, network, best_costs(cluster), devices=tuple(range(count)), rows=JOB.batch // MICROBATCHES,
         tokens=JOB.sequence, precision=JOB.precision, microbatches=MICROBATCHES,
     )  # fmt: skip
-    found = synthesize(Chains(model, setting), model.layers)
+    found = synthesize_program(ChainSearch(model, setting), model.layers)
     common = (f"microbatches={MICROBATCHES}", "stages=1", "recompute=none")
     ones = ":".join(["1"] * count)
 
     def make(*fixed: str) -> Plan:
-        return make_plan(model, cluster, JOB, parse_pins((*common, *fixed)), name=f"small on {cluster.name}")
+        return make_plan(model, cluster, JOB, parse_constraints((*common, *fixed)), name=f"small on {cluster.name}")
 
     def searched(shares: Sequence[int]) -> Plan:
         return make("sharding=searched", f"shards={':'.join(map(str, shares))}", "replicas=1")

@@ -15,10 +15,10 @@ from pipefit.cost.static_memory import GRADIENT_BYTES
 from pipefit.errors import PlanError
 from pipefit.model.graph import element_count
 from pipefit.shard import frontier
-from pipefit.shard.chain import Chains
+from pipefit.shard.chain import ChainSearch
 from pipefit.shard.pricing import PricedLayer
-from pipefit.shard.shares import beside_s
-from pipefit.shard.synthesize import Synthesized, synthesize
+from pipefit.shard.shares import overlapped_reduction_s
+from pipefit.shard.synthesize import SynthesizedProgram, synthesize_program
 from pipefit.shard.template import held_fractions
 
 Allowed = Callable[[PricedLayer, str, bool, int], bool]
@@ -42,7 +42,7 @@ def fully_sharded(layer: PricedLayer, name: str, parameter: bool, form: int) -> 
 def stored(layer: PricedLayer, name: str) -> int:
     """The form in which FSDP stores a parameter."""
     able = [dim for dim in range(len(layer.shapes[name])) if (name, dim) in layer.cuts]
-    return frontier.split_along(able[0]) if able else frontier.WHOLE
+    return frontier.form_number_along(able[0]) if able else frontier.WHOLE
 
 
 def no_rows(layer: PricedLayer, name: str, parameter: bool, form: int) -> bool:
@@ -74,7 +74,7 @@ def is_split(form: int) -> bool:
 
 
 @dataclass
-class Side(Chains):
+class Side(ChainSearch):
     """A search in which only some forms are allowed."""
 
     allowed: Allowed = everything
@@ -82,7 +82,7 @@ class Side(Chains):
     "Whether parameters that are stored split may be gathered for use."
 
     def priced(self, graph: Any, takes: Any, pinned: Any) -> PricedLayer:
-        layer = super().priced(graph, takes, pinned)
+        layer = super().layer_template(graph, takes, pinned)
         parameters = {spec.name for spec in graph.parameters}
 
         def may(value: int, form: int) -> bool:
@@ -132,7 +132,7 @@ class Result:
     reduce_s: float
     "Gradient reductions, hidden or not."
     shares: tuple[int, ...]
-    found: Synthesized | None = None
+    found: SynthesizedProgram | None = None
 
 
 def best(
@@ -147,12 +147,12 @@ def best(
     gradients with other groups takes, on top of the group's own reductions."""
     chains = Side(model, setting, allowed=allowed, gathers=gathers)
     try:
-        return timed(model, setting, synthesize(chains, model.layers, tuple(shares)), between_s)
+        return timed(model, setting, synthesize_program(chains, model.layers, tuple(shares)), between_s)
     except PlanError:
         return None
 
 
-def timed(model: Any, setting: Any, found: Synthesized, between_s: float = 0.0) -> Result:
+def timed(model: Any, setting: Any, found: SynthesizedProgram, between_s: float = 0.0) -> Result:
     """The step of a program with its gradient reductions hidden as the runtime hides them."""
     reduce_s, pieces, compute_s = 0.0, [], 0.0
     per_byte = setting.bucket_s / BUCKET_BYTES
@@ -177,7 +177,7 @@ def timed(model: Any, setting: Any, found: Synthesized, between_s: float = 0.0) 
             seen_s += way.once_s
     reduce_s += between_s
     chain = [link.choice for link in found.links]
-    beside = setting.overlap * beside_s(
+    beside = setting.overlap * overlapped_reduction_s(
         chain, [link.shares for link in found.links], setting.bucket_s, setting.microbatches
     )
     blocking = found.cost_s + beside - seen_s
@@ -190,7 +190,7 @@ def bound_s(model: Any, setting: Any, shares: Sequence[int]) -> float:
     parameters split evenly."""
     chains = Side(model, setting, allowed=rows_only, gathers=False)
     total = 0.0
-    for link, layer in zip(chains.search(model.layers, shares), model.layers, strict=True):
+    for link, layer in zip(chains.search_programs(model.layers, shares), model.layers, strict=True):
         parameters = {spec.name for spec in model.layer_graph(layer).parameters}
         template = link.choice.template
         fractions = held_fractions(template.cuts, shares, setting.members)

@@ -44,7 +44,7 @@ def stock_lanes(schedule: Schedule, defer_receives: bool = False) -> list[list[A
     for lane, row in enumerate(to_csv(schedule).splitlines()):
         actions = schedules._add_unshard_reshard([schedules._Action.from_str(cell) for cell in row.split(",")])
         order[lane] = schedules._add_reduce_grad(list(actions), schedule.microbatches)
-    lowered = schedules._add_send_recv(order, lane_of, schedule.stages)
+    lowered = schedules._add_send_recv(order, lane_of, schedule.num_stages)
     if defer_receives:
         lowered = schedules._defer_recv_ops(lowered, lane_of)
     return [own_actions(lowered[lane]) for lane in sorted(lowered)]

@@ -28,7 +28,7 @@ from lab_runs import TOKENS, Measured, lab_of, measured_labs, profiled, run_plan
 from pipefit.cluster import Cluster
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.types import Job, Plan
 from provenance import provenance, write_result
@@ -71,7 +71,7 @@ def main() -> int:
     try:
         labs = measured_labs(arguments, LABS, lambda name: measure(name, job, arguments), show)
     except PipefitError as error:
-        print(f"synthesized_stages: {error.text()}", file=sys.stderr)
+        print(f"synthesized_stages: {error.full_text()}", file=sys.stderr)
         return 2
     write_result(arguments.json, result | {"labs": labs})
     return 0 if arguments.quick or all(lab["reached"] for lab in labs) else 1
@@ -103,8 +103,8 @@ def planned(model: Model, cluster: Cluster, job: Job, pins: Mapping[str, Any]) -
 
 def bound_s(model: Model, cluster: Cluster, job: Job) -> float:
     """A step of all devices together, each as fast as it was measured with the whole batch."""
-    bench = Workbench(model, cluster)
-    time_s, kinds = bench.cutter.row_time(job, "none"), bench.cutter.fleet.kind
+    bench = PlannerContext(model, cluster)
+    time_s, kinds = bench.layer_cutter.row_time(job, "none"), bench.layer_cutter.fleet.kind
     return 1 / sum(1 / time_s(int(kind), job.batch) for kind in kinds)
 
 

@@ -48,7 +48,7 @@ def main() -> int:
         try:
             found = section.measure(arguments.quick)
         except PipefitError as error:
-            print(f"token_slices: {error.text()}", file=sys.stderr)
+            print(f"token_slices: {error.full_text()}", file=sys.stderr)
             return 2
         found["seconds"] = round(time.monotonic() - began, 1)
         found["provenance"] = provenance()

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.errors import PipefitError
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.passes.reslice import sliced_again
-from pipefit.plan.passes.search import search
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.passes.reslice import reslice_best
+from pipefit.plan.passes.search import search_plans
 from token_slices_replay import Ran, job_of, ran, workbench
 from token_slices_v100 import Constants, Setting, reduction_s
 
@@ -35,14 +35,14 @@ def joint(row: Setting, constants: Constants, theirs: Ran) -> Ran:
     """The fastest plan that the planner finds. Raises PipefitError where none fits."""
     stays = theirs.peak_bytes - theirs.activations_bytes
     limit = min(MEMORY_BYTES, stays + allowed_share(row, theirs) * theirs.activations_bytes)
-    found: list[Evaluated] = []
+    found: list[EvaluatedPlan] = []
     errors: list[PipefitError] = []
     for turns in TURNS:
         if row.layers_per_stage % turns:
             continue
         bench, fixed = workbench(row, constants, turns, limit), pins(row, turns)
         try:
-            found += sliced_again(bench, job_of(row), fixed, search(bench, job_of(row), fixed, top=1)).fitting[:1]
+            found += reslice_best(bench, job_of(row), fixed, search_plans(bench, job_of(row), fixed, top=1)).fitting[:1]
         except PipefitError as error:
             errors.append(error)
     if not found and errors:
@@ -67,7 +67,7 @@ def pins(row: Setting, turns: int) -> Mapping[str, Any]:
     }
 
 
-def as_ran(row: Setting, constants: Constants, one: Evaluated) -> Ran:
+def as_ran(row: Setting, constants: Constants, one: EvaluatedPlan) -> Ran:
     """What a plan takes and holds."""
     decisions, simulation = one.decisions, one.simulation
     rows = row.sequences // decisions.microbatches

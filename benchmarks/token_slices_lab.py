@@ -26,22 +26,22 @@ from lab_clusters import lab
 from lab_runs import CLUSTERS, Measured, lab_of, profiled, run_plans
 from pipefit.cluster import Cluster
 from pipefit.codec import dump_text
-from pipefit.cost.compute.curves import action_times_s, find_layer, signature
+from pipefit.cost.compute.curves import action_times_s, digest_graph, find_layer
 from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S
 from pipefit.lab.lifecycle import Lab
 from pipefit.lab.pace import layer_facts
 from pipefit.lab.spec import LabFile
 from pipefit.lab.tables import DeviceTable
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Graph, Model
-from pipefit.model.registry import describe
-from pipefit.plan.assemble.predict import predict, simulate_plan
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.passes.reslice import sliced_again
-from pipefit.plan.passes.search import search
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.slicing.cuts import equal_cost, uniform
-from pipefit.plan.slicing.refine import refine
+from pipefit.model.registry import describe_config
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.passes.reslice import reslice_best
+from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.slicing.cuts import equal_cost, uniform_slices
+from pipefit.plan.slicing.refine import refine_slices
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
@@ -115,8 +115,8 @@ def model_of() -> Model:
         "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
         "max_position_embeddings": SEQUENCE, "tie_word_embeddings": False,
     }  # fmt: skip
-    described = describe(config, "small", "the lab's model of long sequences")
-    return capture(described.family, described.config)
+    described = describe_config(config, "small", "the lab's model of long sequences")
+    return capture_family(described.family, described.config)
 
 
 def block_of(model: Model) -> Graph:
@@ -135,7 +135,7 @@ class StageTimes:
 
     def __init__(self, model: Model, cluster: Cluster) -> None:
         assert cluster.measured is not None
-        curve = find_layer(cluster.measured, signature(block_of(model)), cluster.hosts[0].kind, "float32")
+        curve = find_layer(cluster.measured, digest_graph(block_of(model)), cluster.hosts[0].kind, "float32")
         assert curve is not None, "the profile measured the blocks"
         self.actions = [curve.actions[name] for name in "FB"]
         known = cluster.measured.overhead_s[cluster.hosts[0].kind]
@@ -158,7 +158,7 @@ def plans_for_two(model: Model, cluster: Cluster, quick: bool) -> dict[str, Plan
     found["1f1b, equal cost"] = maker.plan("1f1b", equal_cost(SEQUENCE, count, times, OURS))
     families = [name for name in dict.fromkeys((family, "interleaved-1f1b", "1f1b", "gpipe")) if name in maker.known]
     even = {
-        f"{name}, {count} equal": maker.plan(name, uniform(SEQUENCE, count, OURS))
+        f"{name}, {count} equal": maker.plan(name, uniform_slices(SEQUENCE, count, OURS))
         for name, count in itertools.product(families, COUNTS)
     }
     best = sorted(even, key=lambda name: predicted_s(even[name]))[: 1 if quick else UNIFORM]
@@ -184,10 +184,10 @@ PINS: dict[str, Any] = {"replicas": (1,), "devices": LANES, "recompute": ("none"
 
 def planned(model: Model, cluster: Cluster, job: Job) -> Plan:
     """What the planner finds."""
-    bench = Workbench(model, cluster)
-    one = sliced_again(bench, job, PINS, search(bench, job, PINS, top=1)).fitting[0]
-    plan = bench.plan(one.parts, one.decisions, one.simulation.timeline.schedule)
-    return predict(plan, model, one.simulation)
+    bench = PlannerContext(model, cluster)
+    one = reslice_best(bench, job, PINS, search_plans(bench, job, PINS, top=1)).fitting[0]
+    plan = bench.assemble_plan(one.parts, one.decisions, one.simulation.timeline.schedule)
+    return add_prediction(plan, model, one.simulation)
 
 
 class Maker:
@@ -195,7 +195,7 @@ class Maker:
 
     def __init__(self, model: Model, cluster: Cluster, job: Job) -> None:
         self.model, self.cluster, self.job = model, cluster, job
-        self.bench = Workbench(model, cluster)
+        self.bench = PlannerContext(model, cluster)
         self.known = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-h2": 1, "interleaved-1f1b": 2}
         "Schedules, and their stages a lane."
 
@@ -203,7 +203,7 @@ class Maker:
         """With its prediction."""
         turns = self.known[schedule]
         each = BLOCKS // (LANES * turns)
-        decisions = Decisions(
+        decisions = ParallelConfig(
             stages=LANES * turns,
             cuts=tuple(1 + each * stage for stage in range(1, LANES * turns)),
             placement=looped(LANES, turns) if turns > 1 else (),
@@ -212,7 +212,7 @@ class Maker:
             slices=slices,
         )
         made = build_plan(self.model, self.cluster, self.job, decisions, bench=self.bench)
-        return predict(made, self.model, simulate_plan(made, self.model, self.cluster))
+        return add_prediction(made, self.model, simulate_plan(made, self.model, self.cluster))
 
     def refined(self, schedule: str, start: tuple[int, ...]) -> Plan:
         """With slices found from these by local search, judged by the simulator."""
@@ -220,7 +220,7 @@ class Maker:
         def value_of(slices: tuple[int, ...]) -> tuple[float, float]:
             return 0.0, predicted_s(self.plan(schedule, slices))
 
-        return self.plan(schedule, refine([start], value_of, multiple=OURS, evaluations=SEARCHED).slices)
+        return self.plan(schedule, refine_slices([start], value_of, multiple=OURS, evaluations=SEARCHED).slices)
 
 
 def predicted_s(plan: Plan) -> float:

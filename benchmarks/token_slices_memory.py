@@ -57,11 +57,11 @@ def _one(rows: int, tokens: int, width: int, vocabulary: int, slices: int, dtype
     import torch
 
     from pipefit.cluster import parse_spec
-    from pipefit.cost.compute.roofline import Place, Roofline
+    from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
     from pipefit.cost.memory.stage import stage_memory
     from pipefit.run.stage.memory_audit import AllocationAudit
     from pipefit.run.stage.program import StageLayer, StageProgram
-    from pipefit.run.stage_inputs import Feed
+    from pipefit.run.stage_inputs import StageInputs
 
     model = _model(width, vocabulary)
     layers = [
@@ -75,14 +75,14 @@ def _one(rows: int, tokens: int, width: int, vocabulary: int, slices: int, dtype
     assert tokens % slices == 0, "equal slices"
     part = tokens // slices
     x = torch.randn(rows, part, width, dtype=getattr(torch, dtype))
-    feed = Feed(labels=torch.zeros(rows, part, dtype=torch.int64), rows=torch.arange(rows))
+    feed = StageInputs(labels=torch.zeros(rows, part, dtype=torch.int64), rows=torch.arange(rows))
     with AllocationAudit() as audit:
         for index in range(slices):
             program.forward(0, index, {"": x}, feed)
             program.backward(0, index, {})
     kind = parse_spec("1xA100-80").kinds["A100-80"]
-    place = Place(rows, part, 0, part)
-    memory = stage_memory([Roofline().layer(layer.graph, place, kind, dtype, "none") for layer in layers])
+    place = MicrobatchShape(rows, part, 0, part)
+    memory = stage_memory([RooflineCosts().layer_cost(layer.graph, place, kind, dtype, "none") for layer in layers])
     counted = memory.saved_bytes + max(memory.passing["F"], memory.passing["B"]) - x.nbytes  # x is made outside
     return {
         "slices": slices,
@@ -95,15 +95,15 @@ def _one(rows: int, tokens: int, width: int, vocabulary: int, slices: int, dtype
 
 def _model(width: int, vocabulary: int) -> Any:
     """A Llama of one layer, of which only the head and the loss are run."""
-    from pipefit.model.capture.layers import capture
-    from pipefit.model.registry import describe
+    from pipefit.model.capture.layers import capture_family
+    from pipefit.model.registry import describe_config
 
     config = {
         "model_type": "llama", "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": width,
         "num_hidden_layers": 1, "num_attention_heads": 1, "tie_word_embeddings": False,
     }  # fmt: skip
-    described = describe(config, "head", "head")
-    return capture(described.family, described.config)
+    described = describe_config(config, "head", "head")
+    return capture_family(described.family, described.config)
 
 
 def print_table(result: dict[str, Any]) -> None:

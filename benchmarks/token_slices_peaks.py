@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from pipefit.schedule.families import family
+from pipefit.schedule.families import find_family
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
-from pipefit.schedule.problem import Problem, linear, uniform_costs, vee
-from pipefit.simulate import simulate
+from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs, vee_placement
+from pipefit.simulate import simulate_schedule
 from provenance import provenance, write_result
 from token_slices_targets import at_most
 
@@ -145,9 +145,9 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
 def compared(form: Form, shape: tuple[int, ...]) -> dict[str, Any]:
     """One row."""
     p, v, s, m = shape
-    placement = {"linear": linear(p), "looped": looped(p, v), "v": vee(p)}[form.placed]
-    schedule = family(form.family)(Problem(placement=placement, microbatches=m, slices=s))
-    timeline = simulate(schedule, uniform_costs(placement))
+    placement = {"linear": linear_placement(p), "looped": looped(p, v), "v": vee_placement(p)}[form.placed]
+    schedule = find_family(form.family)(ScheduleProblem(placement=placement, microbatches=m, slices=s))
+    timeline = simulate_schedule(schedule, uniform_costs(placement))
     makespan_s = timeline.makespan_s
     return {
         "devices": p,

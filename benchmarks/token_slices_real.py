@@ -20,12 +20,12 @@ import numpy as np
 
 from memory_trade import compare
 from paced import be_punctual
-from pipefit.cluster import local
-from pipefit.model.capture.layers import capture
+from pipefit.cluster import local_cluster
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import describe
+from pipefit.model.registry import describe_config
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.slicing.cuts import equal_cost
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
@@ -104,8 +104,8 @@ def model_of(size: Size) -> Model:
         "num_key_value_heads": size.width // 32, "max_position_embeddings": size.sequence,
         "tie_word_embeddings": False,
     }  # fmt: skip
-    described = describe(config, "real", "benchmark")
-    return capture(described.family, described.config)
+    described = describe_config(config, "real", "benchmark")
+    return capture_family(described.family, described.config)
 
 
 def plans_of(size: Size, model: Model, quick: bool) -> dict[str, Plan]:
@@ -114,18 +114,18 @@ def plans_of(size: Size, model: Model, quick: bool) -> dict[str, Plan]:
     blocks = size.layers // STAGES
     cuts = (1 + blocks,)
     halves = tuple(1 + blocks // 2 * stage for stage in range(1, 2 * STAGES))
-    build = partial(build_plan, model, local(STAGES), job)
-    each: dict[str, Decisions] = {}
+    build = partial(build_plan, model, local_cluster(STAGES), job)
+    each: dict[str, ParallelConfig] = {}
     for name in ("1f1b",) if quick else ("gpipe", "1f1b"):
-        each[name] = Decisions(stages=STAGES, cuts=cuts, microbatches=SEQUENCES, schedule=name)
+        each[name] = ParallelConfig(stages=STAGES, cuts=cuts, microbatches=SEQUENCES, schedule=name)
     if not quick:
-        each["interleaved-1f1b"] = Decisions(
+        each["interleaved-1f1b"] = ParallelConfig(
             stages=2 * STAGES, cuts=halves, placement=looped(STAGES), microbatches=SEQUENCES,
             schedule="interleaved-1f1b",
         )  # fmt: skip
     for count in size.slices:
         slices = equal_cost(size.sequence, count, partial(flops, size), size.grain)
-        each[f"1f1b, {count} slices"] = Decisions(
+        each[f"1f1b, {count} slices"] = ParallelConfig(
             stages=STAGES, cuts=cuts, microbatches=SEQUENCES, schedule="1f1b", slices=slices
         )
     return {name: build(decisions) for name, decisions in each.items()}
@@ -143,11 +143,11 @@ def rank_main(
     """One process: a worker for every plan, steps in turn."""
     import torch.distributed as dist
 
-    from pipefit.run.transfers.comms import Comms
+    from pipefit.run.transfers.comms import CommGroups
 
     be_punctual()
     join_group(rank, count, port)
-    comms = Comms()
+    comms = CommGroups()
     sides = [Side(plan, model, comms) for plan in plans.values()]
     for side in sides:
         side.step()
@@ -188,7 +188,7 @@ class Side:
         import torch
 
         from pipefit.data.stepplan import StepPlan, batch_shape
-        from pipefit.run.inputs.feeds import make_feeds
+        from pipefit.run.inputs.feeds import make_inputs
         from pipefit.run.update.optimizer import OptimizerConfig
         from pipefit.run.worker.build import build_worker
 
@@ -197,11 +197,11 @@ class Side:
         self.worker = build_worker(plan, model, comms, device, still)
         self.divisor = plan.job.batch * plan.job.sequence
         step_plan = StepPlan(step=0, rows=np.arange(plan.job.batch), divisor=self.divisor, shape=batch_shape(plan))
-        self.feeds = make_feeds(plan, self.worker.device, Rows(plan), step_plan, device)
+        self.feeds = make_inputs(plan, self.worker.device, Rows(plan), step_plan, device)
         self.loss = 0.0
 
     def step(self) -> None:
-        self.loss = float(self.worker.step(self.feeds, 0, self.divisor).read()[0])
+        self.loss = float(self.worker.run_step(self.feeds, 0, self.divisor).read_values()[0])
 
 
 class Rows:

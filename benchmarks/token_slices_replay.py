@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.slicing.cuts import slice_times, uniform
-from pipefit.plan.slicing.terapipe import Slicing, best_slicing
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.slicing.cuts import slice_times, uniform_slices
+from pipefit.plan.slicing.terapipe import SequenceSlicing, best_slicing
 from pipefit.plan.types import Job
-from pipefit.simulate import Timeline, simulate
+from pipefit.simulate import Timeline, simulate_schedule
 from token_slices_overhead import overhead_of
 from token_slices_targets import at_least, at_most
 from token_slices_v100 import (
@@ -143,7 +143,7 @@ def baselines(row: Setting, constants: Constants) -> Iterator[Ran]:
             yield run(row, constants, "interleaved-1f1b", turns=turns)
 
 
-def terapipe(row: Setting, constants: Constants) -> tuple[Slicing, int]:
+def terapipe(row: Setting, constants: Constants) -> tuple[SequenceSlicing, int]:
     """(the slicing of its dynamic program, sequences a microbatch)."""
     found = []
     for rows in range(1, row.sequences + 1):
@@ -161,9 +161,9 @@ def run(
     """A schedule on the setting's layout."""
     bench = workbench(row, constants, turns)
     decisions = laid_out(row, turns, microbatches=row.sequences // rows, schedule=schedule, slices=slices)
-    parts = bench.parts(job_of(row), decisions)
-    costs = bench.costs(parts)
-    timeline = simulate(bench.schedule(parts, decisions, costs), costs)
+    parts = bench.make_skeleton(job_of(row), decisions)
+    costs = bench.build_cost_table(parts)
+    timeline = simulate_schedule(bench.build_schedule(parts, decisions, costs), costs)
     return ran(schedule, rows, slices, timeline, costs.static_bytes, reduction_s(row, constants))
 
 
@@ -182,19 +182,19 @@ def ran(
     )
 
 
-def workbench(row: Setting, constants: Constants, turns: int = 1, memory_bytes: float = 16e9) -> Workbench:
+def workbench(row: Setting, constants: Constants, turns: int = 1, memory_bytes: float = 16e9) -> PlannerContext:
     """The setting's model and machines, `turns` stages a lane."""
     model = model_of(row.hidden, row.layers, row.sequence)
     layers = V100Costs(row, constants, row.layers_per_stage // turns)
-    return Workbench(model, cluster_of(row, memory_bytes), layers, name=row.model)
+    return PlannerContext(model, cluster_of(row, memory_bytes), layers, name=row.model)
 
 
-def laid_out(row: Setting, turns: int = 1, **choices: Any) -> Decisions:
+def laid_out(row: Setting, turns: int = 1, **choices: Any) -> ParallelConfig:
     """The published layout: replicas on hosts of their own, the layers cut evenly. The first and the last layers of the
     model here, embedding, norm and head, take no time."""
     stages = row.stages * turns
     each = row.layers // stages
-    return Decisions(
+    return ParallelConfig(
         stages=stages,
         cuts=tuple(1 + each * index for index in range(1, stages)),
         placement=tuple(range(row.stages)) * turns if turns > 1 else (),
@@ -215,7 +215,7 @@ def held_out(constants: Constants) -> dict[str, Any]:
     known = {one.number: one for one in settings()}
     equal = [
         {"setting": int(number), "slices": int(count), "published_s": step_s}
-        | {"predicted_s": objective_s(known[int(number)], constants, uniform(2048, int(count), 1))}
+        | {"predicted_s": objective_s(known[int(number)], constants, uniform_slices(2048, int(count), 1))}
         for number, steps in published()["uniform"]["steps_s"].items()
         for count, step_s in steps.items()
         if int(count) > 1

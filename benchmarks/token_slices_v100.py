@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.cost.compute.roofline import CollectiveTime, LayerCost, Place, Recompute, Roofline
+from pipefit.cost.compute.roofline import CollectiveTime, LayerCost, MicrobatchShape, Recompute, RooflineCosts
 from pipefit.cost.static_memory import Precision
 from pipefit.model.graph import Graph, Model
 
@@ -257,14 +257,14 @@ class V100Costs:
     layers_per_stage: int
     "Over which a stage's wait for its messages is spread."
     notes: tuple[str, ...] = ("layer times: a V100 as TeraPipe's unsliced steps show it",)
-    _roofline: Roofline = field(default_factory=Roofline)
+    _roofline: RooflineCosts = field(default_factory=RooflineCosts)
     _known: dict[object, LayerCost] = field(default_factory=dict)
     _blocks: dict[int, tuple[Graph, bool]] = field(default_factory=dict)
 
-    def layer(
+    def layer_cost(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
@@ -278,9 +278,9 @@ class V100Costs:
         return self._known[key]
 
     def _layer(
-        self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision, recompute: Recompute
+        self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision, recompute: Recompute
     ) -> LayerCost:
-        guess = self._roofline.layer(graph, place, kind, precision, recompute, _free)
+        guess = self._roofline.layer_cost(graph, place, kind, precision, recompute, _free)
         if id(graph) not in self._blocks:
             self._blocks[id(graph)] = graph, any(op.kind == "attention" for op in graph.operators)
         if not self._blocks[id(graph)][1] or place.rows == 0:
@@ -294,7 +294,7 @@ class V100Costs:
         if recompute == "full":
             again_s = forward_s
         elif recompute == "selective":
-            plain = self._roofline.layer(graph, place, kind, precision, "none", _free)
+            plain = self._roofline.layer_cost(graph, place, kind, precision, "none", _free)
             again_s = guess.input_s - plain.input_s
         backward_s = time.backward_s(tokens, past, rows)
         input_s = time.half_s(tokens, past, rows, with_scores=True)
@@ -339,13 +339,13 @@ def model_of(hidden: int, layers: int, sequence: int) -> Model:
     """Layers with GPT-3's number of parameters and heads. They are written as Llama's, with a gated MLP of two thirds
     of the width: times come from `LayerTime`, and the planner shards separate queries, keys and values. A vocabulary of
     eight, because the paper leaves embedding and head out."""
-    from pipefit.model.capture.layers import capture
-    from pipefit.model.registry import describe
+    from pipefit.model.capture.layers import capture_family
+    from pipefit.model.registry import describe_config
 
     config = {
         "model_type": "llama", "vocab_size": 8, "hidden_size": hidden, "intermediate_size": 8 * math.ceil(hidden / 3),
         "num_hidden_layers": layers, "num_attention_heads": hidden // HEAD, "num_key_value_heads": hidden // HEAD,
         "head_dim": HEAD, "max_position_embeddings": sequence, "tie_word_embeddings": False,
     }  # fmt: skip
-    described = describe(config, f"width {hidden}", "TeraPipe's settings")
-    return capture(described.family, described.config)
+    described = describe_config(config, f"width {hidden}", "TeraPipe's settings")
+    return capture_family(described.family, described.config)

@@ -24,12 +24,12 @@ from typing import Any
 from lab_runs import profiled, small_model
 from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.codec import dump_text
-from pipefit.cost.comm.lowerings import LOWERINGS, Lowerings
+from pipefit.cost.comm.lowerings import LOWERINGS, CollectiveLowerings
 from pipefit.cost.comm.network import Network
 from pipefit.errors import PipefitError
 from pipefit.lab import launch, lifecycle
 from pipefit.lab.lifecycle import Lab
-from pipefit.lab.spec import LabFile, Port
+from pipefit.lab.spec import HostPort, LabFile
 from provenance import provenance, write_result
 
 RANKS = Path(__file__).parent / "uneven_ranks.py"
@@ -74,7 +74,7 @@ def main() -> int:
             result["labs"].append(one)
             show(one)
     except PipefitError as error:
-        print(f"uneven_collectives: {error.text()}", file=sys.stderr)
+        print(f"uneven_collectives: {error.full_text()}", file=sys.stderr)
         return 2
     cases = [case for one in result["labs"] for case in one["cases"]]
     errors = [abs(way["error"]) for case in cases for way in case["ways"].values()]
@@ -91,8 +91,8 @@ def measure(name: str, cases: Sequence[tuple[str, tuple[int, ...]]], *, quick: b
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lab.json"
         path.write_text(dump_text(lab_file(name)), encoding="utf-8")
-        lab = Lab.open(path)
-        with lifecycle.use(lab):
+        lab = Lab.open_lab(path)
+        with lifecycle.hold_lab(lab):
             cluster = profiled(
                 lab, small_model(1), 64, quick=quick, layers=False, sizes_bytes=SIZES[::3] if quick else SIZES
             )
@@ -102,14 +102,14 @@ def measure(name: str, cases: Sequence[tuple[str, tuple[int, ...]]], *, quick: b
                 for how in LOWERINGS
             ]
             times = run(lab, tasks, repeats=1 if quick else 7)
-    lowerings = Lowerings(Network(cluster), [range(len(cluster.hosts))])
+    lowerings = CollectiveLowerings(Network(cluster), [range(len(cluster.hosts))])
     found = []
     for index, (operation, parts) in enumerate(cases):
         fractions = tuple(part / UNITS for part in parts)
         cut = (fractions,) * (2 if operation == "all_to_all" else 1)
         ways = {}
         for place, how in enumerate(LOWERINGS):
-            predicted_s = lowerings.seconds(operation, how, float(BYTES), *cut)
+            predicted_s = lowerings.collective_time_s(operation, how, float(BYTES), *cut)
             seconds = times[index * len(LOWERINGS) + place]
             ways[how] = {
                 "measured_s": statistics.median(seconds),
@@ -135,7 +135,7 @@ def lab_file(name: str) -> LabFile:
         peak_flops_per_s=dict.fromkeys(("float64", "float32", "bfloat16"), 1e9),
         memory_bandwidth_bytes_per_s=1e9,
     )
-    slow = Port(send_bytes_per_s=SLOW_PORT, receive_bytes_per_s=SLOW_PORT)
+    slow = HostPort(send_bytes_per_s=SLOW_PORT, receive_bytes_per_s=SLOW_PORT)
     return LabFile(
         cluster=Cluster(
             name=name,

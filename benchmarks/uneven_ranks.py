@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pipefit.run.session.rendezvous import World
 from pipefit.run.sharded.parts import ShardContext, exchange_parts, gather_parts, scatter_sums
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.transfers.comms import CommGroups
 
 UNITS = 48
 """A tensor has so many rows (and for all-to-all so many columns), which the cases cut."""
@@ -31,14 +31,14 @@ def main() -> None:
     folder = Path(sys.argv[1])
     task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     world = World(torch.device("cpu"))
-    world.connect()
-    world.start(300.0, 300.0)
-    comms = Comms(world.device)
+    world.open_store()
+    world.start_group(300.0, 300.0)
+    comms = CommGroups(world.device)
     ranks = list(range(world.size))
-    comms.make([ranks])
+    comms.create_groups([ranks])
     found = []
     for case in task["cases"]:
-        context = ShardContext(group=comms.group(ranks), shares=tuple(case["parts"]), position=world.rank)
+        context = ShardContext(group=comms.find_group(ranks), shares=tuple(case["parts"]), position=world.rank)
         call = collective(case, context)
         times = []
         for repeat in range(task["repeats"] + 1):
@@ -52,7 +52,7 @@ def main() -> None:
         found.append(everyone)
     if world.rank == 0:
         (folder / "measured.json").write_text(json.dumps(found), encoding="utf-8")
-    world.stop()
+    world.stop_group()
 
 
 def collective(case: dict[str, Any], context: ShardContext) -> Callable[[], torch.Tensor]:

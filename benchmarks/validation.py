@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
-from pipefit.validate.calibration import Evaluator
-from pipefit.validate.files import shipped, shipped_collectives
+from pipefit.validate.calibration import SampleEvaluator
+from pipefit.validate.files import shipped_collectives, shipped_text
 from pipefit.validate.report import MANY, as_data, as_text, round_to
 from pipefit.validate.sets import find_sets, vtrain
 from provenance import provenance, write_result
@@ -42,8 +42,8 @@ def main() -> int:
 
 def other_splits() -> dict[str, Any]:
     """The figures of the vTrain set when its keys are dealt into quarters by other seeds."""
-    samples = vtrain.read(shipped(vtrain.FILE))
-    evaluator = Evaluator(shipped_collectives())
+    samples = vtrain.read_samples(shipped_text(vtrain.FILE))
+    evaluator = SampleEvaluator(shipped_collectives())
     found = {}
     for seed in OTHER_SEEDS:
         result = vtrain.split_result(samples, evaluator, seed)

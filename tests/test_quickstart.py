@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.cluster import load
+from pipefit.cluster import load_cluster
 from pipefit.plan.check.rules import load_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +23,7 @@ def test_quickstart_from_measuring_to_the_report(tmp_path: Path) -> None:
     words = [str(ROOT / "bin" / "quickstart"), str(tmp_path)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    cluster = load(tmp_path / "cluster.json")
+    cluster = load_cluster(tmp_path / "cluster.json")
     assert cluster.measured is not None and len(cluster.measured.layers) >= 4 and cluster.hosts[0].devices == 4
     plan = load_plan(tmp_path / "plan.json")
     assert plan.prediction is not None and plan.decisions["stages"] == "2" and plan.decisions["replicas"] == "2"
@@ -32,4 +32,4 @@ def test_quickstart_from_measuring_to_the_report(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("loss" in record for record in records) == 4
     html = (tmp_path / "report.html").read_text()
-    assert plan.hash in html and "predicted" in html and "measured" in html
+    assert plan.content_hash in html and "predicted" in html and "measured" in html

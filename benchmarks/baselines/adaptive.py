@@ -22,9 +22,17 @@ from itertools import permutations
 
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock, place_weights
-from pipefit.schedule.blocks.passes import Lanes, Pass, actions, needs, number, repeat, squeeze
-from pipefit.schedule.blocks.reorder import Sort, peak, reorder_cool_down, reorder_warm_up
-from pipefit.schedule.problem import vee
+from pipefit.schedule.blocks.passes import (
+    Lanes,
+    TimedPass,
+    name_actions,
+    number_passes,
+    repeat_block,
+    required_pass,
+    squeeze_lanes,
+)
+from pipefit.schedule.blocks.reorder import Sort, peak_held, reorder_cool_down, reorder_warm_up
+from pipefit.schedule.problem import vee_placement
 
 INTERVAL = 6
 LONGEST_HOP = 5
@@ -75,9 +83,13 @@ def search(devices: int, microbatches: int, cap: int, means: Means) -> Found | N
         return None
     span_s, lanes, block = best
     schedule = Schedule(
-        name="adaptive", placement=vee(devices), microbatches=microbatches, slices=1, lanes=actions(lanes, 1)
+        name="adaptive",
+        placement=vee_placement(devices),
+        microbatches=microbatches,
+        slices=1,
+        lanes=name_actions(lanes, 1),
     )
-    return Found(schedule, span_s, max(map(peak, lanes)), block, count)
+    return Found(schedule, span_s, max(map(peak_held, lanes)), block, count)
 
 
 def blocks(devices: int) -> Iterator[BuildingBlock]:
@@ -117,7 +129,7 @@ def _block(first: Sequence[int], hops: Sequence[int]) -> BuildingBlock | None:
         starts.append(row)
     return place_weights(
         BuildingBlock(
-            placement=vee(depth),
+            placement=vee_placement(depth),
             interval=INTERVAL,
             forward=(*starts[0], *reversed(starts[1])),
             backward=(*starts[3], *reversed(starts[2])),
@@ -128,27 +140,27 @@ def _block(first: Sequence[int], hops: Sequence[int]) -> BuildingBlock | None:
 def schedule_block(block: BuildingBlock, microbatches: int, cap: int) -> Lanes | None:
     """Repeat, squeeze, reorder, fill: the passes of every lane in order, or None where the cap or the chain of stages
     is violated. Units are at least two a lane until the cool-down; what is too much then falls away."""
-    depth = block.lanes
+    depth = block.num_lanes
     units = max(microbatches, 2 * depth)
     most = min(cap, 2 * depth)
-    lanes = repeat(block, units)
-    first_peak = max(map(peak, lanes))
+    lanes = repeat_block(block, units)
+    first_peak = max(map(peak_held, lanes))
     if first_peak > 2 * depth or (units == microbatches and first_peak > most):
         return None
-    lanes = reorder_warm_up(squeeze(lanes, block.placement), first_peak)
-    if max(map(peak, lanes)) > first_peak:
+    lanes = reorder_warm_up(squeeze_lanes(lanes, block.placement), first_peak)
+    if max(map(peak_held, lanes)) > first_peak:
         return None
     if units > microbatches:
         lanes = tuple(tuple(one for one in lane if one.unit < microbatches) for lane in lanes)
         if microbatches <= depth and 2 * microbatches <= cap:
-            lanes = _delay_weights(lanes, min(2 * depth, max(map(peak, lanes))))
-        lanes = squeeze(lanes, block.placement)
-        first_peak = max(map(peak, lanes))
+            lanes = _delay_weights(lanes, min(2 * depth, max(map(peak_held, lanes))))
+        lanes = squeeze_lanes(lanes, block.placement)
+        first_peak = max(map(peak_held, lanes))
         if first_peak > most:
             return None
     lanes = reorder_cool_down(lanes, first_peak)
     lanes = in_order_of_inputs(fill_holes(lanes, block.placement))
-    return None if max(map(peak, lanes)) > first_peak else lanes
+    return None if max(map(peak_held, lanes)) > first_peak else lanes
 
 
 def _delay_weights(lanes: Lanes, most: int) -> Lanes:
@@ -156,10 +168,10 @@ def _delay_weights(lanes: Lanes, most: int) -> Lanes:
     there."""
     moved = []
     for lane in lanes:
-        spare = most - peak(lane)
+        spare = most - peak_held(lane)
         early = [place for place, one in enumerate(lane) if one.kind == "W"][:spare]
         kept = [one for place, one in enumerate(lane) if place not in early]
-        moved.append(number((one.kind, one.stage) for one in [*kept, *(lane[place] for place in early)]))
+        moved.append(number_passes((one.kind, one.stage) for one in [*kept, *(lane[place] for place in early)]))
     return tuple(moved)
 
 
@@ -167,7 +179,7 @@ def fill_holes(lanes: Lanes, placement: Sequence[int]) -> Lanes:
     """Slot by slot, every hole filled with a later pass of its lane, if one can move: what it needs is done, and no
     F takes the lane above the peak it had. Of each sort only the next one is looked at, nearest first."""
     depth = len(lanes)
-    most = max(map(peak, lanes))
+    most = max(map(peak_held, lanes))
     end = 1 + max(one.start for lane in lanes for one in lane)
     rows: list[list[Sort | None]] = [[None] * end for _ in lanes]
     for row, lane in zip(rows, lanes, strict=True):
@@ -224,16 +236,16 @@ def _movable(
         if kind == "W":
             ready = counts["I", stage] > unit
         else:
-            needed = needs(kind, stage, unit, end)
+            needed = required_pass(kind, stage, unit, end)
             ready = needed is None or done.get(needed, hole) < hole
         if ready:
             return slot
     return None
 
 
-def _passes(row: Sequence[Sort | None]) -> tuple[Pass, ...]:
+def _passes(row: Sequence[Sort | None]) -> tuple[TimedPass, ...]:
     slots = [slot for slot, sort in enumerate(row) if sort is not None]
-    named = number(sort for sort in row if sort is not None)
+    named = number_passes(sort for sort in row if sort is not None)
     return tuple(one._replace(start=slot) for one, slot in zip(named, slots, strict=True))
 
 
@@ -242,7 +254,7 @@ def in_order_of_inputs(lanes: Lanes) -> Lanes:
     renamed = []
     for lane in lanes:
         waiting = [(one.stage, one.unit) for one in lane if one.kind == "I"]
-        renamed.append(tuple(Pass(one.start, "W", *waiting.pop(0)) if one.kind == "W" else one for one in lane))
+        renamed.append(tuple(TimedPass(one.start, "W", *waiting.pop(0)) if one.kind == "W" else one for one in lane))
     return tuple(renamed)
 
 
@@ -261,7 +273,7 @@ def span(lanes: Lanes, means: Means) -> float:
         row = lanes[lane]
         while place[lane] < len(row):
             _, kind, stage, unit = row[place[lane]]
-            needed = needs(kind, stage, unit, last)
+            needed = required_pass(kind, stage, unit, last)
             start = reached[lane]
             if needed is not None:
                 if needed not in stops:

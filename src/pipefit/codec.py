@@ -37,12 +37,12 @@ def from_data(kind: type[T], data: Any, where: str) -> T:
 
     Raises FormatError naming the path of the wrong field, what was seen and what is allowed.
     """
-    return typing.cast(T, _build(kind, data, where))
+    return typing.cast(T, _build_value(kind, data, where))
 
 
 def dump_text(value: Any) -> str:
     """JSON text with short arrays on one line, so that a person can read, edit and diff it."""
-    return _pretty(to_data(value), 0) + "\n"
+    return _format_json(to_data(value), 0) + "\n"
 
 
 def load_text(kind: type[T], text: str, where: str) -> T:
@@ -75,7 +75,7 @@ def make_folder(path: Path, what: str, error: type[PipefitError] = PipefitError)
         if path.is_dir():
             raise IsADirectoryError(21, "Is a folder", str(path))
     except OSError as reason:
-        raise _unwritable(path, what, error, reason) from None
+        raise _write_error(path, what, error, reason) from None
 
 
 def write_file(path: str | Path, text: str, what: str, error: type[PipefitError] = PipefitError) -> None:
@@ -85,10 +85,10 @@ def write_file(path: str | Path, text: str, what: str, error: type[PipefitError]
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as reason:
-        raise _unwritable(path, what, error, reason) from None
+        raise _write_error(path, what, error, reason) from None
 
 
-def _unwritable(path: Path, what: str, error: type[PipefitError], reason: OSError) -> PipefitError:
+def _write_error(path: Path, what: str, error: type[PipefitError], reason: OSError) -> PipefitError:
     return error(
         f"The {what} cannot be written.",
         where=str(path),
@@ -97,13 +97,13 @@ def _unwritable(path: Path, what: str, error: type[PipefitError], reason: OSErro
     )
 
 
-def digest(value: Any) -> str:
+def content_digest(value: Any) -> str:
     """A short stable hash (16 hex digits of SHA-256) of the JSON form of `value`."""
     canonical = json.dumps(to_data(value), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def _build(kind: Any, data: Any, where: str) -> Any:
+def _build_value(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
         return data
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -112,7 +112,7 @@ def _build(kind: Any, data: Any, where: str) -> Any:
     arguments = typing.get_args(kind)
     if origin is typing.Literal:
         if data not in arguments:
-            raise _wrong("The value is not one of the choices.", where, data, ", ".join(map(repr, arguments)))
+            raise _wrong_value("The value is not one of the choices.", where, data, ", ".join(map(repr, arguments)))
         return data
     if origin in (types.UnionType, typing.Union):
         return _build_union(arguments, data, where)
@@ -120,15 +120,15 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         return _build_tuple(arguments, data, where)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(data, dict):
-            raise _wrong("An object is needed here.", where, data, "{...}")
-        return {key: _build(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+            raise _wrong_value("An object is needed here.", where, data, "{...}")
+        return {key: _build_value(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     return _build_plain(kind, data, where)
 
 
 def _build_dataclass(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise _wrong("An object is needed here.", where, data, f"the fields of {kind.__name__}")
-    hints = _hints(kind)
+        raise _wrong_value("An object is needed here.", where, data, f"the fields of {kind.__name__}")
+    hints = _field_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in data:
         if name not in fields:
@@ -140,7 +140,7 @@ def _build_dataclass(kind: type, data: Any, where: str) -> Any:
     values = {}
     for name, field in fields.items():
         if name in data:
-            values[name] = _build(
+            values[name] = _build_value(
                 hints[name], data[name], f"{where}: {name}" if ":" not in where else f"{where}.{name}"
             )
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -156,7 +156,7 @@ def _build_union(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
         if argument is type(None):
             continue
         try:
-            return _build(argument, data, where)
+            return _build_value(argument, data, where)
         except FormatError as error:
             errors.append(error)
     raise errors[-1]
@@ -164,13 +164,13 @@ def _build_union(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
 
 def _build_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
     if not isinstance(data, (list, tuple)):
-        raise _wrong("A list is needed here.", where, data, "[...]")
+        raise _wrong_value("A list is needed here.", where, data, "[...]")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(_build(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+        return tuple(_build_value(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if len(arguments) != len(data):
-        raise _wrong("The list has a wrong length.", where, data, f"{len(arguments)} entries")
+        raise _wrong_value("The list has a wrong length.", where, data, f"{len(arguments)} entries")
     return tuple(
-        _build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(arguments, data, strict=True))
+        _build_value(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(arguments, data, strict=True))
     )
 
 
@@ -178,29 +178,29 @@ def _build_plain(kind: Any, data: Any, where: str) -> Any:
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if isinstance(data, bool) and kind is not bool:
-        raise _wrong("The value has a wrong type.", where, data, kind.__name__)
+        raise _wrong_value("The value has a wrong type.", where, data, kind.__name__)
     if not isinstance(data, kind):
-        raise _wrong("The value has a wrong type.", where, data, kind.__name__)
+        raise _wrong_value("The value has a wrong type.", where, data, kind.__name__)
     return data
 
 
 @lru_cache(maxsize=256)
-def _hints(kind: type) -> dict[str, Any]:
+def _field_hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _wrong(what: str, where: str, data: Any, allowed: str) -> FormatError:
+def _wrong_value(what: str, where: str, data: Any, allowed: str) -> FormatError:
     shown = json.dumps(data, default=str)
     return FormatError(what, where=where, seen=shown if len(shown) < 80 else shown[:77] + "...", allowed=allowed)
 
 
-def _pretty(data: Any, depth: int) -> str:
+def _format_json(data: Any, depth: int) -> str:
     flat = json.dumps(data)
     if not isinstance(data, (dict, list)) or len(flat) + 2 * depth <= 100:
         return flat
     pad = "  " * (depth + 1)
     end = "  " * depth
     if isinstance(data, dict):
-        body = ",\n".join(f"{pad}{json.dumps(key)}: {_pretty(item, depth + 1)}" for key, item in data.items())
+        body = ",\n".join(f"{pad}{json.dumps(key)}: {_format_json(item, depth + 1)}" for key, item in data.items())
         return f"{{\n{body}\n{end}}}"
-    return "[\n" + ",\n".join(pad + _pretty(item, depth + 1) for item in data) + f"\n{end}]"
+    return "[\n" + ",\n".join(pad + _format_json(item, depth + 1) for item in data) + f"\n{end}]"

@@ -30,9 +30,9 @@ class PipefitError(ValueError):
         self.seen = seen
         self.allowed = allowed
         self.next_step = next_step
-        super().__init__(self.text())
+        super().__init__(self.full_text())
 
-    def text(self) -> str:
+    def full_text(self) -> str:
         """The whole message, a line for each part that is known."""
         parts = [self.what]
         for label, value in (

@@ -20,7 +20,7 @@ def parse_bytes(text: str | int | float, where: str = "size") -> int:
     """Bytes from `80GB`, `80 GiB`, `512` (bytes) or a number. Raises PipefitError for anything else."""
     if isinstance(text, (int, float)):
         return int(text)
-    value, unit = _split(text, where, "80GB or 80GiB")
+    value, unit = _split_unit(text, where, "80GB or 80GiB")
     scale = _byte_scale(unit, "B")
     if scale is None:
         raise _bad_unit(text, where, "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB")
@@ -31,7 +31,7 @@ def parse_bandwidth(text: str | int | float, where: str = "bandwidth") -> float:
     """Bytes per second from `25Gbit/s`, `3GB/s`, `3 GiB/s` or a number of bytes per second."""
     if isinstance(text, (int, float)):
         return float(text)
-    value, unit = _split(text, where, "25Gbit/s or 3GB/s")
+    value, unit = _split_unit(text, where, "25Gbit/s or 3GB/s")
     for suffix, base, factor in (("bit/s", "", 0.125), ("bps", "", 0.125), ("B/s", "", 1.0)):
         if unit.endswith(suffix):
             scale = _byte_scale(unit.removesuffix(suffix), base)
@@ -44,7 +44,7 @@ def parse_seconds(text: str | int | float, where: str = "time") -> float:
     """Seconds from `5us`, `3.2 ms`, `1s` or a number of seconds."""
     if isinstance(text, (int, float)):
         return float(text)
-    value, unit = _split(text, where, "5us or 3.2ms")
+    value, unit = _split_unit(text, where, "5us or 3.2ms")
     if unit not in _SECONDS:
         raise _bad_unit(text, where, ", ".join(_SECONDS))
     return value * _SECONDS[unit]
@@ -55,54 +55,54 @@ def format_bytes(count: float) -> str:
     sign, count = ("-", -count) if count < 0 else ("", count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{sign}{_three(count)} {unit}"
+            return f"{sign}{_three_digits(count)} {unit}"
         count /= 1024
-    return f"{sign}{_three(count)} TiB"
+    return f"{sign}{_three_digits(count)} TiB"
 
 
 def format_seconds(seconds: float) -> str:
     """`3.21 ms`: three significant figures in the unit that fits."""
     sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
     if seconds >= 120:
-        return f"{sign}{_three(seconds / 60)} min"
+        return f"{sign}{_three_digits(seconds / 60)} min"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
-            return f"{sign}{_three(seconds / scale)} {unit}"
-    return f"{sign}{_three(seconds / 1e-9)} ns" if seconds else "0 s"
+            return f"{sign}{_three_digits(seconds / scale)} {unit}"
+    return f"{sign}{_three_digits(seconds / 1e-9)} ns" if seconds else "0 s"
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
     """`3.12 GB/s`, in decimal units as links are sold and measured."""
-    return f"{_decimal(bytes_per_s)}B/s"
+    return f"{_format_decimal(bytes_per_s)}B/s"
 
 
 def format_flops(flops: float) -> str:
     """`312 TFLOP`."""
-    return f"{_decimal(flops)}FLOP"
+    return f"{_format_decimal(flops)}FLOP"
 
 
 def format_count(count: float) -> str:
     """`8.03 B`: parameters and tokens as people speak of them (K, M, B, T)."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= scale:
-            return f"{_three(count / scale)} {unit}"
+            return f"{_three_digits(count / scale)} {unit}"
     return f"{count:g}"
 
 
-def _decimal(value: float) -> str:
+def _format_decimal(value: float) -> str:
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
-            return f"{_three(value / scale)} {prefix}"
-    return f"{_three(value)} "
+            return f"{_three_digits(value / scale)} {prefix}"
+    return f"{_three_digits(value)} "
 
 
-def _three(value: float) -> str:
+def _three_digits(value: float) -> str:
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _split(text: str, where: str, example: str) -> tuple[float, str]:
+def _split_unit(text: str, where: str, example: str) -> tuple[float, str]:
     match = _NUMBER.match(text)
     if match is None:
         raise PipefitError(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.changes import put
 
-from pipefit.cluster import check, load, open_cluster, parse_spec, save
+from pipefit.cluster import check_cluster, load_cluster, open_cluster, parse_spec, save_cluster_file
 from pipefit.errors import ClusterError, FormatError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.json"))
@@ -18,9 +18,9 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_load_and_reload_equal(path: Path, tmp_path: Path) -> None:
-    cluster = load(path)
-    save(cluster, tmp_path / "again.json")
-    assert load(tmp_path / "again.json") == cluster == open_cluster(str(path))
+    cluster = load_cluster(path)
+    save_cluster_file(cluster, tmp_path / "again.json")
+    assert load_cluster(tmp_path / "again.json") == cluster == open_cluster(str(path))
 
 
 def broken(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -65,7 +65,7 @@ BREAKS = {
 def test_every_break_is_named(name: str, tmp_path: Path) -> None:
     change, words = BREAKS[name]
     with pytest.raises(ClusterError) as error:
-        load(broken(tmp_path, change))
+        load_cluster(broken(tmp_path, change))
     for word in (*words, "cluster.json"):
         assert word in str(error.value), str(error.value)
 
@@ -73,25 +73,25 @@ def test_every_break_is_named(name: str, tmp_path: Path) -> None:
 def test_many_missing_links_are_counted(tmp_path: Path) -> None:
     path = broken(tmp_path, put("rails", 0, "bandwidth_bytes_per_s", value=[[0.0] * 4] * 4))
     with pytest.raises(ClusterError, match="a0 -> a1, a0 -> v0, a0 -> v1, a1 -> a0 and 8 more"):
-        load(path)
+        load_cluster(path)
 
 
 def test_a_field_that_is_not_known_is_a_format_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="Unknown field 'latency_us'"):
-        load(broken(tmp_path, put("links", "nvlink2", "latency_us", value=5)))
+        load_cluster(broken(tmp_path, put("links", "nvlink2", "latency_us", value=5)))
 
 
 def test_a_file_that_is_cut_short_is_told(tmp_path: Path) -> None:
     path = tmp_path / "cut.json"
     path.write_text(EXAMPLES[0].read_text()[:200])
     with pytest.raises(FormatError, match="may have been cut short"):
-        load(path)
+        load_cluster(path)
 
 
 def test_saving_checks_first(tmp_path: Path) -> None:
     cluster = parse_spec("2xH100")
     bad = type(cluster)(**{name: getattr(cluster, name) for name in cluster.__dataclass_fields__} | {"hosts": ()})
     with pytest.raises(ClusterError, match="at least one host"):
-        save(bad, tmp_path / "bad.json")
+        save_cluster_file(bad, tmp_path / "bad.json")
     assert not (tmp_path / "bad.json").exists()
-    check(cluster)
+    check_cluster(cluster)

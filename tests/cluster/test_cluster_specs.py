@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.cluster import check, device_count, host_of, kind_of, link_between, load, local, open_cluster, parse_spec
+from pipefit.cluster import (
+    check_cluster,
+    device_count,
+    host_of,
+    kind_of,
+    link_between,
+    load_cluster,
+    local_cluster,
+    open_cluster,
+    parse_spec,
+)
 from pipefit.cluster.kinds import SHEETS, data_sheet_kind
 from pipefit.cluster.spec import PROCESS_BYTES
 from pipefit.cluster.topology import SELF, place_in_host, rail_index
@@ -15,7 +25,7 @@ from pipefit.errors import ClusterError, PipefitError
 
 def test_one_host_needs_no_bandwidth() -> None:
     cluster = parse_spec("8xH100")
-    check(cluster)
+    check_cluster(cluster)
     assert device_count(cluster) == 8 and len(cluster.hosts) == 1 and cluster.rails == ()
     assert kind_of(cluster, 7).peak_flops_per_s["bfloat16"] == 989e12
     assert cluster.provenance.source == "data-sheet"
@@ -23,7 +33,7 @@ def test_one_host_needs_no_bandwidth() -> None:
 
 def test_several_hosts_are_joined_by_what_is_given() -> None:
     cluster = parse_spec("2x4xA100-80:200Gbit/s")
-    check(cluster)
+    check_cluster(cluster)
     assert device_count(cluster) == 8
     assert link_between(cluster, 0, 7).bandwidth_bytes_per_s == 25e9
     assert link_between(cluster, 0, 3) == cluster.links["inside"]
@@ -56,7 +66,7 @@ def test_a_text_of_another_form_is_told() -> None:
 @pytest.mark.parametrize("name", SHEETS)
 def test_every_sheet_makes_a_valid_cluster(name: str) -> None:
     cluster = parse_spec(f"2x2x{name}:100Gbit/s")
-    check(cluster)
+    check_cluster(cluster)
     kind, _ = data_sheet_kind(name.lower())
     assert kind == kind_of(cluster, 0)
     assert kind.peak_flops_per_s["bfloat16"] >= kind.peak_flops_per_s["float32"] >= kind.peak_flops_per_s["float64"]
@@ -72,8 +82,8 @@ def test_published_figures() -> None:
 
 
 def test_local_shares_this_machine_and_says_that_it_guesses() -> None:
-    one, four = local(1), local(4)
-    check(four)
+    one, four = local_cluster(1), local_cluster(4)
+    check_cluster(four)
     assert device_count(four) == 4
     assert (kind_of(one, 0).memory_bytes + PROCESS_BYTES) // 4 == kind_of(four, 0).memory_bytes + PROCESS_BYTES
     assert kind_of(one, 0).peak_flops_per_s["float32"] == pytest.approx(
@@ -82,14 +92,14 @@ def test_local_shares_this_machine_and_says_that_it_guesses() -> None:
     assert kind_of(four, 0).provenance.source == "assumed" == four.provenance.source
     assert open_cluster("local:4") == four, "a plan names it so, and finds the same again"
     with pytest.raises(ClusterError, match="At least one device"):
-        local(0)
+        local_cluster(0)
     with pytest.raises(ClusterError, match="too little memory for so many processes") as error:
-        local(100_000)
+        local_cluster(100_000)
     assert "100000 processes" in str(error.value) and "at most" in str(error.value)
 
 
 def test_devices_are_numbered_host_by_host_and_take_the_rails_in_turn() -> None:
-    cluster = load(Path(__file__).parents[2] / "examples/clusters/mixed-kinds.json")
+    cluster = load_cluster(Path(__file__).parents[2] / "examples/clusters/mixed-kinds.json")
     assert [host_of(cluster, d).name for d in (0, 3, 4, 8, 16, 23)] == ["a0", "a0", "a1", "v0", "v1", "v1"]
     assert kind_of(cluster, 7).name == "A100-40" and kind_of(cluster, 8).name == "V100"
     assert link_between(cluster, 0, 20).bandwidth_bytes_per_s == 3.125e9

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from pipefit.cluster import load, local, parse_spec
-from pipefit.cluster.files import check
+from pipefit.cluster import load_cluster, local_cluster, parse_spec
+from pipefit.cluster.files import check_cluster
 from pipefit.cluster.measured import (
     ActionCurve,
+    ClusterMeasurements,
     CollectiveCurve,
+    HostUplink,
     LayerCurve,
     LinkCurve,
     LinkMethod,
-    Measured,
+    PortSharing,
     RailCurve,
-    Sharing,
-    Uplink,
 )
 from pipefit.cluster.types import Cluster
 from pipefit.codec import dump_text
@@ -39,7 +39,7 @@ RAIL = RailCurve(sizes_bytes=(8, 64), time_s=(((0.0, 1.0), (1.0, 0.0)),) * 2, sp
 
 
 def cluster(**measured: Any) -> Cluster:
-    return replace(local(2), measured=Measured(**measured))
+    return replace(local_cluster(2), measured=ClusterMeasurements(**measured))
 
 
 def layer(**changes: Any) -> dict[str, Any]:
@@ -51,8 +51,10 @@ def action(**changes: Any) -> dict[str, Any]:
 
 
 def test_good_curves_pass() -> None:
-    check(cluster(layers=(LAYER,), links={"loopback": LINK}, collectives=(RING,), overhead_s={"cpu": {"F": 0.0}}))
-    check(replace(parse_spec("2x1xT4:25Gbit/s"), measured=Measured(rails={"network": RAIL})))
+    check_cluster(
+        cluster(layers=(LAYER,), links={"loopback": LINK}, collectives=(RING,), overhead_s={"cpu": {"F": 0.0}})
+    )
+    check_cluster(replace(parse_spec("2x1xT4:25Gbit/s"), measured=ClusterMeasurements(rails={"network": RAIL})))
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,13 @@ def test_good_curves_pass() -> None:
 )  # fmt: skip
 def test_curves_that_cannot_be(measured: dict[str, Any], message: str, place: str) -> None:
     with pytest.raises(ClusterError) as caught:
-        check(cluster(**measured), "cluster.json")
+        check_cluster(cluster(**measured), "cluster.json")
     assert message in str(caught.value)
     where = str(caught.value).split("where: cluster.json: measured.")[1].splitlines()[0]
     assert where.endswith(place)
 
 
-SHARING = Sharing(
+SHARING = PortSharing(
     out_bytes_per_s=(1e9, 1e9), out_shared=(True, False), in_bytes_per_s=(1e9, 1e9), in_shared=(False, False)
 )
 METHOD = LinkMethod(rounds=1, full_rounds=1, repeats=3, noise=0.01, order_share=0.0)
@@ -95,14 +97,18 @@ METHOD = LinkMethod(rounds=1, full_rounds=1, repeats=3, noise=0.01, order_share=
         ({"sharing": replace(SHARING, in_bytes_per_s=(1e9,))}, "not one figure for each host", "in_bytes_per_s"),
         ({"sharing": replace(SHARING, out_bytes_per_s=(0.0, 1.0))}, "figure is impossible", "out_bytes_per_s"),
         (
-            {"sharing": replace(SHARING, uplinks=(Uplink(hosts=("x",), up_bytes_per_s=1.0, down_bytes_per_s=None),))},
+            {
+                "sharing": replace(
+                    SHARING, uplinks=(HostUplink(hosts=("x",), up_bytes_per_s=1.0, down_bytes_per_s=None),)
+                )
+            },
             "An uplink names hosts that the file does not have",
             "sharing.uplinks[0].hosts",
         ),
         (
             {
                 "sharing": replace(
-                    SHARING, uplinks=(Uplink(hosts=("host0",), up_bytes_per_s=-1.0, down_bytes_per_s=1.0),)
+                    SHARING, uplinks=(HostUplink(hosts=("host0",), up_bytes_per_s=-1.0, down_bytes_per_s=1.0),)
                 )
             },
             "figure is impossible",
@@ -115,12 +121,16 @@ METHOD = LinkMethod(rounds=1, full_rounds=1, repeats=3, noise=0.01, order_share=
     ],
 )
 def test_what_a_rail_says_beside_its_times_that_cannot_be(rail: dict[str, Any], message: str, place: str) -> None:
-    good = replace(parse_spec("2x1xT4:25Gbit/s"), measured=Measured(rails={"network": replace(RAIL, sharing=SHARING)}))
-    check(good)
+    good = replace(
+        parse_spec("2x1xT4:25Gbit/s"), measured=ClusterMeasurements(rails={"network": replace(RAIL, sharing=SHARING)})
+    )
+    check_cluster(good)
     assert good.measured is not None
-    bad = replace(good, measured=Measured(rails={"network": replace(good.measured.rails["network"], **rail)}))
+    bad = replace(
+        good, measured=ClusterMeasurements(rails={"network": replace(good.measured.rails["network"], **rail)})
+    )
     with pytest.raises(ClusterError) as caught:
-        check(bad, "cluster.json")
+        check_cluster(bad, "cluster.json")
     assert message in str(caught.value)
     assert str(caught.value).split("where: ")[1].splitlines()[0].endswith(place)
 
@@ -128,6 +138,8 @@ def test_what_a_rail_says_beside_its_times_that_cannot_be(rail: dict[str, Any], 
 def test_a_missing_link_of_a_rail_is_named(tmp_path: Path) -> None:
     bad = replace(RAIL, time_s=(((0.0, 1.0), (1.0, 0.0)), ((0.0, 0.0), (1.0, 0.0))))
     path = tmp_path / "cluster.json"
-    path.write_text(dump_text(replace(parse_spec("2x1xT4:25Gbit/s"), measured=Measured(rails={"network": bad}))))
+    path.write_text(
+        dump_text(replace(parse_spec("2x1xT4:25Gbit/s"), measured=ClusterMeasurements(rails={"network": bad})))
+    )
     with pytest.raises(ClusterError, match=r"host0 -> host1"):
-        load(path)
+        load_cluster(path)

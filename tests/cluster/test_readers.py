@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from pipefit.cluster import link_between, parse_spec
-from pipefit.cluster.readers import check_plausible, read_cluster, readers
-from pipefit.cluster.readers.hostfile import hosts
-from pipefit.cluster.readers.nccl_tests import link_of, parse
-from pipefit.cluster.readers.reader import Text, sheet_name
-from pipefit.cluster.readers.slurm import expand
-from pipefit.cluster.readers.topology import parse as parse_topology
-from pipefit.cluster.readers.topology import slowest
+from pipefit.cluster.readers import check_plausible, find_readers, read_cluster
+from pipefit.cluster.readers.hostfile import parse_hosts
+from pipefit.cluster.readers.nccl_tests import link_of, parse_table
+from pipefit.cluster.readers.reader import ReaderInput, sheet_name
+from pipefit.cluster.readers.slurm import expand_nodes
+from pipefit.cluster.readers.topology import parse_topology as parse_topology
+from pipefit.cluster.readers.topology import slowest_path
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster, Link
 from pipefit.errors import ClusterError, FormatError, PipefitError
@@ -43,10 +43,10 @@ def changed(tmp_path: Path, sample: str, change: Callable[[str], str]) -> str:
 
 
 def test_nccl_table_with_root_is_read_by_its_header() -> None:
-    table = parse(text_of("all_reduce_perf_one_host.txt"), ONE_HOST)
+    table = parse_table(text_of("all_reduce_perf_one_host.txt"), ONE_HOST)
     assert table.operation == "all_reduce"
     assert [rank.device for rank in table.ranks] == list(range(8))
-    assert table.hosts == ("gpu-n01",)
+    assert table.host_names == ("gpu-n01",)
     assert len(table.rows) == 14
     last = table.rows[-1]
     assert last.size_bytes == 8 * 4**13
@@ -61,14 +61,14 @@ def test_nccl_table_with_root_is_read_by_its_header() -> None:
 
 
 def test_nccl_older_table_without_root_reads_alike() -> None:
-    table = parse(text_of("all_reduce_old_two_hosts.txt"), OLD)
-    assert table.hosts == ("v100-a", "v100-b")
+    table = parse_table(text_of("all_reduce_old_two_hosts.txt"), OLD)
+    assert table.host_names == ("v100-a", "v100-b")
     assert table.ranks[0].name == "Tesla V100-SXM2-16GB"
     assert 8e9 < link_of(table).bandwidth_bytes_per_s < 10e9
 
 
 def test_nccl_sendrecv_without_in_place_checks() -> None:
-    table = parse(text_of("sendrecv_perf_two_hosts.txt"), TWO_HOSTS)
+    table = parse_table(text_of("sendrecv_perf_two_hosts.txt"), TWO_HOSTS)
     assert table.operation == "sendrecv"
     assert link_of(table).latency_s == table.rows[0].out_of_place.time_s
 
@@ -127,14 +127,14 @@ def test_nccl_files_that_are_wrong(what: str, change: Callable[[str], str], mess
     text = change(text_of("all_reduce_perf_one_host.txt"))
     assert text != text_of("all_reduce_perf_one_host.txt"), what
     with pytest.raises(FormatError, match=message):
-        parse(text, "all_reduce_perf.txt")
+        parse_table(text, "all_reduce_perf.txt")
 
 
 def test_nccl_test_without_a_name_wrong_results_and_no_time() -> None:
     text = text_of("all_reduce_perf_one_host.txt")
     with pytest.raises(FormatError, match="does not say which test"):
-        parse(text.replace("all_reduce_perf", "a.out"), "output.txt")
-    assert parse(text.replace("all_reduce_perf", "a.out"), "runs/all_gather-8.txt").operation == "all_gather"
+        parse_table(text.replace("all_reduce_perf", "a.out"), "output.txt")
+    assert parse_table(text.replace("all_reduce_perf", "a.out"), "runs/all_gather-8.txt").operation == "all_gather"
     lines = text.splitlines()
     row = next(i for i, line in enumerate(lines) if line.strip().startswith("8 "))
     words = lines[row].split()
@@ -145,7 +145,7 @@ def test_nccl_test_without_a_name_wrong_results_and_no_time() -> None:
     ):
         bad = [*words[:place], value, *words[place + 1 :]]
         with pytest.raises(FormatError, match=message):
-            parse("\n".join([*lines[:row], "  ".join(bad), *lines[row + 1 :]]), "all_reduce_perf.txt")
+            parse_table("\n".join([*lines[:row], "  ".join(bad), *lines[row + 1 :]]), "all_reduce_perf.txt")
 
 
 def test_nccl_unknown_and_mixed_devices(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_topology_with_cards_and_escapes() -> None:
     topology = parse_topology(text_of("topo_8xa100.txt"), TOPOLOGY)
     assert len(topology.gpus) == 8 and topology.cards == ("NIC0", "NIC1", "NIC2", "NIC3")
     assert topology.ways[0][:3] == ("X", "NV12", "NV12") and topology.ways[5][8:] == ("SYS", "SYS", "PXB", "NODE")
-    assert slowest(topology) == "NV12"
+    assert slowest_path(topology) == "NV12"
     cluster = read_cluster("nvidia-smi-topo", [TOPOLOGY], devices="A100-80")
     assert cluster.links["NV12 of A100-80"].bandwidth_bytes_per_s == 300e9
     assert cluster.hosts[0].devices == 8 and cluster.hosts[0].name == "topo_8xa100"
@@ -197,7 +197,7 @@ def test_topology_with_cards_and_escapes() -> None:
 def test_topology_of_an_older_version_goes_by_the_slowest_way() -> None:
     name = str(SAMPLES / "topo_4xt4_old.txt")
     topology = parse_topology(text_of("topo_4xt4_old.txt"), name)
-    assert topology.cards == ("mlx5_0",) and slowest(topology) == "SYS"
+    assert topology.cards == ("mlx5_0",) and slowest_path(topology) == "SYS"
     cluster = read_cluster("nvidia-smi-topo", [name], devices="T4")
     assert cluster.links["SYS of T4"].bandwidth_bytes_per_s == 16e9
     assert "the link between processors" in cluster.provenance.where
@@ -239,10 +239,10 @@ def test_topology_needs_the_kind_and_knows_its_nvlinks(tmp_path: Path) -> None:
 
 
 def test_hostfiles_in_their_forms() -> None:
-    assert hosts(Text("h", text_of("hostfile_slots.txt"))) == {"gpu-n01": 8, "gpu-n02": 8, "gpu-n03": 4}
-    assert hosts(Text("h", text_of("hostfile_mpich.txt"))) == {"gpu-n01": 8, "gpu-n02": 8}
-    assert hosts(Text("h", text_of("hostfile_bare.txt"))) == {"worker-a": 2, "worker-b": 2}
-    assert hosts(Text("h", "one\ntwo\n")) == {"one": None, "two": None}
+    assert parse_hosts(ReaderInput("h", text_of("hostfile_slots.txt"))) == {"gpu-n01": 8, "gpu-n02": 8, "gpu-n03": 4}
+    assert parse_hosts(ReaderInput("h", text_of("hostfile_mpich.txt"))) == {"gpu-n01": 8, "gpu-n02": 8}
+    assert parse_hosts(ReaderInput("h", text_of("hostfile_bare.txt"))) == {"worker-a": 2, "worker-b": 2}
+    assert parse_hosts(ReaderInput("h", "one\ntwo\n")) == {"one": None, "two": None}
     cluster = read_cluster("hostfile", [str(SAMPLES / "hostfile_slots.txt")], devices="A100-80", network="200Gbit/s")
     assert [host.devices for host in cluster.hosts] == [8, 8, 4]
     assert cluster.rails[0].bandwidth_bytes_per_s[0][2] == 25e9
@@ -266,7 +266,7 @@ def test_hostfiles_in_their_forms() -> None:
 )
 def test_hostfiles_that_are_wrong(text: str, message: str) -> None:
     with pytest.raises(FormatError, match=message):
-        hosts(Text("hosts.txt", text))
+        parse_hosts(ReaderInput("hosts.txt", text))
 
 
 def test_a_host_in_two_hostfiles_and_a_missing_count(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_host_in_two_hostfiles_and_a_missing_count(tmp_path: Path) -> None:
     ],
 )
 def test_node_lists_expand(text: str, names: list[str]) -> None:
-    assert expand(text) == names
+    assert expand_nodes(text) == names
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_node_lists_expand(text: str, names: list[str]) -> None:
 )
 def test_node_lists_that_are_wrong(text: str, message: str) -> None:
     with pytest.raises(FormatError, match=message):
-        expand(text)
+        expand_nodes(text)
 
 
 def test_slurm_variables_and_literal_lists(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_slurm_variables_and_literal_lists(tmp_path: Path) -> None:
 
 
 def test_unknown_readers_missing_and_unreadable_files(tmp_path: Path) -> None:
-    assert set(readers()) == {"nccl-tests", "nvidia-smi-topo", "hostfile", "slurm"}
+    assert set(find_readers()) == {"nccl-tests", "nvidia-smi-topo", "hostfile", "slurm"}
     with pytest.raises(PipefitError, match=r"No reader has this name(.|\n)*nccl-tests \(output of"):
         read_cluster("ibstat", ["x"])
     with pytest.raises(PipefitError, match=r"nothing to read(.|\n)*name the hostfile"):

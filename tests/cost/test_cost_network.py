@@ -25,7 +25,7 @@ def hosts(count: int, devices: int, *, rails: int = 1, shared: bool = True) -> C
 
 def test_a_message_takes_latency_and_its_bytes() -> None:
     network = Network(hosts(2, 4))
-    inside, between = network.transfer([(0, 1, 30 * MB)]), network.transfer([(0, 4, 30 * MB)])
+    inside, between = network.transfer_time([(0, 1, 30 * MB)]), network.transfer_time([(0, 4, 30 * MB)])
     assert inside.whole_s == pytest.approx(5e-6 + 30e6 / 300e9)
     assert between.whole_s == pytest.approx(10e-6 + 30e6 / 10e9)
     assert between.port_s == pytest.approx(30e6 / 10e9), "the latency does not hold the port"
@@ -33,25 +33,25 @@ def test_a_message_takes_latency_and_its_bytes() -> None:
 
 def test_a_message_to_oneself_and_an_empty_one_are_free() -> None:
     network = Network(hosts(2, 4))
-    assert network.transfer([(3, 3, 1e9), (0, 4, 0.0)]).whole_s == 0.0
+    assert network.transfer_time([(3, 3, 1e9), (0, 4, 0.0)]).whole_s == 0.0
 
 
 def test_messages_of_one_host_share_its_port() -> None:
     network = Network(hosts(2, 4))
-    assert network.transfer([(0, 4, MB), (1, 5, MB), (2, 6, MB)]).port_s == pytest.approx(3 * MB / 10e9)
-    assert network.transfer([(0, 4, MB), (4, 0, MB)]).port_s == pytest.approx(MB / 10e9), "the two ways are apart"
+    assert network.transfer_time([(0, 4, MB), (1, 5, MB), (2, 6, MB)]).port_s == pytest.approx(3 * MB / 10e9)
+    assert network.transfer_time([(0, 4, MB), (4, 0, MB)]).port_s == pytest.approx(MB / 10e9), "the two ways are apart"
 
 
 def test_messages_to_one_host_share_its_port() -> None:
     network = Network(hosts(3, 1))
-    assert network.transfer([(0, 2, MB), (1, 2, MB)]).port_s == pytest.approx(2 * MB / 10e9)
+    assert network.transfer_time([(0, 2, MB), (1, 2, MB)]).port_s == pytest.approx(2 * MB / 10e9)
 
 
 def test_rails_and_ports_of_their_own_are_not_shared() -> None:
     messages = [(d, 4 + d, MB) for d in range(4)]
-    assert Network(hosts(2, 4, rails=4)).transfer(messages).port_s == pytest.approx(MB / 10e9)
-    assert Network(hosts(2, 4, rails=2)).transfer(messages).port_s == pytest.approx(2 * MB / 10e9)
-    assert Network(hosts(2, 4, shared=False)).transfer(messages).port_s == pytest.approx(MB / 10e9)
+    assert Network(hosts(2, 4, rails=4)).transfer_time(messages).port_s == pytest.approx(MB / 10e9)
+    assert Network(hosts(2, 4, rails=2)).transfer_time(messages).port_s == pytest.approx(2 * MB / 10e9)
+    assert Network(hosts(2, 4, shared=False)).transfer_time(messages).port_s == pytest.approx(MB / 10e9)
 
 
 def test_a_ring_inside_a_host() -> None:
@@ -105,7 +105,7 @@ def test_an_all_gather_against_a_ring_played_step_by_step(size: int, total: floa
     clock = 0.0
     while any(len(parts) < size for parts in have):
         sends = [(device, (device + 1) % size, latest[device]) for device in range(size)]
-        clock += network.transfer([(a, b, total / size) for a, b, _ in sends]).whole_s
+        clock += network.transfer_time([(a, b, total / size) for a, b, _ in sends]).whole_s
         for _, target, part in sends:
             have[target].add(part)
             latest[target] = part

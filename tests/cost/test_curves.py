@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.cluster import local
-from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve
+from pipefit.cluster import local_cluster
+from pipefit.cluster.measured import ActionCurve, ClusterMeasurements, CollectiveCurve, LayerCurve, LinkCurve, RailCurve
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute import curves
-from pipefit.cost.compute.roofline import Place, Roofline
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 from pipefit.profile.fit import fit_action, fit_layer
-from pipefit.profile.points import MOST_POINTS, Point, attention_points, first_points, refined, token_counts
+from pipefit.profile.points import MOST_POINTS, WorkPoint, attention_points, first_points, refine_points, token_counts
 
 Truth = Callable[..., float]
 
@@ -29,9 +29,9 @@ Truth = Callable[..., float]
 def layer_graph(prefix: str = "", width: int = 8, source: str = "") -> Graph:
     """x -> linear -> attention on itself -> x, with names that may differ."""
     x, h, o = f"{prefix}x", f"{prefix}h", f"{prefix}o"
-    heads = Tensor(name=f"{prefix}r", shape=("B", "T", 2, width // 2))
+    heads = TensorSpec(name=f"{prefix}r", shape=("B", "T", 2, width // 2))
     return Graph(
-        inputs=(Tensor(name=x, shape=("B", "T", width)),),
+        inputs=(TensorSpec(name=x, shape=("B", "T", width)),),
         outputs=(f"{prefix}y",),
         operators=(
             Operator(kind="linear", inputs=(x, f"{prefix}w", ""), outputs=(h,), source=source),
@@ -48,10 +48,10 @@ def layer_graph(prefix: str = "", width: int = 8, source: str = "") -> Graph:
         ),
         parameters=(ParameterSpec(name=f"{prefix}w", shape=(width, width)),),
         tensors=(
-            Tensor(name=h, shape=("B", "T", width)),
+            TensorSpec(name=h, shape=("B", "T", width)),
             heads,
-            Tensor(name=o, shape=heads.shape),
-            Tensor(name=f"{prefix}y", shape=("B", "T", width)),
+            TensorSpec(name=o, shape=heads.shape),
+            TensorSpec(name=f"{prefix}y", shape=("B", "T", width)),
         ),
     )
 
@@ -79,7 +79,7 @@ def no_attention(rows: int, tokens: int, past: int, earlier: int = 1) -> float:
 
 def measured_points(
     truth: Truth, attention: bool, sequence: int = 1024, most: int = 4096
-) -> tuple[list[Point], list[float]]:
+) -> tuple[list[WorkPoint], list[float]]:
     graph = layer_graph()
     if not attention:
         graph = Graph(
@@ -90,7 +90,7 @@ def measured_points(
             tensors=graph.tensors[:1],
         )
     points = first_points(graph, sequence, most)
-    points += refined(points, [truth(*point) for point in points], sequence)
+    points += refine_points(points, [truth(*point) for point in points], sequence)
     return points, [truth(*point) for point in points]
 
 
@@ -152,7 +152,7 @@ def test_noise_of_three_percent_does_not_break_the_fit() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(1e-5, 1e-2), min_size=6, max_size=6), st.integers(1, 4000), st.integers(1, 4000))
 def test_a_fitted_curve_never_falls_with_more_tokens(seconds: list[float], a: int, b: int) -> None:
-    points = [Point(1, count) for count in (16, 64, 256, 512, 1024, 2048)]
+    points = [WorkPoint(1, count) for count in (16, 64, 256, 512, 1024, 2048)]
     curve = fit_action(points, seconds, attention=False)
     low, high = sorted((a, b))
     assert curves.action_time_s(curve, 1, low) <= curves.action_time_s(curve, 1, high) * (1 + 1e-9)
@@ -167,7 +167,7 @@ def test_small_microbatches_are_measured_down_to_a_part_of_short_sequences() -> 
 def test_points_are_fewer_than_forty_for_any_size() -> None:
     for sequence, most in ((16, 16), (64, 64), (256, 2048), (4096, 65536), (131072, 524288)):
         points = first_points(layer_graph(), sequence, most)
-        points += refined(points, [smooth_knee(*point) for point in points], sequence)
+        points += refine_points(points, [smooth_knee(*point) for point in points], sequence)
         assert len(points) < 40
         assert all(p.rows >= 1 and p.tokens >= 1 and p.past + p.tokens <= sequence for p in points)
 
@@ -221,11 +221,16 @@ def test_many_sizes_at_once_cost_what_they_cost_one_by_one() -> None:
 
 def test_the_roofline_counts_the_kernels_of_every_earlier_slice() -> None:
     """Five more forward and four backward for each, of one second here, where the work takes next to nothing."""
-    base = local(1).kinds["cpu"]
+    base = local_cluster(1).kinds["cpu"]
     kind = replace(base, peak_flops_per_s={"float32": 1e30}, memory_bandwidth_bytes_per_s=1e30, overhead_s=1.0)
     none, one, four, unsaid = (
-        Roofline().layer(layer_graph(), place, kind, "float32", "none")
-        for place in (Place(1, 8, 0, 8), Place(1, 8, 32, 8, 1), Place(1, 8, 32, 8, 4), Place(1, 8, 32, 8))
+        RooflineCosts().layer_cost(layer_graph(), place, kind, "float32", "none")
+        for place in (
+            MicrobatchShape(1, 8, 0, 8),
+            MicrobatchShape(1, 8, 32, 8, 1),
+            MicrobatchShape(1, 8, 32, 8, 4),
+            MicrobatchShape(1, 8, 32, 8),
+        )
     )
     assert one.forward_s - none.forward_s == pytest.approx(5) and one.input_s - none.input_s == pytest.approx(4)
     assert four.forward_s - none.forward_s == pytest.approx(20) and four.input_s - none.input_s == pytest.approx(16)
@@ -242,13 +247,13 @@ def test_beyond_the_last_knot_the_last_slope_goes_on_and_no_rows_are_free() -> N
     assert curves.action_time_s(curve, 1, 30) == pytest.approx(5.0)
     assert curves.action_time_s(curve, 1, 5) == pytest.approx(1.0)
     assert curves.action_time_s(curve, 0, 30) == 0.0
-    assert curves.along_knots([10.0], [2.0], 30.0) == pytest.approx(6.0)
+    assert curves.interpolate_one([10.0], [2.0], 30.0) == pytest.approx(6.0)
 
 
 def test_signature_ignores_names_and_sources_and_nothing_else() -> None:
-    plain = curves.signature(layer_graph())
-    assert curves.signature(layer_graph("other_", source="model.py:7")) == plain
-    assert curves.signature(layer_graph(width=16)) != plain
+    plain = curves.digest_graph(layer_graph())
+    assert curves.digest_graph(layer_graph("other_", source="model.py:7")) == plain
+    assert curves.digest_graph(layer_graph(width=16)) != plain
     graph = layer_graph()
     swapped = Graph(
         inputs=graph.inputs,
@@ -261,7 +266,7 @@ def test_signature_ignores_names_and_sources_and_nothing_else() -> None:
         parameters=graph.parameters,
         tensors=graph.tensors,
     )
-    assert curves.signature(swapped) != plain
+    assert curves.digest_graph(swapped) != plain
 
 
 def measured_cluster(graph: Graph) -> Cluster:
@@ -269,7 +274,7 @@ def measured_cluster(graph: Graph) -> Cluster:
     slow = ActionCurve(tokens=(16.0, 1024.0), time_s=(4e-3, 8e-3))
     layers = tuple(
         LayerCurve(
-            signature=curves.signature(graph),
+            signature=curves.digest_graph(graph),
             name="layers.0 of toy",
             kind="cpu",
             dtype="float32",
@@ -290,8 +295,8 @@ def measured_cluster(graph: Graph) -> Cluster:
         latency_factor=2.0,
         bandwidth_factor=0.5,
     )
-    measured = Measured(layers=layers, collectives=(ring,), overhead_s={"cpu": {"F": 1e-5, "B": 3e-5}})
-    plain = local(2)
+    measured = ClusterMeasurements(layers=layers, collectives=(ring,), overhead_s={"cpu": {"F": 1e-5, "B": 3e-5}})
+    plain = local_cluster(2)
     return Cluster(
         name="toy",
         kinds=plain.kinds,
@@ -306,20 +311,20 @@ def measured_cluster(graph: Graph) -> Cluster:
 def test_measured_costs_use_the_curve_of_the_layer_and_the_roofline_elsewhere() -> None:
     graph = layer_graph()
     cluster = measured_cluster(graph)
-    kind, place = cluster.kinds["cpu"], Place(1, 520, 0, 520)
+    kind, place = cluster.kinds["cpu"], MicrobatchShape(1, 520, 0, 520)
     costs = curves.MeasuredCosts(cluster)
-    found = costs.layer(layer_graph("renamed_"), place, kind, "float32", "none")
+    found = costs.layer_cost(layer_graph("renamed_"), place, kind, "float32", "none")
     assert found.forward_s == pytest.approx(6e-3)
     assert found.weight_s == pytest.approx(6e-3)
-    roof = Roofline().layer(graph, place, kind, "float32", "none")
+    roof = RooflineCosts().layer_cost(graph, place, kind, "float32", "none")
     assert found.saved_bytes == roof.saved_bytes
-    assert curves.MeasuredCosts(cluster, "alone").layer(
+    assert curves.MeasuredCosts(cluster, "alone").layer_cost(
         graph, place, kind, "float32", "none"
     ).forward_s == pytest.approx(1.5e-3)
     assert any("measured, 0 points, together (2 processes)" in note for note in costs.notes)
     assert not any("not measured" in note for note in costs.notes)
-    other = costs.layer(layer_graph(width=16), place, kind, "float32", "none")
-    assert other == Roofline().layer(layer_graph(width=16), place, kind, "float32", "none")
+    other = costs.layer_cost(layer_graph(width=16), place, kind, "float32", "none")
+    assert other == RooflineCosts().layer_cost(layer_graph(width=16), place, kind, "float32", "none")
     assert any(note.endswith("on cpu in float32: not measured") for note in costs.notes)
     assert any("roofline" in note for note in costs.notes)
 
@@ -329,16 +334,16 @@ def test_layers_that_were_not_measured_are_corrected_by_what_measured_ones_showe
     assert cluster.measured is not None
     layers = tuple(replace(curve, against_roofline={"F": 2.0, "I": 3.0, "W": 0.5}) for curve in cluster.measured.layers)
     cluster = replace(cluster, measured=replace(cluster.measured, layers=layers))
-    kind, place = cluster.kinds["cpu"], Place(1, 520, 0, 520)
+    kind, place = cluster.kinds["cpu"], MicrobatchShape(1, 520, 0, 520)
     costs = curves.MeasuredCosts(cluster)
-    guess = Roofline().layer(layer_graph(width=16), place, kind, "float32", "none")
-    found = costs.layer(layer_graph(width=16), place, kind, "float32", "none")
+    guess = RooflineCosts().layer_cost(layer_graph(width=16), place, kind, "float32", "none")
+    found = costs.layer_cost(layer_graph(width=16), place, kind, "float32", "none")
     assert (found.forward_s, found.input_s, found.weight_s) == pytest.approx(
         (2 * guess.forward_s, 3 * guess.input_s, 0.5 * guess.weight_s)
     )
     assert any("not measured; roofline x 2.00 (F), 3.00 (I), 0.50 (W)" in note for note in costs.notes)
-    other = costs.layer(layer_graph(width=16), place, kind, "float64", "none")
-    assert other == Roofline().layer(layer_graph(width=16), place, kind, "float64", "none"), "another dtype"
+    other = costs.layer_cost(layer_graph(width=16), place, kind, "float64", "none")
+    assert other == RooflineCosts().layer_cost(layer_graph(width=16), place, kind, "float64", "none"), "another dtype"
 
 
 def test_full_recomputation_adds_about_a_measured_forward() -> None:
@@ -351,10 +356,10 @@ def test_full_recomputation_adds_about_a_measured_forward() -> None:
         tensors=graph.tensors,
     )
     cluster = measured_cluster(both)
-    kind, place = cluster.kinds["cpu"], Place(1, 520, 0, 520)
+    kind, place = cluster.kinds["cpu"], MicrobatchShape(1, 520, 0, 520)
     costs = curves.MeasuredCosts(cluster)
-    plain = costs.layer(both, place, kind, "float32", "none")
-    full = costs.layer(both, place, kind, "float32", "full")
+    plain = costs.layer_cost(both, place, kind, "float32", "none")
+    full = costs.layer_cost(both, place, kind, "float32", "full")
     assert full.input_s - plain.input_s == pytest.approx(plain.forward_s, rel=0.05)
 
 
@@ -374,7 +379,7 @@ def test_messages_collectives_and_overheads_are_looked_up() -> None:
     assert curves.collective_factors(cluster.measured, "all_reduce", host, 2, True) == pytest.approx((2.0, 0.5))
     assert curves.collective_factors(cluster.measured, "all_gather", host, 2, True) == (1.0, 1.0)
     assert curves.stage_overhead_s(cluster) == pytest.approx(2e-5)
-    assert curves.stage_overhead_s(local(2)) == 0.0
+    assert curves.stage_overhead_s(local_cluster(2)) == 0.0
 
 
 def test_a_transfer_takes_what_the_curve_of_its_very_link_says() -> None:
@@ -386,7 +391,7 @@ def test_a_transfer_takes_what_the_curve_of_its_very_link_says() -> None:
     latency_s = cluster.links["loopback"].latency_s
     inside = replace(cluster, measured=replace(cluster.measured, links={"loopback": link}))
     for size, whole_s in ((8, latency_s), (1008, latency_s), (50508, 4.6e-4), (100008, 9e-4)):
-        found = Network(inside).transfer([(0, 1, size)])
+        found = Network(inside).transfer_time([(0, 1, size)])
         assert found.whole_s == pytest.approx(whole_s), "no message is faster than the latency"
         assert found.port_s == pytest.approx(whole_s - latency_s)
     two = Cluster(
@@ -395,19 +400,19 @@ def test_a_transfer_takes_what_the_curve_of_its_very_link_says() -> None:
         rails=(uniform_rail("network", 2, 1e-5, 1e9),),
     )  # fmt: skip
     rail = RailCurve(sizes_bytes=(8, 1008), time_s=(((0.0, 1e-5), (3e-5, 0.0)), ((0.0, 3e-5), (9e-5, 0.0))), spread=())
-    two = replace(two, measured=Measured(rails={"network": rail}))
-    assert Network(two).transfer([(0, 2, 508)]).whole_s == pytest.approx(2e-5)
-    assert Network(two).transfer([(2, 0, 508)]).whole_s == pytest.approx(6e-5), "the other direction"
-    plain = Network(replace(two, measured=None)).transfer([(0, 2, 508)]).whole_s
+    two = replace(two, measured=ClusterMeasurements(rails={"network": rail}))
+    assert Network(two).transfer_time([(0, 2, 508)]).whole_s == pytest.approx(2e-5)
+    assert Network(two).transfer_time([(2, 0, 508)]).whole_s == pytest.approx(6e-5), "the other direction"
+    plain = Network(replace(two, measured=None)).transfer_time([(0, 2, 508)]).whole_s
     assert plain == pytest.approx(1e-5 + 508 / 1e9)
 
 
 def test_a_measured_cluster_is_costed_by_its_curves_and_collectives_by_their_factors() -> None:
     cluster = measured_cluster(layer_graph())
     assert isinstance(curves.best_costs(cluster), curves.MeasuredCosts)
-    assert isinstance(curves.best_costs(local(2)), Roofline)
-    plain, measured = Network(local(2)), Network(cluster)
-    link = plain.link(0, 1)
+    assert isinstance(curves.best_costs(local_cluster(2)), RooflineCosts)
+    plain, measured = Network(local_cluster(2)), Network(cluster)
+    link = plain.find_link(0, 1)
     assert all_gather_s(measured, [[0, 1]], 1e6) == all_gather_s(plain, [[0, 1]], 1e6), "no all-gather was measured"
     expected = 2 * (2.0 * link.latency_s + 1e6 / 2 * 0.5 / link.bandwidth_bytes_per_s)
     assert all_reduce_s(measured, [[0, 1]], 1e6) == pytest.approx(expected)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.compute.roofline import Place, Roofline
-from pipefit.cost.compute.shard_exchanges import exchanges_of
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.shard_exchanges import operator_exchanges
+from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 
 SYMBOLS = {"B": 4, "T": 8, "P": 0, "S": 2, "R": 1}
 
 
-def graph_of(*operators: Operator, tensors: tuple[Tensor, ...], parameters: tuple[ParameterSpec, ...]) -> Graph:
+def graph_of(*operators: Operator, tensors: tuple[TensorSpec, ...], parameters: tuple[ParameterSpec, ...]) -> Graph:
     return Graph(
-        inputs=(Tensor(name="x", shape=("B", "T", 16)),),
+        inputs=(TensorSpec(name="x", shape=("B", "T", 16)),),
         outputs=(operators[-1].outputs[0],),
         operators=operators,
         parameters=parameters,
-        tensors=(*tensors, Tensor(name="y", shape=("B", "T", 12))),
+        tensors=(*tensors, TensorSpec(name="y", shape=("B", "T", 12))),
     )
 
 
@@ -28,7 +28,7 @@ def gathered() -> Graph:
         Operator(kind="unshard", inputs=("w",), outputs=("w.I",),
                  attributes={"dim": 0, "size": 12, "lowering": "grouped+alltoallv"}),
         Operator(kind="linear", inputs=("x", "w.I", ""), outputs=("y",)),
-        tensors=(Tensor(name="w.I", shape=(12, 16)),),
+        tensors=(TensorSpec(name="w.I", shape=(12, 16)),),
         parameters=(ParameterSpec(name="w", shape=(4, 16)),),
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ def plain() -> Graph:
 
 def test_a_gathered_weight_comes_twice_and_its_gradient_goes_once() -> None:
     graph = gathered()
-    found = exchanges_of(graph, graph.operators[0], SYMBOLS, "bfloat16")
+    found = operator_exchanges(graph, graph.operators[0], SYMBOLS, "bfloat16")
     gather = ("all_gather", 2.0 * 12 * 16, "grouped", (12,))
     assert found == ((gather,), (gather,), (("reduce_scatter", 4.0 * 12 * 16, "alltoallv", (12,)),))
 
@@ -52,10 +52,10 @@ def test_factors_are_gathered_with_the_weight_gradient() -> None:
     attributes = {"dim": 0, "whole": "B", "lowering": "grouped+alltoallv"}
     operator = Operator(kind="linear_factors", inputs=("x", "w", ""), outputs=("y",), attributes=attributes)
     graph = Graph(
-        inputs=(Tensor(name="x", shape=("R", "T", 16)),), outputs=("y",), operators=(operator,),
-        parameters=(ParameterSpec(name="w", shape=(12, 16)),), tensors=(Tensor(name="y", shape=("R", "T", 12)),),
+        inputs=(TensorSpec(name="x", shape=("R", "T", 16)),), outputs=("y",), operators=(operator,),
+        parameters=(ParameterSpec(name="w", shape=(12, 16)),), tensors=(TensorSpec(name="y", shape=("R", "T", 12)),),
     )  # fmt: skip
-    found = exchanges_of(graph, operator, SYMBOLS, "float32")
+    found = operator_exchanges(graph, operator, SYMBOLS, "float32")
     assert found.forward == found.input_gradient == ()
     assert found.weight_gradient == (
         ("all_gather", 4.0 * 4 * 8 * 16, "grouped", (4,)), ("all_gather", 4.0 * 4 * 8 * 12, "alltoallv", (4,)),
@@ -64,7 +64,7 @@ def test_factors_are_gathered_with_the_weight_gradient() -> None:
 
 def test_blocking_gathers_add_their_whole_time() -> None:
     """The runtime waits for each: nothing of a gather is hidden behind computing."""
-    kind, place = parse_spec("1xA100-80").kinds["A100-80"], Place(4, 8, 0, 2, own_rows=1)
+    kind, place = parse_spec("1xA100-80").kinds["A100-80"], MicrobatchShape(4, 8, 0, 2, own_rows=1)
     said: list[tuple[str, float]] = []
 
     def collective(name: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
@@ -72,7 +72,8 @@ def test_blocking_gathers_add_their_whole_time() -> None:
         return {"all_gather": 1.0, "reduce_scatter": 100.0}[name]
 
     one, two = (
-        Roofline().layer(graph, place, kind, "float32", "none", collective, "here") for graph in (plain(), gathered())
+        RooflineCosts().layer_cost(graph, place, kind, "float32", "none", collective, "here")
+        for graph in (plain(), gathered())
     )
     assert two.forward_s - one.forward_s == pytest.approx(1.0, abs=1e-6)
     assert two.input_s - one.input_s == pytest.approx(1.0, abs=1e-6)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipefit.codec import dump_text
-from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PARTS, MemoryRun, learn
-from pipefit.cost.memory.correction_file import MemoryFacts, facts_of, load_memory, record
+from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PARTS, MemoryRun, learn_correction
+from pipefit.cost.memory.correction_file import MemoryFacts, learn_facts, load_memory, record_runs
 from pipefit.errors import ClusterError, FormatError
 
 TRUTH = {
@@ -42,7 +42,7 @@ def runs(count: int, seed: int, scale: float = 1.0, noise: float = NOISE, device
 
 
 def test_the_truth_is_found() -> None:
-    found = learn(runs(20, seed=1, noise=0.0), "x")
+    found = learn_correction(runs(20, seed=1, noise=0.0), "x")
     for name, value in TRUTH.items():
         assert found.coefficients[name] == pytest.approx(value, abs=0.08), name
     assert 0.002 <= found.spread < 0.004, "never believed to be better than that"
@@ -51,57 +51,58 @@ def test_the_truth_is_found() -> None:
 
 def test_errors_beyond_what_was_measured_are_as_probable_as_stated() -> None:
     """Four times as large as all that was learned from; 400 other plans."""
-    found = learn(runs(25, seed=2), "x")
+    found = learn_correction(runs(25, seed=2), "x")
     others = runs(400, seed=3, scale=4.0)
-    risks = np.array([found.estimate(one.parts).risk(one.measured_bytes) for one in others])
+    risks = np.array([found.estimate_rank(one.parts).oom_probability(one.measured_bytes) for one in others])
     for level in (0.05, 0.2, 0.5):
         assert np.mean(risks < level) <= 1.6 * level, "a risk below the level is not met more often than stated"
     beyond = [
-        one.measured_bytes > (estimate := found.estimate(one.parts)).expected_bytes + estimate.margin_bytes
+        one.measured_bytes > (estimate := found.estimate_rank(one.parts)).expected_bytes + estimate.margin_bytes
         for one in others
     ]
     assert not any(beyond)
     assert (
-        np.mean(np.abs([o.measured_bytes / found.estimate(o.parts).expected_bytes - 1 for o in others])) < 1.5 * NOISE
+        np.mean(np.abs([o.measured_bytes / found.estimate_rank(o.parts).expected_bytes - 1 for o in others]))
+        < 1.5 * NOISE
     )
 
 
 def test_a_risk_is_what_the_quantile_says() -> None:
-    found = learn(runs(25, seed=2), "x")
+    found = learn_correction(runs(25, seed=2), "x")
     for probability in (0.3, 0.1, 0.05, 0.01, 0.001):
-        assert found.exceeds(found.quantile(probability)) <= probability * (1 + 1e-9)
-        assert found.exceeds(found.quantile(probability) - 0.002) > probability
-    estimate = found.estimate(runs(1, seed=9)[0].parts)
+        assert found.exceedance_probability(found.error_quantile(probability)) <= probability * (1 + 1e-9)
+        assert found.exceedance_probability(found.error_quantile(probability) - 0.002) > probability
+    estimate = found.estimate_rank(runs(1, seed=9)[0].parts)
     limits = np.linspace(0.9, 1.2, 50) * estimate.expected_bytes
-    risks = [estimate.risk(limit) for limit in limits]
+    risks = [estimate.oom_probability(limit) for limit in limits]
     assert risks == sorted(risks, reverse=True) and risks[0] > 0.99 and risks[-1] < 0.001
 
 
 def test_the_band_gets_wider_with_the_distance() -> None:
-    found = learn(runs(25, seed=2), "x")
+    found = learn_correction(runs(25, seed=2), "x")
     near = runs(1, seed=5)[0].parts
     far = {name: size * 1000 for name, size in near.items()}
     odd = {name: size if name == "messages" else 0.0 for name, size in near.items()}
-    distances = [found.estimate(parts).distance for parts in (near, far, odd)]
+    distances = [found.estimate_rank(parts).distance for parts in (near, far, odd)]
     assert 1.0 <= distances[0] < 1.2 and distances[1] > 4 and distances[2] > 1.2
 
 
 def test_too_few_plans_teach_nothing() -> None:
     with pytest.raises(ClusterError, match="Too few plans were measured") as error:
-        learn(runs(LEAST_CONFIGURATIONS - 1, seed=1), "x")
+        learn_correction(runs(LEAST_CONFIGURATIONS - 1, seed=1), "x")
     assert "5 plans" in str(error.value) and "6 or more" in str(error.value)
 
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     first, more = runs(3, seed=1), runs(4, seed=2)
-    facts = record(path, first)
+    facts = record_runs(path, first)
     assert facts.corrections == {} and load_memory(path) == facts
     again = [replace(first[0], measured_bytes=1e9)]
-    facts = record(path, [*again, *more])
+    facts = record_runs(path, [*again, *more])
     assert load_memory(path) == facts and len(facts.runs) == 14, "a rank that was measured again stands once"
     assert [run.measured_bytes for run in facts.runs if run.configuration == "1-0" and run.rank == 0] == [1e9]
-    assert facts.corrections["x"] == learn(facts.runs, "x")
+    assert facts.corrections["x"] == learn_correction(facts.runs, "x")
 
 
 BROKEN = {
@@ -139,7 +140,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_a_correction_that_no_runs_can_teach(tmp_path: Path, name: str) -> None:
-    facts = facts_of(runs(8, seed=1))
+    facts = learn_facts(runs(8, seed=1))
     path = tmp_path / "memory.json"
     path.write_text(dump_text(facts))
     assert load_memory(path) == facts

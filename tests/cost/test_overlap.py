@@ -9,21 +9,21 @@ import pytest
 from plan_toys import toy_model
 
 from pipefit.cluster import Cluster, parse_spec
-from pipefit.cost.pipeline.overlap import BUCKET_BYTES, buckets, hidden_s
+from pipefit.cost.pipeline.overlap import BUCKET_BYTES, bucket_finish_times, hidden_s
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.bounds.step_bounds import table_bound_s
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
-from pipefit.schedule import Problem, family, linear, lower, uniform_costs
-from pipefit.simulate import simulate
+from pipefit.schedule import ScheduleProblem, find_family, linear_placement, lower_schedule, uniform_costs
+from pipefit.simulate import simulate_schedule
 
 
 def test_buckets_fill_from_the_last_layer() -> None:
     layers = [(10.0, 1.0), (10.0, 2.0), (0.0, 4.0), (25.0, 3.0)]
-    assert buckets(layers, 30.0) == [(25.0, 3.0), (20.0, 10.0)]
-    assert buckets(layers, 1.0) == [(25.0, 3.0), (10.0, 9.0), (10.0, 10.0)]
-    assert buckets([(0.0, 1.0)], 30.0) == []
+    assert bucket_finish_times(layers, 30.0) == [(25.0, 3.0), (20.0, 10.0)]
+    assert bucket_finish_times(layers, 1.0) == [(25.0, 3.0), (10.0, 9.0), (10.0, 10.0)]
+    assert bucket_finish_times([(0.0, 1.0)], 30.0) == []
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def test_four_equal_buckets(reduce_s: float, hidden: float) -> None:
 
 
 def test_the_simulator_starts_with_what_is_left_and_asks_whether_the_last_backward_is_w() -> None:
-    costs = uniform_costs(linear(2), forward_s=1, input_s=1, weight_s=1)
+    costs = uniform_costs(linear_placement(2), forward_s=1, input_s=1, weight_s=1)
     costs.reduce_s[:] = (4.0, 7.0)
     hidden = {"B": np.array([2.0, 3.0]), "W": np.array([1.0, 1.5])}
     for name, way in (("1f1b", "B"), ("zb-h1", "W")):
-        computed = family(name)(Problem(placement=linear(2), microbatches=2))
-        timeline = simulate(lower(computed, costs=costs), replace(costs, reduce_hidden_s=hidden))
+        computed = find_family(name)(ScheduleProblem(placement=linear_placement(2), microbatches=2))
+        timeline = simulate_schedule(lower_schedule(computed, costs=costs), replace(costs, reduce_hidden_s=hidden))
         last = [
-            max(span.stop_s for span in timeline.spans() if span.lane == lane and span.action.kind in ("B", "W"))
+            max(span.stop_s for span in timeline.all_spans() if span.lane == lane and span.action.kind in ("B", "W"))
             for lane in range(2)
         ]
         left = costs.reduce_s - hidden[way]
@@ -64,16 +64,18 @@ def cluster(overlap: float) -> Cluster:
 
 
 def test_a_plan_hides_what_the_closed_form_says_times_the_share_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipefit.cost.pipeline.overlap.buckets", lambda layers, size: buckets(layers, 1.0))
+    monkeypatch.setattr(
+        "pipefit.cost.pipeline.overlap.bucket_finish_times", lambda layers, size: bucket_finish_times(layers, 1.0)
+    )
     model, job = toy_model(4), Job(batch=8, sequence=4096)
-    decisions = Decisions(stages=1, replicas=(1, 1), microbatches=1)
+    decisions = ParallelConfig(stages=1, replicas=(1, 1), microbatches=1)
     plan = build_plan(model, cluster(0.5), job, decisions)
     costs = simulate_plan(plan, model, cluster(0.5)).costs
     none = simulate_plan(plan, model, cluster(0.0))
     assert none.costs.reduce_hidden_s["B"].tolist() == [0.0]
-    bench = Workbench(model, cluster(0.5))
-    place = [bench.layers.layer(model.layer_graph(layer), _place(4, 4096), bench.network.kinds[0], "float32", "none")
-             for layer in model.layers]  # fmt: skip
+    bench = PlannerContext(model, cluster(0.5))
+    place = [bench.layers.layer_cost(model.layer_graph(layer), _place(4, 4096), bench.network.kinds[0], "float32",
+    "none") for layer in model.layers]  # fmt: skip
     sizes = [4.0 * sum(p.shape[0] * p.shape[1] for p in model.layer_graph(layer).parameters) for layer in model.layers]
     seconds = [cost.input_s + cost.weight_s for cost in place]
     expected = 0.5 * hidden_s(float(costs.reduce_s[0]), list(zip(sizes, seconds, strict=True)), 1.0)
@@ -85,9 +87,9 @@ def test_a_plan_hides_what_the_closed_form_says_times_the_share_of_its_devices(m
 
 
 def _place(rows: int, tokens: int):  # type: ignore[no-untyped-def]
-    from pipefit.cost.compute.roofline import Place
+    from pipefit.cost.compute.roofline import MicrobatchShape
 
-    return Place(rows, tokens, 0, tokens)
+    return MicrobatchShape(rows, tokens, 0, tokens)
 
 
 def test_buckets_are_as_large_as_the_runtime_makes_them() -> None:

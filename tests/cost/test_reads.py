@@ -12,9 +12,9 @@ from plan_toys import block_graph
 from test_cost_layers import kind
 
 from pipefit.cost.compute import operator_times
-from pipefit.cost.compute.roofline import Place, Roofline
-from pipefit.cost.compute.symbol_memo import KeptByReads
-from pipefit.model.graph import Graph, Operator, Tensor
+from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.symbol_memo import SymbolMemo
+from pipefit.model.graph import Graph, Operator, TensorSpec
 
 
 def test_an_answer_is_worked_out_once_for_all_it_reads() -> None:
@@ -25,16 +25,16 @@ def test_an_answer_is_worked_out_once_for_all_it_reads() -> None:
         asked.append((symbols["B"], symbols.get("P", 0) if symbols["B"] > 2 else -1))
         return 10 * asked[-1][0] + asked[-1][1]
 
-    kept: KeptByReads[int] = KeptByReads()
+    kept: SymbolMemo[int] = SymbolMemo()
     for _, rows, past in product(range(2), (1, 3), (5, 6)):
         expected = 10 * rows + (past if rows > 2 else -1)
-        assert kept.answer({"B": rows, "T": 7, "P": past}, rows_or_all) == expected
+        assert kept.get_or_compute({"B": rows, "T": 7, "P": past}, rows_or_all) == expected
     assert asked == [(1, -1), (3, 5), (3, 6)]
 
 
 def test_who_goes_through_all_sizes_has_read_them_all() -> None:
-    kept: KeptByReads[int] = KeptByReads()
-    answers = [kept.answer({"B": 1, "P": past}, lambda symbols: sum({**symbols}.values())) for past in (1, 2)]
+    kept: SymbolMemo[int] = SymbolMemo()
+    answers = [kept.get_or_compute({"B": 1, "P": past}, lambda symbols: sum({**symbols}.values())) for past in (1, 2)]
     assert answers == [2, 3]
 
 
@@ -42,7 +42,7 @@ def attending_graph() -> Graph:
     """One head-wise attention of x to itself, and a pointwise operator behind it."""
     shape = ("B", "T", 2, 4)
     return Graph(
-        inputs=(Tensor(name="x", shape=shape),),
+        inputs=(TensorSpec(name="x", shape=shape),),
         outputs=("y",),
         operators=(
             Operator(
@@ -54,7 +54,7 @@ def attending_graph() -> Graph:
             Operator(kind="silu", inputs=("o",), outputs=("y",)),
         ),
         parameters=(),
-        tensors=(Tensor(name="o", shape=shape), Tensor(name="y", shape=shape)),
+        tensors=(TensorSpec(name="o", shape=shape), TensorSpec(name="y", shape=shape)),
     )
 
 
@@ -63,11 +63,11 @@ def test_one_roofline_answers_for_all_places_as_one_of_its_own_does_for_each(mon
     kinds = [device, replace(device, name="slow", memory_bandwidth_bytes_per_s=1e9)]
     graphs = [attending_graph(), block_graph()]
     places = [
-        Place(rows, tokens, past, tokens, earlier, later=later)
+        MicrobatchShape(rows, tokens, past, tokens, earlier, later=later)
         for rows, tokens, (past, earlier), later in product((1, 2), (16, 32), ((0, 0), (16, 1), (48, 2)), (0, 8))
     ]
     cases = [*product(graphs, places, kinds, ("none", "full"))]
-    alone = [Roofline().layer(graph, place, each, "bfloat16", way) for graph, place, each, way in cases]
+    alone = [RooflineCosts().layer_cost(graph, place, each, "bfloat16", way) for graph, place, each, way in cases]
     worked: Counter[str] = Counter()
     work = operator_times.operator_work
 
@@ -76,8 +76,8 @@ def test_one_roofline_answers_for_all_places_as_one_of_its_own_does_for_each(mon
         return work(graph, operator, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(operator_times, "operator_work", counted)
-    together = Roofline()
-    assert [together.layer(graph, place, each, "bfloat16", way) for graph, place, each, way in cases] == alone
+    together = RooflineCosts()
+    assert [together.layer_cost(graph, place, each, "bfloat16", way) for graph, place, each, way in cases] == alone
     sizes = 2 * 2  # rows, tokens
     assert worked == {"attention": 3 * sizes * len(kinds), "silu": 2 * sizes * len(kinds)} | {
         "linear": 2 * sizes * len(kinds),

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from plan_toys import toy_model
 
-from pipefit.cluster import Cluster, Host, local, parse_spec
-from pipefit.cluster.measured import CollectiveCurve, Measured, RailCurve, Sharing, Uplink
+from pipefit.cluster import Cluster, Host, local_cluster, parse_spec
+from pipefit.cluster.measured import ClusterMeasurements, CollectiveCurve, HostUplink, PortSharing, RailCurve
 from pipefit.cluster.types import Provenance, Rail
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.pipeline.contention import MOST_PIPELINES, with_contention
-from pipefit.cost.types import Contention
+from pipefit.cost.types import PortContention
 from pipefit.plan.assemble.pipeline_work import pipeline_work
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
 MB = 1e6
@@ -25,7 +25,9 @@ FAST = (1e9,) * 4
 NO = (False,) * 4
 
 
-def measured(sharing: Sharing | None, devices: int = 1, rates: dict[tuple[int, int], float] | None = None) -> Cluster:
+def measured(
+    sharing: PortSharing | None, devices: int = 1, rates: dict[tuple[int, int], float] | None = None
+) -> Cluster:
     """Four hosts joined by links of 1 MB/s, or `rates` in MB/s, as a profile over gloo would leave it."""
     matrix = tuple(tuple(MB * (rates or {}).get((a, b), 1.0) for b in range(4)) for a in range(4))
     curve = RailCurve(
@@ -41,31 +43,39 @@ def measured(sharing: Sharing | None, devices: int = 1, rates: dict[tuple[int, i
         hosts=tuple(Host(name=f"h{i}", kind=plain.hosts[0].kind, devices=devices, link=plain.hosts[0].link)
                     for i in range(4)),
         rails=(Rail(name="net", latency_s=((0.0,) * 4,) * 4, bandwidth_bytes_per_s=matrix),),
-        measured=Measured(rails={"net": curve}),
+        measured=ClusterMeasurements(rails={"net": curve}),
         provenance=Provenance(source="measured", environment={"cpu": "some processor"}),
     )  # fmt: skip
 
 
 def test_a_measured_port_is_shared_and_links_are_not_slowed_by_what_carries_more() -> None:
-    open_ports = Sharing(out_bytes_per_s=FAST, out_shared=NO, in_bytes_per_s=FAST, in_shared=NO)
+    open_ports = PortSharing(out_bytes_per_s=FAST, out_shared=NO, in_bytes_per_s=FAST, in_shared=NO)
     tight = replace(open_ports, out_bytes_per_s=(1.5 * MB, *FAST[1:]), out_shared=(True, False, False, False))
     messages = [(0, 1, MB), (0, 2, MB)]
-    assert Network(measured(None)).transfer(messages).port_s == pytest.approx(2.0), "the port is as fast as the link"
-    assert Network(measured(open_ports)).transfer(messages).port_s == pytest.approx(1.0)
-    assert Network(measured(tight)).transfer(messages).port_s == pytest.approx(2 / 1.5)
-    assert Network(measured(tight)).transfer([(1, 0, MB), (2, 0, MB)]).port_s == pytest.approx(1.0), (
+    assert Network(measured(None)).transfer_time(messages).port_s == pytest.approx(2.0), (
+        "the port is as fast as the link"
+    )
+    assert Network(measured(open_ports)).transfer_time(messages).port_s == pytest.approx(1.0)
+    assert Network(measured(tight)).transfer_time(messages).port_s == pytest.approx(2 / 1.5)
+    assert Network(measured(tight)).transfer_time([(1, 0, MB), (2, 0, MB)]).port_s == pytest.approx(1.0), (
         "its way in is free"
     )
-    assert Network(measured(open_ports)).transfer([(0, 1, MB), (0, 1, MB)]).port_s == pytest.approx(2.0), "one link"
+    assert Network(measured(open_ports)).transfer_time([(0, 1, MB), (0, 1, MB)]).port_s == pytest.approx(2.0), (
+        "one link"
+    )
 
 
 def test_an_uplink_carries_what_leaves_the_rack() -> None:
-    rack = Uplink(hosts=("h0", "h1"), up_bytes_per_s=1.25 * MB, down_bytes_per_s=None)
-    sharing = Sharing(out_bytes_per_s=FAST, out_shared=NO, in_bytes_per_s=FAST, in_shared=NO, uplinks=(rack,))
+    rack = HostUplink(hosts=("h0", "h1"), up_bytes_per_s=1.25 * MB, down_bytes_per_s=None)
+    sharing = PortSharing(out_bytes_per_s=FAST, out_shared=NO, in_bytes_per_s=FAST, in_shared=NO, uplinks=(rack,))
     network = Network(measured(sharing))
-    assert network.transfer([(0, 2, MB), (1, 3, MB)]).port_s == pytest.approx(2 / 1.25)
-    assert network.transfer([(0, 1, MB), (1, 3, MB)]).port_s == pytest.approx(1.0), "within the rack it is not crossed"
-    assert network.transfer([(2, 0, MB), (3, 1, MB)]).port_s == pytest.approx(1.0), "nobody said that the way down is"
+    assert network.transfer_time([(0, 2, MB), (1, 3, MB)]).port_s == pytest.approx(2 / 1.25)
+    assert network.transfer_time([(0, 1, MB), (1, 3, MB)]).port_s == pytest.approx(1.0), (
+        "within the rack it is not crossed"
+    )
+    assert network.transfer_time([(2, 0, MB), (3, 1, MB)]).port_s == pytest.approx(1.0), (
+        "nobody said that the way down is"
+    )
 
 
 def test_gloo_sums_go_round_backwards_and_gathers_forwards() -> None:
@@ -115,13 +125,13 @@ def test_collectives_have_the_factors_of_groups_of_the_nearest_size() -> None:
             latency_factor=1.0, bandwidth_factor=factor,
         )  # fmt: skip
 
-    cluster = replace(local(8), measured=Measured(collectives=(
+    cluster = replace(local_cluster(8), measured=ClusterMeasurements(collectives=(
         curve((0, 1), 1.0), curve((2, 3), 4.0), curve(tuple(range(8)), 0.5),
     )))  # fmt: skip
     network = Network(cluster)
     found = {size: network.collective_factors("all_reduce", size, inside=True)[1] for size in (2, 3, 4, 5, 8)}
     assert found == pytest.approx({2: 2.0, 3: 2.0, 4: (1.0 * 4.0 * 0.5) ** (1 / 3), 5: 0.5, 8: 0.5})
-    plain = Network(local(8))
+    plain = Network(local_cluster(8))
     for rings, factor in (([[4, 5], [6, 7]], 2.0), ([list(range(8))], 0.5)):
         found_s, plain_s = (
             all_reduce_s(each, rings, 80 * MB) - all_reduce_s(each, rings, 40 * MB) for each in (network, plain)
@@ -129,12 +139,12 @@ def test_collectives_have_the_factors_of_groups_of_the_nearest_size() -> None:
         assert found_s == pytest.approx(factor * plain_s)
 
 
-def contention_of(cluster: Cluster, **choices: object) -> tuple[Contention, Workbench]:
-    bench = Workbench(toy_model(4), cluster)
+def contention_of(cluster: Cluster, **choices: object) -> tuple[PortContention, PlannerContext]:
+    bench = PlannerContext(toy_model(4), cluster)
     job = Job(batch=64, sequence=64, precision="float32")
-    parts = bench.parts(job, Decisions(**choices))  # type: ignore[arg-type]
+    parts = bench.make_skeleton(job, ParallelConfig(**choices))  # type: ignore[arg-type]
     work = pipeline_work(parts, bench.programs)
-    found = with_contention(bench.costs(parts), work, bench.network, bench.layers).contention
+    found = with_contention(bench.build_cost_table(parts), work, bench.network, bench.layers).contention
     assert found is not None
     return found, bench
 
@@ -177,11 +187,11 @@ def test_collectives_inside_actions_share_the_ports_that_replicas_share() -> Non
         found, bench = contention_of(
             cluster, replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2, devices=devices
         )
-        parts = bench.parts(
+        parts = bench.make_skeleton(
             Job(batch=64, sequence=64, precision="float32"),
-            Decisions(replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2, devices=devices),
+            ParallelConfig(replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2, devices=devices),
         )
-        together = float(bench.costs(parts).actions["F"].time_s.max())
+        together = float(bench.build_cost_table(parts).actions["F"].time_s.max())
         one, two = (float(table.actions["F"].time_s.max()) for table in found.pipelines)
         return one, two, together
 
@@ -228,11 +238,11 @@ def test_many_replicas_go_in_step() -> None:
     replicas = (1,) * (MOST_PIPELINES + 1)
     found, _ = contention_of(replace(wide, measured=None), stages=2, replicas=replicas[:16], microbatches=2)
     assert len(found.pipelines) == 16
-    bench = Workbench(toy_model(4), wide)
+    bench = PlannerContext(toy_model(4), wide)
     job = Job(batch=2 * len(replicas), sequence=64, precision="float32")
-    parts = bench.parts(job, Decisions(stages=2, replicas=replicas, microbatches=2))
+    parts = bench.make_skeleton(job, ParallelConfig(stages=2, replicas=replicas, microbatches=2))
     work = pipeline_work(parts, bench.programs)
-    costs = bench.costs(parts)
+    costs = bench.build_cost_table(parts)
     (only,) = with_contention(costs, work, bench.network, bench.layers).contention.pipelines  # type: ignore[union-attr]
     assert only is costs
 
@@ -259,11 +269,13 @@ def test_a_collective_in_two_levels_loads_ports_as_its_levels_do() -> None:
     """Two hosts of eight devices; a stage has four of each, so that both stages' sums share the hosts' ports."""
     lanes = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
     cluster = parse_spec("2x8xA100-80:1GB/s")
-    decisions = Decisions(stages=2, replicas=(1,) * 8, microbatches=2, devices=tuple(lanes[0] + lanes[1]), zero1=False)
-    bench = Workbench(toy_model(4), cluster)
-    parts = bench.parts(Job(batch=64, sequence=64, precision="float32"), decisions)
+    decisions = ParallelConfig(
+        stages=2, replicas=(1,) * 8, microbatches=2, devices=tuple(lanes[0] + lanes[1]), zero1=False
+    )
+    bench = PlannerContext(toy_model(4), cluster)
+    parts = bench.make_skeleton(Job(batch=64, sequence=64, precision="float32"), decisions)
     work = pipeline_work(parts, bench.programs)
-    costs = bench.costs(parts)
+    costs = bench.build_cost_table(parts)
     found = with_contention(costs, work, bench.network, bench.layers).contention
     assert found is not None
     network = bench.network
@@ -271,8 +283,8 @@ def test_a_collective_in_two_levels_loads_ports_as_its_levels_do() -> None:
         size = 4.0 * max(work.stages[stage].parameters.trainable)
         inside, across = sent_bytes([devices[:4], devices[4:]], size)
         flow, duration_s = found.flows["REDUCE", stage, 0, 0], float(costs.reduce_s[stage])
-        between = network.link(devices[0], devices[4]).bandwidth_bytes_per_s
-        own = network.link(devices[0], devices[1]).bandwidth_bytes_per_s
+        between = network.find_link(devices[0], devices[4]).bandwidth_bytes_per_s
+        own = network.find_link(devices[0], devices[1]).bandwidth_bytes_per_s
         expected = [sent / between for sent in across.values()] * 2 + [sent / own for sent in inside.values()]
         assert sorted(use * duration_s for use in flow.use) == pytest.approx(sorted(expected))
         flat = 2 * 7 / 8 * size / between

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.rows import Rows, cut_rows
-from pipefit.plan.types import AxisPlan, GroupPlan, Hashes, Job, ModelSource, Order, Plan, Space, Stage
+from pipefit.data.rows import RowSplit, cut_rows
+from pipefit.plan.types import AxisPlan, InputHashes, Job, MeshPlan, ModelSource, Plan, SampleSpace, SchedulePlan, Stage
 
 
 def toy_plan(
@@ -24,7 +24,7 @@ def toy_plan(
     groups, first = [], 0
     for stage_shares in shares:
         devices = tuple(range(first, first + len(stage_shares)))
-        groups.append(GroupPlan(axes=(AxisPlan(name="replica", shares=stage_shares),), devices=devices))
+        groups.append(MeshPlan(axes=(AxisPlan(name="replica", shares=stage_shares),), devices=devices))
         first += len(stage_shares)
     counts = multiples or (1,) * len(shares)
     return Plan(
@@ -32,20 +32,20 @@ def toy_plan(
         job=Job(batch=batch, sequence=sequence, seed=seed),
         model=ModelSource(name="toy", family="llama", config={}),
         groups=tuple(groups),
-        spaces=(Space(name="samples", rows=batch, tokens=sequence),),
+        spaces=(SampleSpace(name="samples", rows=batch, tokens=sequence),),
         stages=tuple(
             Stage(module="m", layers=(i, i + 1), group=i, microbatch_multiple=counts[i]) for i in range(len(shares))
         ),
         edges=(),
         parameters=(),
-        order=Order(
+        order=SchedulePlan(
             name="toy",
             placement=tuple(range(len(shares))),
             microbatches=microbatches,
             slices=slices or (sequence,),
             lanes=("",) * len(shares),
         ),
-        hashes=Hashes(model="", cluster=""),
+        hashes=InputHashes(model="", cluster=""),
     )
 
 
@@ -53,7 +53,7 @@ class ArrayCorpus:
     """Rows of a token array, packed by a loop that knows nothing of pipefit.data.corpus."""
 
     def __init__(self, tokens: NDArray[np.int64], sequence: int, held_out: float = 0) -> None:
-        self.rows: Rows = cut_rows(len(tokens), sequence, held_out)
+        self.rows: RowSplit = cut_rows(len(tokens), sequence, held_out)
         self._tokens = list(map(int, tokens))
 
     def row(self, index: int) -> NDArray[np.int64]:

@@ -11,9 +11,9 @@ import numpy as np
 from data_toys import toy_plan
 from PIL import Image
 
-from pipefit.data.multimodal.feeds import Source
+from pipefit.data.multimodal.feeds import SampleSource
 from pipefit.data.multimodal.images import ImageRule
-from pipefit.data.multimodal.index import Index, IndexRequest, make_index, open_index
+from pipefit.data.multimodal.index import IndexRequest, SampleIndex, make_index, open_index
 from pipefit.data.multimodal.sample_rows import SampleRows, rows_of_index
 from pipefit.data.stepplan import BatchShape, batch_shape
 
@@ -53,7 +53,7 @@ def mixed_manifest(folder: Path, samples: int = 24) -> Path:
     return write_rows(folder / "manifest.jsonl", rows)
 
 
-def mixed_index(folder: Path, samples: int = 24, start_token: bool = False) -> Index:
+def mixed_index(folder: Path, samples: int = 24, start_token: bool = False) -> SampleIndex:
     request = IndexRequest(
         source=str(mixed_manifest(folder, samples)),
         images=replace(RULE, start_token=start_token),
@@ -65,8 +65,8 @@ def mixed_index(folder: Path, samples: int = 24, start_token: bool = False) -> I
     return open_index(folder / "index")
 
 
-def source_of(index: Index, **options: Any) -> Source:
-    return Source(index=index, rows=rows_of_index(index, SEQUENCE, images=True), seed=3, **options)
+def source_of(index: SampleIndex, **options: Any) -> SampleSource:
+    return SampleSource(index=index, rows=rows_of_index(index, SEQUENCE, images=True), seed=3, **options)
 
 
 def shape_of(

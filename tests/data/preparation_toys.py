@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe
-from pipefit.data.preparation.pool import Pool
-from pipefit.data.preparation.processes import Processes
+from pipefit.data.preparation.ahead import BatchRecipe, HeldStage, PreparedStep, StepPrefetcher
+from pipefit.data.preparation.pool import WorkerPool
+from pipefit.data.preparation.processes import ProcessWorkers
 from pipefit.errors import DataError
 
-PLACES = (Place(0, "patches", 0), Place(1, "samples", 1), Place(2, "latents", 0))
+PLACES = (HeldStage(0, "patches", 0), HeldStage(1, "samples", 1), HeldStage(2, "latents", 0))
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def digest(step: PreparedStep) -> str:
     return state.hexdigest()
 
 
-def train(recipe: Recipe, out: Path, first: int, stop: int, kill_at: int) -> None:
+def train(recipe: BatchRecipe, out: Path, first: int, stop: int, kill_at: int) -> None:
     """Write the digest of every step; be killed in the middle of one."""
-    executor = Processes(recipe, 1)
-    pool = Pool(executor)
-    ahead = Ahead(recipe, PLACES, pool, stop=stop)
+    executor = ProcessWorkers(recipe, 1)
+    pool = WorkerPool(executor)
+    ahead = StepPrefetcher(recipe, PLACES, pool, stop=stop)
     with out.open("a") as file:
         for step in range(first, stop):
-            prepared = ahead.take(step)
+            prepared = ahead.take_step(step)
             if step == kill_at:
                 print(*executor.process_ids.values(), flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)

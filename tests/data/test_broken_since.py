@@ -14,16 +14,16 @@ from multimodal_toys import SEQUENCE, mixed_index, shape_of, source_of, write_im
 from PIL import Image
 from preparation_toys import PLACES, digest
 
-from pipefit.data.multimodal.broken import Broken, BrokenSinceError, merged, without
+from pipefit.data.multimodal.broken import BrokenImage, BrokenSinceError, merge_broken, remove_samples
 from pipefit.data.multimodal.feeds import run_feed
-from pipefit.data.multimodal.index import GENERATE, IMAGE, Index, make_index, open_index
+from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex, make_index, open_index
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.multimodal.sequence import images_of
 from pipefit.data.multimodal.step import multimodal_step
-from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe
-from pipefit.data.preparation.pool import Pool
-from pipefit.data.preparation.processes import Processes
-from pipefit.plan.types import Arranging, SampleLoad
+from pipefit.data.preparation.ahead import BatchRecipe, HeldStage, PreparedStep, StepPrefetcher
+from pipefit.data.preparation.pool import WorkerPool
+from pipefit.data.preparation.processes import ProcessWorkers
+from pipefit.plan.types import SampleArrangement, SampleLoad
 
 SPACES = ("patches", "samples", "latents")
 STEPS = 4
@@ -75,7 +75,7 @@ def test_a_row_without_a_sample_is_the_row_of_a_manifest_without_it(tmp_path: Pa
     (index, packed), (other_index, other_packed) = found
     assert (packed.count, other_packed.count) == (1, 1)
     left_out, shape = frozenset({gone}), shape_of(1, 1, ((1,),))
-    step = without(multimodal_step(shape, packed, 5), index, packed, left_out)
+    step = remove_samples(multimodal_step(shape, packed, 5), index, packed, left_out)
     expected = multimodal_step(shape, other_packed, 5)
     assert (step.divisor, step.divisors) == (expected.divisor, expected.divisors)
     assert {space: counts.tolist() for space, counts in step.counts.items()} == {
@@ -94,7 +94,7 @@ def test_a_row_without_a_sample_is_the_row_of_a_manifest_without_it(tmp_path: Pa
 def test_a_step_of_which_nothing_is_left(tmp_path: Path) -> None:
     index = mixed_index(tmp_path, 6)
     source = source_of(index)
-    step = without(multimodal_step(shape_of(6, 3, ((1,),)), source.rows, 0), index, source.rows, set(range(6)))
+    step = remove_samples(multimodal_step(shape_of(6, 3, ((1,),)), source.rows, 0), index, source.rows, set(range(6)))
     assert (step.divisor, step.divisors) == (1, {"samples": 1, "latents": 1})
     assert [int(step.counts[space].sum()) for space in ("patches", "latents")] == [0, 0]
 
@@ -106,50 +106,54 @@ class Meeting:
     """Devices as threads that tell each other what they found."""
 
     def __init__(self, count: int) -> None:
-        self._found: list[list[Broken]] = [[]] * count
+        self._found: list[list[BrokenImage]] = [[]] * count
         self._barrier = threading.Barrier(count, timeout=60)
         self.met = 0
 
-    def of(self, device: int) -> Callable[[list[Broken]], list[Broken]]:
-        def together(mine: list[Broken]) -> list[Broken]:
+    def of(self, device: int) -> Callable[[list[BrokenImage]], list[BrokenImage]]:
+        def together(mine: list[BrokenImage]) -> list[BrokenImage]:
             self._found[device] = mine
             self.met += self._barrier.wait() == 0
             everyone = [each for found in self._found for each in found]
             self._barrier.wait()
-            return merged(everyone)
+            return merge_broken(everyone)
 
         return together
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Index:
+def index(tmp_path: Path) -> SampleIndex:
     """Samples for four steps, an epoch."""
     return mixed_index(tmp_path / "mixed", 12 * STEPS)
 
 
 @pytest.fixture
-def recipe(index: Index) -> Recipe:
+def recipe(index: SampleIndex) -> BatchRecipe:
     loads = tuple(SampleLoad(space=space, token_s=1e-3) for space in SPACES)
     shape = shape_of(12, 3, ((1,), (1, 1), (1,)))
-    return Recipe(index=str(index.folder), shape=replace(shape, arranging=Arranging(loads=loads, swaps=10)))
+    return BatchRecipe(
+        index=str(index.folder), shape=replace(shape, arranging=SampleArrangement(loads=loads, swaps=10))
+    )
 
 
-def images_of_step(index: Index, recipe: Recipe, step: int, kind: int) -> list[tuple[int, Path]]:
+def images_of_step(index: SampleIndex, recipe: BatchRecipe, step: int, kind: int) -> list[tuple[int, Path]]:
     """(sample, file) of what a step reads."""
-    source = recipe.source()
+    source = recipe.open_source()
     rows = multimodal_step(recipe.shape, source.rows, step).rows.tolist()
     uses = [use for row in rows for use in images_of(index, source.rows, row, kind)]
     return [(use.sample, index.image_path(use.image)) for use in uses]
 
 
-def as_devices(recipe: Recipe, work: Callable[[Ahead], Any], pool: Pool | None = None, **options: Any) -> list[Any]:
+def as_devices(
+    recipe: BatchRecipe, work: Callable[[StepPrefetcher], Any], pool: WorkerPool | None = None, **options: Any
+) -> list[Any]:
     """What `work` gives on three devices, a stage each; the first prepares by the pool. An error is a result."""
     meeting = Meeting(len(PLACES))
     results: list[Any] = [None] * len(PLACES)
 
     def device(number: int) -> None:
         own = pool if number == 0 else None
-        ahead = Ahead(recipe, PLACES[number : number + 1], own, together=meeting.of(number), **options)
+        ahead = StepPrefetcher(recipe, PLACES[number : number + 1], own, together=meeting.of(number), **options)
         try:
             results[number] = work(ahead)
         except BrokenSinceError as error:
@@ -168,19 +172,21 @@ def joined(parts: list[PreparedStep]) -> PreparedStep:
     return PreparedStep(plan=parts[0].plan, feeds={key: feed for part in parts for key, feed in part.feeds.items()})
 
 
-def test_all_devices_leave_out_the_samples_that_one_of_them_finds_broken(index: Index, recipe: Recipe) -> None:
+def test_all_devices_leave_out_the_samples_that_one_of_them_finds_broken(
+    index: SampleIndex, recipe: BatchRecipe
+) -> None:
     """Steps 1 and 3 have a broken image each, one to look at and one to generate. Every device, also the one that reads
     no image, has the step that a single process has, with workers ahead or without; and so has a resume behind it,
     under a checkpoint's list, though the files are whole again then."""
     (looked, first), (drawn, second) = (
         next(each for each in images_of_step(index, recipe, step, kind)) for step, kind in ((1, IMAGE), (3, GENERATE))
     )
-    whole = [Ahead(recipe, PLACES, None).take(step) for step in range(STEPS)]
+    whole = [StepPrefetcher(recipe, PLACES, None).take_step(step) for step in range(STEPS)]
     kept = first.read_bytes(), second.read_bytes()
     cut_short(first)
     second.unlink()
-    alone = Ahead(recipe, PLACES, None, on_broken="skip")
-    expected = [alone.take(step) for step in range(STEPS)]
+    alone = StepPrefetcher(recipe, PLACES, None, on_broken="skip")
+    expected = [alone.take_step(step) for step in range(STEPS)]
     assert [image.image for image in alone.found] == [str(first), str(second)]
     assert alone.left_out == {looked, drawn}
     assert [digest(a) == digest(b) for a, b in zip(expected, whole, strict=True)][::2] == [True, True]
@@ -194,12 +200,12 @@ def test_all_devices_leave_out_the_samples_that_one_of_them_finds_broken(index: 
             assert after.counts[space][place] == 0
             lost = before.counts[space] - after.counts[space]
             assert lost.sum() == before.counts[space][place]
-        labels = int(recipe.source().rows.label_counts[sample])
+        labels = int(recipe.open_source().rows.label_counts[sample])
         assert before.divisor - after.divisor == labels > 0
-    pool = Pool(Processes(recipe, 2))
+    pool = WorkerPool(ProcessWorkers(recipe, 2))
     try:
         parts = as_devices(
-            recipe, lambda ahead: ([ahead.take(step) for step in range(STEPS)], ahead), pool, on_broken="skip"
+            recipe, lambda ahead: ([ahead.take_step(step) for step in range(STEPS)], ahead), pool, on_broken="skip"
         )
     finally:
         pool.close()
@@ -209,31 +215,33 @@ def test_all_devices_leave_out_the_samples_that_one_of_them_finds_broken(index: 
     assert [ahead.found for _, ahead in parts] == [alone.found] * 3
     first.write_bytes(kept[0])
     second.write_bytes(kept[1])
-    resumed = Ahead(recipe, PLACES, None)
-    resumed.leave_out(sorted(alone.left_out))
-    assert [digest(resumed.take(step)) for step in (3, 1)] == [digest(expected[step]) for step in (3, 1)]
+    resumed = StepPrefetcher(recipe, PLACES, None)
+    resumed.skip_samples(sorted(alone.left_out))
+    assert [digest(resumed.take_step(step)) for step in (3, 1)] == [digest(expected[step]) for step in (3, 1)]
 
 
-def test_what_workers_had_made_before_a_sample_was_left_out_is_made_again(index: Index, recipe: Recipe) -> None:
+def test_what_workers_had_made_before_a_sample_was_left_out_is_made_again(
+    index: SampleIndex, recipe: BatchRecipe
+) -> None:
     """The pool has the next steps, in a later epoch with the same samples among them, when the image breaks."""
     sample, path = images_of_step(index, recipe, 2, IMAGE)[0]
-    before = [Ahead(recipe, PLACES, None).take(step) for step in range(4)]
-    pool = Pool(Processes(recipe, 1))
+    before = [StepPrefetcher(recipe, PLACES, None).take_step(step) for step in range(4)]
+    pool = WorkerPool(ProcessWorkers(recipe, 1))
     try:
-        ahead = Ahead(recipe, PLACES, pool, window=4)
+        ahead = StepPrefetcher(recipe, PLACES, pool, window=4)
         for step in range(2):
-            assert digest(ahead.take(step)) == digest(before[step])
-        ahead.leave_out([sample])
-        after = [ahead.take(step) for step in (2, 3)]
+            assert digest(ahead.take_step(step)) == digest(before[step])
+        ahead.skip_samples([sample])
+        after = [ahead.take_step(step) for step in (2, 3)]
     finally:
         pool.close()
     path.unlink()
-    alone = Ahead(recipe, PLACES, None, on_broken="skip")
-    assert [digest(each) for each in after] == [digest(alone.take(step)) for step in (2, 3)]
+    alone = StepPrefetcher(recipe, PLACES, None, on_broken="skip")
+    assert [digest(each) for each in after] == [digest(alone.take_step(step)) for step in (2, 3)]
     assert digest(after[0]) != digest(before[2])
 
 
-def test_images_are_divided_anew_where_a_sample_is_left_out(index: Index, recipe: Recipe) -> None:
+def test_images_are_divided_anew_where_a_sample_is_left_out(index: SampleIndex, recipe: BatchRecipe) -> None:
     """Two replicas of the encoder divide what is left: together they have what a single one has, in its order."""
     sample, path = images_of_step(index, recipe, 1, IMAGE)[0]
     divides = ("images", "samples", "samples")
@@ -245,9 +253,11 @@ def test_images_are_divided_anew_where_a_sample_is_left_out(index: Index, recipe
     parts: list[Any] = [None, None]
 
     def device(replica: int) -> None:
-        places = (Place(0, "patches", replica),)
-        ahead = Ahead(replace(recipe, shape=shape), places, None, on_broken="skip", together=meeting.of(replica))
-        parts[replica] = ahead.take(1)
+        places = (HeldStage(0, "patches", replica),)
+        ahead = StepPrefetcher(
+            replace(recipe, shape=shape), places, None, on_broken="skip", together=meeting.of(replica)
+        )
+        parts[replica] = ahead.take_step(1)
 
     threads = [threading.Thread(target=device, args=(replica,)) for replica in (0, 1)]
     for thread in threads:
@@ -256,7 +266,7 @@ def test_images_are_divided_anew_where_a_sample_is_left_out(index: Index, recipe
         thread.join(60)
     source = source_of(index)
     for microbatch in range(3):
-        rows = order[slice(*whole.run(0, microbatch, 0))]
+        rows = order[slice(*whole.batch_run(0, microbatch, 0))]
         alone = run_feed(source, "patches", 1, rows, 0, frozenset({sample}))
         both = [part.feeds[0, microbatch] for part in parts]
         for name in ("pixels", "grid"):
@@ -266,15 +276,17 @@ def test_images_are_divided_anew_where_a_sample_is_left_out(index: Index, recipe
     assert sum(map(sum, parts[0].plan.images["patches"])) == parts[0].plan.counts["patches"].sum()
 
 
-def test_every_device_fails_alike_where_one_of_them_finds_a_broken_image(index: Index, recipe: Recipe) -> None:
+def test_every_device_fails_alike_where_one_of_them_finds_a_broken_image(
+    index: SampleIndex, recipe: BatchRecipe
+) -> None:
     broken = images_of_step(index, recipe, 1, IMAGE)[:2]
     for _, path in broken:
         path.write_bytes(b"")
-    errors = as_devices(recipe, lambda ahead: [ahead.take(step) for step in range(2)])
+    errors = as_devices(recipe, lambda ahead: [ahead.take_step(step) for step in range(2)])
     assert [str(error) for error in errors] == [str(errors[0])] * 3
     sample, path = min(broken)
     error = errors[0]
     assert isinstance(error, BrokenSinceError)
     assert error.what == "An image that was whole when it was indexed is broken now."
-    assert error.where == f"{path} (sample {index.name(sample)}, step 2)"
+    assert error.where == f"{path} (sample {index.sample_name(sample)}, step 2)"
     assert str(error.seen).endswith("; and 1 more") and "--on-broken skip" in str(error.next_step)

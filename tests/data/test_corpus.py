@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_tokenizer import make_tokenizer
 
-from pipefit.data.corpus import CorpusRequest, open_corpus, open_prepared, prepare
+from pipefit.data.corpus import CorpusRequest, open_corpus, open_prepared, prepare_corpus
 from pipefit.data.feed_arrays import IGNORE
 from pipefit.errors import DataError
 
@@ -60,14 +60,16 @@ def test_the_ids_of_a_tokenizer_come_back(texts: Path, tmp_path: Path, vocabular
 def test_the_same_content_is_not_tokenised_again_and_other_content_is(texts: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     request = CorpusRequest(sources=(str(texts),))
-    first = prepare(request, cache)
+    first = prepare_corpus(request, cache)
     stamp = (cache / first.file).stat().st_mtime_ns
-    assert prepare(request, cache) == first
-    assert prepare(CorpusRequest(sources=(f"{texts}/*.txt",)), cache) == first  # the same content by another name
+    assert prepare_corpus(request, cache) == first
+    assert (
+        prepare_corpus(CorpusRequest(sources=(f"{texts}/*.txt",)), cache) == first
+    )  # the same content by another name
     assert (cache / first.file).stat().st_mtime_ns == stamp
     before = open_prepared(request, sequence=8, cache=cache)
     (texts / "0.txt").write_text("something else")
-    second = prepare(request, cache)
+    second = prepare_corpus(request, cache)
     assert second.digest != first.digest
     after = open_prepared(request, sequence=8, cache=cache)
     assert bytes(after.row(0).tolist()) == b"something"
@@ -81,14 +83,14 @@ def test_documents_that_join_differently_are_another_corpus(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         for index, content in enumerate(contents):
             (tmp_path / name / str(index)).write_text(content)
-        digests.add(prepare(CorpusRequest(sources=(str(tmp_path / name),)), tmp_path / "cache").digest)
+        digests.add(prepare_corpus(CorpusRequest(sources=(str(tmp_path / name),)), tmp_path / "cache").digest)
     assert len(digests) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "side file cut", "side file of another version"])
 def test_a_damaged_cache_is_made_again(texts: Path, tmp_path: Path, damage: str) -> None:
     cache, request = tmp_path / "cache", CorpusRequest(sources=(str(texts),))
-    path = cache / prepare(request, cache).file
+    path = cache / prepare_corpus(request, cache).file
     content, side = path.read_bytes(), path.with_name(path.name + ".json")
     pointer = next(cache.glob("request-*.json"))
     if damage == "cut":
@@ -101,7 +103,7 @@ def test_a_damaged_cache_is_made_again(texts: Path, tmp_path: Path, damage: str)
             file.write_text(text[:40] if damage == "side file cut" else text.replace('"format": 1', '"format": 99'))
     with pytest.raises(DataError, match="has not been prepared"):
         open_prepared(request, sequence=8, cache=cache)
-    prepare(request, cache)
+    prepare_corpus(request, cache)
     assert path.read_bytes() == content
     assert open_prepared(request, sequence=8, cache=cache).tokens == len(content)
     assert not [name for name in os.listdir(cache) if name.startswith(".")]
@@ -109,7 +111,7 @@ def test_a_damaged_cache_is_made_again(texts: Path, tmp_path: Path, damage: str)
 
 def _prepare_and_read(folder: str, cache: str) -> tuple[str, bytes]:
     request = CorpusRequest(sources=(folder,))
-    prepare(request, Path(cache))
+    prepare_corpus(request, Path(cache))
     corpus = open_prepared(request, sequence=8, cache=Path(cache))
     return corpus.digest, bytes(all_tokens(corpus))
 
@@ -128,7 +130,7 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     for source in (tmp_path, tmp_path / "empty.txt"):
         with pytest.raises(DataError, match="The corpus is empty: no text was found") as caught:
             open_corpus([str(source)], sequence=8, cache=tmp_path / "cache")
-        assert str(source) in caught.value.text()
+        assert str(source) in caught.value.full_text()
     with pytest.raises(DataError, match="The corpus is empty"):
         open_corpus([], sequence=8, cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -145,14 +147,14 @@ def test_a_corpus_of_one_token_is_too_small(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_named(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="The token file cannot be written") as caught:
-        prepare(CorpusRequest(sources=(str(texts),)), tmp_path / "file" / "cache")
-    assert str(tmp_path / "file" / "cache") in caught.value.text()
+        prepare_corpus(CorpusRequest(sources=(str(texts),)), tmp_path / "file" / "cache")
+    assert str(tmp_path / "file" / "cache") in caught.value.full_text()
 
 
 def test_opening_what_was_not_prepared_says_who_must(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has not been prepared on this host") as caught:
         open_prepared(CorpusRequest(sources=(str(texts),)), sequence=8, cache=tmp_path / "cache")
-    assert "rank 0 of every host must prepare it first" in caught.value.text()
+    assert "rank 0 of every host must prepare it first" in caught.value.full_text()
 
 
 def test_a_failed_preparation_leaves_nothing_behind(
@@ -165,5 +167,5 @@ def test_a_failed_preparation_leaves_nothing_behind(
 
     monkeypatch.setattr(room.os, "replace", fail)
     with pytest.raises(DataError, match="No space left"):
-        prepare(CorpusRequest(sources=(str(texts),)), tmp_path / "cache")
+        prepare_corpus(CorpusRequest(sources=(str(texts),)), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

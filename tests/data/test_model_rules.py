@@ -18,7 +18,7 @@ from pipefit.data.multimodal.index import IndexRequest, make_index, open_index
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.errors import DataError, PipefitError
 from pipefit.model.graph import Model
-from pipefit.model.registry import open_model, resolve
+from pipefit.model.registry import open_model, resolve_model
 
 VIT = {"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 30,
        "patch_size": 6, "num_channels": 3}  # fmt: skip
@@ -58,7 +58,7 @@ def test_an_index_for_a_built_in_model_is_one_that_it_takes(tmp_path: Path, name
     rows = [{"id": "1", "parts": [{"image": "000.png"}, {"generate": "000.png"}, {"text": "a"}]}]
     done = run("data", str(write_rows(tmp_path / "m.jsonl", rows)), "-o", str(tmp_path / "i"), "--model", name)
     assert done.exit_code == 0, done.output
-    index, described = open_index(tmp_path / "i"), resolve(name)
+    index, described = open_index(tmp_path / "i"), resolve_model(name)
     config, request = described.config, index.summary.request
     assert request.images.patch == config["vision"]["patch_size"]
     assert 3 * request.generated.patch**2 == config["generator"]["latent_size"]

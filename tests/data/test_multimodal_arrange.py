@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from pipefit.data.multimodal.arrange import block_times_ns
 from pipefit.data.multimodal.loads import block_of, forward_ns, microbatch_sums
-from pipefit.data.multimodal.ordering import Pipeline, fill_intervals, improved, ordered
+from pipefit.data.multimodal.ordering import PipelineTimes, fill_intervals, improve_order, order_microbatches
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.stepplan import BatchShape, step_plan
 from pipefit.plan.check.rules import load_plan
-from pipefit.plan.types import Arranging, SampleLoad
+from pipefit.plan.types import SampleArrangement, SampleLoad
 
 Ints = NDArray[np.int64]
 Shares = tuple[tuple[int, ...], ...]
@@ -72,10 +72,10 @@ def test_ordering_gains_what_an_independent_simulation_found(
     """Gains over random order, in lognormal batches: of the greedy order, and with 250 exchanges after it. What is
     expected is of another simulator and other draws; sorting, which loses 1 to 5 percent there, must lose here."""
     generator, times = np.random.default_rng(0), []
-    pipeline = Pipeline(stages, count)
+    pipeline = PipelineTimes(stages, count)
     for _ in range(10):
         forward = encoder_costs(generator, stages, count, sigma, ratio)
-        filled, best = fill_intervals(forward, 2 * forward), ordered(pipeline, forward, 2 * forward, 250)
+        filled, best = fill_intervals(forward, 2 * forward), order_microbatches(pipeline, forward, 2 * forward, 250)
         for order in (filled, best):
             assert sorted(order.tolist()) == list(range(count))
         orders = (np.arange(count), np.argsort(forward[0]), filled, best)
@@ -92,30 +92,30 @@ def test_the_pipeline_is_1f1b_by_another_simulation_and_exchanges_reach_the_best
     for stages, count in ((2, 5), (3, 5), (4, 3)):
         forward = encoder_costs(generator, stages, count, 1.0, 1.0)
         backward = np.rint(forward * np.array([0, 1, 2, 2])[:stages, None]).astype(np.int64)
-        pipeline = Pipeline(stages, count)
+        pipeline = PipelineTimes(stages, count)
         of_all = [one_f_one_b(forward[:, o], backward[:, o]) for o in map(list, itertools.permutations(range(count)))]
 
-        def makespan(order: Ints, f: Ints = forward, b: Ints = backward, p: Pipeline = pipeline) -> float:
+        def makespan(order: Ints, f: Ints = forward, b: Ints = backward, p: PipelineTimes = pipeline) -> float:
             return p.makespan_ns(f[:, order], b[:, order])
 
         assert makespan(np.arange(count)) == one_f_one_b(forward, backward)
-        found = makespan(improved(np.arange(count), makespan, 300))
+        found = makespan(improve_order(np.arange(count), makespan, 300))
         assert min(of_all) <= found <= min(of_all) * 1.02
 
 
 def test_the_plans_own_order_is_what_microbatches_are_ordered_for() -> None:
     """A plan with lowered actions and a V: what exchanges gain, they gain under that order, not under 1F1B."""
     golden = Path(__file__).parents[1] / "plan" / "golden"
-    schedule = load_plan(golden / "two-modules.json").order.schedule()
+    schedule = load_plan(golden / "two-modules.json").order.to_schedule()
     forward = np.random.default_rng(0).integers(10, 1000, (3, 4))
-    assert schedule.is_lowered and Pipeline(3, 4, schedule).makespan_ns(forward, 2 * forward) == one_f_one_b(
+    assert schedule.is_lowered and PipelineTimes(3, 4, schedule).makespan_ns(forward, 2 * forward) == one_f_one_b(
         forward, 2 * forward
     )
-    schedule = load_plan(golden / "v-placement.json").order.schedule()
+    schedule = load_plan(golden / "v-placement.json").order.to_schedule()
     forward = np.random.default_rng(1).integers(10, 1000, (4, 4))
-    pipeline = Pipeline(4, 4, schedule)
+    pipeline = PipelineTimes(4, 4, schedule)
     of_all = [pipeline.makespan_ns(f, 2 * f) for f in (forward[:, list(o)] for o in itertools.permutations(range(4)))]
-    best = ordered(pipeline, forward, 2 * forward, 100)
+    best = order_microbatches(pipeline, forward, 2 * forward, 100)
     found = pipeline.makespan_ns(forward[:, best], 2 * forward[:, best])
     assert min(of_all) <= found <= min(of_all) * 1.02 and found < of_all[0]
 
@@ -132,7 +132,7 @@ def loads(spaces: Sequence[str], ratio: float = 0.8) -> tuple[SampleLoad, ...]:
 SPACES = ("patches", "samples", "samples", "latents")
 
 
-def permuted(arranging: Arranging, shape: BatchShape, rows: object, step: int = 0) -> Ints:
+def permuted(arranging: SampleArrangement, shape: BatchShape, rows: object, step: int = 0) -> Ints:
     return multimodal_step(replace(shape, arranging=arranging), rows, step).rows  # type: ignore[arg-type]
 
 
@@ -148,7 +148,7 @@ def test_a_batch_keeps_its_samples_whatever_is_switched_on(
     shape = shape_of(microbatches * 6, microbatches, shares, multiples)
     patches = data.draw(st.lists(st.integers(0, 400), min_size=60, max_size=60))
     rows = made_rows(patches, [p % 7 for p in patches])
-    arranging = Arranging(loads=loads(SPACES), balance=balance, order=order, swaps=5)
+    arranging = SampleArrangement(loads=loads(SPACES), balance=balance, order=order, swaps=5)
     got = permuted(arranging, shape, rows, step)
     plain = step_plan(shape, rows, step).rows
     assert sorted(got.tolist()) == sorted(plain.tolist())
@@ -165,7 +165,7 @@ def test_balanced_replicas_and_microbatches_have_nearly_as_much(shares: Shares, 
     shape, generator = shape_of(batch, microbatches, shares), np.random.default_rng(0)
     tokens = generator.lognormal(4.5, 0.7, batch).astype(np.int64)
     rows = made_rows(tokens, generator.permutation(tokens) // 2)
-    arranging = Arranging(loads=loads(SPACES), order=False)
+    arranging = SampleArrangement(loads=loads(SPACES), order=False)
     for stage, space in ((0, "patches"), (3, "latents")):
         spread, largest = [], []
         for chosen in (permuted(arranging, shape, rows), step_plan(shape, rows, 0).rows):
@@ -179,14 +179,14 @@ def test_balanced_replicas_and_microbatches_have_nearly_as_much(shares: Shares, 
 def test_a_replica_of_twice_the_share_gets_twice_the_work() -> None:
     shape = shape_of(96, 4, ((2, 1), (1,)))
     rows = made_rows(np.random.default_rng(0).lognormal(4, 1, 96).astype(np.int64))
-    arranging = Arranging(loads=loads(("patches", "samples")), order=False)
+    arranging = SampleArrangement(loads=loads(("patches", "samples")), order=False)
     sums = microbatch_sums(shape, rows, permuted(arranging, shape, rows), "patches", 0)
     assert sums["rows"].tolist() == [[16, 8]] * 4
     work = sums["tokens"].sum(axis=0)
     assert work[0] / work[1] == pytest.approx(2, abs=0.02)
 
 
-def step_time(arranging: Arranging, shape: BatchShape, rows: object) -> float:
+def step_time(arranging: SampleArrangement, shape: BatchShape, rows: object) -> float:
     """The slowest of the independent pipelines of equal replica counts, by the other simulation."""
     chosen, block = permuted(arranging, shape, rows), block_of(shape)
     per_stage = [forward_ns(load, rows, chosen) for load in arranging.loads]  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def test_balancing_and_ordering_gain_apart_and_together(rows_each: int, gains: t
         rows = made_rows(generator.lognormal(np.log(100) - 0.5, 1.0, 128 * rows_each).astype(np.int64))
         stages = loads(("patches", "samples", "samples", "samples"))
         times.append([
-            step_time(Arranging(loads=stages, balance=balance, order=order, swaps=20), shape, rows)
+            step_time(SampleArrangement(loads=stages, balance=balance, order=order, swaps=20), shape, rows)
             for balance, order in ((False, False), (True, False), (False, True), (True, True))
         ])  # fmt: skip
     none, *others = np.mean(times, axis=0)
@@ -225,7 +225,7 @@ def test_costs_of_microbatches_are_those_of_the_slowest_replica() -> None:
         SampleLoad(space="samples", token_s=0.25),
     )
     chosen = step_plan(shape, rows, 0).rows
-    forward, backward = block_times_ns(replace(shape, arranging=Arranging(loads=stages)), rows, chosen)
+    forward, backward = block_times_ns(replace(shape, arranging=SampleArrangement(loads=stages)), rows, chosen)
     patches = rows.counts["patches"][chosen]
     seconds = 0.5 + 0.01 * patches + 1e-5 * patches**2
     for block in range(2):

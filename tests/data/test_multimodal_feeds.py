@@ -15,23 +15,23 @@ from PIL import Image
 
 from pipefit.data.feed_arrays import IGNORE
 from pipefit.data.multimodal import feeds as feeds_module
-from pipefit.data.multimodal.feeds import DECODED, Source, feed_bytes, module_feed, run_feed
+from pipefit.data.multimodal.feeds import DECODED, SampleSource, feed_bytes, module_feed, run_feed
 from pipefit.data.multimodal.images import ImageRule
-from pipefit.data.multimodal.index import Index
+from pipefit.data.multimodal.index import SampleIndex
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, rows_of_index
-from pipefit.data.multimodal.step import counted, multimodal_step
-from pipefit.data.preparation.ahead import Ahead, Place, Recipe
+from pipefit.data.multimodal.step import count_step, multimodal_step
+from pipefit.data.preparation.ahead import BatchRecipe, HeldStage, StepPrefetcher
 
 SPACES = (PATCHES, SAMPLES, LATENTS)
 COMPARED = {SAMPLES: ("tokens", "labels"), PATCHES: ("pixels", "grid"), LATENTS: ("noisy", "target", "time")}
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     return mixed_index(tmp_path_factory.mktemp("mixed"))
 
 
-def told(index: Index, sample: int) -> dict[str, list[Any]]:
+def told(index: SampleIndex, sample: int) -> dict[str, list[Any]]:
     """The sequence of a sample by a loop over its row of the manifest: ids, what is learned, images in order."""
     root = Path(index.summary.root)
     row = json.loads((root / "manifest.jsonl").read_text().splitlines()[sample])
@@ -43,7 +43,7 @@ def told(index: Index, sample: int) -> dict[str, list[Any]]:
             kind = "image" if "image" in part else "generate"
             rule = RULE if kind == "image" else LATENT_RULE
             with Image.open(root / part[kind]) as image:
-                rows, columns = rule.grid(*image.size)
+                rows, columns = rule.patch_grid(*image.size)
             found[kind].append((root / part[kind], rows, columns))
             ids, learn = [1 if kind == "image" else 2] * (rows * columns), False
         found["ids"] += ids
@@ -54,7 +54,7 @@ def told(index: Index, sample: int) -> dict[str, list[Any]]:
     return found
 
 
-def test_tokens_labels_and_places_are_those_of_the_manifest(index: Index) -> None:
+def test_tokens_labels_and_places_are_those_of_the_manifest(index: SampleIndex) -> None:
     source = source_of(index)
     arrays = run_feed(source, SAMPLES, 0, np.arange(index.samples), 5).arrays
     seen, generated = arrays["image_places"][0].tolist(), arrays["condition_places"][0].tolist()
@@ -73,7 +73,7 @@ def test_tokens_labels_and_places_are_those_of_the_manifest(index: Index) -> Non
     assert seen and generated
 
 
-def test_pixels_are_those_of_the_files_patch_by_patch(index: Index) -> None:
+def test_pixels_are_those_of_the_files_patch_by_patch(index: SampleIndex) -> None:
     arrays = run_feed(source_of(index), PATCHES, 0, np.arange(index.samples), 0).arrays
     at = 0
     for sample in range(index.samples):
@@ -93,7 +93,7 @@ def test_pixels_are_those_of_the_files_patch_by_patch(index: Index) -> None:
     assert at == arrays["pixels"].shape[1] > 50 and arrays["pixels"].dtype == np.uint8
 
 
-def test_noise_and_target_lie_on_the_straight_way_to_the_pixels(index: Index) -> None:
+def test_noise_and_target_lie_on_the_straight_way_to_the_pixels(index: SampleIndex) -> None:
     source = source_of(index)
     arrays = run_feed(source, LATENTS, 7, np.arange(index.samples), 0).arrays
     time, noisy, target = (arrays[name] for name in ("time", "noisy", "target"))
@@ -109,14 +109,14 @@ def test_noise_and_target_lie_on_the_straight_way_to_the_pixels(index: Index) ->
     assert np.abs(later["noisy"] - noisy).max() > 0.1 and not np.array_equal(later["time"], time)
 
 
-def by_sample(source: Source, shape: Any, step: int) -> tuple[dict[int, bytes], dict[str, int]]:
+def by_sample(source: SampleSource, shape: Any, step: int) -> tuple[dict[int, bytes], dict[str, int]]:
     """What every row of a step is fed with, in all spaces, gathered from all replicas; and the divisors."""
     plan = multimodal_step(shape, source.rows, step)
     found: dict[int, bytes] = {}
     for stage, space in enumerate(SPACES):
         for microbatch in range(shape.stage_microbatches(stage)):
             for replica in range(len(shape.shares[stage])):
-                start, stop = plan.run(stage, microbatch, replica)
+                start, stop = plan.batch_run(stage, microbatch, replica)
                 arrays = module_feed(source, plan, stage, space, microbatch, replica).arrays
                 ends = np.cumsum(plan.counts[space][start:stop]).tolist() if space != SAMPLES else None
                 for place, row in enumerate(plan.rows[start:stop].tolist()):
@@ -128,7 +128,7 @@ def by_sample(source: Source, shape: Any, step: int) -> tuple[dict[int, bytes], 
     return found, dict(plan.divisors)
 
 
-def test_every_layout_feeds_the_same_bytes_for_each_sample(index: Index) -> None:
+def test_every_layout_feeds_the_same_bytes_for_each_sample(index: SampleIndex) -> None:
     """Replica counts 3, 2, 1 with uneven shares, microbatches and multiples, against one process with one of each."""
     source = source_of(index)
     alone = shape_of(12, 1, ((1,), (1,), (1,)))
@@ -143,16 +143,16 @@ def test_every_layout_feeds_the_same_bytes_for_each_sample(index: Index) -> None
 
 
 @pytest.mark.parametrize("multiple", [1, 2])
-def test_replicas_that_divide_images_are_fed_each_once_in_their_order(index: Index, multiple: int) -> None:
+def test_replicas_that_divide_images_are_fed_each_once_in_their_order(index: SampleIndex, multiple: int) -> None:
     """One behind the other they are what a single replica gets; and as long as was said before anything was read."""
     source = source_of(index)
     shares = ((1, 1, 1), (1, 1), (2, 1))
     whole = multimodal_step(shape_of(12, 4, ((1,), (1,), (1,)), multiples=(multiple, 1, 2)), source.rows, 1)
     shape = replace(shape_of(12, 4, shares, multiples=(multiple, 1, 2)), divides=("images", "samples", "images"))
     plan = multimodal_step(shape, source.rows, 1)
-    plan = replace(plan, rows=whole.rows, images=counted(replace(whole, shape=shape), source.rows).images)
+    plan = replace(plan, rows=whole.rows, images=count_step(replace(whole, shape=shape), source.rows).images)
     for stage, space in ((0, PATCHES), (2, LATENTS)):
-        for unit in shape.units(stage):
+        for unit in shape.own_units(stage):
             feeds = [module_feed(source, plan, stage, space, unit, replica) for replica in range(len(shares[stage]))]
             alone = module_feed(source, whole, stage, space, unit, 0)
             for name in COMPARED[space]:
@@ -160,7 +160,7 @@ def test_replicas_that_divide_images_are_fed_each_once_in_their_order(index: Ind
                 assert joined.tobytes() == alone.arrays[name].tobytes()
             assert tuple(chain.from_iterable(feed.image_lengths for feed in feeds)) == alone.image_lengths
             for replica, feed in enumerate(feeds):
-                rows = plan.rows[slice(*plan.run(stage, unit, replica))]
+                rows = plan.rows[slice(*plan.batch_run(stage, unit, replica))]
                 some = plan.image_run(stage, space, unit, replica)
                 values = (RULE if space == PATCHES else LATENT_RULE).patch_values
                 assert feed_bytes(source.rows, space, rows, values, some) == feed.size_bytes
@@ -168,7 +168,7 @@ def test_replicas_that_divide_images_are_fed_each_once_in_their_order(index: Ind
     assert [*map(list, plan.images[PATCHES])] == told_here
 
 
-def test_divisors_are_the_labels_and_the_latent_values_that_are_fed(index: Index) -> None:
+def test_divisors_are_the_labels_and_the_latent_values_that_are_fed(index: SampleIndex) -> None:
     source, shape = source_of(index), shape_of(12, 2, ((1,), (1,), (1,)))
     plan = multimodal_step(shape, source.rows, 1)
     feeds = {space: [module_feed(source, plan, 0, space, m, 0) for m in range(2)] for space in SPACES}
@@ -176,13 +176,13 @@ def test_divisors_are_the_labels_and_the_latent_values_that_are_fed(index: Index
     assert plan.divisors[LATENTS] == sum(feed.arrays["target"].size for feed in feeds[LATENTS])
     for space, rule in ((PATCHES, RULE), (LATENTS, LATENT_RULE), (SAMPLES, RULE)):
         for microbatch, feed in enumerate(feeds[space]):
-            rows = plan.rows[slice(*plan.run(0, microbatch, 0))]
+            rows = plan.rows[slice(*plan.batch_run(0, microbatch, 0))]
             assert feed_bytes(source.rows, space, rows, rule.patch_values) == feed.size_bytes
 
 
-def test_packed_rows_hold_samples_one_behind_the_other(index: Index) -> None:
+def test_packed_rows_hold_samples_one_behind_the_other(index: SampleIndex) -> None:
     rows = rows_of_index(index, 160, pack=True)
-    source = Source(index=index, rows=rows, seed=0)
+    source = SampleSource(index=index, rows=rows, seed=0)
     arrays = run_feed(source, SAMPLES, 0, np.arange(rows.count), 0).arrays
     assert rows.count < index.samples
     sample = 0
@@ -211,7 +211,7 @@ def test_packed_rows_hold_samples_one_behind_the_other(index: Index) -> None:
 )
 def test_grids(rule: ImageRule, size: tuple[int, int], grid: tuple[int, int]) -> None:
     """Width comes first in sizes, rows first in grids."""
-    assert rule.grid(*size) == grid
+    assert rule.patch_grid(*size) == grid
 
 
 def test_a_start_token_is_one_more_in_front_of_every_image_that_is_looked_at(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_start_token_is_one_more_in_front_of_every_image_that_is_looked_at(tmp
 
 @pytest.mark.parametrize("space", [PATCHES, LATENTS])
 def test_what_follows_from_metadata_is_made_without_decoding_an_image(
-    index: Index, space: str, monkeypatch: pytest.MonkeyPatch
+    index: SampleIndex, space: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, rows = source_of(index), np.arange(12)
     whole = run_feed(source, space, 3, rows, 0)
@@ -249,7 +249,7 @@ def test_what_follows_from_metadata_is_made_without_decoding_an_image(
 class InOrder:
     """A pool that does a task, and those before it, when its result is waited for."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: BatchRecipe) -> None:
         self._make, self._tasks, self.done = recipe.open(), dict[Any, Any](), dict[Any, Any]()
 
     def add(self, key: Any, request: Any, *_: Any) -> None:
@@ -274,12 +274,12 @@ class InOrder:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_the_steps_behind_the_first_are_made_while_the_trainer_is_at_it(index: Index, first: int) -> None:
+def test_the_steps_behind_the_first_are_made_while_the_trainer_is_at_it(index: SampleIndex, first: int) -> None:
     """However a run starts: when it has its first step, the arrays of the next are asked for."""
-    recipe = Recipe(index=str(index.folder), shape=shape_of(12, 3, ((1,),)))
+    recipe = BatchRecipe(index=str(index.folder), shape=shape_of(12, 3, ((1,),)))
     pool: Any = InOrder(recipe)
-    ahead = Ahead(recipe, (Place(0, PATCHES, 0),), pool, window=2)
-    ahead.take(first)
+    ahead = StepPrefetcher(recipe, (HeldStage(0, PATCHES, 0),), pool, window=2)
+    ahead.take_step(first)
     assert pool.waiting == {first + 1, first + 2}
-    ahead.take(first + 1)
+    ahead.take_step(first + 1)
     assert pool.waiting == {first + 2, first + 3}

@@ -57,7 +57,7 @@ def test_a_broken_image_ends_the_indexing_or_leaves_its_sample_out_and_is_report
     assert (summary.samples, summary.left_out, summary.images) == (2, 1, 2)
     assert [(each.sample, each.image) for each in summary.reported] == [("b", "b.png")]
     index = open_index(tmp_path / "index")
-    assert [index.name(sample) for sample in range(2)] == ["a", "c"]
+    assert [index.sample_name(sample) for sample in range(2)] == ["a", "c"]
     assert indexed(tmp_path, rows, check="header").samples == 3, "the header is whole"
 
 

@@ -22,7 +22,7 @@ from pipefit.data.multimodal.images import BrokenImageError, ImageRule, read_pat
 from pipefit.data.multimodal.index import IndexRequest, make_index, open_index
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.preparation import ahead as ahead_module
-from pipefit.data.preparation.ahead import Ahead, Place, Recipe
+from pipefit.data.preparation.ahead import BatchRecipe, HeldStage, StepPrefetcher
 from pipefit.errors import DataError
 
 RULE = ImageRule(patch=4, max_patches=64)
@@ -81,7 +81,7 @@ def test_an_animation_is_its_first_picture(tmp_path: Path) -> None:
 def test_images_of_a_patch_or_less_and_very_long_ones(tmp_path: Path, size: tuple[int, int], tokens: int) -> None:
     Image.new("RGB", size).save(tmp_path / "a.png")
     found = read_size(tmp_path / "a.png", check=True)
-    assert RULE.tokens(found.width, found.height) == len(read_patches(tmp_path / "a.png", found, RULE)) == tokens
+    assert RULE.token_count(found.width, found.height) == len(read_patches(tmp_path / "a.png", found, RULE)) == tokens
 
 
 def test_names_with_spaces_other_scripts_and_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_names_with_spaces_other_scripts_and_bytes_that_are_no_text(tmp_path: Pa
         index = open_index(tmp_path / "index")
         assert sorted(index.image_path(image).name for image in range(3)) == sorted(names)
         assert all(index.image_path(image).is_file() for image in range(3))
-        assert {index.name(sample) for sample in range(3)} == {"ein Bild", "写真", "x\\udcff y"}
+        assert {index.sample_name(sample) for sample in range(3)} == {"ein Bild", "写真", "x\\udcff y"}
     os.unlink(folder / names[2])
     feed = run_feed(replace(source_of(index), rows=rows_of_index(index, SEQUENCE)), "patches", 0, np.arange(3), 0)
     assert len(feed.broken) == 1 and json.dumps(feed.broken, ensure_ascii=False).encode("utf-8")
@@ -110,7 +110,7 @@ def test_ids_that_are_no_text_or_the_same_twice(tmp_path: Path) -> None:
     source = str(write_rows(tmp_path / "m.jsonl", rows))
     summary = make_index(IndexRequest(source=source, on_broken="skip"), tmp_path / "index")
     index = open_index(tmp_path / "index")
-    assert [index.name(sample) for sample in range(3)] == ["\\ud800", "x", "x"]
+    assert [index.sample_name(sample) for sample in range(3)] == ["\\ud800", "x", "x"]
     assert summary.reported[0].image == "\\ud800.png"
 
 
@@ -213,7 +213,7 @@ def test_an_array_of_an_index_that_is_empty_cut_or_of_another_one(tmp_path: Path
 
 def test_workers_refuse_an_index_that_has_taken_the_place_of_the_first(tmp_path: Path) -> None:
     index = mixed_index(tmp_path, 6)
-    recipe = Recipe(index=str(index.folder), shape=shape_of(6, 3, ((1,),)), digest=index.summary.digest)
+    recipe = BatchRecipe(index=str(index.folder), shape=shape_of(6, 3, ((1,),)), digest=index.summary.digest)
     recipe.open()
     write_images(tmp_path / "images", 12, seed=5)
     make_index(index.summary.request, index.folder)
@@ -225,11 +225,11 @@ def test_workers_refuse_an_index_that_has_taken_the_place_of_the_first(tmp_path:
 def test_images_that_are_all_gone_end_a_run_that_would_skip_some(tmp_path: Path) -> None:
     """The folder of the images is not where it was: to train on without them is not what was meant."""
     index = mixed_index(tmp_path, 12)
-    recipe = Recipe(index=str(index.folder), shape=shape_of(12, 3, ((1,), (1,))))
+    recipe = BatchRecipe(index=str(index.folder), shape=shape_of(12, 3, ((1,), (1,))))
     (tmp_path / "images").rename(tmp_path / "elsewhere")
-    ahead = Ahead(recipe, (Place(0, "patches", 0), Place(1, "latents", 0)), None, on_broken="skip")
+    ahead = StepPrefetcher(recipe, (HeldStage(0, "patches", 0), HeldStage(1, "latents", 0)), None, on_broken="skip")
     with pytest.raises(DataError, match="broken now") as error:
-        ahead.take(0)
+        ahead.take_step(0)
     assert "whose samples with images are all broken" in str(error.value.where)
 
 
@@ -304,11 +304,11 @@ def test_workers_with_other_versions_of_what_decodes_images_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = mixed_index(tmp_path, 6)
-    recipe = Recipe(index=str(index.folder), shape=shape_of(6, 3, ((1,),)), versions=images.versions())
+    recipe = BatchRecipe(index=str(index.folder), shape=shape_of(6, 3, ((1,),)), versions=images.decoder_versions())
     recipe.open()
-    assert images.versions() == f"Pillow {Image.__version__}, numpy {np.__version__}"
-    monkeypatch.setattr(ahead_module, "versions", lambda: "Pillow 1.0, numpy 1.0")
+    assert images.decoder_versions() == f"Pillow {Image.__version__}, numpy {np.__version__}"
+    monkeypatch.setattr(ahead_module, "decoder_versions", lambda: "Pillow 1.0, numpy 1.0")
     with pytest.raises(DataError, match="decodes images with other versions than the run") as error:
         recipe.open()
-    assert (error.value.seen, error.value.allowed) == ("Pillow 1.0, numpy 1.0", images.versions())
+    assert (error.value.seen, error.value.allowed) == ("Pillow 1.0, numpy 1.0", images.decoder_versions())
     replace(recipe, versions="").open()

@@ -13,13 +13,13 @@ from multimodal_toys import SEQUENCE, made_rows, mixed_index, shape_of, write_im
 from typer.testing import CliRunner
 
 from pipefit.data.multimodal.index import GENERATE, IMAGE, open_index
-from pipefit.data.multimodal.planning import arranged_samples, sampled
+from pipefit.data.multimodal.planning import arranged_samples, sample_batches
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.preparation.cores import ImageRate, cores_for, cores_needed, image_sizes, measured_rate
 from pipefit.errors import DataError
 from pipefit.plan.request.sampled_batches import StageShares
-from pipefit.plan.types import Arranging, SampleLoad
+from pipefit.plan.types import SampleArrangement, SampleLoad
 
 LOADS = (SampleLoad(space="patches", token_s=0.01), SampleLoad(space="samples", row_s=1.0))
 
@@ -28,8 +28,8 @@ def test_sampled_batches_are_those_of_the_run_and_stand_as_in_it() -> None:
     """For every step: the planner's batch, arranged, has at every position the tokens that the run has there."""
     rows = made_rows(np.random.default_rng(0).lognormal(4, 1, 90).astype(np.int64))
     shape = shape_of(24, 4, ((1, 1), (1, 2)))
-    arranging = Arranging(loads=LOADS, swaps=10)
-    samples = sampled(rows, 24, 3, seed=shape.seed, where="m.jsonl")
+    arranging = SampleArrangement(loads=LOADS, swaps=10)
+    samples = sample_batches(rows, 24, 3, seed=shape.seed, where="m.jsonl")
     assert samples.tokens["patches"].shape == (3, 24) and "latents" not in samples.tokens
     for step in range(3):
         order = arranged_samples(samples, step, arranging, [StageShares(own) for own in shape.shares], 4)
@@ -37,7 +37,7 @@ def test_sampled_batches_are_those_of_the_run_and_stand_as_in_it() -> None:
         assert samples.tokens["patches"][step][order].tolist() == run.counts["patches"].tolist()
         assert samples.squares["patches"][step][order].tolist() == (run.counts["patches"] ** 2).tolist()
     with pytest.raises(DataError, match="too small for one batch"):
-        sampled(rows, 91, 1)
+        sample_batches(rows, 91, 1)
 
 
 def test_cores_are_images_by_seconds_with_a_margin(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_cores_are_images_by_seconds_with_a_margin(tmp_path: Path) -> None:
     each = [0.25 + 1e-3 * p + 0.01 * t for p, t in zip(pixels.tolist(), tokens.tolist(), strict=True)]
     assert needed.images == 24 * rows.images.mean() and needed.image_s == pytest.approx(np.mean(each))
     assert needed.cores == int(np.ceil(24 * rows.images.mean() * np.mean(each) / 2.0 * 1.3))
-    assert needed.copies == 1 and "decoded by" not in needed.text()
+    assert needed.copies == 1 and "decoded by" not in needed.to_text()
     parts = np.asarray(index.parts)
     kinds = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)][:, 0].tolist()
     assert {*kinds} == {IMAGE, GENERATE}
@@ -64,7 +64,7 @@ def test_cores_are_images_by_seconds_with_a_margin(tmp_path: Path) -> None:
     work_s = np.mean([one * times for one, times in zip(each, often, strict=True)])
     assert more.cores == int(np.ceil(24 * rows.images.mean() * work_s / 2.0 * 1.3)) > needed.cores
     assert (more.images, more.image_s, more.copies) == (needed.images, needed.image_s, np.mean(often))
-    assert f"images, each decoded by {more.copies:.3g} devices, in steps of 2 s" in more.text()
+    assert f"images, each decoded by {more.copies:.3g} devices, in steps of 2 s" in more.to_text()
 
 
 def test_a_measured_rate_says_what_the_measured_images_took_altogether(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_measured_rate_says_what_the_measured_images_took_altogether(tmp_path:
     rate = measured_rate(index, images=200)
     pixels, tokens = image_sizes(index)
     assert rate.measured == len(pixels) and min(rate.image_s, rate.pixel_s, rate.patch_s) >= 0
-    assert 0 < rate.seconds(pixels, tokens).mean() < 0.1
+    assert 0 < rate.decode_seconds(pixels, tokens).mean() < 0.1
     for image in range(index.summary.images):
         index.image_path(image).unlink(missing_ok=True)
     assert measured_rate(index).measured == 0

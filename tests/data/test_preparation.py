@@ -18,57 +18,59 @@ import pytest
 from multimodal_toys import SEQUENCE, mixed_index, shape_of
 from preparation_toys import PLACES, Garbled, Odd, digest, gone, stands_still
 
-from pipefit.data.multimodal.index import Index
-from pipefit.data.preparation.ahead import Ahead, Recipe
-from pipefit.data.preparation.dispatch import Limits
-from pipefit.data.preparation.pool import Pool
-from pipefit.data.preparation.processes import Processes
+from pipefit.data.multimodal.index import SampleIndex
+from pipefit.data.preparation.ahead import BatchRecipe, StepPrefetcher
+from pipefit.data.preparation.dispatch import DispatchLimits
+from pipefit.data.preparation.pool import WorkerPool
+from pipefit.data.preparation.processes import ProcessWorkers
 from pipefit.errors import DataError
-from pipefit.plan.types import Arranging, SampleLoad
+from pipefit.plan.types import SampleArrangement, SampleLoad
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     return mixed_index(tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.fixture
-def recipe(index: Index) -> Recipe:
+def recipe(index: SampleIndex) -> BatchRecipe:
     loads = tuple(SampleLoad(space=space, token_s=1e-3) for space in ("patches", "samples", "latents"))
     shape = shape_of(12, 3, ((1,), (1, 1), (1, 2)))
-    return Recipe(index=str(index.folder), shape=replace(shape, arranging=Arranging(loads=loads, swaps=10)))
+    return BatchRecipe(
+        index=str(index.folder), shape=replace(shape, arranging=SampleArrangement(loads=loads, swaps=10))
+    )
 
 
 @pytest.fixture
-def alone(recipe: Recipe) -> list[str]:
-    ahead = Ahead(recipe, PLACES, None)
-    return [digest(ahead.take(step)) for step in range(STEPS)]
+def alone(recipe: BatchRecipe) -> list[str]:
+    ahead = StepPrefetcher(recipe, PLACES, None)
+    return [digest(ahead.take_step(step)) for step in range(STEPS)]
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Pool]]:
+def opened() -> Iterator[list[WorkerPool]]:
     """Pools that are closed in the end."""
-    pools: list[Pool] = []
+    pools: list[WorkerPool] = []
     yield pools
     for pool in pools:
         pool.close()
 
 
 def test_a_pool_gives_the_bytes_of_one_process_though_workers_die_and_however_it_resumes(
-    recipe: Recipe, alone: list[str], opened: list[Pool]
+    recipe: BatchRecipe, alone: list[str], opened: list[WorkerPool]
 ) -> None:
-    executor = Processes(recipe, 2)
-    pool = Pool(executor, Limits(credit_bytes=60_000))  # less than a step: tasks wait for credits
+    executor = ProcessWorkers(recipe, 2)
+    pool = WorkerPool(executor, DispatchLimits(credit_bytes=60_000))  # less than a step: tasks wait for credits
     opened.append(pool)
-    ahead = Ahead(recipe, PLACES, pool)
+    ahead = StepPrefetcher(recipe, PLACES, pool)
     assert len(set(alone)) == STEPS
     for step in range(STEPS):
-        assert digest(ahead.take(step)) == alone[step]
+        assert digest(ahead.take_step(step)) == alone[step]
         if step in (1, 3):
             os.kill(next(iter(executor.process_ids.values())), signal.SIGKILL)
-    assert [digest(ahead.take(step)) for step in (2, 3, 0)] == [alone[2], alone[3], alone[0]]
+    assert [digest(ahead.take_step(step)) for step in (2, 3, 0)] == [alone[2], alone[3], alone[0]]
     assert pool.counts.died == 2
     ids = executor.process_ids.values()
     pool.close()
@@ -76,7 +78,7 @@ def test_a_pool_gives_the_bytes_of_one_process_though_workers_die_and_however_it
 
 
 def test_a_trainer_that_is_killed_at_any_step_goes_on_with_the_same_bytes_and_leaves_no_worker(
-    recipe: Recipe, alone: list[str], tmp_path: Path
+    recipe: BatchRecipe, alone: list[str], tmp_path: Path
 ) -> None:
     """What it resumes with is the recipe, which is the plan's, and the step."""
     stored, out = tmp_path / "recipe.pickle", tmp_path / "digests"
@@ -93,11 +95,11 @@ def test_a_trainer_that_is_killed_at_any_step_goes_on_with_the_same_bytes_and_le
     assert out.read_text().split() == [word for step in range(STEPS) for word in (str(step), alone[step])]
 
 
-def test_a_run_goes_on_under_another_plan_with_the_same_samples(recipe: Recipe) -> None:
+def test_a_run_goes_on_under_another_plan_with_the_same_samples(recipe: BatchRecipe) -> None:
     """Another number of microbatches and replicas, nothing balanced: what each sample is fed with is the same."""
     other = replace(recipe, shape=shape_of(12, 2, ((1, 1), (1,), (1,))))
 
-    def samples(chosen: Recipe, step: int) -> dict[int, tuple[bytes, ...]]:
+    def samples(chosen: BatchRecipe, step: int) -> dict[int, tuple[bytes, ...]]:
         places = [
             type(PLACES[0])(stage, space, replica)
             for stage, space in enumerate(("patches", "samples", "latents"))
@@ -105,10 +107,10 @@ def test_a_run_goes_on_under_another_plan_with_the_same_samples(recipe: Recipe) 
         ]
         found: dict[int, tuple[bytes, ...]] = {}
         for place in places:
-            ahead = Ahead(chosen, (place,), None)
-            prepared = ahead.take(step)
+            ahead = StepPrefetcher(chosen, (place,), None)
+            prepared = ahead.take_step(step)
             for (stage, microbatch), feed in prepared.feeds.items():
-                start, stop = prepared.plan.run(stage, microbatch, place.replica)
+                start, stop = prepared.plan.batch_run(stage, microbatch, place.replica)
                 at = 0
                 for position in range(start, stop):
                     tokens = 1 if place.space == "samples" else int(prepared.plan.counts[place.space][position])
@@ -121,14 +123,14 @@ def test_a_run_goes_on_under_another_plan_with_the_same_samples(recipe: Recipe) 
         return found
 
     assert samples(recipe, 1) == samples(other, 1)
-    orders = [Ahead(one, (), None).take(1).plan.rows.tolist() for one in (recipe, other)]
+    orders = [StepPrefetcher(one, (), None).take_step(1).plan.rows.tolist() for one in (recipe, other)]
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
-    assert recipe.shape.sequence == SEQUENCE
+    assert recipe.shape.sequence_length == SEQUENCE
 
 
-def test_workers_that_stop_crash_or_fail_are_made_up_for(tmp_path: Path, opened: list[Pool]) -> None:
-    executor = Processes(Odd(str(tmp_path)), 2)
-    pool = Pool(executor, Limits(hedge_after_s=0.3, timeout_s=30))
+def test_workers_that_stop_crash_or_fail_are_made_up_for(tmp_path: Path, opened: list[WorkerPool]) -> None:
+    executor = ProcessWorkers(Odd(str(tmp_path)), 2)
+    pool = WorkerPool(executor, DispatchLimits(hedge_after_s=0.3, timeout_s=30))
     opened.append(pool)
     requests = [("plain", 0), ("plain", 1), ("crash once", 2), ("stop once", 3), ("plain", 4)]
     for key, request in enumerate(requests):
@@ -163,37 +165,37 @@ def test_workers_that_stop_crash_or_fail_are_made_up_for(tmp_path: Path, opened:
         assert error.value.allowed == attempts
 
 
-def kill_all(executor: Processes, sent: int) -> None:
+def kill_all(executor: ProcessWorkers, sent: int) -> None:
     for process in list(executor.process_ids.values()):
         os.kill(process, sent)
 
 
-def take_all(recipe: Recipe, pool: Pool) -> list[str]:
-    ahead = Ahead(recipe, PLACES, pool)
-    return [digest(ahead.take(step)) for step in range(STEPS)]
+def take_all(recipe: BatchRecipe, pool: WorkerPool) -> list[str]:
+    ahead = StepPrefetcher(recipe, PLACES, pool)
+    return [digest(ahead.take_step(step)) for step in range(STEPS)]
 
 
 def test_workers_that_are_killed_before_they_are_up_are_started_again(
-    recipe: Recipe, alone: list[str], opened: list[Pool]
+    recipe: BatchRecipe, alone: list[str], opened: list[WorkerPool]
 ) -> None:
-    executor = Processes(recipe, 2)
+    executor = ProcessWorkers(recipe, 2)
     kill_all(executor, signal.SIGKILL)
-    opened.append(pool := Pool(executor, Limits(attempts=1)))
+    opened.append(pool := WorkerPool(executor, DispatchLimits(attempts=1)))
     assert take_all(recipe, pool) == alone and pool.counts.died == 2
 
 
 def test_workers_that_stand_still_before_they_are_up_are_killed_and_started_again(
-    recipe: Recipe, alone: list[str], opened: list[Pool]
+    recipe: BatchRecipe, alone: list[str], opened: list[WorkerPool]
 ) -> None:
-    executor = Processes(recipe, 1)
+    executor = ProcessWorkers(recipe, 1)
     kill_all(executor, signal.SIGSTOP)
-    opened.append(pool := Pool(executor, Limits(start_timeout_s=4, attempts=9)))
+    opened.append(pool := WorkerPool(executor, DispatchLimits(start_timeout_s=4, attempts=9)))
     assert take_all(recipe, pool) == alone and pool.counts.killed >= 1
 
 
-def test_all_workers_are_killed_at_once_while_they_have_tasks(opened: list[Pool], tmp_path: Path) -> None:
-    executor = Processes(Odd(str(tmp_path)), 2)
-    opened.append(pool := Pool(executor))
+def test_all_workers_are_killed_at_once_while_they_have_tasks(opened: list[WorkerPool], tmp_path: Path) -> None:
+    executor = ProcessWorkers(Odd(str(tmp_path)), 2)
+    opened.append(pool := WorkerPool(executor))
     for key in range(2):
         pool.add(key, ("stop once", key), 8000)
     stopped = list(executor.process_ids.values())
@@ -204,32 +206,34 @@ def test_all_workers_are_killed_at_once_while_they_have_tasks(opened: list[Pool]
     assert pool.counts.died == pool.counts.retried == 2 and not {process for _, process in results} & set(stopped)
 
 
-def test_all_workers_are_killed_at_once_between_steps(recipe: Recipe, alone: list[str], opened: list[Pool]) -> None:
-    executor = Processes(recipe, 3)
-    opened.append(pool := Pool(executor, Limits(credit_bytes=60_000)))
-    ahead = Ahead(recipe, PLACES, pool)
+def test_all_workers_are_killed_at_once_between_steps(
+    recipe: BatchRecipe, alone: list[str], opened: list[WorkerPool]
+) -> None:
+    executor = ProcessWorkers(recipe, 3)
+    opened.append(pool := WorkerPool(executor, DispatchLimits(credit_bytes=60_000)))
+    ahead = StepPrefetcher(recipe, PLACES, pool)
     found = []
     for step in range(STEPS):
-        found.append(digest(ahead.take(step)))
+        found.append(digest(ahead.take_step(step)))
         if step == 2:
             kill_all(executor, signal.SIGKILL)
     assert found == alone and pool.counts.died == 3
 
 
 def test_a_worker_that_stands_still_is_killed_after_the_time_limit_and_another_does_its_task(
-    recipe: Recipe, alone: list[str], opened: list[Pool]
+    recipe: BatchRecipe, alone: list[str], opened: list[WorkerPool]
 ) -> None:
-    executor = Processes(recipe, 1)
-    opened.append(pool := Pool(executor, Limits(timeout_s=2, hedge_after_s=60, attempts=9)))
-    ahead = Ahead(recipe, PLACES, pool)
-    found = [digest(ahead.take(0))]
+    executor = ProcessWorkers(recipe, 1)
+    opened.append(pool := WorkerPool(executor, DispatchLimits(timeout_s=2, hedge_after_s=60, attempts=9)))
+    ahead = StepPrefetcher(recipe, PLACES, pool)
+    found = [digest(ahead.take_step(0))]
     kill_all(executor, signal.SIGSTOP)
-    found += [digest(ahead.take(step)) for step in range(1, STEPS)]
+    found += [digest(ahead.take_step(step)) for step in range(1, STEPS)]
     assert found == alone and pool.counts.killed >= 1 and pool.counts.died >= 1
 
 
-def test_an_answer_that_cannot_be_read_costs_its_worker_and_says_why(opened: list[Pool]) -> None:
-    opened.append(pool := Pool(Processes(Garbled(), 1), Limits(attempts=2)))
+def test_an_answer_that_cannot_be_read_costs_its_worker_and_says_why(opened: list[WorkerPool]) -> None:
+    opened.append(pool := WorkerPool(ProcessWorkers(Garbled(), 1), DispatchLimits(attempts=2)))
     pool.add(0, "garbled", 1)
     with pytest.raises(DataError, match="lost its worker every time") as error:
         pool.take(0)
@@ -239,12 +243,12 @@ def test_an_answer_that_cannot_be_read_costs_its_worker_and_says_why(opened: lis
 
 
 def test_workers_do_not_take_modules_from_the_folder_that_the_trainer_stands_in(
-    recipe: Recipe, alone: list[str], opened: list[Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: BatchRecipe, alone: list[str], opened: list[WorkerPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "socket.py").write_text("raise RuntimeError('not the one that is meant')")
     monkeypatch.setattr(sys, "path", [path or os.getcwd() for path in sys.path])
     monkeypatch.chdir(tmp_path)
-    opened.append(pool := Pool(Processes(recipe, 1), Limits(attempts=1)))
+    opened.append(pool := WorkerPool(ProcessWorkers(recipe, 1), DispatchLimits(attempts=1)))
     assert take_all(recipe, pool) == alone and pool.counts.died == 0
 
 
@@ -280,10 +284,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_workers_that_cannot_open_what_they_are_told_are_an_error_where_it_is_waited_for(
-    tmp_path: Path, opened: list[Pool], recipe: Recipe
+    tmp_path: Path, opened: list[WorkerPool], recipe: BatchRecipe
 ) -> None:
     """An index that is gone when workers open it: they die before they have done anything."""
-    pool = Pool(Processes(replace(recipe, index=str(tmp_path / "nowhere")), 1), Limits(attempts=2))
+    pool = WorkerPool(ProcessWorkers(replace(recipe, index=str(tmp_path / "nowhere")), 1), DispatchLimits(attempts=2))
     opened.append(pool)
     pool.add(0, None, 1)
     with pytest.raises(DataError, match="die before they have done anything") as error:

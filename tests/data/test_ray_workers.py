@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from preparation_toys import Odd
 
-from pipefit.data.preparation.dispatch import Limits
-from pipefit.data.preparation.pool import Pool
+from pipefit.data.preparation.dispatch import DispatchLimits
+from pipefit.data.preparation.pool import WorkerPool
 from pipefit.data.preparation.ray_workers import RayWorkers
 from pipefit.errors import DataError
 
@@ -102,7 +102,7 @@ class Threads:
             thread.shutdown()
 
 
-def run(pool: Pool, tasks: int) -> None:
+def run(pool: WorkerPool, tasks: int) -> None:
     """Results in order, errors where they are waited for."""
     for key in range(tasks):
         pool.add(key, ("plain", key), 8000)
@@ -124,7 +124,7 @@ def test_actors_that_die_are_replaced_and_their_tasks_done_again(tmp_path: Path)
         return found
 
     ray = Threads(dies)
-    pool = Pool(RayWorkers(Odd(str(tmp_path)), 2, ray=ray))
+    pool = WorkerPool(RayWorkers(Odd(str(tmp_path)), 2, ray=ray))
     run(pool, 12)
     assert ray.initialized and len(ray.actors) == 4 and pool.counts.died == pool.counts.retried == 2
     pool.close()
@@ -134,7 +134,7 @@ def test_actors_that_die_are_replaced_and_their_tasks_done_again(tmp_path: Path)
 
 def test_a_task_that_kills_every_actor_is_given_up(tmp_path: Path) -> None:
     ray = Threads(lambda request: request[1] == 1)
-    pool = Pool(RayWorkers(Odd(str(tmp_path)), 1, ray=ray), Limits(attempts=2))
+    pool = WorkerPool(RayWorkers(Odd(str(tmp_path)), 1, ray=ray), DispatchLimits(attempts=2))
     pool.add(0, ("plain", 1), 1)
     with pytest.raises(DataError, match="lost its worker every time") as error:
         pool.take(0)
@@ -145,7 +145,7 @@ def test_a_task_that_kills_every_actor_is_given_up(tmp_path: Path) -> None:
 
 def test_a_machine_that_is_lost_with_all_its_idle_actors_costs_no_task(tmp_path: Path) -> None:
     ray = Threads()
-    pool = Pool(RayWorkers(Odd(str(tmp_path)), 4, ray=ray))
+    pool = WorkerPool(RayWorkers(Odd(str(tmp_path)), 4, ray=ray))
     run(pool, 4)
     for actor in ray.actors:
         ray.kill(actor, no_restart=True)
@@ -157,7 +157,7 @@ def test_a_machine_that_is_lost_with_all_its_idle_actors_costs_no_task(tmp_path:
 
 def test_an_actor_that_finds_no_place_is_given_up_for_another(tmp_path: Path) -> None:
     ray = Threads(pending=2)
-    pool = Pool(RayWorkers(Odd(str(tmp_path)), 2, ray=ray), Limits(start_timeout_s=0.3))
+    pool = WorkerPool(RayWorkers(Odd(str(tmp_path)), 2, ray=ray), DispatchLimits(start_timeout_s=0.3))
     run(pool, 4)
     assert pool.counts.killed == pool.counts.died == 2 and len(ray.actors) == 4
     pool.close()
@@ -166,7 +166,7 @@ def test_an_actor_that_finds_no_place_is_given_up_for_another(tmp_path: Path) ->
 
 def test_a_call_that_is_ready_is_not_kept_waiting_by_others(tmp_path: Path) -> None:
     ray = Threads()
-    pool = Pool(RayWorkers(Odd(str(tmp_path)), 2, ray=ray))
+    pool = WorkerPool(RayWorkers(Odd(str(tmp_path)), 2, ray=ray))
     run(pool, 20)
     assert ray.stalls == 0
     pool.close()
@@ -182,7 +182,7 @@ class Closed:
 
 def test_actors_that_cannot_open_what_they_are_told_say_why() -> None:
     ray = Threads()
-    pool = Pool(RayWorkers(Closed(), 1, ray=ray), Limits(attempts=2))
+    pool = WorkerPool(RayWorkers(Closed(), 1, ray=ray), DispatchLimits(attempts=2))
     pool.add(0, ("plain", 0), 1)
     with pytest.raises(DataError, match="die before they have done anything") as error:
         pool.take(0)
@@ -234,7 +234,7 @@ def ray() -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_ray_itself_makes_up_for_actors_that_die(tmp_path: Path, ray: Any) -> None:
-    pool = Pool(RayWorkers(Odd(str(tmp_path)), 2))
+    pool = WorkerPool(RayWorkers(Odd(str(tmp_path)), 2))
     run(pool, 8)
     pool.add("crash", ("crash once", 5), 8000)
     array, process = pool.take("crash")

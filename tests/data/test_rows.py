@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.rows import NO_ROW, Rows, cut_rows
+from pipefit.data.rows import NO_ROW, RowSplit, cut_rows
 from pipefit.errors import DataError
 
 
@@ -20,11 +20,11 @@ def test_rows_and_labels_are_those_of_a_naive_packing(tokens: int, sequence: int
     packed = [row for row in packed if len(row) >= 2]
     assert corpus.rows.count == len(packed)
     numbers = np.arange(len(packed))
-    assert corpus.rows.labels(numbers).tolist() == [len(row) - 1 for row in packed]
+    assert corpus.rows.count_labels(numbers).tolist() == [len(row) - 1 for row in packed]
     for number, row in enumerate(packed):
         got = corpus.row(number)
         assert got[got != IGNORE].tolist() == row
-    assert corpus.rows.labels(np.array([NO_ROW])).tolist() == [0]
+    assert corpus.rows.count_labels(np.array([NO_ROW])).tolist() == [0]
 
 
 @given(tokens=st.integers(20, 3000), held_out=st.floats(0, 0.9), seed=st.integers(0, 2**32))
@@ -34,7 +34,7 @@ def test_an_epoch_has_every_training_row_once_and_no_held_out_row(tokens: int, h
     rows = cut_rows(tokens, 8, held_out)
     kept = rows.held_out_rows(0, rows.held_out).tolist()
     for epoch in range(2):
-        places = np.arange(epoch * rows.training, (epoch + 1) * rows.training)
+        places = np.arange(epoch * rows.training_count, (epoch + 1) * rows.training_count)
         order = rows.training_rows(places, seed).tolist()
         assert sorted(order + kept) == list(range(rows.count))
 
@@ -84,9 +84,9 @@ def test_a_corpus_that_cannot_be_cut_says_why(tokens: int, held_out: float, mess
 
 
 def test_too_small_for_a_batch_names_both_numbers() -> None:
-    rows = Rows(count=10, sequence=8, last_labels=8, held_out=3)
+    rows = RowSplit(count=10, sequence=8, last_labels=8, held_out=3)
     rows.require_batch(7)
     with pytest.raises(DataError, match="too small for one batch") as caught:
         rows.require_batch(8, "mine.txt")
-    assert "7 training rows of 8 tokens (3 rows are held out)" in caught.value.text()
-    assert "at least 8 rows" in caught.value.text() and "mine.txt" in caught.value.text()
+    assert "7 training rows of 8 tokens (3 rows are held out)" in caught.value.full_text()
+    assert "at least 8 rows" in caught.value.full_text() and "mine.txt" in caught.value.full_text()

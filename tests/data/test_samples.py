@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipefit.data.samples import Field, Samples
+from pipefit.data.samples import InputField, UserSamples
 from pipefit.errors import DataError
-from pipefit.model.user import drawing_from
+from pipefit.model.user import seeded_generators
 
-FIELDS = {"images": Field((2, 3), "float"), "labels": Field((), "int64")}
+FIELDS = {"images": InputField((2, 3), "float"), "labels": InputField((), "int64")}
 ROWS = np.array([4, 1, 4])
 
 
@@ -33,19 +33,19 @@ def named(index: int):
     return {"labels": index, "images": torch.full((2, 3), float(index)), "path": "not an input"}
 
 
-def samples(dataset, *, batch: int = 2, held_out: float = 0.0) -> Samples:
-    return Samples(dataset, FIELDS, where="rows.py:rows", batch=batch, held_out=held_out)
+def samples(dataset, *, batch: int = 2, held_out: float = 0.0) -> UserSamples:
+    return UserSamples(dataset, FIELDS, where="rows.py:rows", batch=batch, held_out=held_out)
 
 
 def refused(dataset, **options) -> str:
     with pytest.raises(DataError) as found:
         samples(dataset, **options)
-    return found.value.text()
+    return found.value.full_text()
 
 
 @pytest.mark.parametrize("make", [named, lambda i: (np.full((2, 3), i, np.float32), np.int64(i))])
 def test_items_come_by_name_or_in_order(make):
-    taken = samples(Items(make)).take(ROWS, ["images", "labels"], 0, 3)
+    taken = samples(Items(make)).take_rows(ROWS, ["images", "labels"], 0, 3)
     assert taken["labels"].tolist() == [4, 1, 4]
     assert taken["labels"].dtype == np.int64
     assert taken["images"][:, 1, 2].tolist() == [4.0, 1.0, 4.0]
@@ -56,15 +56,15 @@ def test_items_come_by_name_or_in_order(make):
 def test_a_device_without_rows_or_wishes_reads_nothing():
     one = samples(Items(named))
     one._dataset.make = None
-    assert one.take(np.array([], dtype=np.int64), ["images"], 0, 0)["images"].shape == (0, 2, 3)
-    assert one.take(ROWS, [], 0, 0) == {}
+    assert one.take_rows(np.array([], dtype=np.int64), ["images"], 0, 0)["images"].shape == (0, 2, 3)
+    assert one.take_rows(ROWS, [], 0, 0) == {}
 
 
 def test_tensors_of_any_floating_type_are_rows_also_with_gradients():
     values = torch.rand(2, 3)
     kept = {torch.float16: values.half(), torch.bfloat16: values.bfloat16(), torch.float32: values.requires_grad_()}
     for tensor in kept.values():
-        found = samples(Items(lambda index, tensor=tensor: (tensor, index))).take(ROWS, ["images"], 0, 0)["images"]
+        found = samples(Items(lambda index, tensor=tensor: (tensor, index))).take_rows(ROWS, ["images"], 0, 0)["images"]
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found[0], tensor.detach().float().numpy())
 
@@ -77,18 +77,18 @@ def test_what_items_draw_is_keyed_by_seed_step_and_row():
     one, two = samples(Items(noisy)), samples(Items(noisy))
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = one.take(ROWS, ["images"], 7, 3)["images"]
+    first = one.take_rows(ROWS, ["images"], 7, 3)["images"]
     assert torch.equal(state, torch.get_rng_state())
-    np.testing.assert_array_equal(first, two.take(ROWS, ["images"], 7, 3)["images"])
+    np.testing.assert_array_equal(first, two.take_rows(ROWS, ["images"], 7, 3)["images"])
     np.testing.assert_array_equal(first[0], first[2])
     assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first, one.take(ROWS, ["images"], 7, 4)["images"])
-    assert not np.array_equal(first, one.take(ROWS, ["images"], 8, 3)["images"])
+    assert not np.array_equal(first, one.take_rows(ROWS, ["images"], 7, 4)["images"])
+    assert not np.array_equal(first, one.take_rows(ROWS, ["images"], 8, 3)["images"])
 
 
 def test_generators_are_as_they_were_after_an_error():
     before = random.getstate()
-    with pytest.raises(OSError, match="gone"), drawing_from(1, 2):
+    with pytest.raises(OSError, match="gone"), seeded_generators(1, 2):
         random.random()
         raise OSError("gone")
     assert random.getstate() == before

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.data.sources import Document, read_documents
+from pipefit.data.sources import SourceDocument, read_documents
 from pipefit.errors import DataError
 
 
@@ -21,7 +21,7 @@ def texts(*sources: str | Path, **options: object) -> list[str]:
 def refusal(*sources: str | Path, **options: object) -> str:
     with pytest.raises(DataError) as caught:
         texts(*sources, **options)
-    return caught.value.text()
+    return caught.value.full_text()
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_standard_library_is_read_whole_and_nothing_else() -> None:
     assert {"abc.py", "json/decoder.py", "typing.py"} <= set(names)
     assert not [name for name in names if "site-packages" in name or "/test/" in name or not name.endswith(".py")]
     folder = Path(sysconfig.get_paths()["stdlib"])
-    assert documents[names.index("abc.py")] == Document("stdlib:abc.py", (folder / "abc.py").read_bytes())
+    assert documents[names.index("abc.py")] == SourceDocument("stdlib:abc.py", (folder / "abc.py").read_bytes())
 
 
 def test_the_limit_cuts_at_a_character(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_every_row_of_the_batch_belongs_to_one_microbatch_and_replica_of_a_stage
         seen: list[int] = []
         for microbatch in range(shape.stage_microbatches(stage)):
             for replica in range(len(shares)):
-                seen += range(*shape.run(stage, microbatch, replica))
+                seen += range(*shape.batch_run(stage, microbatch, replica))
         assert seen == list(range(plan.job.batch))
 
 
@@ -53,7 +53,7 @@ def test_a_row_is_in_the_microbatch_that_the_architecture_says(plan: Plan, data:
     per_microbatch = plan.job.batch // shape.stage_microbatches(stage)
     for microbatch in range(shape.stage_microbatches(stage)):
         for replica in range(len(shape.shares[stage])):
-            rows = range(*shape.run(stage, microbatch, replica))
+            rows = range(*shape.batch_run(stage, microbatch, replica))
             assert all(row // per_microbatch == microbatch for row in rows)
 
 
@@ -72,9 +72,11 @@ def test_resuming_at_a_step_continues_the_same_order(plan: Plan, resumed_at: int
     through = np.concatenate([step_plan(plan, rows, step).rows for step in range(resumed_at + 3)])
     again = np.concatenate([step_plan(plan, rows, step).rows for step in range(resumed_at, resumed_at + 3)])
     assert through[resumed_at * batch :].tolist() == again.tolist()
-    epochs = len(through) // rows.training
+    epochs = len(through) // rows.training_count
     for epoch in range(epochs):
-        assert sorted(through[epoch * rows.training : (epoch + 1) * rows.training]) == list(range(rows.count))
+        assert sorted(through[epoch * rows.training_count : (epoch + 1) * rows.training_count]) == list(
+            range(rows.count)
+        )
 
 
 @given(plan=plans(), tokens=st.integers(9 * 40 - 8, 9 * 40), step=st.integers(0, 3))
@@ -87,7 +89,7 @@ def test_feeds_of_a_stage_add_up_to_the_packed_rows_and_the_divisor(plan: Plan, 
         labels_RT, positions_RT = tokens_RT.copy(), tokens_RT.copy()
         for microbatch in range(of_step.shape.stage_microbatches(stage)):
             for replica in range(len(shares)):
-                for index, (first, last) in enumerate(of_step.slices):
+                for index, (first, last) in enumerate(of_step.slice_runs):
                     feed = feed_arrays(corpus, of_step, stage, microbatch, replica, index)
                     tokens_RT[feed.rows_B, first:last] = feed.tokens_BT
                     labels_RT[feed.rows_B, first:last] = feed.labels_BT
@@ -115,8 +117,8 @@ def test_labels_are_shifted_before_the_row_is_sliced() -> None:
 
 def test_uneven_replicas_take_their_share_of_each_microbatch() -> None:
     shape = batch_shape(toy_plan(batch=12, sequence=8, microbatches=2, shares=((2, 1), (1, 1, 0))))
-    assert [shape.run(0, m, r) for m in range(2) for r in range(2)] == [(0, 4), (4, 6), (6, 10), (10, 12)]
-    assert [shape.run(1, 1, r) for r in range(3)] == [(6, 9), (9, 12), (12, 12)]
+    assert [shape.batch_run(0, m, r) for m in range(2) for r in range(2)] == [(0, 4), (4, 6), (6, 10), (10, 12)]
+    assert [shape.batch_run(1, 1, r) for r in range(3)] == [(6, 9), (9, 12), (12, 12)]
     corpus = ArrayCorpus(np.arange(9 * 20), 8)
     empty = feed_arrays(corpus, step_plan(shape, corpus.rows, 0), 1, 1, 2)
     assert empty.tokens_BT.shape == empty.labels_BT.shape == empty.positions_BT.shape == (0, 8)
@@ -130,7 +132,11 @@ def test_an_evaluation_has_every_held_out_row_once(batch: int, held_out: int) ->
     seen = [int(row) for each in batches for row in each.rows if row >= 0]
     assert sorted(seen) == sorted(corpus.rows.held_out_rows(0, held_out).tolist()) and len(seen) == held_out
     labels = sum(int((feed_arrays(corpus, each, 0, 0, 0).labels_BT != IGNORE).sum()) for each in batches)
-    assert labels == sum(each.divisor for each in batches) == int(corpus.rows.labels(np.array(seen, dtype=int)).sum())
+    assert (
+        labels
+        == sum(each.divisor for each in batches)
+        == int(corpus.rows.count_labels(np.array(seen, dtype=int)).sum())
+    )
 
 
 def test_a_corpus_too_small_for_the_batch_is_refused() -> None:

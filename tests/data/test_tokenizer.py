@@ -53,7 +53,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
     assert load_tokenizer(str(tmp_path), vocabulary=size).vocabulary == size
     with pytest.raises(DataError, match="more tokens than the model's vocabulary") as caught:
         load_tokenizer(str(tmp_path), vocabulary=size - 1)
-    assert f"{size} tokens for a vocabulary of {size - 1}" in caught.value.text()
+    assert f"{size} tokens for a vocabulary of {size - 1}" in caught.value.full_text()
     with pytest.raises(DataError, match="256 tokens for a vocabulary of 128"):
         load_tokenizer("bytes", vocabulary=128)
 
@@ -65,7 +65,7 @@ def test_an_unreadable_tokenizer_is_named(tmp_path: Path, content: bytes | None)
         path.write_bytes(content)
     with pytest.raises(DataError, match="The tokenizer cannot be read") as caught:
         load_tokenizer(str(path))
-    assert str(path) in caught.value.text() and "a tokenizer.json" in caught.value.text()
+    assert str(path) in caught.value.full_text() and "a tokenizer.json" in caught.value.full_text()
 
 
 def test_without_the_library_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pipefit.lab.lifecycle import lab_id
 from pipefit.lab.spec import LabFile
 from pipefit.lab.tables import DeviceTable
 
-_WHY_NOT = netns.why_not()
+_WHY_NOT = netns.unavailable_reason()
 
 
 def needs_lab(test: Any) -> Any:

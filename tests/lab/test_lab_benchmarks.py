@@ -16,7 +16,7 @@ from plan_toys import toy_model
 
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.codec import dump_text
-from pipefit.lab.spec import load
+from pipefit.lab.spec import load_lab
 from pipefit.plan.types import Job, Plan
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def test_the_clusters_are_those_that_were_written_before_measuring() -> None:
     for name, file in clusters().items():
         path = BENCHMARKS / "data" / "clusters" / f"{name}.json"
         assert path.read_text(encoding="utf-8") == dump_text(file), f"{name}: python benchmarks/lab_clusters.py"
-        assert load(path) == file
+        assert load_lab(path) == file
 
 
 def test_one_cluster_can_be_measured_again(tmp_path: Path) -> None:
@@ -54,11 +54,11 @@ def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
     from contention import built, laid
     from formulas import amp, pipette, uniform
     from pipefit.plan.assemble.predict import simulate_plan
-    from pipefit.plan.evaluate.planner_context import Workbench
+    from pipefit.plan.evaluate.planner_context import PlannerContext
 
     model, cluster = toy_model(4), parse_spec("2x2xA100-80:1GB/s")
     plan = built(cluster, model, laid(1, 1, 4), Job(batch=8, sequence=64, precision="float32"))
-    bench = Workbench(model, cluster)
+    bench = PlannerContext(model, cluster)
     simulation = simulate_plan(plan, model, cluster)
     costs = simulation.costs
     forward, backward = (float(costs.actions[kind].time_s.sum()) + costs.overhead_s for kind in "FB")
@@ -72,11 +72,11 @@ def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
     from contention import built, laid
     from formulas import pipette, uniform
     from pipefit.plan.assemble.predict import simulate_plan
-    from pipefit.plan.evaluate.planner_context import Workbench
+    from pipefit.plan.evaluate.planner_context import PlannerContext
 
     model, cluster = toy_model(4), parse_spec("2x1xA100-80:1GB/s")
     plan = built(cluster, model, laid(2, 1, 4), Job(batch=8, sequence=64, precision="float32"))
-    bench, simulation = Workbench(model, cluster), simulate_plan(plan, model, cluster)
+    bench, simulation = PlannerContext(model, cluster), simulate_plan(plan, model, cluster)
     ((_, _, size),) = simulation.work.edges[0].forward[0]
     slowest = max(
         sum(float(simulation.costs.actions[kind].time_s[stage].sum()) + simulation.costs.overhead_s for kind in "FB")
@@ -116,7 +116,7 @@ def test_the_baseline_has_every_grid_in_both_layouts() -> None:
     assert {plan.decisions["inner"] for plan in square} == {"replica", "stage"}
     assert {plan.decisions["microbatches"] for plan in square} == {"1", "2", "4"}
     assert len({plan.decisions["cuts"] for plan in square}) == 1, "even layers, whatever stands where"
-    assert all(one.plan.devices == (2, 3) for one in tried if one.where == "twice only")
+    assert all(one.plan.used_devices == (2, 3) for one in tried if one.where == "twice only")
 
 
 def test_scarce_memory_changes_no_cut_and_doubles_the_baseline() -> None:
@@ -171,7 +171,7 @@ def test_a_plan_that_holds_more_than_a_device_has_is_no_baseline_and_no_success(
     limit = min(kind.memory_bytes for kind in cluster.kinds.values())
 
     def run(seconds: float, size: int, plan: Plan) -> Measured:
-        return Measured((seconds,), True, "", (), (size,) * len(plan.devices))
+        return Measured((seconds,), True, "", (), (size,) * len(plan.used_devices))
 
     runs = {place: run(2.0, limit, one.plan) for place, one in enumerate(tried)}
     runs[1] = run(1.1, limit + 1, tried[1].plan)

@@ -25,16 +25,16 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A lab of 2 x 2 devices that stands for all tests of this file."""
-    made = Lab.open(lab_path(tmp_path_factory.mktemp("lab"), toy_lab()))
-    lifecycle.up(made)
+    made = Lab.open_lab(lab_path(tmp_path_factory.mktemp("lab"), toy_lab()))
+    lifecycle.bring_up(made)
     yield made
-    lifecycle.down(made.path)
+    lifecycle.take_down(made.path)
 
 
 def run(lab: Lab, *command: str, devices: tuple[int, ...] = (), grace_s: float = 5.0) -> tuple[int, list[str]]:
     lines: list[str] = []
-    with lifecycle.use(lab):
-        code = launch.run(lab, command, devices=devices, say=lines.append, preload=(), grace_s=grace_s)
+    with lifecycle.hold_lab(lab):
+        code = launch.run_command(lab, command, devices=devices, say=lines.append, preload=(), grace_s=grace_s)
     return code, lines
 
 
@@ -45,10 +45,10 @@ def script(folder: Path, text: str) -> str:
 
 
 def test_ranks_are_numbered_over_the_chosen_devices_host_by_host(tmp_path: Path) -> None:
-    lab = Lab.open(lab_path(tmp_path, toy_lab(toy_cluster(3, 2))))
+    lab = Lab.open_lab(lab_path(tmp_path, toy_lab(toy_cluster(3, 2))))
     ranks = launch.ranks_of(lab, [5, 2, 3])
     assert [(rank.rank, rank.device, rank.name) for rank in ranks] == [(0, 2, "n1.0"), (1, 3, "n1.1"), (2, 5, "n2.1")]
-    words = [launch.environment(lab, ranks, rank) for rank in ranks]
+    words = [launch.rank_environment(lab, ranks, rank) for rank in ranks]
     keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
     assert [[each[key] for key in keys] for each in words] == [
         ["0", "3", "0", "2", "0", "10.77.1.1", "eth0:0"],
@@ -105,13 +105,13 @@ dist.destroy_process_group()
 @needs_lab
 def test_ranks_of_emulated_devices_go_before_other_work(lab: Lab, tmp_path: Path) -> None:
     """Where this user may ask for that at all; with their threads. A lab without paced devices asks for nothing."""
-    probe = "from pipefit.lab.nursery import go_first; print(int(go_first()))"
+    probe = "from pipefit.lab.nursery import raise_priority; print(int(raise_priority()))"
     allowed = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.strip()
     text = "import os, threading\nthreading.Thread(target=lambda: print(os.sched_getscheduler(0))).start()"
     code, lines = run(lab, "python", script(tmp_path, text))
     assert code == 0 and len(lines) == 4
     assert {int(line.split()[-1]) for line in lines} == {os.SCHED_RR if allowed == "1" else os.SCHED_OTHER}
-    plain = Lab.open(lab_path(tmp_path, toy_lab(devices={})))
+    plain = Lab.open_lab(lab_path(tmp_path, toy_lab(devices={})))
     code, lines = run(plain, "python", script(tmp_path, text))
     assert code == 0 and {int(line.split()[-1]) for line in lines} == {os.SCHED_OTHER}
 
@@ -148,30 +148,30 @@ time.sleep(100)
 def test_a_run_that_could_not_keep_its_pace_is_invalid(lab: Lab, tmp_path: Path) -> None:
     text = """
 import time
-from pipefit.lab.pace import device
-emulated = device()
+from pipefit.lab.pace import emulated_device
+emulated = emulated_device()
 for seconds in (0.001, 0.5):
-    began = emulated.begin()
+    began = emulated.begin_action()
     time.sleep(0.02)
-    emulated.finish(began + seconds, seconds, 0.0, warm=False)
+    emulated.finish_action(began + seconds, seconds, 0.0, warm=False)
 """
-    with lifecycle.use(lab):
+    with lifecycle.hold_lab(lab):
         result = launch.run_judged(lab, ["python", script(tmp_path, text)], devices=[0, 1], preload=())
     assert (result.code, result.valid) == (2, False)
     assert result.pace.startswith("4 paced actions, 2 (50.00%) with more real work")
 
 
 def test_a_command_is_needed(tmp_path: Path) -> None:
-    lab = Lab.open(lab_path(tmp_path, toy_lab()))
+    lab = Lab.open_lab(lab_path(tmp_path, toy_lab()))
     with pytest.raises(LabError, match="no command to run"):
-        launch.run(lab, [])
+        launch.run_command(lab, [])
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["sideways", "FILE"], "The lab cannot do this."),
-        (["up", "FILE", "--", "true"], "Only `run` takes a command and devices."),
+        (["up", "FILE", "--", "true"], "Only `run_command` takes a command and devices."),
         (["run", "FILE", "--devices", "a-b", "--", "true"], "These are no devices."),
         (["up", "none.json"], "The file cannot be read."),
     ],

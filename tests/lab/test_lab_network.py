@@ -14,18 +14,18 @@ from lab_toys import lab_path, needs_lab, toy_cluster, toy_lab
 
 from pipefit.lab import check, lifecycle, network
 from pipefit.lab.lifecycle import Lab
-from pipefit.lab.spec import LabFile, Port, Uplink
-from pipefit.lab.streams import Pair, Streams, streams
+from pipefit.lab.spec import HostPort, LabFile, RackUplink
+from pipefit.lab.streams import HostStreams, Pair, open_streams
 
 FOUR = toy_cluster(4, 1, rate=lambda a, b: 4e6 + 1e6 * a + 5e5 * b)
 RACKS = (
-    Uplink(name="left", hosts=("n0", "n1"), up_bytes_per_s=3e6, down_bytes_per_s=6e6),
-    Uplink(name="right", hosts=("n2",), up_bytes_per_s=8e6, down_bytes_per_s=4e6),
+    RackUplink(name="left", hosts=("n0", "n1"), up_bytes_per_s=3e6, down_bytes_per_s=6e6),
+    RackUplink(name="right", hosts=("n2",), up_bytes_per_s=8e6, down_bytes_per_s=4e6),
 )
 
 
 def test_ports_are_as_fast_as_their_fastest_link_unless_the_file_says_otherwise() -> None:
-    rates = network.rates_of(toy_lab(FOUR, size_scale=2.0, ports={"n1": Port(receive_bytes_per_s=2e6)}))
+    rates = network.rates_of(toy_lab(FOUR, size_scale=2.0, ports={"n1": HostPort(receive_bytes_per_s=2e6)}))
     assert rates.pair[0] == (0.0, 1e6, 2.5e6, 2.75e6), "halved, and no faster than the receiving port"
     assert rates.send == (2.75e6, 3.25e6, 3.75e6, 4e6)
     assert rates.receive == (3.5e6, 1e6, 4e6, 3.75e6)
@@ -65,43 +65,43 @@ def test_what_is_not_made_is_said() -> None:
     cluster = replace(toy_cluster(), rails=(replace(toy_cluster().rails[0], latency_s=((0, 0.02), (0.01, 0))),))
     fast = replace(cluster.links["inside"], bandwidth_bytes_per_s=1e11)
     lab = toy_lab(replace(cluster, links={"inside": fast}))
-    notes = network.not_made(lab.cluster, network.rates_of(lab))
+    notes = network.unmade_facts(lab.cluster, network.rates_of(lab))
     assert notes[0].startswith("latencies of up to 20 ms")
     assert notes[1:] == [f"links inside {name}: as fast as the loopback interface" for name in ("n0", "n1")]
-    assert network.not_made(toy_cluster(), network.rates_of(toy_lab())) == []
+    assert network.unmade_facts(toy_cluster(), network.rates_of(toy_lab())) == []
 
 
 def test_rounds_hold_every_pair_once_and_no_port_or_uplink_twice() -> None:
     lab = toy_lab(FOUR, uplinks=RACKS)
-    plan = check.rounds(lab)
+    plan = check.pair_rounds(lab)
     assert sorted(pair for pairs in plan for pair in pairs) == [(a, b) for a in range(4) for b in range(4) if a != b]
     for pairs in plan:
         assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs)
         assert sum(a in (0, 1) and b in (2, 3) for a, b in pairs) <= 1, "one at a time through the left rack's uplink"
-    assert len(check.rounds(toy_lab(FOUR))) == 3
-    inside = check.rounds(toy_lab(toy_cluster(5, 2)))[4:]
+    assert len(check.pair_rounds(toy_lab(FOUR))) == 3
+    inside = check.pair_rounds(toy_lab(toy_cluster(5, 2)))[4:]
     assert inside == [[(0, 0), (1, 1)], [(2, 2), (3, 3)], [(4, 4)]], "100 MB/s each"
 
 
 def test_a_pair_across_racks_achieves_what_its_uplinks_carry() -> None:
-    wanted = check.requested(toy_lab(FOUR, uplinks=RACKS))
+    wanted = check.requested_rates(toy_lab(FOUR, uplinks=RACKS))
     assert (wanted[0, 1], wanted[0, 2], wanted[0, 3]) == (4.5e6, 3e6, 3e6)
     assert (wanted[3, 2], wanted[3, 0], wanted[2, 3]) == (4e6, 6e6, 7.5e6)
 
 
 @contextmanager
-def hosts_of(folder: Path, lab: LabFile) -> Iterator[Streams]:
-    made = Lab.open(lab_path(folder, lab))
-    with lifecycle.use(made), streams(made) as hosts:
+def hosts_of(folder: Path, lab: LabFile) -> Iterator[HostStreams]:
+    made = Lab.open_lab(lab_path(folder, lab))
+    with lifecycle.hold_lab(made), open_streams(made) as hosts:
         yield hosts
 
 
-def together(hosts: Streams, pairs: list[Pair], allowed: float) -> float:
+def together(hosts: HostStreams, pairs: list[Pair], allowed: float) -> float:
     """The share of what is allowed that these streams carry together, at the best of eight times: other work on the
     machine only ever takes away."""
     most = 0.0
     for _ in range(8):
-        most = max(most, sum(hosts.measure(pairs, 1.2).values()) / allowed)
+        most = max(most, sum(hosts.measure_rates(pairs, 1.2).values()) / allowed)
         if most > 0.9:
             break
     return most
@@ -110,7 +110,7 @@ def together(hosts: Streams, pairs: list[Pair], allowed: float) -> float:
 @needs_lab
 def test_streams_share_ports_of_senders_and_receivers(tmp_path: Path) -> None:
     """Each pair alone has 4 MB/s; host 0 sends 6 in all, and host 3 receives 3."""
-    ports = {"n0": Port(send_bytes_per_s=6e6), "n3": Port(receive_bytes_per_s=3e6)}
+    ports = {"n0": HostPort(send_bytes_per_s=6e6), "n3": HostPort(receive_bytes_per_s=3e6)}
     lab = toy_lab(toy_cluster(4, 1, rate=lambda a, b: 4e6), ports=ports)
     with hosts_of(tmp_path, lab) as hosts:
         assert 0.5 < together(hosts, [(0, 1)], 4e6) < 1.1
@@ -121,7 +121,7 @@ def test_streams_share_ports_of_senders_and_receivers(tmp_path: Path) -> None:
 @needs_lab
 def test_streams_share_the_uplink_of_a_rack(tmp_path: Path) -> None:
     """Two hosts of the left rack send 4 MB/s each to the right one: its way up carries 3; within the rack, 4."""
-    up = Uplink(name="left", hosts=("n0", "n1"), up_bytes_per_s=3e6, down_bytes_per_s=1e7)
+    up = RackUplink(name="left", hosts=("n0", "n1"), up_bytes_per_s=3e6, down_bytes_per_s=1e7)
     lab = toy_lab(toy_cluster(4, 1, rate=lambda a, b: 4e6), uplinks=(up,))
     with hosts_of(tmp_path, lab) as hosts:
         assert 0.5 < together(hosts, [(0, 2), (1, 3)], 3e6) < 1.1
@@ -134,29 +134,29 @@ def test_an_asymmetric_lab_is_checked_link_by_link(tmp_path: Path) -> None:
     """Other work on the machine makes some links slower and some actions later; nothing makes them faster."""
     cluster = toy_cluster(3, 1, rate=lambda a, b: 3e6 + 2e6 * a + 1e6 * b)
     lab = toy_lab(replace(cluster, hosts=(replace(cluster.hosts[0], devices=2), *cluster.hosts[1:])))
-    made = Lab.open(lab_path(tmp_path, lab))
-    with lifecycle.use(made):
-        result = check.calibrate(made)
+    made = Lab.open_lab(lab_path(tmp_path, lab))
+    with lifecycle.hold_lab(made):
+        result = check.calibrate_lab(made)
     seen = {(pair.source, pair.target): pair.requested for pair in result.pairs}
     assert seen == {(0, 0): 1e8} | {(a, b): 3e6 + 2e6 * a + 1e6 * b for a in range(3) for b in range(3) if a != b}
-    assert max(pair.error for pair in result.pairs) <= check.LINKS_WITHIN
-    assert statistics.median(abs(pair.error) for pair in result.pairs) <= 0.5
+    assert max(pair.relative_error for pair in result.pairs) <= check.LINKS_WITHIN
+    assert statistics.median(abs(pair.relative_error) for pair in result.pairs) <= 0.5
     assert [each.device for each in result.devices] == [0, 1, 2, 3]
-    assert all(each.error > -0.02 and each.emulated_s > 1 for each in result.devices)
+    assert all(each.relative_error > -0.02 and each.emulated_s > 1 for each in result.devices)
 
 
 def test_a_calibration_is_good_or_says_what_is_not(tmp_path: Path) -> None:
-    made = Lab.open(lab_path(tmp_path, toy_lab()))
+    made = Lab.open_lab(lab_path(tmp_path, toy_lab()))
     links = (check.PairCheck(0, 1, 1e7, 0.95e7), check.PairCheck(1, 0, 1e7, 1.02e7))
     paces = (check.PaceCheck(0, 2.0, 2.01, 0), check.PaceCheck(1, 2.0, 2.02, 1))
-    good = check.Calibration(links, paces)
-    assert good.good and check.as_data(made, good)["links"] == pytest.approx(
+    good = check.LabCalibration(links, paces)
+    assert good.is_good and check.as_data(made, good)["links"] == pytest.approx(
         {"mean_error": 0.035, "max_error": 0.05, "allowed": 0.1}
     )
     assert check.as_lines(made, good)[1:4] == ["           n0     n1", "    n0      -  0.950", "    n1  1.020      -"]
-    slow = check.Calibration((check.PairCheck(0, 1, 1e7, 0.89e7), *links[1:]), paces)
-    late = check.Calibration(links, (check.PaceCheck(0, 2.0, 2.1, 30), *paces[1:]))
-    assert not slow.good and not late.good
+    slow = check.LabCalibration((check.PairCheck(0, 1, 1e7, 0.89e7), *links[1:]), paces)
+    late = check.LabCalibration(links, (check.PaceCheck(0, 2.0, 2.1, 30), *paces[1:]))
+    assert not slow.is_good and not late.is_good
     text = "\n".join(check.as_lines(made, slow) + check.as_lines(made, late))
     assert "links: NOT GOOD: mean error 6.50%, largest 11.00% of 10% allowed" in text
     assert "pace: NOT GOOD: mean error 3.00%, largest 5.00% of 2% allowed, 31 actions late" in text

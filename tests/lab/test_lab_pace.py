@@ -19,12 +19,12 @@ from lab_toys import lab_path, toy_lab
 
 from pipefit.lab import pace
 from pipefit.lab.tables import DeviceTable, LayerFacts
-from pipefit.model.capture.layers import capture
-from pipefit.model.registry import open_model, resolve
-from pipefit.profile.device import introduce, rates
-from pipefit.profile.layers import LayerBench, Samples, Subject, typical
-from pipefit.profile.points import Point
-from pipefit.run.stage_inputs import Feed
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.registry import open_model, resolve_model
+from pipefit.profile.device import describe_rank, measure_rates
+from pipefit.profile.layers import LayerBench, PointSamples, ProfiledLayer, typical_times
+from pipefit.profile.points import WorkPoint
+from pipefit.run.stage_inputs import StageInputs
 
 TABLE = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e10, jitter=0.0, boost=0.0)
 
@@ -78,26 +78,28 @@ def test_slices_of_a_causal_sequence_take_its_attention_together_where_nothing_m
 
 def test_jitter_is_seeded_lognormal_with_mean_one() -> None:
     table = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e9, jitter=0.02)
-    drawn = [table.noise(1, 0, turn) for turn in range(4000)]
-    assert drawn == [table.noise(1, 0, turn) for turn in range(4000)]
-    assert drawn[:5] != [table.noise(2, 0, turn) for turn in range(5)]
+    drawn = [table.jitter_factor(1, 0, turn) for turn in range(4000)]
+    assert drawn == [table.jitter_factor(1, 0, turn) for turn in range(4000)]
+    assert drawn[:5] != [table.jitter_factor(2, 0, turn) for turn in range(5)]
     assert statistics.fmean(drawn) == pytest.approx(1.0, abs=0.002)
     assert statistics.stdev(map(math.log, drawn)) == pytest.approx(0.02, rel=0.05)
 
 
 def test_the_first_actions_of_a_step_are_faster() -> None:
     table = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e9, boost=0.1, boost_actions=4)
-    drift = [table.drift(turn) for turn in range(30)]
+    drift = [table.drift_factor(turn) for turn in range(30)]
     assert drift[0] == pytest.approx(0.9) and sorted(drift) == drift and drift[-1] == pytest.approx(1, abs=1e-3)
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path, table: DeviceTable = TABLE, **fields: Any) -> pace.Device:
+def emulate(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, table: DeviceTable = TABLE, **fields: Any
+) -> pace.EmulatedDevice:
     """Make this process a device of a lab."""
     path = lab_path(folder, toy_lab(devices={"slow": table}, **fields))
     for name, value in (("PIPEFIT_LAB", str(path)), ("PIPEFIT_DEVICE_KIND", "slow"), ("PIPEFIT_LAB_DEVICE", "3")):
         monkeypatch.setenv(name, value)
-    device = pace.device()
-    assert device is not None and device is pace.device()
+    device = pace.emulated_device()
+    assert device is not None and device is pace.emulated_device()
     return device
 
 
@@ -149,7 +151,7 @@ def tiny_block() -> Any:
 
 
 NONE = {"late": 0, "taken_s": 1.0, "emulated_s": 1.0, "worst_s": 0.0}
-FEED = Feed(positions=torch.zeros(2, 16))
+FEED = StageInputs(positions=torch.zeros(2, 16))
 SIZES = {"B": 2, "T": 16, "P": 0, "S": 16}
 
 
@@ -159,8 +161,8 @@ def expected_s(kind: str, layers: int = 3) -> float:
 
 @cache
 def frozen_encoder() -> Any:
-    config = resolve("multimodal-tiny").config
-    return capture("multimodal", {**config, "frozen": ["vision.encoder"]})
+    config = resolve_model("multimodal-tiny").config
+    return capture_family("multimodal", {**config, "frozen": ["vision.encoder"]})
 
 
 def test_packed_rows_are_paced_by_the_squares_of_their_images_and_seams_by_their_tokens(
@@ -171,16 +173,16 @@ def test_packed_rows_are_paced_by_the_squares_of_their_images_and_seams_by_their
     block, embed = (model.layer_graph(model.modules[place].layers[at]) for place, at in ((0, 1), (1, 0)))
     program = Program()
     program.layers = (SimpleNamespace(graph=block, shares=()),)
-    stage = pace.paced(program)
+    stage = pace.pace_program(program)
 
     def taken_s(lengths: tuple[int, ...]) -> float:
-        feed = Feed(documents=torch.zeros(1, sum(lengths), dtype=torch.int64), image_lengths=lengths)
+        feed = StageInputs(documents=torch.zeros(1, sum(lengths), dtype=torch.int64), image_lengths=lengths)
         sizes = stage._sizes_of(0, 0, {}, feed)
         assert sizes["squares"] == sum(n * n for n in lengths) and sizes["S"] == sizes["T"]
         return pace.stage_layer_s(device.table, block, "F", sizes)
 
     assert taken_s((256, 256)) < taken_s((500, 12)) < taken_s((512,))
-    sizes = stage._sizes_of(0, 0, {}, Feed(documents=torch.zeros(1, 40), image_lengths=(40,)))
+    sizes = stage._sizes_of(0, 0, {}, StageInputs(documents=torch.zeros(1, 40), image_lengths=(40,)))
     assert pace.stage_layer_s(device.table, block, "W", sizes) == 0.0, "its weights are frozen"
     program.input_gradient = False
     program.layers = (*program.layers, SimpleNamespace(graph=model.layer_graph(model.modules[0].layers[-1]), shares=()))
@@ -188,7 +190,7 @@ def test_packed_rows_are_paced_by_the_squares_of_their_images_and_seams_by_their
     frozen_s, projector_s = stage._layer_times("I", sizes)
     assert frozen_s == 0.0 < projector_s, "nothing before the projector is trained"
     data = {"image_places": torch.zeros(1, 9), "condition_places": torch.zeros(1, 4)}
-    sizes = stage._sizes_of(0, 0, {}, Feed(tokens=torch.zeros(2, 16), data=data))
+    sizes = stage._sizes_of(0, 0, {}, StageInputs(tokens=torch.zeros(2, 16), data=data))
     assert (sizes["I"], sizes["J"], sizes["L"], sizes["M"]) == (9, 9, 4, 4)
     assert pace.stage_layer_s(device.table, embed, "F", sizes) > 0.0
 
@@ -196,16 +198,16 @@ def test_packed_rows_are_paced_by_the_squares_of_their_images_and_seams_by_their
 def test_nothing_is_paced_outside_a_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = Program()
     monkeypatch.delenv("PIPEFIT_LAB", raising=False)
-    assert pace.paced(program) is program and pace.step_pacer(1) is None
-    assert pace.exchanged(lambda: 5) == 5
+    assert pace.pace_program(program) is program and pace.step_pacer(1) is None
+    assert pace.pace_collective(lambda: 5) == 5
     emulate(monkeypatch, tmp_path)
     monkeypatch.setenv("PIPEFIT_DEVICE_KIND", "another")
-    assert pace.paced(program) is program, "a kind without a table"
+    assert pace.pace_program(program) is program, "a kind without a table"
 
 
 def test_actions_take_the_time_of_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device, clock = emulate(monkeypatch, tmp_path), Clock(monkeypatch)
-    stage = pace.paced(Program(lambda: clock.sleep(1e-3)))
+    stage = pace.pace_program(Program(lambda: clock.sleep(1e-3)))
     for step in range(2):
         stage.begin_step(step, 1)
         for microbatch in range(4):
@@ -225,7 +227,7 @@ def test_waking_up_late_is_taken_off_the_next_action_if_it_waited_for_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     device, clock = emulate(monkeypatch, tmp_path, seed=6), Clock(monkeypatch, late_s=2e-3)
-    stage = pace.paced(Program())
+    stage = pace.pace_program(Program())
     for step in range(2):
         stage.begin_step(step, 1)
         begin = clock.now
@@ -246,7 +248,7 @@ def test_gradients_of_layers_are_ready_when_the_device_would_have_them(
 ) -> None:
     emulate(monkeypatch, tmp_path, seed=7)
     clock = Clock(monkeypatch)
-    stage = pace.paced(Program())
+    stage = pace.pace_program(Program())
     seen: list[tuple[int, float]] = []
     stage.begin_step(0, 1)
     stage.forward(0, 0, {}, FEED)
@@ -260,7 +262,7 @@ def test_gradients_of_layers_are_ready_when_the_device_would_have_them(
 
 def test_starting_reductions_is_no_work_of_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device, clock = emulate(monkeypatch, tmp_path, seed=8), Clock(monkeypatch)
-    stage = pace.paced(Program())
+    stage = pace.pace_program(Program())
     for step in range(2):
         stage.begin_step(step, 1)
         stage.forward(0, 0, {}, FEED)
@@ -277,7 +279,7 @@ def test_a_layer_whose_real_work_is_late_makes_the_last_backward_late(
 ) -> None:
     device, clock = emulate(monkeypatch, tmp_path, seed=9), Clock(monkeypatch, late_s=1e-4)
     first_s = expected_s("B", 1)
-    stage = pace.paced(Program(lambda: clock.sleep(first_s + 0.01)))
+    stage = pace.pace_program(Program(lambda: clock.sleep(first_s + 0.01)))
     for step in range(2):
         stage.begin_step(step, 1)
         stage.forward(0, 0, {}, FEED)
@@ -294,7 +296,7 @@ def test_a_small_last_layer_may_be_done_later_by_a_thousandth_of_the_backward(
 ) -> None:
     device, clock = emulate(monkeypatch, tmp_path, seed=10), Clock(monkeypatch)
     layer_s, whole_s = expected_s("B", 1) - expected_s("B", 0), expected_s("B")
-    stage = pace.paced(Program(last=lambda: clock.sleep(layer_s + share * pace.LAYER_SHARE * whole_s)))
+    stage = pace.pace_program(Program(last=lambda: clock.sleep(layer_s + share * pace.LAYER_SHARE * whole_s)))
     for step in range(2):
         stage.begin_step(step, 1)
         stage.forward(0, 0, {}, FEED)
@@ -306,25 +308,25 @@ def test_a_small_last_layer_may_be_done_later_by_a_thousandth_of_the_backward(
 
 def test_real_work_that_takes_longer_is_counted_and_invalid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device, clock = emulate(monkeypatch, tmp_path, seed=1), Clock(monkeypatch)
-    stage = pace.paced(Program(lambda: clock.sleep(expected_s("F") + 0.02)))
+    stage = pace.pace_program(Program(lambda: clock.sleep(expected_s("F") + 0.02)))
     for step in range(2):
         stage.begin_step(step, 1)
         stage.forward(0, 0, {}, FEED)
     assert (device.counts.warm, device.counts.actions, device.counts.late) == (1, 1, 1)
     assert device.counts.worst_s == pytest.approx(0.02)
-    valid, words = pace.judge([vars_of(device), {**NONE, "actions": 98}])
+    valid, words = pace.judge_counts([vars_of(device), {**NONE, "actions": 98}])
     assert not valid and "99 paced actions, 1 (1.01%) with more real work than the emulated device takes" in words
-    assert pace.judge([vars_of(device), {**NONE, "actions": 99}])[0]
-    assert pace.judge([]) == (True, "no paced action")
+    assert pace.judge_counts([vars_of(device), {**NONE, "actions": 99}])[0]
+    assert pace.judge_counts([]) == (True, "no paced action")
 
 
-def vars_of(device: pace.Device) -> dict[str, Any]:
+def vars_of(device: pace.EmulatedDevice) -> dict[str, Any]:
     return {name: getattr(device.counts, name) for name in ("actions", "late", "taken_s", "emulated_s", "worst_s")}
 
 
 def test_collectives_inside_a_stage_come_on_top(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device, clock = emulate(monkeypatch, tmp_path, seed=2), Clock(monkeypatch)
-    stage = pace.paced(Program(lambda: pace.exchanged(lambda: clock.sleep(0.5))))
+    stage = pace.pace_program(Program(lambda: pace.pace_collective(lambda: clock.sleep(0.5))))
     begin = clock.now
     for step in range(2):
         stage.begin_step(step, 1)
@@ -347,9 +349,9 @@ def test_collectives_begin_when_the_device_has_come_to_them(monkeypatch: pytest.
 
     def work() -> None:
         for _ in range(wanted):
-            pace.exchanged(collective)
+            pace.pace_collective(collective)
 
-    stage = pace.paced(Program(work))
+    stage = pace.pace_program(Program(work))
     own_s, layer_s = expected_s("F", 0), expected_s("F", 1) - expected_s("F", 0)
     free_s = [own_s + (layer + part) * layer_s for layer in range(3) for part in (0.25, 0.75)]
     for step in range(3):
@@ -382,14 +384,14 @@ def test_a_profile_sees_the_emulated_device(monkeypatch: pytest.MonkeyPatch, tmp
     """A real block, whose real work takes none of the clock's time."""
     device, _ = emulate(monkeypatch, tmp_path, seed=4, size_scale=4.0), Clock(monkeypatch)
     graph = tiny_block()
-    bench = LayerBench(Subject(graph, "block", "float32"), torch.device("cpu"))
-    samples = Samples(0, Point(2, 16), [bench.visit(Point(2, 16), 0.0)])
-    seconds, _ = typical(samples.visits)
+    bench = LayerBench(ProfiledLayer(graph, "block", "float32"), torch.device("cpu"))
+    samples = PointSamples(0, WorkPoint(2, 16), [bench.visit_point(WorkPoint(2, 16), 0.0)])
+    seconds, _ = typical_times(samples.visits)
     assert seconds == pytest.approx({kind: expected_s(kind, 1) for kind in "FIWB"})
     assert device.counts.actions + device.counts.warm == 5
-    member = introduce(0, 0, 4, torch.device("cpu"))
+    member = describe_rank(0, 0, 4, torch.device("cpu"))
     assert (member.total_bytes, member.process_bytes, member.cores, member.kind) == ((1 << 30) // 4, 0, 4, "slow")
-    assert rates(torch.device("cpu")).flops_per_s["float32"] == pytest.approx(1e9, rel=0.02)
+    assert measure_rates(torch.device("cpu")).flops_per_s["float32"] == pytest.approx(1e9, rel=0.02)
 
 
 def test_counts_are_left_for_whoever_started_the_ranks(tmp_path: Path) -> None:

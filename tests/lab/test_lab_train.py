@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lab_toys import kernel_state, lab_path, needs_lab, toy_cluster, toy_lab
 
-from pipefit.cluster import load
+from pipefit.cluster import load_cluster
 from pipefit.lab.tables import DeviceTable
 from pipefit.plan.check.rules import load_plan
 
@@ -57,7 +57,7 @@ def test_profile_plan_and_train_in_a_lab(tmp_path: Path) -> None:
     said = pipefit(
         tmp_path, "lab", "run", str(lab), "--", "pipefit", "profile", *measure, "-o", "cluster.json", codes=(0, 2)
     )
-    cluster = load(tmp_path / "cluster.json")
+    cluster = load_cluster(tmp_path / "cluster.json")
     assert [(host.name, host.kind, host.devices) for host in cluster.hosts] == [("n0", "slow", 2), ("n1", "slow", 2)]
     assert cluster.kinds["slow"].memory_bytes == 1 << 30
     assert cluster.kinds["slow"].peak_flops_per_s["float32"] == pytest.approx(4e9, rel=0.05)
@@ -73,7 +73,7 @@ def test_profile_plan_and_train_in_a_lab(tmp_path: Path) -> None:
     verdict = json.loads((tmp_path / "paced" / "lab.json").read_text())
     assert verdict["pace"] in said and ("lab: valid" in said) == verdict["valid"]
     assert int(verdict["pace"].split()[0]) > 0
-    devices = load_plan(tmp_path / "plan.json").devices
+    devices = load_plan(tmp_path / "plan.json").used_devices
     pipefit(tmp_path, *train, "-o", "free", "--local", str(len(devices)))
     assert losses(tmp_path / "paced") == pytest.approx(losses(tmp_path / "free"), rel=1e-5)
     assert kernel_state(lab) == before

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipefit.model.graph import Graph, size_value
-from pipefit.model.ops.rotary import frequencies
+from pipefit.model.ops.rotary import rotary_frequencies
 
 
 def run_graph(graph: Graph, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
@@ -30,7 +30,7 @@ def run_outputs(graph: Graph, inputs: Mapping[str, Tensor], parameters: Mapping[
     for operator in graph.operators:
         arguments = [values[name] for name in operator.inputs]
         result = EXECUTE[operator.kind](arguments, operator.attributes, symbols)
-        expected = tuple(size_value(size, symbols) for size in graph.tensor(operator.outputs[0]).shape)
+        expected = tuple(size_value(size, symbols) for size in graph.find_tensor(operator.outputs[0]).shape)
         assert tuple(result.shape) == expected, (operator, tuple(result.shape), expected)
         values[operator.outputs[0]] = result
     return [values[name] for name in graph.outputs]
@@ -43,7 +43,7 @@ def _second(a: list[Any], at: Mapping[str, Any]) -> Any:
 def _rotary(a: list[Any], at: Mapping[str, Any], symbols: Any) -> Tensor:
     """Each pair as a complex number, turned."""
     x, positions = a
-    values, factor = frequencies(at)
+    values, factor = rotary_frequencies(at)
     angle = positions[..., None, None].double() * torch.tensor(values, dtype=torch.float64)
     turn = torch.polar(torch.full_like(angle, factor), angle)
     front, rest = x[..., : at["dim"]], x[..., at["dim"] :]

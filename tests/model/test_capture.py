@@ -18,11 +18,11 @@ from variants import VARIANTS, captured
 
 from pipefit import codec
 from pipefit.errors import ModelError
-from pipefit.model.analysis.totals import infer
-from pipefit.model.capture.layers import OpaqueLayerWarning, capture, capture_layers
+from pipefit.model.analysis.totals import infer_shapes
+from pipefit.model.capture.layers import OpaqueLayerWarning, capture_family, capture_layers
 from pipefit.model.graph import Graph
 from pipefit.model.ops import KINDS
-from pipefit.model.registry import build_layers, builtin_names, describe, open_model, resolve, save_model
+from pipefit.model.registry import build_layers, builtin_names, describe_config, open_model, resolve_model, save_model
 
 
 def example(graph: Graph, rows: int, tokens: int) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def example(graph: Graph, rows: int, tokens: int) -> dict[str, Tensor]:
 def test_a_graph_computes_what_its_module_computes(name: str, rows: int, tokens: int) -> None:
     torch.manual_seed(2)
     model = captured(name)
-    described = describe(VARIANTS[name], name, name)
+    described = describe_config(VARIANTS[name], name, name)
     layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
     for layer, module in zip(model.layers, layers, strict=True):
         graph = model.layer_graph(layer)
@@ -74,14 +74,14 @@ def test_every_operator_is_registered_and_its_shapes_are_inferred(name: str) -> 
             kind.check_inputs(operator)
             assert set(operator.attributes) <= set(kind.attributes), operator
             given = tuple(shapes[key] if key else None for key in operator.inputs)
-            assert infer(operator.kind, given, operator.attributes) == (shapes[operator.outputs[0]],), operator
+            assert infer_shapes(operator.kind, given, operator.attributes) == (shapes[operator.outputs[0]],), operator
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2", "mixtral", "mistral-window"])
 def test_no_size_of_the_example_is_frozen_into_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipefit.model.capture.layers._EXAMPLE", {"B": 17, "T": 29})
-    described = describe(VARIANTS[name], name, name)
-    assert capture(described.family, described.config) == captured(name)
+    described = describe_config(VARIANTS[name], name, name)
+    assert capture_family(described.family, described.config) == captured(name)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2", "mixtral", "mistral-window"])
@@ -114,7 +114,7 @@ def test_equal_layers_share_a_graph_and_different_ones_do_not() -> None:
 
 def test_dropout_is_captured_with_its_number() -> None:
     config = {**VARIANTS["gpt2"], "resid_pdrop": 0.25, "embd_pdrop": 0.5}
-    model = capture("gpt2", describe(config, "gpt2", "gpt2").config)
+    model = capture_family("gpt2", describe_config(config, "gpt2", "gpt2").config)
     found = [
         (operator.attributes["p"], operator.attributes["index"])
         for layer in model.layers[:2]
@@ -132,7 +132,7 @@ def test_a_saved_model_reloads_equal(name: str, tmp_path: Path) -> None:
     assert again == model
     assert again.hash == model.hash
     assert codec.dump_text(again) == codec.dump_text(model)
-    described = resolve(str(tmp_path / "model.json"))
+    described = resolve_model(str(tmp_path / "model.json"))
     assert (described.family, described.config) == (model.family, model.config)
 
 
@@ -154,15 +154,15 @@ def test_hashes_are_equal_in_another_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True, env=environment
     )
-    described = resolve("tiny-qwen3-moe")
-    assert done.stdout.strip() == capture(described.family, described.config).hash
+    described = resolve_model("tiny-qwen3-moe")
+    assert done.stdout.strip() == capture_family(described.family, described.config).hash
 
 
 def test_seventy_billion_parameters_are_captured_in_seconds() -> None:
     captured("llama2")  # the first export of a process is slow
-    described = resolve("llama-3-70b")
+    described = resolve_model("llama-3-70b")
     start = time.process_time()
-    model = capture(described.family, described.config)
+    model = capture_family(described.family, described.config)
     assert time.process_time() - start < 8.0
     assert len(model.layers) == 83 and len(model.graphs) == 4
 
@@ -170,8 +170,8 @@ def test_seventy_billion_parameters_are_captured_in_seconds() -> None:
 def test_every_builtin_resolves_and_its_description_is_stable() -> None:
     assert len(builtin_names()) >= 20
     for name in builtin_names():
-        described = resolve(name)
-        assert describe(described.config, name, name) == described
+        described = resolve_model(name)
+        assert describe_config(described.config, name, name) == described
 
 
 # -- a user's own layers ----------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_hand_written_block_is_captured_and_lifted() -> None:
     rotary = next(operator for operator in graph.operators if operator.kind == "rotary")
     assert rotary.attributes == {"theta": 100.0, "dim": 8, "scaling": None, "style": "interleaved"}
     attention = next(operator for operator in graph.operators if operator.kind == "attention")
-    assert graph.tensor(attention.inputs[1]).shape == ("B", "T", 2, 8)
+    assert graph.find_tensor(attention.inputs[1]).shape == ("B", "T", 2, 8)
     inputs = {"x": torch.randn(2, 5, 32, dtype=torch.float64), "positions": torch.arange(5).repeat(2, 1)}
     expected = layers[1](inputs["x"], inputs["positions"])
     torch.testing.assert_close(
@@ -272,7 +272,7 @@ def test_what_cannot_be_captured_becomes_opaque_with_its_reason(layer: nn.Module
     assert operator.kind == "opaque" and reason in operator.attributes["reason"]
     assert operator.attributes["key"] == "layers.1"
     assert operator.inputs == ("x", *(name for name, _ in layer.named_parameters()))
-    assert graph.tensor("opaque_0").shape == ("B", "T", 16)
+    assert graph.find_tensor("opaque_0").shape == ("B", "T", 16)
 
 
 def test_two_equal_opaque_layers_keep_their_own_names() -> None:

@@ -8,7 +8,7 @@ from tests.shard.whole_runs import compare, feed_of, reference, run_whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipefit.model.capture.whole import capture_whole, fed_as
+from pipefit.model.capture.whole import capture_whole, input_tensors
 from pipefit.model.example import Example
 
 
@@ -161,6 +161,6 @@ def test_parameters_that_are_called_like_values_are_told_from_them():
     given["labels"] = torch.arange(5)
     wanted = reference(one, given)
     state = {name: parameter.detach() for name, parameter in one.module.named_parameters()}
-    feed = feed_of(model, {fed.name: given[name] for name, fed in fed_as(one).items() if fed.role == "data"})
+    feed = feed_of(model, {fed.name: given[name] for name, fed in input_tensors(one).items() if fed.role == "data"})
     feed.labels = given["labels"]
     compare(run_whole(None, 0, model, (), (), state, feed, 5), wanted)

@@ -13,7 +13,7 @@ from variants import VARIANTS
 
 from pipefit.errors import FormatError, ModelError
 from pipefit.model.capture.layers import capture_layers
-from pipefit.model.registry import build_layers, describe, open_model, resolve, typed_config
+from pipefit.model.registry import build_layers, describe_config, open_model, resolve_model, typed_config
 from pipefit.model.weights.files import INDEX, WeightFiles, layer_tensors, load_layers, save_weights
 
 LLAMA = VARIANTS["llama2"]
@@ -21,7 +21,7 @@ LLAMA = VARIANTS["llama2"]
 
 def refused(config: dict[str, Any]) -> str:
     with pytest.raises(ModelError) as error:
-        describe(config, "config.json", "config.json")
+        describe_config(config, "config.json", "config.json")
     return str(error.value)
 
 
@@ -80,16 +80,16 @@ def test_gpt2_heads_that_do_not_divide() -> None:
 
 def test_dropout_of_attention_is_said_to_be_left_out() -> None:
     with pytest.warns(UserWarning, match="attn_pdrop is left out"):
-        describe({**VARIANTS["gpt2"], "attn_pdrop": 0.1}, "gpt2", "gpt2")
+        describe_config({**VARIANTS["gpt2"], "attn_pdrop": 0.1}, "gpt2", "gpt2")
     with pytest.warns(UserWarning, match="attention_dropout is left out"):
-        describe({**LLAMA, "attention_dropout": 0.1}, "llama", "llama")
+        describe_config({**LLAMA, "attention_dropout": 0.1}, "llama", "llama")
 
 
 def test_spellings_of_transformers_4_and_5_give_one_configuration() -> None:
     scaling = VARIANTS["llama3"]["rope_scaling"]
-    old = describe({**VARIANTS["llama3"], "torch_dtype": "bfloat16"}, "a", "a").config
+    old = describe_config({**VARIANTS["llama3"], "torch_dtype": "bfloat16"}, "a", "a").config
     new = {key: value for key, value in VARIANTS["llama3"].items() if key not in ("rope_theta", "rope_scaling")}
-    new = describe(
+    new = describe_config(
         {**new, "dtype": "bfloat16", "rope_parameters": {**scaling, "rope_theta": 500000.0}}, "b", "b"
     ).config
     assert old == new and old["rope_scaling"] == scaling
@@ -97,7 +97,7 @@ def test_spellings_of_transformers_4_and_5_give_one_configuration() -> None:
 
 def test_an_unknown_name_suggests_a_near_one() -> None:
     with pytest.raises(ModelError) as error:
-        resolve("llama-3-80b")
+        resolve_model("llama-3-80b")
     assert "did you mean llama-3-" in str(error.value) and "gpt2-xl" in str(error.value)
 
 
@@ -109,22 +109,22 @@ def test_an_unknown_family() -> None:
 
 def test_directories_and_files_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        resolve(str(tmp_path))
+        resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama",')
     with pytest.raises(FormatError, match="not valid JSON") as error:
-        resolve(str(tmp_path))
+        resolve_model(str(tmp_path))
     assert "line 1" in str(error.value)
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(FormatError, match="no configuration"):
-        resolve(str(tmp_path / "list.json"))
+        resolve_model(str(tmp_path / "list.json"))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FormatError, match="cannot be read"):
-        resolve(str(tmp_path / "binary.json"))
+        resolve_model(str(tmp_path / "binary.json"))
 
 
 def test_a_config_file_and_a_directory_describe_the_same(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    a, b = resolve(str(tmp_path)), resolve(str(tmp_path / "config.json"))
+    a, b = resolve_model(str(tmp_path)), resolve_model(str(tmp_path / "config.json"))
     assert (a.family, a.config) == (b.family, b.config)
 
 
@@ -147,14 +147,14 @@ def test_two_layers_of_one_name() -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    described = describe(LLAMA, "llama", "llama")
+    described = describe_config(LLAMA, "llama", "llama")
     layers = build_layers("llama", described.config, device="cpu")
     save_weights(tmp_path, layer_tensors(layers), "llama", described.config)
     return tmp_path
 
 
 def load(source: Path) -> str:
-    described = describe(LLAMA, "llama", "llama")
+    described = describe_config(LLAMA, "llama", "llama")
     with pytest.raises(ModelError) as error:
         load_layers(build_layers("llama", described.config, device="cpu"), source, "llama", described.config)
     return str(error.value)
@@ -180,7 +180,7 @@ def test_a_tensor_of_a_wrong_shape_is_named(saved: Path) -> None:
 
 
 def test_a_missing_expert_names_the_parameter_it_is_part_of(tmp_path: Path) -> None:
-    described = describe(VARIANTS["mixtral"], "mixtral", "mixtral")
+    described = describe_config(VARIANTS["mixtral"], "mixtral", "mixtral")
     layers = build_layers(described.family, described.config, device="cpu")
     save_weights(tmp_path, layer_tensors(layers), described.family, described.config)
     name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
@@ -208,7 +208,7 @@ def test_an_index_that_names_absent_files(saved: Path) -> None:
 
 
 def test_a_failed_save_leaves_the_old_weights(saved: Path) -> None:
-    described = describe(LLAMA, "llama", "llama")
+    described = describe_config(LLAMA, "llama", "llama")
     before = (saved / "model.safetensors").read_bytes()
 
     def failing() -> Any:

@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from variants import VARIANTS, captured
 
 from pipefit.model.analysis.totals import graph_flops, graph_traffic_bytes, recompute_flops
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 from pipefit.model.ops import Flops
-from pipefit.model.registry import build_layers, describe, parameter_count, resolve
+from pipefit.model.registry import build_layers, describe_config, parameter_count, resolve_model
 
 ROWS, TOKENS = 2, 12
 
@@ -64,7 +64,7 @@ def counted(layer: nn.Module, graph: Graph) -> Flops:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_flops_agree_with_the_flop_counter(name: str) -> None:
-    described = describe(VARIANTS[name], name, name)
+    described = describe_config(VARIANTS[name], name, name)
     model = captured(name)
     layers = build_layers(described.family, described.config, device="cpu")
     total = 0
@@ -72,7 +72,7 @@ def test_flops_agree_with_the_flop_counter(name: str) -> None:
         graph = model.layer_graph(layer)
         ours = graph_flops(graph, {"B": ROWS, "T": TOKENS})
         assert ours == counted(module, graph), layer.name
-        total += ours.total
+        total += ours.total_flops
         full = recompute_flops(graph, {"B": ROWS, "T": TOKENS}, "full")
         assert full == (ours.forward if layer.name.startswith("layers.") else 0)
         assert recompute_flops(graph, {"B": ROWS, "T": TOKENS}, "selective") == 0
@@ -88,15 +88,15 @@ def test_flops_of_a_later_slice_count_the_earlier_keys() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b", "qwen3-8b", "mixtral-8x7b", "gpt2-xl", "llama-3.2-1b"])
 def test_parameters_of_builtin_models_are_the_published_ones(name: str) -> None:
-    described = resolve(name)
-    assert parameter_count(capture(described.family, described.config)) == PUBLISHED[name]
+    described = resolve_model(name)
+    assert parameter_count(capture_family(described.family, described.config)) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_names_and_shapes_of_builtin_models_are_those_of_transformers(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    described = resolve(name)
+    described = resolve_model(name)
     config = {key: value for key, value in described.config.items() if key not in ("model_type", "architectures")}
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(described.config["model_type"], **config))
@@ -146,14 +146,14 @@ def test_flops_of_convolutions_agree_with_the_flop_counter(conv: nn.Module) -> N
 
 def test_traffic_counts_each_input_parameter_and_output_once() -> None:
     graph = Graph(
-        inputs=(Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),),
+        inputs=(TensorSpec(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),),
         outputs=("b",),
         operators=(
             Operator(kind="embedding", inputs=("tokens", "table"), outputs=("a",)),
             Operator(kind="linear", inputs=("a", "weight", ""), outputs=("b",)),
         ),
         parameters=(ParameterSpec(name="table", shape=(1000, 8)), ParameterSpec(name="weight", shape=(6, 8))),
-        tensors=(Tensor(name="a", shape=("B", "T", 8)), Tensor(name="b", shape=("B", "T", 6))),
+        tensors=(TensorSpec(name="a", shape=("B", "T", 8)), TensorSpec(name="b", shape=("B", "T", 6))),
     )
     embedding = 10 * 8 + 10 * 8 * 2 + 10 * 8 * 2  # int64 tokens, the rows read, the rows written
     linear = 10 * 8 * 2 + 6 * 8 * 2 + 10 * 6 * 2

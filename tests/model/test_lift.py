@@ -21,8 +21,8 @@ from pipefit.model.capture.lift import (
     remove_dead,
 )
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Size
-from pipefit.model.graph import Tensor as Value
-from pipefit.model.ops.rotary import frequencies
+from pipefit.model.graph import TensorSpec as Value
+from pipefit.model.ops.rotary import rotary_frequencies
 
 HEADS, DIM = 3, 8
 FREQUENCIES = 500.0 ** (-torch.arange(0, DIM, 2) / DIM)
@@ -190,7 +190,7 @@ def test_unusual_frequencies_are_kept_as_numbers_and_a_factor_as_factor() -> Non
     graph = lifted(stretched, positions=True)
     (operator,) = [operator for operator in graph.operators if operator.kind == "rotary"]
     assert operator.attributes["scaling"]["rope_type"] == "frequencies"
-    values, factor = frequencies(operator.attributes)
+    values, factor = rotary_frequencies(operator.attributes)
     torch.testing.assert_close(torch.tensor(values), FREQUENCIES * 0.5 + 0.01)
     assert factor == 1.25
 
@@ -236,7 +236,7 @@ def test_attention_without_transposes_gets_them() -> None:
     assert kinds(graph).count("attention") == 1
     attention = next(operator for operator in graph.operators if operator.kind == "attention")
     assert attention.attributes["causal"] is False and attention.attributes["scale"] == DIM**-0.5
-    assert graph.tensor(attention.outputs[0]).shape == ("B", "T", HEADS, DIM)
+    assert graph.find_tensor(attention.outputs[0]).shape == ("B", "T", HEADS, DIM)
 
 
 def test_a_flattened_loss_is_unflattened() -> None:

@@ -12,8 +12,8 @@ from in_float64 import AllInFloat64
 from multimodal_reference import batch_of, make_sample, run
 
 from pipefit.errors import ModelError
-from pipefit.model.capture.layers import capture
-from pipefit.model.registry import build_layers, describe, resolve, typed_config
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.registry import build_layers, describe_config, resolve_model, typed_config
 
 PATCH, SIDE = 4, 3
 VISION = {"model_type": "siglip_vision_model", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -51,12 +51,12 @@ def their_name(name: str, typed: Any) -> str:
     """How a parameter of ours is called in their state dict."""
     module, inner = name.split(".", 1)
     if module == "language":
-        (stored,) = typed.language.stored(inner)
+        (stored,) = typed.language.stored_tensors(inner)
         front, _, rest = stored.name.partition(".")
         return stored.name if front == "lm_head" else f"model.language_model.{rest}"
     if inner.startswith("projector."):
         return f"model.multi_modal_{inner}"
-    (stored,) = typed.vision.stored(inner)
+    (stored,) = typed.vision.stored_tensors(inner)
     name = stored.name
     for file, memory in IN_MEMORY.items():
         name = name.replace(file, memory)
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_transformers(changes: dict[str, Any], t
     """Two samples, an image of the size of the table in each."""
     theirs = their_model(**changes)
     theirs.config.save_pretrained(tmp_path)
-    described = resolve(str(tmp_path))
+    described = resolve_model(str(tmp_path))
     typed: Any = typed_config("multimodal", described.config)
     assert typed_config("multimodal", json.loads(json.dumps(described.config))) == typed, "canonical words say the same"
     layers = build_layers("multimodal", described.config, device="cpu", dtype=torch.float64)
@@ -114,23 +114,25 @@ def test_loss_and_gradients_are_those_of_transformers(changes: dict[str, Any], t
 
 
 def test_it_is_captured_as_two_modules_without_a_norm_between() -> None:
-    described = describe(LLAVA, "multimodal", "config")
+    described = describe_config(LLAVA, "multimodal", "config")
     assert described.config["vision"]["num_hidden_layers"] == 2 and described.config["projector_norm"] is False
-    model = capture(described.family, described.config)
+    model = capture_family(described.family, described.config)
     assert [module.name for module in model.modules] == ["vision", "language"]
     projector = model.layer_graph(model.modules[0].layers[-1])
     assert "layer_norm" not in {operator.kind for operator in projector.operators}
 
 
 def test_what_is_frozen_may_stand_beside_the_words_of_transformers() -> None:
-    config = describe({**LLAVA, "frozen": ["vision.encoder"], "loss_weights": {"language": 2}}, "m", "config").config
+    config = describe_config(
+        {**LLAVA, "frozen": ["vision.encoder"], "loss_weights": {"language": 2}}, "m", "config"
+    ).config
     assert config["frozen"] == ["vision.encoder"] and config["loss_weights"] == {"language": 2.0}
     with pytest.raises(ModelError, match="Every module is frozen"):
-        describe({**LLAVA, "frozen": ["vision", "language"]}, "m", "config")
+        describe_config({**LLAVA, "frozen": ["vision", "language"]}, "m", "config")
 
 
 def test_a_text_config_of_llama_leaves_out_what_is_as_in_transformers() -> None:
-    config = describe({**LLAVA, "text_config": {"vocab_size": 32064}}, "multimodal", "config").config["language"]
+    config = describe_config({**LLAVA, "text_config": {"vocab_size": 32064}}, "multimodal", "config").config["language"]
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     assert [config[name] for name in names] == [32064, 4096, 11008, 32, 32]
 
@@ -150,5 +152,5 @@ def test_a_text_config_of_llama_leaves_out_what_is_as_in_transformers() -> None:
 )  # fmt: skip
 def test_a_llava_that_is_no_model_of_this_family(changes: dict[str, Any], what: str, seen: str) -> None:
     with pytest.raises(ModelError) as error:
-        describe({**LLAVA, **changes}, "multimodal", "config")
+        describe_config({**LLAVA, **changes}, "multimodal", "config")
     assert what in error.value.what and seen in str(error.value.seen)

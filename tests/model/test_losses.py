@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipefit.errors import ModelError
-from pipefit.model.capture.counted import counted
+from pipefit.model.capture.counted import loss_divisor
 from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
-from pipefit.plan.request.sequence_length import own_length
+from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.run.inputs.label_count import LabelCount
-from pipefit.shard.apart import check_apart
+from pipefit.shard.apart import check_row_independence
 
 
 class Net(nn.Module):
@@ -53,11 +53,11 @@ def test_the_mean_of_a_function_of_each_element(name):
     torch.manual_seed(1)
     example = Example(module=Net(), inputs={"x": torch.zeros(2, 4), "labels": torch.zeros(2, 5)}, loss=LOSSES[name])
     model = capture_whole(example)
-    check_apart(model)
+    check_row_independence(model)
     inputs = {"x": torch.randn(6, 4, dtype=torch.float64), "labels": torch.rand(6, 5, dtype=torch.float64)}
     wanted = reference(example, inputs)
     state = {name: parameter.detach() for name, parameter in example.module.named_parameters()}
-    divisor = counted(model).per_row * 6
+    divisor = loss_divisor(model).per_row * 6
     compare(run_whole(None, 0, model, (), (), state, feed_of(model, inputs), divisor), wanted)
 
 
@@ -69,10 +69,10 @@ def test_labels_are_counted_as_the_model_sees_them():
     labels[0, :2] = -100
     labels[2, 10] = -100
     feed = feed_of(model, {"input_ids": labels.clamp(min=0), "labels": labels})
-    how = counted(model)
+    how = loss_divisor(model)
     assert how.per_row == 0
     assert LabelCount(how)(feed) == 3 * 10 - 1 - 1
-    assert own_length(model) == 11
+    assert fixed_length(model) == 11
 
 
 REFUSED = {
@@ -88,7 +88,7 @@ def test_a_loss_that_cannot_be_split_is_refused(name):
     inputs = {"x": torch.zeros(2, 4), "labels": torch.zeros(2, dtype=torch.int64)}
     with pytest.raises(ModelError) as refused:
         capture_whole(Example(module=Net(), inputs=inputs, loss=loss))
-    assert all(word in refused.value.text() for word in words), refused.value.text()
+    assert all(word in refused.value.full_text() for word in words), refused.value.full_text()
 
 
 class Normed(nn.Module):
@@ -111,7 +111,7 @@ def test_batch_norm_is_refused_by_name(options, words):
     inputs = {"x": torch.zeros(2, 4), "labels": torch.zeros(2, dtype=torch.int64)}
     with pytest.raises(ModelError) as refused:
         capture_whole(Example(module=Normed(**options), inputs=inputs, loss=functional.cross_entropy))
-    assert all(word in refused.value.text() for word in words), refused.value.text()
+    assert all(word in refused.value.full_text() for word in words), refused.value.full_text()
 
 
 def test_running_statistics_of_an_instance_norm_are_refused_by_name():

@@ -10,7 +10,7 @@ import torch
 from in_float64 import AllInFloat64
 from variants import VARIANTS
 
-from pipefit.model.registry import build_layers, describe
+from pipefit.model.registry import build_layers, describe_config
 from pipefit.model.weights.files import WeightFiles, layer_tensors, load_layers, save_weights
 
 ROWS, TOKENS = 3, 13
@@ -41,7 +41,7 @@ def run_ours(layers: list[torch.nn.Module], tokens: torch.Tensor, labels: torch.
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_every_gradient_agree_with_transformers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    described = describe(VARIANTS[name], name, name)
+    described = describe_config(VARIANTS[name], name, name)
     theirs = their_model(VARIANTS[name])
     theirs.save_pretrained(tmp_path / "theirs")
     layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_transformers_reads_what_we_save(name: str, max_file_bytes: int, tmp_pat
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    described = describe(VARIANTS[name], name, name)
+    described = describe_config(VARIANTS[name], name, name)
     layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float32)
     paths = save_weights(tmp_path, layer_tensors(layers), described.family, described.config, max_file_bytes)
     assert (tmp_path / "model.safetensors.index.json" in paths) == (max_file_bytes == 20_000)
@@ -105,7 +105,7 @@ def _conv1d(key: str) -> bool:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "llama2"])
 def test_any_box_of_a_parameter_can_be_read(name: str, tmp_path: Path) -> None:
-    described = describe(VARIANTS[name], name, name)
+    described = describe_config(VARIANTS[name], name, name)
     layers = build_layers(described.family, described.config, device="cpu")
     tensors = layer_tensors(layers)
     save_weights(tmp_path, tensors, described.family, described.config)
@@ -120,7 +120,7 @@ def test_any_box_of_a_parameter_can_be_read(name: str, tmp_path: Path) -> None:
 def test_files_of_the_bare_model_without_prefix_are_read(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    described = describe(VARIANTS["gpt2"], "gpt2", "gpt2")
+    described = describe_config(VARIANTS["gpt2"], "gpt2", "gpt2")
     layers = build_layers(described.family, described.config, device="cpu")
     tensors = layer_tensors(layers)
     plain = {
@@ -135,7 +135,7 @@ def test_files_of_the_bare_model_without_prefix_are_read(tmp_path: Path) -> None
 def test_files_with_fused_experts_are_read(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    described = describe(VARIANTS["mixtral"], "mixtral", "mixtral")
+    described = describe_config(VARIANTS["mixtral"], "mixtral", "mixtral")
     layers = build_layers(described.family, described.config, device="cpu")
     tensors = layer_tensors(layers)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")

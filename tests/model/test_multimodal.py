@@ -18,23 +18,23 @@ from interpreter import run_outputs
 from multimodal_reference import Batch, Sample, batch_of, divisors_of, grid_of, make_sample, step, step_of
 
 from pipefit.errors import ModelError
-from pipefit.model.analysis.totals import infer
-from pipefit.model.capture.layers import capture, capture_layers
+from pipefit.model.analysis.totals import infer_shapes
+from pipefit.model.capture.layers import capture_family, capture_layers
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
-from pipefit.model.registry import build_layers, describe, open_model, resolve, save_model, typed_config
-from pipefit.plan.request.sliceable import document_obstacles, obstacles
+from pipefit.model.registry import build_layers, describe_config, open_model, resolve_model, save_model, typed_config
+from pipefit.plan.request.sliceable import document_obstacles, slicing_obstacles
 
-TINY = resolve("multimodal-tiny").config
+TINY = resolve_model("multimodal-tiny").config
 
 
 def changed(**fields: Any) -> dict[str, Any]:
-    return describe({**TINY, **fields}, "multimodal", "config").config
+    return describe_config({**TINY, **fields}, "multimodal", "config").config
 
 
 @cache
 def _model(key: str) -> Model:
-    return capture("multimodal", CONFIGS[key])
+    return capture_family("multimodal", CONFIGS[key])
 
 
 CONFIGS = {
@@ -72,10 +72,10 @@ def run_graphs(model: Model, layers: list[torch.nn.Module], batch: Batch) -> dic
             graph, fed = model.layer_graph(layer), batch[module.name]
             inputs = {t.name: x if t.role == "activation" else fed[t.name] for t in graph.inputs}
             outputs = dict(zip(graph.outputs, run_outputs(graph, inputs, by_name[layer.name]), strict=True))
-            if graph.loss:
-                losses[module.name] = outputs[graph.loss]
-            if graph.hidden:
-                x = outputs[graph.hidden]
+            if graph.loss_output:
+                losses[module.name] = outputs[graph.loss_output]
+            if graph.hidden_output:
+                x = outputs[graph.hidden_output]
     return losses
 
 
@@ -249,12 +249,12 @@ def test_modules_live_in_their_spaces_and_meet_in_packed_rows() -> None:
         ("generator", "latents"),
     ]
     first, last = (model.layer_graph(model.modules[1].layers[i]) for i in (0, -1))
-    assert first.tensor("x").shape == (1, "I", 64)
-    assert last.hidden is not None and last.tensor(last.hidden).shape == (1, "L", 64)
-    assert last.loss is not None and last.hidden != last.loss
+    assert first.find_tensor("x").shape == (1, "I", 64)
+    assert last.hidden_output is not None and last.find_tensor(last.hidden_output).shape == (1, "L", 64)
+    assert last.loss_output is not None and last.hidden_output != last.loss_output
     ends = [model.layer_graph(module.layers[-1]) for module in model.modules]
-    assert [graph.loss is None for graph in ends] == [True, False, False]
-    assert ends[-1].hidden is None
+    assert [graph.loss_output is None for graph in ends] == [True, False, False]
+    assert ends[-1].hidden_output is None
 
 
 BAD = {
@@ -285,26 +285,26 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_configuration_is_one_clear_error(message: str) -> None:
     with pytest.raises(ModelError, match=f"(?i){message}"):
-        describe({**TINY, **BAD[message]}, "multimodal", "config")
+        describe_config({**TINY, **BAD[message]}, "multimodal", "config")
 
 
 def test_every_module_starts_with_its_own_deviation() -> None:
     """As `pipefit train` starts: from the seed alone, whatever the layout."""
-    from pipefit.run.stage.initial_values import deviation_of, kinds_of
+    from pipefit.run.stage.initial_values import parameter_deviation, parameter_kinds
 
-    model = capture("multimodal", changed(vision={**TINY["vision"], "initializer_range": 0.5}))
-    kinds = kinds_of(model)
+    model = capture_family("multimodal", changed(vision={**TINY["vision"], "initializer_range": 0.5}))
+    kinds = parameter_kinds(model)
     assert kinds["vision.layers.0.norm1.weight"] == kinds["vision.norm.weight"] == "ones"
     assert kinds["generator.layers.0.modulation1.gate.bias"] == kinds["vision.embed.patch.bias"] == "zeros"
     assert kinds["vision.embed.positions.table"] == kinds["language.lm_head.weight"] == "normal"
-    assert deviation_of(model, "vision.layers.0.mlp.fc1.weight") == 0.5
-    assert deviation_of(model, "generator.embed.latent.weight") == 0.02
+    assert parameter_deviation(model, "vision.layers.0.mlp.fc1.weight") == 0.5
+    assert parameter_deviation(model, "generator.embed.latent.weight") == 0.02
 
 
 @pytest.mark.parametrize(("name", "language"), [("mllm-9b", 6.738), ("mllm-72b", 70.554)])
 def test_models_of_the_papers_sizes(name: str, language: float) -> None:
     """DistTrain's MLLMs: ViT-Huge (0.63 billion parameters beside its projector), a Llama, one billion to generate."""
-    described = resolve(name)
+    described = resolve_model(name)
     layers = build_layers("multimodal", described.config)
     billions: dict[str, float] = {}
     for layer in layers:
@@ -324,9 +324,9 @@ def test_shapes_are_inferred_and_no_size_of_the_example_is_frozen(monkeypatch: p
             kind = KINDS[operator.kind]
             kind.check_inputs(operator)
             given = tuple(shapes[key] if key else None for key in operator.inputs)
-            assert infer(operator.kind, given, operator.attributes) == (shapes[operator.outputs[0]],), operator
+            assert infer_shapes(operator.kind, given, operator.attributes) == (shapes[operator.outputs[0]],), operator
     monkeypatch.setattr("pipefit.model.capture.layers._EXAMPLE", {"B": 17, "T": 29, "I": 19, "L": 23})
-    assert capture("multimodal", CONFIGS["vit"]) == model
+    assert capture_family("multimodal", CONFIGS["vit"]) == model
 
 
 def test_a_saved_model_reloads_equal(tmp_path: Path) -> None:
@@ -359,5 +359,9 @@ def test_documents_are_kept_apart_in_sequences_that_are_not_cut() -> None:
     """Several samples in one row: masks reach every mixing of tokens. In slices places would count from elsewhere."""
     for key in ("all", "no vision"):
         assert [*document_obstacles(_model(key))] == []
-        (error,) = obstacles(_model(key))
-        assert "several modules" in error.text() and "language" in error.text() and "one slice" in error.text()
+        (error,) = slicing_obstacles(_model(key))
+        assert (
+            "several modules" in error.full_text()
+            and "language" in error.full_text()
+            and "one slice" in error.full_text()
+        )

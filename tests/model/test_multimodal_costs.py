@@ -16,17 +16,17 @@ from test_saved_bytes import DTYPES, StorageWatch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipefit.model.analysis.passing import passing_bytes
+from pipefit.model.analysis.passing import transient_bytes
 from pipefit.model.analysis.saved import Recompute, saved_bytes
 from pipefit.model.analysis.totals import graph_flops
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Graph, Model
 from pipefit.model.ops import Flops
 from pipefit.model.ops.packed_attention import SQUARES
-from pipefit.model.registry import build_layers, describe, resolve, typed_config
+from pipefit.model.registry import build_layers, describe_config, resolve_model, typed_config
 from pipefit.run.stage.memory_audit import AllocationAudit
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 LENGTH = 40
 IMAGES = [([(2, 3), (4, 4)], [(2, 2)]), ([], [(3, 1), (1, 5)]), ([(1, 1)], [])]
@@ -34,10 +34,10 @@ IMAGES = [([(2, 3), (4, 4)], [(2, 2)]), ([], [(3, 1), (1, 5)]), ([(1, 1)], [])]
 
 @cache
 def made() -> tuple[dict[str, Any], Model]:
-    tiny = resolve("multimodal-tiny").config
+    tiny = resolve_model("multimodal-tiny").config
     config = {**tiny, "vision": {**tiny["vision"], "model_type": "vit"}}
-    config = describe(config, "multimodal", "config").config
-    return config, capture("multimodal", config)
+    config = describe_config(config, "multimodal", "config").config
+    return config, capture_family("multimodal", config)
 
 
 def batch_in(dtype: torch.dtype) -> Batch:
@@ -93,8 +93,8 @@ def test_attention_within_images_costs_their_squares_and_frozen_layers_no_weight
     assert one == graph_flops(graph, {"B": 1, "T": 30}), "without squares: one image a row"
     assert one.forward - packed.forward == 2 * 2 * (900 - 500) * 48
     assert one.input_gradient - packed.input_gradient == 2 * (one.forward - packed.forward)
-    config = describe({**made()[0], "frozen": ["vision"]}, "multimodal", "config").config
-    frozen = capture("multimodal", config)
+    config = describe_config({**made()[0], "frozen": ["vision"]}, "multimodal", "config").config
+    frozen = capture_family("multimodal", config)
     still = graph_flops(frozen.layer_graph(frozen.modules[0].layers[1]), {"B": 1, "T": 30})
     assert still == Flops(one.forward, one.input_gradient, 0) and one.weight_gradient > 0
 
@@ -103,7 +103,7 @@ def stage_of(module: Any, layers: slice, recompute: Recompute, dtype: torch.dtyp
     model = made()[1]
     graphs = [model.layer_graph(layer) for layer in module.layers[layers]]
     local = [StageLayer(o.name, g, o.parameters) for o, g in zip(module.layers[layers], graphs, strict=True)]
-    side = graphs[-1].loss if graphs[-1].loss and graphs[-1].hidden else ""
+    side = graphs[-1].loss_output if graphs[-1].loss_output and graphs[-1].hidden_output else ""
     program = StageProgram(local, recompute=recompute, dtype=dtype, side_loss=side)
     for parameter in program.parameters.values():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -113,12 +113,12 @@ def stage_of(module: Any, layers: slice, recompute: Recompute, dtype: torch.dtyp
     return program, graphs
 
 
-def feed_of(fed: Any, dtype: torch.dtype) -> tuple[Feed, list[torch.Tensor]]:
+def feed_of(fed: Any, dtype: torch.dtype) -> tuple[StageInputs, list[torch.Tensor]]:
     wide = {"time", "target"}
     fed = {n: t.to(torch.promote_types(dtype, torch.float32)) if n in wide else t for n, t in fed.items()}
     everything = list(fed.values())
     roles = {n: fed.pop(n) for n in ("tokens", "labels", "positions", "documents") if n in fed}
-    return Feed(**roles, data=fed), everything
+    return StageInputs(**roles, data=fed), everything
 
 
 def input_of(graph: Graph, symbols: dict[str, int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -173,14 +173,14 @@ def test_the_worst_moment_of_a_layer(module: str, layer: int) -> None:
     feed, _ = feed_of(batch[module], dtype)
     x = input_of(graphs[0], symbols, dtype)
     assert x is not None
-    counted = passing_bytes(graphs[0], symbols, 4, "none", widens=False)
-    shape = [symbols.get(str(size), size) for size in graphs[0].tensor(graphs[0].outputs[0]).shape]
+    counted = transient_bytes(graphs[0], symbols, 4, "none", widens=False)
+    shape = [symbols.get(str(size), size) for size in graphs[0].find_tensor(graphs[0].outputs[0]).shape]
     dy = {"": torch.randn(shape, dtype=dtype)}
     program.forward(1, 0, {"": x}, feed)  # kernels are tried when they are first used
     program.backward(1, 0, dy)
     with AllocationAudit() as audit:
-        audit.mark("F", lambda: program.forward(0, 0, {"": x}, feed) and None)()
-        audit.mark("B", lambda: program.backward(0, 0, dy) and None)()
+        audit.mark_phase("F", lambda: program.forward(0, 0, {"": x}, feed) and None)()
+        audit.mark_phase("B", lambda: program.backward(0, 0, dy) and None)()
     forward, backward = (usage.peak_bytes for usage in audit.usage)
     small = 4096
     assert forward == pytest.approx(counted.forward - x.nbytes, abs=small)

@@ -19,9 +19,9 @@ from multimodal_reference import grid_of
 from tests.run import modules_toys as toys
 
 from pipefit.errors import FormatError, ModelError
-from pipefit.model.registry import build_layers, describe, resolve, typed_config
+from pipefit.model.registry import build_layers, describe_config, resolve_model, typed_config
 from pipefit.model.weights.files import layer_tensors, load_layers, save_weights
-from pipefit.model.weights.modules import module_weights, names_parts, split_parts
+from pipefit.model.weights.modules import is_parts_text, module_weights, split_parts
 from pipefit.run.session.train import weights_value
 from pipefit.run.stage.initial_values import initial_values
 
@@ -65,7 +65,7 @@ def encoder_in(theirs: Any) -> Any:
 
 def ours(config: dict[str, Any], directory: Path) -> tuple[list[torch.nn.Module], Any]:
     """(the layers of the vision module with the encoder's weights from the directory, the configuration)."""
-    described = describe(config, "multimodal", "config")
+    described = describe_config(config, "multimodal", "config")
     layers = build_layers("multimodal", described.config, device="cpu", dtype=torch.float64)
     layers = [layer for layer in layers if layer.module_name == "vision"]
     values = {n: p.detach().clone() for n, p in layer_tensors(layers).items()}
@@ -90,7 +90,7 @@ def test_packed_images_are_what_transformers_makes_of_each(kind: str, tmp_path: 
     theirs = their_model(kind)
     theirs.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    language = resolve("tiny").config
+    language = resolve_model("tiny").config
     layers, typed = ours({"model_type": "multimodal", "vision": config, "language": language}, tmp_path)
     generator = torch.Generator().manual_seed(1)
     images = [
@@ -101,7 +101,7 @@ def test_packed_images_are_what_transformers_makes_of_each(kind: str, tmp_path: 
     if typed.start_token:
         grids = [torch.cat((torch.tensor([[-1, 0, *size]]), g)) for g, size in zip(grids, SIZES, strict=True)]
     lengths = [len(grid) for grid in grids]
-    assert lengths == [typed.tokens(rows * PATCH, columns * PATCH) for rows, columns in SIZES]
+    assert lengths == [typed.token_count(rows * PATCH, columns * PATCH) for rows, columns in SIZES]
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
     pixels = torch.cat([patches_of(image, typed.start_token) for image in images]).unsqueeze(0)
     embed, *blocks, projector = layers
@@ -125,7 +125,9 @@ def test_any_box_of_a_reshaped_tensor_is_that_of_the_whole_one(kind: str, tmp_pa
     theirs.save_pretrained(tmp_path, max_shard_size="30KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 1
     config = json.loads((tmp_path / "config.json").read_text())
-    described = describe({"model_type": "multimodal", "vision": config, "language": resolve("tiny").config}, "m", "c")
+    described = describe_config(
+        {"model_type": "multimodal", "vision": config, "language": resolve_model("tiny").config}, "m", "c"
+    )
     read = module_weights({"vision": tmp_path}, "multimodal", described.config, lambda *_: pytest.fail("not there"))
     encoder, draw = encoder_in(theirs), random.Random(7)
     embeddings, vit = encoder.embeddings, kind.startswith("vit")
@@ -149,19 +151,21 @@ def test_any_box_of_a_reshaped_tensor_is_that_of_the_whole_one(kind: str, tmp_pa
 def test_a_siglip_directory_of_both_towers_gives_its_vision_model() -> None:
     vision = {"model_type": "siglip_vision_model", "patch_size": 14, "image_size": 384, "hidden_size": 1152,
               "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}  # fmt: skip
-    language = resolve("tiny").config
+    language = resolve_model("tiny").config
     whole = {"model_type": "siglip", "text_config": {}, "vision_config": vision}
     found = [
-        describe({"model_type": "multimodal", "vision": part, "language": language}, "m", "config").config
+        describe_config({"model_type": "multimodal", "vision": part, "language": language}, "m", "config").config
         for part in (vision, whole)
     ]
     assert found[0] == found[1]
-    short = describe({"model_type": "multimodal", "vision": {"model_type": "siglip"}, "language": language}, "m", "c")
+    short = describe_config(
+        {"model_type": "multimodal", "vision": {"model_type": "siglip"}, "language": language}, "m", "c"
+    )
     assert short.config["vision"]["hidden_size"] == 768
 
 
 def test_weights_of_the_whole_model_are_saved_and_read_back(tmp_path: Path) -> None:
-    config = resolve("multimodal-tiny").config
+    config = resolve_model("multimodal-tiny").config
     torch.manual_seed(0)
     layers = build_layers("multimodal", config, device="cpu")
     save_weights(tmp_path, layer_tensors(layers), "multimodal", config)
@@ -169,20 +173,20 @@ def test_weights_of_the_whole_model_are_saved_and_read_back(tmp_path: Path) -> N
     load_layers(again, tmp_path, "multimodal", config)
     found = layer_tensors(again)
     assert all(torch.equal(value, found[name]) for name, value in layer_tensors(layers).items())
-    assert resolve(str(tmp_path)).config == config
+    assert resolve_model(str(tmp_path)).config == config
 
 
 def test_weights_of_another_encoder_are_refused(tmp_path: Path) -> None:
     their_model("vit").save_pretrained(tmp_path)
-    config = resolve("multimodal-tiny").config
+    config = resolve_model("multimodal-tiny").config
     with pytest.raises(ModelError, match=r"another module(.|\n)*hidden_size 24(.|\n)*hidden_size 48"):
         module_weights({"vision": tmp_path}, "multimodal", config, lambda *_: torch.zeros(()))
     with pytest.raises(ModelError, match=r"no such module(.|\n)*vision=(.|\n)*one directory"):
-        module_weights({"vision": tmp_path}, "llama", resolve("tiny").config, lambda *_: torch.zeros(()))
+        module_weights({"vision": tmp_path}, "llama", resolve_model("tiny").config, lambda *_: torch.zeros(()))
 
 
 def test_directories_of_modules_are_named_one_by_one() -> None:
-    assert names_parts("vision=a,language=b/c") and not names_parts("a/vision")
+    assert is_parts_text("vision=a,language=b/c") and not is_parts_text("a/vision")
     assert split_parts("vision=a,language=b/c") == {"vision": Path("a"), "language": Path("b/c")}
     for text in ("vision=", "vision=a,audio=b", "vision=a,vision=b", "vision=a,b"):
         with pytest.raises(ModelError, match=r"named wrongly(.|\n)*--weights(.|\n)*vision=DIR and language=DIR"):
@@ -192,15 +196,15 @@ def test_directories_of_modules_are_named_one_by_one() -> None:
 def test_a_configuration_names_directories_of_its_parts(tmp_path: Path) -> None:
     their_model("siglip_vision_model").save_pretrained(tmp_path / "eyes")
     (tmp_path / "words").mkdir()
-    (tmp_path / "words" / "config.json").write_text(json.dumps(resolve("tiny").config))
+    (tmp_path / "words" / "config.json").write_text(json.dumps(resolve_model("tiny").config))
     config = tmp_path / "both.json"
     config.write_text(json.dumps({"model_type": "multimodal", "vision": "eyes", "language": "words"}))
-    found = resolve(str(config))
+    found = resolve_model(str(config))
     assert found.family == "multimodal" and found.config["vision"]["hidden_size"] == 24
-    assert found.config["language"] == resolve("tiny").config
+    assert found.config["language"] == resolve_model("tiny").config
     config.write_text(json.dumps({"model_type": "multimodal", "vision": "ears", "language": "words"}))
     with pytest.raises(ModelError, match=r"without a config.json(.|\n)*'vision' of the configuration(.|\n)*ears"):
-        resolve(str(config))
+        resolve_model(str(config))
 
 
 def toy_plan(names: tuple[str, ...] = toys.ALL) -> tuple[Any, Any]:
@@ -263,7 +267,7 @@ def test_a_damaged_configuration_beside_weights_is_one_clear_error(text: str, wo
     their_model("vit").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(FormatError, match=words) as error:
-        module_weights({"vision": tmp_path}, "multimodal", resolve("multimodal-tiny").config, lambda *_: None)
+        module_weights({"vision": tmp_path}, "multimodal", resolve_model("multimodal-tiny").config, lambda *_: None)
     assert str(tmp_path / "config.json") in error.value.where
 
 
@@ -272,7 +276,7 @@ def test_a_siglip_without_a_configuration_of_its_vision_model_is_one_clear_error
     config = {
         "model_type": "multimodal",
         "vision": {"model_type": "siglip", "vision_config": tower},
-        "language": resolve("tiny").config,
+        "language": resolve_model("tiny").config,
     }
     with pytest.raises(ModelError, match=r"'vision_config'(.|\n)*allowed: a JSON object"):
-        describe(config, "m", "config")
+        describe_config(config, "m", "config")

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from variants import VARIANTS, captured
 
 from pipefit.model.analysis.saved import Recompute, saved_bytes
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import describe
+from pipefit.model.registry import describe_config
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 ROWS, TOKENS = 3, 20
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -61,7 +61,7 @@ def model_of(name: str) -> Model:
     if name != "gpt2-dropout":
         return captured(name)
     config = {**VARIANTS["gpt2"], "resid_pdrop": 0.2, "embd_pdrop": 0.2}
-    return capture("gpt2", describe(config, name, name).config)
+    return capture_family("gpt2", describe_config(config, name, name).config)
 
 
 def stage(
@@ -85,9 +85,9 @@ def stage(
     return program, [*program.parameters.values(), *buffers.values()]
 
 
-def feed() -> Feed:
+def feed() -> StageInputs:
     tokens = torch.randint(0, 61, (ROWS, TOKENS))
-    return Feed(
+    return StageInputs(
         tokens=tokens,
         positions=torch.arange(TOKENS).repeat(ROWS, 1),
         labels=tokens.roll(-1, 1),
@@ -98,7 +98,7 @@ def feed() -> Feed:
 
 def width(model: Model, first: str) -> int:
     layer = next(layer for layer in model.layers if layer.name == first)
-    return int(model.layer_graph(layer).tensor("x").shape[-1])
+    return int(model.layer_graph(layer).find_tensor("x").shape[-1])
 
 
 CHAINS = {"middle": ["layers.0", "layers.1"], "whole": ["embed", "layers.0", "layers.1", "head", "loss"]}
@@ -153,7 +153,7 @@ def test_saved_bytes_of_a_later_slice(name: str) -> None:
     the_feed, half = feed(), TOKENS // 2
     alive, watches = [], []
     for slice_ in range(2):
-        part = Feed(positions=the_feed.positions[:, slice_ * half : (slice_ + 1) * half].contiguous())
+        part = StageInputs(positions=the_feed.positions[:, slice_ * half : (slice_ + 1) * half].contiguous())
         lasting.append(part.positions)
         watch = StorageWatch()
         with watch:

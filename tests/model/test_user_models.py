@@ -197,7 +197,7 @@ def test_examples_are_the_published_models():
 
 def test_a_whole_model_has_one_length_and_no_slices():
     from pipefit.errors import PlanError
-    from pipefit.plan.request.sequence_length import asked_length, check_length
+    from pipefit.plan.request.sequence_length import check_length, resolve_length
     from pipefit.plan.request.sliceable import check_sliceable
 
     moe = load("bert_moe")
@@ -205,10 +205,10 @@ def test_a_whole_model_has_one_length_and_no_slices():
     check_length(model.modules[0], model, 6, "--seq")
     with pytest.raises(PlanError, match=r"captured whole, for rows of one length(.|\n)*7 tokens(.|\n)*6, as in"):
         check_length(model.modules[0], model, 7, "--seq")
-    assert asked_length(model, None) == asked_length(model, 6) == 6
+    assert resolve_length(model, None) == resolve_length(model, 6) == 6
     with pytest.raises(PlanError, match="captured whole cannot be cut into slices"):
         check_sliceable(model)
     stripes = capture_whole(load("own_module").stripes())
-    assert asked_length(stripes, None) == 1
+    assert resolve_length(stripes, None) == 1
     with pytest.raises(PlanError, match=r"rows of one length(.|\n)*5 tokens(.|\n)*leave --seq out"):
-        asked_length(stripes, 5)
+        resolve_length(stripes, 5)

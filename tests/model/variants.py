@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import Described, describe
+from pipefit.model.registry import ModelDescription, describe_config
 
 _SMALL = {
     "vocab_size": 61,
@@ -116,12 +116,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def described(name: str) -> Described:
+def described(name: str) -> ModelDescription:
     """A variant, by description."""
-    return describe(VARIANTS[name], name, name)
+    return describe_config(VARIANTS[name], name, name)
 
 
 @cache
 def captured(name: str) -> Model:
     """A variant, captured; once for all tests of a session."""
-    return capture(described(name).family, described(name).config)
+    return capture_family(described(name).family, described(name).config)

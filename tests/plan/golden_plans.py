@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from plan_toys import PATCH, PATCHES, WIDTH, seeing_model, toy_cluster, toy_model
 
 from pipefit.cluster import Cluster
-from pipefit.codec import digest
+from pipefit.codec import content_digest
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.order import lower_for, order_of
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.assemble.order import lower_for_plan, make_schedule_plan
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import (
     AxisPlan,
     Edge,
-    GroupPlan,
-    Hashes,
+    EdgeTransfer,
+    InputHashes,
     Job,
+    MeshPlan,
     ModelSource,
-    Parameter,
+    ParameterPlan,
     Plan,
-    Space,
+    SampleSpace,
     Stage,
-    Wire,
 )
 from pipefit.schedule.actions import Schedule, parse_lanes
 
@@ -46,9 +46,9 @@ class Golden:
 def v_placement() -> Golden:
     """Two lanes, four stages: lane 0 holds the first and the last. The order is written by hand, W after I."""
     model, cluster = toy_model(5), toy_cluster(1, 2)
-    bench = Workbench(model, cluster)
-    decisions = Decisions(stages=4, cuts=(2, 4, 6), placement=(0, 1, 1, 0), microbatches=4, schedule="v-by-hand")
-    parts = bench.parts(JOB, decisions)
+    bench = PlannerContext(model, cluster)
+    decisions = ParallelConfig(stages=4, cuts=(2, 4, 6), placement=(0, 1, 1, 0), microbatches=4, schedule="v-by-hand")
+    parts = bench.make_skeleton(JOB, decisions)
     lanes = parse_lanes(
         (
             "0F0 0F1 3F0 3I0 0F2 3F1 3I1 3W0 0I0 0F3 3F2 3I2 3W1 0I1 0W0 3F3 3I3 3W2 0I2 0W1 3W3 0I3 0W2 0W3",
@@ -56,28 +56,30 @@ def v_placement() -> Golden:
         )
     )
     computed = Schedule(name="v-by-hand", placement=(0, 1, 1, 0), microbatches=4, slices=1, lanes=lanes)
-    parameters = bench.parameters(parts, decisions)
-    lowered = lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, bench.costs(parts))
-    return Golden(model, cluster, bench.plan(parts, decisions, lowered))
+    parameters = bench.plan_parameters(parts, decisions)
+    lowered = lower_for_plan(
+        computed, parts.groups, parts.stages, parts.edges, parameters, bench.build_cost_table(parts)
+    )
+    return Golden(model, cluster, bench.assemble_plan(parts, decisions, lowered))
 
 
 def slices() -> Golden:
     """Sequences cut into three uneven slices."""
     model, cluster = toy_model(2), toy_cluster(1, 2)
-    decisions = Decisions(stages=2, cuts=(2,), microbatches=2, schedule="1f1b", slices=(8, 5, 3))
+    decisions = ParallelConfig(stages=2, cuts=(2,), microbatches=2, schedule="1f1b", slices=(8, 5, 3))
     return Golden(model, cluster, build_plan(model, cluster, JOB, decisions))
 
 
 def tied_embeddings() -> Golden:
     """Embedding and head share one tensor and are on two stages."""
     model, cluster = toy_model(2, tied=True), toy_cluster(1, 2)
-    return Golden(model, cluster, build_plan(model, cluster, JOB, Decisions(stages=2, cuts=(2,), microbatches=4)))
+    return Golden(model, cluster, build_plan(model, cluster, JOB, ParallelConfig(stages=2, cuts=(2,), microbatches=4)))
 
 
 def split_state() -> Golden:
     """ZeRO-1 over two replicas, of parameters that lie over two shards with split tokens."""
     model, cluster = toy_model(2), toy_cluster(1, 8)
-    decisions = Decisions(
+    decisions = ParallelConfig(
         stages=2, cuts=(2,), microbatches=4, replicas=(1, 1), shards=(1, 1), sharding="megatron-sp", zero1=True
     )
     return Golden(model, cluster, build_plan(model, cluster, JOB, decisions))
@@ -86,14 +88,14 @@ def split_state() -> Golden:
 def uneven_replicas() -> Golden:
     """The first replica takes two rows of three."""
     model, cluster = toy_model(2), toy_cluster(1, 4)
-    decisions = Decisions(stages=2, cuts=(2,), microbatches=4, replicas=(2, 1))
+    decisions = ParallelConfig(stages=2, cuts=(2,), microbatches=4, replicas=(2, 1))
     return Golden(model, cluster, build_plan(model, cluster, Job(batch=12, sequence=16), decisions))
 
 
 def uneven_shards() -> Golden:
     """The first shard takes three columns of four."""
     model, cluster = toy_model(2), toy_cluster(1, 4)
-    decisions = Decisions(stages=2, cuts=(2,), microbatches=4, shards=(3, 1), sharding="megatron")
+    decisions = ParallelConfig(stages=2, cuts=(2,), microbatches=4, shards=(3, 1), sharding="megatron")
     return Golden(model, cluster, build_plan(model, cluster, JOB, decisions))
 
 
@@ -101,7 +103,7 @@ def two_modules() -> Golden:
     """Vision on three replicas feeds language on two: another space, another number of replicas, no shard axis."""
     model, cluster = seeing_model(), toy_cluster(1, 7)
     groups = tuple(
-        GroupPlan(axes=(AxisPlan(name="replica", shares=shares),), devices=devices)
+        MeshPlan(axes=(AxisPlan(name="replica", shares=shares),), devices=devices)
         for shares, devices in (((1, 1, 1), (0, 1, 2)), ((1, 1), (3, 4)), ((1, 1), (5, 6)))
     )
     stages = (
@@ -109,7 +111,7 @@ def two_modules() -> Golden:
         Stage(module="language", layers=(0, 2), group=1),
         Stage(module="language", layers=(2, 5), group=2),
     )
-    rows = Wire(sent=("G0",), wire=("G0",), received=("G0",))
+    rows = EdgeTransfer(sent=("G0",), wire=("G0",), received=("G0",))
     edges = (
         Edge(source=0, target=1, tensor="pictures", forward=rows, gradient=rows),
         Edge(source=1, target=2, forward=rows, gradient=rows),
@@ -134,24 +136,24 @@ def two_modules() -> Golden:
         model=ModelSource(name="user", family=model.family, config=model.config),
         groups=groups,
         spaces=(
-            Space(name="samples", rows=JOB.batch, tokens=JOB.sequence),
-            Space(name="pictures", rows=2 * JOB.batch, tokens=PATCHES),
+            SampleSpace(name="samples", rows=JOB.batch, tokens=JOB.sequence),
+            SampleSpace(name="pictures", rows=2 * JOB.batch, tokens=PATCHES),
         ),
         stages=stages,
         edges=edges,
         parameters=parameters,
-        order=order_of(lower_for(computed, groups, stages, edges, parameters), (JOB.sequence,)),
-        hashes=Hashes(model=model.hash, cluster=digest(cluster)),
+        order=make_schedule_plan(lower_for_plan(computed, groups, stages, edges, parameters), (JOB.sequence,)),
+        hashes=InputHashes(model=model.hash, cluster=content_digest(cluster)),
         decisions={"vision": "3 replicas", "language": "2 replicas x 2 stages"},
     )
     assert (PATCH, WIDTH) == (12, 8), "the file is read by people: keep its numbers"
     return Golden(model, cluster, plan)
 
 
-def _parameters(model: Model, stages: tuple[Stage, ...]) -> tuple[Parameter, ...]:
+def _parameters(model: Model, stages: tuple[Stage, ...]) -> tuple[ParameterPlan, ...]:
     modules = {module.name: module for module in model.modules}
     return tuple(
-        Parameter(
+        ParameterPlan(
             name=layer.parameters[spec.name],
             shape=spec.shape,
             uses=(index,),

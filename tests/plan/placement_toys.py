@@ -14,13 +14,13 @@ from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.plan.assemble.order import computed_schedule
 from pipefit.plan.assemble.pipeline_work import pipeline_work
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.placement.links import Ints
-from pipefit.plan.placement.shape import Question, make_question
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.placement.shape import PlacementProblem, build_problem
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.schedule.actions import Schedule
-from pipefit.simulate import Timeline, simulate
+from pipefit.simulate import Timeline, simulate_schedule
 
 
 def skewed_rail(hosts: int, seed: int, name: str = "network", shared: bool = True) -> Rail:
@@ -48,13 +48,13 @@ def skewed_cluster(hosts: int, devices: int = 1, *, seed: int = 0, rails: int = 
 class Candidate:
     """A candidate with everything that was worked out about it."""
 
-    bench: Workbench
+    bench: PlannerContext
     job: Job
-    decisions: Decisions
+    decisions: ParallelConfig
     work: PipelineWork
     costs: CostTable
     timeline: Timeline
-    question: Question
+    question: PlacementProblem
 
     @property
     def schedule(self) -> Schedule:
@@ -63,7 +63,7 @@ class Candidate:
     def costs_of(self, device: Ints) -> CostTable:
         """The real cost table of another placement."""
         chosen = tuple(device[: self.question.shape.slots].tolist())
-        parts = self.bench.parts(self.job, replace(self.decisions, devices=chosen))
+        parts = self.bench.make_skeleton(self.job, replace(self.decisions, devices=chosen))
         return cost_table(pipeline_work(parts, self.bench.programs), self.bench.network, self.bench.layers)
 
     def permutations(self, count: int, seed: int = 0) -> list[Ints]:
@@ -72,17 +72,17 @@ class Candidate:
 
 
 def candidate(
-    cluster: Cluster, decisions: Decisions, *, batch: int = 48, layers: int = 9, tied: bool = False
+    cluster: Cluster, decisions: ParallelConfig, *, batch: int = 48, layers: int = 9, tied: bool = False
 ) -> Candidate:
-    bench = Workbench(toy_model(layers, tied=tied), cluster)
+    bench = PlannerContext(toy_model(layers, tied=tied), cluster)
     job = Job(batch=batch, sequence=128)
-    cut = bench.cutter.cut(job, decisions)
+    cut = bench.layer_cutter.cut_layers(job, decisions)
     assert cut is not None
     decisions = replace(decisions, cuts=cut.cuts)
-    parts = bench.parts(job, decisions)
+    parts = bench.make_skeleton(job, decisions)
     work = pipeline_work(parts, bench.programs)
     costs = cost_table(work, bench.network, bench.layers)
     computed = computed_schedule(decisions.schedule, parts, costs)
-    timeline = simulate(bench.lowered(parts, decisions, computed, costs), costs)
-    question = make_question(work, bench.network, bench.layers, timeline)
+    timeline = simulate_schedule(bench.lower_order(parts, decisions, computed, costs), costs)
+    question = build_problem(work, bench.network, bench.layers, timeline)
     return Candidate(bench, job, decisions, work, costs, timeline, question)

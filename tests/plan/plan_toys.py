@@ -7,24 +7,24 @@ of two linears, `head`, `loss`.
 from __future__ import annotations
 
 from pipefit.cluster import Cluster, parse_spec
-from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
+from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
 
 VOCABULARY, WIDTH, INNER = 64, 8, 32
 
 
 def embed_graph() -> Graph:
     return Graph(
-        inputs=(Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),),
+        inputs=(TensorSpec(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),),
         outputs=("y",),
         operators=(Operator(kind="embedding", inputs=("tokens", "weight"), outputs=("y",)),),
         parameters=(ParameterSpec(name="weight", shape=(VOCABULARY, WIDTH)),),
-        tensors=(Tensor(name="y", shape=("B", "T", WIDTH)),),
+        tensors=(TensorSpec(name="y", shape=("B", "T", WIDTH)),),
     )
 
 
 def block_graph(inner: int = INNER) -> Graph:
     return Graph(
-        inputs=(Tensor(name="x", shape=("B", "T", WIDTH)),),
+        inputs=(TensorSpec(name="x", shape=("B", "T", WIDTH)),),
         outputs=("y",),
         operators=(
             Operator(kind="linear", inputs=("x", "up", ""), outputs=("h",)),
@@ -37,29 +37,29 @@ def block_graph(inner: int = INNER) -> Graph:
             ParameterSpec(name="down", shape=(WIDTH, inner)),
         ),
         tensors=(
-            Tensor(name="h", shape=("B", "T", inner)),
-            Tensor(name="a", shape=("B", "T", inner)),
-            Tensor(name="d", shape=("B", "T", WIDTH)),
-            Tensor(name="y", shape=("B", "T", WIDTH)),
+            TensorSpec(name="h", shape=("B", "T", inner)),
+            TensorSpec(name="a", shape=("B", "T", inner)),
+            TensorSpec(name="d", shape=("B", "T", WIDTH)),
+            TensorSpec(name="y", shape=("B", "T", WIDTH)),
         ),
     )
 
 
 def head_graph() -> Graph:
     return Graph(
-        inputs=(Tensor(name="x", shape=("B", "T", WIDTH)),),
+        inputs=(TensorSpec(name="x", shape=("B", "T", WIDTH)),),
         outputs=("logits",),
         operators=(Operator(kind="linear", inputs=("x", "weight", ""), outputs=("logits",)),),
         parameters=(ParameterSpec(name="weight", shape=(VOCABULARY, WIDTH)),),
-        tensors=(Tensor(name="logits", shape=("B", "T", VOCABULARY)),),
+        tensors=(TensorSpec(name="logits", shape=("B", "T", VOCABULARY)),),
     )
 
 
 def loss_graph() -> Graph:
     return Graph(
         inputs=(
-            Tensor(name="x", shape=("B", "T", VOCABULARY)),
-            Tensor(name="labels", shape=("B", "T"), dtype="int64", role="labels"),
+            TensorSpec(name="x", shape=("B", "T", VOCABULARY)),
+            TensorSpec(name="labels", shape=("B", "T"), dtype="int64", role="labels"),
         ),
         outputs=("loss",),
         operators=(
@@ -68,11 +68,11 @@ def loss_graph() -> Graph:
             ),
         ),
         parameters=(),
-        tensors=(Tensor(name="loss", shape=(), dtype="float32"),),
+        tensors=(TensorSpec(name="loss", shape=(), dtype="float32"),),
     )
 
 
-def toy_module(count: int = 4, *, name: str = "language", tied: bool = False) -> Module:
+def toy_module(count: int = 4, *, name: str = "language", tied: bool = False) -> ModelModule:
     head = "embed.weight" if tied else "head.weight"
     blocks = tuple(
         Layer(
@@ -82,7 +82,7 @@ def toy_module(count: int = 4, *, name: str = "language", tied: bool = False) ->
         )
         for i in range(count)
     )
-    return Module(
+    return ModelModule(
         name=name,
         layers=(
             Layer(name="embed", graph="embed", parameters={"weight": "embed.weight"}),
@@ -114,11 +114,11 @@ PATCHES, PATCH = 4, 12
 def pixels_graph() -> Graph:
     """Patches of a picture to vectors."""
     return Graph(
-        inputs=(Tensor(name="pixels", shape=("B", "T", PATCH), role="tokens"),),
+        inputs=(TensorSpec(name="pixels", shape=("B", "T", PATCH), role="tokens"),),
         outputs=("y",),
         operators=(Operator(kind="linear", inputs=("pixels", "weight", ""), outputs=("y",)),),
         parameters=(ParameterSpec(name="weight", shape=(WIDTH, PATCH)),),
-        tensors=(Tensor(name="y", shape=("B", "T", WIDTH)),),
+        tensors=(TensorSpec(name="y", shape=("B", "T", WIDTH)),),
     )
 
 
@@ -127,8 +127,8 @@ def seeing_embed_graph() -> Graph:
     seen = 2 * PATCHES * WIDTH
     return Graph(
         inputs=(
-            Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),
-            Tensor(name="pictures", shape=("2*B", PATCHES, WIDTH)),
+            TensorSpec(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),
+            TensorSpec(name="pictures", shape=("2*B", PATCHES, WIDTH)),
         ),
         outputs=("y",),
         operators=(
@@ -142,17 +142,17 @@ def seeing_embed_graph() -> Graph:
             ParameterSpec(name="project", shape=(WIDTH, seen)),
         ),
         tensors=(
-            Tensor(name="e", shape=("B", "T", WIDTH)),
-            Tensor(name="flat", shape=("B", 1, seen)),
-            Tensor(name="p", shape=("B", 1, WIDTH)),
-            Tensor(name="y", shape=("B", "T", WIDTH)),
+            TensorSpec(name="e", shape=("B", "T", WIDTH)),
+            TensorSpec(name="flat", shape=("B", 1, seen)),
+            TensorSpec(name="p", shape=("B", 1, WIDTH)),
+            TensorSpec(name="y", shape=("B", "T", WIDTH)),
         ),
     )
 
 
 def seeing_model() -> Model:
     """A vision module (pixels, one block) that feeds a language module; two pictures a row."""
-    vision = Module(
+    vision = ModelModule(
         name="vision",
         layers=(
             Layer(name="vision.pixels", graph="pixels", parameters={"weight": "vision.pixels"}),
@@ -162,7 +162,7 @@ def seeing_model() -> Model:
     )
     plain = toy_module(2)
     embed = Layer(name="embed", graph="seeing", parameters={"weight": "embed.weight", "project": "embed.project"})
-    language = Module(name="language", layers=(embed, *plain.layers[1:]))
+    language = ModelModule(name="language", layers=(embed, *plain.layers[1:]))
     return Model(
         family="user",
         config={"pictures": 2},

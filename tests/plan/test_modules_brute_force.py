@@ -15,24 +15,26 @@ from test_plan_modules import JOB
 from three_modules import skewed_samples, three_modules
 
 from pipefit.cluster import parse_spec
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout
-from pipefit.plan.modules.search import BESIDE, OTHERS, _Finder
-from pipefit.plan.request.module_decisions import ModuleDecisions
-from pipefit.plan.request.sampled_batches import dealt
+from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout
+from pipefit.plan.modules.search import BESIDE, OTHERS, ModuleSearch
+from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.request.sampled_batches import deal_samples
 
 DEVICES = 4
 SAMPLES = skewed_samples(8, 1, mean=300)
 
 
-def finder(memory_bytes: float, frozen: tuple[str, ...]) -> _Finder:
+def finder(memory_bytes: float, frozen: tuple[str, ...]) -> ModuleSearch:
     cluster = parse_spec(f"{DEVICES}xA100-80")
     kinds = {name: replace(kind, memory_bytes=int(memory_bytes)) for name, kind in cluster.kinds.items()}
-    return _Finder(Workbench(three_modules(frozen), replace(cluster, kinds=kinds)), JOB, {}, SAMPLES, dealt)
+    return ModuleSearch(
+        PlannerContext(three_modules(frozen), replace(cluster, kinds=kinds)), JOB, {}, SAMPLES, deal_samples
+    )
 
 
-def grids(search: _Finder, name: str, recompute: str) -> list[ModuleLayout]:
+def grids(search: ModuleSearch, name: str, recompute: str) -> list[ModuleLayout]:
     """Replicas and shards, of the language model one stage or two in every cut, of others one."""
     layers = next(len(one.layers) for one in search.bench.model.modules if one.name == name)
     cuts = [(), *((cut,) for cut in range(1, layers))] if name == "language" else [()]
@@ -43,17 +45,17 @@ def grids(search: _Finder, name: str, recompute: str) -> list[ModuleLayout]:
     ]
 
 
-def apart(search: _Finder, recompute: str) -> Iterator[ModuleDecisions]:
+def apart(search: ModuleSearch, recompute: str) -> Iterator[MultiModuleConfig]:
     """Every module on devices of its own."""
     each = [grids(search, module.name, recompute) for module in search.bench.model.modules]
     for count, layouts in itertools.product((1, 2, 4, 8), itertools.product(*each)):
-        if sum(one.devices for one in layouts) <= DEVICES and all(one.replicas * count <= 8 for one in layouts):
-            made = search.decisions(Arrangement(microbatches=count, modules=layouts, step_s=0.0))
+        if sum(one.device_count for one in layouts) <= DEVICES and all(one.replicas * count <= 8 for one in layouts):
+            made = search.decisions_for(ModuleArrangement(microbatches=count, modules=layouts, step_s=0.0))
             if made is not None:
                 yield from (replace(made, schedule=name) for name in ("1f1b", *OTHERS))
 
 
-def shared(search: _Finder, recompute: str) -> Iterator[ModuleDecisions]:
+def shared(search: ModuleSearch, recompute: str) -> Iterator[MultiModuleConfig]:
     """One of the small modules or both on all lanes of the language model, in every grid."""
     for guests in (("vision",), ("generator",), ("vision", "generator")):
         each = []
@@ -66,9 +68,9 @@ def shared(search: _Finder, recompute: str) -> Iterator[ModuleDecisions]:
             fits = all(one.devices == lane for one in layouts if one.shared) and sum(o.devices for o in own) <= DEVICES
             if not fits or any(one.replicas * count > 8 for one in layouts) or layouts[1].stages > count:
                 continue
-            made = search.decisions(Arrangement(microbatches=count, modules=layouts, step_s=0.0))
+            made = search.decisions_for(ModuleArrangement(microbatches=count, modules=layouts, step_s=0.0))
             if made is not None:
-                yield from search.orders(made, BESIDE)
+                yield from search.with_orders(made, BESIDE)
 
 
 @pytest.mark.slow
@@ -80,9 +82,9 @@ def test_nothing_that_is_possible_is_faster_in_the_simulator(memory_bytes: float
     for recompute in ("none",) if memory_bytes > 1e9 else ("none", "full"):
         every += [*apart(search, recompute), *shared(search, recompute)]
     for one in every:
-        search.trials.simulate(one)
+        search.trials.simulate_plan(one)
     fitting = search.trials.fitting
-    assert len(fitting) > 50 and {one.decisions.words(())["modules"] for one in fitting} == {
+    assert len(fitting) > 50 and {one.decisions.to_constraints(())["modules"] for one in fitting} == {
         "disjoint", "shared", "inline",
     }  # fmt: skip
     assert bool(search.trials.misfits) == (memory_bytes < 1e9), "the little memory binds"

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipefit.plan.modules.loads import Dealer, fullest_loads
+from pipefit.plan.modules.loads import SampleDealer, fullest_loads
 from pipefit.plan.modules.options import options_of, replica_counts
-from pipefit.plan.modules.orchestrate import FEW, NEAR, Arrangement, backbone_of, can_share, orchestrate
-from pipefit.plan.modules.profile import COLUMNS, ModuleProfile, Way, even_cuts
-from pipefit.schedule.families import family
-from pipefit.schedule.problem import Problem, linear, uniform_costs
-from pipefit.simulate import simulate
+from pipefit.plan.modules.orchestrate import FEW, NEAR, ModuleArrangement, backbone_of, can_share, orchestrate_modules
+from pipefit.plan.modules.profile import COLUMNS, ModuleProfile, ModuleVariant, even_cuts
+from pipefit.schedule.families import find_family
+from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs
+from pipefit.simulate import simulate_schedule
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def random_profile(name: str, random: np.random.Generator, layers: int, heavy: b
     for shards, (recompute, time, kept) in itertools.product((1, 2), (("none", 1.0, 1.0), ("full", 1.3, 0.2))):
         slower = shards * random.uniform(0.6, 0.95) if shards > 1 else 1.0
         ways.append(
-            Way(
+            ModuleVariant(
                 shards=shards,
                 recompute=recompute,
                 fixed_s=random.uniform(0.0, 0.2, layers),
@@ -100,9 +100,9 @@ def test_the_optimum_is_that_of_trying_everything(seed: int) -> None:
     sizes = [2, 3, 2] if seed % 2 else [3, 4]
     profiles = [random_profile(f"m{i}", random, layers, heavy=i == 0) for i, layers in enumerate(sizes)]
     devices, limit = int(random.integers(5, 11)), float(random.uniform(9.0, 22.0))
-    found = orchestrate(profiles, devices, 6, limit)
+    found = orchestrate_modules(profiles, devices, 6, limit)
     assert found.best[0].step_s == pytest.approx(brute_force(profiles, devices, 6, limit), rel=1e-9)
-    assert found.best[0].devices <= devices
+    assert found.best[0].device_count <= devices
     steps = [one.step_s for one in found.best]
     assert steps == sorted(steps) and len({(one.microbatches, one.modules) for one in found.best}) == len(steps)
 
@@ -129,7 +129,7 @@ def shared_brute_force(
     return best
 
 
-def plain_layouts(profile: ModuleProfile, samples: int) -> Iterator[tuple[Way, tuple[int, ...], int]]:
+def plain_layouts(profile: ModuleProfile, samples: int) -> Iterator[tuple[ModuleVariant, tuple[int, ...], int]]:
     for way in profile.ways:
         layers = len(way.sample_s)
         for stages, replicas in itertools.product(range(1, layers + 1), range(1, samples + 1)):
@@ -139,8 +139,8 @@ def plain_layouts(profile: ModuleProfile, samples: int) -> Iterator[tuple[Way, t
 def shared_step(
     profiles: list[ModuleProfile],
     backbone: int,
-    each: dict[int, tuple[Way, tuple[int, ...], int]],
-    guests: dict[int, Way],
+    each: dict[int, tuple[ModuleVariant, tuple[int, ...], int]],
+    guests: dict[int, ModuleVariant],
     count: int,
     samples: int,
     limit: float,
@@ -206,9 +206,9 @@ def test_sharing_is_as_good_as_trying_everything(seed: int) -> None:
     assert backbone_of(profiles) == 1 and can_share(profiles) == {f"m{i}" for i in (0, 2) if i < len(sizes)}
     devices, limit = int(random.integers(3, 7)), float(random.uniform(14.0, 40.0))
     choices = [frozenset(names) for names in ((), ("m0",), ("m2",), ("m0", "m2")) if {*names} <= can_share(profiles)]
-    found = orchestrate(profiles, devices, 6, limit, sharing=choices)
+    found = orchestrate_modules(profiles, devices, 6, limit, sharing=choices)
     for guests in choices:
-        own = [one.step_s for one in found.best if one.guests == guests]
+        own = [one.step_s for one in found.best if one.guest_names == guests]
         places = {index for index, one in enumerate(profiles) if one.name in guests}
         wanted = shared_brute_force(profiles, 1, places, devices, 6, limit)
         assert min(own, default=math.inf) == pytest.approx(wanted, rel=1e-9)
@@ -224,7 +224,7 @@ def test_guests_that_take_several_microbatches_are_as_good_as_trying_everything(
     fixed = {name: {"multiple": multiple} for name in ("m0", "m2")}
     found = 0
     for guests in (frozenset(names) for names in (("m0",), ("m2",), ("m0", "m2"))):
-        best = orchestrate(profiles, devices, 6, limit, sharing=[guests], fixed=fixed).best
+        best = orchestrate_modules(profiles, devices, 6, limit, sharing=[guests], fixed=fixed).best
         places = {index for index, one in enumerate(profiles) if one.name in guests}
         wanted = shared_brute_force(profiles, 1, places, devices, 6, limit, multiple)
         assert min((one.step_s for one in best), default=math.inf) == pytest.approx(wanted, rel=1e-9)
@@ -269,7 +269,7 @@ def test_the_short_list_is_the_best_of_all_that_nothing_beats(seed: int) -> None
     random = np.random.default_rng(seed)
     profiles = [random_profile(f"m{i}", random, layers, heavy=i == 0) for i, layers in enumerate([3, 2, 2])]
     devices, limit, batch = int(random.integers(7, 11)), float(random.uniform(11.0, 22.0)), 12
-    found = orchestrate(profiles, devices, batch, limit, top=20)
+    found = orchestrate_modules(profiles, devices, batch, limit, top=20)
     every = [(one, count) for count in (1, 2, 3, 4, 6, 12) for one in together(profiles, devices, count, batch, limit)]
     every.sort()
     wanted = [step_s for (step_s, _), _ in every[:20] if step_s <= every[0][0][0] * (1 + NEAR)]
@@ -280,7 +280,7 @@ def test_the_short_list_is_the_best_of_all_that_nothing_beats(seed: int) -> None
             for profile, (way, _, _) in zip(profiles, names, strict=True)
         ]
         assert [(one.shards, one.recompute) for one in arrangement.modules] == ways
-        assert [(one.replicas, one.stages) for one in arrangement.modules] == [name[1:] for name in names]
+        assert [(one.replicas, one.stage_count) for one in arrangement.modules] == [name[1:] for name in names]
         assert arrangement.microbatches == count
 
 
@@ -292,11 +292,11 @@ def test_a_choice_has_the_same_list_whatever_was_looked_at_before() -> None:
         profiles = [random_profile(f"m{i}", random, layers, heavy=i == 1) for i, layers in enumerate([2, 4, 2])]
         devices, limit = int(random.integers(6, 16)), float(random.uniform(16.0, 40.0))
         choices = [frozenset(names) for names in (("m0", "m2"), ("m0",), ("m2",), ())]
-        found = orchestrate(profiles, devices, 12, limit, sharing=choices, top=40).best
+        found = orchestrate_modules(profiles, devices, 12, limit, sharing=choices, top=40).best
         fastest_s = math.inf
         for guests in choices:
-            alone = orchestrate(profiles, devices, 12, limit, sharing=[guests], top=40).best
-            own = [one for one in found if one.guests == guests]
+            alone = orchestrate_modules(profiles, devices, 12, limit, sharing=[guests], top=40).best
+            own = [one for one in found if one.guest_names == guests]
             slower = bool(alone) and alone[0].step_s > fastest_s
             shortened += slower and len(alone) > FEW
             wanted = alone[:FEW] if slower else alone
@@ -307,13 +307,13 @@ def test_a_choice_has_the_same_list_whatever_was_looked_at_before() -> None:
 
 def test_nothing_that_fits_is_an_empty_list() -> None:
     profiles = [random_profile("m", np.random.default_rng(0), 3, heavy=False)]
-    assert orchestrate(profiles, 8, 6, 0.1).best == ()
+    assert orchestrate_modules(profiles, 8, 6, 0.1).best == ()
 
 
 def plain(name: str, layer_s: float, layers: int, factor: int = 3) -> ModuleProfile:
     """Equal layers of `layer_s` forward, no overheads, memory for everything; backward factor = factor - 1."""
     none = np.zeros(layers)
-    way = Way(
+    way = ModuleVariant(
         shards=1,
         fixed_s=none,
         sample_s=np.full(layers, factor * layer_s),
@@ -328,8 +328,8 @@ def plain(name: str, layer_s: float, layers: int, factor: int = 3) -> ModuleProf
 
 def test_devices_go_by_work() -> None:
     """Nine devices for modules whose work is as 1 to 2, with many microbatches: three and six of them."""
-    best = orchestrate([plain("vision", 1.0, 6), plain("language", 2.0, 6)], 9, 36, 1.0).best[0]
-    assert [module.devices for module in best.modules] == [3, 6]
+    best = orchestrate_modules([plain("vision", 1.0, 6), plain("language", 2.0, 6)], 9, 36, 1.0).best[0]
+    assert [module.device_count for module in best.modules] == [3, 6]
 
 
 def test_a_frozen_module_gets_fewer_devices() -> None:
@@ -337,23 +337,26 @@ def test_a_frozen_module_gets_fewer_devices() -> None:
 
     def vision_devices(factor: int) -> int:
         profiles = [plain("vision", 1.0, 4, factor), plain("language", 1.0, 4)]
-        return orchestrate(profiles, 4, 24, 1.0).best[0].modules[0].devices
+        return orchestrate_modules(profiles, 4, 24, 1.0).best[0].modules[0].device_count
 
     assert vision_devices(3) == 2 and vision_devices(1) == 1
 
 
 def test_the_closed_form_is_the_simulated_step_of_equal_stages() -> None:
-    best = orchestrate([plain("vision", 1.0, 2), plain("language", 1.0, 4)], 6, 12, 1.0, counts=[12]).best[0]
-    assert [module.stages for module in best.modules] == [2, 4]
+    best = orchestrate_modules([plain("vision", 1.0, 2), plain("language", 1.0, 4)], 6, 12, 1.0, counts=[12]).best[0]
+    assert [module.stage_count for module in best.modules] == [2, 4]
     assert simulated_s(best, [1.0] * 6) == pytest.approx(best.step_s)
 
 
-def simulated_s(best: Arrangement, forward_s: list[float]) -> float:
+def simulated_s(best: ModuleArrangement, forward_s: list[float]) -> float:
     costs = uniform_costs(
-        linear(6), forward_s=forward_s, input_s=[2 * one for one in forward_s], weight_s=[0.0] * len(forward_s)
+        linear_placement(6),
+        forward_s=forward_s,
+        input_s=[2 * one for one in forward_s],
+        weight_s=[0.0] * len(forward_s),
     )
-    problem = Problem(placement=linear(6), microbatches=best.microbatches, costs=costs)
-    return simulate(family("1f1b")(problem), costs).makespan_s
+    problem = ScheduleProblem(placement=linear_placement(6), microbatches=best.microbatches, costs=costs)
+    return simulate_schedule(find_family("1f1b")(problem), costs).makespan_s
 
 
 def test_cuts_of_every_number_are_the_best_ones() -> None:
@@ -388,9 +391,9 @@ def test_loads_are_those_of_dealing_one_sample_after_the_other(microbatches: int
         fullest = [max(filled[start : start + replicas]) for start in range(0, bins, replicas)]
         mean += fullest
         most.append(max(fullest))
-    dealer = Dealer(weights)
+    dealer = SampleDealer(weights)
     for _ in range(2):  # the second time it is known
-        found = dealer.load(microbatches, replicas, 12 // microbatches)
+        found = dealer.fullest_load(microbatches, replicas, 12 // microbatches)
         assert found == (pytest.approx(np.mean(mean)), pytest.approx(max(most)))
     assert fullest_loads(weights, microbatches, replicas, 12 // microbatches) == found
 
@@ -404,7 +407,7 @@ def test_stages_that_tell_are_the_slowest_and_the_fullest(seed: int) -> None:
         layers = getattr(way, name)
         layers[:-1] = layers[1]
         layers[-1] *= 2.0
-    cuts = way.cuts
+    cuts = way.stage_cuts
     assert len(cuts.stages[0]) < cuts.counts.sum() / 2
     for bounds, first, size in zip(cuts.bounds, cuts.first.tolist(), cuts.sizes.tolist(), strict=True):
         runs = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -13,32 +13,38 @@ from test_placement_estimate import chain, two_kinds
 
 from pipefit.cluster import Cluster
 from pipefit.plan.placement import search
-from pipefit.plan.placement.kernels.compile import functions
+from pipefit.plan.placement.kernels.compile import kernel_functions
 from pipefit.plan.placement.links import TICK_S
-from pipefit.plan.placement.search import Budget, Placed, Searcher, constructions, place
+from pipefit.plan.placement.search import (
+    PlacementBudget,
+    PlacementResult,
+    PlacementSearch,
+    search_placement,
+    starting_placements,
+)
 from pipefit.plan.placement.starts import (
     block_moves,
     chain_order,
     cluster_order,
     host_distance,
     spectral_order,
-    tiled,
-    tiles,
+    tile_devices,
+    tile_shapes,
 )
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 
-def placed(made: Candidate, moves: int = 1_500, seed: int = 0, compiled: bool = False) -> Placed:
-    return place(made.question, made.timeline, Budget(moves=moves, seed=seed), compiled=compiled)
+def placed(made: Candidate, moves: int = 1_500, seed: int = 0, compiled: bool = False) -> PlacementResult:
+    return search_placement(made.question, made.timeline, PlacementBudget(moves=moves, seed=seed), compiled=compiled)
 
 
 def best_of_all(made: Candidate) -> float:
     """The least simulated iteration over all placements of a plan that takes all devices."""
-    searcher = Searcher(made.question, made.timeline, compiled=False)
+    searcher = PlacementSearch(made.question, made.timeline, compiled=False)
     best = float("inf")
     for order in itertools.permutations(made.question.devices.tolist()):
-        searcher.estimate(np.array(order))
-        best = min(best, searcher.paths.step_s(searcher.x))
+        searcher.estimate_ticks(np.array(order))
+        best = min(best, searcher.paths.step_s(searcher.entry_ticks))
     return best
 
 
@@ -51,14 +57,14 @@ def test_it_finds_the_best_of_all_placements(hosts: int, devices: int, stages: i
 @pytest.mark.slow
 def test_it_finds_the_best_of_all_placements_of_eight_hosts() -> None:
     made = candidate(skewed_cluster(8, seed=4), chain(4, 2, microbatches=6))
-    searcher = Searcher(made.question, made.timeline, compiled=False)
-    searcher.probe(made.question.devices)
+    searcher = PlacementSearch(made.question, made.timeline, compiled=False)
+    searcher.probe_entries(made.question.devices)
     found = placed(made, 6_000)
     assert found.step_s < found.given_s
     for order in itertools.permutations(range(8)):
         if order[0] < order[1]:  # replicas are alike
             device, least_s = np.array(order), found.step_s * (1 - 1e-9)
-            assert searcher.estimate(device) * TICK_S > least_s or searcher.simulate(device) > least_s
+            assert searcher.estimate_ticks(device) * TICK_S > least_s or searcher.simulate_placement(device) > least_s
 
 
 def test_what_it_says_is_what_the_simulator_says() -> None:
@@ -67,7 +73,7 @@ def test_what_it_says_is_what_the_simulator_says() -> None:
     assert sorted(found.devices) == list(range(8))
     assert found.given_s == pytest.approx(made.timeline.makespan_s, rel=1e-9)
     table = made.costs_of(np.array(found.devices))
-    assert found.step_s == pytest.approx(simulate(made.schedule, table).makespan_s, rel=1e-7)
+    assert found.step_s == pytest.approx(simulate_schedule(made.schedule, table).makespan_s, rel=1e-7)
     assert found.step_s < found.given_s and found.simulated > 2 and found.cuts > 5
 
 
@@ -83,11 +89,11 @@ def test_compiled_and_plain_find_the_same_placement() -> None:
 
 
 def test_the_functions_are_compiled_when_numba_is_loaded_or_it_pays() -> None:
-    assert functions(False)["anneal"].__module__ == "pipefit.plan.placement.kernels.anneal"
-    assert not hasattr(functions(False)["anneal"], "py_func")
+    assert kernel_functions(False)["anneal"].__module__ == "pipefit.plan.placement.kernels.anneal"
+    assert not hasattr(kernel_functions(False)["anneal"], "py_func")
     import numba
 
-    assert "numba" in sys.modules and isinstance(functions(True)["recompute"], numba.core.dispatcher.Dispatcher)
+    assert "numba" in sys.modules and isinstance(kernel_functions(True)["recompute"], numba.core.dispatcher.Dispatcher)
 
 
 def test_the_seed_decides() -> None:
@@ -117,7 +123,9 @@ def test_a_budget_of_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) ->
         now[0] += 0.2
         return now[0]
 
-    found = place(made.question, made.timeline, Budget(moves=10**9, seconds=1.0), compiled=False, clock=clock)
+    found = search_placement(
+        made.question, made.timeline, PlacementBudget(moves=10**9, seconds=1.0), compiled=False, clock=clock
+    )
     assert 0 < found.moves < 50_000 and found.step_s <= found.given_s
 
 
@@ -184,15 +192,15 @@ def test_racks_are_found_and_hosts_of_one_stand_together() -> None:
 def test_starts_are_placements_and_hold_every_split_of_a_host() -> None:
     made = candidate(skewed_cluster(4, 4), chain(4, 4))
     shape = made.question.shape
-    assert list(tiles(shape, 4)) == [(4, 1), (2, 2), (1, 4)]
-    starts, _ = constructions(made.question)
+    assert list(tile_shapes(shape, 4)) == [(4, 1), (2, 2), (1, 4)]
+    starts, _ = starting_placements(made.question)
     for device in starts.values():
         assert sorted(device.tolist()) == list(range(16))
-    grid = tiled(np.arange(16), shape, (2, 2), False).reshape(4, 4)
+    grid = tile_devices(np.arange(16), shape, (2, 2), False).reshape(4, 4)
     assert grid[:2, :2].tolist() == [[0, 1], [2, 3]], "the first host has two replicas of two stages"
-    pipelines = tiled(np.arange(16), shape, (1, 4), True).reshape(4, 4)
+    pipelines = tile_devices(np.arange(16), shape, (1, 4), True).reshape(4, 4)
     assert pipelines[:, 0].tolist() == [0, 1, 2, 3], "the first host has a pipeline"
-    assert tiled(np.arange(16), shape, (4, 1), False).tolist() == list(range(16))
+    assert tile_devices(np.arange(16), shape, (4, 1), False).tolist() == list(range(16))
 
 
 def test_blocks_are_units_and_hosts() -> None:

@@ -10,27 +10,27 @@ from placement_toys import Candidate, candidate, skewed_cluster, skewed_rail
 from scipy.stats import spearmanr
 
 from pipefit.cluster import Cluster, parse_spec
-from pipefit.cluster.measured import LinkCurve, Measured, RailCurve
+from pipefit.cluster.measured import ClusterMeasurements, LinkCurve, RailCurve
 from pipefit.cost.comm.network import Network
 from pipefit.plan.placement.kernels.arena import ARRIVED, DEVICE, LOAD, USED, VALUE, X
 from pipefit.plan.placement.kernels.state import set_moves
 from pipefit.plan.placement.links import TICK_S, link_arrays, links_differ
-from pipefit.plan.placement.search import Searcher
+from pipefit.plan.placement.search import PlacementSearch
 from pipefit.plan.placement.starts import block_moves
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.taskgraph.times import left_to_reduce_s
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 FIELDS = (DEVICE, X, VALUE)
 
 
-def chain(stages: int, replicas: int | tuple[int, ...], microbatches: int = 8, **more: object) -> Decisions:
+def chain(stages: int, replicas: int | tuple[int, ...], microbatches: int = 8, **more: object) -> ParallelConfig:
     schedule = str(more.get("schedule", "1f1b"))
     placement = FAMILIES[schedule].placement(stages)
     plain = placement == tuple(range(stages))
     return replace(
-        Decisions(
+        ParallelConfig(
             stages=len(placement),
             placement=() if plain else placement,
             replicas=(1,) * replicas if isinstance(replicas, int) else replicas,
@@ -78,16 +78,18 @@ CANDIDATES = {
 def test_times_are_those_of_the_cost_table(name: str) -> None:
     """Every transfer, reduction and gather, and the simulated iteration, of random placements."""
     made = CANDIDATES[name]()
-    searcher = Searcher(made.question, made.timeline, compiled=False)
+    searcher = PlacementSearch(made.question, made.timeline, compiled=False)
     for device in [made.question.devices, *made.permutations(6)]:
         table = made.costs_of(device)
-        searcher.estimate(device)
+        searcher.estimate_ticks(device)
         compare(made, searcher, table)
-        assert searcher.paths.step_s(searcher.x) == pytest.approx(simulate(made.schedule, table).makespan_s, rel=1e-7)
+        assert searcher.paths.step_s(searcher.entry_ticks) == pytest.approx(
+            simulate_schedule(made.schedule, table).makespan_s, rel=1e-7
+        )
 
 
-def compare(made: Candidate, searcher: Searcher, table: object) -> None:
-    question, x = made.question, searcher.x * TICK_S
+def compare(made: Candidate, searcher: PlacementSearch, table: object) -> None:
+    question, x = made.question, searcher.entry_ticks * TICK_S
     for edge in table.edges:
         for way, whole, port in (
             ("F", edge.forward_s, edge.forward_port_s),
@@ -96,8 +98,8 @@ def compare(made: Candidate, searcher: Searcher, table: object) -> None:
             for slice_ in range(whole.shape[1]):
                 flow = question.flow_of[edge.source, edge.target, edge.tensor, way, slice_]
                 assert x[flow] == pytest.approx(whole[0, slice_], abs=2e-12)
-                assert x[question.flows + flow] == pytest.approx(port[0, slice_], abs=2e-12)
-    first = 2 * question.flows
+                assert x[question.flow_count + flow] == pytest.approx(port[0, slice_], abs=2e-12)
+    first = 2 * question.flow_count
     left = left_to_reduce_s(made.timeline.graph, table)
     for (what, stage), term in question.term_of.items():
         tied = sum(x[flow] for flow in question.tied.get(stage, ()))
@@ -108,59 +110,59 @@ def compare(made: Candidate, searcher: Searcher, table: object) -> None:
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_the_estimate_is_a_lower_bound_and_exact_where_it_was_simulated(name: str) -> None:
     made = CANDIDATES[name]()
-    searcher = Searcher(made.question, made.timeline, compiled=False)
-    searcher.probe(made.question.devices)
+    searcher = PlacementSearch(made.question, made.timeline, compiled=False)
+    searcher.probe_entries(made.question.devices)
     places = made.permutations(8, seed=1)
     for device in places:
-        simulated = searcher.simulate(device)
-        assert searcher.estimate(device) * TICK_S == pytest.approx(simulated, rel=1e-7)
+        simulated = searcher.simulate_placement(device)
+        assert searcher.estimate_ticks(device) * TICK_S == pytest.approx(simulated, rel=1e-7)
     assert int(searcher.arena.at[USED]) > 3, "one path is not enough for all of them"
     for device in made.permutations(20, seed=2):
-        estimate = searcher.estimate(device) * TICK_S
-        assert estimate <= searcher.paths.step_s(searcher.x) * (1 + 1e-7)
+        estimate = searcher.estimate_ticks(device) * TICK_S
+        assert estimate <= searcher.paths.step_s(searcher.entry_ticks) * (1 + 1e-7)
 
 
 def test_the_estimate_orders_placements_as_the_simulator_does() -> None:
     made = candidate(skewed_cluster(16, seed=3), chain(4, 4, microbatches=12))
-    searcher = Searcher(made.question, made.timeline, compiled=False)
-    searcher.simulate(made.question.devices)
-    searcher.probe(made.question.devices)
+    searcher = PlacementSearch(made.question, made.timeline, compiled=False)
+    searcher.simulate_placement(made.question.devices)
+    searcher.probe_entries(made.question.devices)
     places = made.permutations(150, seed=4)
-    simulated = [simulate(made.schedule, made.costs_of(device)).makespan_s for device in places]
+    simulated = [simulate_schedule(made.schedule, made.costs_of(device)).makespan_s for device in places]
     for more, wanted in ((0, 0.95), (12, 0.98)):
         for device in made.permutations(more, seed=5):
-            searcher.simulate(device)
-        estimated = [searcher.estimate(device) for device in places]
+            searcher.simulate_placement(device)
+        estimated = [searcher.estimate_ticks(device) for device in places]
         assert spearmanr(estimated, simulated).statistic > wanted, f"{more} placements simulated before"
 
 
 def test_the_estimate_forgets_nothing_that_a_search_met() -> None:
     """Many more paths than a few placements have: it stays exact at the first that was simulated as at the last."""
     made = candidate(skewed_cluster(32, seed=3), chain(8, 4, microbatches=24))
-    searcher = Searcher(made.question, made.timeline, compiled=False)
-    searcher.probe(made.question.devices)
+    searcher = PlacementSearch(made.question, made.timeline, compiled=False)
+    searcher.probe_entries(made.question.devices)
     places = made.permutations(120, seed=6)
-    simulated = [searcher.simulate(device) for device in places]
+    simulated = [searcher.simulate_placement(device) for device in places]
     assert len(searcher.known) > 100
-    assert [searcher.estimate(device) * TICK_S for device in places] == pytest.approx(simulated, rel=1e-7)
+    assert [searcher.estimate_ticks(device) * TICK_S for device in places] == pytest.approx(simulated, rel=1e-7)
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_changing_step_by_step_is_exactly_working_out_anew(name: str) -> None:
     made = CANDIDATES[name]()
     question = made.question
-    searcher = Searcher(question, made.timeline, compiled=False)
+    searcher = PlacementSearch(question, made.timeline, compiled=False)
     for device in made.permutations(3):
-        searcher.simulate(device)
-    searcher.probe(question.devices)
+        searcher.simulate_placement(device)
+    searcher.probe_entries(question.devices)
     run, arrays = searcher.run, (searcher.arena.whole, searcher.arena.real, searcher.arena.at)
     random = np.array([11, 12], dtype=np.int64)
     racks = [[0, 1], [2, 3]]
     set_moves(searcher.arena, block_moves(question.devices, question.shape, question.links, racks))
-    searcher.estimate(question.devices)
+    searcher.estimate_ticks(question.devices)
     changed = 0
     for number in range(200):
-        before = [searcher.arena.ints(field).copy() for field in FIELDS]
+        before = [searcher.arena.array_view(field).copy() for field in FIELDS]
         count = run["propose"](random, *arrays)
         run["exchange"](0, count, arrays[0], arrays[2])
         if arrays[2][ARRIVED]:
@@ -170,20 +172,20 @@ def test_changing_step_by_step_is_exactly_working_out_anew(name: str) -> None:
             run["would_be"](0, arrays[0], arrays[2])
             run["exchange_back"](count, arrays[0], arrays[2])
             for field, values in zip(FIELDS, before, strict=True):
-                assert (searcher.arena.ints(field) == values).all(), "taking back leaves nothing behind"
+                assert (searcher.arena.array_view(field) == values).all(), "taking back leaves nothing behind"
             continue
         estimate = run["would_be"](np.inf, arrays[0], arrays[2])
         run["commit"](arrays[0], arrays[2])
-        after = [searcher.arena.ints(field).copy() for field in FIELDS]
+        after = [searcher.arena.array_view(field).copy() for field in FIELDS]
         assert sorted(after[0].tolist()) == sorted(question.devices.tolist())
         changed += bool((after[0] != before[0]).any())
         if number % 3 == 1:
-            assert searcher.estimate(after[0]) == estimate
+            assert searcher.estimate_ticks(after[0]) == estimate
             for field, values in zip(FIELDS, after, strict=True):
                 used = int(searcher.arena.at[USED]) if field == VALUE else len(values)
-                assert (searcher.arena.ints(field)[:used] == values[:used]).all()
+                assert (searcher.arena.array_view(field)[:used] == values[:used]).all()
     assert changed > 100
-    assert not searcher.arena.ints(LOAD).any(), "scratch is left clean"
+    assert not searcher.arena.array_view(LOAD).any(), "scratch is left clean"
 
 
 def measured_cluster() -> Cluster:
@@ -195,7 +197,7 @@ def measured_cluster() -> Cluster:
     matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in times)
     rail = RailCurve(sizes_bytes=sizes, time_s=matrices, spread=matrices)
     link = LinkCurve(sizes_bytes=sizes, time_s=(2e-5, 9e-5), spread=(0, 0), between_pairs=(0, 0), pairs=1)
-    return replace(cluster, measured=Measured(rails={"rail0": rail}, links={"inside": link}))
+    return replace(cluster, measured=ClusterMeasurements(rails={"rail0": rail}, links={"inside": link}))
 
 
 @pytest.mark.parametrize("cluster", [skewed_cluster(4, 3), skewed_cluster(4, 3, rails=2), measured_cluster()])
@@ -206,7 +208,7 @@ def test_links_are_those_of_the_network(cluster: Cluster) -> None:
         for target in set(range(network.devices)) - {source}:
             a, b = links.host[source], links.host[target]
             for index, size in enumerate(sizes):
-                wanted = network.transfer([(source, target, size)])
+                wanted = network.transfer_time([(source, target, size)])
                 matrix = links.matrix[links.rail[source]]
                 busy = links.inside_busy[index, a] if a == b else links.busy[index, matrix, a, b]
                 latency = links.inside_latency[a] if a == b else links.latency[matrix, a, b]

@@ -10,8 +10,8 @@ from placement_toys import candidate, skewed_cluster
 from test_placement_estimate import chain
 
 from pipefit.plan.placement import lowered
-from pipefit.plan.placement.lowered import FIRST, HEATS, Lowered, place_lowered
-from pipefit.plan.placement.search import Budget, place
+from pipefit.plan.placement.lowered import FIRST, HEATS, LoweredPlacement, place_lowered
+from pipefit.plan.placement.search import PlacementBudget, search_placement
 
 CLUSTER = skewed_cluster(24, seed=5)
 DECISIONS = chain(4, 6)
@@ -23,24 +23,26 @@ class Lowering:
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
-    def __call__(self, devices: tuple[int, ...]) -> Lowered:
+    def __call__(self, devices: tuple[int, ...]) -> LoweredPlacement:
         self.seen.append(devices)
         made = candidate(CLUSTER, replace(DECISIONS, devices=devices), batch=48)
         step_s = float(np.maximum(made.timeline.times.stop_s, made.timeline.times.arrival_s).max())
-        return Lowered(question=made.question, timeline=made.timeline, step_s=step_s)
+        return LoweredPlacement(question=made.question, timeline=made.timeline, step_s=step_s)
 
 
 def test_what_it_finds_takes_what_it_says_when_it_is_lowered() -> None:
     """Its time is that of a plan on these devices made from nothing, and below that of the search it begins with."""
     gains = []
     for seed in range(3):
-        lower, budget = Lowering(), Budget(moves=20_000, seed=seed)
+        lower, budget = Lowering(), PlacementBudget(moves=20_000, seed=seed)
         given = Lowering()(tuple(range(24)))
         found = place_lowered(given, lower, budget, compiled=True)
         assert sorted(found.devices) == list(range(24)) and found.devices in lower.seen
         assert found.step_s == pytest.approx(Lowering()(found.devices).step_s, rel=1e-12)
         assert found.given_s == given.step_s
-        first = place(given.question, given.timeline, replace(budget, moves=int(FIRST * 20_000)), compiled=True)
+        first = search_placement(
+            given.question, given.timeline, replace(budget, moves=int(FIRST * 20_000)), compiled=True
+        )
         assert lower.seen[0] == first.devices and len(lower.seen) == 1 + len(HEATS)
         assert found.moves > first.moves and found.simulated > first.simulated
         gains.append(Lowering()(first.devices).step_s / found.step_s)
@@ -50,13 +52,17 @@ def test_what_it_finds_takes_what_it_says_when_it_is_lowered() -> None:
 
 def test_it_lowers_nothing_anew_where_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     given, lower = Lowering()(tuple(range(24))), Lowering()
-    budget = Budget(moves=500)
-    plain = place(given.question, given.timeline, budget, compiled=False)
+    budget = PlacementBudget(moves=500)
+    plain = search_placement(given.question, given.timeline, budget, compiled=False)
     monkeypatch.setattr(lowered, "MOST_SLOTS", 23)
     assert place_lowered(given, lower, budget, compiled=False) == plain
     monkeypatch.undo()
     ticking = iter(range(10**6))
-    place_lowered(given, lower, Budget(moves=500, seconds=4.0), compiled=False, clock=lambda: float(next(ticking)))
+    place_lowered(
+        given, lower, PlacementBudget(moves=500, seconds=4.0), compiled=False, clock=lambda: float(next(ticking))
+    )
     assert not lower.seen
-    place_lowered(given, lower, Budget(moves=500, seconds=60.0), compiled=False, clock=lambda: float(next(ticking)))
+    place_lowered(
+        given, lower, PlacementBudget(moves=500, seconds=60.0), compiled=False, clock=lambda: float(next(ticking))
+    )
     assert len(lower.seen) == 1 + len(HEATS)

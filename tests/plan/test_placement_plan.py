@@ -17,7 +17,7 @@ from pipefit.plan.check.rules import check_plan
 from pipefit.plan.explain.text import explain_text
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes import place_devices as in_planner
-from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=16, sequence=128)
@@ -39,7 +39,7 @@ def test_a_plan_on_unlike_links_is_placed_and_says_what_that_gained() -> None:
     plan, plain = planned(cluster), planned(cluster, mapping="hostname")
     assert plan.prediction is not None and plain.prediction is not None
     assert plan.prediction.step_s < plain.prediction.step_s
-    assert plan.devices == plain.devices == tuple(range(8))
+    assert plan.used_devices == plain.used_devices == tuple(range(8))
     assert notes(plain) == [] and "mapping" not in plain.decisions
     (note,) = notes(plan)
     gain = 1 - plan.prediction.step_s / plain.prediction.step_s
@@ -53,8 +53,8 @@ def test_a_plan_on_unlike_links_is_placed_and_says_what_that_gained() -> None:
 def test_the_same_plan_every_time_and_from_its_own_words() -> None:
     cluster = skewed_cluster(8, seed=3)
     plan = planned(cluster)
-    assert planned(cluster).hash == plan.hash
-    pins = parse_pins(f"{key}={value}" for key, value in plan.decisions.items())
+    assert planned(cluster).content_hash == plan.content_hash
+    pins = parse_constraints(f"{key}={value}" for key, value in plan.decisions.items())
     again = make_plan(toy_model(6), cluster, JOB, pins)
     assert again.groups == plan.groups and again.prediction is not None and plan.prediction is not None
     assert again.prediction.step_s == plan.prediction.step_s
@@ -65,8 +65,8 @@ def test_nothing_is_searched_where_all_links_are_alike(monkeypatch: pytest.Monke
     def never(*arguments: object, **more: object) -> None:
         raise AssertionError("a placement was searched")
 
-    monkeypatch.setattr(in_planner, "place", never)
-    monkeypatch.setattr(in_planner, "make_question", never)
+    monkeypatch.setattr(in_planner, "search_placement", never)
+    monkeypatch.setattr(in_planner, "build_problem", never)
     plan = planned(toy_cluster(2, 4))
     assert notes(plan) == [] and "mapping" not in plan.decisions
     assert notes(planned(skewed_cluster(8), mapping="hostname")) == []
@@ -136,7 +136,7 @@ def test_a_mapping_that_does_not_fit() -> None:
 
 
 def test_what_the_key_takes() -> None:
-    assert parse_pins(["mapping=hostname"])["mapping"] == "hostname"
-    assert parse_pins(["mapping=2,0,1"])["mapping"] == (2, 0, 1)
+    assert parse_constraints(["mapping=hostname"])["mapping"] == "hostname"
+    assert parse_constraints(["mapping=2,0,1"])["mapping"] == (2, 0, 1)
     with pytest.raises(PlanError, match="no value for 'mapping'"):
-        parse_pins(["mapping=fastest"])
+        parse_constraints(["mapping=fastest"])

@@ -15,34 +15,42 @@ from pipefit.plan.placement import chains
 from pipefit.plan.placement.chains import chain_arrays
 from pipefit.plan.placement.kernels.arena import DEVICE, PAIR, PAIR_OF
 from pipefit.plan.placement.kernels.transfer_times import link_ticks
-from pipefit.plan.placement.search import DEVICES_WAY, EXPONENTIAL, FEW_DEVICES, SETS_WAY, Budget, Searcher, place
+from pipefit.plan.placement.search import (
+    DEVICES_WAY,
+    EXPONENTIAL,
+    FEW_DEVICES,
+    SETS_WAY,
+    PlacementBudget,
+    PlacementSearch,
+    search_placement,
+)
 
 
-def searcher_of(made: Candidate) -> Searcher:
-    searcher = Searcher(made.question, made.timeline, compiled=False)
+def searcher_of(made: Candidate) -> PlacementSearch:
+    searcher = PlacementSearch(made.question, made.timeline, compiled=False)
     assert chain_arrays(made.question) is not None
-    searcher.simulate(made.question.devices)
-    searcher.probe(made.question.devices)
-    searcher.estimate(made.question.devices)
+    searcher.simulate_placement(made.question.devices)
+    searcher.probe_entries(made.question.devices)
+    searcher.estimate_ticks(made.question.devices)
     return searcher
 
 
-def annealed(searcher: Searcher, moves: int, heat: float, seed: int = 0) -> tuple[int, np.ndarray, int]:
+def annealed(searcher: PlacementSearch, moves: int, heat: float, seed: int = 0) -> tuple[int, np.ndarray, int]:
     """(best estimate, its placement, the estimate where it ends)."""
-    best, control = searcher.arena.ints(DEVICE).copy(), np.array([heat, 1.0, np.inf])
+    best, control = searcher.arena.array_view(DEVICE).copy(), np.array([heat, 1.0, np.inf])
     random = np.array([12345 + seed, 67890 + seed], dtype=np.int64)
     arena = searcher.arena
     end = searcher.run["anneal_sets"](moves, control, random, EXPONENTIAL, best, arena.whole, arena.real, arena.at)
     return (int(control[2]) if np.isfinite(control[2]) else -1), best, end
 
 
-def pairs(searcher: Searcher, edge: int, replicas: int) -> np.ndarray:
+def pairs(searcher: PlacementSearch, edge: int, replicas: int) -> np.ndarray:
     """[left, right] ticks of the messages both ways between the devices that stand at a boundary, by the kernel's own
     look-up of one message."""
     arena, shape = searcher.arena, searcher.question.shape
-    device = arena.ints(DEVICE).reshape(-1)[: shape.slots].reshape(shape.lanes, replicas)
+    device = arena.array_view(DEVICE).reshape(-1)[: shape.slots].reshape(shape.lanes, replicas)
     found = np.zeros((replicas, replicas), dtype=np.int64)
-    for flow in range(searcher.question.flows):
+    for flow in range(searcher.question.flow_count):
         message = int(shape.flow_start[flow])
         lanes = int(shape.source[message]) // replicas, int(shape.target[message]) // replicas
         if min(lanes) == edge:
@@ -61,10 +69,10 @@ def test_the_pipelines_are_matched_as_well_as_all_permutations(seed: int) -> Non
     for move in range(4):
         annealed(searcher, move, 1e12, seed)
         shape = made.question.shape
-        device = searcher.arena.ints(DEVICE)[: shape.slots].reshape(3, 5)
+        device = searcher.arena.array_view(DEVICE)[: shape.slots].reshape(3, 5)
         for edge in range(2):
             ticks = pairs(searcher, edge, 5)
-            matrix = searcher.arena.ints(PAIR).reshape(-1, 15, 15)[searcher.arena.ints(PAIR_OF)[edge]]
+            matrix = searcher.arena.array_view(PAIR).reshape(-1, 15, 15)[searcher.arena.array_view(PAIR_OF)[edge]]
             assert (matrix[np.ix_(device[edge], device[edge + 1])] == ticks).all()
             least = min(max(ticks[i, j] for i, j in enumerate(order)) for order in itertools.permutations(range(5)))
             assert np.diag(ticks).max() == least
@@ -77,13 +85,13 @@ def test_its_steps_give_what_working_out_anew_gives(hosts: int, stages: int, rep
     searcher = searcher_of(made)
     for heat in (1e12, 1e9, 1e7, 1.0):
         value, best, end = annealed(searcher, 300, heat)
-        stands, x = searcher.arena.ints(DEVICE).copy(), searcher.x
+        stands, x = searcher.arena.array_view(DEVICE).copy(), searcher.entry_ticks
         assert sorted(stands.tolist()) == sorted(best.tolist()) == list(range(hosts))
-        assert searcher.estimate(stands) == end and (searcher.x == x).all()
+        assert searcher.estimate_ticks(stands) == end and (searcher.entry_ticks == x).all()
         if value >= 0:
-            assert searcher.estimate(best) == value
-        searcher.simulate(best)
-        searcher.estimate(stands)
+            assert searcher.estimate_ticks(best) == value
+        searcher.simulate_placement(best)
+        searcher.estimate_ticks(stands)
 
 
 def test_where_pipelines_are_no_matter_of_a_boundary_devices_move_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +106,7 @@ def test_where_pipelines_are_no_matter_of_a_boundary_devices_move_one_by_one(mon
     }
     for name, made in others.items():
         assert chain_arrays(made.question) is None, name
-        assert Searcher(made.question, made.timeline, compiled=False).way is DEVICES_WAY, name
+        assert PlacementSearch(made.question, made.timeline, compiled=False).way is DEVICES_WAY, name
     assert chain_arrays(candidate(skewed_cluster(8), chain(4, 2)).question) is not None
     v = candidate(skewed_cluster(6), chain(3, 2, schedule="zb-v"))
     assert chain_arrays(v.question) is not None, "both ways over every boundary"
@@ -110,7 +118,7 @@ def test_few_devices_are_searched_one_by_one() -> None:
     """Five pipelines over ten far regions: over sets half of the seeds ended 7.5 % above the optimum."""
     for hosts, way in ((FEW_DEVICES, DEVICES_WAY), (FEW_DEVICES + 2, SETS_WAY)):
         made = candidate(skewed_cluster(hosts), chain(2, hosts // 2), batch=4 * hosts)
-        assert Searcher(made.question, made.timeline, compiled=False).way is way
+        assert PlacementSearch(made.question, made.timeline, compiled=False).way is way
 
 
 def test_ten_regions_of_a_cloud_are_placed_as_well_as_by_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +134,9 @@ def test_ten_regions_of_a_cloud_are_placed_as_well_as_by_trying_all(monkeypatch:
     start = instance.simulated(instance.decisions())
     for seed in range(4):
         question = lowered(instance, start).question
-        found = place(question, start.simulation.timeline, Budget(moves=100_000, seed=seed), compiled=True)
+        found = search_placement(
+            question, start.simulation.timeline, PlacementBudget(moves=100_000, seed=seed), compiled=True
+        )
         assert instance.step_s(found.devices) == pytest.approx(case["optimum_s"], rel=1e-9)
 
 
@@ -135,8 +145,8 @@ def test_sets_find_more_than_devices_with_as_many_moves(monkeypatch: pytest.Monk
     from pipefit.plan.placement import search
 
     made = candidate(skewed_cluster(40, seed=3), chain(4, 10), batch=80)
-    budgets = [Budget(moves=40_000, seed=seed) for seed in range(4)]
-    sets = [place(made.question, made.timeline, budget, compiled=True).step_s for budget in budgets]
+    budgets = [PlacementBudget(moves=40_000, seed=seed) for seed in range(4)]
+    sets = [search_placement(made.question, made.timeline, budget, compiled=True).step_s for budget in budgets]
     monkeypatch.setattr(search, "SETS_WAY", DEVICES_WAY)
-    devices = [place(made.question, made.timeline, budget, compiled=True).step_s for budget in budgets]
+    devices = [search_placement(made.question, made.timeline, budget, compiled=True).step_s for budget in budgets]
     assert np.mean(sets) < np.mean(devices)

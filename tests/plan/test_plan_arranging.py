@@ -13,15 +13,15 @@ from pipefit.cluster import parse_spec
 from pipefit.codec import dump_text
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import IndexRequest, make_index, open_index
-from pipefit.data.multimodal.planning import arranged_samples, sampled
+from pipefit.data.multimodal.planning import arranged_samples, sample_batches
 from pipefit.data.multimodal.sample_rows import SampleRows, rows_of_index
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.plan.check.rules import load_plan
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.search import _Finder
-from pipefit.plan.request.constraints import parse_pins
-from pipefit.plan.request.sampled_batches import completed
+from pipefit.plan.modules.search import ModuleSearch
+from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.sampled_batches import complete_samples
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=16, sequence=512)
@@ -48,8 +48,8 @@ def rows_in(folder: Path) -> SampleRows:
 
 
 def made(rows: SampleRows, *fixes: str, frozen: tuple[str, ...] = ()) -> Plan:
-    samples = sampled(rows, JOB.batch, BATCHES, JOB.seed)
-    cluster, pins = parse_spec("8xA100-80"), parse_pins(fixes)
+    samples = sample_batches(rows, JOB.batch, BATCHES, JOB.seed)
+    cluster, pins = parse_spec("8xA100-80"), parse_constraints(fixes)
     return make_plan(three_modules(frozen), cluster, JOB, pins, samples=samples, arrange=arranged_samples)
 
 
@@ -87,10 +87,12 @@ def test_the_batch_that_is_shown_stands_as_in_the_first_step_of_the_run(
 @pytest.mark.parametrize("placement", ["disjoint", "inline", "shared"])
 def test_every_batch_is_simulated_in_the_order_that_the_plan_has(folder: Path, placement: str) -> None:
     """And whether microbatches are put in order is what is faster on average: not always so, but where it is chosen."""
-    samples = completed(sampled(rows_in(folder), JOB.batch, BATCHES, JOB.seed), three_modules(), JOB)
-    pins = parse_pins([*(SHARED if placement == "shared" else PIPELINE), f"modules={placement}"])
-    finder = _Finder(Workbench(three_modules(), parse_spec("8xA100-80")), JOB, pins, samples, arranged_samples)
-    finder.look(None)
+    samples = complete_samples(sample_batches(rows_in(folder), JOB.batch, BATCHES, JOB.seed), three_modules(), JOB)
+    pins = parse_constraints([*(SHARED if placement == "shared" else PIPELINE), f"modules={placement}"])
+    finder = ModuleSearch(
+        PlannerContext(three_modules(), parse_spec("8xA100-80")), JOB, pins, samples, arranged_samples
+    )
+    finder.run_search(None)
     best = finder.trials.fitting[0]
     mean_s, order, before = finder.settled[id(best)]
     each = {way: finder.trials.on_all(before, way) for way in (False, True)}
@@ -117,7 +119,7 @@ def test_balancing_and_ordering_are_switched_off_from_the_command_line(
         return load_plan(tmp_path / "p"), out
 
     rows = rows_in(folder)
-    as_it_comes = sampled(rows, JOB.batch, 1, JOB.seed).tokens["patches"][0].tolist()
+    as_it_comes = sample_batches(rows, JOB.batch, 1, JOB.seed).tokens["patches"][0].tolist()
     steps = {}
     for balance in ("true", "false"):
         for order in ("true", "false"):

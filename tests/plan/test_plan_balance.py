@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pipefit.plan.cutting.balance import balanced, lane_times
+from pipefit.plan.cutting.balance import balance_lanes, lane_times
 
 PLACEMENTS = {"interleaved": (0, 1, 2, 0, 1, 2), "v": (0, 1, 2, 2, 1, 0), "plain": (0, 1, 2)}
 
@@ -29,7 +29,7 @@ def test_lanes_are_nearly_as_even_as_the_best_cut(name: str, layers: int) -> Non
     worst = []
     for times in (row, *generator.uniform(0.5, 1.5, (20, layers))):
         each = np.tile(times, (len(placement), 1))
-        bounds = balanced(each, placement)
+        bounds = balance_lanes(each, placement)
         assert bounds[0] == 0 and bounds[-1] == layers and all(a < b for a, b in itertools.pairwise(bounds))
         worst.append(float(lane_times(each, bounds, placement).max()) / best_of_all(each, placement))
     assert worst[0] == pytest.approx(1.0), "the chain of a language model"

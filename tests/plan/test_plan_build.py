@@ -12,24 +12,24 @@ from plan_toys import seeing_model, toy_cluster, toy_model
 
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import PlanError, ScheduleError, StalePlanError
-from pipefit.layout import holding, parse_form
+from pipefit.layout import held_box, parse_form
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.check.rules import check_fresh, check_plan
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.check.rules import check_plan, check_staleness
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.check.deadlock import find_deadlock
 
 CLUSTER = toy_cluster(2, 8)
-BENCHES = {tied: Workbench(toy_model(3, tied=tied), CLUSTER) for tied in (False, True)}
+BENCHES = {tied: PlannerContext(toy_model(3, tied=tied), CLUSTER) for tied in (False, True)}
 LAYERS = 6
 
 shares = st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple)
 
 
 @st.composite
-def decisions(draw: st.DrawFn) -> tuple[Job, Decisions]:
+def decisions(draw: st.DrawFn) -> tuple[Job, ParallelConfig]:
     replicas, shards = draw(shares), draw(shares)
     stages = draw(st.integers(1, 4))
     cuts = sorted(draw(st.sets(st.integers(1, LAYERS - 1), min_size=stages - 1, max_size=stages - 1)))
@@ -42,7 +42,7 @@ def decisions(draw: st.DrawFn) -> tuple[Job, Decisions]:
         placement = (0, 1, 1, 0)
     choice = st.sampled_from(["none", "selective", "full"])
     recompute = draw(st.lists(choice, min_size=stages, max_size=stages)) if draw(st.booleans()) else [draw(choice)]
-    return job, Decisions(
+    return job, ParallelConfig(
         stages=stages,
         cuts=tuple(cuts),
         placement=placement,
@@ -60,29 +60,31 @@ def decisions(draw: st.DrawFn) -> tuple[Job, Decisions]:
 
 @settings(max_examples=60)
 @given(case=decisions(), tied=st.booleans())
-def test_valid_decisions_give_valid_plans(case: tuple[Job, Decisions], tied: bool) -> None:
+def test_valid_decisions_give_valid_plans(case: tuple[Job, ParallelConfig], tied: bool) -> None:
     job, choice = case
     bench = BENCHES[tied]
     plan = build_plan(bench.model, CLUSTER, job, choice, bench=bench)
     assert load_text(Plan, dump_text(plan), "memory") == plan
     check_plan(plan, bench.model, CLUSTER)
-    assert find_deadlock(plan.order.schedule()) is None
-    assert len(plan.devices) == choice.device_count
+    assert find_deadlock(plan.order.to_schedule()) is None
+    assert len(plan.used_devices) == choice.device_count
     simulation = simulate_plan(plan, bench.model, CLUSTER, programs=bench.programs)
     assert simulation.timeline.makespan_s > 0
-    final = [float(curve.bytes[-1]) - curve.static_bytes for curve in simulation.timeline.memory if len(curve.bytes)]
+    final = [
+        float(curve.bytes[-1]) - curve.static_bytes for curve in simulation.timeline.lane_memory if len(curve.bytes)
+    ]
     assert final == pytest.approx([0.0] * len(final), abs=1e-3), "everything that a step holds is freed in it"
 
 
 @settings(max_examples=30)
 @given(case=decisions())
-def test_stored_shards_tile_every_parameter_in_each_replica(case: tuple[Job, Decisions]) -> None:
+def test_stored_shards_tile_every_parameter_in_each_replica(case: tuple[Job, ParallelConfig]) -> None:
     job, choice = case
     bench = BENCHES[False]
     plan = build_plan(bench.model, CLUSTER, job, choice, bench=bench)
     for parameter in plan.parameters:
-        group = plan.groups[plan.stages[parameter.owner].group].group()
-        boxes = {holding(parameter.shape, group, tuple(map(parse_form, parameter.stored)), d) for d in group.devices}
+        group = plan.groups[plan.stages[parameter.owner].group].to_mesh()
+        boxes = {held_box(parameter.shape, group, tuple(map(parse_form, parameter.stored)), d) for d in group.devices}
         held = sum((box[0][1] - box[0][0]) * (box[-1][1] - box[-1][0] if len(box) > 1 else 1) for box in boxes)
         whole = parameter.shape[0] * (parameter.shape[1] if len(parameter.shape) > 1 else 1)
         assert held == whole, parameter
@@ -94,7 +96,7 @@ def test_replicas_or_stages_lie_next_to_each_other() -> None:
             BENCHES[False].model,
             CLUSTER,
             Job(batch=8, sequence=16),
-            Decisions(stages=2, replicas=(1, 1), shards=(1, 1), sharding="megatron", inner=inner),  # type: ignore[arg-type]
+            ParallelConfig(stages=2, replicas=(1, 1), shards=(1, 1), sharding="megatron", inner=inner),  # type: ignore[arg-type]
         )
         for inner in ("replica", "stage")
     }
@@ -103,31 +105,35 @@ def test_replicas_or_stages_lie_next_to_each_other() -> None:
 
 
 def test_devices_can_be_given() -> None:
-    choice = Decisions(stages=2, replicas=(1, 1), devices=(9, 1, 4, 12))
+    choice = ParallelConfig(stages=2, replicas=(1, 1), devices=(9, 1, 4, 12))
     plan = build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), choice)
     assert [group.devices for group in plan.groups] == [(9, 1), (4, 12)]
-    assert plan.devices == (1, 4, 9, 12)
+    assert plan.used_devices == (1, 4, 9, 12)
 
 
 def test_cuts_follow_the_costs_of_the_layers() -> None:
     """The head is far dearer than a block: with two stages it is not left with half of the layers."""
     model = toy_model(6)
-    plan = build_plan(model, CLUSTER, Job(batch=64, sequence=4096), Decisions(stages=2))
-    costs = Workbench(model, CLUSTER).cutter.cut(Job(batch=64, sequence=4096), Decisions(stages=2))
+    plan = build_plan(model, CLUSTER, Job(batch=64, sequence=4096), ParallelConfig(stages=2))
+    costs = PlannerContext(model, CLUSTER).layer_cutter.cut_layers(
+        Job(batch=64, sequence=4096), ParallelConfig(stages=2)
+    )
     assert costs is not None
     best = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
     for boundary in range(1, 9):
-        other = Workbench(model, CLUSTER).cutter.cut(Job(batch=64, sequence=4096), Decisions(cuts=(boundary,)))
+        other = PlannerContext(model, CLUSTER).layer_cutter.cut_layers(
+            Job(batch=64, sequence=4096), ParallelConfig(cuts=(boundary,))
+        )
         assert other is not None
         assert max(f + b for f, b in zip(other.forward_s, other.backward_s, strict=True)) >= best
     assert plan.stages[1].layers[0] == costs.cuts[0]
 
 
 def test_building_twice_gives_the_same_plan() -> None:
-    choice = Decisions(stages=3, replicas=(1, 1), microbatches=4, zero1=True)
+    choice = ParallelConfig(stages=3, replicas=(1, 1), microbatches=4, zero1=True)
     job = Job(batch=16, sequence=16)
     one, two = (build_plan(toy_model(4), toy_cluster(1, 8), job, choice) for _ in range(2))
-    assert dump_text(one) == dump_text(two) and one.hash == two.hash
+    assert dump_text(one) == dump_text(two) and one.content_hash == two.content_hash
 
 
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -152,7 +158,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_wrong_decisions_are_told(name: str) -> None:
     changes, words = WRONG[name]
     with pytest.raises(PlanError) as error:
-        build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), Decisions(**changes))
+        build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(**changes))
     for word in words:
         assert word in str(error.value), str(error.value)
 
@@ -160,29 +166,31 @@ def test_wrong_decisions_are_told(name: str) -> None:
 def test_a_replica_without_rows_is_told() -> None:
     """2 rows by shares 5 : 1 leave the second replica none."""
     with pytest.raises(PlanError, match="A replica would get no row of a microbatch"):
-        build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), Decisions(replicas=(5, 1), microbatches=4))
+        build_plan(
+            BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(replicas=(5, 1), microbatches=4)
+        )
 
 
 def test_an_unknown_schedule_is_told() -> None:
     with pytest.raises(ScheduleError, match="The schedule is unknown"):
-        build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), Decisions(schedule="zigzag"))
+        build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(schedule="zigzag"))
 
 
 def test_several_modules_are_not_searched_yet() -> None:
     with pytest.raises(PlanError, match="several modules") as error:
-        build_plan(seeing_model(), CLUSTER, Job(batch=8, sequence=16), Decisions())
+        build_plan(seeing_model(), CLUSTER, Job(batch=8, sequence=16), ParallelConfig())
     assert "docs/plan-format.md" in str(error.value)
 
 
 @pytest.mark.parametrize("changed", ["model", "cluster", "both"])
 def test_a_stale_plan_says_what_changed(changed: str) -> None:
     model, cluster = toy_model(3), toy_cluster()
-    plan = build_plan(model, cluster, Job(batch=8, sequence=16), Decisions(stages=2))
-    check_fresh(plan, model, cluster)
+    plan = build_plan(model, cluster, Job(batch=8, sequence=16), ParallelConfig(stages=2))
+    check_staleness(plan, model, cluster)
     other: Model = replace(model, config={"layers": 3, "changed": True})
     now = (other if changed != "cluster" else model, toy_cluster(1, 8) if changed != "model" else cluster)
     with pytest.raises(StalePlanError, match="The plan is stale") as error:
-        check_fresh(plan, *now)
+        check_staleness(plan, *now)
     text = str(error.value)
     assert ("the model and cluster changed" in text) == (changed == "both")
     assert ("model " + now[0].hash in text) == (changed != "cluster")

@@ -12,9 +12,9 @@ from tests.changes import Change, put
 
 from pipefit.codec import from_data, to_data
 from pipefit.errors import PipefitError, PlanError
-from pipefit.plan.check.rules import check_plan, load_plan, problems
+from pipefit.plan.check.rules import check_plan, load_plan, plan_problems
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 
 MODEL = toy_model(2, tied=True)
@@ -23,7 +23,9 @@ PLAN = build_plan(
     MODEL,
     CLUSTER,
     Job(batch=8, sequence=16),
-    Decisions(stages=2, cuts=(2,), replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=4, zero1=True),
+    ParallelConfig(
+        stages=2, cuts=(2,), replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=4, zero1=True
+    ),
 )
 
 
@@ -116,7 +118,7 @@ def test_every_break_is_named(name: str) -> None:
 
 
 def test_a_valid_plan_has_no_problems() -> None:
-    assert list(problems(PLAN, MODEL, CLUSTER)) == []
+    assert list(plan_problems(PLAN, MODEL, CLUSTER)) == []
 
 
 def test_a_schedule_that_would_hang_is_refused_with_a_drawing() -> None:

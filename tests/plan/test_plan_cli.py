@@ -12,10 +12,10 @@ import pytest
 from golden_plans import two_modules
 from plan_toys import toy_model
 
-from pipefit.cluster import parse_spec, save
+from pipefit.cluster import parse_spec, save_cluster_file
 from pipefit.codec import dump_text
 from pipefit.plan.check.rules import check_plan, load_plan, save_plan
-from pipefit.plan.types import Hashes
+from pipefit.plan.types import InputHashes
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,7 +103,7 @@ def test_planning_from_a_saved_model_needs_no_torch(model: str, tmp_path: Path) 
 
 
 def bad_cluster(tmp_path: Path) -> str:
-    save(parse_spec("2x1xH100:10GB/s"), tmp_path / "cluster.json")
+    save_cluster_file(parse_spec("2x1xH100:10GB/s"), tmp_path / "cluster.json")
     data = json.loads((tmp_path / "cluster.json").read_text())
     data["rails"][0]["bandwidth_bytes_per_s"][0][1] = 0
     (tmp_path / "cluster.json").write_text(json.dumps(data))
@@ -173,7 +173,7 @@ def test_a_broken_cluster_file_names_the_link(pipefit, model: str, tmp_path: Pat
 def test_a_model_that_fits_nowhere(pipefit, model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     cluster = parse_spec("1xL4")
     small = replace(cluster, kinds={"L4": replace(cluster.kinds["L4"], memory_bytes=64 * 2**20 + 40_000)})
-    save(small, tmp_path / "small.json")
+    save_cluster_file(small, tmp_path / "small.json")
     code, _, err = pipefit("plan", "--model", model, "--cluster", str(tmp_path / "small.json"), *JOB)
     assert code == 2
     for word in ("No plan fits", "are missing on each device of lane 0", "(L4)", "needed", "of memory", "try: use"):
@@ -196,7 +196,7 @@ def test_a_plan_by_hand_needs_a_cluster_named(pipefit, model: str, tmp_path: Pat
     path = tmp_path / "plan.json"
     pipefit("plan", "--model", model, "--cluster", "2xH100", *JOB, "--fix", "stages=2", "-o", str(path))
     by_hand = replace(
-        load_plan(path), prediction=None, alternatives=(), cluster="", hashes=Hashes(model="", cluster="")
+        load_plan(path), prediction=None, alternatives=(), cluster="", hashes=InputHashes(model="", cluster="")
     )
     save_plan(by_hand, path)
     code, _, err = pipefit("simulate", str(path))

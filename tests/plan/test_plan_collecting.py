@@ -9,7 +9,7 @@ from plan_toys import toy_cluster, toy_model
 
 from pipefit.errors import PlanError
 from pipefit.plan import make
-from pipefit.plan.evaluate.garbage_collection import collection_put_off
+from pipefit.plan.evaluate.garbage_collection import defer_collection
 from pipefit.plan.types import Job
 
 
@@ -33,7 +33,7 @@ def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPat
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with collection_put_off():
+        with defer_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

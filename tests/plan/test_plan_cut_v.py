@@ -11,16 +11,16 @@ import pytest
 
 from pipefit.cluster import parse_spec
 from pipefit.cluster.types import Cluster
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import describe
+from pipefit.model.registry import describe_config
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.make import make_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule import FAMILIES
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 JOB = Job(batch=16, sequence=2048, precision="bfloat16")
 V_FAMILIES = ("1f1b-v", "v-half", "v-min", "v-zb", "zb-v")
@@ -33,8 +33,8 @@ def model(blocks: int, vocabulary: int) -> Model:
         "model_type": "llama", "vocab_size": vocabulary, "hidden_size": 1024, "intermediate_size": 2816,
         "num_hidden_layers": blocks, "num_attention_heads": 16, "num_key_value_heads": 16,
     }  # fmt: skip
-    described = describe(config, "heavy", "test")
-    return capture(described.family, described.config)
+    described = describe_config(config, "heavy", "test")
+    return capture_family(described.family, described.config)
 
 
 def cluster(devices: int, memory_bytes: int | None = None) -> Cluster:
@@ -44,9 +44,9 @@ def cluster(devices: int, memory_bytes: int | None = None) -> Cluster:
     return replace(made, kinds={key: replace(one, memory_bytes=memory_bytes) for key, one in made.kinds.items()})
 
 
-def decisions(family: str, devices: int, cuts: tuple[int, ...] = ()) -> Decisions:
+def decisions(family: str, devices: int, cuts: tuple[int, ...] = ()) -> ParallelConfig:
     placement = FAMILIES[family].placement(devices)
-    return Decisions(
+    return ParallelConfig(
         stages=0 if cuts else len(placement), placement=placement, schedule=family, microbatches=16, cuts=cuts
     )
 
@@ -54,14 +54,14 @@ def decisions(family: str, devices: int, cuts: tuple[int, ...] = ()) -> Decision
 @lru_cache
 def every_cut(family: str, devices: int, blocks: int, vocabulary: int) -> dict[tuple[int, ...], tuple[float, float]]:
     """Cuts -> (simulated step, largest peak of a lane), for all of them."""
-    bench = Workbench(model(blocks, vocabulary), cluster(devices))
+    bench = PlannerContext(model(blocks, vocabulary), cluster(devices))
     stages = len(FAMILIES[family].placement(devices))
     result = {}
-    for cuts in itertools.combinations(range(1, len(bench.module.layers)), stages - 1):
+    for cuts in itertools.combinations(range(1, len(bench.only_module.layers)), stages - 1):
         chosen = decisions(family, devices, cuts)
-        parts = bench.parts(JOB, chosen)
-        costs = bench.costs(parts)
-        timeline = simulate(bench.schedule(parts, chosen, costs), costs)
+        parts = bench.make_skeleton(JOB, chosen)
+        costs = bench.build_cost_table(parts)
+        timeline = simulate_schedule(bench.build_schedule(parts, chosen, costs), costs)
         result[cuts] = (timeline.makespan_s, float(timeline.peak_bytes.max()))
     return result
 
@@ -101,7 +101,7 @@ def test_within_a_memory_limit_it_is_the_best_that_fits(family: str) -> None:
     assert fitting and min(fitting) > fastest[0]
     plan = planned(family, 2, 8, 128_256, limit)
     simulation = simulate_plan(plan, model(8, 128_256), cluster(2, limit))
-    assert simulation.fits
+    assert simulation.fits_in_memory
     assert simulation.timeline.makespan_s <= 1.05 * min(fitting)
 
 
@@ -114,8 +114,10 @@ def test_the_planners_plan_is_cut_so_too() -> None:
 
 
 def test_lanes_of_one_stage_and_given_cuts_stay_as_they_are() -> None:
-    bench = Workbench(model(8, 128_256), cluster(2))
-    chosen = Decisions(stages=2, schedule="1f1b", microbatches=16)
-    assert cuts_of(build_plan(bench.model, bench.cluster, JOB, chosen)) == bench.cutter.cut(JOB, chosen).cuts
+    bench = PlannerContext(model(8, 128_256), cluster(2))
+    chosen = ParallelConfig(stages=2, schedule="1f1b", microbatches=16)
+    assert (
+        cuts_of(build_plan(bench.model, bench.cluster, JOB, chosen)) == bench.layer_cutter.cut_layers(JOB, chosen).cuts
+    )
     given = decisions("v-half", 2, (3, 5, 8))
     assert cuts_of(build_plan(bench.model, bench.cluster, JOB, given)) == (3, 5, 8)

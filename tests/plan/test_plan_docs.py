@@ -10,9 +10,9 @@ from golden_plans import tied_embeddings
 from pipefit.cluster.kinds import SHEETS
 from pipefit.codec import load_text
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.check.rules import check_fresh, check_plan
+from pipefit.plan.check.rules import check_plan, check_staleness
 from pipefit.plan.request.constraints import KEYS
-from pipefit.plan.types import Hashes, Plan
+from pipefit.plan.types import InputHashes, Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -23,9 +23,9 @@ def test_the_example_of_the_format_is_a_valid_plan_written_by_hand() -> None:
     assert example is not None
     plan = load_text(Plan, example[1], "docs/plan-format.md")
     made = tied_embeddings()
-    assert plan.prediction is None and plan.hashes == Hashes(model="", cluster="")
+    assert plan.prediction is None and plan.hashes == InputHashes(model="", cluster="")
     check_plan(plan, made.model, made.cluster)
-    check_fresh(plan, made.model, made.cluster)
+    check_staleness(plan, made.model, made.cluster)
     assert simulate_plan(plan, made.model, made.cluster).timeline.makespan_s > 0
 
 

@@ -12,40 +12,40 @@ from test_plan_search import little_memory
 from pipefit.cluster import parse_spec
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.check.rules import check_plan
-from pipefit.plan.evaluate.evaluate import evaluate
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.make import _gain, make_plan
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.make import _fitted_order_note, make_plan
 from pipefit.plan.passes import fitted_orders as fitting
 from pipefit.plan.passes.fitted_orders import best_plans, fit_layout, moves_for, tables_of
-from pipefit.plan.passes.search import search
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.problem import linear, vee
+from pipefit.schedule.problem import linear_placement, vee_placement
 
 JOB = Job(batch=8, sequence=512)
 MID = Job(batch=16, sequence=512, precision="bfloat16")
 LONG = Job(batch=16, sequence=4096, precision="bfloat16")
 
 
-def bench(count: int = 6) -> Workbench:
-    return Workbench(toy_model(count), toy_cluster(1, 4))
+def bench(count: int = 6) -> PlannerContext:
+    return PlannerContext(toy_model(count), toy_cluster(1, 4))
 
 
-@pytest.mark.parametrize("placement", [linear(3), vee(3)], ids=["linear", "v"])
+@pytest.mark.parametrize("placement", [linear_placement(3), vee_placement(3)], ids=["linear", "v"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_fitted_order_is_not_slower_than_any_family_of_its_layout(placement: tuple[int, ...], recompute: str) -> None:
     """The same cuts, microbatches, recomputation: against every family that can be made there."""
     room, compared = bench(8), 0
-    layout = Decisions(stages=len(placement), placement=placement, microbatches=8, recompute=(recompute,))
-    layout = replace(layout, cuts=room.cutter.leanest(LONG, layout).cuts)
+    layout = ParallelConfig(stages=len(placement), placement=placement, microbatches=8, recompute=(recompute,))
+    layout = replace(layout, cuts=room.layer_cutter.leanest_cut(LONG, layout).cuts)
     one = fit_layout(room, tables_of(room, LONG, layout, [(recompute,)]))
-    assert one is not None and one.simulation.fits
+    assert one is not None and one.simulation.fits_in_memory
     for name in sorted({*FAMILIES} - {"fit"}):
         if FAMILIES[name].placement(3) != placement or FAMILIES[name].least_units(3) > 8:
             continue
         compared += 1
-        family = evaluate(room, replace(layout, schedule=name), room.parts(LONG, layout))
+        family = evaluate_candidate(room, replace(layout, schedule=name), room.make_skeleton(LONG, layout))
         assert one.step_s <= family.step_s * (1 + 1e-9), name
     assert compared >= 2
 
@@ -53,12 +53,12 @@ def test_a_fitted_order_is_not_slower_than_any_family_of_its_layout(placement: t
 def test_the_plan_is_not_slower_than_the_search_alone_and_fits() -> None:
     gained = 0
     for beyond in (400_000, 3_000_000, 6_000_000):
-        room = Workbench(toy_model(8), little_memory(4, beyond=beyond))
-        families, both = search(room, MID), best_plans(room, MID, {})
+        room = PlannerContext(toy_model(8), little_memory(4, beyond=beyond))
+        families, both = search_plans(room, MID), best_plans(room, MID, {})
         if not families.fitting:
             continue
         best = both.fitting[0]
-        assert best.step_s <= families.fitting[0].step_s and best.simulation.fits
+        assert best.step_s <= families.fitting[0].step_s and best.simulation.fits_in_memory
         assert (both.fitted > 0) == (best.decisions.schedule == "fit")
         gained += both.fitted
     assert gained, "somewhere an order made for the memory that is left wins"
@@ -67,8 +67,8 @@ def test_the_plan_is_not_slower_than_the_search_alone_and_fits() -> None:
 def test_memory_that_is_left_is_used_stage_by_stage() -> None:
     """Between the memory of no recomputation and that of all, some stages recompute and some do not."""
     room = bench(8)
-    layout = Decisions(stages=3, microbatches=8, schedule="1f1b", replicas=(1,))
-    layout = replace(layout, cuts=room.cutter.leanest(LONG, layout).cuts)
+    layout = ParallelConfig(stages=3, microbatches=8, schedule="1f1b", replicas=(1,))
+    layout = replace(layout, cuts=room.layer_cutter.leanest_cut(LONG, layout).cuts)
     tables = tables_of(room, LONG, layout, [("none",), ("full",)])
     least = {one.decisions.recompute: fit_layout(room, [one]) for one in tables}
     none, full = least["none",], least["full",]
@@ -85,12 +85,12 @@ def test_memory_that_is_left_is_used_stage_by_stage() -> None:
 def test_it_is_the_same_plan_every_time_and_reads_back() -> None:
     model, cluster = toy_model(8), little_memory(4, beyond=6_000_000)
     plans = [make_plan(model, cluster, MID, {"schedule": "fit", "stages": 3}) for _ in range(2)]
-    assert plans[0].hash == plans[1].hash
+    assert plans[0].content_hash == plans[1].content_hash
     assert plans[0].order.name == plans[0].decisions["schedule"] == "fit"
     check_plan(plans[0], model, cluster)
     again = simulate_plan(plans[0], model, cluster)
     assert plans[0].prediction is not None
-    assert again.timeline.makespan_s == plans[0].prediction.step_s and again.fits
+    assert again.timeline.makespan_s == plans[0].prediction.step_s and again.fits_in_memory
 
 
 def test_a_pinned_fit_is_not_slower_than_the_families() -> None:
@@ -104,9 +104,11 @@ def test_a_pinned_fit_is_not_slower_than_the_families() -> None:
 
 def test_decisions_with_fit_can_be_built() -> None:
     model, cluster = toy_model(6), toy_cluster(1, 3)
-    plan = build_plan(model, cluster, JOB, Decisions(stages=6, placement=vee(3), microbatches=4, schedule="fit"))
+    plan = build_plan(
+        model, cluster, JOB, ParallelConfig(stages=6, placement=vee_placement(3), microbatches=4, schedule="fit")
+    )
     check_plan(plan, model, cluster)
-    assert plan.order.name == "fit" and plan.order.placement == vee(3)
+    assert plan.order.name == "fit" and plan.order.placement == vee_placement(3)
 
 
 def test_how_often_orders_are_fitted_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_how_often_orders_are_fitted_is_bounded(monkeypatch: pytest.MonkeyPatch)
         return real(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fitting, "fit_layout", counted)
-    best_plans(Workbench(toy_model(6), toy_cluster(1, 8)), LONG, {})
+    best_plans(PlannerContext(toy_model(6), toy_cluster(1, 8)), LONG, {})
     assert 0 < len(calls) <= fitting.LAYOUTS
     assert moves_for(100) == fitting.MOVES[1] and moves_for(10**9) == fitting.MOVES[0]
 
@@ -135,7 +137,7 @@ def test_a_large_model_gains_where_memory_is_tight() -> None:
     pytest.importorskip("torch")
     from pipefit.model.registry import open_model
 
-    room = Workbench(open_model("llama-3-8b"), parse_spec("4xA100-80"))
+    room = PlannerContext(open_model("llama-3-8b"), parse_spec("4xA100-80"))
     job = Job(batch=32, sequence=8192, precision="bfloat16")
     found = best_plans(room, job, {"slices": 1})
     families = [one for one in found.fitting if one.decisions.schedule != "fit"]
@@ -150,11 +152,11 @@ def test_what_groups_gain_is_not_ascribed_to_the_order() -> None:
         )
 
     without = [one(0.9, "fit", False), one(1.0, "1f1b", False)]
-    assert _gain(SimpleNamespace(fitting=without), {}) == _gained(0.1)
-    assert _gain(SimpleNamespace(fitting=[one(0.5, "fit", True), *without]), {}) == ""
-    assert _gain(SimpleNamespace(fitting=[one(0.5, "fit", True), one(0.625, "1f1b", True), *without]), {}) == _gained(
-        0.2
-    )
+    assert _fitted_order_note(SimpleNamespace(fitting=without), {}) == _gained(0.1)
+    assert _fitted_order_note(SimpleNamespace(fitting=[one(0.5, "fit", True), *without]), {}) == ""
+    assert _fitted_order_note(
+        SimpleNamespace(fitting=[one(0.5, "fit", True), one(0.625, "1f1b", True), *without]), {}
+    ) == _gained(0.2)
 
 
 def _gained(share: float) -> str:

@@ -11,14 +11,14 @@ import pytest
 from golden_plans import GOLDEN, Golden
 
 from pipefit.codec import dump_text, load_text
-from pipefit.layout import moves, parse_form
-from pipefit.plan.assemble.predict import predict, simulate_plan
-from pipefit.plan.check.rules import check_fresh, check_plan, load_plan, save_plan
+from pipefit.layout import parse_form, transfer_moves
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
+from pipefit.plan.check.rules import check_plan, check_staleness, load_plan, save_plan
 from pipefit.plan.explain.text import explain_text
-from pipefit.plan.types import Hashes, Plan
+from pipefit.plan.types import InputHashes, Plan
 from pipefit.schedule.actions import COMPUTE
 from pipefit.schedule.check.deadlock import find_deadlock
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 HERE = Path(__file__).parent / "golden"
 
@@ -53,7 +53,7 @@ def test_it_prints_and_reloads_equal(name: str) -> None:
     plan = loaded(name)
     assert load_text(Plan, dump_text(plan), name) == plan
     assert (HERE / f"{name}.json").read_text() == dump_text(plan)
-    assert plan.hash == load_text(Plan, dump_text(plan), name).hash
+    assert plan.content_hash == load_text(Plan, dump_text(plan), name).content_hash
 
 
 def test_a_file_of_version_1_means_what_it_meant() -> None:
@@ -67,8 +67,8 @@ def test_a_file_of_version_1_means_what_it_meant() -> None:
 def test_it_obeys_all_rules_for_its_model_and_cluster(name: str) -> None:
     made = golden(name)
     check_plan(loaded(name), made.model, made.cluster)
-    check_fresh(loaded(name), made.model, made.cluster)
-    assert find_deadlock(loaded(name).order.schedule()) is None
+    check_staleness(loaded(name), made.model, made.cluster)
+    assert find_deadlock(loaded(name).order.to_schedule()) is None
 
 
 @names
@@ -76,25 +76,25 @@ def test_it_is_simulated_now(name: str) -> None:
     made, plan = golden(name), loaded(name)
     simulation = simulate_plan(plan, made.model, made.cluster)
     timeline = simulation.timeline
-    assert simulation.fits
+    assert simulation.fits_in_memory
     work = sum(
-        simulation.costs.actions[a.kind].cost(a.stage, a.microbatch, a.slice).time_s + simulation.costs.overhead_s
-        for _, _, a in plan.order.schedule()
+        simulation.costs.actions[a.kind].cost_of(a.stage, a.microbatch, a.slice).time_s + simulation.costs.overhead_s
+        for _, _, a in plan.order.to_schedule()
         if a.kind in COMPUTE
     )
-    alone = simulate(plan.order.schedule(), replace(simulation.costs, contention=None))
+    alone = simulate_schedule(plan.order.to_schedule(), replace(simulation.costs, contention=None))
     assert float(alone.busy_s.sum()) == pytest.approx(work + float(simulation.costs.step_s.sum()))
     assert all(timeline.busy_s >= alone.busy_s * (1 - 1e-9)), "collectives inside actions may have to share their ports"
     assert timeline.makespan_s >= max(timeline.busy_s)
-    predicted = predict(plan, made.model, simulation)
+    predicted = add_prediction(plan, made.model, simulation)
     assert "predicted step" in explain_text(predicted) and "stages:" in explain_text(predicted)
 
 
 @names
 def test_without_hashes_it_counts_as_written_by_hand(name: str) -> None:
     made = golden(name)
-    plan = replace(loaded(name), hashes=Hashes(model="", cluster=""))
-    check_fresh(plan, made.model, made.cluster)
+    plan = replace(loaded(name), hashes=InputHashes(model="", cluster=""))
+    check_staleness(plan, made.model, made.cluster)
     check_plan(load_text(Plan, dump_text(plan), name))
 
 
@@ -132,9 +132,9 @@ def test_three_vision_replicas_feed_two_language_replicas() -> None:
     """4 pictures a microbatch: 2, 1 and 1 on the vision replicas, 2 and 2 on the language ones; checked by hand."""
     plan = loaded("two-modules")
     edge = plan.edges[0]
-    source, target = plan.groups[0].group(), plan.groups[1].group()
+    source, target = plan.groups[0].to_mesh(), plan.groups[1].to_mesh()
     forms = tuple(map(parse_form, edge.forward.wire))
-    found = moves((4, 4, 8), source, forms, target, forms)
+    found = transfer_moves((4, 4, 8), source, forms, target, forms)
     assert [(move.source, move.target, move.box[0]) for move in found] == [
         (0, 3, (0, 2)),
         (1, 4, (2, 3)),

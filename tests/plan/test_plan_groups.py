@@ -18,29 +18,29 @@ from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail, o
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.comm.network import Network
 from pipefit.cost.static_memory import WORKSPACE_BYTES
-from pipefit.layout import IDENTITY, gathered
+from pipefit.layout import IDENTITY, shard_form
 from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.registry import open_model
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.assemble.structure import FormsError
-from pipefit.plan.check.rules import check_fresh, check_plan
-from pipefit.plan.evaluate.evaluate import evaluate
-from pipefit.plan.evaluate.outcome import Found
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.check.rules import check_plan, check_staleness
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.outcome import SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.explain.text import explain_text
 from pipefit.plan.make import make_plan
-from pipefit.plan.passes.device_groups.hidden_forms import Held, alone, cheapest_forms, pass_s
-from pipefit.plan.passes.device_groups.layouts import layouts
-from pipefit.plan.passes.device_groups.program_costs import Ask, Oracle
-from pipefit.plan.passes.device_groups.search import _Looker
-from pipefit.plan.passes.memory_trade import trade
-from pipefit.plan.request.constraints import parse_pins
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.passes.device_groups.hidden_forms import LaneForms, cheapest_forms, pass_s, single_device_lane
+from pipefit.plan.passes.device_groups.layouts import iter_layouts
+from pipefit.plan.passes.device_groups.program_costs import GroupRequest, ProgramOracle
+from pipefit.plan.passes.device_groups.search import GroupSearch
+from pipefit.plan.passes.memory_trade import trade_memory
+from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=2, sequence=48, precision="float32")
-NOTHING = Found(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
+NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
 
 
 def cluster_of(hosts: list[tuple[str, int]], between: float, memory_bytes: float = 1 << 30) -> Cluster:
@@ -65,7 +65,7 @@ def cluster_of(hosts: list[tuple[str, int]], between: float, memory_bytes: float
 
 
 def shares_of(plan: Plan) -> list[tuple[int, ...]]:
-    return [group.group().axis("shard").shares for group in plan.groups]
+    return [group.to_mesh().find_axis("shard").shares for group in plan.groups]
 
 
 def note_of(plan: Plan) -> str:
@@ -84,7 +84,7 @@ def test_one_group_of_unlike_devices_where_links_bear_it() -> None:
     assert "less than without" in note_of(plan)
     assert "searched" in explain_text(plan) and "shards (3:1:1:1)" in explain_text(plan)
     check_plan(plan)
-    check_fresh(plan, model, cluster)
+    check_staleness(plan, model, cluster)
     assert load_text(Plan, dump_text(plan), "plan") == plan
     assert simulate_plan(plan, model, cluster).timeline.makespan_s == pytest.approx(plan.prediction.step_s)
 
@@ -99,29 +99,29 @@ def test_a_pipeline_of_groups_of_different_sizes_where_the_network_is_slow() -> 
     grouped = next(group for group in plan.groups if len(group.devices) == 3)
     assert grouped.devices == (1, 2, 3)
     check_plan(plan)
-    check_fresh(plan, model, cluster)
-    without = make_plan(model, cluster, JOB, parse_pins(["groups=false"]))
+    check_staleness(plan, model, cluster)
+    without = make_plan(model, cluster, JOB, parse_constraints(["groups=false"]))
     assert not any(len(one) > 1 for one in shares_of(without))
     assert not any(note.startswith("groups: ") for note in without.prediction.assumptions)
     assert plan.prediction.step_s < 0.95 * without.prediction.step_s
-    whole = make_plan(model, cluster, JOB, parse_pins(["stages=1", "replicas=1"]))
+    whole = make_plan(model, cluster, JOB, parse_constraints(["stages=1", "replicas=1"]))
     assert plan.prediction.step_s < 0.95 * whole.prediction.step_s
 
 
 def test_a_pipeline_of_groups_is_filled_by_slices() -> None:
     """A fast device and two slow ones behind a slow network, two rows: without slices half of a pipeline waits."""
     model, cluster, job = toy_model(3), cluster_of([("fast", 1), ("slow", 2)], 1e4), replace(JOB, sequence=96)
-    bench = Workbench(model, cluster)
-    made = _Looker(bench, job, {}, NOTHING).run()
+    bench = PlannerContext(model, cluster)
+    made = GroupSearch(bench, job, {}, NOTHING).run()
     best, whole = made[0], next(one for one in made if not one.decisions.slices)
     assert len(best.decisions.slices) > 1 and sum(best.decisions.slices) == 96
     assert sorted(map(len, best.decisions.lane_shards)) == [1, 2]
     assert best.step_s < 0.8 * whole.step_s
-    plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     check_plan(plan)
     assert load_text(Plan, dump_text(plan), "plan") == plan
     assert simulate_plan(plan, model, cluster).timeline.makespan_s == pytest.approx(best.step_s)
-    assert not any(one.decisions.slices for one in _Looker(bench, job, {"slices": 1}, NOTHING).run())
+    assert not any(one.decisions.slices for one in GroupSearch(bench, job, {"slices": 1}, NOTHING).run())
 
 
 def test_groups_hold_what_no_device_holds_alone() -> None:
@@ -139,11 +139,15 @@ def test_groups_hold_what_no_device_holds_alone() -> None:
 
 def test_no_plan_is_faster_than_its_floor() -> None:
     for hosts, between in (([("fast", 1), ("slow", 3)], 1e6), ([("fast", 2), ("slow", 2)], 1e5)):
-        bench = Workbench(toy_model(2), cluster_of(hosts, between))
-        looker = _Looker(bench, JOB, {}, NOTHING)
+        bench = PlannerContext(toy_model(2), cluster_of(hosts, between))
+        looker = GroupSearch(bench, JOB, {}, NOTHING)
         floors = {
-            (hope.layout.devices, tuple(len(lane[0]) for lane in hope.layout.lanes), hope.microbatches): hope.step_s
-            for hope in looker.hopes()
+            (
+                hope.layout.device_order,
+                tuple(len(lane[0]) for lane in hope.layout.lanes),
+                hope.microbatches,
+            ): hope.step_s
+            for hope in looker.promising_candidates()
         }
         made = looker.run()
         assert len(made) > 1
@@ -165,7 +169,7 @@ def test_no_plan_is_faster_than_its_floor() -> None:
 )
 def test_pins_are_kept(fixes: list[str], tried: bool) -> None:
     cluster = cluster_of([("fast", 1), ("slow", 3)], 1e6)
-    plan = make_plan(toy_model(1), cluster, replace(JOB, sequence=512), parse_pins(fixes))
+    plan = make_plan(toy_model(1), cluster, replace(JOB, sequence=512), parse_constraints(fixes))
     words = dict(fix.split("=") for fix in fixes)
     for key, value in words.items():
         if key in ("stages", "microbatches", "recompute", "sharding"):
@@ -178,47 +182,50 @@ def test_pins_are_kept(fixes: list[str], tried: bool) -> None:
 
 def test_layouts_are_there_once_and_hold_a_device_once() -> None:
     for network in (Network(toy_cluster(2, 4)), Network(toy_cluster(4, 8))):
-        found = list(layouts(network, 16, 6))
+        found = list(iter_layouts(network, 16, 6))
         assert len({frozenset(one.lanes) for one in found}) == len(found) > 20
         for one in found:
-            assert len({*one.devices}) == len(one.devices) and one.is_grouped
-            assert {len(lane) for lane in one.lanes} == {one.replicas}
+            assert len({*one.device_order}) == len(one.device_order) and one.is_grouped
+            assert {len(lane) for lane in one.lanes} == {one.replica_count}
             assert all(list(group) == sorted(group) for lane in one.lanes for group in lane)
-    sizes = {tuple(len(lane[0]) for lane in one.lanes) for one in layouts(Network(toy_cluster(2, 2)), 16, 6)}
+    sizes = {tuple(len(lane[0]) for lane in one.lanes) for one in iter_layouts(Network(toy_cluster(2, 2)), 16, 6)}
     assert {(4,), (1, 3), (3, 1), (2, 2), (1, 1, 2)} <= sizes
 
 
 def test_forms_between_groups_cost_what_they_move() -> None:
     """A tensor of 4 rows x 8 tokens x 2 numbers of 4 bytes; 10 bytes/s between any two devices, one port each."""
     network = Network(toy_cluster(1, 4))
-    rows, tokens = gathered(0), gathered(1)
-    two = Held(devices=(0, 1), shares=(1, 1), cost_s={IDENTITY: 1.0, rows: 1.0, tokens: 1.0})
-    other = Held(devices=(2, 3), shares=(3, 1), cost_s={IDENTITY: 1.0, rows: 1.0, tokens: 1.0})
+    rows, tokens = shard_form(0), shard_form(1)
+    two = LaneForms(devices=(0, 1), shares=(1, 1), cost_s={IDENTITY: 1.0, rows: 1.0, tokens: 1.0})
+    other = LaneForms(devices=(2, 3), shares=(3, 1), cost_s={IDENTITY: 1.0, rows: 1.0, tokens: 1.0})
 
     def seconds(size: float) -> float:
-        return network.transfer([(0, 2, size)]).whole_s
+        return network.transfer_time([(0, 2, size)]).whole_s
 
     shape, all_bytes = (4, 8, 2), 4 * 8 * 2 * 4.0
     assert pass_s(network, (two, rows), (other, IDENTITY), shape, 4) is None, "nobody adds the partial sums up"
-    assert pass_s(network, (alone(0, 1.0), IDENTITY), (other, IDENTITY), shape, 4) is None
+    assert pass_s(network, (single_device_lane(0, 1.0), IDENTITY), (other, IDENTITY), shape, 4) is None
     whole = pass_s(network, (two, IDENTITY), (other, IDENTITY), shape, 4)
     assert whole == pytest.approx(2 * seconds(all_bytes)), "each sends all of it, and all of its partial gradient"
     split_ = pass_s(network, (two, tokens), (other, tokens), shape, 4)
     assert split_ == pytest.approx(seconds(all_bytes / 2) + seconds(all_bytes * 3 / 4)), "the busiest sends its share"
-    back = pass_s(network, (two, IDENTITY), (alone(2, 1.0), IDENTITY), shape, 4)
+    back = pass_s(network, (two, IDENTITY), (single_device_lane(2, 1.0), IDENTITY), shape, 4)
     assert back == pytest.approx(2 * seconds(all_bytes)), "one sends it, and gets all of the gradient"
     chosen = cheapest_forms(network, [two, other], (0, 1), shape, 4)
     assert chosen is not None and chosen[0] == chosen[1] != IDENTITY
     dear = replace(other, cost_s={IDENTITY: 1.0, rows: 1e9, tokens: 1e9})
     assert cheapest_forms(network, [two, dear], (0, 1), shape, 4) == (IDENTITY, IDENTITY)
-    assert cheapest_forms(network, [alone(0, 1.0), replace(dear, cost_s={IDENTITY: 1.0})], (0, 1), shape, 4) is None
+    assert (
+        cheapest_forms(network, [single_device_lane(0, 1.0), replace(dear, cost_s={IDENTITY: 1.0})], (0, 1), shape, 4)
+        is None
+    )
 
 
 def test_of_forms_that_cost_the_same_the_first_is_taken() -> None:
     """In every process: a plan is the same wherever it is made."""
-    forms = [gathered(dim) for dim in (2, 1, 0)]
+    forms = [shard_form(dim) for dim in (2, 1, 0)]
     network, cost_s = Network(toy_cluster(1, 4)), dict.fromkeys([*forms, IDENTITY], 1.0)
-    lanes = [Held(devices=devices, shares=(1, 1), cost_s=cost_s) for devices in ((0, 1), (2, 3))]
+    lanes = [LaneForms(devices=devices, shares=(1, 1), cost_s=cost_s) for devices in ((0, 1), (2, 3))]
     assert cheapest_forms(network, lanes, (0, 1, 0), (4, 8, 2), 4) == (forms[0], forms[0])
     assert cheapest_forms(network, lanes, (0, 1), (4, 8, 2), 4) == (forms[0], forms[0])
 
@@ -237,21 +244,21 @@ class Narrowing(nn.Module):
 def test_groups_for_few_layers_that_hand_on_different_shapes() -> None:
     inputs = {"numbers": torch.zeros(2, 4), "labels": torch.zeros(2)}
     model = capture_whole(Example(module=Narrowing(), inputs=inputs, loss=functional.mse_loss))
-    shapes = [model.layer_graph(layer).tensor(model.layer_graph(layer).outputs[0]).shape for layer in model.layers]
+    shapes = [model.layer_graph(layer).find_tensor(model.layer_graph(layer).outputs[0]).shape for layer in model.layers]
     assert shapes == [("B", 16), ()]
     job = Job(batch=8, sequence=1, precision="float32")
-    looker = _Looker(Workbench(model, cluster_of([("fast", 2), ("slow", 2)], 1e5)), job, {}, NOTHING)
-    assert looker.shape(4) == (4, 16)
-    hopes = [hope for hope in looker.hopes() if [len(lane[0]) for lane in hope.layout.lanes] == [2, 2]]
-    assert hopes and all(map(looker.decisions, hopes))
+    looker = GroupSearch(PlannerContext(model, cluster_of([("fast", 2), ("slow", 2)], 1e5)), job, {}, NOTHING)
+    assert looker.hidden_shape(4) == (4, 16)
+    hopes = [hope for hope in looker.promising_candidates() if [len(lane[0]) for lane in hope.layout.lanes] == [2, 2]]
+    assert hopes and all(map(looker.build_decisions, hopes))
 
 
 def test_the_order_in_which_a_cluster_names_its_hosts_decides_nothing() -> None:
     """The fast group computes the front and holds what is under way there, wherever its host stands in the file."""
-    job, pins = replace(JOB, batch=4), parse_pins(["stages=2", "replicas=1", "slices=1"])
+    job, pins = replace(JOB, batch=4), parse_constraints(["stages=2", "replicas=1", "slices=1"])
     hosts = [("fast", 2), ("slow", 3)]
     one, two = (
-        _Looker(Workbench(toy_model(3), cluster_of(order, 5e5)), job, pins, NOTHING).run()[0]
+        GroupSearch(PlannerContext(toy_model(3), cluster_of(order, 5e5)), job, pins, NOTHING).run()[0]
         for order in (hosts, hosts[::-1])
     )
     assert one.decisions.lane_shards == two.decisions.lane_shards == ((1, 1), (1, 1, 1))
@@ -262,31 +269,37 @@ def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() ->
     """Where no stage hands it on, blocks may hold it by rows and the vocabulary by features: less than one form for
     all costs."""
     job = Job(batch=8, sequence=1024, precision="bfloat16")
-    looker = _Looker(Workbench(open_model("tiny-gpt2"), open_cluster("2xH100")), job, {"shards": (1, 1)}, NOTHING)
-    hope = next(hope for hope in looker.hopes() if len(hope.layout.lanes) == hope.microbatches == 1)
-    (ask,) = looker.asks(hope)
+    looker = GroupSearch(
+        PlannerContext(open_model("tiny-gpt2"), open_cluster("2xH100")), job, {"shards": (1, 1)}, NOTHING
+    )
+    hope = next(hope for hope in looker.promising_candidates() if len(hope.layout.lanes) == hope.microbatches == 1)
+    (ask,) = looker.lane_requests(hope)
     assert ask is not None
-    best = looker.oracle.best(ask)
+    best = looker.oracle.best_programs(ask)
     assert best is not None
-    assert best.cost_s < 0.995 * min(one.cost_s for one in looker.oracle.forms(ask).values())
-    chosen = looker.decisions(hope)
+    assert best.cost_s < 0.995 * min(one.cost_s for one in looker.oracle.programs_by_form(ask).values())
+    chosen = looker.build_decisions(hope)
     assert chosen is not None
     recipes = looker.bench.programs.recipes_in({*chosen.recipes})
-    assert {*recipes.values()} == {link.recipe.text for link in best.links}
+    assert {*recipes.values()} == {link.layer_recipe.recipe_text for link in best.links}
 
 
 def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> None:
     """The first group holds the hidden state whole, the second in tokens: it can go on, but not come back, as it would
     in families whose lanes hold several stages."""
-    bench = Workbench(toy_model(3), cluster_of([("fast", 2), ("slow", 2)], 1e5))
-    oracle = Oracle(bench, JOB)
+    bench = PlannerContext(toy_model(3), cluster_of([("fast", 2), ("slow", 2)], 1e5))
+    oracle = ProgramOracle(bench, JOB)
     shares, recipes = [], []
-    for devices, form in (((0, 1), IDENTITY), ((2, 3), gathered(1))):
-        found = oracle.forms(Ask(lane=(devices,), rows=1, microbatches=2, part=0.5, tied_whole=False))[form]
-        links = zip(bench.module.layers, found.links, strict=True)
-        recipes.append(bench.programs.add({layer.graph: link.recipe.text for layer, link in links}))
+    for devices, form in (((0, 1), IDENTITY), ((2, 3), shard_form(1))):
+        found = oracle.programs_by_form(
+            GroupRequest(lane=(devices,), rows=1, microbatches=2, part=0.5, tied_whole=False)
+        )[form]
+        links = zip(bench.only_module.layers, found.links, strict=True)
+        recipes.append(
+            bench.programs.add_recipes({layer.graph: link.layer_recipe.recipe_text for layer, link in links})
+        )
         shares.append(found.shares)
-    decisions = Decisions(
+    decisions = ParallelConfig(
         stages=2,
         replicas=(1,),
         shards=shares[0],
@@ -297,10 +310,10 @@ def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> 
         schedule="1f1b",
         devices=(0, 1, 2, 3),
     )
-    best = evaluate(bench, decisions, bench.parts(JOB, decisions))
+    best = evaluate_candidate(bench, decisions, bench.make_skeleton(JOB, decisions))
     with pytest.raises(FormsError, match="do not go together"):
-        bench.parts(JOB, replace(decisions, stages=4, placement=(0, 1, 0, 1)))
-    families = {point.schedule for point in trade(bench, JOB, {}, best).points}
+        bench.make_skeleton(JOB, replace(decisions, stages=4, placement=(0, 1, 0, 1)))
+    families = {point.schedule for point in trade_memory(bench, JOB, {}, best).points}
     assert {"1f1b", "zb-h1"} < families and not families & {"interleaved-1f1b", "v-half"}
 
 

@@ -17,16 +17,16 @@ from pipefit.codec import dump_text, load_text
 from pipefit.errors import PlanError
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.check.rules import check_plan
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.explain.text import choices, forecast
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.explain.text import choice_cells, forecast_lines
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.inline import SHORT, inline_layouts, joined
-from pipefit.plan.modules.profile import ModuleProfile, Way
-from pipefit.plan.modules.search import _Finder
-from pipefit.plan.request.constraints import parse_pins
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.request.module_decisions import ModuleDecisions
-from pipefit.plan.request.sampled_batches import dealt
+from pipefit.plan.modules.inline import SHORT, inline_layouts, join_modules
+from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
+from pipefit.plan.modules.search import ModuleSearch
+from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.request.sampled_batches import deal_samples
 from pipefit.plan.types import Plan
 
 NAMES = ("vision", "language", "generator")
@@ -44,7 +44,7 @@ def test_a_plan_in_line_is_whole_and_simulated() -> None:
     assert again.timeline.makespan_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
     forwards = [word for word in plan.order.lanes[0].split() if word[1] == "F"]
     assert forwards == [f"{stage}F{m}" for m in range(4) for stage in (0, 1)]
-    notes = "\n".join(forecast(plan))
+    notes = "\n".join(forecast_lines(plan))
     assert "modules: generator and vision on the devices of language (inline)" in notes
     assert "modules: no other placement was looked at" in notes
     assert plan.decisions["modules"] == plan.decisions["vision.placement"] == "inline"
@@ -88,8 +88,8 @@ def test_a_frozen_encoder_in_line_has_its_forward_alone() -> None:
 
 
 def monolithic(
-    finder: _Finder, devices: int, stages: Sequence[int], replicas: Sequence[int], counts: Sequence[int]
-) -> Iterator[ModuleDecisions]:
+    finder: ModuleSearch, devices: int, stages: Sequence[int], replicas: Sequence[int], counts: Sequence[int]
+) -> Iterator[MultiModuleConfig]:
     """Every module with the same replicas, shards and recomputation, one behind the other on lanes of their own, or
     with the ends on the language model's lanes; the language model in so many stages, in every cut."""
     layers = len(finder.bench.model.modules[1].layers)
@@ -106,10 +106,10 @@ def monolithic(
                 lies: dict[str, Any] = {"devices": tuple(range(first, first + size))}
                 lies |= {"stages": several, "cuts": cuts} if language else {}
                 how = next(way.sharding for way in costed.ways if way.shards == shards)
-                modules.append((costed.profile.name, Decisions(**common, **own, **lies, sharding=how)))
+                modules.append((costed.profile.name, ParallelConfig(**common, **own, **lies, sharding=how)))
                 first += size
             for schedule in ("1f1b", "eager-1f1b", "zb-h1")[: 3 if several + ends > 1 else 1]:
-                yield ModuleDecisions(
+                yield MultiModuleConfig(
                     **common, schedule=schedule, modules=tuple(modules), backbone="language",
                     inline=() if ends else ("vision", "generator"),
                 )  # fmt: skip
@@ -129,13 +129,13 @@ def test_no_monolithic_layout_on_a_small_cluster_is_faster_in_the_simulator(
     """With much memory, with little, and where it has to be a pipeline."""
     model, cluster, samples = three_modules(), parse_spec(spec), skewed_samples(8, 1, mean=300)
     kinds = {name: replace(kind, memory_bytes=int(memory_bytes)) for name, kind in cluster.kinds.items()}
-    cluster, pins = replace(cluster, kinds=kinds), parse_pins(fixes)
-    finder = _Finder(Workbench(model, cluster), JOB, {}, samples, dealt)
+    cluster, pins = replace(cluster, kinds=kinds), parse_constraints(fixes)
+    finder = ModuleSearch(PlannerContext(model, cluster), JOB, {}, samples, deal_samples)
     for one in monolithic(finder, 4, *grids):
         if "language.shards" not in pins or not one.is_sharded:
-            finder.trials.simulate(one)
+            finder.trials.simulate_plan(one)
     assert len(finder.trials.fitting) >= 10 and {
-        one.decisions.words(())["modules"] for one in finder.trials.fitting
+        one.decisions.to_constraints(())["modules"] for one in finder.trials.fitting
     } >= {"inline"}
     best = min(finder.trials.fitting, key=lambda one: one.step_s)
     plan = make_plan(model, cluster, JOB, pins, samples=samples)
@@ -146,7 +146,7 @@ def profile(name: str, layers: int, seconds: float, **more: Any) -> ModuleProfil
     """Every layer alike; two shards take two thirds of the time each."""
     each = np.ones(layers)
     ways = [
-        Way(
+        ModuleVariant(
             shards=shards, recompute="none", fixed_s=0.1 * part * each, sample_s=seconds * part * each,
             static_bytes=6.0 / shards * each, state_bytes=4.0 / shards * each, saved_bytes=2.0 / shards * each,
             passing_bytes=3.0 * each, gradient_bytes=4.0 * each,
@@ -159,7 +159,7 @@ def profile(name: str, layers: int, seconds: float, **more: Any) -> ModuleProfil
 CHAIN = (profile("vision", 2, 0.5), profile("language", 6, 1.0), profile("generator", 1, 0.7))
 
 
-def divided(way: Way, part: float) -> Way:
+def divided(way: ModuleVariant, part: float) -> ModuleVariant:
     """What a replica of the backbone has of it."""
     return replace(
         way, sample_s=way.sample_s * part, state_bytes=way.state_bytes * part, saved_bytes=way.saved_bytes * part
@@ -201,25 +201,27 @@ def test_the_closed_form_is_that_of_every_layout(limit_bytes: float) -> None:
     found = inline_layouts(CHAIN, 8, 8, limit_bytes)
     assert found.best[0].step_s == pytest.approx(min(steps)) and len(found.best) <= 6 * SHORT
     for one in found.best:
-        assert one.inline == ("vision", "generator") and one.devices <= 8
+        assert one.inline_names == ("vision", "generator") and one.device_count <= 8
         assert len({each.replicas * each.shards for each in one.modules}) == 1
     grids = [{each.shards for each in one.modules} for one in found.best]
     assert {1, 2} in grids, "a grid of its own"
     alike = [one for one, grid in zip(found.best, grids, strict=True) if len(grid) == 1]
-    assert len({one.modules[1].stages for one in alike}) >= 3, "monolithic ones of several stages, the slow ones too"
+    assert len({one.modules[1].stage_count for one in alike}) >= 3, (
+        "monolithic ones of several stages, the slow ones too"
+    )
 
 
 def test_modules_that_do_not_go_together_are_not_joined() -> None:
     never, only_alone = np.zeros((2, 2), dtype=bool), np.array([[True, False], [False, False]])
-    assert not joined(CHAIN, [never, never]).profile.ways
+    assert not join_modules(CHAIN, [never, never]).profile.ways
     assert not inline_layouts(CHAIN, 8, 8, 1e9, passes=[never, never]).best
-    assert [way.shards for way in joined(CHAIN, [only_alone, only_alone]).profile.ways] == [1]
+    assert [way.shards for way in join_modules(CHAIN, [only_alone, only_alone]).profile.ways] == [1]
     assert not inline_layouts(CHAIN, 8, 8, 1e9, fixed={"vision": {"replicas": 1}, "language": {"replicas": 2}}).best
     pinned = inline_layouts(CHAIN, 8, 8, 1e9, fixed={"vision": {"replicas": 2}}).best
     assert pinned and all(one.modules[0].replicas == 2 for one in pinned)
     assert {one.modules[1].replicas for one in pinned} == {1, 2}, "one with two shards, or two"
     for pair, name in ((CHAIN[:2], "vision"), (CHAIN[1:], "generator")):
-        assert {one.inline for one in inline_layouts(pair, 8, 8, 1e9).best} == {(name,)}
+        assert {one.inline_names for one in inline_layouts(pair, 8, 8, 1e9).best} == {(name,)}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_pins_that_leave_nothing_in_line() -> None:
     """Where modules are pinned elsewhere, or apart in shape, the search goes on without."""
     for fixes in (("vision.stages=1",), ("generator.placement=shared",), ("modules=disjoint",)):
         more = ("microbatches=2", "language.stages=2", "language.replicas=2", "language.shards=1")
-        assert "inline" not in "\n".join(forecast(made(*fixes, *more, samples=skewed_samples(8, 1))))
+        assert "inline" not in "\n".join(forecast_lines(made(*fixes, *more, samples=skewed_samples(8, 1))))
 
 
 def test_a_cell_of_alternatives_says_where_a_module_lies():
@@ -257,4 +259,4 @@ def test_a_cell_of_alternatives_says_where_a_module_lies():
     words = {"replicas": "2", "shards": "1", "recompute": "none"}
     for placement in ("shared", "inline"):
         decisions = {f"vision.{key}": value for key, value in (words | {"placement": placement}).items()}
-        assert choices(decisions, ["vision"]) == [f"2 x {placement} x 1"]
+        assert choice_cells(decisions, ["vision"]) == [f"2 x {placement} x 1"]

@@ -14,16 +14,16 @@ from test_plan_mixed import cluster, every_way, kind
 
 from pipefit.cost.memory.order_limits import order_limits
 from pipefit.cost.static_memory import STATE_BYTES, WORKSPACE_BYTES
-from pipefit.plan.assemble.predict import Simulation, simulate_plan
+from pipefit.plan.assemble.predict import PlanSimulation, simulate_plan
 from pipefit.plan.cutting.cutter import some_cut_fits
-from pipefit.plan.cutting.partition import partition
+from pipefit.plan.cutting.partition import partition_layers
 from pipefit.plan.cutting.rows import limits_of, memory_of
-from pipefit.plan.evaluate.evaluate import evaluate
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.explain.text import memory_table
 from pipefit.plan.make import make_plan
-from pipefit.plan.passes.search import search
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
 JOB = Job(batch=16, sequence=512, precision="bfloat16")
@@ -33,8 +33,8 @@ BY_REPLICA = (0, 3, 1, 4, 2, 5)
 """[lane][replica]: every lane has a big device, and a small one."""
 
 
-def simulation(job: Job = JOB, **decisions: object) -> Simulation:
-    choice = Decisions(**{"stages": 3, "microbatches": 4, "schedule": "1f1b"} | decisions)  # type: ignore[arg-type]
+def simulation(job: Job = JOB, **decisions: object) -> PlanSimulation:
+    choice = ParallelConfig(**{"stages": 3, "microbatches": 4, "schedule": "1f1b"} | decisions)  # type: ignore[arg-type]
     model = toy_model(6)
     return simulate_plan(build_plan(model, BOTH, job, choice), model, BOTH)
 
@@ -56,14 +56,14 @@ def test_a_kind_needs_what_it_needs_alone(schedule: str, recompute: str, shares:
         message = max(float(edge.forward_bytes.max()) for edge in alone.costs.edges)
         in_step = both.timeline.memory_under(alone.costs)
         for lane in range(3):
-            found = [one for one in both.devices[lane] if one.kind in (own.name, "")]
+            found = [one for one in both.device_peaks[lane] if one.kind in (own.name, "")]
             assert len(found) == 1
             assert found[0].peak_bytes == pytest.approx(in_step[lane].peak_bytes, rel=1e-12)
-            own_pace = alone.devices[lane][0].peak_bytes
+            own_pace = alone.device_peaks[lane][0].peak_bytes
             assert abs(found[0].peak_bytes - own_pace) <= 2 * message, "more or less is only under way"
     largest = max(range(2), key=lambda replica: shares[replica])
     for lane, whole in enumerate(both.timeline.peak_bytes.tolist()):
-        assert max(one.peak_bytes for one in both.devices[lane]) == whole, f"replica {largest} holds most"
+        assert max(one.peak_bytes for one in both.device_peaks[lane]) == whole, f"replica {largest} holds most"
 
 
 def test_parts_of_a_split_state_are_counted_by_shares() -> None:
@@ -73,7 +73,9 @@ def test_parts_of_a_split_state_are_counted_by_shares() -> None:
     for lane in range(3):
         shares = {"big": 3 / 4, "small": 1 / 4}
         for kind_ in ("big", "small"):
-            before, after = (next(one for one in each.devices[lane] if one.kind == kind_) for each in (whole, split))
+            before, after = (
+                next(one for one in each.device_peaks[lane] if one.kind == kind_) for each in (whole, split)
+            )
             elements = before.static["parameters"] / 2
             assert after.static["optimizer"] == shares[kind_] * elements * STATE_BYTES["bfloat16"]
             assert before.static["optimizer"] == elements * STATE_BYTES["bfloat16"]
@@ -93,7 +95,7 @@ def test_limits_for_orders_keep_every_kind_within_its_memory() -> None:
         limits = order_limits(costs, found.timeline.schedule.placement, found.least_bytes)
         told = replace(found, costs=costs)
         for lane, (limit, whole) in enumerate(zip(limits, found.timeline.peak_bytes.tolist(), strict=True)):
-            fits = all(one.peak_bytes <= one.limit_bytes for one in told.devices[lane])
+            fits = all(one.peak_bytes <= one.limit_bytes for one in told.device_peaks[lane])
             assert fits or whole > limit
             close += fits and whole > limit
     assert close < 0.02 * 600, "hardly ever is anything lost"
@@ -106,7 +108,9 @@ def test_a_small_device_with_few_rows_takes_part() -> None:
 
     def need(rows: int) -> int:
         one = cluster((BIG, 1))
-        plan = build_plan(model, one, replace(job, batch=rows), Decisions(stages=1, microbatches=1, schedule="1f1b"))
+        plan = build_plan(
+            model, one, replace(job, batch=rows), ParallelConfig(stages=1, microbatches=1, schedule="1f1b")
+        )
         return int(simulate_plan(plan, model, one).peaks_bytes[0])
 
     small = kind("small", 1.0, (need(2) + need(3)) // 2)
@@ -121,7 +125,7 @@ def test_a_small_device_with_few_rows_takes_part() -> None:
     assert [row[-1] for row in memory_table(plan).rows] == [f"{need(2) / small.memory_bytes:.0%}", "0%"]
     assert (lane.limit_bytes, other.limit_bytes) == (small.memory_bytes, BIG.memory_bytes)
     tight = make_plan(model, cluster((BIG, 1), (kind("small", 1.0, need(1) - 1), 1)), job, pins)
-    assert tight.devices == (0,), "what no row fits into is left out"
+    assert tight.used_devices == (0,), "what no row fits into is left out"
 
 
 @pytest.mark.parametrize("memory", [0.6, 0.7, 0.8])
@@ -130,28 +134,32 @@ def test_the_search_finds_the_best_where_memory_is_scarce(memory: float) -> None
     model, job = toy_model(3), replace(JOB, batch=4, sequence=2048)
     pins = {"schedule": "1f1b", "recompute": ("none",), "zero1": False, "stages": 1}
     large = cluster((BIG, 1))
-    whole = build_plan(model, large, job, Decisions(stages=1, microbatches=1, schedule="1f1b"))
+    whole = build_plan(model, large, job, ParallelConfig(stages=1, microbatches=1, schedule="1f1b"))
     most = simulate_plan(whole, model, large).peaks_bytes[0]
     small = kind("small", 1.0, int(WORKSPACE_BYTES + memory**2 * (most - WORKSPACE_BYTES)))
     big = kind("big", 3.0, int(WORKSPACE_BYTES + memory * (most - WORKSPACE_BYTES)))
-    bench = Workbench(model, cluster((big, 1), (small, 2)))
-    ways = [one for one in every_way(bench, job, (1, 2, 4)) if one.lanes == 1]
-    fitting = [one for one in (evaluate(bench, way, bench.parts(job, way)) for way in ways) if one.simulation.fits]
+    bench = PlannerContext(model, cluster((big, 1), (small, 2)))
+    ways = [one for one in every_way(bench, job, (1, 2, 4)) if one.lane_count == 1]
+    fitting = [
+        one
+        for one in (evaluate_candidate(bench, way, bench.make_skeleton(job, way)) for way in ways)
+        if one.simulation.fits_in_memory
+    ]
     assert len(fitting) < len(ways)
     best = min(fitting, key=lambda one: one.step_s)
     assert len(best.decisions.replicas) > 1 and len({*best.decisions.replicas}) > 1
-    assert search(bench, job, pins).fitting[0].step_s <= best.step_s * (1 + 1e-9)
+    assert search_plans(bench, job, pins).fitting[0].step_s <= best.step_s * (1 + 1e-9)
 
 
 def test_cuts_keep_every_kind_within_its_memory() -> None:
     """Against all cuts, for random limits of two kinds: whether any fits, and the fastest that does."""
     random = np.random.default_rng(5)
-    bench, seen = Workbench(toy_model(4), BOTH), set()
-    decisions = Decisions(stages=3, microbatches=4, replicas=(3, 1), devices=BY_REPLICA, schedule="1f1b")
-    rows = bench.cutter.rows(JOB, decisions)
+    bench, seen = PlannerContext(toy_model(4), BOTH), set()
+    decisions = ParallelConfig(stages=3, microbatches=4, replicas=(3, 1), devices=BY_REPLICA, schedule="1f1b")
+    rows = bench.layer_cutter.stage_rows(JOB, decisions)
     layers = len(rows[0].forward_s)
     for _ in range(200):
-        has = random.uniform(0.15, 1.2, 2) * [float(kind.filled(3)[-1]) for kind in rows[0].kinds]
+        has = random.uniform(0.15, 1.2, 2) * [float(kind.filled_bytes(3)[-1]) for kind in rows[0].kinds]
         told = [
             replace(row, kinds=tuple(replace(k, limit_bytes=float(b)) for k, b in zip(row.kinds, has, strict=True)))
             for row in rows
@@ -167,7 +175,7 @@ def test_cuts_keep_every_kind_within_its_memory() -> None:
             if all(need <= limit for each in needs for need, limit in zip(each, has, strict=True)):
                 best = min(best, max(times))
         assert some_cut_fits(told, (3, 2, 1)) == (best < float("inf"))
-        found = partition(
+        found = partition_layers(
             [row.forward_s + row.backward_s for row in told], memory_of(told, (3, 2, 1)), limits_of(told, (1, 1, 1))
         )
         assert (found is None) == (best == float("inf"))

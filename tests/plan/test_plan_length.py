@@ -12,10 +12,10 @@ from plan_toys import VOCABULARY, WIDTH, toy_cluster, toy_model
 from pipefit.cli import main
 from pipefit.codec import dump_text
 from pipefit.errors import PlanError
-from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, Tensor
-from pipefit.plan.check.rules import check_plan, problems, save_plan
+from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, TensorSpec
+from pipefit.plan.check.rules import check_plan, plan_problems, save_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.sequence_length import position_tables
 from pipefit.plan.types import Job, Plan
 
@@ -28,8 +28,8 @@ def positioned(rows: int = ROWS, offset: int = 0) -> Graph:
     shift = Operator(kind="add", inputs=("positions", ""), outputs=("moved",), attributes={"scalar": offset})
     return Graph(
         inputs=(
-            Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),
-            Tensor(name="positions", shape=("B", "T"), dtype="int64", role="positions"),
+            TensorSpec(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),
+            TensorSpec(name="positions", shape=("B", "T"), dtype="int64", role="positions"),
         ),
         outputs=("y",),
         operators=(
@@ -43,8 +43,8 @@ def positioned(rows: int = ROWS, offset: int = 0) -> Graph:
             ParameterSpec(name="table", shape=(rows, WIDTH)),
         ),
         tensors=(
-            *([Tensor(name="moved", shape=("B", "T"), dtype="int64")] if offset else []),
-            *(Tensor(name=name, shape=("B", "T", WIDTH)) for name in "aby"),
+            *([TensorSpec(name="moved", shape=("B", "T"), dtype="int64")] if offset else []),
+            *(TensorSpec(name=name, shape=("B", "T", WIDTH)) for name in "aby"),
         ),
     )
 
@@ -59,7 +59,7 @@ def model(rows: int = ROWS) -> Model:
 
 def plan(sequence: int = ROWS, rows: int = ROWS) -> Plan:
     return build_plan(
-        model(rows), toy_cluster(1, 2), Job(batch=4, sequence=sequence), Decisions(stages=2, microbatches=2)
+        model(rows), toy_cluster(1, 2), Job(batch=4, sequence=sequence), ParallelConfig(stages=2, microbatches=2)
     )
 
 
@@ -97,8 +97,8 @@ def test_a_plan_by_hand_is_refused_too(pipefit, tmp_path: Path) -> None:  # type
     words = ("--model", str(tmp_path / "model.json"), "--cluster", "2xA100-80")
     code, err = pipefit("simulate", str(tmp_path / "plan.json"), *words)
     assert code == 2 and all(part in err for part in WORDS) and "where: job.sequence and embed.table" in err, err
-    assert [error.what for error in problems(longer, model())] == [WORDS[0]]
-    assert not list(problems(plan(), model()))
+    assert [error.what for error in plan_problems(longer, model())] == [WORDS[0]]
+    assert not list(plan_problems(plan(), model()))
 
 
 def test_building_a_plan_refuses_as_well() -> None:
@@ -119,4 +119,4 @@ def test_gpt2_has_such_a_table_and_rotary_models_have_none(pipefit) -> None:  # 
     assert code == 2 and "at most 2048" in err and "transformer.wpe.weight" in err, err
     rotary = open_model("tiny-llama")
     limit = int(rotary.config["max_position_embeddings"])
-    build_plan(rotary, toy_cluster(1, 2), Job(batch=2, sequence=4 * limit), Decisions(stages=2, microbatches=2))
+    build_plan(rotary, toy_cluster(1, 2), Job(batch=2, sequence=4 * limit), ParallelConfig(stages=2, microbatches=2))

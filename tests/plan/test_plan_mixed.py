@@ -16,17 +16,25 @@ from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Provenance
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError
-from pipefit.plan.candidates.grid_bounds import Floors
-from pipefit.plan.candidates.queue import queues
-from pipefit.plan.candidates.space import panels
-from pipefit.plan.devices.device_kinds import Kinds, divided, fastest_rows, laid_out, patterns, rearranged, row_shares
-from pipefit.plan.evaluate.evaluate import evaluate
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.candidates.grid_bounds import LowerBounds
+from pipefit.plan.candidates.queue import build_queues
+from pipefit.plan.candidates.space import iter_grids
+from pipefit.plan.devices.device_kinds import (
+    DeviceKinds,
+    assign_devices,
+    device_patterns,
+    divide_proportionally,
+    fastest_rows,
+    neighbour_patterns,
+    row_shares,
+)
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
-from pipefit.plan.passes.search import search
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.types import Job, Plan, Prediction
+from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.types import Job, Plan, PlanPrediction
 
 JOB = Job(batch=8, sequence=2048, precision="bfloat16")
 PINS = {"schedule": "1f1b", "recompute": ("none",), "zero1": False}
@@ -65,9 +73,9 @@ def cluster(*hosts: tuple[DeviceKind, int], bandwidth: float = 25e9) -> Cluster:
 FAST, SLOW = kind("fast", 2.5), kind("slow")
 
 
-def every_way(bench: Workbench, job: Job, microbatches: tuple[int, ...]) -> Iterator[Decisions]:
+def every_way(bench: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> Iterator[ParallelConfig]:
     """Every assignment of kinds to the places of every grid, every cut, every division of the rows."""
-    layers, fleet = len(bench.module.layers), bench.cutter.fleet
+    layers, fleet = len(bench.only_module.layers), bench.layer_cutter.fleet
     count = bench.network.devices
     for lanes, replicas, m in itertools.product(range(1, count + 1), range(1, count + 1), microbatches):
         rows = job.batch // m
@@ -81,15 +89,17 @@ def every_way(bench: Workbench, job: Job, microbatches: tuple[int, ...]) -> Iter
             if any(cells.count(place) > len(each) for place, each in enumerate(fleet.devices)):
                 continue
             pattern = tuple(cells[lane * replicas : (lane + 1) * replicas] for lane in range(lanes))
-            devices = laid_out(pattern, "replica", fleet.devices, 1)
+            devices = assign_devices(pattern, "replica", fleet.devices, 1)
             for cuts in itertools.combinations(range(1, layers), lanes - 1):
                 for each in shares:
-                    yield Decisions(stages=lanes, cuts=cuts, replicas=each, microbatches=m, devices=devices)
+                    yield ParallelConfig(stages=lanes, cuts=cuts, replicas=each, microbatches=m, devices=devices)
 
 
-def best_of_all(bench: Workbench, job: Job, microbatches: tuple[int, ...]) -> Evaluated:
-    every = (evaluate(bench, one, bench.parts(job, one)) for one in every_way(bench, job, microbatches))
-    return min((one for one in every if one.simulation.fits), key=lambda one: one.step_s)
+def best_of_all(bench: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> EvaluatedPlan:
+    every = (
+        evaluate_candidate(bench, one, bench.make_skeleton(job, one)) for one in every_way(bench, job, microbatches)
+    )
+    return min((one for one in every if one.simulation.fits_in_memory), key=lambda one: one.step_s)
 
 
 CLUSTERS = {
@@ -103,22 +113,22 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_search_finds_the_best_assignment_cut_and_shares(name: str) -> None:
     """Against every way at all, on three devices."""
-    bench, job = Workbench(toy_model(4), CLUSTERS[name]), replace(JOB, batch=4)
+    bench, job = PlannerContext(toy_model(4), CLUSTERS[name]), replace(JOB, batch=4)
     best = best_of_all(bench, job, (1, 4))
-    found = search(bench, job, {**PINS}).fitting[0]
+    found = search_plans(bench, job, {**PINS}).fitting[0]
     assert found.step_s <= best.step_s * (1 + 1e-9)
 
 
-def kinds_of(bench: Workbench, decisions: Decisions) -> set[str]:
+def kinds_of(bench: PlannerContext, decisions: ParallelConfig) -> set[str]:
     return {bench.network.kinds[device].name for lane in decisions.lane_devices() for device in lane}
 
 
 @pytest.mark.parametrize(("slowdown", "kinds"), [(2.0, {"fast", "other"}), (50.0, {"fast"})])
 def test_a_kind_is_used_where_it_helps_and_left_out_where_it_does_not(slowdown: float, kinds: set[str]) -> None:
-    bench = Workbench(toy_model(6), cluster((FAST, 2), (kind("other", 2.5 / slowdown), 2)))
-    best = search(bench, JOB, PINS).fitting[0]
+    bench = PlannerContext(toy_model(6), cluster((FAST, 2), (kind("other", 2.5 / slowdown), 2)))
+    best = search_plans(bench, JOB, PINS).fitting[0]
     assert kinds_of(bench, best.decisions) == kinds
-    alone = search(Workbench(toy_model(6), cluster((FAST, 2))), JOB, PINS).fitting[0]
+    alone = search_plans(PlannerContext(toy_model(6), cluster((FAST, 2))), JOB, PINS).fitting[0]
     assert best.step_s <= alone.step_s * (1 + 1e-9), "more devices never make the plan slower"
     assert (best.step_s < 0.95 * alone.step_s) == (len(kinds) > 1)
 
@@ -126,10 +136,12 @@ def test_a_kind_is_used_where_it_helps_and_left_out_where_it_does_not(slowdown: 
 def test_uneven_rows_win_where_layers_are_few_and_uneven_layers_where_rows_are() -> None:
     """Three layers cannot be divided 3:1, and 8 rows can; 16 blocks can be, and a single row cannot."""
     both = cluster((kind("fast", 3.0), 1), (kind("slow", 1.0), 1), bandwidth=25e9)
-    few = search(Workbench(toy_model(1), both), JOB, PINS).fitting[0]
-    assert few.decisions.lanes == 1 and sorted(few.decisions.replicas) == [1, 3]
-    many = search(Workbench(toy_model(16), both), replace(JOB, batch=8), {**PINS, "microbatches": 8}).fitting[0]
-    assert many.decisions.lanes == 2 and len(many.decisions.replicas) == 1
+    few = search_plans(PlannerContext(toy_model(1), both), JOB, PINS).fitting[0]
+    assert few.decisions.lane_count == 1 and sorted(few.decisions.replicas) == [1, 3]
+    many = search_plans(
+        PlannerContext(toy_model(16), both), replace(JOB, batch=8), {**PINS, "microbatches": 8}
+    ).fitting[0]
+    assert many.decisions.lane_count == 2 and len(many.decisions.replicas) == 1
     layers = np.diff((0, *many.decisions.cuts, 19))
     assert max(layers) >= 2 * min(layers)
 
@@ -155,7 +167,7 @@ def test_memory_poor_devices_hold_fewer_layers_than_their_speed_asks_for() -> No
     assert all(lane.peak_bytes <= lane.limit_bytes for lane in prediction(plan).lanes)
 
 
-def prediction(plan: Plan) -> Prediction:
+def prediction(plan: Plan) -> PlanPrediction:
     assert plan.prediction is not None
     return plan.prediction
 
@@ -164,7 +176,7 @@ def prediction(plan: Plan) -> Prediction:
 def test_devices_with_less_memory_than_a_layer_needs_are_left_out(beside: int, has: str) -> None:
     tiny = kind("tiny", memory_bytes=WORKSPACE_BYTES + beside)
     plan = make_plan(toy_model(3), cluster((FAST, 2), (tiny, 2)), JOB)
-    assert {*plan.devices} <= {0, 1}
+    assert {*plan.used_devices} <= {0, 1}
     notes = [note for note in prediction(plan).assumptions if "left out" in note]
     assert len(notes) == 1 and notes[0].startswith(
         f"tiny is left out: beside the 64.0 MiB that libraries take it has {has}, and"
@@ -206,32 +218,32 @@ def test_shares_of_rows_are_the_best_of_all() -> None:
 
 
 def test_patterns_use_no_more_devices_than_there_are_and_cover_all_kinds() -> None:
-    kinds = Kinds(counts=(8, 16, 4), fastest=(2, 0, 1), largest=(0, 1, 2))
+    kinds = DeviceKinds(counts=(8, 16, 4), fastest=(2, 0, 1), largest=(0, 1, 2))
     for lanes, replicas in ((3, 2), (4, 4), (7, 4), (2, 8), (1, 28), (12, 2)):
-        found = list(patterns(lanes, replicas, kinds))
+        found = list(device_patterns(lanes, replicas, kinds))
         assert len(found) == len({*found}) or (lanes, replicas) == (1, 28)
         for pattern in found:
             cells = [*itertools.chain(*pattern)]
             assert len(pattern) == lanes and all(len(line) == replicas for line in pattern)
             assert all(cells.count(place) <= kinds.counts[place] for place in range(3))
-            devices = laid_out(pattern, "stage", (range(8), range(8, 24), range(24, 28)), 1)
+            devices = assign_devices(pattern, "stage", (range(8), range(8, 24), range(24, 28)), 1)
             assert len({*devices}) == len(cells)
         assert {place for pattern in found for line in pattern for place in line} == {0, 1, 2}
-    for other in rearranged(((0, 0), (1, 1), (1, 1)), (4, 8, 2)):
+    for other in neighbour_patterns(((0, 0), (1, 1), (1, 1)), (4, 8, 2)):
         assert other != ((0, 0), (1, 1), (1, 1)) and len(other) == 3
-    assert divided([4, 2, 1], 7) == [4, 2, 1] and sum(divided([5, 5, 5], 7)) == 7
+    assert divide_proportionally([4, 2, 1], 7) == [4, 2, 1] and sum(divide_proportionally([5, 5, 5], 7)) == 7
 
 
 def test_floors_are_below_every_cut() -> None:
     """The bound before any cut, for lanes and replicas of several kinds, against all cuts of the cost rows."""
-    bench = Workbench(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
-    floors = Floors(bench.cutter, JOB)
+    bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
+    floors = LowerBounds(bench.layer_cutter, JOB)
     seen = 0
-    for panel in panels(JOB, 6, 4, 2, {**PINS, "microbatches": 2, "slices": 1}, bench.cutter):
-        floor = floors.panel(panel)
+    for panel in iter_grids(JOB, 6, 4, 2, {**PINS, "microbatches": 2, "slices": 1}, bench.layer_cutter):
+        floor = floors.bound_grid(panel)
         for index in range(len(panel.counts)):
-            decisions = panel.decisions(int(np.ravel_multi_index((index, 0, 0, 0), panel.shape)))
-            rows = bench.cutter.rows(JOB, decisions)
+            decisions = panel.decisions_at(int(np.ravel_multi_index((index, 0, 0, 0), panel.grid_shape)))
+            rows = bench.layer_cutter.stage_rows(JOB, decisions)
             times = [row.forward_s + row.backward_s for row in rows]
             slowest = min(
                 max(times[stage][a:b].sum() for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, 6))))
@@ -244,23 +256,23 @@ def test_floors_are_below_every_cut() -> None:
 
 def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
     """Bounds and guesses of all panels, those with slices among them, and the order of a queue that is opened late."""
-    bench = Workbench(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
-    floors = Floors(bench.cutter, JOB)
-    every = list(panels(JOB, 6, 4, 2, {"zero1": False}, bench.cutter))
-    together = {place: (floor, at) for places, floor in floors.batches(every) for at, place in enumerate(places)}
+    bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
+    floors = LowerBounds(bench.layer_cutter, JOB)
+    every = list(iter_grids(JOB, 6, 4, 2, {"zero1": False}, bench.layer_cutter))
+    together = {place: (floor, at) for places, floor in floors.bound_batches(every) for at, place in enumerate(places)}
     assert sorted(together) == list(range(len(every)))
     assert max(len(floor.panels) for floor, _ in together.values()) > 1 and any(panel.slices for panel in every)
-    for place, (panel, queue) in enumerate(zip(every, queues(floors, every), strict=True)):
+    for place, (panel, queue) in enumerate(zip(every, build_queues(floors, every), strict=True)):
         floor, at = together[place]
-        alone = floors.panel(panel)
+        alone = floors.bound_grid(panel)
         assert floor.panels[at] is panel
         assert floors.bound_s(floor)[at] == pytest.approx(floors.bound_s(alone)[0], rel=1e-12)
         assert floors.guesses_s(floor)[at] == pytest.approx(floors.guesses_s(alone)[0], rel=1e-12)
         keys, least_s = [queue.key_s], queue.bound_s
-        while queue.next() and not queue.empty:
+        while queue.take_next() and not queue.is_empty:
             keys.append(queue.key_s)
             assert queue.bound_s >= least_s
-        assert keys == sorted(keys) and len(keys) == np.prod(panel.shape)
+        assert keys == sorted(keys) and len(keys) == np.prod(panel.grid_shape)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +288,10 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
     ids=str,
 )
 def test_pins_are_obeyed_on_several_kinds(pins: dict[str, object]) -> None:
-    bench = Workbench(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
-    found = search(bench, replace(JOB, batch=12), {"schedule": "1f1b", "zero1": False, **pins}).fitting[0].decisions
+    bench = PlannerContext(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
+    found = (
+        search_plans(bench, replace(JOB, batch=12), {"schedule": "1f1b", "zero1": False, **pins}).fitting[0].decisions
+    )
     for key, value in pins.items():
         if key == "mapping":
             assert found.devices == ()

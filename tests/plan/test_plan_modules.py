@@ -17,19 +17,19 @@ from pipefit.cluster import parse_spec
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.plan.assemble.module_parts import host_order
-from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.pipeline_work import pipeline_work, skeleton_from_plan
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.assemble.shard_programs import Programs
+from pipefit.plan.assemble.shard_programs import ProgramCache
 from pipefit.plan.check.rules import check_plan, load_plan
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.explain.text import forecast
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.explain.text import forecast_lines
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout
-from pipefit.plan.modules.search import _Finder
-from pipefit.plan.request.constraints import parse_pins
-from pipefit.plan.request.module_decisions import ModuleDecisions
-from pipefit.plan.request.sampled_batches import StageShares, dealt
-from pipefit.plan.types import Arranging, Job, Plan
+from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout
+from pipefit.plan.modules.search import ModuleSearch
+from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.request.sampled_batches import StageShares, deal_samples
+from pipefit.plan.types import Job, Plan, SampleArrangement
 
 JOB = Job(batch=8, sequence=4096)
 CLUSTER = parse_spec("8xA100-80")
@@ -38,7 +38,9 @@ SAMPLES = skewed_samples(8)
 
 def made(*fixes: str, frozen: tuple[str, ...] = (), cluster: str = "8xA100-80", **more: Any) -> Plan:
     model = three_modules(frozen)
-    return make_plan(model, parse_spec(cluster), JOB, parse_pins(fixes), samples=more.pop("samples", SAMPLES), **more)
+    return make_plan(
+        model, parse_spec(cluster), JOB, parse_constraints(fixes), samples=more.pop("samples", SAMPLES), **more
+    )
 
 
 def test_a_plan_of_three_modules_is_whole_and_predicted_as_ragged_as_its_samples() -> None:
@@ -55,7 +57,7 @@ def test_a_plan_of_three_modules_is_whole_and_predicted_as_ragged_as_its_samples
     assert len(plan.arranging.loads) == len(plan.stages)
     again = simulate_plan(plan, model, CLUSTER)
     assert again.timeline.makespan_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
-    assert any("disjoint" in note for note in forecast(plan))
+    assert any("disjoint" in note for note in forecast_lines(plan))
     assert plan.decisions["vision.devices"] == str(sum(name == "vision" for _, name in devices))
 
 
@@ -79,7 +81,7 @@ def test_frozen_modules_have_no_backward_and_need_less() -> None:
     encoders = [sum(one.busy_s for one in plan.prediction.lanes[:1]) for plan in (frozen, trained)]
     assert encoders[0] < 0.7 * encoders[1]
     assert frozen.prediction.flops_per_step < trained.prediction.flops_per_step
-    share = [int(plan.decisions["vision.devices"]) / len(plan.devices) for plan in (trained, frozen)]
+    share = [int(plan.decisions["vision.devices"]) / len(plan.used_devices) for plan in (trained, frozen)]
     assert share[1] <= share[0]
     late = made("microbatches=4", "modules=disjoint", frozen=("generator",), samples=None)
     last = len(late.stages) - 1
@@ -89,16 +91,16 @@ def test_frozen_modules_have_no_backward_and_need_less() -> None:
 def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
     """Every number of microbatches, replicas and stages on four devices, with 1F1B, nothing recomputed."""
     model, cluster = three_modules(), parse_spec("4xA100-80")
-    pins = parse_pins(
+    pins = parse_constraints(
         ["schedule=1f1b", "modules=disjoint", *(f"{module.name}.recompute=none" for module in model.modules)]
     )
-    finder = _Finder(Workbench(model, cluster), JOB, pins, skewed_samples(8, 1), dealt)
+    finder = ModuleSearch(PlannerContext(model, cluster), JOB, pins, skewed_samples(8, 1), deal_samples)
     for count, grids in itertools.product((1, 2, 4, 8), itertools.product(*map(layouts, finder.trials.costed))):
-        fits = sum(grid.devices for grid in grids) <= 4 and all(grid.replicas <= 8 // count for grid in grids)
+        fits = sum(grid.device_count for grid in grids) <= 4 and all(grid.replicas <= 8 // count for grid in grids)
         if fits and all(grid.shards == 1 for grid in grids):
-            decisions = finder.decisions(Arrangement(microbatches=count, modules=grids, step_s=0.0))
+            decisions = finder.decisions_for(ModuleArrangement(microbatches=count, modules=grids, step_s=0.0))
             assert decisions is not None
-            finder.trials.simulate(decisions)
+            finder.trials.simulate_plan(decisions)
     every = min(one.step_s for one in finder.trials.fitting)
     assert len(finder.trials.fitting) > 20
     plan = make_plan(model, cluster, JOB, pins, samples=finder.trials.samples)
@@ -131,7 +133,7 @@ def test_a_module_that_takes_several_microbatches_together_is_planned_and_costed
     own = [stage for stage in two.stages if stage.module == "vision"]
     assert [(stage.microbatch_multiple, stage.turn, stage.turns) for stage in own] == [(2, 0, 2), (2, 1, 2)]
     assert two.decisions["vision.multiple"] == "2" and one.decisions["vision.multiple"] == "1"
-    work, alone = (pipeline_work(parts_of(plan), Programs(three_modules())) for plan in (two, one))
+    work, alone = (pipeline_work(skeleton_from_plan(plan), ProgramCache(three_modules())) for plan in (two, one))
     tokens = [sum(count for count, _ in each) for each in work.stages[0].packed]
     by_sample = [sum(count for count, _ in each) for each in alone.stages[0].packed]
     assert tokens[::2] == tokens[1::2] and sum(tokens) == 2 * sum(by_sample)
@@ -149,8 +151,8 @@ def test_the_search_takes_microbatches_together_where_that_is_faster() -> None:
     slow = replace(slow, links={name: replace(link, bandwidth_bytes_per_s=2e9) for name, link in slow.links.items()})
     pins = ["microbatches=8", "language.stages=1", "language.shards=4", "generator.placement=shared"]
     model, samples = three_modules(("generator",)), skewed_samples(8, 1)
-    free = make_plan(model, slow, JOB, parse_pins([*pins, "vision.placement=shared"]), samples=samples)
-    alone = make_plan(model, slow, JOB, parse_pins([*pins, "vision.multiple=1"]), samples=samples)
+    free = make_plan(model, slow, JOB, parse_constraints([*pins, "vision.placement=shared"]), samples=samples)
+    alone = make_plan(model, slow, JOB, parse_constraints([*pins, "vision.multiple=1"]), samples=samples)
     assert free.decisions["vision.multiple"] in ("4", "8") and free.decisions["vision.replicas"] == "4"
     assert free.prediction is not None and alone.prediction is not None
     assert free.prediction.step_s < 0.97 * alone.prediction.step_s
@@ -228,7 +230,7 @@ def test_dealing_out_evens_the_fullest_replica() -> None:
     plan = made("microbatches=2", "vision.replicas=2", "modules=disjoint")
     assert plan.arranging is not None
     loads = plan.arranging
-    order = dealt(samples, 0, loads, [StageShares((1, 1)), StageShares((1,)), StageShares((1,))], 8)
+    order = deal_samples(samples, 0, loads, [StageShares((1, 1)), StageShares((1,)), StageShares((1,))], 8)
     assert sorted(order.tolist()) == list(range(64))
     weight = sum(
         (one.token_s * samples.tokens[one.space][0] for one in loads.loads if one.space in samples.tokens), np.zeros(64)
@@ -238,12 +240,14 @@ def test_dealing_out_evens_the_fullest_replica() -> None:
     )
     assert weight.sum() / 2 < dealt_out < 0.85 * as_they_come
     assert dealt_out < 1.05 * weight.sum() / 2, "microbatches wait for their fullest replica next to not at all"
-    alone = dealt(samples, 0, loads, [StageShares((1,) * 8)], 8)
+    alone = deal_samples(samples, 0, loads, [StageShares((1,) * 8)], 8)
     fullest, mean = weight[alone].reshape(8, 8).max(axis=1).sum(), weight.sum() / 8
     assert fullest < 1.5 * mean < weight.reshape(8, 8).max(axis=1).sum(), "one sample each: alike ones together"
-    uneven = dealt(samples, 0, loads, [StageShares((2, 1))], 8)
+    uneven = deal_samples(samples, 0, loads, [StageShares((2, 1))], 8)
     assert sorted(uneven.tolist()) == sorted(alone.tolist()) == list(range(64))
-    assert dealt(samples, 0, Arranging(balance=False), [StageShares((1,))], 8).tolist() == list(range(64))
+    assert deal_samples(samples, 0, SampleArrangement(balance=False), [StageShares((1,))], 8).tolist() == list(
+        range(64)
+    )
 
 
 def test_shard_groups_stay_within_hosts() -> None:
@@ -304,4 +308,4 @@ def test_from_the_command_line(tmp_path: Path, pipefit: Callable[..., tuple[int,
 def test_words_name_every_module() -> None:
     plan = made("microbatches=4", "modules=disjoint")
     assert {key.partition(".")[0] for key in plan.decisions if "." in key} == {"vision", "language", "generator"}
-    assert ModuleDecisions(modules=()).words(())["modules"] == plan.decisions["modules"] == "disjoint"
+    assert MultiModuleConfig(modules=()).to_constraints(())["modules"] == plan.decisions["modules"] == "disjoint"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.plan.cutting.cutter import some_cut_fits
-from pipefit.plan.cutting.partition import partition, some_partition_fits
+from pipefit.plan.cutting.partition import partition_layers, some_partition_fits
 from pipefit.plan.cutting.rows import LayerRow
 
 numbers = st.integers(0, 9)
@@ -39,8 +39,8 @@ def problems(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[in
 def test_no_cut_is_better(problem: tuple[list[list[int]], list[list[int]], list[int]]) -> None:
     """The slowest stage is as fast as in the best of all cuts that fit; of those, the fullest is as empty."""
     times, memory, limits = problem
-    bounds = partition(times, memory, limits)
-    assert partition(times, memory, limits, compiled=True) == bounds, "numba cuts as plain Python does"
+    bounds = partition_layers(times, memory, limits)
+    assert partition_layers(times, memory, limits, compiled=True) == bounds, "numba cuts as plain Python does"
     fitting = [
         cut
         for cut in all_cuts(len(times[0]), len(times))
@@ -71,22 +71,22 @@ def test_the_memory_test_is_exact(problem: tuple[list[list[int]], list[list[int]
         )
         for row, limit in zip(memory, limits, strict=True)
     ]
-    fits = partition(memory, memory, limits) is not None
+    fits = partition_layers(memory, memory, limits) is not None
     assert some_cut_fits(rows, [1] * len(rows)) == fits
     every, most = np.array(memory, dtype=float)[:, None], np.array(limits, dtype=float)[:, None]
     assert some_partition_fits(every, most, compiled=True) == fits
 
 
 def test_without_memory_only_time_counts() -> None:
-    assert partition([[5, 1, 1, 1, 1, 1]] * 2) == (0, 1, 6)
-    assert partition([[1, 1, 1, 1]]) == (0, 4)
+    assert partition_layers([[5, 1, 1, 1, 1, 1]] * 2) == (0, 1, 6)
+    assert partition_layers([[1, 1, 1, 1]]) == (0, 4)
 
 
 def test_stages_on_different_devices_get_different_shares() -> None:
     """Three equal layers; the second stage is twice as fast, so it takes two of them."""
-    assert partition([[2, 2, 2], [1, 1, 1]]) == (0, 1, 3)
+    assert partition_layers([[2, 2, 2], [1, 1, 1]]) == (0, 1, 3)
 
 
 def test_more_stages_than_layers_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="3 stages need at least 3 layers; there are 2"):
-        partition([[1, 1]] * 3)
+        partition_layers([[1, 1]] * 3)

@@ -10,28 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_toys import toy_model
 
-from pipefit.layout import Axis, Group, split
+from pipefit.layout import Mesh, MeshAxis, split_by_shares
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.packed_rows import Taking, conditions, edge_sizes, frozen_layers, packed_sizes
-from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.packed_rows import (
+    MicrobatchGrouping,
+    edge_sizes,
+    frozen_layers,
+    packed_sizes,
+    packed_symbols,
+)
+from pipefit.plan.assemble.pipeline_work import pipeline_work, skeleton_from_plan
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.assemble.shard_programs import Programs
-from pipefit.plan.types import Space, Wire
+from pipefit.plan.assemble.shard_programs import ProgramCache
+from pipefit.plan.types import EdgeTransfer, SampleSpace
 
 COUNTS = (4, 0, 9, 1, 3, 3, 0, 12)
-SPACE = Space(name="patches", rows=8, tokens=0, counts=COUNTS, squares=tuple(count * 2 for count in COUNTS))
+SPACE = SampleSpace(name="patches", rows=8, tokens=0, counts=COUNTS, squares=tuple(count * 2 for count in COUNTS))
 
 
 def test_tokens_of_every_microbatch_and_replica() -> None:
     """By hand: eight positions, two microbatches of four, cut 3 to 1."""
     assert packed_sizes(SPACE, 2, (3, 1)) == (((13, 26), (1, 2)), ((6, 12), (12, 24)))
     assert packed_sizes(replace(SPACE, counts=(), tokens=4), 2, (3, 1)) == ()
-    assert conditions([SPACE], 2, 0.5) == (("I", 8),)
+    assert packed_symbols([SPACE], 2, 0.5) == (("I", 8),)
 
 
 def test_several_microbatches_together_have_what_all_of_them_have() -> None:
     """By hand: four microbatches of two positions, two of them taken together by two replicas."""
-    found = packed_sizes(SPACE, 4, (1, 1), Taking(2))
+    found = packed_sizes(SPACE, 4, (1, 1), MicrobatchGrouping(2))
     assert found == (((4, 8), (10, 20)),) * 2 + (((6, 12), (12, 24)),) * 2
 
 
@@ -39,9 +45,9 @@ def test_images_are_divided_whatever_samples_they_are_of() -> None:
     """By hand: the second sample has none, the third of the first microbatch three; two replicas, then one by one."""
     images = ((4,), (), (2, 3, 4), (1,), (3,), (1, 2), (), (12,))
     space = replace(SPACE, counts=tuple(map(sum, images)), squares=(), images=images)
-    how = Taking(1, "images")
+    how = MicrobatchGrouping(1, "images")
     assert packed_sizes(space, 2, (1, 1), how) == (((6, 20), (8, 26)), ((6, 14), (12, 144)))
-    together = packed_sizes(space, 4, (1, 1), Taking(2, "images"))
+    together = packed_sizes(space, 4, (1, 1), MicrobatchGrouping(2, "images"))
     assert together == (((6, 20), (8, 26)),) * 2 + (((6, 14), (12, 144)),) * 2
 
 
@@ -56,12 +62,14 @@ def test_runs_of_images_are_those_of_what_is_taken_together(
     """Image by image: where its middle lies among the tokens of all that are taken together says whose it is."""
     microbatches, each = 6, 2
     counts = tuple(map(sum, images))
-    space = Space(name="patches", rows=12, tokens=0, counts=counts, images=tuple(map(tuple, images)))
-    group = Group(axes=(Axis(name="replica", shares=shares),), devices=tuple(range(len(shares))))
+    space = SampleSpace(name="patches", rows=12, tokens=0, counts=counts, images=tuple(map(tuple, images)))
+    group = Mesh(axes=(MeshAxis(name="replica", shares=shares),), devices=tuple(range(len(shares))))
     stops = [*accumulate(shares)]
-    how = Taking(multiple, "images")
+    how = MicrobatchGrouping(multiple, "images")
     sizes = packed_sizes(space, microbatches, shares, how)
-    for number, (total, (_, runs)) in enumerate(edge_sizes(space, microbatches, group, group, (Taking(), how))):
+    for number, (total, (_, runs)) in enumerate(
+        edge_sizes(space, microbatches, group, group, (MicrobatchGrouping(), how))
+    ):
         first = number // multiple * multiple * each
         together = [*chain.from_iterable(images[first : first + multiple * each])]
         held, has, at = [0] * len(shares), [0] * len(shares), 0
@@ -86,16 +94,19 @@ def test_who_holds_which_tokens_of_a_microbatch_goes_by_what_stages_take_togethe
 ) -> None:
     """Token by token: the position that it belongs to tells its microbatch, and which replica has it."""
     microbatches, each = 6, 2
-    space = Space(name="patches", rows=12, tokens=0, counts=tuple(counts))
-    groups = [Group(axes=(Axis(name="replica", shares=own),), devices=tuple(range(len(own)))) for own in (one, two)]
+    space = SampleSpace(name="patches", rows=12, tokens=0, counts=tuple(counts))
+    groups = [Mesh(axes=(MeshAxis(name="replica", shares=own),), devices=tuple(range(len(own)))) for own in (one, two)]
     places = [place for place, count in enumerate(counts) for _ in range(count)]
-    ways = (Taking(multiples[0]), Taking(multiples[1]))
+    ways = (MicrobatchGrouping(multiples[0]), MicrobatchGrouping(multiples[1]))
     for number, (total, ends) in enumerate(edge_sizes(space, microbatches, *groups, ways)):
         own = [place for place in places if place // each == number]
         assert total == len(own)
         for runs, shares, multiple in zip(ends, (one, two), multiples, strict=True):
             unit = number // multiple * multiple * each
-            held = [[start <= place - unit < stop for place in own] for start, stop in split(each * multiple, shares)]
+            held = [
+                [start <= place - unit < stop for place in own]
+                for start, stop in split_by_shares(each * multiple, shares)
+            ]
             sizes = [sum(row) for row in held]
             stops = [*accumulate(sizes)]
             assert runs == list(zip([0, *stops[:-1]], stops, strict=True))
@@ -120,17 +131,19 @@ def frozen(model: Model, *names: str) -> Model:
 def test_a_golden_plan_with_counts_is_simulated_with_them() -> None:
     golden = two_modules()
     counts = (8, 0, 0, 1, 40, 3, 2, 2)
-    space = Space(name="pictures", rows=8, tokens=0, counts=counts, squares=tuple(count * count for count in counts))
-    wire = Wire(sent=("G1",), wire=("G1",), received=("G1",))
+    space = SampleSpace(
+        name="pictures", rows=8, tokens=0, counts=counts, squares=tuple(count * count for count in counts)
+    )
+    wire = EdgeTransfer(sent=("G1",), wire=("G1",), received=("G1",))
     seam = replace(golden.plan.edges[0], forward=wire, gradient=wire)
     plan = replace(golden.plan, spaces=(golden.plan.spaces[0], space), edges=(seam, golden.plan.edges[1]))
-    work = pipeline_work(parts_of(plan), Programs(golden.model))
+    work = pipeline_work(skeleton_from_plan(plan), ProgramCache(golden.model))
     assert work.stages[0].packed[2] == ((40, 1600), (3, 9), (0, 0)), "two rows on three replicas: one has none"
     assert len(work.edges[0].ragged) == 4 and not work.edges[1].ragged
     moved = [sum(size for _, _, size in ahead) for ahead, _ in work.edges[0].ragged]
     assert moved == [4 * 8 * tokens for tokens in (8, 1, 43, 4)], "float32 vectors of 8"
     timeline = simulate_plan(plan, golden.model, golden.cluster).timeline
-    times = {str(span.action): span.stop_s - span.start_s for span in timeline.spans()}
+    times = {str(span.action): span.stop_s - span.start_s for span in timeline.all_spans()}
     assert (
         len({round(times[f"1F{m}"], 12) for m in range(4)}) == 1 < len({round(times[f"0F{m}"], 12) for m in range(4)})
     )

@@ -11,18 +11,18 @@ import pytest
 from plan_toys import toy_model
 from test_plan_mixed import cluster as mixed
 
-from pipefit.cluster import Cluster, parse_spec, save
-from pipefit.codec import digest, dump_text
+from pipefit.cluster import Cluster, parse_spec, save_cluster_file
+from pipefit.codec import content_digest, dump_text
 from pipefit.cost.memory.correction import PARTS, MemoryRun
-from pipefit.cost.memory.correction_file import MemoryFacts, facts_of
+from pipefit.cost.memory.correction_file import MemoryFacts, learn_facts
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
-from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.explain.text import explain_text, memory_table
 from pipefit.plan.make import make_plan
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.risk import make_plan_at_risk, peak_parts, reach_bytes, with_risk
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.risk import analytic_limit_bytes, attach_risk, make_plan_at_risk, peak_parts
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=64, precision="float32")
@@ -43,7 +43,7 @@ def facts(factor: float = 1.0, noise: float = 0.01, kind: str = KIND) -> MemoryF
         runs.append(
             MemoryRun(configuration=str(plan), kind=kind, devices=4, rank=0, parts=parts, measured_bytes=measured)
         )
-    return facts_of(runs)
+    return learn_facts(runs)
 
 
 def cluster(memory_bytes: float) -> Cluster:
@@ -72,7 +72,7 @@ def test_what_fits_is_found_and_what_does_not_is_refused(factor: float) -> None:
         fitting += 1
         assert need(plan, limit, factor) <= 1.0
         assert plan.prediction is not None and plan.prediction.risk is not None and plan.prediction.risk <= 0.05
-        assert plan.hashes.cluster == digest(cluster(limit))
+        assert plan.hashes.cluster == content_digest(cluster(limit))
         assert {lane.limit_bytes for lane in plan.prediction.lanes} == {float(int(limit))}, "its own, not the search's"
     assert 2 <= fitting < 4
 
@@ -93,11 +93,11 @@ def test_a_lower_risk_asks_for_more_room() -> None:
 def test_no_mix_of_parts_reaches_beyond_the_first_limit() -> None:
     correction = facts(1.3).corrections[KIND]
     limit, random = 1e9, np.random.default_rng(1)
-    reach = reach_bytes(correction, limit, 0.05)
+    reach = analytic_limit_bytes(correction, limit, 0.05)
     for _ in range(100):
         sizes = random.dirichlet(np.ones(6)) * (reach * 1.001 - WORKSPACE_BYTES)
         parts = dict(zip(PARTS, [*sizes.tolist(), float(WORKSPACE_BYTES)], strict=True))
-        assert correction.estimate(parts).risk(limit) > 0.05
+        assert correction.estimate_rank(parts).oom_probability(limit) > 0.05
 
 
 def test_it_is_printed() -> None:
@@ -116,7 +116,7 @@ def test_what_nothing_fits_into_is_told_as_the_users_own_memory() -> None:
     assert "by the analytic model, which may say, at a risk of 5.0%, 64.0 MiB for the 1.00 KiB of H100" in str(
         error.value
     )
-    taken = facts_of([replace(run, measured_bytes=run.measured_bytes + 2**30) for run in facts().runs])
+    taken = learn_facts([replace(run, measured_bytes=run.measured_bytes + 2**30) for run in facts().runs])
     with pytest.raises(DoesNotFitError, match="No plan fits"):
         make_plan_at_risk(toy_model(), cluster(2**10), JOB, taken)
 
@@ -145,7 +145,7 @@ def test_mistakes() -> None:
 def test_the_command(tmp_path: Path, pipefit) -> None:
     model, machines, memory = tmp_path / "model.json", tmp_path / "cluster.json", tmp_path / "memory.json"
     model.write_text(dump_text(toy_model()))
-    save(cluster(1e12), machines)
+    save_cluster_file(cluster(1e12), machines)
     memory.write_text(dump_text(facts()))
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -178,12 +178,12 @@ def test_kinds_that_hold_different_amounts_are_judged_one_by_one() -> None:
     """A small device takes few rows: the plan says of each lane what the likeliest to overflow needs, by its own
     correction and its own memory."""
     sheet = parse_spec(f"4x{KIND}").kinds[KIND]
-    model, decisions = toy_model(2), Decisions(stages=1, replicas=(3, 1), microbatches=2, schedule="1f1b")
+    model, decisions = toy_model(2), ParallelConfig(stages=1, replicas=(3, 1), microbatches=2, schedule="1f1b")
     job = Job(batch=8, sequence=2048, precision="bfloat16")
     both = mixed((replace(sheet, name=KIND), 1), (replace(sheet, name="small"), 1))
     plan = build_plan(model, both, job, decisions)
     simulation = simulate_plan(plan, model, both)
-    [lane] = simulation.devices
+    [lane] = simulation.device_peaks
     peaks = {one.kind: one.peak_bytes for one in lane}
     assert peaks[KIND] > peaks["small"]
     few = {
@@ -191,8 +191,8 @@ def test_kinds_that_hold_different_amounts_are_judged_one_by_one() -> None:
         for (name, peak), factor in zip(sorted(peaks.items()), (2.0, 1.001), strict=True)
     }
     sized = {name: replace(one, memory_bytes=int(few[name])) for name, one in both.kinds.items()}
-    told = facts_of([replace(run, kind=kind) for kind in (KIND, "small") for run in facts().runs])
-    judged = with_risk(predict(plan, model, simulation), model, replace(both, kinds=sized), told)
+    told = learn_facts([replace(run, kind=kind) for kind in (KIND, "small") for run in facts().runs])
+    judged = attach_risk(add_prediction(plan, model, simulation), model, replace(both, kinds=sized), told)
     assert judged.prediction is not None
     [one] = judged.prediction.lanes
     assert one.kind == "small" and one.limit_bytes == sized["small"].memory_bytes and one.memory is not None

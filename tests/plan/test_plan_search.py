@@ -11,23 +11,23 @@ from operator import sub
 import pytest
 from plan_toys import toy_cluster, toy_model
 
-from pipefit.cluster import Cluster, load, parse_spec
+from pipefit.cluster import Cluster, load_cluster, parse_spec
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
-from pipefit.plan.bounds.step_bounds import facts_of, flights, table_bound_s
+from pipefit.plan.bounds.step_bounds import min_in_flight, schedule_facts, table_bound_s
 from pipefit.plan.candidates.closest_misfit import least_missing_bytes
-from pipefit.plan.candidates.grid import Panel, spread
-from pipefit.plan.candidates.queue import Candidate
-from pipefit.plan.candidates.space import panels, space
-from pipefit.plan.evaluate.evaluate import evaluate, simulated
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.candidates.grid import CandidateGrid, broadcast_cells
+from pipefit.plan.candidates.queue import SearchCandidate
+from pipefit.plan.candidates.space import iter_candidates, iter_grids
+from pipefit.plan.evaluate.evaluate import evaluate_candidate, simulate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
-from pipefit.plan.passes.search import _Search, search, some_plan_fits
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.passes.search import LayoutSearch, search_plans, some_plan_fits
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.problem import ScheduleProblem
 from pipefit.units import format_bytes
 
 JOB = Job(batch=8, sequence=512)
@@ -59,29 +59,29 @@ NARROW: dict[str, object] = {"recompute": ("none",), "zero1": False, "inner": "r
 CLUSTERS = {"uniform": toy_cluster, "slow links": slow_links, "little memory": little_memory, "mixed": mixed}
 
 
-def everything(bench: Workbench, job: Job, pins: dict[str, object]) -> list[Evaluated]:
+def everything(bench: PlannerContext, job: Job, pins: dict[str, object]) -> list[EvaluatedPlan]:
     """Every plan of the space, simulated."""
     found = []
-    count, layers, hosts = bench.network.devices, len(bench.module.layers), len(bench.cluster.hosts)
-    for decisions in space(job, layers, count, hosts, pins, bench.cutter):
-        found.append(evaluate(bench, decisions, bench.parts(job, decisions)))
+    count, layers, hosts = bench.network.devices, len(bench.only_module.layers), len(bench.cluster.hosts)
+    for decisions in iter_candidates(job, layers, count, hosts, pins, bench.layer_cutter):
+        found.append(evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions)))
     return found
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("job", [JOB, Job(batch=6, sequence=4096, precision="bfloat16")], ids=["float32", "bfloat16"])
 def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> None:
-    bench, pins = Workbench(toy_model(3, tied=True), CLUSTERS[name]()), NARROW if name == "mixed" else {}
+    bench, pins = PlannerContext(toy_model(3, tied=True), CLUSTERS[name]()), NARROW if name == "mixed" else {}
     every = everything(bench, job, pins)
-    found = search(bench, job, pins, top=3)
+    found = search_plans(bench, job, pins, top=3)
     assert found.considered == len(every)
     unlike = {replace(one.decisions, stages=one.decisions.stage_count): one for one in reversed(every)}
-    fitting = [one for one in unlike.values() if one.simulation.fits]
+    fitting = [one for one in unlike.values() if one.simulation.fits_in_memory]
     if not fitting:
         assert not found.fitting
         return
-    best = min(fitting, key=lambda one: one.rank)
-    assert found.fitting[0].rank == best.rank
+    best = min(fitting, key=lambda one: one.rank_key)
+    assert found.fitting[0].rank_key == best.rank_key
     assert found.fitting[0].decisions == best.decisions
     assert found.lower_bound_s <= best.step_s
     times = sorted(one.step_s for one in fitting)
@@ -89,29 +89,31 @@ def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> N
     assert found.simulated < found.considered / 3, "bounds spare most of the simulations"
 
 
-def even_bounds(searcher: _Search, space: Iterable[Panel]) -> Iterator[tuple[Decisions, float]]:
+def even_bounds(searcher: LayoutSearch, space: Iterable[CandidateGrid]) -> Iterator[tuple[ParallelConfig, float]]:
     """Every candidate with the bound that it has before any cut."""
     for panel in space:
-        bounds = spread(searcher.floors.bound_s(searcher.floors.panel(panel))[0], panel)
+        bounds = broadcast_cells(searcher.floors.bound_s(searcher.floors.bound_grid(panel))[0], panel)
         for index, bound_s in enumerate(bounds.tolist()):
-            yield from ((decisions, bound_s) for decisions in panel.told_apart(index))
+            yield from ((decisions, bound_s) for decisions in panel.decisions_by_schedule(index))
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
     """Of every candidate at every level of looking."""
-    bench = Workbench(toy_model(3), CLUSTERS[name]())
-    searcher = _Search(bench, JOB, {}, 1, None)
+    bench = PlannerContext(toy_model(3), CLUSTERS[name]())
+    searcher = LayoutSearch(bench, JOB, {}, 1, None)
     pins = NARROW if name == "mixed" else {}
-    for decisions, even_s in even_bounds(searcher, panels(JOB, 6, 4, len(bench.cluster.hosts), pins, bench.cutter)):
-        candidate = Candidate(decisions)
+    for decisions, even_s in even_bounds(
+        searcher, iter_grids(JOB, 6, 4, len(bench.cluster.hosts), pins, bench.layer_cutter)
+    ):
+        candidate = SearchCandidate(decisions)
         bounds = [even_s]
-        while len(bounds) < 3 and (bound := searcher.look_closer(candidate, bounds[-1])) is not None:
+        while len(bounds) < 3 and (bound := searcher.raise_level(candidate, bounds[-1])) is not None:
             bounds.append(bound)
         chosen = candidate.decisions if len(bounds) == 3 else decisions
         if len(bounds) < 3:
-            chosen = replace(decisions, cuts=bench.cutter.leanest(JOB, decisions).cuts)
-        simulated = evaluate(bench, chosen, bench.parts(JOB, chosen)).step_s
+            chosen = replace(decisions, cuts=bench.layer_cutter.leanest_cut(JOB, decisions).cuts)
+        simulated = evaluate_candidate(bench, chosen, bench.make_skeleton(JOB, chosen)).step_s
         for bound in bounds:
             assert bound <= simulated * (1 + 1e-9), (chosen, bounds, simulated)
 
@@ -121,34 +123,38 @@ def test_memory_rules_out_only_what_does_not_fit(name: str) -> None:
     """A candidate that no cut is said to fit is over the limit when simulated, under every single cut."""
     import itertools
 
-    bench = Workbench(toy_model(2, tied=True), little_memory(beyond=120_000) if name == "uniform" else CLUSTERS[name]())
+    bench = PlannerContext(
+        toy_model(2, tied=True), little_memory(beyond=120_000) if name == "uniform" else CLUSTERS[name]()
+    )
     ruled_out = 0
-    for decisions in space(JOB, 5, 3, 1, {"inner": "replica"}):
-        if bench.cutter.cut(JOB, decisions) is not None:
+    for decisions in iter_candidates(JOB, 5, 3, 1, {"inner": "replica"}):
+        if bench.layer_cutter.cut_layers(JOB, decisions) is not None:
             continue
         ruled_out += 1
         for cuts in itertools.combinations(range(1, 5), decisions.stage_count - 1):
             chosen = replace(decisions, cuts=cuts)
-            assert not evaluate(bench, chosen, bench.parts(JOB, chosen)).simulation.fits, chosen
+            assert not evaluate_candidate(bench, chosen, bench.make_skeleton(JOB, chosen)).simulation.fits_in_memory, (
+                chosen
+            )
     if name in ("uniform", "little memory"):
         assert ruled_out > 10, "this test must see some that do not fit"
 
 
 def test_bounds_of_v_placements_and_slices_hold() -> None:
-    bench = Workbench(toy_model(5), toy_cluster(1, 2))
+    bench = PlannerContext(toy_model(5), toy_cluster(1, 2))
     for pins in ({"placement": (0, 1, 1, 0), "schedule": "gpipe"}, {"slices": (300, 212), "schedule": "gpipe"}):
-        for decisions in space(JOB, 8, 2, 1, pins):
-            parts = bench.parts(JOB, decisions)
-            costs = bench.costs(parts)
+        for decisions in iter_candidates(JOB, 8, 2, 1, pins):
+            parts = bench.make_skeleton(JOB, decisions)
+            costs = bench.build_cost_table(parts)
             bound = table_bound_s(costs, parts.placement, decisions.microbatches, decisions.schedule)
-            assert bound <= evaluate(bench, decisions, parts).step_s * (1 + 1e-9)
+            assert bound <= evaluate_candidate(bench, decisions, parts).step_s * (1 + 1e-9)
 
 
 def test_leaving_slow_devices_idle_is_a_choice() -> None:
     """With links this slow, one device alone beats any plan that talks."""
     cluster = parse_spec("4x1xA100-80:1kB/s")
     plan = make_plan(toy_model(3), cluster, JOB)
-    assert len(plan.devices) == 1
+    assert len(plan.used_devices) == 1
     assert "devices" not in plan.decisions and plan.decisions["replicas"] == plan.decisions["stages"] == "1"
 
 
@@ -196,7 +202,7 @@ def test_a_model_that_fits_nowhere_says_what_is_missing_and_what_would_fit() -> 
     assert "are missing on each device of lane 0" in text and "lane 0 is device 0 (A100-80)" in text
     assert "try: use 2 times as many devices like these" in text
     grown = make_plan(toy_model(6), little_memory(2, beyond=45_000), Job(batch=8, sequence=4))
-    assert len(grown.devices) > 1, "and with them a plan fits"
+    assert len(grown.used_devices) > 1, "and with them a plan fits"
 
 
 @pytest.mark.parametrize("name", ["uniform", "mixed"])
@@ -208,18 +214,18 @@ def test_the_plan_that_comes_closest_is_the_closest_of_all(name: str, pins: dict
     cluster = toy_cluster(1, 8) if name == "uniform" else mixed()
     kinds = {key: replace(kind, memory_bytes=WORKSPACE_BYTES + 1_000) for key, kind in cluster.kinds.items()}
     pins = {**NARROW, **pins} if name == "mixed" else pins
-    bench, job = Workbench(toy_model(6), replace(cluster, kinds=kinds)), Job(batch=16, sequence=512)
+    bench, job = PlannerContext(toy_model(6), replace(cluster, kinds=kinds)), Job(batch=16, sequence=512)
     every = [
-        bench.cutter.leanest(job, decisions)
-        for decisions in space(job, 9, bench.network.devices, len(cluster.hosts), pins, bench.cutter)
+        bench.layer_cutter.leanest_cut(job, decisions)
+        for decisions in iter_candidates(job, 9, bench.network.devices, len(cluster.hosts), pins, bench.layer_cutter)
     ]
     missing = [max(map(sub, cut.floor_bytes, cut.limit_bytes)) for cut in every]
-    found = search(bench, job, pins)
+    found = search_plans(bench, job, pins)
     assert not found.fitting and found.unfit == len(every) > 10 and len({*missing}) > 3
     assert min(one.peak_bytes - one.limit_bytes for one in found.misfits) == min(missing) > 0
     bounds = [
-        least_missing_bytes(bench.cutter, job, one)
-        for one in space(job, 9, bench.network.devices, len(cluster.hosts), pins, bench.cutter)
+        least_missing_bytes(bench.layer_cutter, job, one)
+        for one in iter_candidates(job, 9, bench.network.devices, len(cluster.hosts), pins, bench.layer_cutter)
     ]
     assert all(bound <= exact for bound, exact in zip(bounds, missing, strict=True))
     with pytest.raises(DoesNotFitError, match=re.escape(f"{format_bytes(min(missing))} are missing")):
@@ -230,19 +236,19 @@ def test_whether_anything_fits_is_what_the_whole_search_finds(monkeypatch: pytes
     """Around the memory at which the first plan fits, and with less looking."""
     job, answers = Job(batch=8, sequence=32), []
     for beyond in range(10_000, 60_000, 2_500):
-        bench = Workbench(toy_model(3), little_memory(3, beyond=beyond))
+        bench = PlannerContext(toy_model(3), little_memory(3, beyond=beyond))
         answers.append(some_plan_fits(bench, job, {}))
-        assert answers[-1] == bool(search(bench, job, {}, top=1).fitting), beyond
+        assert answers[-1] == bool(search_plans(bench, job, {}, top=1).fitting), beyond
     assert {*answers} == {False, True}
     simulations = 0
 
     def counted(*given: object) -> object:
         nonlocal simulations
         simulations += 1
-        return simulated(*given)  # type: ignore[arg-type]
+        return simulate_candidate(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("pipefit.plan.passes.search.simulated", counted)
-    assert some_plan_fits(Workbench(toy_model(3), toy_cluster()), job, {}) and simulations == 1
+    monkeypatch.setattr("pipefit.plan.passes.search.simulate_candidate", counted)
+    assert some_plan_fits(PlannerContext(toy_model(3), toy_cluster()), job, {}) and simulations == 1
 
 
 def test_the_suggested_change_really_fits() -> None:
@@ -286,9 +292,9 @@ def test_a_batch_that_nothing_divides_still_gets_a_plan() -> None:
 
 
 def test_mixed_devices_load_from_the_example() -> None:
-    cluster = load(__file__.rsplit("/tests/", 1)[0] + "/examples/clusters/mixed-kinds.json")
+    cluster = load_cluster(__file__.rsplit("/tests/", 1)[0] + "/examples/clusters/mixed-kinds.json")
     plan = make_plan(toy_model(3), cluster, JOB)
-    assert plan.prediction is not None and max(plan.devices) < 24
+    assert plan.prediction is not None and max(plan.used_devices) < 24
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -299,15 +305,15 @@ def test_families_hold_at_least_what_the_closed_forms_say(name: str) -> None:
         placement = FAMILIES[name].placement(lanes)
         for microbatches in range(1, 3 * lanes + 2):
             try:
-                made = FAMILIES[name](Problem(placement=placement, microbatches=microbatches))
+                made = FAMILIES[name](ScheduleProblem(placement=placement, microbatches=microbatches))
             except ScheduleError:
                 continue
             compared += 1
-            least = flights(name, placement, microbatches)
+            least = min_in_flight(name, placement, microbatches)
             for lane, actions in enumerate(made.lanes):
                 held = list(accumulate((a.kind == "F") - (a.kind in ("B", "I")) for a in actions))
                 assert max(held) >= least[lane], (lanes, microbatches, lane)
-                if facts_of(name).fused:
+                if schedule_facts(name).fused:
                     assert {a.kind for a in actions} == {"F", "B"}
     assert compared > 20
 
@@ -335,12 +341,12 @@ def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.Monkey
     model, job = toy_model(8), Job(batch=8, sequence=512)
     for beyond in range(900_000, 1_900_000, 50_000):
         cluster = little_memory(3, beyond=beyond)
-        again = search(Workbench(model, cluster), job, pins, top=1).fitting
+        again = search_plans(PlannerContext(model, cluster), job, pins, top=1).fitting
         with monkeypatch.context() as patch:
             patch.setattr("pipefit.plan.passes.search.LEANER", 0)
-            once = search(Workbench(model, cluster), job, pins, top=1).fitting
+            once = search_plans(PlannerContext(model, cluster), job, pins, top=1).fitting
         assert len(again) >= len(once), beyond
-        assert all(one.simulation.fits for one in again)
+        assert all(one.simulation.fits_in_memory for one in again)
         gained += len(again) - len(once)
     assert gained >= 1
 
@@ -349,10 +355,10 @@ def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.Monkey
 def test_a_search_that_finds_nothing_ends_and_says_so(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work is bounded by PATIENCE where no plan stops it; without it, everything is looked at and told so."""
     cluster, job = little_memory(4, beyond=-10_000_000), Job(batch=16, sequence=512)
-    room, pins = Workbench(toy_model(8), cluster), {"schedule": "1f1b"}
-    every = search(room, job, pins)
+    room, pins = PlannerContext(toy_model(8), cluster), {"schedule": "1f1b"}
+    every = search_plans(room, job, pins)
     monkeypatch.setattr("pipefit.plan.passes.search.PATIENCE", budget)
-    some = search(room, job, pins)
+    some = search_plans(room, job, pins)
     assert not some.fitting and some.unfit < every.unfit
     assert some.open_bound_s < float("inf") == every.open_bound_s
     with pytest.raises(DoesNotFitError, match="No plan that fits was found before the search's budget was spent"):

@@ -12,12 +12,12 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError
-from pipefit.plan.assemble.shard_recipes import Asked, asked_in, searched_recipes, setting_of
+from pipefit.plan.assemble.shard_recipes import RecipeRequest, request_from_constraints, searched_recipes, shard_setting
 from pipefit.plan.make import make_plan
-from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Job
-from pipefit.shard.chain import Chains
-from pipefit.shard.synthesize import leanest, synthesize
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.synthesize import leanest_program, synthesize_program
 
 JOB = Job(batch=16, sequence=64, precision="float32")
 SEARCHED = ("sharding=searched", "shards=2")
@@ -39,7 +39,7 @@ SEARCHED = ("sharding=searched", "shards=2")
     ],
 )
 def test_what_the_pins_say_of_the_programs(fixes: tuple[str, ...], expected: dict[str, object]) -> None:
-    asked = asked_in(parse_pins((*SEARCHED, *fixes)), JOB, 8)
+    asked = request_from_constraints(parse_constraints((*SEARCHED, *fixes)), JOB, 8)
     assert {name: getattr(asked, name) for name in expected} == expected
 
 
@@ -55,20 +55,22 @@ def test_a_device_need_not_hold_the_layers_of_other_stages() -> None:
     model, cluster = toy_model(), toy_cluster(devices=8)
     module = model.modules[0]
 
-    def chains(memory_bytes: float, lanes: int) -> Chains:
+    def chains(memory_bytes: float, lanes: int) -> ChainSearch:
         network = Network(small(cluster, memory_bytes))
         where = {"devices": (0, 1), "rows": 1, "tokens": 64, "precision": "float32", "microbatches": 16}
-        return Chains(model, setting_of(model, network, best_costs(cluster), lanes=lanes, **where))
+        return ChainSearch(model, shard_setting(model, network, best_costs(cluster), lanes=lanes, **where))
 
-    least = max(leanest(chains(WORKSPACE_BYTES + 1, 1), module.layers, (1, 1)).held_bytes)
+    least = max(leanest_program(chains(WORKSPACE_BYTES + 1, 1), module.layers, (1, 1)).held_bytes)
     assert least > 1
     scarce = WORKSPACE_BYTES + 0.3 * least
     with pytest.raises(PlanError, match="No program of these layers fits"):
-        synthesize(chains(scarce, 1), module.layers, (1, 1))
-    found = synthesize(chains(scarce, 4), module.layers, (1, 1))
-    whole = synthesize(chains(WORKSPACE_BYTES + 4 * (scarce - WORKSPACE_BYTES), 1), module.layers, (1, 1))
-    assert [link.recipe.text for link in found.links] == [link.recipe.text for link in whole.links]
-    asked = Asked(shares=(1, 1), devices=(0, 1), rows=1, microbatches=16, lanes=1)
+        synthesize_program(chains(scarce, 1), module.layers, (1, 1))
+    found = synthesize_program(chains(scarce, 4), module.layers, (1, 1))
+    whole = synthesize_program(chains(WORKSPACE_BYTES + 4 * (scarce - WORKSPACE_BYTES), 1), module.layers, (1, 1))
+    assert [link.layer_recipe.recipe_text for link in found.links] == [
+        link.layer_recipe.recipe_text for link in whole.links
+    ]
+    asked = RecipeRequest(shares=(1, 1), devices=(0, 1), rows=1, microbatches=16, lanes=1)
     network = Network(small(cluster, scarce))
     recipes = searched_recipes(model, module, network, best_costs(cluster), JOB, asked)
     assert recipes.keys() == {layer.graph for layer in module.layers}, "the planner says whether a plan fits"
@@ -85,6 +87,6 @@ def test_a_device_need_not_hold_the_layers_of_other_stages() -> None:
 )
 def test_mistakes_are_told(fixes: tuple[str, ...], words: tuple[str, ...]) -> None:
     with pytest.raises(PlanError) as caught:
-        make_plan(toy_model(), toy_cluster(devices=8), JOB, parse_pins(("sharding=searched", *fixes)))
+        make_plan(toy_model(), toy_cluster(devices=8), JOB, parse_constraints(("sharding=searched", *fixes)))
     for word in words:
         assert word in str(caught.value)

@@ -8,12 +8,12 @@ import pytest
 from plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import Cluster, link_between, parse_spec
-from pipefit.cluster.measured import LinkCurve, Measured, RailCurve
+from pipefit.cluster.measured import ClusterMeasurements, LinkCurve, RailCurve
 from pipefit.codec import dump_text, from_data, load_text, to_data
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.explain.text import forecast
+from pipefit.plan.explain.text import forecast_lines
 from pipefit.plan.make import make_plan
-from pipefit.plan.passes.sensitivity import faster_links, one_more
+from pipefit.plan.passes.sensitivity import extend_cluster, faster_links
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=512)
@@ -25,7 +25,7 @@ def measured_hosts() -> Cluster:
     flat = ((0.0, 2e-5), (3e-5, 0.0))
     inside = LinkCurve(sizes_bytes=sizes, time_s=times, spread=(0.0, 0.0), between_pairs=(0.0, 0.0), pairs=1)
     between = RailCurve(sizes_bytes=sizes, time_s=(flat, flat), spread=(flat, flat))
-    return replace(cluster, measured=Measured(links={"inside": inside}, rails={"network": between}))
+    return replace(cluster, measured=ClusterMeasurements(links={"inside": inside}, rails={"network": between}))
 
 
 def test_faster_links_are_those_of_a_cluster_with_twice_the_bandwidth_and_half_the_latency() -> None:
@@ -65,27 +65,27 @@ def test_one_more_host_is_what_planning_on_the_larger_cluster_finds() -> None:
 
 
 def test_clusters_grow_with_their_measured_curves() -> None:
-    words, grown = one_more(measured_hosts())
+    words, grown = extend_cluster(measured_hosts())
     assert words == "one more host" and [host.devices for host in grown.hosts] == [2, 2, 2]
     assert grown.measured is not None
     assert grown.measured.rails["network"].time_s[0] == ((0.0, 2e-5, 2e-5), (3e-5, 0.0, 3e-5), (3e-5, 2e-5, 0.0))
     faster = faster_links(measured_hosts()).measured
     assert faster is not None and faster.links["inside"].time_s == (5e-7, 1.5e-6)
     assert faster.rails["network"].time_s[1] == ((0.0, 1e-5), (1.5e-5, 0.0))
-    words, grown = one_more(toy_cluster())
+    words, grown = extend_cluster(toy_cluster())
     assert words == "one more device like the last" and grown.hosts[0].devices == 5
 
 
 def test_it_is_printed_and_old_plans_without_it_are_read() -> None:
     plan = make_plan(toy_model(3), toy_cluster(), JOB, {"stages": 2})
     assert plan.prediction is not None
-    line = forecast(plan)[-1]
+    line = forecast_lines(plan)[-1]
     assert line.startswith("what more would give: links twice as fast: ") and "planned again" in line
     bare = replace(plan, prediction=replace(plan.prediction, sensitivity=()))
     data = to_data(bare)
     del data["prediction"]["sensitivity"]
     assert from_data(Plan, data, "an older plan") == bare
-    assert "what more" not in "".join(forecast(bare))
+    assert "what more" not in "".join(forecast_lines(bare))
     assert load_text(Plan, dump_text(plan), "plan") == plan
 
 

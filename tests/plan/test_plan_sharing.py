@@ -18,17 +18,17 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.pipeline_work import pipeline_work, skeleton_from_plan
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.assemble.shard_programs import Programs
+from pipefit.plan.assemble.shard_programs import ProgramCache
 from pipefit.plan.check.rules import check_plan
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.explain.text import forecast
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.explain.text import forecast_lines
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout
-from pipefit.plan.modules.search import BESIDE, BESIDE_OTHERS, _Finder
-from pipefit.plan.request.constraints import parse_pins
-from pipefit.plan.request.sampled_batches import dealt
+from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout
+from pipefit.plan.modules.search import BESIDE, BESIDE_OTHERS, ModuleSearch
+from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.sampled_batches import deal_samples
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=4096)
@@ -39,7 +39,9 @@ TWO_LANES = ("modules=shared", "language.stages=2", "language.replicas=2", "micr
 
 def made(*fixes: str, frozen: tuple[str, ...] = (), cluster: str = "8xA100-80", **more: Any) -> Plan:
     model = three_modules(frozen)
-    return make_plan(model, parse_spec(cluster), JOB, parse_pins(fixes), samples=more.pop("samples", SAMPLES), **more)
+    return make_plan(
+        model, parse_spec(cluster), JOB, parse_constraints(fixes), samples=more.pop("samples", SAMPLES), **more
+    )
 
 
 def test_a_plan_of_modules_that_share_devices_is_whole_and_simulated() -> None:
@@ -72,7 +74,7 @@ def elements_of(model: Model, module: int, layers: tuple[int, int]) -> int:
 
 def test_gradients_of_all_lanes_are_summed_at_once_and_waited_for() -> None:
     plan, network = made(*TWO_LANES, "vision.shards=1"), Network(CLUSTER)
-    work = pipeline_work(parts_of(plan), Programs(three_modules()))
+    work = pipeline_work(skeleton_from_plan(plan), ProgramCache(three_modules()))
     simulation = simulate_plan(plan, three_modules(), CLUSTER)
     devices = plan.groups[plan.stages[0].group].devices + plan.groups[plan.stages[1].group].devices
     tied = next(one for one in work.tied if one.stages == (0, 1))
@@ -81,8 +83,8 @@ def test_gradients_of_all_lanes_are_summed_at_once_and_waited_for() -> None:
     wanted = all_reduce_s(network, (devices,), 4 * elements)
     assert simulation.costs.tied_s[0] == simulation.costs.tied_s[1] == pytest.approx(wanted)
     assert simulation.costs.reduce_s[0] == 0.0
-    spans = [span for span in simulation.timeline.spans() if span.action.what == "tied.0.1"]
-    norm_s = min(span.start_s for span in simulation.timeline.spans() if span.action.kind == "NORM")
+    spans = [span for span in simulation.timeline.all_spans() if span.action.what == "tied.0.1"]
+    norm_s = min(span.start_s for span in simulation.timeline.all_spans() if span.action.kind == "NORM")
     assert len(spans) == 2 and max(span.stop_s for span in spans) <= norm_s + 1e-12
     assert all(span.stop_s - span.start_s == pytest.approx(wanted) for span in spans)
 
@@ -100,7 +102,7 @@ def test_the_whole_module_lies_on_every_lane() -> None:
 
 def test_every_microbatch_crosses_one_of_the_edges() -> None:
     plan = made(*TWO_LANES, "vision.shards=1")
-    work = pipeline_work(parts_of(plan), Programs(three_modules()))
+    work = pipeline_work(skeleton_from_plan(plan), ProgramCache(three_modules()))
     patches = next(space for space in plan.spaces if space.name == "patches")
     ends = [edge for edge in work.edges if edge.target == 2]
     assert [edge.source for edge in ends] == [0, 1]
@@ -118,14 +120,14 @@ def test_handing_over_on_a_lane_takes_the_exchange_between_grids() -> None:
     )  # fmt: skip
     model, network = three_modules(), Network(CLUSTER)
     costs = simulate_plan(plan, model, CLUSTER).costs
-    work = pipeline_work(parts_of(plan), Programs(model))
+    work = pipeline_work(skeleton_from_plan(plan), ProgramCache(model))
     edge = next(edge for edge in work.edges if edge.source == 0)
     assert work.stages[0].group != work.stages[1].group
     alone = replace(work, edges=tuple(one for one in work.edges if one is not edge))
-    bench = Workbench(model, CLUSTER)
+    bench = PlannerContext(model, CLUSTER)
     plain = cost_table(alone, network, bench.layers)
     for microbatch in range(2):
-        ahead = network.transfer(edge.ragged[microbatch][0]).whole_s
+        ahead = network.transfer_time(edge.ragged[microbatch][0]).whole_s
         assert ahead > 0.0
         more = costs.actions["F"].time_s[0, microbatch, 0] - plain.actions["F"].time_s[0, microbatch, 0]
         assert more == pytest.approx(ahead)
@@ -136,21 +138,21 @@ def test_no_layout_that_shares_on_a_small_cluster_is_faster_in_the_simulator() -
     model, cluster = three_modules(), parse_spec("4xA100-80")
     whole = [f"{module.name}.recompute=none" for module in model.modules]
     shards = [f"{module.name}.shards=1" for module in model.modules]
-    pins = parse_pins(["modules=shared", *whole, *shards])
-    finder = _Finder(Workbench(model, cluster), JOB, pins, skewed_samples(8, 1), dealt)
+    pins = parse_constraints(["modules=shared", *whole, *shards])
+    finder = ModuleSearch(PlannerContext(model, cluster), JOB, pins, skewed_samples(8, 1), deal_samples)
     for count, grid in itertools.product((1, 2, 4, 8), layouts(finder.trials.costed[1])):
         lane = grid.replicas
-        if grid.devices > 4 or lane > 8 // count or grid.stages > count:
+        if grid.device_count > 4 or lane > 8 // count or grid.stage_count > count:
             continue
         guests = [
             ModuleLayout(module=name, replicas=lane, shards=1, cuts=(), recompute="none", shared=True)
             for name in ("vision", "generator")
         ]
-        arrangement = Arrangement(microbatches=count, modules=(guests[0], grid, guests[1]), step_s=0.0)
-        decisions = finder.decisions(arrangement)
+        arrangement = ModuleArrangement(microbatches=count, modules=(guests[0], grid, guests[1]), step_s=0.0)
+        decisions = finder.decisions_for(arrangement)
         assert decisions is not None
-        for one in finder.orders(decisions, (*BESIDE, *BESIDE_OTHERS)):
-            finder.trials.simulate(one)
+        for one in finder.with_orders(decisions, (*BESIDE, *BESIDE_OTHERS)):
+            finder.trials.simulate_plan(one)
     assert len(finder.trials.fitting) > 20
     plan = make_plan(model, cluster, JOB, pins, samples=finder.trials.samples)
     assert plan.prediction is not None
@@ -164,7 +166,7 @@ def test_all_placements_are_scored_and_told() -> None:
     apart = made("modules=disjoint", cluster="4xA100-80")
     assert apart.prediction is not None and apart.decisions["modules"] == "disjoint"
     assert plan.prediction.step_s < apart.prediction.step_s
-    notes = "\n".join(forecast(plan))
+    notes = "\n".join(forecast_lines(plan))
     assert "on the devices of language (shared)" in notes
     for words in (
         "all disjoint: ",
@@ -224,9 +226,9 @@ def test_messages_in_proportion_are_those_of_the_microbatches_that_a_stage_takes
 ) -> None:
     """As on large groups, where only the largest microbatch is worked out: as many bytes in all of each."""
     plan = made(*TWO_LANES, "vision.shards=1")
-    exact = pipeline_work(parts_of(plan), Programs(three_modules()))
+    exact = pipeline_work(skeleton_from_plan(plan), ProgramCache(three_modules()))
     monkeypatch.setattr("pipefit.plan.assemble.pipeline_work.PAIRS", 1)
-    scaled = pipeline_work(parts_of(plan), Programs(three_modules()))
+    scaled = pipeline_work(skeleton_from_plan(plan), ProgramCache(three_modules()))
     for one, other in zip(exact.edges, scaled.edges, strict=True):
         for (ahead, _), (near, _) in zip(one.ragged, other.ragged, strict=True):
             assert sum(size for *_, size in near) == pytest.approx(sum(size for *_, size in ahead))

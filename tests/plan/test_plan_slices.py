@@ -13,25 +13,25 @@ from plan_toys import toy_cluster, toy_model
 from pipefit.cluster import Cluster
 from pipefit.cost.types import Array, CostTable
 from pipefit.errors import PlanError, ScheduleError
-from pipefit.plan.bounds.sliced_bounds import sliced_bound_s, sliced_flights
-from pipefit.plan.bounds.step_bounds import facts_of, table_bound_s
-from pipefit.plan.candidates.slicings import Slicer
-from pipefit.plan.candidates.space import check_space, panels, space
-from pipefit.plan.evaluate.evaluate import evaluate
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.bounds.sliced_bounds import min_sliced_in_flight, sliced_bound_s
+from pipefit.plan.bounds.step_bounds import schedule_facts, table_bound_s
+from pipefit.plan.candidates.slicings import SequenceSlicer
+from pipefit.plan.candidates.space import check_space, iter_candidates, iter_grids
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.explain.slice_notes import slice_note
-from pipefit.plan.explain.text import alternative_table, forecast
+from pipefit.plan.explain.text import alternative_table, forecast_lines
 from pipefit.plan.make import make_plan
-from pipefit.plan.passes.reslice import sliced_again
-from pipefit.plan.passes.search import _Search, search
-from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.passes.reslice import reslice_best
+from pipefit.plan.passes.search import LayoutSearch, search_plans
+from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.lowering.lower import lower
-from pipefit.schedule.problem import Problem, uniform_costs
-from pipefit.simulate import simulate
+from pipefit.schedule.lowering.lower import lower_schedule
+from pipefit.schedule.problem import ScheduleProblem, uniform_costs
+from pipefit.simulate import simulate_schedule
 
 LONG = Job(batch=2, sequence=65536)
 """Two sequences that are long enough for slices of these toys."""
@@ -60,7 +60,7 @@ def random_costs(draw: random.Random, placement: tuple[int, ...], slices: int) -
 def made(name: str, placement: tuple[int, ...], microbatches: int, slices: int):  # type: ignore[no-untyped-def]
     """The order of a family, or None where it has none."""
     try:
-        return FAMILIES[name](Problem(placement=placement, microbatches=microbatches, slices=slices))
+        return FAMILIES[name](ScheduleProblem(placement=placement, microbatches=microbatches, slices=slices))
     except ScheduleError:
         return None
 
@@ -76,11 +76,13 @@ def test_no_sliced_bound_exceeds_the_simulated_time(name: str) -> None:
         if order is None:
             continue
         costs = random_costs(draw, placement, slices)
-        simulated = simulate(lower(order, costs=costs, reductions=tuple(range(len(placement)))), costs).makespan_s
+        simulated = simulate_schedule(
+            lower_schedule(order, costs=costs, reductions=tuple(range(len(placement)))), costs
+        ).makespan_s
         bound = table_bound_s(costs, placement, microbatches, name)
         assert bound <= simulated * (1 + 1e-9), (placement, microbatches, slices)
         tight.append(bound / simulated)
-    assert len(tight) > 5 and max(tight) > (0.8 if facts_of(name).fused else 0.5), "a bound of nothing would pass"
+    assert len(tight) > 5 and max(tight) > (0.8 if schedule_facts(name).fused else 0.5), "a bound of nothing would pass"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -92,7 +94,7 @@ def test_the_sliced_bound_is_the_time_of_equal_stages_and_slices(name: str) -> N
     bound = sliced_bound_s(forward, backward, placement, microbatches, fused=True)
     assert bound == pytest.approx((microbatches + (lanes - 1) / slices) * (forward_s + backward_s))
     costs = uniform_costs(placement, forward_s=0.25, input_s=0.25, weight_s=0.25)
-    assert simulate(made(name, placement, microbatches, slices), costs).makespan_s == pytest.approx(bound)
+    assert simulate_schedule(made(name, placement, microbatches, slices), costs).makespan_s == pytest.approx(bound)
 
 
 @pytest.mark.parametrize("name", SLICED)
@@ -106,23 +108,23 @@ def test_lanes_hold_no_less_than_the_closed_form_of_slices_says(name: str) -> No
                 order = made(name, placement, microbatches, len(slices))
                 if order is None:
                     continue
-                floors = sliced_flights(name, placement, microbatches, slices)
+                floors = min_sliced_in_flight(name, placement, microbatches, slices)
                 for lane, floor in zip(order.lanes, floors, strict=True):
                     change = {"F": 1, "B": -1, "I": -1, "W": 0}
                     steps = [change[action.kind] * slices[action.slice] / sum(slices) for action in lane]
                     most = float(np.cumsum(steps).max())
                     assert floor <= most + 1e-9, (lanes, microbatches, slices)
                     ratios.append(floor / most)
-    assert np.mean(ratios) > (0.9 if facts_of(name).fused and name != "1f1b-v" else 0.5)
+    assert np.mean(ratios) > (0.9 if schedule_facts(name).fused and name != "1f1b-v" else 0.5)
 
 
-def everything(bench: Workbench, job: Job, pins: dict[str, object]) -> list[Evaluated]:
+def everything(bench: PlannerContext, job: Job, pins: dict[str, object]) -> list[EvaluatedPlan]:
     """Every plan of the space, simulated."""
     found = []
-    count, layers, hosts = bench.network.devices, len(bench.module.layers), len(bench.cluster.hosts)
-    for decisions in space(job, layers, count, hosts, pins, bench.cutter):
+    count, layers, hosts = bench.network.devices, len(bench.only_module.layers), len(bench.cluster.hosts)
+    for decisions in iter_candidates(job, layers, count, hosts, pins, bench.layer_cutter):
         try:
-            found.append(evaluate(bench, decisions, bench.parts(job, decisions)))
+            found.append(evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions)))
         except ScheduleError:
             continue
     return found
@@ -140,93 +142,97 @@ def slow(count: int, memory_bytes: int = 10**10) -> Cluster:
 
 @pytest.mark.parametrize("cluster", [slow(3), slow(3, 160_000_000)], ids=["free", "little memory"])
 def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Cluster) -> None:
-    bench, pins = Workbench(toy_model(3), cluster), {"slice_multiple": 4096, "zero1": False}
+    bench, pins = PlannerContext(toy_model(3), cluster), {"slice_multiple": 4096, "zero1": False}
     every = everything(bench, LONG, pins)
-    found = search(bench, LONG, pins)
+    found = search_plans(bench, LONG, pins)
     names = {one.decisions.schedule for one in every if one.decisions.slices}
     assert names >= {"gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "v-half", "svpp"}
-    fitting = [one for one in every if one.simulation.fits]
+    fitting = [one for one in every if one.simulation.fits_in_memory]
     assert len(fitting) < len(every) or cluster.kinds["A100-80"].memory_bytes > 10**9
-    best = min(fitting, key=lambda one: one.rank)
+    best = min(fitting, key=lambda one: one.rank_key)
     assert best.decisions.slices and found.fitting[0].decisions.slices
-    assert found.fitting[0].rank == best.rank
+    assert found.fitting[0].rank_key == best.rank_key
     sliced = sum(bool(one.decisions.slices) for one in every)
     assert found.considered > len(every) - sliced, "slices that promise too little are not made"
     assert found.lower_bound_s <= best.step_s
-    whole = min((one for one in fitting if not one.decisions.slices), key=lambda one: one.rank)
+    whole = min((one for one in fitting if not one.decisions.slices), key=lambda one: one.rank_key)
     assert found.fitting[0].step_s < whole.step_s
     assert next(one for one in found.fitting if not one.decisions.slices).step_s == pytest.approx(whole.step_s)
 
 
 def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
     """At every level of looking, the one of the panels among them."""
-    from pipefit.plan.candidates.queue import Candidate, queues
+    from pipefit.plan.candidates.queue import SearchCandidate, build_queues
 
-    bench, looked = Workbench(toy_model(2), slow(3)), 0
-    searcher = _Search(bench, LONG, {"slice_multiple": 4096}, 1, None)
-    for panel in panels(LONG, len(bench.module.layers), 3, 1, {"zero1": False}, bench.cutter, searcher.slicer):
+    bench, looked = PlannerContext(toy_model(2), slow(3)), 0
+    searcher = LayoutSearch(bench, LONG, {"slice_multiple": 4096}, 1, None)
+    for panel in iter_grids(
+        LONG, len(bench.only_module.layers), 3, 1, {"zero1": False}, bench.layer_cutter, searcher.slicer
+    ):
         if not panel.slices:
             continue
-        queue = queues(searcher.floors, [panel])[0]
-        while not queue.empty:
-            for candidate in queue.next():
-                bounds, one = [candidate.bound_s], Candidate(candidate.decisions)
-                while one.level < 2 and (bound := searcher.look_closer(one, bounds[-1])) is not None:
+        queue = build_queues(searcher.floors, [panel])[0]
+        while not queue.is_empty:
+            for candidate in queue.take_next():
+                bounds, one = [candidate.bound_s], SearchCandidate(candidate.decisions)
+                while one.level < 2 and (bound := searcher.raise_level(one, bounds[-1])) is not None:
                     bounds.append(bound)
-                simulated = evaluate(bench, one.decisions, bench.parts(LONG, one.decisions)).step_s
+                simulated = evaluate_candidate(bench, one.decisions, bench.make_skeleton(LONG, one.decisions)).step_s
                 assert len(bounds) == 3 and max(bounds) <= simulated * (1 + 1e-9), (one.decisions, bounds, simulated)
                 looked += 1
     assert looked > 50
 
 
-def slicer(job: Job, pins: dict[str, object], devices: int = 4) -> tuple[Slicer, object]:
-    bench = Workbench(toy_model(4), slow(devices))
-    made = Slicer(bench.cutter, job, pins)
-    return made, made.stage(frozenset({(bench.cutter.fleet.names[0], 1)}))
+def slicer(job: Job, pins: dict[str, object], devices: int = 4) -> tuple[SequenceSlicer, object]:
+    bench = PlannerContext(toy_model(4), slow(devices))
+    made = SequenceSlicer(bench.layer_cutter, job, pins)
+    return made, made.stage_work(frozenset({(bench.layer_cutter.fleet.names[0], 1)}))
 
 
 def test_slices_are_tried_where_microbatches_are_few_and_sequences_long() -> None:
     many, stage = slicer(LONG, {})
-    few = many.numbers(stage, 8, 1, 2)  # type: ignore[arg-type]
+    few = many.slice_counts(stage, 8, 1, 2)  # type: ignore[arg-type]
     assert len(few) >= 2 and min(few) > 1
-    assert not many.numbers(stage, 8, 1, 512), "microbatches hide the filling of the pipeline"  # type: ignore[arg-type]
+    assert not many.slice_counts(stage, 8, 1, 512), "microbatches hide the filling of the pipeline"  # type: ignore[arg-type]
     short, stage = slicer(replace(LONG, sequence=256), {})
-    assert not short.numbers(stage, 8, 1, 2), "a slice costs as much as the whole sequence"  # type: ignore[arg-type]
+    assert not short.slice_counts(stage, 8, 1, 2), "a slice costs as much as the whole sequence"  # type: ignore[arg-type]
     steps = many.closed_form_s(*slicer(LONG, {})[1:], 8, 1, 2)  # type: ignore[arg-type, call-arg]
     assert np.argmin(steps) > 0
 
 
 def test_slices_are_multiples_of_what_kernels_and_shards_want() -> None:
     made, stage = slicer(replace(LONG, sequence=4096 + 24), {"shards": (1, 2)})
-    assert made.multiple(4) == 192, "64 tokens of a GPU's tile, in three shares"
-    assert [made.multiple(number) for number in (9, 17, 100)] == [96, 48, 24], "short slices are not rounded to a tile"
-    slices = made.cut(stage, 4)  # type: ignore[arg-type]
+    assert made.token_multiple(4) == 192, "64 tokens of a GPU's tile, in three shares"
+    assert [made.token_multiple(number) for number in (9, 17, 100)] == [96, 48, 24], (
+        "short slices are not rounded to a tile"
+    )
+    slices = made.cut_sequence(stage, 4)  # type: ignore[arg-type]
     assert sum(slices) == 4120 and all(tokens % 192 == 0 for tokens in slices[:-1])
-    assert {slicer(LONG, {"slice_multiple": 24})[0].multiple(number) for number in (2, 500)} == {24}
+    assert {slicer(LONG, {"slice_multiple": 24})[0].token_multiple(number) for number in (2, 500)} == {24}
 
 
 @pytest.mark.parametrize(("text", "value"), [("slices=4", 4), ("slices=1", 1), ("slices=512,256,256", (512, 256, 256))])
 def test_a_pin_of_slices_is_a_count_or_the_tokens_of_each(text: str, value: object) -> None:
-    assert parse_pins([text]) == {"slices": value}
+    assert parse_constraints([text]) == {"slices": value}
 
 
 @pytest.mark.parametrize("text", ["slices=0", "slices=a", "slices=4,", "slice_multiple=0"])
 def test_a_pin_of_slices_that_is_none_says_what_is_allowed(text: str) -> None:
     with pytest.raises(PlanError, match=r"no value for 'slice[\s\S]*allowed: (a count of slices|tokens that every)"):
-        parse_pins([text])
+        parse_constraints([text])
 
 
 def test_pinned_slices_are_obeyed() -> None:
-    bench = Workbench(toy_model(4), slow(3))
-    never = search(bench, LONG, {"slices": 1})
+    bench = PlannerContext(toy_model(4), slow(3))
+    never = search_plans(bench, LONG, {"slices": 1})
     assert never.fitting and not any(one.decisions.slices for one in never.fitting)
-    four = search(bench, LONG, {"slices": 4, "stages": 3})
+    four = search_plans(bench, LONG, {"slices": 4, "stages": 3})
     assert {len(one.decisions.slices) for one in four.fitting} == {4}
-    given = search(bench, LONG, {"slices": (40960, 24576), "stages": 3, "schedule": "1f1b"})
+    given = search_plans(bench, LONG, {"slices": (40960, 24576), "stages": 3, "schedule": "1f1b"})
     assert {one.decisions.slices for one in given.fitting} == {(40960, 24576)}
     for pins in ({"slices": 20_000}, {"slices": 2000, "slice_multiple": 64}):
         with pytest.raises(PlanError, match=r"cannot be cut into so many slices[\s\S]*--fix slices"):
-            search(bench, LONG, pins)
+            search_plans(bench, LONG, pins)
 
 
 def note_of(job: Job, pins: dict[str, object], cluster: Cluster | None = None) -> str:
@@ -234,7 +240,7 @@ def note_of(job: Job, pins: dict[str, object], cluster: Cluster | None = None) -
     plan = make_plan(toy_model(3), cluster or slow(3), job, {"slice_multiple": 4096, "zero1": False, **pins})
     assert plan.prediction is not None
     [note] = [one for one in plan.prediction.assumptions if one.startswith("slices: ")]
-    assert note in forecast(plan)
+    assert note in forecast_lines(plan)
     return note
 
 
@@ -277,8 +283,8 @@ def test_a_plan_without_slices_says_why() -> None:
 
 
 def test_the_best_plan_with_slices_that_lost_is_told() -> None:
-    bench = Workbench(toy_model(3), slow(3))
-    found = search(bench, LONG, {"slice_multiple": 4096, "stages": 3, "schedule": "1f1b", "zero1": False})
+    bench = PlannerContext(toy_model(3), slow(3))
+    found = search_plans(bench, LONG, {"slice_multiple": 4096, "stages": 3, "schedule": "1f1b", "zero1": False})
     turned = replace(found, fitting=tuple(sorted(found.fitting, key=lambda one: bool(one.decisions.slices))))
     note = slice_note(bench, LONG, {}, turned)
     assert re.match(r"slices: not used: the best plan found with them, \d+ slices of [\d, .]+ tokens in 1 rep", note)
@@ -287,35 +293,35 @@ def test_the_best_plan_with_slices_that_lost_is_told() -> None:
 
 def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
     """Never slower, in its memory, and what is fixed stays."""
-    bench = Workbench(toy_model(3), slow(3))
+    bench = PlannerContext(toy_model(3), slow(3))
     pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "schedule": "1f1b", "zero1": False}
-    first = search(bench, LONG, pins)
-    again = sliced_again(bench, LONG, pins, first)
-    assert again.fitting[0].step_s < first.fitting[0].step_s and again.fitting[0].simulation.fits
+    first = search_plans(bench, LONG, pins)
+    again = reslice_best(bench, LONG, pins, first)
+    assert again.fitting[0].step_s < first.fitting[0].step_s and again.fitting[0].simulation.fits_in_memory
     assert again.fitting[0].decisions.slices != first.fitting[0].decisions.slices
     assert sum(again.fitting[0].decisions.slices) == LONG.sequence and again.fitting[1:] == first.fitting
     three = {**pins, "slices": 3}
-    assert len(sliced_again(bench, LONG, three, search(bench, LONG, three)).fitting[0].decisions.slices) == 3
-    given = search(bench, LONG, {**pins, "slices": (40960, 24576)})
-    assert sliced_again(bench, LONG, {**pins, "slices": (40960, 24576)}, given) is given
+    assert len(reslice_best(bench, LONG, three, search_plans(bench, LONG, three)).fitting[0].decisions.slices) == 3
+    given = search_plans(bench, LONG, {**pins, "slices": (40960, 24576)})
+    assert reslice_best(bench, LONG, {**pins, "slices": (40960, 24576)}, given) is given
 
 
 def test_a_best_plan_without_slices_gets_those_of_terapipes_program() -> None:
     """In a schedule that fits, faster than the program itself, which runs all forwards first."""
-    bench = Workbench(toy_model(3), slow(3))
+    bench = PlannerContext(toy_model(3), slow(3))
     pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "zero1": False, "recompute": ("none",)}
-    whole = search(bench, LONG, {**pins, "slices": 1})
-    again = sliced_again(bench, LONG, pins, whole)
+    whole = search_plans(bench, LONG, {**pins, "slices": 1})
+    again = reslice_best(bench, LONG, pins, whole)
     best = again.fitting[0]
-    assert best.decisions.slices and best.simulation.fits and again.fitting[1:] == whole.fitting
+    assert best.decisions.slices and best.simulation.fits_in_memory and again.fitting[1:] == whole.fitting
     assert again.simulated > whole.simulated
-    made, layout = Slicer(bench.cutter, LONG, pins), replace(best.decisions, microbatches=2)
-    curve = made.curve(made.slowest(layout))
+    made, layout = SequenceSlicer(bench.layer_cutter, LONG, pins), replace(best.decisions, microbatches=2)
+    curve = made.time_curve(made.slowest_stage(layout))
     program = best_slicing(LONG.sequence, 3, lambda own, past: curve(own, past) / 3, multiple=1024, sequences=2)
     theirs = replace(layout, schedule="gpipe", slices=program.slices)
     assert len(program.slices) > 2
-    assert best.step_s <= evaluate(bench, theirs, bench.parts(LONG, theirs)).step_s
-    assert sliced_again(bench, LONG, {**pins, "slices": 1}, whole) is whole
+    assert best.step_s <= evaluate_candidate(bench, theirs, bench.make_skeleton(LONG, theirs)).step_s
+    assert reslice_best(bench, LONG, {**pins, "slices": 1}, whole) is whole
 
 
 def test_a_sequence_that_is_too_short_for_its_shards_is_no_fault_of_slices() -> None:

@@ -73,7 +73,7 @@ def test_rounding_keeps_the_slices_even() -> None:
 
 
 def test_free_attention_gives_uniform_slices() -> None:
-    assert cuts.equal_cost(64, 4, causal(0.0, 64)) == cuts.uniform(64, 4) == (16, 16, 16, 16)
+    assert cuts.equal_cost(64, 4, causal(0.0, 64)) == cuts.uniform_slices(64, 4) == (16, 16, 16, 16)
 
 
 @settings(deadline=None, max_examples=60)
@@ -92,7 +92,7 @@ def test_slices_are_no_worse_than_even_ones_where_short_ones_cost_as_much_as_lon
     found = cuts.equal_cost(length, slices, time_of)
     assert (len(found), sum(found)) == (slices, length)
     assert min(found) > 0
-    even = cuts.slice_times(cuts.uniform(length, slices), time_of).max()
+    even = cuts.slice_times(cuts.uniform_slices(length, slices), time_of).max()
     assert cuts.slice_times(found, time_of).max() <= even * (1 + 1e-9)
 
 
@@ -106,9 +106,9 @@ def test_slices_are_as_long_where_short_ones_cost_as_much_as_long_ones(length: i
 
 
 def test_what_is_left_lengthens_the_last_slice() -> None:
-    assert cuts.uniform(1037, 3, cuts.grain(64, 6)) == (384, 384, 269)
+    assert cuts.uniform_slices(1037, 3, cuts.slice_grain(64, 6)) == (384, 384, 269)
     assert cuts.equal_cost(21, 2, causal(0.0, 21), 10) == (10, 11)
-    assert cuts.uniform(7, 1, 16) == (7,)
+    assert cuts.uniform_slices(7, 1, 16) == (7,)
 
 
 @given(
@@ -124,7 +124,7 @@ def test_every_slicing_sums_to_the_length(
 ) -> None:
     slices = min(slices, cuts.most_slices(length, multiple))
     for found in (
-        cuts.uniform(length, slices, multiple),
+        cuts.uniform_slices(length, slices, multiple),
         cuts.equal_cost(length, slices, causal(ratio, length, overhead), multiple),
     ):
         assert sum(found) == length and len(found) == slices
@@ -132,13 +132,13 @@ def test_every_slicing_sums_to_the_length(
 
 
 def test_a_function_of_one_slice_may_be_given() -> None:
-    time_of = cuts.elementwise(lambda tokens, past: tokens * (past + tokens / 2) + 10.0)
+    time_of = cuts.vectorize_times(lambda tokens, past: tokens * (past + tokens / 2) + 10.0)
     assert cuts.equal_cost(100, 2, time_of) == (71, 29)
 
 
 def test_too_many_slices_are_refused() -> None:
     with pytest.raises(PlanError) as caught:
-        cuts.uniform(1000, 16, 64)
+        cuts.uniform_slices(1000, 16, 64)
     text = str(caught.value)
     assert "1000 tokens cannot be cut into so many slices of at least 64" in text and "1 to 15" in text
     assert "smaller `slice_multiple`" in text, "the way out that no message else tells"
@@ -160,14 +160,14 @@ def test_the_estimate_is_the_minimum_of_the_time(
 
 
 def test_numbers_around_the_best_one_are_tried_as_far_as_they_beat_no_slices() -> None:
-    numbers = count.ladder(2048, 64)
+    numbers = count.slice_count_ladder(2048, 64)
     assert numbers.tolist() == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
     steps = np.array([10.0, 8, 7, 6, 5, 6, 7, 8, 11, 12])
-    assert count.worth_trying(numbers, steps, 100) == (3, 4, 6, 8, 12)
-    assert count.worth_trying(numbers, steps, 4) == (2, 3, 4)
-    assert count.worth_trying(numbers, steps, 0) == (2,), "the fewest of all is always looked at"
-    assert count.worth_trying(numbers, np.arange(10.0, 0.0, -1.0), 100) == (16, 24, 32)
-    assert count.worth_trying(numbers, np.arange(10.0), 100) == ()
+    assert count.promising_counts(numbers, steps, 100) == (3, 4, 6, 8, 12)
+    assert count.promising_counts(numbers, steps, 4) == (2, 3, 4)
+    assert count.promising_counts(numbers, steps, 0) == (2,), "the fewest of all is always looked at"
+    assert count.promising_counts(numbers, np.arange(10.0, 0.0, -1.0), 100) == (16, 24, 32)
+    assert count.promising_counts(numbers, np.arange(10.0), 100) == ()
 
 
 def test_several_stages_a_lane_and_split_backwards_leave_less_to_fill() -> None:

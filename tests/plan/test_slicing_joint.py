@@ -13,11 +13,11 @@ import pytest
 
 from pipefit.cost.types import ActionTable, Array
 from pipefit.plan.slicing.count import step_s
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, equal_cost, slice_times, uniform
+from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, equal_cost, slice_times, uniform_slices
 from pipefit.plan.slicing.terapipe import best_slicing
-from pipefit.schedule.families import family
-from pipefit.schedule.problem import Problem, linear, uniform_costs
-from pipefit.simulate import simulate
+from pipefit.schedule.families import find_family
+from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs
+from pipefit.simulate import simulate_schedule
 
 LENGTH, CELLS = 6144, 96
 
@@ -34,9 +34,9 @@ def run(name: str, stages: int, sequences: int, slices: tuple[int, ...], time_of
     seconds = slice_times(slices, time_of)[None, None, :]
     share = np.asarray(slices)[None, None, :] / LENGTH
     actions = {"F": _table(seconds / 3, share), "B": _table(2 * seconds / 3, -share)}
-    costs = replace(uniform_costs(linear(stages)), actions=actions)
-    problem = Problem(placement=linear(stages), microbatches=sequences, slices=len(slices))
-    timeline = simulate(family(name)(problem), costs)
+    costs = replace(uniform_costs(linear_placement(stages)), actions=actions)
+    problem = ScheduleProblem(placement=linear_placement(stages), microbatches=sequences, slices=len(slices))
+    timeline = simulate_schedule(find_family(name)(problem), costs)
     return timeline.makespan_s, float(timeline.peak_bytes[0])
 
 
@@ -77,7 +77,7 @@ def test_the_event_model_agrees(
     assert theirs_s == pytest.approx(first.step_s), "equation 5 is the time of all forwards first"
     assert theirs_s / work == pytest.approx(program, abs=3e-3) and all_held == pytest.approx(sequences)
     assert near[number][0] < theirs_s
-    even_s = run("1f1b", stages, sequences, uniform(LENGTH, slices), time_of)[0]
+    even_s = run("1f1b", stages, sequences, uniform_slices(LENGTH, slices), time_of)[0]
     assert even_s > (1.05 if ratio < 1 else 1.2) * near[slices][0], "later slices take longer"
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pipefit.plan.slicing.batch import best_batch
-from pipefit.plan.slicing.bounds import Found, best_bound
-from pipefit.plan.slicing.count import ladder, worth_trying
+from pipefit.plan.slicing.bounds import BoundedSlicing, best_bound
+from pipefit.plan.slicing.count import promising_counts, slice_count_ladder
 from pipefit.plan.slicing.count import step_s as count_step_s
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, elementwise, equal_cost, slice_times
-from pipefit.plan.slicing.terapipe import Paths, best_slicing, slice_table
+from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, equal_cost, slice_times, vectorize_times
+from pipefit.plan.slicing.terapipe import SlicePaths, best_slicing, slice_table
 
 
 def random_table(draw: random.Random, length: int) -> TimeOf:
@@ -25,7 +25,7 @@ def random_table(draw: random.Random, length: int) -> TimeOf:
         for own in range(1, length + 1)
         for past in range(length)
     }
-    return elementwise(lambda own, past: times[own, past])
+    return vectorize_times(lambda own, past: times[own, past])
 
 
 def slicings(cells: int) -> Iterator[tuple[int, ...]]:
@@ -66,18 +66,18 @@ def test_within_eps_of_the_best(seed: int) -> None:
 @pytest.mark.parametrize("stages", [1, 2, 7, 48])
 def test_the_same_as_trying_every_bound(stages: int) -> None:
     """The paper's own enumeration: every entry of the table ascending, until K t_max exceeds the best."""
-    paths = Paths(48, _gpu(48 * 8), multiple=1)
+    paths = SlicePaths(48, _gpu(48 * 8), multiple=1)
     best_s, tried = float("inf"), 0
     for bound_s in paths.candidates:
         if stages * bound_s > best_s:
             break
         tried += 1
-        best_s = min(best_s, paths.within(bound_s).total_s + (stages - 1) * bound_s)
+        best_s = min(best_s, paths.solve_within(bound_s).total_s + (stages - 1) * bound_s)
     looks: list[float] = []
 
-    def within(bound_s: float) -> Found:
+    def within(bound_s: float) -> BoundedSlicing:
         looks.append(bound_s)
-        return paths.within(bound_s)
+        return paths.solve_within(bound_s)
 
     _, found = best_bound(paths.candidates, within, stages)
     assert found.step_s(stages) == pytest.approx(best_s, rel=1e-12)
@@ -106,7 +106,7 @@ def test_the_knapsack_is_exact(seed: int) -> None:
 
 def test_parts_have_the_rows_that_are_allowed() -> None:
     def free_rows(rows: int) -> TimeOf:
-        return elementwise(lambda own, past: 1.0)
+        return vectorize_times(lambda own, past: 1.0)
 
     assert [p.rows for p in best_batch(8, 6, 1, free_rows, multiple=8).parts] == [6]
     assert [p.rows for p in best_batch(8, 6, 1, free_rows, multiple=8, sizes=(1, 2)).parts] == [2, 2, 2]
@@ -123,9 +123,9 @@ def test_long_slices_first_then_short_ones() -> None:
 @pytest.mark.parametrize("stages", [4, 16, 48])
 def test_equal_cost_cuts_in_the_best_number_are_nearly_as_good(stages: int) -> None:
     length, time_of = 2048, _gpu(2048)
-    numbers = ladder(length, 8)
+    numbers = slice_count_ladder(length, 8)
     whole_s = np.array([slice_times(equal_cost(length, each, time_of, 8), time_of).sum() for each in numbers.tolist()])
-    tried = worth_trying(numbers, count_step_s(stages, 1, numbers, whole_s), length)
+    tried = promising_counts(numbers, count_step_s(stages, 1, numbers, whole_s), length)
     cut = [equal_cost(length, each, time_of, multiple=8) for each in tried]
     equal_s = min(step_s(one, time_of, stages) for one in cut)
     exact_s = best_slicing(length, stages, time_of).step_s
@@ -146,7 +146,7 @@ def test_a_sequence_of_2048_tokens_in_steps_of_8_takes_two_seconds_at_most() -> 
 
 
 def test_the_table_is_that_of_the_cost_function() -> None:
-    table = slice_table(np.array([0, 3, 6, 10]), elementwise(lambda own, past: 100.0 * own + past))
+    table = slice_table(np.array([0, 3, 6, 10]), vectorize_times(lambda own, past: 100.0 * own + past))
     inf = float("inf")
     assert table.tolist() == [[300, inf, inf], [303, 600, inf], [406, 703, 1000]]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipefit.codec import dump_text
-from pipefit.lab.spec import load
+from pipefit.lab.spec import load_lab
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -87,7 +87,7 @@ def test_the_lab_is_the_one_that_was_written_before_measuring() -> None:
 
     path = BENCHMARKS / "data" / "clusters" / f"{LAB}.json"
     assert path.read_text(encoding="utf-8") == dump_text(lab_file()), "python benchmarks/token_slices_lab.py"
-    assert load(path) == lab_file()
+    assert load_lab(path) == lab_file()
 
 
 def test_live_tokens_are_counted_from_forward_to_the_last_part_of_the_backward() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from plan_toys import VOCABULARY, WIDTH, block_graph, pixels_graph
 
-from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
-from pipefit.plan.request.sampled_batches import Samples
+from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
+from pipefit.plan.request.sampled_batches import SampledBatches
 
 SIZE = ("B", "T")
 
@@ -18,9 +18,9 @@ def see_graph() -> Graph:
     """Tokens to vectors, image patches in their places."""
     return Graph(
         inputs=(
-            Tensor(name="x", shape=(1, "I", WIDTH)),
-            Tensor(name="tokens", shape=SIZE, dtype="int64", role="tokens"),
-            Tensor(name="image_places", shape=(1, "I"), dtype="int64", role="data"),
+            TensorSpec(name="x", shape=(1, "I", WIDTH)),
+            TensorSpec(name="tokens", shape=SIZE, dtype="int64", role="tokens"),
+            TensorSpec(name="image_places", shape=(1, "I"), dtype="int64", role="data"),
         ),
         outputs=("y",),
         operators=(
@@ -28,7 +28,7 @@ def see_graph() -> Graph:
             Operator(kind="put_tokens", inputs=("e", "x", "image_places"), outputs=("y",)),
         ),
         parameters=(ParameterSpec(name="weight", shape=(VOCABULARY, WIDTH)),),
-        tensors=(Tensor(name="e", shape=(*SIZE, WIDTH)), Tensor(name="y", shape=(*SIZE, WIDTH))),
+        tensors=(TensorSpec(name="e", shape=(*SIZE, WIDTH)), TensorSpec(name="y", shape=(*SIZE, WIDTH))),
     )
 
 
@@ -36,9 +36,9 @@ def tell_graph() -> Graph:
     """The loss, and the hidden states that the generator is conditioned on."""
     return Graph(
         inputs=(
-            Tensor(name="x", shape=(*SIZE, WIDTH)),
-            Tensor(name="labels", shape=SIZE, dtype="int64", role="labels"),
-            Tensor(name="condition_places", shape=(1, "L"), dtype="int64", role="data"),
+            TensorSpec(name="x", shape=(*SIZE, WIDTH)),
+            TensorSpec(name="labels", shape=SIZE, dtype="int64", role="labels"),
+            TensorSpec(name="condition_places", shape=(1, "L"), dtype="int64", role="data"),
         ),
         outputs=("c", "loss"),
         operators=(
@@ -50,9 +50,9 @@ def tell_graph() -> Graph:
         ),
         parameters=(ParameterSpec(name="weight", shape=(VOCABULARY, WIDTH)),),
         tensors=(
-            Tensor(name="c", shape=(1, "L", WIDTH)),
-            Tensor(name="logits", shape=(*SIZE, VOCABULARY)),
-            Tensor(name="loss", shape=(), dtype="float32"),
+            TensorSpec(name="c", shape=(1, "L", WIDTH)),
+            TensorSpec(name="logits", shape=(*SIZE, VOCABULARY)),
+            TensorSpec(name="loss", shape=(), dtype="float32"),
         ),
     )
 
@@ -61,13 +61,13 @@ def error_graph() -> Graph:
     """The generator's loss."""
     return Graph(
         inputs=(
-            Tensor(name="x", shape=(*SIZE, WIDTH)),
-            Tensor(name="wanted", shape=(*SIZE, WIDTH), role="data"),
+            TensorSpec(name="x", shape=(*SIZE, WIDTH)),
+            TensorSpec(name="wanted", shape=(*SIZE, WIDTH), role="data"),
         ),
         outputs=("loss",),
         operators=(Operator(kind="squared_error", inputs=("x", "wanted"), outputs=("loss",)),),
         parameters=(),
-        tensors=(Tensor(name="loss", shape=(), dtype="float32"),),
+        tensors=(TensorSpec(name="loss", shape=(), dtype="float32"),),
     )
 
 
@@ -101,11 +101,11 @@ def three_modules(frozen: Sequence[str] = ()) -> Model:
             graphs[own] = graph
             parameters = {one.name: f"{name}.{place}.{one.name}" for one in graph.parameters}
             layers.append(Layer(name=f"{name}.{place}", graph=own, parameters=parameters))
-        modules.append(Module(name=name, layers=tuple(layers), space=space))
+        modules.append(ModelModule(name=name, layers=tuple(layers), space=space))
     return Model(family="user", config={"frozen": list(frozen)}, modules=tuple(modules), graphs=graphs)
 
 
-def skewed_samples(batch: int, batches: int = 2, sigma: float = 1.0, mean: int = 2000) -> Samples:
+def skewed_samples(batch: int, batches: int = 2, sigma: float = 1.0, mean: int = 2000) -> SampledBatches:
     """Lognormal numbers of patches and latents; images of 100 tokens."""
     random = np.random.default_rng(5)
     tokens = {}
@@ -113,4 +113,4 @@ def skewed_samples(batch: int, batches: int = 2, sigma: float = 1.0, mean: int =
         drawn = random.lognormal(0.0, sigma, (batches, batch))
         tokens[space] = np.rint(mean * drawn / drawn.mean()).astype(np.int64)
     squares = {space: 100 * table for space, table in tokens.items()}
-    return Samples(tokens=tokens, squares=squares, note="samples: lognormal")
+    return SampledBatches(tokens=tokens, squares=squares, note="samples: lognormal")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipefit.profile.facts import Member, Rates
-from pipefit.profile.links import TINY, Outcome
+from pipefit.profile.facts import DeviceRates, ProfileMember
+from pipefit.profile.links import TINY, RoundOutcome
 from pipefit.profile.tournament import Pair
 
 SOFTWARE = {"pipefit": "0.1.0", "python": "3.11.9", "torch": "2.13.0", "cpu": "Some CPU", "threads": "1"}
@@ -29,7 +29,7 @@ class Simulated:
     def time_s(self, a: int, b: int, size: int) -> float:
         return float(self.latency_s[a, b] + size / self.bandwidth[a, b])
 
-    def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
+    def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
         self.calls += 1
         members = [member for pair in pairs for member in pair]
         assert len(set(members)) == len(members), "pairs of one round share a member"
@@ -40,13 +40,13 @@ class Simulated:
                 continue
             exact = self.time_s(a, b, size) + self.time_s(b, a, TINY)
             times[a, b] = exact * (1 + self.noise * self.random.random() + self.drift * self.calls)
-        return Outcome(times, lost)
+        return RoundOutcome(times, lost)
 
 
-def members(hosts: int, per_host: int, kind: str = "cpu Some CPU") -> list[Member]:
+def members(hosts: int, per_host: int, kind: str = "cpu Some CPU") -> list[ProfileMember]:
     """Ranks host by host."""
     return [
-        Member(
+        ProfileMember(
             rank=rank,
             host=f"host{rank // per_host}",
             local_rank=rank % per_host,
@@ -61,8 +61,8 @@ def members(hosts: int, per_host: int, kind: str = "cpu Some CPU") -> list[Membe
     ]
 
 
-def rates(scale: float = 1.0) -> Rates:
-    return Rates(
+def rates(scale: float = 1.0) -> DeviceRates:
+    return DeviceRates(
         flops_per_s={"float64": 1e10 * scale, "float32": 2e10 * scale, "bfloat16": 2e10 * scale},
         memory_bandwidth_bytes_per_s=1e10,
         operator_s=1e-6,
@@ -111,9 +111,9 @@ class Contended:
             done |= {pair: rate for pair, rate in level.items() if rate <= least * (1 + 1e-9)}
         return done
 
-    def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
+    def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
         rates = self.rate(pairs)
-        return Outcome(
+        return RoundOutcome(
             {pair: size / rate * float(np.exp(self.draw.normal(0, self.noise))) for pair, rate in rates.items()}
         )
 

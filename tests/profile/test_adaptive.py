@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipefit.profile.adaptive import Adaptive
-from pipefit.profile.classes import find_classes, two_heaps
+from pipefit.profile.adaptive import AdaptiveSurvey
+from pipefit.profile.classes import find_classes, split_values
 from pipefit.profile.effects import Array
-from pipefit.profile.estimate import PairTimes, pair_times, tabulate
-from pipefit.profile.links import TINY, LinkSample, LinkSurvey, Outcome, survey
-from pipefit.profile.tournament import Pair, mixed, remixed
+from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
+from pipefit.profile.links import TINY, LinkSample, LinkSurvey, RoundOutcome, survey_pairs
+from pipefit.profile.tournament import Pair, shuffle_members, shuffle_rounds
 
 LARGE = 2**20
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,24 +26,24 @@ def network(time_s: Array, noise: float = 0.02, seed: int = 0):  # type: ignore[
     """A `measure` over these times, with noise and rounds that are slow as a whole."""
     draw = np.random.default_rng(seed)
 
-    def measure(pairs: Sequence[Pair], size: int) -> Outcome:
+    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
         moment = draw.normal(0, noise)
         exact = (lambda a, b: 1e-6) if size == TINY else (lambda a, b: float(time_s[a, b]))
-        return Outcome({(a, b): exact(a, b) * float(np.exp(moment + draw.normal(0, noise))) for a, b in pairs})
+        return RoundOutcome({(a, b): exact(a, b) * float(np.exp(moment + draw.normal(0, noise))) for a, b in pairs})
 
     return measure
 
 
-def surveyed(time_s: Array, **options: object) -> tuple[PairTimes, Adaptive, list[LinkSample]]:
-    found, chooser, measure = LinkSurvey(), Adaptive(range(len(time_s)), **options), network(time_s)  # type: ignore[arg-type]
+def surveyed(time_s: Array, **options: object) -> tuple[PairTimes, AdaptiveSurvey, list[LinkSample]]:
+    found, chooser, measure = LinkSurvey(), AdaptiveSurvey(range(len(time_s)), **options), network(time_s)  # type: ignore[arg-type]
     batch = 0
     while games := chooser.next_rounds(found.samples):
         for pairs in games:
             members = [member for pair in pairs for member in pair]
             assert len(members) == len(set(members))
-        survey(remixed(games, batch), (TINY, LARGE), 2, measure, found=found, seed=batch)
+        survey_pairs(shuffle_rounds(games, batch), (TINY, LARGE), 2, measure, found=found, seed=batch)
         batch += 1
-    times = pair_times(found.samples, range(len(time_s)), shape=chooser.progress.shape, predict=True)
+    times = pair_times(found.samples, range(len(time_s)), shape=chooser.progress.host_shape, predict=True)
     return times, chooser, found.samples
 
 
@@ -66,7 +66,7 @@ def test_racks_need_less_than_half_of_the_rounds() -> None:
     assert chooser.progress.rounds <= 24 < chooser.progress.full_rounds == 47
     assert errors(times, time_s).mean() < 0.03 and errors(times, time_s).max() < 0.15
     assert chooser.progress.held_out[-1] <= 0.03
-    alike = find_classes(tabulate(samples, range(48)).of_size(1))
+    alike = find_classes(tabulate_samples(samples, range(48)).select_size(1))
     assert alike is not None
     for label in set(alike.classes):
         assert len({rack[h] for h in range(48) if alike.classes[h] == label}) == 1
@@ -83,7 +83,7 @@ def test_a_uniform_cluster_takes_few_rounds_and_no_structure_is_invented() -> No
     assert chooser.progress.rounds <= 12
     apart = ~np.eye(32, dtype=bool)
     assert np.std(np.log(times.time_s[-1][apart])) < 0.005
-    assert find_classes(tabulate(samples, range(32)).of_size(1)) is None
+    assert find_classes(tabulate_samples(samples, range(32)).select_size(1)) is None
     assert times.repeatability[apart].mean() < 0.2
 
 
@@ -115,7 +115,7 @@ def test_hosts_in_a_plane_are_told_by_their_places() -> None:
     time_s = 1e-3 * np.exp(apart + draw.normal(0, 0.02, (80, 80)))
     times, chooser, _ = surveyed(time_s)
     assert chooser.progress.rounds < 55 and not chooser.progress.everything
-    assert chooser.progress.shape is not None and chooser.progress.shape.rank
+    assert chooser.progress.host_shape is not None and chooser.progress.host_shape.rank
     assert np.abs(times.time_s[-1] / time_s - 1)[times.predicted].mean() < 0.04
 
 
@@ -139,21 +139,21 @@ def test_the_same_samples_give_the_same_rounds() -> None:
 
 def test_numbers_fall_into_two_heaps_or_not() -> None:
     draw = np.random.default_rng(5)
-    assert two_heaps(draw.normal(0, 1, 500)) is None
-    assert two_heaps(draw.uniform(0, 1, 500)) is None
-    assert two_heaps(np.exp(draw.normal(0, 0.5, 500))) is None
-    found = two_heaps(np.concatenate([draw.normal(-1.4, 0.05, 12), draw.normal(0, 0.05, 400)]))
+    assert split_values(draw.normal(0, 1, 500)) is None
+    assert split_values(draw.uniform(0, 1, 500)) is None
+    assert split_values(np.exp(draw.normal(0, 0.5, 500))) is None
+    found = split_values(np.concatenate([draw.normal(-1.4, 0.05, 12), draw.normal(0, 0.05, 400)]))
     assert found is not None
     border, gap = found
     assert -1.2 < border < -0.2 and gap == pytest.approx(1.4, abs=0.1)
-    assert two_heaps(np.concatenate([draw.normal(-0.02, 0.001, 50), draw.normal(0, 0.001, 50)])) is None, "too near"
+    assert split_values(np.concatenate([draw.normal(-0.02, 0.001, 50), draw.normal(0, 0.001, 50)])) is None, "too near"
 
 
 def test_a_tournament_is_not_needed_to_find_classes_and_noise_makes_none() -> None:
     draw = np.random.default_rng(6)
     time_s = 1e-3 * np.exp(draw.normal(0, 0.3, (24, 1)) + draw.normal(0, 0.05, (24, 24)))
-    found = survey(mixed([range(24)]), (TINY, LARGE), 2, network(time_s))
-    assert find_classes(tabulate(found.samples, range(24)).of_size(1)) is None
+    found = survey_pairs(shuffle_members([range(24)]), (TINY, LARGE), 2, network(time_s))
+    assert find_classes(tabulate_samples(found.samples, range(24)).select_size(1)) is None
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:

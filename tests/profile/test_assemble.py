@@ -8,36 +8,45 @@ import numpy as np
 import pytest
 from profile_toys import SOFTWARE, Simulated, members, rates
 
-from pipefit.cluster import link_between, local, parse_spec
-from pipefit.cluster.measured import ActionCurve, LayerCurve, LayerPoint, Measured, Sharing, Uplink
+from pipefit.cluster import link_between, local_cluster, parse_spec
+from pipefit.cluster.measured import ActionCurve, ClusterMeasurements, HostUplink, LayerCurve, LayerPoint, PortSharing
 from pipefit.cluster.types import Cluster, Provenance
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s
-from pipefit.cost.comm.lowerings import DIRECT, Lowerings
+from pipefit.cost.comm.lowerings import DIRECT, CollectiveLowerings
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.curves import signature
-from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.compute.curves import digest_graph
+from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
 from pipefit.errors import ClusterError, FormatError
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
-from pipefit.profile.assemble import Findings, RailNotes, assemble, check_same_software, host_ranks, short_kinds
-from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
-from pipefit.profile.environment import check_environment, fingerprint
-from pipefit.profile.estimate import Shape
+from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
+from pipefit.profile.assemble import (
+    ProfileFindings,
+    RailNotes,
+    assemble_cluster,
+    check_same_software,
+    host_ranks,
+    short_kinds,
+)
+from pipefit.profile.calibrate import add_ratios, collective_curve, fit_efficiency
+from pipefit.profile.environment import check_environment, machine_fingerprint
+from pipefit.profile.estimate import LinkShape
 from pipefit.profile.facts import middle_rates
-from pipefit.profile.links import SIZES, LinkSample, survey
-from pipefit.profile.partial import Partial, PartialFile, load_partial, partial_path
-from pipefit.profile.summary import summary
-from pipefit.profile.tournament import rounds, several
+from pipefit.profile.links import SIZES, LinkSample, survey_pairs
+from pipefit.profile.partial import PartialFile, PartialProfile, load_partial, partial_path
+from pipefit.profile.summary import summarize_cluster
+from pipefit.profile.tournament import parallel_tournaments, round_robin
 
 WHEN = "2026-01-01T00:00:00+00:00"
 
 
-def findings(hosts: int, per_host: int, network: Simulated) -> Findings:
+def findings(hosts: int, per_host: int, network: Simulated) -> ProfileFindings:
     ranks = [list(range(h * per_host, (h + 1) * per_host)) for h in range(hosts)]
-    made = Findings(members=members(hosts, per_host), rates={"cpu": rates()})
-    made.inside = survey(several([r for r in ranks if len(r) > 1]), SIZES, 3, network.measure).samples
+    made = ProfileFindings(members=members(hosts, per_host), rates={"cpu": rates()})
+    made.inside = survey_pairs(
+        parallel_tournaments([r for r in ranks if len(r) > 1]), SIZES, 3, network.measure
+    ).samples
     if hosts > 1:
-        made.rails = {"network": survey(rounds([r[0] for r in ranks]), SIZES, 3, network.measure).samples}
+        made.rails = {"network": survey_pairs(round_robin([r[0] for r in ranks]), SIZES, 3, network.measure).samples}
     return made
 
 
@@ -51,7 +60,7 @@ def like(network: Simulated, per_host: int, inside: float = 1e10, between: float
 
 def test_a_cluster_of_three_hosts_is_assembled_and_reloads_equal() -> None:
     network = like(Simulated(6), per_host=2)
-    cluster = assemble(findings(3, 2, network), "toy", WHEN, 12.3)
+    cluster = assemble_cluster(findings(3, 2, network), "toy", WHEN, 12.3)
     assert [(host.name, host.devices, host.link) for host in cluster.hosts] == [
         (f"host{i}", 2, "inside") for i in range(3)
     ]
@@ -63,61 +72,61 @@ def test_a_cluster_of_three_hosts_is_assembled_and_reloads_equal() -> None:
     assert cluster.measured.links["inside"].pairs == 6
     assert len(cluster.measured.rails["network"].time_s) == len(SIZES)
     assert load_text(Cluster, dump_text(cluster), "c.json") == cluster
-    text = summary(cluster)
+    text = summarize_cluster(cluster)
     assert "3 hosts, 6 devices, measured" in text and "inside: " in text and "between 3 hosts" in text
 
 
 def test_hosts_whose_inner_links_differ_get_classes_of_their_own() -> None:
     network = like(Simulated(6), per_host=2)
     network.bandwidth[4, 5] = network.bandwidth[5, 4] = 2e9
-    cluster = assemble(findings(3, 2, network), "toy", WHEN, 1.0)
+    cluster = assemble_cluster(findings(3, 2, network), "toy", WHEN, 1.0)
     assert [host.link for host in cluster.hosts] == ["inside-host0", "inside-host0", "inside-host2"]
     assert cluster.links["inside-host2"].bandwidth_bytes_per_s == pytest.approx(2e9, rel=0.1)
     made = findings(3, 2, network)
     made.members = [replace(m, kind="cpu Other" if m.host == "host2" else m.kind) for m in made.members]
     made.rates = {name: rates() for name in short_kinds(made.members).values()}
-    cluster = assemble(made, "toy", WHEN, 1.0)
+    cluster = assemble_cluster(made, "toy", WHEN, 1.0)
     assert [host.link for host in cluster.hosts] == ["inside-cpu-Some-CPU"] * 2 + ["inside-cpu-Other"]
 
 
 def test_links_that_could_not_be_measured_are_named() -> None:
     made = findings(3, 1, Simulated(3))
-    assert assemble(made, "toy", WHEN, 1.0).links == {}
+    assert assemble_cluster(made, "toy", WHEN, 1.0).links == {}
     made.rails["network"] = [s for s in made.rails["network"] if (s.source, s.target) != (0, 2)]
     with pytest.raises(ClusterError, match="These links could not be measured: host0 -> host2"):
-        assemble(made, "toy", WHEN, 1.0)
+        assemble_cluster(made, "toy", WHEN, 1.0)
     inside = findings(1, 3, Simulated(3))
     inside.inside = [s for s in inside.inside if s.target != 1]
     with pytest.raises(ClusterError, match="device 0 of host0 -> device 1 of host0"):
-        assemble(inside, "toy", WHEN, 1.0)
+        assemble_cluster(inside, "toy", WHEN, 1.0)
 
 
 def test_links_that_were_concluded_from_others_are_marked_and_ports_are_kept() -> None:
     """Of eight hosts five rounds of seven: the file says which links nobody measured, and how sure they are."""
     network = like(Simulated(8, noise=0.02), per_host=1)
     made = findings(8, 1, network)
-    games = rounds(range(8))[:5]
+    games = round_robin(range(8))[:5]
     met = {frozenset(pair) for pairs in games for pair in pairs}
-    made.rails["network"] = survey(games, SIZES, 3, network.measure).samples
+    made.rails["network"] = survey_pairs(games, SIZES, 3, network.measure).samples
     made.rates = {"cpu": rates()}
-    sharing = Sharing(
+    sharing = PortSharing(
         out_bytes_per_s=(2e9,) * 8,
         out_shared=(False,) * 7 + (True,),
         in_bytes_per_s=(2e9,) * 8,
         in_shared=(False,) * 8,
-        uplinks=(Uplink(hosts=("host0", "host1"), up_bytes_per_s=1.5e9, down_bytes_per_s=None),),
+        uplinks=(HostUplink(hosts=("host0", "host1"), up_bytes_per_s=1.5e9, down_bytes_per_s=None),),
     )
     made.surveys["network"] = RailNotes(
         rounds=5,
         full_rounds=7,
         repeats=3,
-        shape=Shape(),
+        shape=LinkShape(),
         predicts=True,
         held_out_error=0.012,
         sharing=sharing,
         crowded=True,
     )
-    cluster = assemble(made, "toy", WHEN, 1.0)
+    cluster = assemble_cluster(made, "toy", WHEN, 1.0)
     assert cluster.measured is not None
     curve = cluster.measured.rails["network"]
     assert {frozenset((a, b)) for a, row in enumerate(curve.predicted) for b in row} == {
@@ -129,14 +138,14 @@ def test_links_that_were_concluded_from_others_are_marked_and_ports_are_kept() -
     assert curve.method is not None and curve.method.held_out_error == 0.012 and curve.method.rounds == 5
     assert not cluster.rails[0].shared_ports, "most ports carry more than one link"
     assert load_text(Cluster, dump_text(cluster), "c.json") == cluster
-    text = summary(cluster)
+    text = summarize_cluster(cluster)
     assert "network: 5 rounds of pairs (7 are all pairs), 3 times; noise" in text
     assert "16 links were not measured but concluded from others, mean error 1.2%" in text
     assert "a port limits what 1 of 8 hosts send to two others at once" in text
     assert "host0, host1 share 1.50 GB/s out" in text and "slow each other down" in text
     made.surveys["network"] = replace(made.surveys["network"], predicts=False)
     with pytest.raises(ClusterError, match="These links could not be measured"):
-        assemble(made, "toy", WHEN, 1.0)
+        assemble_cluster(made, "toy", WHEN, 1.0)
 
 
 def test_ranks_that_are_out_of_order_mixed_or_of_other_software() -> None:
@@ -172,7 +181,7 @@ def test_collective_factors_recover_what_a_ring_costs_times_known_constants() ->
         exact = [formula(network, [range(4)], size) for size in sizes]
         plain = collective_curve(cluster, operation, range(4), sizes, exact, [0.0] * 4)
         assert (plain.latency_factor, plain.bandwidth_factor) == pytest.approx((1.0, 1.0), rel=1e-6)
-        ring = network.rings([range(4)])
+        ring = network.ring_time([range(4)])
         slow = [passes * 3 * (3 * ring.latency_s + size / 4 * 1.5 * ring.s_per_byte) for size in sizes]
         found = collective_curve(cluster, operation, range(4), sizes, slow, [0.0] * 4)
         assert (found.latency_factor, found.bandwidth_factor) == pytest.approx((3.0, 1.5), rel=1e-6)
@@ -183,53 +192,55 @@ def test_short_messages_of_direct_collectives_say_nothing_of_long_ones() -> None
     cluster = parse_spec("4x1xA100-80:10MB/s")
     sizes = (2**15, 2**18, 2**20)
     for operation in DIRECT:
-        latency_s, rounds = Lowerings(Network(cluster), [range(4)]).plain(*DIRECT[operation])
+        latency_s, rounds = CollectiveLowerings(Network(cluster), [range(4)]).plain_lowering(*DIRECT[operation])
         bytes_s = [size * rounds.s_per_byte((0.25,) * 4) for size in sizes]
         times = [bytes_s[0] * 0.3, bytes_s[1] * 0.8, bytes_s[1] * 0.8 + bytes_s[2] - bytes_s[1]]
         found = collective_curve(cluster, operation, range(4), sizes, times, [0.0] * 3)
         assert found.bandwidth_factor == pytest.approx(1.0)
         assert found.latency_factor * latency_s < 0.1 * times[0]
-        lowerings = Lowerings(Network(replace(cluster, measured=Measured(collectives=(found,)))), [range(4)])
+        lowerings = CollectiveLowerings(
+            Network(replace(cluster, measured=ClusterMeasurements(collectives=(found,)))), [range(4)]
+        )
         for size, time_s in (*zip(sizes, times, strict=True), (2**22, times[2] + 3 * bytes_s[2])):
-            assert lowerings.seconds(*DIRECT[operation], size, (0.25,) * 4) == pytest.approx(time_s)
+            assert lowerings.collective_time_s(*DIRECT[operation], size, (0.25,) * 4) == pytest.approx(time_s)
 
 
 def product_graph(width: int = 64) -> Graph:
     return Graph(
-        inputs=(Tensor(name="x", shape=("B", "T", width)),),
+        inputs=(TensorSpec(name="x", shape=("B", "T", width)),),
         outputs=("y",),
         operators=(Operator(kind="linear", inputs=("x", "w", ""), outputs=("y",)),),
         parameters=(ParameterSpec(name="w", shape=(width, width)),),
-        tensors=(Tensor(name="y", shape=("B", "T", width)),),
+        tensors=(TensorSpec(name="y", shape=("B", "T", width)),),
     )
 
 
 def test_efficiency_is_the_share_at_which_the_roofline_meets_the_measured_layers() -> None:
     graph = product_graph(1024)
-    kind = replace(local(1).kinds["cpu"], efficiency=1.0)
-    place = Place(4, 512, 0, 512)
-    truth = Roofline().layer(graph, place, replace(kind, efficiency=0.3), "float32", "none")
+    kind = replace(local_cluster(1).kinds["cpu"], efficiency=1.0)
+    place = MicrobatchShape(4, 512, 0, 512)
+    truth = RooflineCosts().layer_cost(graph, place, replace(kind, efficiency=0.3), "float32", "none")
 
     def flat(time_s: float) -> ActionCurve:
         return ActionCurve(tokens=(16.0, 2048.0), time_s=(time_s, time_s))
 
     curve = LayerCurve(
-        signature=signature(graph), name="x", kind="cpu", dtype="float32", setting="alone", processes=1, fit_error=0.0,
-        actions={"F": flat(truth.forward_s), "I": flat(truth.input_s), "W": flat(truth.weight_s),
+        signature=digest_graph(graph), name="x", kind="cpu", dtype="float32", setting="alone", processes=1,
+        fit_error=0.0, actions={"F": flat(truth.forward_s), "I": flat(truth.input_s), "W": flat(truth.weight_s),
                  "B": flat(truth.input_s + truth.weight_s)},
         points=(LayerPoint(rows=4, tokens=512, past=0, time_s={}, spread={}),),
     )  # fmt: skip
-    assert efficiency(kind, [graph], [curve]) == pytest.approx(0.3, rel=0.06)
-    assert efficiency(kind, [], []) == 1.0
-    (found,) = with_ratios(replace(kind, efficiency=0.6), [graph], [curve])
+    assert fit_efficiency(kind, [graph], [curve]) == pytest.approx(0.3, rel=0.06)
+    assert fit_efficiency(kind, [], []) == 1.0
+    (found,) = add_ratios(replace(kind, efficiency=0.6), [graph], [curve])
     assert found.against_roofline["F"] == pytest.approx(2.0, rel=0.05)
-    assert with_ratios(kind, [], [curve]) == [curve]
+    assert add_ratios(kind, [], [curve]) == [curve]
 
 
 def test_partial_files_are_replaced_and_removed(tmp_path) -> None:  # type: ignore[no-untyped-def]
     output = tmp_path / "cluster.json"
     sample = LinkSample(source=0, target=1, size_bytes=8, round_trip_s=1e-5, repeat=0)
-    partial = Partial(
+    partial = PartialProfile(
         phase="links", members=tuple(members(1, 2)), lost={"1": "gone"}, inside=(sample,), rails={}, layers=()
     )
     file = PartialFile(output)
@@ -248,7 +259,7 @@ def test_partial_files_are_replaced_and_removed(tmp_path) -> None:  # type: igno
 
 
 def measured_there(**environment: str) -> Cluster:
-    plain = local(2)
+    plain = local_cluster(2)
     provenance = Provenance(source="measured", when=WHEN, where="there", environment=environment)
     return replace(plain, provenance=provenance)
 
@@ -280,7 +291,7 @@ def test_the_fingerprint_is_that_of_this_machine_without_importing_torch() -> No
     import importlib.metadata
     import platform
 
-    found = fingerprint()
+    found = machine_fingerprint()
     assert found["python"] == platform.python_version()
     assert found["torch"] == importlib.metadata.version("torch")
     assert check_environment(measured_there(**found)) == ()

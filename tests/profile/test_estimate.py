@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipefit.profile.completion import complete
-from pipefit.profile.effects import Array, Term, fit
-from pipefit.profile.estimate import PairTimes, pair_times, tabulate
+from pipefit.profile.completion import complete_links
+from pipefit.profile.effects import Array, EffectTerm, fit_effects
+from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
 from pipefit.profile.links import TINY, LinkSample
-from pipefit.profile.tournament import mixed
+from pipefit.profile.tournament import shuffle_members
 
 LARGE = 2**20
 HOSTS = 16
@@ -22,7 +22,7 @@ def samples_of(
     the end); each measurement has noise, and some (`bursts`) are three times as slow."""
     draw = np.random.default_rng(seed)
     result, job = [], 0
-    games = mixed([range(len(time_s))], seed)
+    games = shuffle_members([range(len(time_s))], seed)
     total = repeats * len(games(0)) * 2
     for repeat in range(repeats):
         for pairs in games(repeat):
@@ -122,12 +122,12 @@ def test_links_that_were_not_measured_come_from_their_hosts_where_that_is_asked(
     truth = 0.01 * np.exp(draw.normal(0, 0.3, (HOSTS, 1)) + draw.normal(0, 0.3, (1, HOSTS)))
     truth *= np.exp(draw.normal(0, 0.02, truth.shape))
     samples = samples_of(truth, 2, noise=0.01, order=0.02, seed=8)
-    met = {frozenset(pair) for pairs in mixed([range(HOSTS)], 8)(0)[:6] for pair in pairs}
+    met = {frozenset(pair) for pairs in shuffle_members([range(HOSTS)], 8)(0)[:6] for pair in pairs}
     kept = [sample for sample in samples if frozenset((sample.source, sample.target)) in met]
     apart = ~np.eye(HOSTS, dtype=bool)
     without = pair_times(kept, range(HOSTS))
     assert np.isnan(without.time_s[-1][apart]).sum() == 2 * (120 - 48)
-    found = complete(tabulate(kept, range(HOSTS)).of_size(1))
+    found = complete_links(tabulate_samples(kept, range(HOSTS)).select_size(1))
     times = pair_times(kept, range(HOSTS), shape=found.shape, predict=True)
     assert times.predicted.sum() == 2 * (120 - 48)
     made = np.abs(np.log(times.time_s[-1] / truth))
@@ -160,7 +160,10 @@ def test_variances_of_crossed_groups_are_recovered() -> None:
     rows, columns = (index.ravel() for index in np.indices((60, 50)))
     row, column = draw.normal(0, 2.0, 60), draw.normal(0, 0.5, 50)
     values = 3 + row[rows] + column[columns] + draw.normal(0, 1.0, 3000)
-    found = fit(values, [Term("row", rows, 60), Term("column", columns, 50), Term("each", np.arange(3000), 3000)])
+    found = fit_effects(
+        values,
+        [EffectTerm("row", rows, 60), EffectTerm("column", columns, 50), EffectTerm("each", np.arange(3000), 3000)],
+    )
     assert found.effects["row"].variance == pytest.approx(np.var(row), rel=0.1)
     assert found.effects["column"].variance == pytest.approx(np.var(column), rel=0.25)
     assert found.noise + found.effects["each"].variance == pytest.approx(1.0, rel=0.1)

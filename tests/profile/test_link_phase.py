@@ -14,10 +14,10 @@ from profile_toys import Contended, members, rates
 from pipefit.cluster.types import Cluster
 from pipefit.errors import ClusterError
 from pipefit.profile import link_phase
-from pipefit.profile.assemble import Findings, assemble, host_ranks
-from pipefit.profile.links import SIZES, Outcome
+from pipefit.profile.assemble import ProfileFindings, assemble_cluster, host_ranks
+from pipefit.profile.links import SIZES, RoundOutcome
 from pipefit.profile.partial import PartialFile, load_partial, partial_path
-from pipefit.profile.state import ProfileConfig, Session
+from pipefit.profile.state import ProfileConfig, ProfileSession
 from pipefit.profile.tournament import Pair
 
 
@@ -31,7 +31,7 @@ class Board:
         return {0: value}
 
 
-class Profile(Session):
+class Profile(ProfileSession):
     """A session of `count` hosts that nobody started: one process measures all of them in its imagination."""
 
     def __init__(self, count: int, output: Path, **options: Any) -> None:
@@ -41,7 +41,7 @@ class Profile(Session):
         self.device = None  # type: ignore[assignment]
         self.members = members(count, 1)
         self.hosts = host_ranks(self.members)
-        self.found = Findings(members=self.members, rates={"cpu": rates()})
+        self.found = ProfileFindings(members=self.members, rates={"cpu": rates()})
         self.file = PartialFile(output)
 
 
@@ -58,7 +58,7 @@ def profile(
         def __init__(self, board: Any, device: Any) -> None:
             pass
 
-        def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
+        def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
             calls[0] += 1
             lost = {}
             if calls[0] >= dies[1] and any(dies[0] in pair for pair in pairs):
@@ -66,11 +66,11 @@ def profile(
                 session.board.lost |= lost
                 pairs = [pair for pair in pairs if dies[0] not in pair]
             found = network.measure(pairs, size)
-            return Outcome({pair: 1e-5 + time_s for pair, time_s in found.round_trip_s.items()}, lost)
+            return RoundOutcome({pair: 1e-5 + time_s for pair, time_s in found.round_trip_s.items()}, lost)
 
-    monkeypatch.setattr(link_phase, "Wire", Wire)
+    monkeypatch.setattr(link_phase, "LinkEndpoint", Wire)
     link_phase.measure_links(session)
-    return assemble(session.found, "toy", "2026-01-01T00:00:00+00:00", 1.0), session
+    return assemble_cluster(session.found, "toy", "2026-01-01T00:00:00+00:00", 1.0), session
 
 
 def bandwidth_errors(cluster: Cluster, network: Contended) -> np.ndarray:

@@ -10,13 +10,13 @@ import pytest
 from profile_toys import Simulated
 
 from pipefit.profile.estimate import pair_times
-from pipefit.profile.links import SIZES, TINY, LinkSurvey, Outcome, latency_and_bandwidth, survey
-from pipefit.profile.tournament import Pair, mixed, remixed, rounds, several
+from pipefit.profile.links import SIZES, TINY, LinkSurvey, RoundOutcome, latency_and_bandwidth, survey_pairs
+from pipefit.profile.tournament import Pair, parallel_tournaments, round_robin, shuffle_members, shuffle_rounds
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16])
 def test_everybody_meets_everybody_once_in_disjoint_pairs(count: int) -> None:
-    games = rounds(range(10, 10 + count))
+    games = round_robin(range(10, 10 + count))
     assert len(games) == (count - 1 if count % 2 == 0 else count)
     met = [tuple(sorted(pair)) for pairs in games for pair in pairs]
     assert sorted(met) == sorted(combinations(range(10, 10 + count), 2))
@@ -26,17 +26,17 @@ def test_everybody_meets_everybody_once_in_disjoint_pairs(count: int) -> None:
 
 
 def test_tournaments_of_several_hosts_run_at_the_same_time() -> None:
-    games = several([[0, 1, 2], [3, 4], [5]])
+    games = parallel_tournaments([[0, 1, 2], [3, 4], [5]])
     assert len(games) == 3
     assert sorted(tuple(sorted(p)) for pairs in games for p in pairs) == [(0, 1), (0, 2), (1, 2), (3, 4)]
-    assert rounds([7]) == []
+    assert round_robin([7]) == []
 
 
 @pytest.mark.parametrize("count", [2, 5, 16])
 def test_repetitions_put_other_pairs_together(count: int) -> None:
     """All pairs in as many rounds of disjoint ones, but hardly ever the same two pairs at the same time."""
-    whole = mixed([range(count)])
-    part = remixed([*rounds(range(count))[:5], [(0, 1)]])
+    whole = shuffle_members([range(count)])
+    part = shuffle_rounds([*round_robin(range(count))[:5], [(0, 1)]])
     for games, least in ((whole, 4), (part, 5)):
         first, second = games(0), games(1)
         assert len(first) == len(second)
@@ -58,7 +58,7 @@ def test_repetitions_put_other_pairs_together(count: int) -> None:
 @pytest.mark.parametrize("count", [2, 3, 5, 6])
 def test_known_matrices_are_recovered_from_noisy_round_trips(count: int) -> None:
     network = Simulated(count, seed=count)
-    found = survey(rounds(range(count)), SIZES, 5, network.measure)
+    found = survey_pairs(round_robin(range(count)), SIZES, 5, network.measure)
     times = pair_times(found.samples, range(count))
     largest = times.sizes_bytes.index(SIZES[-1])
     for a in range(count):
@@ -81,7 +81,7 @@ def test_equal_links_that_get_slower_meanwhile_are_called_unrepeatable_not_diffe
     """The order of measuring must not look like the link: a drift ends up in the spread."""
     network = Simulated(7, noise=0.01, drift=0.002)
     network.latency_s[:], network.bandwidth[:] = 1e-5, 1e10
-    found = survey(rounds(range(7)), (TINY, 2**20), 6, network.measure)
+    found = survey_pairs(round_robin(range(7)), (TINY, 2**20), 6, network.measure)
     times = pair_times(found.samples, range(7))
     apart = ~np.eye(7, dtype=bool)
     assert times.repeatability[apart].mean() < 0.3
@@ -91,11 +91,11 @@ def test_equal_links_that_get_slower_meanwhile_are_called_unrepeatable_not_diffe
 def test_every_repetition_goes_through_the_jobs_in_another_order() -> None:
     seen: list[tuple[Pair, int]] = []
 
-    def measure(pairs: Sequence[Pair], size: int) -> Outcome:
+    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
         seen.append((pairs[0], size))
-        return Outcome(dict.fromkeys(pairs, 1e-5))
+        return RoundOutcome(dict.fromkeys(pairs, 1e-5))
 
-    survey(rounds(range(5)), (TINY, 1024), 2, measure)
+    survey_pairs(round_robin(range(5)), (TINY, 1024), 2, measure)
     half = len(seen) // 2
     assert sorted(seen[:half]) == sorted(seen[half:])
     assert seen[:half] != seen[half:]
@@ -106,8 +106,8 @@ def test_a_lost_member_is_named_and_what_was_measured_is_kept() -> None:
     network.dies = (3, 40)
     looking = LinkSurvey()
     steps: list[tuple[int, int]] = []
-    found = survey(
-        rounds(range(5)),
+    found = survey_pairs(
+        round_robin(range(5)),
         (TINY, 2**20),
         3,
         network.measure,

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from pipefit.cli.plan import command as plan_command
-from pipefit.cluster import load, local, open_cluster, parse_spec, save
+from pipefit.cluster import load_cluster, local_cluster, open_cluster, parse_spec, save_cluster_file
 from pipefit.cluster.types import Cluster, Provenance
 from pipefit.errors import ClusterError
-from pipefit.profile.environment import fingerprint
+from pipefit.profile.environment import machine_fingerprint
 
 
 def measured(path: Path, **changes: str) -> Path:
-    cluster: Cluster = local(2)
-    provenance = Provenance(source="measured", when="2026-01-01", where="here", environment=fingerprint() | changes)
-    save(replace(cluster, provenance=provenance), path)
+    cluster: Cluster = local_cluster(2)
+    provenance = Provenance(
+        source="measured", when="2026-01-01", where="here", environment=machine_fingerprint() | changes
+    )
+    save_cluster_file(replace(cluster, provenance=provenance), path)
     return path
 
 
@@ -47,7 +49,7 @@ def test_a_cluster_file_in_mistaken_units_is_refused(tmp_path: Path) -> None:
         rail, bandwidth_bytes_per_s=tuple(tuple(value * 1e3 for value in row) for row in rail.bandwidth_bytes_per_s)
     )
     path = tmp_path / "cluster.json"
-    save(replace(good, rails=(wrong,)), path)
-    assert load(path).rails == (wrong,)
+    save_cluster_file(replace(good, rails=(wrong,)), path)
+    assert load_cluster(path).rails == (wrong,)
     with pytest.raises(ClusterError, match="Every bandwidth between hosts is about 1,000 times too large"):
         open_cluster(str(path))

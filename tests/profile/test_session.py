@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 
 from pipefit import codec
-from pipefit.cluster import load, parse_spec
+from pipefit.cluster import load_cluster, parse_spec
 from pipefit.cost.compute import curves
-from pipefit.cost.compute.roofline import Place
+from pipefit.cost.compute.roofline import MicrobatchShape
 from pipefit.errors import RunError
-from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, Tensor
+from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, TensorSpec
 from pipefit.model.graph import Layer as ModelLayer
-from pipefit.model.graph import Module as ModelModule
+from pipefit.model.graph import ModelModule as ModelModule
 from pipefit.profile import session
-from pipefit.profile.board import Board
+from pipefit.profile.board import StoreExchange
 from pipefit.profile.partial import load_partial, partial_path
 
 LIMIT_S = 120
@@ -35,14 +35,14 @@ LIMIT_S = 120
 def toy_model(path: Path) -> Model:
     """A saved model of two equal layers: x + linear(x), so that profiling needs no capture."""
     graph = Graph(
-        inputs=(Tensor(name="x", shape=("B", "T", 32)),),
+        inputs=(TensorSpec(name="x", shape=("B", "T", 32)),),
         outputs=("y",),
         operators=(
             Operator(kind="linear", inputs=("x", "w", ""), outputs=("h",)),
             Operator(kind="add", inputs=("x", "h"), outputs=("y",)),
         ),
         parameters=(ParameterSpec(name="w", shape=(32, 32)),),
-        tensors=(Tensor(name="h", shape=("B", "T", 32)), Tensor(name="y", shape=("B", "T", 32))),
+        tensors=(TensorSpec(name="h", shape=("B", "T", 32)), TensorSpec(name="y", shape=("B", "T", 32))),
     )
     layers = tuple(ModelLayer(name=f"layers.{i}", graph="block", parameters={"w": f"{i}.w"}) for i in range(2))
     model = Model(
@@ -83,7 +83,7 @@ def test_three_local_processes_make_a_cluster_file(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     assert code == 0, err
-    cluster = load(output)
+    cluster = load_cluster(output)
     assert [host.devices for host in cluster.hosts] == [3]
     assert cluster.provenance.source == "measured"
     assert cluster.provenance.environment["torch"]
@@ -101,7 +101,9 @@ def test_three_local_processes_make_a_cluster_file(tmp_path: Path) -> None:
     assert all(len(layer.points) < 40 and set(layer.actions) == set("FIWB") for layer in measured.layers)
     assert measured.memory["cpu"].process_bytes > 0
     costs = curves.MeasuredCosts(cluster)
-    cost = costs.layer(model.graphs["block"], Place(4, 32, 0, 32), cluster.kinds["cpu"], "float32", "none")
+    cost = costs.layer_cost(
+        model.graphs["block"], MicrobatchShape(4, 32, 0, 32), cluster.kinds["cpu"], "float32", "none"
+    )
     assert 0 < cost.forward_s < 1
     assert any("together (3 processes)" in note for note in costs.notes)
     assert "links inside hosts" in err and "layers, alone" in err, "progress is shown"
@@ -112,15 +114,15 @@ def test_three_local_processes_make_a_cluster_file(tmp_path: Path) -> None:
 def test_collectives_are_measured_on_groups_as_runs_have_them() -> None:
     """Of two hosts of four: all, each host, both heads, and pairs next to each other. The largest host is the one whose
     times are kept; one rank has no groups."""
-    assert session.together([(0, 1, 2, 3), (4, 5, 6, 7)]) == [
+    assert session.collective_groups([(0, 1, 2, 3), (4, 5, 6, 7)]) == [
         [tuple(range(8))], [(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4)], [(0, 1), (2, 3), (4, 5), (6, 7)],
     ]  # fmt: skip
-    assert session.together([(0,), (1, 2, 3, 4, 5)]) == [
+    assert session.collective_groups([(0,), (1, 2, 3, 4, 5)]) == [
         [(0, 1, 2, 3, 4, 5)], [(1, 2, 3, 4, 5)], [(0, 1)], [(1, 2), (3, 4)], [(1, 2, 3, 4)],
     ]  # fmt: skip
-    assert session.together([(0, 1, 2)]) == [[(0, 1, 2)], [(0, 1)]]
-    assert session.together([(0,), (1,), (2,)]) == [[(0, 1, 2)]]
-    assert session.together([(0,)]) == []
+    assert session.collective_groups([(0, 1, 2)]) == [[(0, 1, 2)], [(0, 1)]]
+    assert session.collective_groups([(0,), (1,), (2,)]) == [[(0, 1, 2)]]
+    assert session.collective_groups([(0,)]) == []
 
 
 def test_all_hosts_are_at_work_while_collectives_of_one_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +138,12 @@ def test_all_hosts_are_at_work_while_collectives_of_one_are_measured(monkeypatch
             asked.setdefault(profile.rank, []).append(group)
             return [1e-3 * size] * 3
 
-    monkeypatch.setattr(session, "Wire", Recorded)
+    monkeypatch.setattr(session, "LinkEndpoint", Recorded)
     monkeypatch.setattr(session, "OPERATIONS", ("all_reduce",))
     monkeypatch.setattr(session.dist, "new_group", tuple)
     cluster = parse_spec("3x2xA100-80:100Gbit/s")
     for rank in range(5):
-        profile = session.Profile.__new__(session.Profile)
+        profile = session.ProfileRun.__new__(session.ProfileRun)
         each = [[1e-3] * 3] * 2
         attributes = {
             "members": range(5), "hosts": {"a": [0, 1], "b": [2, 3], "c": [4]}, "rank": rank, "device": None,
@@ -151,7 +153,7 @@ def test_all_hosts_are_at_work_while_collectives_of_one_are_measured(monkeypatch
         }  # fmt: skip
         for name, value in attributes.items():
             setattr(profile, name, value)
-        profile._collectives(cluster)
+        profile._measure_collectives(cluster)
         assert [one.devices for one in profile.found.collectives] == [(0, 1, 2, 3, 4), (0, 1), (0, 2, 4)]
     everyone, heads = (0, 1, 2, 3, 4), (0, 2, 4)
     assert {rank: [*dict.fromkeys(groups)] for rank, groups in asked.items()} == {
@@ -210,7 +212,7 @@ def test_hosts_are_joined_by_a_rail_of_measured_pairs_and_of_predicted_ones(tmp_
     arguments = ("--only", "links", "--host-rounds", "3", "--quick", "--device", "cpu", "-o", str(output))
     finished = [finish(process) for process in start_hosts(4, *arguments)]
     assert [code for code, _, _ in finished] == [0] * 4, finished
-    cluster = load(output)
+    cluster = load_cluster(output)
     assert [host.name for host in cluster.hosts] == ["node0", "node1", "node2", "node3"]
     rail = cluster.rails[0]
     assert all(rail.bandwidth_bytes_per_s[a][b] > 1e6 for a in range(4) for b in range(4) if a != b)
@@ -297,18 +299,18 @@ class DeadStore:
 def test_a_rank_that_does_not_answer_is_lost_for_everybody() -> None:
     store = DeadStore()
     store.set("profile/1/2", json.dumps("here"))
-    board = Board(store, 0, range(3), 0.1)
+    board = StoreExchange(store, 0, range(3), 0.1)
     assert board.gather("mine") == {0: "mine", 2: "here"}
     assert board.lost == {1: "no answer for 0.1 s"} and board.members == [0, 2]
-    other = Board(store, 2, range(3), 0.1)
+    other = StoreExchange(store, 2, range(3), 0.1)
     assert other.gather("here") == {0: "mine", 2: "here"}
     assert other.lost == board.lost
 
 
 def test_a_store_that_is_gone_means_rank_0() -> None:
     with pytest.raises(RunError, match="Rank 0, which gathers what is measured, is gone"):
-        Board(DeadStore(gone=True), 1, range(2), 0.1).gather("x")
-    assert Board(None, 0, [0], 0.1).gather("x") == {0: "x"}
+        StoreExchange(DeadStore(gone=True), 1, range(2), 0.1).gather("x")
+    assert StoreExchange(None, 0, [0], 0.1).gather("x") == {0: "x"}
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -344,7 +346,7 @@ def test_readers_on_the_command_line(tmp_path: Path) -> None:
     )
     assert code == 0, err
     assert json.loads(out)["hosts"][1]["name"] == "n2"
-    assert len(load(output).hosts) == 2
+    assert len(load_cluster(output).hosts) == 2
 
 
 def flood_main(rank: int, port: int, queue: Any) -> None:
@@ -352,11 +354,11 @@ def flood_main(rank: int, port: int, queue: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipefit.profile.wire import Wire
+    from pipefit.profile.wire import LinkEndpoint
 
     store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    wire = Wire(Board(store, rank, range(3), 30.0), torch.device("cpu"))
+    wire = LinkEndpoint(StoreExchange(store, rank, range(3), 30.0), torch.device("cpu"))
     wire.most_bytes = 2**20
     ring = wire.measure([(0, 1), (1, 2), (2, 0)], 2**18)
     plain = wire.measure([(1, 2)], 2**10)

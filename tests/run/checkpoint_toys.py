@@ -11,7 +11,7 @@ import torch
 
 from pipefit.layout import Box, Run
 from pipefit.run.checkpoint.manifest import complete_checkpoints
-from pipefit.run.checkpoint.pieces import Piece
+from pipefit.run.checkpoint.pieces import CheckpointPiece
 from pipefit.run.checkpoint.planner import PieceSavePlanner
 from pipefit.run.checkpoint.storage import ManifestWriter
 
@@ -29,12 +29,14 @@ def random_tensors(source: random.Random, count: int = 4) -> dict[str, torch.Ten
     return tensors
 
 
-def random_pieces(source: random.Random, tensors: dict[str, torch.Tensor], ranks: int, fill: bool) -> list[list[Piece]]:
+def random_pieces(
+    source: random.Random, tensors: dict[str, torch.Tensor], ranks: int, fill: bool
+) -> list[list[CheckpointPiece]]:
     """Pieces per rank that cover every tensor exactly once, some of them held by several ranks, some empty.
 
     With `fill` the pieces hold the tensors' values, else they hold zeros to load into.
     """
-    result: list[list[Piece]] = [[] for _ in range(ranks)]
+    result: list[list[CheckpointPiece]] = [[] for _ in range(ranks)]
     for name, whole in tensors.items():
         for box in _cut(source, tuple((0, n) for n in whole.shape), source.randint(0, 4)):
             part = whole[tuple(slice(*run) for run in box)]
@@ -47,11 +49,13 @@ def random_pieces(source: random.Random, tensors: dict[str, torch.Tensor], ranks
                 holders = source.sample(range(ranks), source.choice([1, 1, min(2, ranks)]))
                 for rank in holders:
                     copy = data.clone() if fill else torch.zeros_like(data)
-                    result[rank].append(Piece(name=name, shape=tuple(whole.shape), tensor=copy, box=box, flat=flat))
+                    result[rank].append(
+                        CheckpointPiece(name=name, shape=tuple(whole.shape), tensor=copy, box=box, flat=flat)
+                    )
     return result
 
 
-def put_together(tensors: dict[str, torch.Tensor], pieces: Sequence[Sequence[Piece]]) -> None:
+def put_together(tensors: dict[str, torch.Tensor], pieces: Sequence[Sequence[CheckpointPiece]]) -> None:
     """Assert, without the code under test's own flat boxes, that loaded pieces hold the tensors' values."""
     for held in pieces:
         for piece in held:
@@ -63,7 +67,9 @@ def put_together(tensors: dict[str, torch.Tensor], pieces: Sequence[Sequence[Pie
             assert torch.equal(piece.tensor, expected), (piece.name, piece.box, piece.flat)
 
 
-def save_by_ranks(directory: Path, step: int, pieces: Sequence[Sequence[Piece]], extra: dict[str, Any]) -> Path:
+def save_by_ranks(
+    directory: Path, step: int, pieces: Sequence[Sequence[CheckpointPiece]], extra: dict[str, Any]
+) -> Path:
     """What DCP does with many ranks, one after the other in this process."""
     final = directory / f"step-{step:08d}"
     serial = 1 + len(complete_checkpoints(directory))

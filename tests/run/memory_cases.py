@@ -9,12 +9,12 @@ import worker_cases as cases
 
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
-from pipefit.run.inputs.feeds import make_feeds
-from pipefit.run.stage.memory_audit import AllocationAudit, Usage
+from pipefit.run.inputs.feeds import make_inputs
+from pipefit.run.stage.memory_audit import AllocationAudit, MemoryUsage
 from pipefit.run.update.optimizer import OptimizerConfig
 
 
-def audited_step(plan: Plan, model: Model, vocabulary: int, detail: bool = False) -> tuple[int, int, list[Usage]]:
+def audited_step(plan: Plan, model: Model, vocabulary: int, detail: bool = False) -> tuple[int, int, list[MemoryUsage]]:
     """(peak, rest) in bytes of what this rank allocates during a step, from the CPU allocator's own record, and with
     `detail` the same of every action of the lane.
 
@@ -23,10 +23,10 @@ def audited_step(plan: Plan, model: Model, vocabulary: int, detail: bool = False
     worker = cases.build(plan, model, OptimizerConfig(lr=1e-3, max_norm=0.0, steps=0, weight_decay=0.0))
     cases.train(worker, plan, vocabulary, range(1))
     rows, step_plan = cases.ArrayRows(plan.job.sequence, vocabulary), cases.step_rows(plan, 1)
-    feeds = make_feeds(plan, worker.device, rows, step_plan, torch.device("cpu"))
+    feeds = make_inputs(plan, worker.device, rows, step_plan, torch.device("cpu"))
     if detail:
         pairs: list[Any] = list(zip(worker.actions, worker._operations, strict=True))
-        worker._operations = [AllocationAudit.mark(str(action), operation) for action, operation in pairs]
+        worker._operations = [AllocationAudit.mark_phase(str(action), operation) for action, operation in pairs]
     with AllocationAudit() as audit:
-        worker.step(feeds, 1, step_plan.divisor)
+        worker.run_step(feeds, 1, step_plan.divisor)
     return audit.peak_bytes, audit.after_bytes, audit.usage

@@ -32,7 +32,7 @@ def train(worker: Worker, steps: range) -> list[tuple[float, float]]:
     names, result = names_of(worker), []
     for step in steps:
         feeds = toys.feeds(worker.plan, names, worker.device, step)
-        result.append(worker.step(feeds, step, toys.divisors(names, step), toys.images(names, step)).read())
+        result.append(worker.run_step(feeds, step, toys.divisors(names, step), toys.images(names, step)).read_values())
     return result
 
 
@@ -56,20 +56,20 @@ def evaluated(plan: Plan, model: Model) -> np.ndarray:
     """Summed losses by module of batch 0, before any training."""
     worker = build(plan, model)
     names = names_of(worker)
-    return worker.evaluate(toys.feeds(plan, names, worker.device, 0), toys.images(names, 0)).numpy()
+    return worker.evaluate_batch(toys.feeds(plan, names, worker.device, 0), toys.images(names, 0)).numpy()
 
 
 def resumed(directory: str, first: Plan, second: Plan, model: Model) -> list[tuple[float, float]]:
     """(loss, gradient norm) of steps 2 and 3 under one plan, behind two steps and a checkpoint under another. Called on
     the ranks of the larger one."""
-    if dist.get_rank() < len(first.devices):
+    if dist.get_rank() < len(first.used_devices):
         worker = build(first, model)
         train(worker, range(2))
-        checkpoint.save(Path(directory), 2, all_pieces(worker, saving=True), {}, group=group_of(worker))
-    if dist.get_rank() >= len(second.devices):
+        checkpoint.save_checkpoint(Path(directory), 2, all_pieces(worker, saving=True), {}, group=group_of(worker))
+    if dist.get_rank() >= len(second.used_devices):
         return []
     worker = build(second, model)
-    while (folder := checkpoint.latest(Path(directory))) is None:
+    while (folder := checkpoint.latest_checkpoint(Path(directory))) is None:
         time.sleep(0.05)
-    checkpoint.load(folder, all_pieces(worker, saving=False), group=group_of(worker))
+    checkpoint.load_checkpoint(folder, all_pieces(worker, saving=False), group=group_of(worker))
     return train(worker, range(2, 4))

@@ -18,32 +18,32 @@ import numpy as np
 import torch
 
 from pipefit.data.stepplan import batch_shape
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import build_layers, describe, typed_config
+from pipefit.model.registry import build_layers, describe_config, typed_config
 from pipefit.plan.assemble.image_split import token_runs
-from pipefit.plan.assemble.order import edge_keys, frozen_in, lower_for, order_of
-from pipefit.plan.assemble.shard_programs import Programs, sharding_key
-from pipefit.plan.assemble.structure import dual, make_parameters
+from pipefit.plan.assemble.order import edge_keys, find_frozen_stages, lower_for_plan, make_schedule_plan
+from pipefit.plan.assemble.shard_programs import ProgramCache, sharding_key
+from pipefit.plan.assemble.structure import gradient_form, make_parameters
 from pipefit.plan.types import (
     AxisPlan,
     Edge,
-    GroupPlan,
-    Hashes,
+    EdgeTransfer,
+    InputHashes,
     Job,
+    MeshPlan,
     ModelSource,
     Plan,
-    Space,
+    SampleSpace,
     Stage,
-    Wire,
-    turns_of,
+    collect_turns,
 )
 from pipefit.run.stage.initial_values import initial_values
-from pipefit.run.stage_inputs import Feed
-from pipefit.schedule.families import family
+from pipefit.run.stage_inputs import StageInputs
+from pipefit.schedule.families import find_family
 from pipefit.schedule.modules.inline import inline_order
-from pipefit.schedule.modules.multiplexed import multiplexed
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.modules.multiplexed import multiplex_stages
+from pipefit.schedule.problem import ScheduleProblem
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
@@ -76,7 +76,7 @@ def described(names: tuple[str, ...], frozen: tuple[str, ...] = (), tied: bool =
     config = {name: part for name, part in CONFIG.items() if name in names or name not in ALL}
     weights = {name: weight for name, weight in CONFIG["loss_weights"].items() if name in names}
     config["language"] = config["language"] | {"tie_word_embeddings": tied}
-    return describe(config | {"loss_weights": weights, "frozen": list(frozen)}, "multimodal", "config")
+    return describe_config(config | {"loss_weights": weights, "frozen": list(frozen)}, "multimodal", "config")
 
 
 @lru_cache
@@ -85,7 +85,7 @@ def model(names: tuple[str, ...] = ALL, frozen: tuple[str, ...] = (), tied: bool
     found = described(names, frozen, tied)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return capture(found.family, found.config)
+        return capture_family(found.family, found.config)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def plan(
     take turns and `multiple` microbatches together; with one layout, on the first lane, the generator on the last;
     `multiples`: how many microbatches modules on devices of their own take together; `divided`: modules whose replicas
     divide images."""
-    groups: list[GroupPlan] = []
+    groups: list[MeshPlan] = []
     stages: list[Stage] = []
     shared, starts, first = shared or {}, dict[str, int](), 0
     for module in the_model.modules:
@@ -150,36 +150,38 @@ def plan(
         groups = [groups[index] for index in used]
     known: dict[frozenset[int], int] = {}
     lanes = [known.setdefault(frozenset(groups[stage.group].devices), len(known)) for stage in stages]
-    programs = Programs(the_model)
+    programs = ProgramCache(the_model)
     edges = [_edge(*ends, stages, groups, programs) for ends in _chain(stages)]
     parameters = _parameters(the_model, stages, groups, programs, zero1)
-    problem = Problem(placement=tuple(lanes), microbatches=microbatches, edges=edge_keys(edges), turns=turns_of(stages))
-    frozen = frozen_in(len(stages), edges, parameters)
+    problem = ScheduleProblem(
+        placement=tuple(lanes), microbatches=microbatches, edges=edge_keys(edges), turns=collect_turns(stages)
+    )
+    frozen = find_frozen_stages(len(stages), edges, parameters)
     beside = [index for index, stage in enumerate(stages) if stage.module in shared]
-    way = family(order.rpartition(" ")[2])
+    way = find_family(order.rpartition(" ")[2])
     if order.startswith("inline"):
         computed = inline_order(way.build, problem)
     else:
-        computed = multiplexed(way, problem, beside, frozen=frozen) if order.startswith("beside") else way(problem)
-    lowered = lower_for(computed, groups, stages, edges, parameters, frozen=frozen)
-    packed = (Space(name=m.space, rows=job.batch, tokens=0) for m in the_model.modules if m.space != "samples")
+        computed = multiplex_stages(way, problem, beside, frozen=frozen) if order.startswith("beside") else way(problem)
+    lowered = lower_for_plan(computed, groups, stages, edges, parameters, frozen=frozen)
+    packed = (SampleSpace(name=m.space, rows=job.batch, tokens=0) for m in the_model.modules if m.space != "samples")
     return Plan(
         version=2,
         job=job,
         model=ModelSource(name="toy", family=the_model.family, config=the_model.config),
         groups=tuple(groups),
-        spaces=(Space(name="samples", rows=job.batch, tokens=job.sequence), *packed),
+        spaces=(SampleSpace(name="samples", rows=job.batch, tokens=job.sequence), *packed),
         stages=tuple(stages),
         edges=tuple(edges),
         parameters=parameters,
-        order=order_of(lowered, (job.sequence,)),
-        hashes=Hashes(model=the_model.hash, cluster=""),
+        order=make_schedule_plan(lowered, (job.sequence,)),
+        hashes=InputHashes(model=the_model.hash, cluster=""),
     )
 
 
-def _group(layout: Layout, first: int) -> GroupPlan:
+def _group(layout: Layout, first: int) -> MeshPlan:
     axes = (AxisPlan(name="replica", shares=layout.replicas), AxisPlan(name="shard", shares=layout.shards))
-    return GroupPlan(axes=axes, devices=tuple(range(first, first + layout.size)))
+    return MeshPlan(axes=axes, devices=tuple(range(first, first + layout.size)))
 
 
 def _stage(module: Any, run: tuple[int, int], group: int, recompute: Any, layout: Layout) -> Stage:
@@ -202,28 +204,30 @@ def _chain(stages: Sequence[Stage]) -> list[tuple[int, int]]:
     return [(one, two) for ahead, behind in pairwise(order) for one in ahead for two in behind]
 
 
-def _edge(source: int, target: int, stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs) -> Edge:
+def _edge(
+    source: int, target: int, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache
+) -> Edge:
     """Partial gradients are added before they leave where the other side is no equal grid."""
     ends = [stages[source], stages[target]]
     shares = [groups[stage.group].axes[1].shares for stage in ends]
     last, first = (
-        programs.program(programs.layers(stage.module, stage.layers)[end], sharding_key(stage), own)
+        programs.layer_program(programs.module_layers(stage.module, stage.layers)[end], sharding_key(stage), own)
         for stage, own, end in zip(ends, shares, (-1, 0), strict=True)
     )
     rows = "G0" if ends[0].space == ends[1].space == "samples" else "G1"
     gives, takes = str(last.gives), str(first.takes)
-    back, received = dual(first.takes, len(shares[1])), dual(last.gives, len(shares[0]))
+    back, received = gradient_form(first.takes, len(shares[1])), gradient_form(last.gives, len(shares[0]))
     whole = "I" if back == "P" and (received != "P" or len(shares[0]) != len(shares[1])) else back
     return Edge(
         source=source,
         target=target,
-        forward=Wire(sent=(rows, gives), wire=(rows, gives), received=(rows, takes)),
-        gradient=Wire(sent=(rows, back), wire=(rows, whole), received=(rows, received)),
+        forward=EdgeTransfer(sent=(rows, gives), wire=(rows, gives), received=(rows, takes)),
+        gradient=EdgeTransfer(sent=(rows, back), wire=(rows, whole), received=(rows, received)),
     )
 
 
 def _parameters(
-    the_model: Model, stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs, zero1: bool
+    the_model: Model, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache, zero1: bool
 ) -> Any:
     """Those of every module, numbered by the stages of the whole plan."""
     found = []
@@ -294,16 +298,16 @@ def divisors(names: tuple[str, ...], step_: int) -> dict[str, int]:
     return divisors_of(batch(names, step_, slice(None)))
 
 
-def feeds(the_plan: Plan, names: tuple[str, ...], device: int, step_: int) -> dict[int, list[list[Feed]]]:
+def feeds(the_plan: Plan, names: tuple[str, ...], device: int, step_: int) -> dict[int, list[list[StageInputs]]]:
     """Feeds of a device by stage: [microbatch][slice]."""
     shape, result = batch_shape(the_plan), {}
     for index, stage in enumerate(the_plan.stages):
-        group = the_plan.groups[stage.group].group()
+        group = the_plan.groups[stage.group].to_mesh()
         if device in group.devices:
-            replica = group.position(device, "replica")
+            replica = group.axis_position(device, "replica")
             result[index] = []
-            for unit in shape.units(index):
-                run = slice(*shape.run(index, unit, replica))
+            for unit in shape.own_units(index):
+                run = slice(*shape.batch_run(index, unit, replica))
                 inputs = batch(names, step_, run)[stage.module]
                 if shape.divides_images(index):
                     tokens = [*chain.from_iterable(images(names, step_)[stage.space][run])]
@@ -318,9 +322,9 @@ def _some(inputs: Mapping[str, torch.Tensor], run: tuple[int, int]) -> dict[str,
     return found | {"documents": found["documents"] - run[0]}
 
 
-def _feed(inputs: Mapping[str, torch.Tensor], step_: int) -> Feed:
+def _feed(inputs: Mapping[str, torch.Tensor], step_: int) -> StageInputs:
     roles = {name: inputs.get(name) for name in ("tokens", "positions", "labels", "documents")}
-    return Feed(**roles, data={name: x for name, x in inputs.items() if name not in roles}, step=step_)
+    return StageInputs(**roles, data={name: x for name, x in inputs.items() if name not in roles}, step=step_)
 
 
 def reference(the_model: Model, step_: int = 0) -> tuple[float, dict[str, torch.Tensor]]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec
 from pipefit.model.ops import KINDS
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 WIDTH, HEADS, GROUPS, HEAD, INNER, VOCABULARY = 24, 6, 3, 4, 40, 31
 
@@ -19,12 +19,12 @@ WIDTH, HEADS, GROUPS, HEAD, INNER, VOCABULARY = 24, 6, 3, 4, 40, 31
 class GraphBuilder:
     """Adds operators one by one; shapes come from the operator kinds."""
 
-    def __init__(self, *inputs: Tensor) -> None:
+    def __init__(self, *inputs: TensorSpec) -> None:
         self.inputs = inputs
         self.shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in inputs}
         self.operators: list[Operator] = []
         self.parameters: list[ParameterSpec] = []
-        self.tensors: list[Tensor] = []
+        self.tensors: list[TensorSpec] = []
 
     def parameter(self, name: str, *shape: int, trainable: bool = True) -> str:
         self.parameters.append(ParameterSpec(name=name, shape=shape, trainable=trainable))
@@ -36,7 +36,7 @@ class GraphBuilder:
         shapes = tuple(self.shapes[i] if i else None for i in inputs)
         (shape,) = KINDS[kind].shapes(shapes, attributes)
         self.shapes[name] = shape
-        self.tensors.append(Tensor(name=name, shape=shape))
+        self.tensors.append(TensorSpec(name=name, shape=shape))
         self.operators.append(Operator(kind=kind, inputs=inputs, outputs=(name,), attributes=attributes))
         return name
 
@@ -54,10 +54,10 @@ class GraphBuilder:
         )
 
 
-HIDDEN = Tensor(name="x", shape=("B", "T", WIDTH))
-TOKENS = Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens")
-POSITIONS = Tensor(name="positions", shape=("B", "T"), dtype="int64", role="positions")
-LABELS = Tensor(name="labels", shape=("B", "T"), dtype="int64", role="labels")
+HIDDEN = TensorSpec(name="x", shape=("B", "T", WIDTH))
+TOKENS = TensorSpec(name="tokens", shape=("B", "T"), dtype="int64", role="tokens")
+POSITIONS = TensorSpec(name="positions", shape=("B", "T"), dtype="int64", role="positions")
+LABELS = TensorSpec(name="labels", shape=("B", "T"), dtype="int64", role="labels")
 
 
 def embed_graph() -> Graph:
@@ -93,7 +93,7 @@ def head_graph() -> Graph:
 
 
 def loss_graph() -> Graph:
-    b = GraphBuilder(Tensor(name="x", shape=("B", "T", VOCABULARY)), LABELS)
+    b = GraphBuilder(TensorSpec(name="x", shape=("B", "T", VOCABULARY)), LABELS)
     return b.finish(b.add("cross_entropy", "x", "labels", ignore_index=-100))
 
 
@@ -122,12 +122,12 @@ def fill(program: StageProgram, seed: int = 0) -> dict[str, torch.Tensor]:
     return buffers
 
 
-def toy_feed(rows: int = 2, tokens: int = 10, seed: int = 0, start: int = 0) -> Feed:
+def toy_feed(rows: int = 2, tokens: int = 10, seed: int = 0, start: int = 0) -> StageInputs:
     generator = torch.Generator().manual_seed(seed)
     stream = torch.randint(0, VOCABULARY, (rows, tokens + 1), generator=generator)
     labels = stream[:, 1:].clone()
     labels[0, 3] = -100
-    return Feed(
+    return StageInputs(
         tokens=stream[:, :-1].contiguous(),
         labels=labels,
         positions=torch.arange(start, start + tokens).expand(rows, tokens).contiguous(),
@@ -135,14 +135,14 @@ def toy_feed(rows: int = 2, tokens: int = 10, seed: int = 0, start: int = 0) -> 
     )
 
 
-def cut_feed(feed: Feed, start: int, stop: int) -> Feed:
+def cut_feed(feed: StageInputs, start: int, stop: int) -> StageInputs:
     """The slice [start, stop) of a feed."""
 
     def cut(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x[:, start:stop].contiguous()
 
     documents = cut(feed.documents)
-    return Feed(
+    return StageInputs(
         tokens=cut(feed.tokens),
         labels=cut(feed.labels),
         positions=cut(feed.positions),
@@ -197,7 +197,9 @@ def plain_block(
     return x + h @ p[f"{name}.down.weight"].t()
 
 
-def plain_loss(p: Mapping[str, Any], feed: Feed, blocks: int = 2, tied: bool = False, window: int | None = None) -> Any:
+def plain_loss(
+    p: Mapping[str, Any], feed: StageInputs, blocks: int = 2, tied: bool = False, window: int | None = None
+) -> Any:
     """The summed loss of the toy model, by plain PyTorch."""
     assert feed.tokens is not None and feed.labels is not None
     x = p["embed.weight"][feed.tokens]
@@ -208,7 +210,7 @@ def plain_loss(p: Mapping[str, Any], feed: Feed, blocks: int = 2, tied: bool = F
     return functional.cross_entropy(logits.flatten(0, 1), feed.labels.flatten(), reduction="sum")
 
 
-def plain_gradients(program: StageProgram, feeds: list[Feed], divisor: int, **options: Any) -> tuple[Any, Any]:
+def plain_gradients(program: StageProgram, feeds: list[StageInputs], divisor: int, **options: Any) -> tuple[Any, Any]:
     """(summed loss, gradients by name of loss / divisor) of the plain model on copies of the stage's parameters."""
     p = {name: value.detach().clone().requires_grad_() for name, value in program.parameters.items()}
     loss = sum(plain_loss(p, feed, **options) for feed in feeds)

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from pipefit.run.autograd import attention_kernels as kernels
-from pipefit.run.autograd.attention_kernels import PLAIN, Call, Kernel, attend, attend_back, choose, hidden
+from pipefit.run.autograd.attention_kernels import (
+    PLAIN,
+    AttentionCall,
+    AttentionKernel,
+    attend_backward,
+    attend_forward,
+    choose_kernel,
+    hidden_score,
+)
 
 CPU = torch.device("cpu")
 DTYPES = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 3e-2, "float16": 4e-3}
@@ -14,9 +22,9 @@ DTYPES = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 3e-2, "float16": 4e-3}
 
 @pytest.fixture(autouse=True)
 def fresh_choices():
-    choose.cache_clear()
+    choose_kernel.cache_clear()
     yield
-    choose.cache_clear()
+    choose_kernel.cache_clear()
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
@@ -65,18 +73,20 @@ def test_two_runs_of_keys_make_the_attention_to_both(monkeypatch, kind, groups, 
     q, dy, k, v = (x.to(wanted_type) for x in (q, dy, k, v))
     mask = None
     if kind == "masked":
-        mask = torch.zeros(2, 1, tokens, own, dtype=wanted_type).masked_fill(banned[..., before:], hidden(wanted_type))
+        mask = torch.zeros(2, 1, tokens, own, dtype=wanted_type).masked_fill(
+            banned[..., before:], hidden_score(wanted_type)
+        )
     runs = [
-        (Call(0.3, False), k[:, :before], v[:, :before], None),
-        (Call(0.3, kind == "causal"), k[:, before:], v[:, before:], mask),
+        (AttentionCall(0.3, False), k[:, :before], v[:, :before], None),
+        (AttentionCall(0.3, kind == "causal"), k[:, before:], v[:, before:], mask),
     ]
-    parts = [attend(call, q, *kv, m) for call, *kv, m in runs]
+    parts = [attend_forward(call, q, *kv, m) for call, *kv, m in runs]
     merged_lse = torch.logaddexp(parts[0][1], parts[1][1])
     near(merged_lse, lse.detach(), 3 * bound)
     merged = sum(o.double() * (part - merged_lse).double().exp().transpose(1, 2).unsqueeze(-1) for o, part in parts)
     near(merged, out.detach(), bound)
     merged = merged.to(wanted_type)
-    back = [attend_back(call, dy, q, *kv, merged, merged_lse, m) for call, *kv, m in runs]
+    back = [attend_backward(call, dy, q, *kv, merged, merged_lse, m) for call, *kv, m in runs]
     near(sum(x[0].double() for x in back), wanted[0], 3 * bound)
     near(torch.cat([x[1] for x in back], 1), wanted[1], 3 * bound)
     near(torch.cat([x[2] for x in back], 1), wanted[2], 3 * bound)
@@ -87,7 +97,7 @@ def test_two_runs_of_keys_make_the_attention_to_both(monkeypatch, kind, groups, 
 def test_this_torch_has_a_kernel_for_every_type():
     for dtype in DTYPES:
         for masked in (False, True):
-            assert choose(CPU, getattr(torch, dtype), masked, False, True, 8) is not PLAIN
+            assert choose_kernel(CPU, getattr(torch, dtype), masked, False, True, 8) is not PLAIN
 
 
 def missing(call, q, k, v, mask):
@@ -102,20 +112,20 @@ def wrong(call, q, k, v, mask):
 @pytest.mark.parametrize("forward", [missing, wrong])
 def test_a_kernel_that_is_missing_or_differs_is_not_used(monkeypatch, forward):
     cpu = kernels.KERNELS[0]
-    monkeypatch.setattr(kernels, "KERNELS", (Kernel(forward, cpu.backward, cpu.takes), *kernels.KERNELS[1:]))
+    monkeypatch.setattr(kernels, "KERNELS", (AttentionKernel(forward, cpu.backward, cpu.takes), *kernels.KERNELS[1:]))
     if forward is wrong:
         monkeypatch.setitem(wrong.__globals__, "kernels", type("Old", (), {"KERNELS": (cpu,)}))
-    assert choose(CPU, torch.float64, False, True, False, 8) is PLAIN
+    assert choose_kernel(CPU, torch.float64, False, True, False, 8) is PLAIN
 
 
 def test_heads_are_repeated_where_the_kernel_wants_that(monkeypatch):
     """As on a PyTorch whose CPU kernel does not read grouped heads."""
     q, k, v = draw(1, 5, 4, 8), draw(1, 6, 2, 8, seed=1), draw(1, 6, 2, 8, seed=2)
-    call = Call(0.3, False)
-    out, lse = attend(call, q, k, v)
-    native = attend_back(call, q, q, k, v, out, lse)
+    call = AttentionCall(0.3, False)
+    out, lse = attend_forward(call, q, k, v)
+    native = attend_backward(call, q, q, k, v, out, lse)
     monkeypatch.setattr(kernels, "_groups_are_native", lambda: False)
-    assert torch.equal(attend(call, q, k, v)[0], out)
-    for one, two in zip(attend_back(call, q, q, k, v, out, lse), native, strict=True):
+    assert torch.equal(attend_forward(call, q, k, v)[0], out)
+    for one, two in zip(attend_backward(call, q, q, k, v, out, lse), native, strict=True):
         assert one.shape == two.shape
         assert torch.allclose(one, two, rtol=1e-13)

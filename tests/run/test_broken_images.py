@@ -14,15 +14,15 @@ from modules_toys import Layout
 from test_train_images import JOB, losses, small_model, write_index
 from train_toys import command, start, train_here
 
-from pipefit.cli.plan import _preparation
+from pipefit.cli.plan import _preparation_words
 from pipefit.data.multimodal import feeds as feeds_module
 from pipefit.data.multimodal import images as images_module
-from pipefit.data.multimodal.feeds import Source
+from pipefit.data.multimodal.feeds import SampleSource
 from pipefit.data.multimodal.index import GENERATE, IMAGE, make_index, open_index
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.multimodal.sequence import images_of
 from pipefit.data.multimodal.step import multimodal_step
-from pipefit.data.preparation.cores import copies
+from pipefit.data.preparation.cores import decoding_copies
 from pipefit.data.stepplan import batch_shape
 from pipefit.errors import DataError, RunError
 from pipefit.plan.check.rules import save_plan
@@ -30,18 +30,18 @@ from pipefit.plan.types import Plan
 from pipefit.run.checkpoint import checkpoint
 from pipefit.run.config import TrainConfig, check_train_config
 from pipefit.run.inputs import image_feeding as image_feeding_module
-from pipefit.run.inputs.image_feeding import ImageFeeding, open_images
+from pipefit.run.inputs.image_feeding import ImageBatchSource, open_images
 from pipefit.run.session import launch as launch_module
 from pipefit.run.session import train as train_module
 from pipefit.run.session.launch import rank_token
 from pipefit.run.session.rendezvous import World
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
 from pipefit.show.record import read_run
 
 
-def feeding(index: Path, **options: Any) -> ImageFeeding:
+def feeding(index: Path, **options: Any) -> ImageBatchSource:
     model = small_model()
     plan = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
     config = TrainConfig(plan="p", run_dir="r", steps=4, data=(str(index),), **{"held_out": 0, **options})
@@ -52,14 +52,14 @@ def losses_of(index: Path, **options: Any) -> list[float]:
     """Of four steps and an evaluation on one device, in float64."""
     feeds, model = feeding(index, **options), small_model()
     plan = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
-    worker = build_worker(plan, model, Comms(torch.device("cpu")), torch.device("cpu"), OptimizerConfig(lr=0.01))
+    worker = build_worker(plan, model, CommGroups(torch.device("cpu")), torch.device("cpu"), OptimizerConfig(lr=0.01))
     found = []
     for step in range(4):
-        fed = feeds.step(step)
-        found.append(float(worker.step(fed.feeds, step, fed.divisor, fed.counts).loss))
-    fed = feeds.evaluation(0)
-    sums = worker.evaluate(fed.feeds, fed.counts)
-    return [*found, float(worker.mean_loss(sums, worker.divisors(fed.divisor)))]
+        fed = feeds.step_inputs(step)
+        found.append(float(worker.run_step(fed.feeds, step, fed.divisor, fed.counts).loss))
+    fed = feeds.evaluation_inputs(0)
+    sums = worker.evaluate_batch(fed.feeds, fed.counts)
+    return [*found, float(worker.mean_loss(sums, worker.module_divisors(fed.divisor)))]
 
 
 def test_training_goes_on_as_if_the_sample_were_empty(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_replica_without_rows_has_no_documents_to_keep_apart(tmp_path: Path) -
     plan = toys.plan(model, layouts, microbatches=6, job=replace(JOB, documents="apart"))
     config = TrainConfig(plan="p", run_dir="r", steps=1, data=(str(write_index(tmp_path)),), held_out=0)
     for device in (1, 2):
-        fed = open_images(plan, model, config, device, torch.device("cpu")).step(0)
+        fed = open_images(plan, model, config, device, torch.device("cpu")).step_inputs(0)
         found = {len(slices[0].rows) for each in fed.feeds.values() for slices in each}
         assert found == {1 if device == 1 else 0} or found == {0 if device == 1 else 1}
 
@@ -192,29 +192,29 @@ CUT = {
 def test_an_image_is_decoded_only_where_its_pixels_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layouts: dict[str, Layout], often: tuple[int, int]
 ) -> None:
-    """By the first stage of the encoder, and by the first and the last of the generator; on every shard. What `copies`
-    says is what is counted on all devices."""
+    """By the first stage of the encoder, and by the first and the last of the generator; on every shard. What
+    `decoding_copies` says is what is counted on all devices."""
     index, model, seen = write_index(tmp_path), small_model(), list[int]()
     plan = toys.plan(model, layouts, microbatches=2, job=JOB)
     config = TrainConfig(plan="p", run_dir="r", steps=1, data=(str(index),), held_out=0)
     real = feeds_module.read_patches
     monkeypatch.setattr(feeds_module, "read_patches", lambda *a: (seen.append(a[2].patch), real(*a))[1])
-    for device in plan.devices:
-        open_images(plan, model, config, device, torch.device("cpu")).step(0)
+    for device in plan.used_devices:
+        open_images(plan, model, config, device, torch.device("cpu")).step_inputs(0)
     opened, rows = open_index(index), rows_of_index(open_index(index), JOB.sequence, batch=JOB.batch)
     step = multimodal_step(batch_shape(plan), rows, 0).rows.tolist()
     for space, kind, patch, times in (("patches", IMAGE, 4, often[0]), ("latents", GENERATE, 2, often[1])):
         images = sum(len(images_of(opened, rows, row, kind)) for row in step)
         assert images and seen.count(patch) == times * images
-        assert copies(plan, model)[space] == times
+        assert decoding_copies(plan, model)[space] == times
 
 
 def test_the_planner_counts_an_image_for_every_shard_that_decodes_it(tmp_path: Path) -> None:
     model, index = small_model(), open_index(write_index(tmp_path))
-    source = Source(index=index, rows=rows_of_index(index, JOB.sequence, batch=JOB.batch), seed=0)
+    source = SampleSource(index=index, rows=rows_of_index(index, JOB.sequence, batch=JOB.batch), seed=0)
     for shards, words in (((1,), " images in steps"), ((1, 1), " images, each decoded by 2 devices, in steps")):
         plan = toys.plan(model, dict.fromkeys(toys.ALL, Layout(shards=shards)), job=JOB)
-        assert words in _preparation(source, plan, model, 1e-3)
+        assert words in _preparation_words(source, plan, model, 1e-3)
 
 
 def test_stages_that_take_turns_decode_their_part_of_the_images() -> None:
@@ -223,7 +223,7 @@ def test_stages_that_take_turns_decode_their_part_of_the_images() -> None:
     shared = {"vision": (whole, shards), "generator": (shards, whole)}
     layouts = dict(zip(toys.ALL, (Layout(), Layout((2, 1), (2,)), Layout()), strict=True))
     plan = toys.plan(model, layouts, shared=shared, microbatches=2, order="gpipe", job=JOB)
-    assert copies(plan, model) == {"patches": 1.5, "latents": 1.5}
+    assert decoding_copies(plan, model) == {"patches": 1.5, "latents": 1.5}
 
 
 def test_stages_without_pixels_train_as_one_stage(tmp_path: Path) -> None:
@@ -233,9 +233,13 @@ def test_stages_without_pixels_train_as_one_stage(tmp_path: Path) -> None:
         plan = toys.plan(model, layouts, together=True, order="gpipe", job=JOB)
         config = TrainConfig(plan="p", run_dir="r", steps=2, data=(str(index),), held_out=0)
         feeds = open_images(plan, model, config, 0, torch.device("cpu"))
-        worker = build_worker(plan, model, Comms(torch.device("cpu")), torch.device("cpu"), OptimizerConfig(lr=0.01))
-        fed = [feeds.step(step) for step in range(2)]
-        found.append([float(worker.step(each.feeds, n, each.divisor, each.counts).loss) for n, each in enumerate(fed)])
+        worker = build_worker(
+            plan, model, CommGroups(torch.device("cpu")), torch.device("cpu"), OptimizerConfig(lr=0.01)
+        )
+        fed = [feeds.step_inputs(step) for step in range(2)]
+        found.append(
+            [float(worker.run_step(each.feeds, n, each.divisor, each.counts).loss) for n, each in enumerate(fed)]
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
@@ -252,27 +256,27 @@ def test_workers_are_told_where_the_index_is_whatever_folder_they_stand_in(
 
 
 def test_workers_are_told_what_decodes_images_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_feeding_module, "versions", lambda: "Pillow 1.0, numpy 1.0")
+    monkeypatch.setattr(image_feeding_module, "decoder_versions", lambda: "Pillow 1.0, numpy 1.0")
     feeds = feeding(write_index(tmp_path), workers=1)
     try:
         with pytest.raises(DataError, match="die before they have done anything") as error:
-            feeds.step(0)
+            feeds.step_inputs(0)
     finally:
         feeds.close()
-    for part in ("other versions than the run", images_module.versions(), "Pillow 1.0, numpy 1.0"):
+    for part in ("other versions than the run", images_module.decoder_versions(), "Pillow 1.0, numpy 1.0"):
         assert part in str(error.value.seen)
 
 
 def test_ranks_compare_what_decodes_images(monkeypatch: pytest.MonkeyPatch) -> None:
     config, plan = TrainConfig(plan="p", run_dir="r", steps=1), alone()
-    assert f", {images_module.versions()}, " in rank_token(plan, config, 0)
+    assert f", {images_module.decoder_versions()}, " in rank_token(plan, config, 0)
     text = replace(plan, stages=tuple(replace(stage, space="samples") for stage in plan.stages))
     assert "Pillow" not in rank_token(text, config, 0)
-    monkeypatch.setattr(launch_module, "versions", lambda: "Pillow 1.0, numpy 1.0")
+    monkeypatch.setattr(launch_module, "decoder_versions", lambda: "Pillow 1.0, numpy 1.0")
     assert ", Pillow 1.0, numpy 1.0, " in rank_token(plan, config, 0)
 
 
-@pytest.mark.parametrize("what", ["build_worker", "open_run_dir", "Log"])
+@pytest.mark.parametrize("what", ["build_worker", "open_run_dir", "RunLog"])
 def test_a_run_that_fails_at_its_start_leaves_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -290,6 +294,6 @@ def test_a_run_that_fails_at_its_start_leaves_no_worker(
         held_out=0, workers=1,
     )  # fmt: skip
     with pytest.raises(RunError, match="It broke"):
-        train_module.train(alone(), config, World(torch.device("cpu")))
+        train_module.train_rank(alone(), config, World(torch.device("cpu")))
     (pool,) = [feeds._pool for feeds in made]
     assert not pool._thread.is_alive() and pool._executor.process_ids == {}

@@ -17,14 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.errors import CheckpointError
-from pipefit.run.checkpoint.checkpoint import Piece, latest, load, locate, read_manifest, save, save_async
+from pipefit.run.checkpoint.checkpoint import (
+    CheckpointPiece,
+    latest_checkpoint,
+    load_checkpoint,
+    locate_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    save_in_thread,
+)
 from pipefit.run.checkpoint.checkpoint import files as checkpoint_files
 from pipefit.run.checkpoint.pieces import flat_boxes
 from pipefit.run.checkpoint.storage import ManifestReader
 
 
-def whole(name: str, tensor: torch.Tensor) -> Piece:
-    return Piece(name=name, shape=tuple(tensor.shape), tensor=tensor)
+def whole(name: str, tensor: torch.Tensor) -> CheckpointPiece:
+    return CheckpointPiece(name=name, shape=tuple(tensor.shape), tensor=tensor)
 
 
 def names(directory: Path) -> list[str]:
@@ -54,7 +62,7 @@ def test_any_layout_is_read_into_any_other(
     folder = save_by_ranks(directory, 7, random_pieces(source, tensors, saved_by, fill=True), {"x": 1})
     wanted = random_pieces(source, tensors, loaded_by, fill=False)
     for held in wanted:
-        assert load(folder, held) == {"x": 1}
+        assert load_checkpoint(folder, held) == {"x": 1}
     put_together(tensors, wanted)
     elements = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     stored = sum(
@@ -76,7 +84,7 @@ def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     tensors = {"w": torch.randn(3, 5).to(torch.bfloat16), "scalar": torch.tensor(2.5, dtype=torch.float64)}
-    folder = save(tmp_path, 1, [whole(name, tensor) for name, tensor in tensors.items()], {})
+    folder = save_checkpoint(tmp_path, 1, [whole(name, tensor) for name, tensor in tensors.items()], {})
     assert names(folder) == ["checkpoint.json", "tensors-00000.safetensors"]
     found = load_file(folder / "tensors-00000.safetensors")
     assert set(found) == set(tensors)
@@ -95,66 +103,70 @@ def test_tensors_without_elements_and_views_and_parameters(tmp_path: Path) -> No
     base = torch.arange(24.0).reshape(4, 6)
     parameter = torch.nn.Parameter(base.clone())
     pieces = [whole("empty", torch.zeros(0, 3)), whole("transposed", base.t()), whole("parameter", parameter)]
-    folder = save(tmp_path, 1, pieces, {})
+    folder = save_checkpoint(tmp_path, 1, pieces, {})
     target = torch.zeros(12, 8)[::2, ::2]  # not contiguous
     loaded = torch.nn.Parameter(torch.zeros(4, 6))
-    load(folder, [whole("empty", torch.zeros(0, 3)), whole("transposed", target), whole("parameter", loaded)])
+    load_checkpoint(
+        folder, [whole("empty", torch.zeros(0, 3)), whole("transposed", target), whole("parameter", loaded)]
+    )
     assert torch.equal(target, base.t()) and torch.equal(loaded, parameter) and loaded.requires_grad
 
 
 def test_another_precision_is_converted(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, [whole("w", torch.tensor([1.0, 1 / 3], dtype=torch.float64))], {})
+    folder = save_checkpoint(tmp_path, 1, [whole("w", torch.tensor([1.0, 1 / 3], dtype=torch.float64))], {})
     target = torch.zeros(2, dtype=torch.bfloat16)
-    load(folder, [whole("w", target)])
+    load_checkpoint(folder, [whole("w", target)])
     assert torch.equal(target, torch.tensor([1.0, 1 / 3]).to(torch.bfloat16))
 
 
 def test_pieces_that_do_not_cover_a_tensor_once_are_a_bug_of_the_caller(tmp_path: Path) -> None:
-    half = Piece(name="w", shape=(4,), tensor=torch.ones(2), box=((0, 2),))
+    half = CheckpointPiece(name="w", shape=(4,), tensor=torch.ones(2), box=((0, 2),))
     with pytest.raises(AssertionError, match="no rank holds all of it"):
-        save(tmp_path, 1, [half], {})
-    rest = Piece(name="w", shape=(4,), tensor=torch.ones(3), box=((1, 4),))
+        save_checkpoint(tmp_path, 1, [half], {})
+    rest = CheckpointPiece(name="w", shape=(4,), tensor=torch.ones(3), box=((1, 4),))
     with pytest.raises(AssertionError, match="overlap without being equal"):
-        save(tmp_path, 1, [half, rest], {})
-    shifted = Piece(name="w", shape=(4,), tensor=torch.ones(2), box=((1, 3),))  # as many elements, but not the last
+        save_checkpoint(tmp_path, 1, [half, rest], {})
+    shifted = CheckpointPiece(
+        name="w", shape=(4,), tensor=torch.ones(2), box=((1, 3),)
+    )  # as many elements, but not the last
     with pytest.raises(AssertionError, match="overlap without being equal"):
-        save(tmp_path, 1, [half, shifted], {})
+        save_checkpoint(tmp_path, 1, [half, shifted], {})
     with pytest.raises(AssertionError, match=r"tensor of \(2,\) for a box of \(3,\)"):
-        save(tmp_path, 1, [Piece(name="w", shape=(4,), tensor=torch.ones(2), box=((1, 4),))], {})
-    assert latest(tmp_path) is None
+        save_checkpoint(tmp_path, 1, [CheckpointPiece(name="w", shape=(4,), tensor=torch.ones(2), box=((1, 4),))], {})
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_the_manifest_says_what_is_in_it(tmp_path: Path) -> None:
     extra = {"plan": "abc", "seed": 3, "deep": {"list": [1, 2.5, None]}}
-    folder = save(tmp_path, 12, [whole("w", torch.ones(2, 3))], extra)
+    folder = save_checkpoint(tmp_path, 12, [whole("w", torch.ones(2, 3))], extra)
     manifest = read_manifest(folder)
     assert folder == tmp_path / "step-00000012" and manifest.step == 12 and manifest.extra == extra
     assert manifest.tensors["w"].shape == (2, 3) and manifest.tensors["w"].dtype == "float32"
-    assert load(folder, []) == extra
+    assert load_checkpoint(folder, []) == extra
 
 
 # --- which one is the latest, and how many are kept
 
 
 def test_latest_is_the_one_written_last_and_never_an_incomplete_one(tmp_path: Path) -> None:
-    assert latest(tmp_path) is None and latest(tmp_path / "nowhere") is None
+    assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "nowhere") is None
     piece = whole("w", torch.ones(3))
-    first, second = save(tmp_path, 10, [piece], {}), save(tmp_path, 20, [piece], {})
-    assert latest(tmp_path) == second
-    resumed = save(tmp_path, 15, [piece], {})  # a run that was resumed from 10
-    assert latest(tmp_path) == resumed
-    again = save(tmp_path, 15, [piece], {})  # saved again: never written over
-    assert again.name == "step-00000015-2" and latest(tmp_path) == again
+    first, second = save_checkpoint(tmp_path, 10, [piece], {}), save_checkpoint(tmp_path, 20, [piece], {})
+    assert latest_checkpoint(tmp_path) == second
+    resumed = save_checkpoint(tmp_path, 15, [piece], {})  # a run that was resumed from 10
+    assert latest_checkpoint(tmp_path) == resumed
+    again = save_checkpoint(tmp_path, 15, [piece], {})  # saved again: never written over
+    assert again.name == "step-00000015-2" and latest_checkpoint(tmp_path) == again
     (again / "checkpoint.json").unlink()
-    assert latest(tmp_path) == resumed
+    assert latest_checkpoint(tmp_path) == resumed
     with (resumed / "tensors-00000.safetensors").open("r+b") as file:
         file.truncate(20)
-    assert latest(tmp_path) == second
+    assert latest_checkpoint(tmp_path) == second
     (second / "checkpoint.json").write_text("{")
-    assert latest(tmp_path) == first
+    assert latest_checkpoint(tmp_path) == first
     (tmp_path / "step-00000099").mkdir()
     (tmp_path / ".step-00000100.incomplete").mkdir()
-    assert latest(tmp_path) == first
+    assert latest_checkpoint(tmp_path) == first
 
 
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
@@ -162,17 +174,22 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     (tmp_path / ".step-00000001.deleted").mkdir()
     (tmp_path / "metrics.jsonl").write_text("")
     for step in (1, 2, 3, 4, 2):
-        save(tmp_path, step, [whole("w", torch.ones(3))], {}, keep=3)
+        save_checkpoint(tmp_path, step, [whole("w", torch.ones(3))], {}, keep=3)
     assert names(tmp_path) == ["metrics.jsonl", "step-00000002-2", "step-00000003", "step-00000004"]
 
 
 def test_locate_takes_a_run_or_a_checkpoint(tmp_path: Path) -> None:
-    folder = save(tmp_path / "checkpoints", 1, [whole("w", torch.ones(3))], {})
-    assert locate(tmp_path) == locate(tmp_path / "checkpoints") == locate(folder) == folder
+    folder = save_checkpoint(tmp_path / "checkpoints", 1, [whole("w", torch.ones(3))], {})
+    assert (
+        locate_checkpoint(tmp_path)
+        == locate_checkpoint(tmp_path / "checkpoints")
+        == locate_checkpoint(folder)
+        == folder
+    )
     for path, seen in ((tmp_path / "nowhere", "no such folder"), (tmp_path.parent, "no complete folder")):
         with pytest.raises(CheckpointError, match="There is no checkpoint here") as caught:
-            locate(path)
-        assert seen in caught.value.text() and str(path) in caught.value.text()
+            locate_checkpoint(path)
+        assert seen in caught.value.full_text() and str(path) in caught.value.full_text()
 
 
 def cut_tensors(folder: Path) -> None:
@@ -206,30 +223,30 @@ DAMAGES = {
 def test_an_older_checkpoint_is_not_taken_for_a_damaged_newest_one(tmp_path: Path, case: str) -> None:
     damage, seen = DAMAGES[case]
     piece = whole("w", torch.ones(3))
-    only = save(tmp_path / "alone" / "checkpoints", 20, [piece], {})
-    older, _, newest = (save(tmp_path / "run" / "checkpoints", step, [piece], {}) for step in (10, 15, 20))
+    only = save_checkpoint(tmp_path / "alone" / "checkpoints", 20, [piece], {})
+    older, _, newest = (save_checkpoint(tmp_path / "run" / "checkpoints", step, [piece], {}) for step in (10, 15, 20))
     shutil.rmtree(older.parent / "step-00000015")
     for folder, advice in ((only, "start a new run"), (newest, f"by name: --resume {older}")):
         damage(folder)
         for path in (folder.parent.parent, folder.parent):
             with pytest.raises(CheckpointError, match="The newest checkpoint is damaged") as caught:
-                locate(path)
-            text = caught.value.text()
+                locate_checkpoint(path)
+            text = caught.value.full_text()
             assert seen in text and str(folder) in text and advice in text, text
         with pytest.raises(CheckpointError):
-            load(locate(folder), [])
-    assert locate(older) == older, "asked for by name"
+            load_checkpoint(locate_checkpoint(folder), [])
+    assert locate_checkpoint(older) == older, "asked for by name"
     (older.parent / ".step-00000030.incomplete").mkdir()
-    again = save(older.parent, 30, [piece], {})
+    again = save_checkpoint(older.parent, 30, [piece], {})
     if case.startswith("tensors"):
-        assert locate(tmp_path / "run") == again, "the damaged one is known to be older"
+        assert locate_checkpoint(tmp_path / "run") == again, "the damaged one is known to be older"
 
 
 def test_an_interrupted_save_does_not_stop_a_resume(tmp_path: Path) -> None:
-    folder = save(tmp_path / "checkpoints", 10, [whole("w", torch.ones(3))], {})
+    folder = save_checkpoint(tmp_path / "checkpoints", 10, [whole("w", torch.ones(3))], {})
     for left in (".step-00000020.incomplete", ".step-00000005.deleted"):
         (tmp_path / "checkpoints" / left).mkdir()
-    assert locate(tmp_path) == folder
+    assert locate_checkpoint(tmp_path) == folder
 
 
 # --- saving in a thread
@@ -244,17 +261,17 @@ def test_tensors_may_change_while_a_thread_saves(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(checkpoint_files, "write", slow)
     tensor, extra = torch.arange(10.0), {"step": 1, "list": [1]}
-    flat = Piece(name="flat", shape=(2, 5), tensor=tensor[3:], flat=(3, 10))
-    rest = Piece(name="flat", shape=(2, 5), tensor=tensor[:3], flat=(0, 3))
-    pending = save_async(tmp_path, 1, [whole("w", tensor), flat, rest], extra)
+    flat = CheckpointPiece(name="flat", shape=(2, 5), tensor=tensor[3:], flat=(3, 10))
+    rest = CheckpointPiece(name="flat", shape=(2, 5), tensor=tensor[:3], flat=(0, 3))
+    pending = save_in_thread(tmp_path, 1, [whole("w", tensor), flat, rest], extra)
     tensor.zero_()
     extra["step"], extra["list"] = 2, [2]
-    assert not pending.done and latest(tmp_path) is None
+    assert not pending.done and latest_checkpoint(tmp_path) is None
     go.set()
     folder = pending.wait()
     assert pending.done
     one, two = torch.zeros(10), torch.zeros(2, 5)
-    assert load(folder, [whole("w", one), whole("flat", two)]) == {"step": 1, "list": [1]}
+    assert load_checkpoint(folder, [whole("w", one), whole("flat", two)]) == {"step": 1, "list": [1]}
     assert torch.equal(one, torch.arange(10.0)) and torch.equal(two.reshape(-1), torch.arange(10.0))
 
 
@@ -263,10 +280,10 @@ def test_a_thread_that_fails_says_so_when_waited_for(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_files, "write", full)
-    pending = save_async(tmp_path, 1, [whole("w", torch.ones(3))], {})
+    pending = save_in_thread(tmp_path, 1, [whole("w", torch.ones(3))], {})
     with pytest.raises(CheckpointError, match="could not be written") as caught:
         pending.wait()
-    assert "No space left on device" in caught.value.text() and "earlier checkpoints are as they were" in str(
+    assert "No space left on device" in caught.value.full_text() and "earlier checkpoints are as they were" in str(
         caught.value
     )
 
@@ -281,13 +298,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return save_by_ranks(tmp_path, 5, pieces, {"plan": "p"})
 
 
-def refusal(folder: Path, pieces: list[Piece] | None = None, **options: bool) -> str:
+def refusal(folder: Path, pieces: list[CheckpointPiece] | None = None, **options: bool) -> str:
     """The text of the error, after checking that no tensor was touched."""
     pieces = pieces or [whole(f"layers.{i}.weight", torch.full((8, 5), -1.0)) for i in range(3)]
     with pytest.raises(CheckpointError) as caught:
-        load(folder, pieces, **options)
+        load_checkpoint(folder, pieces, **options)
     assert all((piece.tensor == -1).all() for piece in pieces)
-    return caught.value.text()
+    return caught.value.full_text()
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -329,14 +346,16 @@ def test_one_flipped_byte_anywhere_is_found(checkpoint: Path) -> None:
             changed[place] ^= source.randint(1, 255)
             path.write_bytes(changed)
             if path.suffix == ".json" and content[place : place + 1].isspace() and changed[place] in b" \t\r\n":
-                load(checkpoint, [])  # another blank between two words of JSON says the same
+                load_checkpoint(checkpoint, [])  # another blank between two words of JSON says the same
             elif path.suffix == ".json":
                 assert "manifest was cut short or changed" in refusal(checkpoint)
             else:
                 message = refusal(checkpoint)
                 assert "was changed after it was written" in message and str(path) in message and "SHA-256" in message
         path.write_bytes(content)
-    assert load(checkpoint, [whole(f"layers.{i}.weight", torch.zeros(8, 5)) for i in range(3)]) == {"plan": "p"}
+    assert load_checkpoint(checkpoint, [whole(f"layers.{i}.weight", torch.zeros(8, 5)) for i in range(3)]) == {
+        "plan": "p"
+    }
 
 
 def test_a_tensor_that_is_not_there(checkpoint: Path) -> None:
@@ -350,7 +369,7 @@ def test_a_tensor_of_another_shape(checkpoint: Path) -> None:
     message = refusal(checkpoint, [good, whole("layers.1.weight", torch.full((5, 8), -1.0))])
     assert "'layers.1.weight' has another shape in the checkpoint" in message
     assert "[8, 5] in the checkpoint" in message and "[5, 8] in the model" in message
-    empty = Piece(name="layers.1.weight", shape=(5, 8), tensor=torch.zeros(0), flat=(3, 3))
+    empty = CheckpointPiece(name="layers.1.weight", shape=(5, 8), tensor=torch.zeros(0), flat=(3, 3))
     assert "another shape" in refusal(checkpoint, [empty])
 
 
@@ -362,13 +381,13 @@ def test_a_checkpoint_of_another_version(checkpoint: Path) -> None:
 
 def forge(checkpoint: Path, change) -> None:  # type: ignore[no-untyped-def]
     """Rewrite the manifest with a right checksum, as somebody who means harm would."""
-    from pipefit.run.checkpoint.manifest import _checksum
+    from pipefit.run.checkpoint.manifest import _json_checksum
 
     path = checkpoint / "checkpoint.json"
     data = json.loads(path.read_text())
     del data["checksum"]
     change(data)
-    path.write_text(json.dumps({**data, "checksum": _checksum(data)}))
+    path.write_text(json.dumps({**data, "checksum": _json_checksum(data)}))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipefit.errors import CheckpointError
-from pipefit.run.checkpoint.checkpoint import Piece, latest, load, save
+from pipefit.run.checkpoint.checkpoint import CheckpointPiece, latest_checkpoint, load_checkpoint, save_checkpoint
 
 
 class Malicious:
@@ -39,18 +39,18 @@ def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, refuse)
 
 
-def one(value: float) -> Piece:
-    return Piece(name="w", shape=(3,), tensor=torch.full((3,), value))
+def one(value: float) -> CheckpointPiece:
+    return CheckpointPiece(name="w", shape=(3,), tensor=torch.full((3,), value))
 
 
 @pytest.mark.usefixtures("no_unpickling")
 def test_a_pickle_beside_the_tensors_is_never_loaded(tmp_path: Path) -> None:
-    folder = save(tmp_path / "run", 1, [one(5.0)], {})
+    folder = save_checkpoint(tmp_path / "run", 1, [one(5.0)], {})
     bomb = pickle.dumps(Malicious(tmp_path / "flag"))
     for name in (".metadata", "extra.pkl", "__0_0.distcp", "data.pkl"):
         (folder / name).write_bytes(bomb)
     piece = one(0.0)
-    load(folder, [piece])
+    load_checkpoint(folder, [piece])
     assert torch.equal(piece.tensor, torch.full((3,), 5.0))
     assert not (tmp_path / "flag").exists()
 
@@ -61,15 +61,15 @@ def test_a_stock_dcp_checkpoint_with_a_malicious_pickle_is_refused_unread(tmp_pa
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "flag")))
     with pytest.raises(CheckpointError, match="This is not a checkpoint"):
-        load(folder, [one(0.0)])
-    assert latest(tmp_path / "run") is None and not (tmp_path / "flag").exists()
+        load_checkpoint(folder, [one(0.0)])
+    assert latest_checkpoint(tmp_path / "run") is None and not (tmp_path / "flag").exists()
 
 
 @pytest.mark.usefixtures("no_unpickling")
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_pickle_in_the_place_of_a_tensor_file_is_refused_unread(tmp_path: Path, verify: bool) -> None:
     """Manifest, sizes and hashes all forged to fit: the file is opened as safetensors, and is none."""
-    folder = save(tmp_path / "run", 1, [one(5.0)], {})
+    folder = save_checkpoint(tmp_path / "run", 1, [one(5.0)], {})
     bomb = pickle.dumps(Malicious(tmp_path / "flag"))
     (folder / "tensors-00000.safetensors").write_bytes(bomb)
     manifest = json.loads((folder / "checkpoint.json").read_text())
@@ -79,5 +79,5 @@ def test_a_pickle_in_the_place_of_a_tensor_file_is_refused_unread(tmp_path: Path
     manifest["checksum"] = hashlib.sha256(canonical.encode()).hexdigest()
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="does not hold the tensors that the manifest says") as caught:
-        load(folder, [one(0.0)], verify=verify)
-    assert "tensors-00000.safetensors" in caught.value.text() and not (tmp_path / "flag").exists()
+        load_checkpoint(folder, [one(0.0)], verify=verify)
+    assert "tensors-00000.safetensors" in caught.value.full_text() and not (tmp_path / "flag").exists()

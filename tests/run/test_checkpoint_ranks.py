@@ -19,9 +19,9 @@ from checkpoint_toys import put_together, random_pieces, random_tensors
 
 from pipefit.errors import CheckpointError
 from pipefit.run.checkpoint.checkpoint import files as checkpoint_files
-from pipefit.run.checkpoint.checkpoint import latest, load, save, save_async
+from pipefit.run.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, save_in_thread
 from pipefit.run.checkpoint.gather import gather_full
-from pipefit.run.checkpoint.pieces import Piece
+from pipefit.run.checkpoint.pieces import CheckpointPiece
 
 RANKS = 4
 TIME_LIMIT_S = 120
@@ -31,17 +31,17 @@ def _tensors() -> dict[str, torch.Tensor]:
     return random_tensors(random.Random(11), 12)
 
 
-def _held(rank: int, ranks: int, fill: bool, seed: int = 5) -> list[Piece]:
+def _held(rank: int, ranks: int, fill: bool, seed: int = 5) -> list[CheckpointPiece]:
     return random_pieces(random.Random(seed), _tensors(), ranks, fill)[rank]
 
 
 def _save_and_reload(rank: int, directory: Path, three: dist.ProcessGroup) -> dict[str, Any]:
     """Saved by 4; loaded by the first three together, and by the fourth alone."""
-    folder = save(directory, 1, _held(rank, RANKS, fill=True), {"seed": 3})
+    folder = save_checkpoint(directory, 1, _held(rank, RANKS, fill=True), {"seed": 3})
     ranks, place = (3, rank) if rank < 3 else (1, 0)
     group = three if rank < 3 else dist.new_group([3], use_local_synchronization=True)
     wanted = _held(place, ranks, fill=False, seed=6)
-    extra = load(folder, wanted, group=group)
+    extra = load_checkpoint(folder, wanted, group=group)
     put_together(_tensors(), [wanted])
     return {"extra": extra, "loaded": len(wanted), "files": sorted(path.name for path in folder.iterdir())}
 
@@ -67,7 +67,7 @@ def _save_while_training(rank: int, directory: Path, three: dist.ProcessGroup) -
     """A thread saves over its own group while the main thread changes the tensors and uses the default group."""
     own = dist.new_group(backend="gloo")
     held = _held(rank, RANKS, fill=True)
-    pending = save_async(directory, 2, held, {"seed": 4}, group=own)
+    pending = save_in_thread(directory, 2, held, {"seed": 4}, group=own)
     total = torch.ones(1)
     for _ in range(50):
         for piece in held:
@@ -76,7 +76,7 @@ def _save_while_training(rank: int, directory: Path, three: dist.ProcessGroup) -
         total.fill_(1)
     folder = pending.wait()
     wanted = _held(rank, RANKS, fill=False, seed=7)
-    load(folder, wanted)
+    load_checkpoint(folder, wanted)
     put_together(_tensors(), [wanted])
     return {"folder": folder.name}
 
@@ -92,16 +92,16 @@ def _refuse(rank: int, directory: Path, three: dist.ProcessGroup) -> dict[str, A
 
         checkpoint_files.write = full  # type: ignore[assignment]
     try:
-        save(directory, 3, _held(rank, RANKS, fill=True), {})
+        save_checkpoint(directory, 3, _held(rank, RANKS, fill=True), {})
     except CheckpointError as error:
-        texts["full"] = error.text()
+        texts["full"] = error.full_text()
     checkpoint_files.write = real  # type: ignore[assignment]
-    texts["latest"] = latest(directory).name  # type: ignore[union-attr]
-    stranger = [Piece(name="stranger", shape=(2,), tensor=torch.zeros(2))] if rank == 1 else []
+    texts["latest"] = latest_checkpoint(directory).name  # type: ignore[union-attr]
+    stranger = [CheckpointPiece(name="stranger", shape=(2,), tensor=torch.zeros(2))] if rank == 1 else []
     try:
-        load(directory / "step-00000001", [*_held(rank, RANKS, fill=False), *stranger])
+        load_checkpoint(directory / "step-00000001", [*_held(rank, RANKS, fill=False), *stranger])
     except CheckpointError as error:
-        texts["missing"] = error.text()
+        texts["missing"] = error.full_text()
     dist.barrier()
     if rank == 0:
         path = directory / "step-00000001" / "tensors-00003.safetensors"
@@ -111,9 +111,9 @@ def _refuse(rank: int, directory: Path, three: dist.ProcessGroup) -> dict[str, A
     dist.barrier()
     wanted = _held(rank, RANKS, fill=False)
     try:
-        load(directory / "step-00000001", wanted)
+        load_checkpoint(directory / "step-00000001", wanted)
     except CheckpointError as error:
-        texts["flipped"] = error.text()
+        texts["flipped"] = error.full_text()
     texts["touched"] = str(any(bool(piece.tensor.any()) for piece in wanted))
     return texts
 

@@ -12,10 +12,10 @@ import train_toys as toys
 import worker_plans as plans
 
 from pipefit.errors import RunError
-from pipefit.plan.types import LanePrediction, Prediction
+from pipefit.plan.types import LanePrediction, PlanPrediction
 from pipefit.run.config import TrainConfig
 from pipefit.run.session.faults import (
-    Monitor,
+    HeartbeatMonitor,
     dead_rank,
     exited_rank,
     is_connection_lost,
@@ -24,9 +24,9 @@ from pipefit.run.session.faults import (
     say_once,
     verify_ranks,
 )
-from pipefit.run.session.launch import _judge, rank_token
+from pipefit.run.session.launch import _judge_failures, rank_token
 from pipefit.run.session.rendezvous import World
-from pipefit.run.session.train import other_corpus
+from pipefit.run.session.train import corpus_mismatch
 from pipefit.run.update.optimizer import OptimizerConfig
 
 LIMIT_S = 60.0
@@ -45,7 +45,7 @@ def wait_for(condition, limit_s: float = 5.0) -> bool:
 
 
 def monitors(store, count: int, beating: int, left: list[int]):
-    made = [Monitor(store, rank, count, 0.3, grace_s=0.1, leave=left.append) for rank in range(beating)]
+    made = [HeartbeatMonitor(store, rank, count, 0.3, grace_s=0.1, leave=left.append) for rank in range(beating)]
     for monitor in made:
         monitor.start()
     return made
@@ -58,7 +58,7 @@ def test_a_silent_rank_is_named_once_and_all_others_leave(capsys):
     assert left == [2, 2, 2]
     err = capsys.readouterr().err
     assert err.count("Rank 3 died or hangs") == 1 and "no sign of life for 0.3 s" in err and "--resume" in err
-    assert all("Rank 3" in monitor.fault.text() for monitor in made)
+    assert all("Rank 3" in monitor.fault.full_text() for monitor in made)
 
 
 def test_ranks_that_stop_as_meant_are_not_called_dead(capsys):
@@ -74,11 +74,11 @@ def test_ranks_that_stop_as_meant_are_not_called_dead(capsys):
 def test_a_fault_of_one_rank_reaches_all_and_is_printed_once(capsys):
     left: list[int] = []
     made = monitors(dist.HashStore(), 3, 3, left)
-    made[1].announce(RunError("The thing broke.", where="here", next_step="mend it"))
+    made[1].announce_fault(RunError("The thing broke.", where="here", next_step="mend it"))
     assert wait_for(lambda: len(left) == 3)
     err = capsys.readouterr().err
     assert err.count("The thing broke.") == 1 and "try: mend it" in err
-    assert "where: here" in made[0].verdict(1.0).text()
+    assert "where: here" in made[0].await_fault(1.0).full_text()
 
 
 def test_the_end_of_the_store_is_told(capsys):
@@ -89,7 +89,7 @@ def test_the_end_of_the_store_is_told(capsys):
         add = set
 
     left: list[int] = []
-    monitor = Monitor(Gone(), 1, 2, 0.3, grace_s=0.0, leave=left.append)
+    monitor = HeartbeatMonitor(Gone(), 1, 2, 0.3, grace_s=0.0, leave=left.append)
     monitor.start()
     assert wait_for(lambda: left == [2])
     assert "the host that started the run died" in capsys.readouterr().err
@@ -101,11 +101,11 @@ def test_a_rank_that_is_not_the_first_waits_for_the_word_of_the_first_and_speaks
     store = dist.HashStore()
     say_once(store, error, 0.2)
     say_once(store, RunError("Something else broke."), 5.0)
-    assert capsys.readouterr().err == f"pipefit: {error.text()}\n"
+    assert capsys.readouterr().err == f"pipefit: {error.full_text()}\n"
     stopped = dist.HashStore()
     stopped.add("pipefit/claimed", 1)
     say_once(stopped, error, 0.2)
-    assert capsys.readouterr().err == f"pipefit: {error.text()}\n" and stopped.check(["pipefit/fault"])
+    assert capsys.readouterr().err == f"pipefit: {error.full_text()}\n" and stopped.check(["pipefit/fault"])
 
 
 def test_out_of_memory_stands_beside_the_prediction():
@@ -114,15 +114,15 @@ def test_out_of_memory_stands_beside_the_prediction():
         peak_bytes=3 << 30, limit_bytes=4 << 30, static_bytes=1 << 30, busy_s=1.0, idle_s=0.0,
         parts={"activations": 2 << 30, "parameters": 1 << 30},
     )  # fmt: skip
-    prediction = Prediction(step_s=1.0, compute_s=1.0, tokens_per_s=1.0, flops_per_step=1.0, lanes=(lane, lane))
+    prediction = PlanPrediction(step_s=1.0, compute_s=1.0, tokens_per_s=1.0, flops_per_step=1.0, lanes=(lane, lane))
     error = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: tried 99 bytes")
     assert is_out_of_memory(error) and is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("memory"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
-    text = out_of_memory(replace(one, prediction=prediction), 1, 1, 6, error).text()
+    text = out_of_memory(replace(one, prediction=prediction), 1, 1, 6, error).full_text()
     assert "Device 1 ran out of memory" in text and "lane 1, step 7" in text
     assert "predicted peak 3.00 GiB of 4.00 GiB (activations 2.00 GiB, parameters 1.00 GiB)" in text
     assert "--fix recompute=full" in text
-    assert "the plan has no prediction" in out_of_memory(one, 1, 1, 6, MemoryError()).text()
+    assert "the plan has no prediction" in out_of_memory(one, 1, 1, 6, MemoryError()).full_text()
 
 
 def test_lost_connections_are_told_from_bugs():
@@ -138,8 +138,8 @@ def test_ranks_with_another_plan_are_named():
         store.set(f"pipefit/token/{rank}", token)
     with pytest.raises(RunError) as error:
         verify_ranks(store, 0, 4, "plan a", 5.0)
-    assert "another plan, options or software than the others: 2." in error.value.text()
-    assert "plan b on rank 2, plan a on rank 0" in error.value.text()
+    assert "another plan, options or software than the others: 2." in error.value.full_text()
+    assert "plan b on rank 2, plan a on rank 0" in error.value.full_text()
     with pytest.raises(RunError, match="than the others: 2"):
         verify_ranks(store, 3, 4, "plan a", 5.0)
 
@@ -160,8 +160,11 @@ def test_ranks_with_other_options_are_named(options, seen):
     store.set("pipefit/token/1", rank_token(one, replace(config, **options), 1))
     with pytest.raises(RunError) as error:
         verify_ranks(store, 0, 2, rank_token(one, config, 0), 5.0)
-    assert "another plan, options or software than the others: 1." in error.value.text()
-    assert f"seen: {seen}\n" in error.value.text() and "start all ranks with the same command" in error.value.text()
+    assert "another plan, options or software than the others: 1." in error.value.full_text()
+    assert (
+        f"seen: {seen}\n" in error.value.full_text()
+        and "start all ranks with the same command" in error.value.full_text()
+    )
 
 
 def test_paths_may_differ_between_hosts():
@@ -182,33 +185,34 @@ def test_ranks_with_another_corpus_are_named(monkeypatch):
         world = World(torch.device("cpu"))
         world.store = store
         with pytest.raises(RunError) as error:
-            world.agree("corpus", digest, other_corpus)
-        assert "These ranks read another corpus than rank 0: 2, 3." in error.value.text()
-        assert "seen: corpus bbbb on rank 2, aaaa on rank 0" in error.value.text()
-        assert "--data and --tokenizer" in error.value.text()
+            world.require_agreement("corpus", digest, corpus_mismatch)
+        assert "These ranks read another corpus than rank 0: 2, 3." in error.value.full_text()
+        assert "seen: corpus bbbb on rank 2, aaaa on rank 0" in error.value.full_text()
+        assert "--data and --tokenizer" in error.value.full_text()
     store.set("pipefit/other/1", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     same = World(torch.device("cpu"))
     same.store = store
-    same.agree("other", "x", other_corpus)
+    same.require_agreement("other", "x", corpus_mismatch)
 
 
 def test_ranks_that_never_start_are_named():
     with pytest.raises(RunError) as error:
         verify_ranks(dist.HashStore(), 0, 3, "plan a", 0.2)
     assert (
-        "These ranks did not start: 1, 2." in error.value.text() and "1 of 3 ranks within 0.2 s" in error.value.text()
+        "These ranks did not start: 1, 2." in error.value.full_text()
+        and "1 of 3 ranks within 0.2 s" in error.value.full_text()
     )
 
 
 def test_the_launcher_names_the_rank_that_died_first():
     with pytest.raises(RunError) as error:
-        _judge({0: Failure(-15), 2: Failure(-9), 1: Failure(-15)})
-    assert "Rank 2 died" in error.value.text() and "killed by SIGKILL" in error.value.text()
-    assert _judge({0: Failure(-15), 1: Failure(2)}) == 2, "that rank has spoken for itself"
-    assert _judge({0: Failure(1)}) == 1
-    assert "exit code 7" in exited_rank(3, 7).text() and "Rank 5" in dead_rank(5, 60).text()
+        _judge_failures({0: Failure(-15), 2: Failure(-9), 1: Failure(-15)})
+    assert "Rank 2 died" in error.value.full_text() and "killed by SIGKILL" in error.value.full_text()
+    assert _judge_failures({0: Failure(-15), 1: Failure(2)}) == 2, "that rank has spoken for itself"
+    assert _judge_failures({0: Failure(1)}) == 1
+    assert "exit code 7" in exited_rank(3, 7).full_text() and "Rank 5" in dead_rank(5, 60).full_text()
 
 
 @pytest.mark.gloo

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.run.verify.record import configuration
+from pipefit.run.verify.record import run_configuration
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_plans_recorded_by_earlier_versions_are_known_again(monkeypatch: pytest.
 
     result = json.loads((ROOT / "benchmarks" / "results" / "memory_estimates.json").read_text())
     for run in (result["learned"][0], result["learned"][-1]):
-        assert configuration(plan_of(Case(**run["case"]))[0]) == run["plan"]
+        assert run_configuration(plan_of(Case(**run["case"]))[0]) == run["plan"]
 
 
 def test_the_page_quotes_plans_with_slices_and_recomputation() -> None:

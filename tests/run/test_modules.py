@@ -16,7 +16,7 @@ from worker_cases import prepare
 from pipefit.errors import PlanError
 from pipefit.plan.check.rules import check_plan
 from pipefit.run.transfers.packed import TokenRuns
-from pipefit.run.transfers.wiring import channel_pairs, directions
+from pipefit.run.transfers.wiring import channel_pairs, edge_directions
 from pipefit.run.worker.planned import edge_shapes
 from pipefit.run.worker.runnable import check_runnable
 
@@ -140,10 +140,10 @@ def test_the_first_step_leaves_replicas_without_tokens():
     each, words = LAYOUTS["4, 2, 2, zero-1"]
     plan = toys.plan(toys.model(), each, **words)
     tokens, empty = TokenRuns(plan), set()
-    tokens.set(toys.images(ALL, 0))
+    tokens.set_counts(toys.images(ALL, 0))
     for index, stage in enumerate(plan.stages):
         if stage.module != "language":
-            runs = np.array([tokens.of(stage.space, index, m) for m in range(plan.order.microbatches)])
+            runs = np.array([tokens.replica_runs(stage.space, index, m) for m in range(plan.order.microbatches)])
             held = (runs[..., 1] - runs[..., 0]).sum(axis=0)
             empty |= {(stage.module, replica) for replica, count in enumerate(held) if not count}
     assert empty == {("vision", 0), ("vision", 3), ("generator", 1)}
@@ -194,7 +194,7 @@ def test_frozen_modules(gloo_pool, case):
     plan = toys.plan(model, each, **words)
     check_plan(plan, model)
     agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
-    kinds = {(action.kind, action.stage) for _, _, action in plan.order.schedule()}
+    kinds = {(action.kind, action.stage) for _, _, action in plan.order.to_schedule()}
     assert {stage for kind, stage in kinds if kind == "B"} == {*range(len(plan.stages))} - dead
     assert not {stage for kind, stage in kinds if kind in ("RECV_B", "REDUCE")} & dead, "a gradient nobody needs"
 
@@ -206,7 +206,7 @@ def test_messages_need_no_tags_and_an_evaluation_gives_each_modules_loss(gloo_po
     model = toys.model()
     plan = toys.plan(model, each, **words)
     gloo_pool.run(prepare, [(plan, model)], False, ranks=8)
-    devices = len(plan.devices)
+    devices = len(plan.used_devices)
     found = gloo_pool.run(cases.run_steps, plan, model, 3, False, ranks=devices)[0]
     wanted = run(gloo_pool, plan, model, 3)
     assert found["steps"] == wanted["steps"]
@@ -233,21 +233,21 @@ def test_shards_that_meet_in_any_step_have_channels(gloo_pool, divided):
 
     def used() -> set[tuple[int, int]]:
         found = set()
-        for (*key, _), way in directions(plan).items():
+        for (*key, _), way in edge_directions(plan).items():
             for microbatch in range(plan.order.microbatches):
-                shape, runs = way.packed(edges[tuple(key)], tokens, microbatch)
+                shape, runs = way.packed_extent(edges[tuple(key)], tokens, microbatch)
                 for device in way.sender.devices:
-                    found |= {(device, piece.peer) for piece in way.sends(shape, device, runs).pieces}
+                    found |= {(device, piece.peer) for piece in way.pieces_sent(shape, device, runs).pieces}
         return found
 
     made, simple, met = {*channel_pairs(plan, lambda edge: shape_of(edge, 0))}, used(), set()
     for step in range(3):
-        tokens.set(toys.images(ALL, step))
+        tokens.set_counts(toys.images(ALL, step))
         met |= used()
     assert divided or met - simple, "a case in which one token a sample would do"
     assert met <= made
     gloo_pool.run(prepare, [(plan, model)], False, ranks=8)
-    found = gloo_pool.run(cases.run_steps, plan, model, 2, False, ranks=len(plan.devices))[0]
+    found = gloo_pool.run(cases.run_steps, plan, model, 2, False, ranks=len(plan.used_devices))[0]
     assert found["steps"] == run(gloo_pool, plan, model, 2)["steps"]
 
 
@@ -272,7 +272,7 @@ def test_what_is_not_run_is_refused():
     with pytest.raises(PlanError, match=r"tokens whole on every shard(.|\n)*edges\[0\], stage 0(.|\n)*G1"):
         check_runnable(together)
     with pytest.raises(PlanError, match=r"how many tokens every sample has(.|\n)*'latents'(.|\n)*each of the 12"):
-        TokenRuns(plan).set({"patches": [0] * 12})
+        TokenRuns(plan).set_counts({"patches": [0] * 12})
     divided = TokenRuns(toys.plan(toys.model(), each, divided=("vision",), **words))
     with pytest.raises(PlanError, match=r"how many tokens every image has(.|\n)*'patches'"):
-        divided.set(toys.counts(ALL, 0))
+        divided.set_counts(toys.counts(ALL, 0))

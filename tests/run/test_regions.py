@@ -9,7 +9,7 @@ from tests.shard.whole_runs import compare, feed_of, reference, run_whole
 from torch.nn import functional
 
 from pipefit.model.capture.whole import capture_whole
-from pipefit.run.autograd.regions import recall, run_region
+from pipefit.run.autograd.regions import recall_outputs, run_region
 
 ROWS = 3
 
@@ -33,7 +33,7 @@ def test_what_is_saved_of_no_elements_is_not_taken_for_a_regions_result():
     x = torch.randn(0, 3, dtype=torch.float64, requires_grad=True)
     recipe, (y,) = run_region(lambda a: (a.sin(),), (x,), {})
     table = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    with recall((y, recipe, 0)):
+    with recall_outputs((y, recipe, 0)):
         found = functional.embedding(torch.zeros(0, dtype=torch.int64), table) * y
     found.sum().backward()
     assert table.grad is not None and not table.grad.any()

@@ -127,12 +127,12 @@ def test_replicas_that_divide_images(gloo_pool, case):
     """Replicas hold images of samples that the language model has elsewhere."""
     model, plan = made(case)
     runs = TokenRuns(plan)
-    runs.set(toys.images(ALL, 0))
+    runs.set_counts(toys.images(ALL, 0))
     samples = TokenRuns(replace(plan, stages=tuple(replace(stage, divide="samples") for stage in plan.stages)))
-    samples.set(toys.images(ALL, 0))
+    samples.set_counts(toys.images(ALL, 0))
     stages = [index for index, stage in enumerate(plan.stages) if stage.divide == "images"]
     asked = [(plan.stages[stage].space, stage, m) for stage in stages for m in range(plan.order.microbatches)]
-    assert any(runs.of(*one) != samples.of(*one) for one in asked)
+    assert any(runs.replica_runs(*one) != samples.replica_runs(*one) for one in asked)
     agrees(run(gloo_pool, plan, model), *reference(ALL))
 
 
@@ -154,7 +154,7 @@ def test_frozen_modules(gloo_pool, case):
     frozen, layout, dead = FROZEN[case]
     model, plan = made(layout, frozen)
     agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
-    kinds = {(action.kind, action.stage) for _, _, action in plan.schedule()}
+    kinds = {(action.kind, action.stage) for _, _, action in plan.to_schedule()}
     assert {stage for kind, stage in kinds if kind == "B"} == {*range(len(plan.stages))} - dead
     assert not {stage for kind, stage in kinds if kind in ("RECV_B", "REDUCE")} & dead, "a gradient nobody needs"
 
@@ -230,7 +230,7 @@ def test_messages_need_no_tags_training_goes_on_alike_and_an_evaluation_takes_tu
     """Three steps: what every lane holds of a shared module stays the same, and a parameter is saved once."""
     model, plan = made("both, unequal shares")
     gloo_pool.run(prepare, [(plan, model)], False, ranks=8)
-    devices = len(plan.devices)
+    devices = len(plan.used_devices)
     found = gloo_pool.run(cases.run_steps, plan, model, 3, False, ranks=devices)[0]
     losses, by = gloo_pool.run(cases.evaluated, plan, model, ranks=devices)[0], toys.divisors(ALL, 0)
     weighted = losses[0] / by["language"] + 0.5 * losses[1] / by["generator"]
@@ -252,7 +252,7 @@ def test_a_checkpoint_goes_from_one_placement_to_the_other(gloo_pool, tmp_path, 
     apart = toys.plan(model, layouts(Layout((1, 1)), Layout((1, 1), CUT), Layout((1,))), zero1=True)
     plans = [{"shared": shared, "apart": apart}[way] for way in ways]
     gloo_pool.run(prepare, [(one, model) for one in plans], True, ranks=8)
-    ranks = max(len(one.devices) for one in plans)
+    ranks = max(len(one.used_devices) for one in plans)
     found = gloo_pool.run(cases.resumed, str(tmp_path), *plans, model, ranks=ranks)[0]
     wanted = run(gloo_pool, apart, model, 4)["steps"][2:]
     for one, other in zip(found, wanted, strict=True):

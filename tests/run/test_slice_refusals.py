@@ -13,22 +13,22 @@ import torch
 import unsliceable_models
 
 from pipefit.cli import main
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.errors import PlanError
-from pipefit.model.capture.layers import capture
-from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
-from pipefit.model.registry import open_model, resolve
-from pipefit.plan.assemble.order import lower_for, order_of
-from pipefit.plan.check.rules import check_plan, load_plan, problems, save_plan
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
+from pipefit.model.registry import open_model, resolve_model
+from pipefit.plan.assemble.order import lower_for_plan, make_schedule_plan
+from pipefit.plan.check.rules import check_plan, load_plan, plan_problems, save_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.request.sliceable import check_cut, fewest_tokens, obstacles
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.sliceable import check_slices, min_slice_tokens, slicing_obstacles
 from pipefit.plan.types import Job
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
-from pipefit.schedule.families import family
-from pipefit.schedule.problem import Problem, linear
+from pipefit.schedule.families import find_family
+from pipefit.schedule.problem import ScheduleProblem, linear_placement
 
 FILE = Path(unsliceable_models.__file__)
 JOB = Job(batch=4, sequence=12)
@@ -46,10 +46,10 @@ REFUSED = {
 
 @lru_cache
 def model(name: str):
-    described = resolve(f"{FILE}:{name}")
+    described = resolve_model(f"{FILE}:{name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return capture(described.family, described.config)
+        return capture_family(described.family, described.config)
 
 
 @pytest.fixture
@@ -75,20 +75,20 @@ def planning(name: str, *fixes: str) -> list[str]:
 
 def cut_by_hand(name: str, slices: tuple[int, ...]):
     """A plan of the model with uncut sequences, whose order then is that of slices."""
-    whole = build_plan(model(name), local(2), JOB, Decisions(cuts=(2,), microbatches=2))
-    ordered = family("1f1b")(Problem(placement=linear(2), microbatches=2, slices=len(slices)))
-    lowered = lower_for(ordered, whole.groups, whole.stages, whole.edges, whole.parameters)
-    return replace(whole, order=order_of(lowered, slices))
+    whole = build_plan(model(name), local_cluster(2), JOB, ParallelConfig(cuts=(2,), microbatches=2))
+    ordered = find_family("1f1b")(ScheduleProblem(placement=linear_placement(2), microbatches=2, slices=len(slices)))
+    lowered = lower_for_plan(ordered, whole.groups, whole.stages, whole.edges, whole.parameters)
+    return replace(whole, order=make_schedule_plan(lowered, slices))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_layer_that_cannot_be_cut_is_named_with_the_reason(name):
     what, seen = REFUSED[name]
     with pytest.raises(PlanError) as caught:
-        build_plan(model(name), local(2), JOB, Decisions(cuts=(2,), slices=(6, 6)))
+        build_plan(model(name), local_cluster(2), JOB, ParallelConfig(cuts=(2,), slices=(6, 6)))
     text = " ".join(str(caught.value).split())
     assert what in text and seen in text and "slices and layer layers.1" in text, text
-    build_plan(model(name), local(2), JOB, Decisions(cuts=(2,)))
+    build_plan(model(name), local_cluster(2), JOB, ParallelConfig(cuts=(2,)))
 
 
 def test_plan_refuses_a_fix(pipefit):
@@ -103,13 +103,15 @@ def test_a_plan_by_hand_is_refused_before_a_run(pipefit, tmp_path):
     sliced = cut_by_hand("bidirectional", (6, 6))
     sliced = replace(sliced, hashes=replace(sliced.hashes, cluster=""))
     check_plan(sliced)
-    assert [REFUSED["bidirectional"][0] in error.what for error in problems(sliced, model("bidirectional"))] == [True]
+    assert [REFUSED["bidirectional"][0] in error.what for error in plan_problems(sliced, model("bidirectional"))] == [
+        True
+    ]
     save_plan(sliced, tmp_path / "plan.json")
     words = ("--model", f"{FILE}:bidirectional", "--cluster", "2xA100-80")
     code, err = pipefit("simulate", str(tmp_path / "plan.json"), *words)
     assert code == 2 and REFUSED["bidirectional"][0] in err and "order.slices and layer" in err, err
     with pytest.raises(PlanError, match="a token needs later tokens"):
-        build_worker(sliced, model("bidirectional"), Comms(), torch.device("cpu"), OptimizerConfig())
+        build_worker(sliced, model("bidirectional"), CommGroups(), torch.device("cpu"), OptimizerConfig())
 
 
 @pytest.mark.parametrize("fix", ["slices=5,5", "slices=12,0", "slices=6,7"])
@@ -137,49 +139,51 @@ def test_a_slice_needs_a_token_for_every_shard(pipefit):
 
 def test_a_slice_of_a_plan_by_hand_needs_a_token_for_every_shard():
     llama = open_model("tiny-llama")
-    decisions = Decisions(stages=1, shards=(1, 1), sharding="megatron-sp", slices=(10, 2))
-    good = build_plan(llama, local(2), JOB, decisions)
+    decisions = ParallelConfig(stages=1, shards=(1, 1), sharding="megatron-sp", slices=(10, 2))
+    good = build_plan(llama, local_cluster(2), JOB, decisions)
     check_plan(good, llama)
     with pytest.raises(PlanError, match="one of them would have no token") as caught:
         check_plan(replace(good, order=replace(good.order, slices=(11, 1))))
     assert "order.slices and stages[0].sharding" in str(caught.value)
     with pytest.raises(PlanError, match="one of them would have no token"):
-        build_plan(llama, local(2), JOB, replace(decisions, slices=(1, 11)))
+        build_plan(llama, local_cluster(2), JOB, replace(decisions, slices=(1, 11)))
 
 
 def test_uneven_shares_need_longer_slices():
-    assert [fewest_tokens(shares) for shares in ((1, 1), (2, 1), (5, 1), (1, 1, 1, 1))] == [2, 2, 4, 4]
+    assert [min_slice_tokens(shares) for shares in ((1, 1), (2, 1), (5, 1), (1, 1, 1, 1))] == [2, 2, 4, 4]
     with pytest.raises(PlanError, match="slices of 4 tokens or more"):
-        check_cut((10, 2), 12, (5, 1), "megatron-sp")
-    check_cut((), 12, (5, 1), "megatron-sp")
+        check_slices((10, 2), 12, (5, 1), "megatron-sp")
+    check_slices((), 12, (5, 1), "megatron-sp")
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-mixtral"])
 def test_families_have_no_obstacles(name):
-    assert not list(obstacles(open_model(name)))
+    assert not list(slicing_obstacles(open_model(name)))
 
 
 def test_a_layer_that_says_so_works_on_each_token():
     assert model("tokenwise").layer_graph(model("tokenwise").layers[1]).operators[0].kind == "opaque"
-    assert not list(obstacles(model("tokenwise")))
+    assert not list(slicing_obstacles(model("tokenwise")))
     check_plan(cut_by_hand("tokenwise", (5, 7)), model("tokenwise"))
 
 
 def layer_of(*steps):
     """A model of one layer: x (B, T, 16) through (kind, shape of the result, attributes) one after the other."""
-    x = Tensor(name="x", shape=("B", "T", 16))
+    x = TensorSpec(name="x", shape=("B", "T", 16))
     tensors, operators = [x], []
     for index, (kind, shape, attributes) in enumerate(steps):
         name = tensors[-1].name
         inputs = (name, "w") if kind == "linear" else (name, name) if kind in ("matmul", "concat") else (name,)
-        tensors.append(Tensor(name=f"t{index}", shape=shape))
+        tensors.append(TensorSpec(name=f"t{index}", shape=shape))
         operators.append(Operator(kind=kind, inputs=inputs, outputs=(f"t{index}",), attributes=attributes))
     graph = Graph(
         inputs=(x,), outputs=(tensors[-1].name,), operators=tuple(operators),
         parameters=(ParameterSpec(name="w", shape=(16, 16)),), tensors=tuple(tensors[1:]),
     )  # fmt: skip
     layer = Layer(name="one", graph=graph.hash, parameters={"w": "w"})
-    return Model(family="user", config={}, modules=(Module(name="m", layers=(layer,)),), graphs={graph.hash: graph})
+    return Model(
+        family="user", config={}, modules=(ModelModule(name="m", layers=(layer,)),), graphs={graph.hash: graph}
+    )
 
 
 def reshape(*shape):
@@ -207,12 +211,12 @@ MIXED = {
 
 @pytest.mark.parametrize("name", EACH_TOKEN)
 def test_operators_on_each_token(name):
-    assert [str(error) for error in obstacles(layer_of(*EACH_TOKEN[name]))] == []
+    assert [str(error) for error in slicing_obstacles(layer_of(*EACH_TOKEN[name]))] == []
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_operators_that_mix_tokens(name):
-    (error,) = obstacles(layer_of(*MIXED[name]))
+    (error,) = slicing_obstacles(layer_of(*MIXED[name]))
     assert "mixes tokens outside of attention" in error.what and str(error.seen).startswith(name), error
 
 
@@ -234,12 +238,12 @@ def test_documents_are_joined_or_apart(pipefit):
 
 @pytest.mark.parametrize("name", ["bidirectional", "products", "undeclared", "convolved"])
 def test_documents_cannot_be_kept_apart_where_no_mask_reaches(pipefit, name):
-    the_plan = build_plan(model(name), local(2), JOB, Decisions(cuts=(2,)))
+    the_plan = build_plan(model(name), local_cluster(2), JOB, ParallelConfig(cuts=(2,)))
     apart = replace(the_plan, job=replace(JOB, documents="apart"))
-    (error,) = problems(apart, model(name))
+    (error,) = plan_problems(apart, model(name))
     assert "mixes tokens outside of causal attention, or may" in error.what and "layers.1" in str(error)
     assert "--documents joined" in str(error)
     code, err = pipefit(*planning(f"{FILE}:{name}"), "--documents", "apart")
     assert code == 2 and "Documents cannot be kept apart" in err and "where: --documents and layer" in err, err
     with pytest.raises(PlanError, match="Documents cannot be kept apart"):
-        build_worker(apart, model(name), Comms(), torch.device("cpu"), OptimizerConfig())
+        build_worker(apart, model(name), CommGroups(), torch.device("cpu"), OptimizerConfig())

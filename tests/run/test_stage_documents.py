@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage_toys import assert_close, cut_feed, fill, plain_gradients, toy_feed, toy_layers
 
-from pipefit.run.autograd.attention_mask import Sight
+from pipefit.run.autograd.attention_mask import AttentionMask
 from pipefit.run.ops import attention
 from pipefit.run.stage.program import StageProgram
 
@@ -37,7 +37,7 @@ def check(lengths, starts, window=None, recompute="none"):
         program.backward(0, index, {})
     assert abs(loss - wanted_loss) <= 1e-12 * abs(wanted_loss)
     assert_close(buffers, wanted, 1e-10)
-    again = sum(program.evaluate(0, i, {}, cut_feed(feed, a, b))["loss"] for i, (a, b) in enumerate(edges))
+    again = sum(program.evaluate_slice(0, i, {}, cut_feed(feed, a, b))["loss"] for i, (a, b) in enumerate(edges))
     assert abs(again - wanted_loss) <= 1e-12 * abs(wanted_loss)
     return loss
 
@@ -69,15 +69,15 @@ def test_random_documents_and_slicings(data):
 def calls_of(monkeypatch, starts, lengths, window=None):
     """[(slice, what its queries see of their own and of each earlier chunk that is looked at)]."""
     seen = []
-    for name in ("of_own", "of_earlier"):
-        inner = getattr(Sight, name)
+    for name in ("own_mask", "earlier_mask"):
+        inner = getattr(AttentionMask, name)
 
         def told(self, *place, inner=inner):
             found = inner(self, *place)
             seen.append(found if isinstance(found, str) else "all" if found is None else tuple(found.shape))
             return found
 
-        monkeypatch.setattr(Sight, name, told)
+        monkeypatch.setattr(AttentionMask, name, told)
     program = StageProgram(toy_layers(1, window=window), dtype=torch.float64, slices=len(lengths))
     fill(program)
     program.begin_step(0, 1)

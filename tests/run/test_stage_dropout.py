@@ -9,15 +9,15 @@ import pytest
 import torch
 from stage_toys import cut_feed, fill, toy_feed, toy_layers
 
-from pipefit.run.autograd.random import feature_bits, keep_mask, key_of, token_bits
+from pipefit.run.autograd.random import feature_bits, keep_mask, mix_key, token_bits
 from pipefit.run.stage.program import StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 P, STEP = 0.3, 5
 
 
 def mask(seed=0, step=0, layer=0, index=0, rows=64, tokens=64, features=48, p=P):
-    bits = token_bits(key_of(seed, step, layer, index), torch.arange(rows), torch.arange(tokens).expand(rows, tokens))
+    bits = token_bits(mix_key(seed, step, layer, index), torch.arange(rows), torch.arange(tokens).expand(rows, tokens))
     return keep_mask(bits, feature_bits(0, features, torch.device("cpu")), p)
 
 
@@ -68,13 +68,13 @@ def gradients(programs, feeds, slices):
     return loss, buffers
 
 
-def whole_feed() -> Feed:
+def whole_feed() -> StageInputs:
     return dataclasses.replace(toy_feed(rows=4, tokens=12), step=STEP)
 
 
-def rows_of(feed: Feed, *numbers: int) -> Feed:
+def rows_of(feed: StageInputs, *numbers: int) -> StageInputs:
     pick = list(numbers)
-    return Feed(
+    return StageInputs(
         tokens=feed.tokens[pick],
         labels=feed.labels[pick],
         positions=feed.positions[pick],

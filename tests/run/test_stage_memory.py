@@ -9,7 +9,7 @@ import torch
 from stage_toys import HEAD, WIDTH, block_graph, fill, toy_feed
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.model.analysis.saved import saved_bytes
 from pipefit.run.stage.memory_audit import AllocationAudit, StorageAudit
@@ -64,13 +64,13 @@ def test_the_worst_moment_of_every_action(recompute, dtype, back):
     program, graph = middle_stage(recompute, wanted)
     program.bind_gradients({name: torch.zeros_like(p) for name, p in program.parameters.items()})
     kind = parse_spec("1xA100-80").kinds["A100-80"]
-    place = Place(ROWS, TOKENS, 0, TOKENS)
-    memory = stage_memory([Roofline().layer(graph, place, kind, dtype, recompute)] * 2)
+    place = MicrobatchShape(ROWS, TOKENS, 0, TOKENS)
+    memory = stage_memory([RooflineCosts().layer_cost(graph, place, kind, dtype, recompute)] * 2)
     x, dy = (torch.randn(ROWS, TOKENS, WIDTH, dtype=wanted) for _ in range(2))
     run_back = program.backward if back == "B" else program.backward_input
     with AllocationAudit() as audit:
-        audit.mark("F", lambda: program.forward(0, 0, {"": x}, toy_feed(ROWS, TOKENS)) and None)()
-        audit.mark(back, lambda: run_back(0, 0, {"": dy}) and None)()
+        audit.mark_phase("F", lambda: program.forward(0, 0, {"": x}, toy_feed(ROWS, TOKENS)) and None)()
+        audit.mark_phase(back, lambda: run_back(0, 0, {"": dy}) and None)()
     forward, backward = audit.usage
     held = max(memory.saved_bytes, memory.pending_bytes) if back == "I" else memory.saved_bytes
     expected = held + memory.passing[back] - x.nbytes - dy.nbytes  # both were made outside

@@ -11,10 +11,10 @@ import torch
 from stage_toys import assert_close
 from tests.model.variants import VARIANTS
 
-from pipefit.model.capture.layers import capture
-from pipefit.model.registry import build_layers, describe
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.registry import build_layers, describe_config
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 EXACT = 1e-12
 ROWS, TOKENS, DIVISOR = 2, 11, 37
@@ -28,14 +28,14 @@ def make_feed(vocabulary, seed=0):
     labels = stream[:, 1:].clone()
     labels[1, 4:6] = -100
     positions = torch.arange(TOKENS).expand(ROWS, TOKENS).contiguous()
-    return Feed(tokens=stream[:, :-1].contiguous(), labels=labels, positions=positions, rows=torch.arange(ROWS))
+    return StageInputs(tokens=stream[:, :-1].contiguous(), labels=labels, positions=positions, rows=torch.arange(ROWS))
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
     """(layers of the stage, parameter values, feed, plain loss, plain gradients) of one variant."""
-    described = describe(VARIANTS[request.param], request.param, request.param)
-    model = capture(described.family, described.config)
+    described = describe_config(VARIANTS[request.param], request.param, request.param)
+    model = capture_family(described.family, described.config)
     modules = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
     values: dict[str, torch.nn.Parameter] = {}
     generator = torch.Generator().manual_seed(1)

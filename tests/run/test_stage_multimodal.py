@@ -15,11 +15,11 @@ from test_stage_sharded import assemble, part
 from tests.model.multimodal_reference import batch_of, divisors_of, make_sample, step
 from tests.run.processes import run_processes
 
-from pipefit.model.capture.layers import capture
-from pipefit.model.registry import build_layers, describe, resolve, typed_config
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.registry import build_layers, describe_config, resolve_model, typed_config
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 from pipefit.shard.megatron import shard_program
 
 EXACT = 1e-10
@@ -29,11 +29,11 @@ ROLES = ("tokens", "labels", "positions", "documents")
 @cache
 def captured():
     """(configuration, captured model): a small ViT, language model and generator."""
-    tiny = resolve("multimodal-tiny").config
+    tiny = resolve_model("multimodal-tiny").config
     language = {**tiny["language"], "num_hidden_layers": 1}
     config = {**tiny, "vision": {**tiny["vision"], "model_type": "vit"}, "language": language}
-    config = describe(config, "multimodal", "config").config
-    return config, capture("multimodal", config)
+    config = describe_config(config, "multimodal", "config").config
+    return config, capture_family("multimodal", config)
 
 
 def prepared(config, images):
@@ -52,7 +52,7 @@ def feed_of(fed):
     fed = dict(fed)
     starts = fed["documents"][0].unique_consecutive(return_counts=True)[1] if "documents" in fed else torch.zeros(0)
     lengths = tuple(starts.int().tolist()) if "documents" in fed else None
-    return Feed(**{name: fed.pop(name) for name in ROLES if name in fed}, data=fed, image_lengths=lengths)
+    return StageInputs(**{name: fed.pop(name) for name in ROLES if name in fed}, data=fed, image_lengths=lengths)
 
 
 def run_modules(stages, batch, divisors, weights, mode):
@@ -97,11 +97,13 @@ def check(group, rank, config, model, cases):
                 graphs = [each.graphs[rank] for each in sharded]
                 for layer, each in zip(module.layers, sharded, strict=True):
                     for name, form in each.parameter_forms.items():
-                        sizes = [g.parameter(name).shape[form.dim] for g in each.graphs] if form.kind == "G" else []
+                        sizes = (
+                            [g.find_parameter(name).shape[form.dim] for g in each.graphs] if form.kind == "G" else []
+                        )
                         places[layer.parameters[name]] = (form, [0, *itertools.accumulate(sizes)])
             local = [StageLayer(o.name, graph, o.parameters) for o, graph in zip(module.layers, graphs, strict=True)]
             last = graphs[-1]
-            side = last.loss if last.loss and last.hidden else ""
+            side = last.loss_output if last.loss_output and last.hidden_output else ""
             program = StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard, side_loss=side)
             for name, parameter in program.parameters.items():
                 value = values[name]
@@ -168,7 +170,7 @@ def encoder_step(config, model, recompute, input_gradient):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_layers_before_all_that_is_trained_are_neither_kept_nor_run_again(recompute) -> None:
     config, _ = captured()
-    model = capture("multimodal", {**config, "frozen": ["vision.encoder"]})
+    model = capture_family("multimodal", {**config, "frozen": ["vision.encoder"]})
     _, _, wanted, _, _ = encoder_step(config, captured()[1], "none", True)
     calls, kept, gradients, back, announced = encoder_step(config, model, recompute, False)
     assert calls[:-1] == [1] * (len(calls) - 1) and kept == 1 and not back

@@ -37,7 +37,7 @@ def _arrivals(group, rank, sequence_parallel, recompute):
         for layer, program in zip(layers, programs, strict=True)
     ]
     shard = ShardContext(group=group, shares=(1, 1), position=rank)
-    stage = pace.paced(StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard))
+    stage = pace.pace_program(StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard))
     fill(stage)
     stage.bind_gradients({name: torch.zeros_like(p.data) for name, p in stage.parameters.items()})
     for step, parted in itertools.product(range(2), (False, True)):
@@ -52,7 +52,7 @@ def _arrivals(group, rank, sequence_parallel, recompute):
 
 
 def test_an_emulated_device_knows_its_collectives_beforehand(tmp_path):
-    """Where it did not, it would wait for none of them from then on (`PacedStage._collectives`)."""
+    """Where it did not, it would wait for none of them from then on (`PacedStage._collective_times`)."""
     cases = list(itertools.product((False, True), ("none", "selective", "full")))
     path = str(lab_path(tmp_path, toy_lab(devices={"slow": FAST})))
     for everyone in run_processes(arrivals, 2, path, cases):

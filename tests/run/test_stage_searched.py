@@ -18,21 +18,21 @@ from tests.run.processes import run_processes
 from tests.run.test_stage_sharded import programs_step
 from tests.shard.random_clusters import model_of, random_setting
 
-from pipefit.cost.comm.lowerings import LOWERINGS, Lowered, Rounds
+from pipefit.cost.comm.lowerings import LOWERINGS, LoweredCollective, PortLoads
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.shard.chain import Chains
-from pipefit.shard.recipe import parse_recipe, write
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.recipe import parse_recipe, write_program
 
 pytestmark = pytest.mark.gloo
 
 EXACT = 1e-10
 
 
-class RandomPrices(Chains):
+class RandomPrices(ChainSearch):
     """A search where every way and every conversion costs what is drawn for it."""
 
     def priced(self, graph, takes, pinned):
-        layer = super().priced(graph, takes, pinned)
+        layer = super().layer_template(graph, takes, pinned)
         draw = random.Random(f"{self.seed} {graph.hash} {takes}")
 
         def drawn(one):
@@ -63,14 +63,14 @@ class RandomPrices(Chains):
 def random_recipes(layers, shares, seed, rows, tokens, toll):
     """The text of a recipe for every layer."""
     kind = random_setting(0).kinds[0]
-    free = tuple(Lowered(name, 0.0, 0.0, Rounds()) for name in LOWERINGS)
+    free = tuple(LoweredCollective(name, 0.0, 0.0, PortLoads()) for name in LOWERINGS)
     setting = replace(
         random_setting(0), kinds=(kind,) * len(shares), rows=rows, tokens=tokens, lowered=lambda kind, size: free
     )
     model = model_of(layers)
     search = RandomPrices(model, setting)
     search.seed, search.toll = seed, toll
-    return [link.recipe.text for link in search.search(model.layers, shares)]
+    return [link.layer_recipe.recipe_text for link in search.search_programs(model.layers, shares)]
 
 
 def layers_of(options):
@@ -107,7 +107,9 @@ def check_recipes(group, rank, cases):
                 single.backward(m, 0, {})
         else:
             wanted_loss, wanted = plain_gradients(single, feeds, 31, tied=options.get("tied", False))
-        programs = [write(layer.graph, shares, parse_recipe(text)) for layer, text in zip(layers, recipes, strict=True)]
+        programs = [
+            write_program(layer.graph, shares, parse_recipe(text)) for layer, text in zip(layers, recipes, strict=True)
+        ]
         loss, found = programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 31)
         assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss), recipes
         assert_close(found, wanted, EXACT)
@@ -168,7 +170,7 @@ def resharded(recipes, shares):
         own = shares[place]
         taken = shares[max(0, place - 1)] if place >= len(recipes) - 2 else own
         given = shares[1] if place == 0 else own
-        found.append(replace(parse_recipe(text), shares=(taken, own, given)).text)
+        found.append(replace(parse_recipe(text), shares=(taken, own, given)).recipe_text)
     return found
 
 
@@ -188,7 +190,7 @@ def test_layers_with_shares_of_their_own():
             own = resharded(recipes, (embed, *(block,) * (len(recipes) - 3), head, loss))
             todo.append((block, recompute, mode, options, own))
         written = [
-            write(layer.graph, case[0], parse_recipe(text)).text()
+            write_program(layer.graph, case[0], parse_recipe(text)).program_text()
             for case in todo
             for layer, text in zip(layers_of(case[3]), case[4], strict=True)
         ]
@@ -212,7 +214,9 @@ def check_split_queries(group, rank, cases):
         feeds = [toy_feed(2, 13, seed=1), toy_feed(1, 13, seed=2)]
         wanted_loss, wanted = plain_gradients(single, feeds, 31, blocks=1, window=window)
         recipes = ["I>G1 tokens:I>G1 d1", SPLIT_QUERIES, "G1>G1 d1 d1", "G1>I labels:I>G1 d1"]
-        programs = [write(layer.graph, shares, parse_recipe(text)) for layer, text in zip(layers, recipes, strict=True)]
+        programs = [
+            write_program(layer.graph, shares, parse_recipe(text)) for layer, text in zip(layers, recipes, strict=True)
+        ]
         whole = {name: p.data for name, p in single.parameters.items()}
         loss, found = programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 31, lengths)
         assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss)
@@ -254,7 +258,9 @@ def check_norms(group, rank, cases):
         wanted_loss = sum(single.forward(m, 0, {}, feed)["loss"] for m, feed in enumerate(feeds))
         for m in range(len(feeds)):
             single.backward(m, 0, {})
-        programs = [write(one.graph, shares, parse_recipe(text)) for one, text in zip(layers, BY_FEATURES, strict=True)]
+        programs = [
+            write_program(one.graph, shares, parse_recipe(text)) for one, text in zip(layers, BY_FEATURES, strict=True)
+        ]
         assert [each.kind for each in programs[1].graphs[rank].operators] == [
             "layer_norm_shard", "add", "softmax_shard", "mul", "layer_norm_shard", "add"
         ]  # fmt: skip

@@ -14,10 +14,10 @@ from stage_toys import assert_close, cut_feed, fill, plain_gradients, toy_feed, 
 from tests.model.variants import VARIANTS
 from tests.run.processes import run_processes
 
-from pipefit.layout import Form
-from pipefit.model.capture.layers import capture
+from pipefit.layout import TensorForm
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.ops.linear_factors import reduced_nowhere
-from pipefit.model.registry import describe
+from pipefit.model.registry import describe_config
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.shard.megatron import shard_program
@@ -46,7 +46,7 @@ def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 
     places = {}
     for layer, sharded in zip(layers, programs, strict=True):
         for name, form in sharded.parameter_forms.items():
-            sizes = [g.parameter(name).shape[form.dim] for g in sharded.graphs] if form.kind == "G" else []
+            sizes = [g.find_parameter(name).shape[form.dim] for g in sharded.graphs] if form.kind == "G" else []
             places[layer.parameters[name]] = (form, [0, *itertools.accumulate(sizes)])
     buffers = {name: torch.zeros_like(p.data) for name, p in program.parameters.items()}
     for name, parameter in program.parameters.items():
@@ -66,7 +66,7 @@ def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 
             program.backward_weight(m, piece)
     stops = [0, *itertools.accumulate(lengths or [feeds[0].tokens.shape[1]])]
     for piece, (start, stop) in enumerate(itertools.pairwise(stops)):  # the same collectives on every device
-        program.evaluate(0, piece, {}, cut_feed(feeds[0], start, stop))
+        program.evaluate_slice(0, piece, {}, cut_feed(feeds[0], start, stop))
     assert not program._records and not program._past
     alike = {layer.parameters[name] for layer, p in zip(layers, programs, strict=True)
              for name in reduced_nowhere(p.graphs[rank])}  # fmt: skip
@@ -76,11 +76,11 @@ def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 
     }
 
 
-def part(value, form: Form, stops, rank):
+def part(value, form: TensorForm, stops, rank):
     return value if form.kind == "I" else value.narrow(form.dim, stops[rank], stops[rank + 1] - stops[rank])
 
 
-def assemble(buffer, form: Form, stops, whole, group, rank):
+def assemble(buffer, form: TensorForm, stops, whole, group, rank):
     """The whole gradient: partial ones summed, parts put in their places."""
     full = torch.zeros_like(whole)
     part(full, form, stops, rank).copy_(buffer)
@@ -187,5 +187,5 @@ def check_families(group, rank, captured):
     ],
 )
 def test_every_family_is_split(names):
-    described = {name: describe(VARIANTS[name], name, name) for name in names}
-    run_processes(check_families, 2, {name: capture(d.family, d.config) for name, d in described.items()})
+    described = {name: describe_config(VARIANTS[name], name, name) for name in names}
+    run_processes(check_families, 2, {name: capture_family(d.family, d.config) for name, d in described.items()})

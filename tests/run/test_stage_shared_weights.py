@@ -12,8 +12,8 @@ from tests.shard.random_clusters import model_of
 from tests.shard.test_chain import setting
 
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.shard.chain import Chains
-from pipefit.shard.recipe import parse_recipe, write
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.recipe import parse_recipe, write_program
 
 EXACT = 1e-10
 
@@ -56,7 +56,9 @@ def check(group, rank, cases):
         wanted_loss = sum(single.forward(m, 0, {}, feed)["loss"] for m, feed in enumerate(feeds))
         for m in range(len(feeds)):
             single.backward(m, 0, {})
-        programs = [write(one.graph, shares, parse_recipe(text)) for one, text in zip(chain, recipes, strict=True)]
+        programs = [
+            write_program(one.graph, shares, parse_recipe(text)) for one, text in zip(chain, recipes, strict=True)
+        ]
         whole = {name: p.data for name, p in single.parameters.items()}
         loss, found = programs_step(group, rank, whole, chain, programs, recompute, mode, feeds, 31)
         assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss)
@@ -77,10 +79,10 @@ def test_every_gather_is_paid_once():
     the vector's one of each."""
     where = setting(bytes_per_s=1e8, latency_s=0.0, microbatches=4, rows=8, tokens=8)
     model = model_of(layers())
-    chains = Chains(model, where, byte_price_s=1e-3)
-    links = chains.search(model.layers, (1, 1))
+    chains = ChainSearch(model, where, byte_price_s=1e-3)
+    links = chains.search_programs(model.layers, (1, 1))
     link = links[1]
-    words = [word for word in link.recipe.text.split() if word.startswith(("w.weight:", "scale:"))]
+    words = [word for word in link.layer_recipe.recipe_text.split() if word.startswith(("w.weight:", "scale:"))]
     matrix = [word for word in words if word.startswith("w.weight:")]
     assert matrix == ["w.weight:G0>I"] * 3 or matrix == ["w.weight:G1>I"] * 3
     moves = [(v, s, t) for each in link.choice.before for v, s, t in each if link.layer.values[v] == "w.weight"]
@@ -88,6 +90,6 @@ def test_every_gather_is_paid_once():
     size = WIDTH * WIDTH * 4.0
     once = 2 * where.collective("all_gather", size) + where.collective("reduce_scatter", size)
     assert [sum(toll.line) for toll in tolls] == pytest.approx([once] * 3)
-    program = write(model.layer_graph(model.layers[1]), (1, 1), link.recipe)
+    program = write_program(model.layer_graph(model.layers[1]), (1, 1), link.layer_recipe)
     kinds = [each.inputs[0] for each in program.graphs[0].operators if each.kind == "unshard"]
     assert kinds.count("w.weight") == 3 and kinds.count("scale") <= 1

@@ -8,12 +8,12 @@ import pytest
 import torch
 from stage_toys import WIDTH, GraphBuilder, assert_close, fill
 
-from pipefit.model.graph import Tensor
+from pipefit.model.graph import TensorSpec
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
-X = Tensor(name="x", shape=("B", "T", WIDTH))
-SKIP = Tensor(name="skip", shape=("B", "T", WIDTH))
+X = TensorSpec(name="x", shape=("B", "T", WIDTH))
+SKIP = TensorSpec(name="skip", shape=("B", "T", WIDTH))
 
 
 def mix(b: GraphBuilder, x: str) -> str:
@@ -30,7 +30,7 @@ def graphs():
     joined = third.add("mul", mix(third, "x"), "skip")
     made = first.finish(out, first.add("silu", "x"))
     name = made.outputs[1]
-    tensors = tuple(Tensor(name="skip", shape=t.shape) if t.name == name else t for t in made.tensors)
+    tensors = tuple(TensorSpec(name="skip", shape=t.shape) if t.name == name else t for t in made.tensors)
     operators = tuple(
         type(o)(kind=o.kind, inputs=o.inputs, outputs=("skip",), attributes=o.attributes) if name in o.outputs else o
         for o in made.operators
@@ -72,7 +72,7 @@ def test_a_skip_connection_over_any_cut(cuts, recompute):
     wanted.backward(dy)
     values = {"": x}
     for program in programs:
-        values = program.forward(0, 0, values, Feed())
+        values = program.forward(0, 0, values, StageInputs())
     assert torch.allclose(values[""], wanted, rtol=1e-12)
     back = {"": dy}
     for program in reversed(programs):

@@ -12,10 +12,10 @@ from stage_toys import WIDTH, block_graph, cut_feed, fill, toy_feed
 from torch.utils._pytree import tree_leaves
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
 from pipefit.cost.memory.stage import stage_memory
-from pipefit.model.analysis.saved import owed_bytes, saved_bytes
-from pipefit.run.ops.attention import Past
+from pipefit.model.analysis.saved import kv_gradient_bytes, saved_bytes
+from pipefit.run.ops.attention import KeyValueCache
 from pipefit.run.stage.memory_audit import AllocationAudit, StorageAudit
 from pipefit.run.stage.program import StageLayer, StageProgram
 
@@ -56,7 +56,7 @@ def test_every_slice_keeps_what_is_counted(name, recompute, dtype, back):
     feed = toy_feed(ROWS, sum(LENGTHS))
     symbols = [{"B": ROWS, "T": tokens, "P": past} for past, tokens in PLACES]
     saved = [saved_bytes(graph, each, dtype.itemsize, recompute, sliced=True) for each in symbols]
-    owed = [owed_bytes(graph, each, dtype.itemsize) for each in symbols]
+    owed = [kv_gradient_bytes(graph, each, dtype.itemsize) for each in symbols]
     feeds = [cut_feed(feed, past, past + tokens) for past, tokens in PLACES]
     xs = [torch.randn(ROWS, tokens, width, dtype=dtype) for tokens in LENGTHS]
     outside = [x.nbytes for x in xs]  # the first layer keeps its x, which was made outside of the audit
@@ -88,15 +88,15 @@ def test_every_slice_keeps_what_is_counted(name, recompute, dtype, back):
 def test_a_recomputed_slice_is_not_appended_again(monkeypatch, recompute):
     """Its keys and values are put where they already are: no chunk is added, and their values are the same bits."""
     seen = []
-    put = Past.put
+    put = KeyValueCache.put_keys
 
     def watched(self, slice_, k, v):
         before = self.chunks.get(slice_)
         put(self, slice_, k, v)
         again = before is not None and torch.equal(before[0], k) and torch.equal(before[1], v)
-        seen.append((slice_, len(self.chunks), self.first(slice_), again))
+        seen.append((slice_, len(self.chunks), self.first_token(slice_), again))
 
-    monkeypatch.setattr(Past, "put", watched)
+    monkeypatch.setattr(KeyValueCache, "put_keys", watched)
     program = stage_of(block_graph(), recompute, torch.float64)
     feed = toy_feed(ROWS, sum(LENGTHS))
     for index, (past, tokens) in enumerate(PLACES):
@@ -125,7 +125,7 @@ def test_no_prefix_is_joined():
     feeds = [cut_feed(feed, i * tokens, (i + 1) * tokens) for i in range(slices)]
     with AllocationAudit() as audit:
         for index in range(slices):
-            audit.mark("F", lambda i=index: program.forward(0, i, {"": xs[i]}, feeds[i]) and None)()
+            audit.mark_phase("F", lambda i=index: program.forward(0, i, {"": xs[i]}, feeds[i]) and None)()
     rise = [usage.peak_bytes - (before.after_bytes) for before, usage in itertools.pairwise(audit.usage)]
     assert rise[-1] == rise[1], "what passes does not grow with the past"
 
@@ -146,7 +146,11 @@ def test_the_worst_moment_of_every_slice(recompute, dtype):
     places = list(zip(itertools.accumulate((0, *lengths)), lengths, strict=False))
     memories = [
         stage_memory(
-            [Roofline().layer(graph, Place(rows, t, p, t, i, rows, sum(lengths) - p - t), kind, dtype, recompute)]
+            [
+                RooflineCosts().layer_cost(
+                    graph, MicrobatchShape(rows, t, p, t, i, rows, sum(lengths) - p - t), kind, dtype, recompute
+                )
+            ]
             * LAYERS
         )
         for i, (p, t) in enumerate(places)
@@ -156,9 +160,9 @@ def test_the_worst_moment_of_every_slice(recompute, dtype):
     xs, dys = ([torch.randn(rows, t, WIDTH, dtype=wanted) for t in lengths] for _ in range(2))
     with AllocationAudit() as audit:
         for i in range(3):
-            audit.mark(f"F{i}", lambda i=i: program.forward(0, i, {"": xs[i]}, feeds[i]) and None)()
+            audit.mark_phase(f"F{i}", lambda i=i: program.forward(0, i, {"": xs[i]}, feeds[i]) and None)()
         for i in (2, 1, 0):
-            audit.mark(f"B{i}", lambda i=i: program.backward(0, i, {"": dys[i]}) and None)()
+            audit.mark_phase(f"B{i}", lambda i=i: program.backward(0, i, {"": dys[i]}) and None)()
     for usage in audit.usage:
         action, index = usage.name[0], int(usage.name[1])
         held = sum(memories[i].saved_bytes - xs[i].nbytes for i in range(index + 1))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops.attention import Past, Sees, backward_over, forward_over
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops.attention import AttentionSpec, KeyValueCache, backward_over, forward_over
+from pipefit.run.stage_inputs import StageInputs
 
 SLICES, TOKENS, HEADS, GROUPS, FEATURES = 32, 8, 4, 2, 16
 SCALE = 0.25
@@ -33,12 +33,12 @@ def exact(q, k, v, dy):
 
 def in_slices(q, k, v, dy):
     """The same, slice by slice, as the operator runs them."""
-    past, sees = Past(), Sees(SCALE, None, None)
+    past, sees = KeyValueCache(), AttentionSpec(SCALE, None, None)
     parts = [[x[:, i * TOKENS : (i + 1) * TOKENS] for x in (q, k, v, dy)] for i in range(SLICES)]
-    records = [Record(0, i, Feed(), True) for i in range(SLICES)]
+    records = [SavedForward(0, i, StageInputs(), True) for i in range(SLICES)]
     made = []
     for record, part in zip(records, parts, strict=True):
-        past.put(record.slice, part[1], part[2])
+        past.put_keys(record.slice, part[1], part[2])
         made.append(forward_over(past, record, part[0], sees))
     back = []
     for record, part, (out, lse) in reversed([*zip(records, parts, made, strict=True)]):

@@ -16,7 +16,7 @@ import worker_plans as plans
 from sockets import received_bytes
 from test_worker_gathered import gathered
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.cost.comm.network import Network
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.show.traffic import step_traffic
@@ -51,14 +51,14 @@ def sent(pool, plan, name):
 
 def traffic_of(plan, name):
     """The same as the report counts it."""
-    cluster = local(8)
+    cluster = local_cluster(8)
     work = simulate_plan(plan, plans.model(name), cluster).work
     return step_traffic(work, Network(cluster), plan.order.microbatches)
 
 
 def counted(plan, name):
     """All of each pair."""
-    return traffic_of(plan, name).totals()
+    return traffic_of(plan, name).pair_totals()
 
 
 def factors(recipe):
@@ -118,7 +118,7 @@ def test_gradients_are_summed_round_the_ring_backwards(gloo_pool):
     """As gloo does it: from each device to the one before."""
     plan, _ = gathered("wide", shares=(2, 1, 1), edit=whole)
     found, said = sent(gloo_pool, plan, "wide"), traffic_of(plan, "wide")
-    agree(found, said.totals(), 0.01)
+    agree(found, said.pair_totals(), 0.01)
     assert {pair for pair, parts in said.bytes.items() if "reduction" in parts} == {(0, 2), (2, 1), (1, 0)}
 
 

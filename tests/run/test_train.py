@@ -12,10 +12,10 @@ import train_toys as toys
 from typer.testing import CliRunner
 
 from pipefit.cli import build_app
-from pipefit.cli.train import without
-from pipefit.cluster import local, parse_spec
-from pipefit.cluster import save as save_cluster
-from pipefit.codec import digest
+from pipefit.cli.train import without_options
+from pipefit.cluster import local_cluster, parse_spec
+from pipefit.cluster import save_cluster_file as save_cluster
+from pipefit.codec import content_digest
 from pipefit.errors import PipefitError, StalePlanError
 from pipefit.plan.check.rules import save_plan
 from pipefit.run.session.launch import launch_lines
@@ -26,7 +26,7 @@ def invoke(*arguments: str) -> str:
     """The message of a command that must be refused."""
     result = CliRunner().invoke(build_app(), ["train", *arguments])
     assert isinstance(result.exception, PipefitError), result
-    return result.exception.text()
+    return result.exception.full_text()
 
 
 @pytest.mark.gloo
@@ -124,14 +124,14 @@ def test_no_plan_and_a_plan_cut_short(tmp_path):
 def test_launch_lines_for_real_clusters(tmp_path, monkeypatch):
     path, one = toys.write_plan(tmp_path, stages=2, microbatches=4, replicas=(1, 1))
     arguments = ["train", str(path), "-o", "run", "--steps", "9", "--per-host", "2", "--local=4", "--lr", "1e-3"]
-    kept = without(arguments, "--per-host", "--local")
+    kept = without_options(arguments, "--per-host", "--local")
     text = launch_lines(path, one, kept, 2)
     assert "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500" in text
     assert f"-m pipefit train {path} -o run --steps 9 --lr 1e-3" in text
     assert "#SBATCH --nodes=2" in text and "srun torchrun" in text
     with pytest.raises(PipefitError, match="--per-host") as error:
         launch_lines(path, one, kept, 3)
-    assert "a divisor of 4" in error.value.text()
+    assert "a divisor of 4" in error.value.full_text()
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_model_that_changed_since_the_plan_is_refused(tmp_path, alone, where):
 def test_the_cluster_of_a_plan_is_looked_for_and_compared(tmp_path, monkeypatch):
     path, one = toys.write_plan(tmp_path, microbatches=2)
     cluster = parse_spec("2xA100-80")
-    one = replace(one, cluster="far/away.json", hashes=replace(one.hashes, cluster=digest(cluster)))
+    one = replace(one, cluster="far/away.json", hashes=replace(one.hashes, cluster=content_digest(cluster)))
     save_cluster(cluster, tmp_path / "away.json")
     assert check_cluster(one, path) == cluster, "beside the plan"
     save_cluster(cluster, tmp_path / "here" / "other.json")
@@ -237,7 +237,7 @@ def test_the_cluster_of_a_plan_is_looked_for_and_compared(tmp_path, monkeypatch)
     with pytest.raises(StalePlanError, match="the cluster changed"):
         check_cluster(one, path)
     here = replace(one, cluster="local:2")
-    assert check_cluster(here, path) == local(2), "its figures follow the clock: not compared"
+    assert check_cluster(here, path) == local_cluster(2), "its figures follow the clock: not compared"
     assert check_cluster(replace(one, cluster=""), path) is None
     assert check_cluster(replace(one, hashes=replace(one.hashes, cluster="")), path) is None
 

@@ -15,8 +15,8 @@ import worker_plans as plans
 
 from pipefit.plan.check.rules import save_plan
 from pipefit.run.checkpoint import checkpoint
-from pipefit.run.session.train import Run
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.session.train import TrainingRun
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.state import all_pieces, stored_pieces
@@ -45,7 +45,7 @@ def test_a_disk_that_cannot_be_written_is_told(tmp_path, alone):
 
 def test_checkpoints_are_written_while_steps_run(tmp_path, monkeypatch, alone):
     """Each save of the thread waits until the next step has been taken; the last before the run ends."""
-    real, stepped, seen = checkpoint.save, threading.Event(), []
+    real, stepped, seen = checkpoint.save_checkpoint, threading.Event(), []
 
     def late(directory, step, *arguments, **options):
         if step < 3:
@@ -59,9 +59,9 @@ def test_checkpoints_are_written_while_steps_run(tmp_path, monkeypatch, alone):
             stepped.set()
         return result
 
-    take = Run.step
-    monkeypatch.setattr(checkpoint, "save", late)
-    monkeypatch.setattr(Run, "step", watched)
+    take = TrainingRun.run_step
+    monkeypatch.setattr(checkpoint, "save_checkpoint", late)
+    monkeypatch.setattr(TrainingRun, "run_step", watched)
     text = toys.write_text(tmp_path)
     path, _ = toys.write_plan(tmp_path, microbatches=2)
     run = tmp_path / "run"
@@ -94,15 +94,15 @@ def test_a_run_continues_in_another_precision_from_its_float32_values(tmp_path, 
     workers = []
     for precision in precisions:
         one = plans.plan("tied", replace(toys.JOB, precision=precision), microbatches=2)
-        workers.append(build_worker(one, plans.model("tied"), Comms(), torch.device("cpu"), OptimizerConfig()))
+        workers.append(build_worker(one, plans.model("tied"), CommGroups(), torch.device("cpu"), OptimizerConfig()))
     before, after = workers
     generator = torch.Generator().manual_seed(1)
     for optimizer in before.optimizers:
         optimizer.master.normal_(generator=generator)
-        optimizer.publish()
+        optimizer.round_master()
         optimizer.second.uniform_(generator=generator)
-    folder = checkpoint.save(tmp_path, 1, all_pieces(before, saving=True), {})
-    checkpoint.load(folder, stored_pieces(after, checkpoint.read_manifest(folder).tensors))
+    folder = checkpoint.save_checkpoint(tmp_path, 1, all_pieces(before, saving=True), {})
+    checkpoint.load_checkpoint(folder, stored_pieces(after, checkpoint.read_manifest(folder).tensors))
     for old, new in zip(before.optimizers, after.optimizers, strict=True):
         assert old.master.numel() and torch.equal(old.master, new.master), "every bit of the float32 values"
         assert torch.equal(new.parameter, old.master.to(new.parameter.dtype)) and torch.equal(old.second, new.second)
@@ -136,13 +136,13 @@ def test_a_start_that_failed_does_not_block_the_next_one(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(("every", "shortest_s"), [(1, 0.2), (2, 0.1)])
 def test_the_time_of_a_step_holds_the_wait_for_its_results(tmp_path, monkeypatch, alone, every, shortest_s):
     """On a GPU a step returns when it is launched, and reading its loss waits until it is done."""
-    read = StepResult.read
+    read = StepResult.read_values
 
     def late(self):
         time.sleep(0.2)
         return read(self)
 
-    monkeypatch.setattr(StepResult, "read", late)
+    monkeypatch.setattr(StepResult, "read_values", late)
     text = toys.write_text(tmp_path)
     path, _ = toys.write_plan(tmp_path, microbatches=2)
     assert toys.train_here(path, text, tmp_path / "run", "--log-every", str(every), steps=4) == (0, "")

@@ -18,14 +18,14 @@ from train_toys import command, start, train_here
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import IndexRequest, make_index
 from pipefit.errors import DataError, PlanError
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import describe
+from pipefit.model.registry import describe_config
 from pipefit.plan.check.rules import save_plan
 from pipefit.plan.types import Job
 from pipefit.run.config import TrainConfig
 from pipefit.run.inputs.image_feeding import open_images
-from pipefit.run.verify.verify import feeding_of, measure_rank
+from pipefit.run.verify.verify import measure_rank, random_batch_source
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 
@@ -42,8 +42,8 @@ CONFIG: dict[str, Any] = toys.CONFIG | {
 
 @lru_cache
 def small_model() -> Model:
-    described = describe(CONFIG, "multimodal", "config")
-    return capture(described.family, described.config)
+    described = describe_config(CONFIG, "multimodal", "config")
+    return capture_family(described.family, described.config)
 
 
 def write_index(folder: Path, patch: int = 4, samples: int = 14) -> Path:
@@ -124,7 +124,7 @@ def test_verify_runs_every_rank_alone_on_random_images_of_the_planned_counts() -
     model, counts = toys.model(names), toys.counts(names, 0)
     plan = toys.plan(model, dict(zip(names, (Layout((1, 1)), Layout(), Layout()), strict=True)))
     with pytest.raises(PlanError, match=r"does not say how many tokens its samples have(.|\n)*--data INDEX"):
-        feeding_of(plan, model, 0, torch.device("cpu"))
+        random_batch_source(plan, model, 0, torch.device("cpu"))
     spaces = tuple(replace(space, counts=tuple(counts.get(space.name, ()))) for space in plan.spaces)
     plan = replace(plan, spaces=spaces)
     measured = [measure_rank(plan, model, rank, torch.device("cpu"), steps=1) for rank in range(4)]

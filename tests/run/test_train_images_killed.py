@@ -23,7 +23,7 @@ from test_train_images import JOB, losses, norms, small_model, write_index
 from train_toys import TIME_LIMIT_S, command, environment, start, train_here
 
 from pipefit.data.multimodal.index import make_index, open_index
-from pipefit.data.preparation.ahead import Ahead, PreparedStep
+from pipefit.data.preparation.ahead import PreparedStep, StepPrefetcher
 from pipefit.plan.check.rules import save_plan
 
 STEPS = 3
@@ -68,14 +68,14 @@ def digest(prepared: PreparedStep) -> str:
 def fed(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """Step -> digest of what runs in this process are fed with there; a step that differs from before is an error."""
     found: dict[int, str] = {}
-    real = Ahead.take
+    real = StepPrefetcher.take_step
 
-    def take(self: Ahead, step: int) -> PreparedStep:
+    def take(self: StepPrefetcher, step: int) -> PreparedStep:
         prepared = real(self, step)
         assert found.setdefault(step, digest(prepared)) == digest(prepared), f"step {step} is fed otherwise"
         return prepared
 
-    monkeypatch.setattr(Ahead, "take", take)
+    monkeypatch.setattr(StepPrefetcher, "take_step", take)
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cost.memory.correction_file import load_memory
 from pipefit.cost.memory.step_end import RUN_ELEMENTS
@@ -24,16 +24,16 @@ from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
-from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.check.rules import save_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.risk import with_risk
-from pipefit.plan.types import Hashes, Job, Plan
-from pipefit.run.transfers.comms import Comms, all_gather, reduce_scatter
-from pipefit.run.update.optimizer import run_elements
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.risk import attach_risk
+from pipefit.plan.types import InputHashes, Job, Plan
+from pipefit.run.transfers.comms import CommGroups, all_gather, reduce_scatter
+from pipefit.run.update.optimizer import update_elements
 from pipefit.run.verify import verify
-from pipefit.run.verify.alone import RECEIVED_STD, alone
+from pipefit.run.verify.alone import RECEIVED_STD, alone_world
 from pipefit.run.verify.record import check_kind
 from pipefit.show.figures import limits_by_device
 
@@ -47,11 +47,11 @@ def opened() -> Model:
 
 def plan_of(predicted: bool = True, **decisions: Any) -> Plan:
     """A plan for four processes of this machine."""
-    model, cluster = opened(), local(4)
+    model, cluster = opened(), local_cluster(4)
     job = Job(batch=8, sequence=32, precision="float32", seed=5)
-    choice = Decisions(**{"stages": 4, "microbatches": 4, "schedule": "1f1b"} | decisions)
+    choice = ParallelConfig(**{"stages": 4, "microbatches": 4, "schedule": "1f1b"} | decisions)
     made = replace(build_plan(model, cluster, job, choice, name=MODEL), cluster="local:4")
-    return predict(made, model, simulate_plan(made, model, cluster)) if predicted else made
+    return add_prediction(made, model, simulate_plan(made, model, cluster)) if predicted else made
 
 
 def with_lanes(plan: Plan, *lanes: tuple[float, float]) -> Plan:
@@ -68,7 +68,7 @@ def with_lanes(plan: Plan, *lanes: tuple[float, float]) -> Plan:
 def command(tmp_path: Path, pipefit, monkeypatch):  # type: ignore[no-untyped-def]
     """Run `pipefit verify` on a plan in this process, ranks included: (exit code, output, errors)."""
     model = opened()
-    monkeypatch.setattr("pipefit.model.capture.layers.capture", lambda family, config: model)
+    monkeypatch.setattr("pipefit.model.capture.layers.capture_family", lambda family, config: model)
     monkeypatch.setattr(verify, "in_fresh_process", lambda work, *arguments, rank: work(*arguments))
 
     def run(plan: Plan | None, *words: str) -> tuple[int, str, str]:
@@ -125,7 +125,7 @@ def test_a_killed_process_is_reported() -> None:
 def test_a_rank_runs_in_a_process_of_its_own() -> None:
     plan, model = plan_of(), opened()
     found = verify.verify_rank(plan, model, 2, torch.device("cpu"), 1)
-    assert found.measured == verify.measure_rank(plan, model, 2, torch.device("cpu"), 1) and found.fits
+    assert found.measured == verify.measure_rank(plan, model, 2, torch.device("cpu"), 1) and found.fits_limit
 
 
 def test_critical_ranks() -> None:
@@ -150,9 +150,9 @@ def test_what_was_measured_is_recorded_and_learned_from(command, tmp_path: Path)
     facts = load_memory(path)
     command(plan_of(), "--rank", "0", "--steps", "1", "--record", str(path))
     assert len(load_memory(path).runs) == len(facts.runs) == 6 and facts.runs[0].environment["torch"]
-    estimate = facts.corrections["cpu"].estimate(facts.runs[0].parts)
+    estimate = facts.corrections["cpu"].estimate_rank(facts.runs[0].parts)
     assert estimate.expected_bytes == pytest.approx(facts.runs[0].measured_bytes, rel=0.01)
-    plan = with_risk(plan_of(), opened(), local(4), facts)
+    plan = attach_risk(plan_of(), opened(), local_cluster(4), facts)
     assert plan.prediction is not None and plan.prediction.risk is not None and plan.prediction.risk < 0.001
 
 
@@ -247,7 +247,7 @@ def test_a_plan_without_a_prediction(command) -> None:
 
 def test_a_plan_for_another_model(command) -> None:
     plan = plan_of()
-    code, _, err = command(replace(plan, hashes=Hashes(model="0" * 16, cluster=plan.hashes.cluster)))
+    code, _, err = command(replace(plan, hashes=InputHashes(model="0" * 16, cluster=plan.hashes.cluster)))
     assert code == 2 and "The plan was made for another form of this model." in err
 
 
@@ -264,17 +264,17 @@ def test_a_machine_that_is_too_small(command) -> None:
 
 
 def test_runs_of_the_update_are_what_the_cost_model_counts() -> None:
-    assert RUN_ELEMENTS["cpu"] == run_elements(torch.device("cpu"))
-    assert RUN_ELEMENTS["gpu"] == run_elements(torch.device("cuda"))
+    assert RUN_ELEMENTS["cpu"] == update_elements(torch.device("cpu"))
+    assert RUN_ELEMENTS["gpu"] == update_elements(torch.device("cuda"))
 
 
 def test_alone_in_a_world() -> None:
     """Receives are filled, gathers and reductions give numbers, and nothing is left of the world afterwards."""
-    with alone(2, 8):
-        comms = Comms()
-        comms.make([[0, 1, 2, 3], [2, 6]])
-        group = comms.group([0, 1, 2, 3])
-        channel, peer, tag = comms.channel(5, 2, 7)
+    with alone_world(2, 8):
+        comms = CommGroups()
+        comms.create_groups([[0, 1, 2, 3], [2, 6]])
+        group = comms.find_group([0, 1, 2, 3])
+        channel, peer, tag = comms.open_channel(5, 2, 7)
         buffer = torch.full((4096,), float("nan"))
         channel.recv([buffer], peer, tag).wait()
         assert float(buffer.std()) == pytest.approx(RECEIVED_STD, rel=0.1)
@@ -301,33 +301,35 @@ def test_inputs_of_a_whole_model_may_be_called_as_hidden_states_are() -> None:
     inputs = {"x": torch.zeros(2, 6), "labels": torch.zeros(2, dtype=torch.int64)}
     model = capture_whole(Example(module=Small(), inputs=inputs, loss=nn.functional.cross_entropy))
     assert [tensor.name for tensor in model.layer_graph(model.layers[1]).inputs] == ["x", "labels"]
-    plan = build_plan(model, local(1), Job(batch=4, sequence=1, precision="float32"), Decisions(), name="small")
-    [[feed]], count = verify.feeding_of(plan, model, 0, torch.device("cpu")).step(0)[:2]
+    plan = build_plan(
+        model, local_cluster(1), Job(batch=4, sequence=1, precision="float32"), ParallelConfig(), name="small"
+    )
+    [[feed]], count = verify.random_batch_source(plan, model, 0, torch.device("cpu")).step_inputs(0)[:2]
     assert (feed.data["x"].shape, count) == ((4, 6), 4)
 
 
 def test_kinds_that_hold_different_amounts_are_each_told_what_they_need() -> None:
     """Replicas of two kinds with three rows and one: of every rank what it really takes, and the one that decides is
     the one that is fullest for its own memory."""
-    made, model = local(4), opened()
+    made, model = local_cluster(4), opened()
     [cpu] = made.kinds.values()
     kinds = {"cpu": cpu, "cpu-small": replace(cpu, name="cpu-small", memory_bytes=cpu.memory_bytes // 8)}
     hosts = tuple(replace(made.hosts[0], name=f"h{n}", kind=name, devices=2) for n, name in enumerate(kinds))
     rail = uniform_rail("net", 2, 1e-6, 1e9)
     cluster = replace(made, kinds=kinds, hosts=hosts, rails=(rail,))
     job = Job(batch=8, sequence=128, precision="float32", seed=5)
-    choice = Decisions(stages=2, replicas=(3, 1), microbatches=2, schedule="1f1b", devices=(0, 2, 1, 3))
+    choice = ParallelConfig(stages=2, replicas=(3, 1), microbatches=2, schedule="1f1b", devices=(0, 2, 1, 3))
     plan = build_plan(model, cluster, job, choice, name=MODEL)
-    plan = predict(plan, model, simulate_plan(plan, model, cluster))
+    plan = add_prediction(plan, model, simulate_plan(plan, model, cluster))
     assert plan.prediction is not None
     assert [lane.kind for lane in plan.prediction.lanes] == ["cpu-small", "cpu-small"]
-    small = [plan.devices.index(device) for device in (2, 3)]
+    small = [plan.used_devices.index(device) for device in (2, 3)]
     assert sorted(verify.critical_ranks(plan)) == sorted(small)
     found = {rank: verify.measure_rank(plan, model, rank, torch.device("cpu"), 1).train for rank in range(4)}
     for lane, said in enumerate(plan.prediction.lanes):
-        for device in plan.lane_group(lane).devices:
+        for device in plan.lane_mesh(lane).devices:
             assert verify.is_fullest(plan, device), "of its kind"
-            peak = said.of(device).peak_bytes - WORKSPACE_BYTES
-            assert peak == pytest.approx(found[plan.devices.index(device)], rel=0.01)
+            peak = said.for_device(device).peak_bytes - WORKSPACE_BYTES
+            assert peak == pytest.approx(found[plan.used_devices.index(device)], rel=0.01)
             assert limits_by_device(plan)[device] == cluster.kinds["cpu" if device < 2 else "cpu-small"].memory_bytes
     assert found[small[0]] < 0.8 * max(found.values())

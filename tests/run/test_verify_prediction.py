@@ -12,17 +12,17 @@ import pytest
 import torch
 import worker_plans as plans
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.cost.static_memory import WORKSPACE_BYTES, Precision
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import describe
+from pipefit.model.registry import describe_config
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.run.verify.verify import measure_rank
-from pipefit.run.worker.worker import lane_of
+from pipefit.run.worker.worker import device_lane
 
 LLAMA = plans.LLAMA | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 4}
 CONFIGS = {
@@ -64,8 +64,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 @lru_cache
 def model(name: str) -> Model:
-    described = describe(CONFIGS[name], name, name)
-    return capture(described.family, described.config)
+    described = describe_config(CONFIGS[name], name, name)
+    return capture_family(described.family, described.config)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,8 +73,10 @@ def test_the_predicted_peak_is_the_measured_one(case: str) -> None:
     name, rank, decisions = CASES[case]
     precision: Precision = "bfloat16" if "bfloat16" in case else "float32"
     job = Job(batch=8, sequence=16 if "wide" in name else 128, precision=precision, seed=5)
-    plan = build_plan(model(name), local(4), job, Decisions(microbatches=4, **decisions), name=name)
-    simulated = simulate_plan(plan, model(name), local(4)).peaks_bytes[lane_of(plan, plan.devices[rank])]
+    plan = build_plan(model(name), local_cluster(4), job, ParallelConfig(microbatches=4, **decisions), name=name)
+    simulated = simulate_plan(plan, model(name), local_cluster(4)).peaks_bytes[
+        device_lane(plan, plan.used_devices[rank])
+    ]
     measured = measure_rank(plan, model(name), rank, torch.device("cpu"), 1)
     assert simulated - WORKSPACE_BYTES == pytest.approx(measured.train, rel=0.003)
     assert max(measured.build, measured.evaluate) < measured.train, "what the plan has no room for"

@@ -10,11 +10,11 @@ import verify_cases
 import worker_cases as cases
 import worker_plans as plans
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
-from pipefit.run.verify.verify import Measured, measure_rank
+from pipefit.run.verify.verify import MeasuredMemory, measure_rank
 
 pytestmark = pytest.mark.gloo
 
@@ -40,14 +40,14 @@ def deep_model(monkeypatch) -> None:
 
 def plan_of(name: str, **decisions: Any) -> Plan:
     job = Job(batch=12 if name == "wide" else 8, sequence=64, precision="float32", seed=5)
-    return build_plan(plans.model(name), local(8), job, Decisions(microbatches=4, **decisions), name=name)
+    return build_plan(plans.model(name), local_cluster(8), job, ParallelConfig(microbatches=4, **decisions), name=name)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_alone_takes_what_it_takes_among_the_others(gloo_pool, case: str) -> None:
     name, decisions = CASES[case]
     plan, model = plan_of(name, **decisions), plans.model(name)
-    ranks = len(plan.devices)
+    ranks = len(plan.used_devices)
     gloo_pool.run(cases.prepare, [(plan, model)], ranks=gloo_pool.size)
     alone = [measure_rank(plan, model, rank, torch.device("cpu")) for rank in range(ranks)]
     for last in (False, False, True):  # what gloo's threads free too late for the record is not there the next time
@@ -58,5 +58,5 @@ def test_a_rank_alone_takes_what_it_takes_among_the_others(gloo_pool, case: str)
         assert figures(one) == pytest.approx(figures(other), rel=0.002)
 
 
-def figures(measured: Measured) -> list[int]:
+def figures(measured: MeasuredMemory) -> list[int]:
     return [measured.build, measured.train, measured.evaluate]

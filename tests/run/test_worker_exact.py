@@ -182,7 +182,7 @@ def one_process(name: str, pool):
 def cases_of(pool, the_plan: Plan, name: str, steps: int, tagged: bool = True):
     pool.run(cases.prepare, [(the_plan, plans.model(name))], tagged, ranks=8)
     arguments = (the_plan, plans.model(name), plans.VOCABULARY, steps, tagged)
-    return pool.run(cases.run_steps, *arguments, ranks=len(the_plan.devices))[0]
+    return pool.run(cases.run_steps, *arguments, ranks=len(the_plan.used_devices))[0]
 
 
 def check_one_step(pool, the_plan: Plan, name: str):
@@ -289,7 +289,7 @@ def test_clipped_steps_are_pytorchs(gloo_pool, case):
     optimizer = replace(cases.OPTIMIZER, max_norm=bound)
     gloo_pool.run(cases.prepare, [(the_plan, plans.model(name))], True, ranks=8)
     arguments = (the_plan, plans.model(name), plans.VOCABULARY, 3, True, optimizer)
-    found = gloo_pool.run(cases.run_steps, *arguments, ranks=len(the_plan.devices))[0]
+    found = gloo_pool.run(cases.run_steps, *arguments, ranks=len(the_plan.used_devices))[0]
     norms, wanted = pytorchs_adamw(name, 3, bound)
     assert min(norms) > 4 * bound
     np.testing.assert_allclose([norm for _, norm in found["steps"]], norms, rtol=1e-10)

@@ -13,13 +13,13 @@ import pytest
 import worker_cases as cases
 import worker_plans as plans
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.plan.check.rules import check_plan
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.fitted_orders import fit_layout, tables_of
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Plan
-from pipefit.schedule.problem import linear, vee
+from pipefit.schedule.problem import linear_placement, vee_placement
 
 pytestmark = pytest.mark.gloo
 
@@ -28,9 +28,9 @@ DEVICES, MICROBATCHES = 3, 8
 
 def fitted_plan(placement: tuple[int, ...], keep: float) -> Plan:
     """A plan with so much of the memory between recomputing everything and nothing."""
-    bench = Workbench(plans.model("llama"), local(DEVICES), name="llama")
-    layout = Decisions(stages=len(placement), placement=placement, microbatches=MICROBATCHES)
-    layout = replace(layout, cuts=bench.cutter.leanest(plans.JOB, layout).cuts)
+    bench = PlannerContext(plans.model("llama"), local_cluster(DEVICES), name="llama")
+    layout = ParallelConfig(stages=len(placement), placement=placement, microbatches=MICROBATCHES)
+    layout = replace(layout, cuts=bench.layer_cutter.leanest_cut(plans.JOB, layout).cuts)
     tables = tables_of(bench, plans.JOB, layout, [("none",), ("full",)])
     ends = {one.decisions.recompute[0]: fit_layout(bench, [one], moves=2000) for one in tables}
     none, full = ends["none"], ends["full"]
@@ -39,7 +39,7 @@ def fitted_plan(placement: tuple[int, ...], keep: float) -> Plan:
     limits = [low + keep * (high - low)] * DEVICES
     best = fit_layout(bench, tables, limits, moves=2000)
     assert best is not None and max(best.simulation.timeline.peak_bytes) <= limits[0]
-    made = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    made = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     check_plan(made)
     assert made.order.name == made.decisions["schedule"] == "fit"
     return made
@@ -51,7 +51,7 @@ def reference():
 
 
 @pytest.mark.parametrize("keep", [0.4, 1.0])
-@pytest.mark.parametrize("placement", [linear(DEVICES), vee(DEVICES)], ids=["linear", "v"])
+@pytest.mark.parametrize("placement", [linear_placement(DEVICES), vee_placement(DEVICES)], ids=["linear", "v"])
 def test_a_fitted_order_trains_as_one_process_does(gloo_pool, placement: tuple[int, ...], keep: float) -> None:
     made = fitted_plan(placement, keep)
     model = plans.model("llama")

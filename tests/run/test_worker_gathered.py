@@ -13,17 +13,17 @@ import worker_plans as plans
 from test_worker_exact import cases_of, one_process, reference
 from test_worker_state import interrupted, uninterrupted
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import StalePlanError
 from pipefit.layout import parse_form
-from pipefit.plan.assemble.shard_recipes import setting_of
+from pipefit.plan.assemble.shard_recipes import shard_setting
 from pipefit.plan.check.rules import check_plan
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.run.worker.build import stage_programs
-from pipefit.shard.chain import Chains
+from pipefit.shard.chain import ChainSearch
 
 pytestmark = pytest.mark.gloo
 
@@ -34,18 +34,20 @@ BYTE_S = 1e-7
 
 def gathered(name, shares=SHARES, edit=lambda recipe: recipe, microbatches=2, **decisions):
     """A plan of one stage that works by rows, and the words of its recipes. `edit` changes a recipe's text."""
-    model, cluster, job = plans.model(name), local(8), plans.JOB
-    bench = Workbench(model, cluster, name=name)
-    setting = setting_of(
+    model, cluster, job = plans.model(name), local_cluster(8), plans.JOB
+    bench = PlannerContext(model, cluster, name=name)
+    setting = shard_setting(
         model, Network(cluster), best_costs(cluster), devices=tuple(range(len(shares))), rows=job.batch // microbatches,
         tokens=job.sequence, precision=job.precision, microbatches=microbatches,
     )  # fmt: skip
-    chains = Chains(model, setting, byte_price_s=BYTE_S, streams=(parse_form("G0"),), tied_whole=True)
-    links = chains.search(model.layers, shares)
-    recipes = {layer.graph: edit(link.recipe.text) for layer, link in zip(model.layers, links, strict=True)}
-    chosen = Decisions(
+    chains = ChainSearch(model, setting, byte_price_s=BYTE_S, streams=(parse_form("G0"),), tied_whole=True)
+    links = chains.search_programs(model.layers, shares)
+    recipes = {
+        layer.graph: edit(link.layer_recipe.recipe_text) for layer, link in zip(model.layers, links, strict=True)
+    }
+    chosen = ParallelConfig(
         stages=1, microbatches=microbatches, replicas=(1,), sharding="searched", shards=shares, lane_shards=(shares,),
-        recipes=(bench.programs.add(recipes),), **decisions,
+        recipes=(bench.programs.add_recipes(recipes),), **decisions,
     )  # fmt: skip
     words = [word for text in recipes.values() for word in text.split()]
     return build_plan(model, cluster, job, chosen, name=name, bench=bench), words
@@ -120,4 +122,4 @@ def test_another_recipe_is_another_program():
     changed = re.sub(r"mlp\.up_proj\.weight:G0>I\S* ", "", plan.recipes[key])
     with pytest.raises(StalePlanError, match="made for another program of this stage") as error:
         stage_programs(replace(plan, recipes={**plan.recipes, key: changed}), plans.model("wide"))
-    assert "stages[0].program" in error.value.text()
+    assert "stages[0].program" in error.value.full_text()

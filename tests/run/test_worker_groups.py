@@ -15,38 +15,42 @@ import pytest
 import worker_plans as plans
 from test_worker_exact import cases_of, check_one_step, one_process
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.layout import parse_form
-from pipefit.plan.assemble.shard_recipes import setting_of
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.assemble.shard_recipes import shard_setting
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Plan
-from pipefit.shard.chain import Chains
+from pipefit.shard.chain import ChainSearch
 
 pytestmark = pytest.mark.gloo
 
 
 def grouped(name: str, lanes: Sequence[tuple[tuple[int, ...], str]], replicas: int = 1, **decisions: Any) -> Plan:
     """A plan whose lanes have these shares and hold the hidden state in these forms, each with a program of its own."""
-    model, cluster, job = plans.model(name), local(8), plans.JOB
-    bench = Workbench(model, cluster, name=name)
+    model, cluster, job = plans.model(name), local_cluster(8), plans.JOB
+    bench = PlannerContext(model, cluster, name=name)
     count = decisions.get("microbatches", 2)
     sets = []
     for shares, form in lanes:
         if len(shares) == 1:
             sets.append("")
             continue
-        setting = setting_of(
+        setting = shard_setting(
             model, Network(cluster), best_costs(cluster), devices=tuple(range(len(shares))),
             rows=job.batch // count // replicas, tokens=job.sequence, precision=job.precision, microbatches=count,
         )  # fmt: skip
-        chains = Chains(model, setting, streams=(parse_form(form),), tied_whole=True)
-        links = chains.search(model.layers, shares)
-        sets.append(bench.programs.add({a.graph: b.recipe.text for a, b in zip(model.layers, links, strict=True)}))
+        chains = ChainSearch(model, setting, streams=(parse_form(form),), tied_whole=True)
+        links = chains.search_programs(model.layers, shares)
+        sets.append(
+            bench.programs.add_recipes(
+                {a.graph: b.layer_recipe.recipe_text for a, b in zip(model.layers, links, strict=True)}
+            )
+        )
     shares = tuple(shares for shares, _ in lanes)
-    chosen = Decisions(
+    chosen = ParallelConfig(
         **{"stages": len(lanes), "microbatches": count, **decisions}, replicas=(1,) * replicas, sharding="searched",
         shards=max(shares, key=len), lane_shards=shares, recipes=tuple(sets),
     )  # fmt: skip

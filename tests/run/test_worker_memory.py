@@ -17,17 +17,17 @@ import pytest
 import worker_cases as cases
 import worker_plans as plans
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.cost.types import CostTable
-from pipefit.model.capture.layers import capture
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import describe
-from pipefit.plan.assemble.predict import Simulation, predict, simulate_plan
+from pipefit.model.registry import describe_config
+from pipefit.plan.assemble.predict import PlanSimulation, add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule import FAMILIES
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 pytestmark = pytest.mark.gloo
 
@@ -41,8 +41,8 @@ CONFIGS = {"llama": LLAMA, "grouped": LLAMA | {"num_key_value_heads": 2}, "gpt2"
 
 @lru_cache
 def model(name: str) -> Model:
-    described = describe(CONFIGS[name], name, name)
-    return capture(described.family, described.config)
+    described = describe_config(CONFIGS[name], name, name)
+    return capture_family(described.family, described.config)
 
 
 def plan_of(family: str, name: str = "llama", precision: Any = "float32", **decisions: Any) -> Plan:
@@ -50,7 +50,7 @@ def plan_of(family: str, name: str = "llama", precision: Any = "float32", **deci
     replicas = sum(decisions.get("replicas", (1,))) * sum(decisions.get("shards", (1,)))
     placement = FAMILIES[family].placement(DEVICES // replicas)
     one_each = len(placement) == DEVICES // replicas
-    chosen = Decisions(
+    chosen = ParallelConfig(
         stages=len(placement),
         placement=() if one_each else placement,
         schedule=family,
@@ -58,22 +58,22 @@ def plan_of(family: str, name: str = "llama", precision: Any = "float32", **deci
         **decisions,
     )
     job = Job(batch=MICROBATCHES * len(decisions.get("replicas", (1,))), sequence=SEQUENCE, precision=precision, seed=5)
-    return build_plan(model(name), local(DEVICES), job, chosen, name=name)
+    return build_plan(model(name), local_cluster(DEVICES), job, chosen, name=name)
 
 
-def peaks(pool: Any, plan: Plan, name: str = "llama") -> tuple[list[float], Simulation]:
+def peaks(pool: Any, plan: Plan, name: str = "llama") -> tuple[list[float], PlanSimulation]:
     """(the measured peak of every device, the simulation)."""
     pool.run(cases.prepare, [(plan, model(name))], ranks=pool.size)
     measured = pool.run(memory_cases.audited_step, plan, model(name), CONFIGS[name]["vocab_size"], ranks=DEVICES)
     assert all(0 <= rest < 64 for _, rest, _ in measured), "everything but the step's result has been let go"
-    return [float(peak) for peak, _, _ in measured], simulate_plan(plan, model(name), local(DEVICES))
+    return [float(peak) for peak, _, _ in measured], simulate_plan(plan, model(name), local_cluster(DEVICES))
 
 
-def activations(simulation: Simulation, costs: CostTable | None = None) -> list[float]:
+def activations(simulation: PlanSimulation, costs: CostTable | None = None) -> list[float]:
     """Of every device, the simulated peak less what always stays."""
     timeline = simulation.timeline
     if costs is not None:
-        timeline = simulate(timeline.schedule, costs)
+        timeline = simulate_schedule(timeline.schedule, costs)
     lanes = timeline.peak_bytes - timeline.costs.static_bytes
     groups = [stage.group.devices for stage in simulation.work.stages]
     return [
@@ -87,7 +87,7 @@ def test_the_simulated_peak_is_the_measured_one(gloo_pool, family: str) -> None:
     plan = plan_of(family)
     measured, simulation = peaks(gloo_pool, plan)
     assert activations(simulation) == pytest.approx(measured, rel=0.01)
-    lanes = predict(plan, model("llama"), simulation).prediction.lanes
+    lanes = add_prediction(plan, model("llama"), simulation).prediction.lanes
     assert [lane.parts["activations"] for lane in lanes] == pytest.approx(measured, rel=0.01)
 
 
@@ -156,9 +156,9 @@ def test_action_by_action(gloo_pool) -> None:
     plan = plan_of("v-half")
     gloo_pool.run(cases.prepare, [(plan, model("llama"))], ranks=gloo_pool.size)
     found = gloo_pool.run(memory_cases.audited_step, plan, model("llama"), 512, True, ranks=DEVICES)
-    timeline = simulate_plan(plan, model("llama"), local(DEVICES)).timeline
+    timeline = simulate_plan(plan, model("llama"), local_cluster(DEVICES)).timeline
     for lane, (peak, _, usage) in enumerate(found):
-        curve = timeline.memory[lane]
+        curve = timeline.lane_memory[lane]
         assert [one.name for one in usage] == [str(action) for action in timeline.schedule.lanes[lane]]
         for step, one in enumerate(usage):
             if timeline.schedule.lanes[lane][step].kind in "FIB":

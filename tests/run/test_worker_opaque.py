@@ -10,11 +10,11 @@ import pytest
 import torch
 import worker_cases as cases
 
-from pipefit.cluster import local
-from pipefit.model.capture.layers import capture
-from pipefit.model.registry import build_layers, resolve
+from pipefit.cluster import local_cluster
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.registry import build_layers, resolve_model
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.run.stage.initial_values import initial_values
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.gloo
 
 
 def test_a_user_model_with_opaque_layers_trains_as_plain_pytorch(gloo_pool):
-    described = resolve(f"{Path(__file__).parent / 'opaque_model.py'}:layers")
+    described = resolve_model(f"{Path(__file__).parent / 'opaque_model.py'}:layers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = capture(described.family, described.config)
+        model = capture_family(described.family, described.config)
     kinds = [[op.kind for op in model.layer_graph(layer).operators] for layer in model.layers]
     assert kinds[1] == kinds[2] == ["opaque"]
     job = Job(batch=8, sequence=6, precision="float64", seed=2)
-    plan = build_plan(model, local(8), job, Decisions(cuts=(2,), microbatches=8))
+    plan = build_plan(model, local_cluster(8), job, ParallelConfig(cuts=(2,), microbatches=8))
     gloo_pool.run(cases.prepare, [(plan, model)], ranks=8)
     found = gloo_pool.run(cases.run_steps, plan, model, 96, 1, ranks=2)[0]
 

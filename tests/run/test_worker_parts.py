@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.errors import PlanError, RunError
-from pipefit.layout import Axis, Group, holding, parse_form
-from pipefit.run.session.metrics import Log, Peak, find_peak, format_step, memory_of, step_metrics
+from pipefit.layout import Mesh, MeshAxis, held_box, parse_form
+from pipefit.run.session.metrics import PeakFlops, RunLog, device_memory, find_peak, format_step, step_metrics
 from pipefit.run.stage.initial_values import initial_value
-from pipefit.run.transfers.pieces import incoming, outgoing
-from pipefit.run.update.buckets import Entry, make_buckets
-from pipefit.run.update.grad_norm import clip_factor, counts, sum_of_squares
+from pipefit.run.transfers.pieces import incoming_pieces, outgoing_pieces
+from pipefit.run.update.buckets import BucketEntry, make_buckets
+from pipefit.run.update.grad_norm import clip_factor, counts_in_norm, sum_of_squares
 from pipefit.run.update.optimizer import AdamW, OptimizerConfig, check_config, learning_rate
 from pipefit.schedule.actions import parse_lanes
-from pipefit.schedule.lowering.messages import post_ahead, windows
+from pipefit.schedule.lowering.messages import post_ahead, receive_windows
 
 
-def grid(replicas: tuple[int, ...], shards: tuple[int, ...], first: int = 0) -> Group:
-    axes = (Axis(name="replica", shares=replicas), Axis(name="shard", shares=shards))
-    return Group(axes=axes, devices=tuple(range(first, first + len(replicas) * len(shards))))
+def grid(replicas: tuple[int, ...], shards: tuple[int, ...], first: int = 0) -> Mesh:
+    axes = (MeshAxis(name="replica", shares=replicas), MeshAxis(name="shard", shares=shards))
+    return Mesh(axes=axes, devices=tuple(range(first, first + len(replicas) * len(shards))))
 
 
 shares = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
@@ -44,13 +44,13 @@ def test_pieces_carry_a_tensor_from_any_grid_to_any_other(r1, s1, r2, s2, form, 
     whole = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
     local = {}
     for device in source.devices:
-        box = holding(shape, source, [parse_form(replica), parse_form(sent)], device)
+        box = held_box(shape, source, [parse_form(replica), parse_form(sent)], device)
         local[device] = whole[tuple(slice(*run) for run in box)]
     for device in target.devices:
-        got = incoming(shape, source, (replica, wire), target, ("G0", received), device)
+        got = incoming_pieces(shape, source, (replica, wire), target, ("G0", received), device)
         buffer = np.full(got.shape, np.nan)
         for piece in got.pieces:
-            out = outgoing(shape, source, (replica, sent), (replica, wire), target, ("G0", received), piece.peer)
+            out = outgoing_pieces(shape, source, (replica, sent), (replica, wire), target, ("G0", received), piece.peer)
             (match,) = [
                 p
                 for p in out.pieces
@@ -58,12 +58,12 @@ def test_pieces_carry_a_tensor_from_any_grid_to_any_other(r1, s1, r2, s2, form, 
             ]
             buffer[tuple(slice(*run) for run in piece.box)] = local[piece.peer][tuple(slice(*run) for run in match.box)]
             assert out.sum_over == (("shard",) if sent == "P" and len(s1) > 1 else ())
-        box = holding(shape, target, [parse_form("G0"), parse_form(received)], device)
+        box = held_box(shape, target, [parse_form("G0"), parse_form(received)], device)
         np.testing.assert_array_equal(buffer, whole[tuple(slice(*run) for run in box)])
 
 
 def _global(piece, device, group, form):
-    own = holding((7, 6, 2), group, [parse_form("G0"), parse_form(form)], device)
+    own = held_box((7, 6, 2), group, [parse_form("G0"), parse_form(form)], device)
     return tuple((a + low, b + low) for (a, b), (low, _) in zip(piece.box, own, strict=True))
 
 
@@ -73,14 +73,14 @@ _to = _global
 def test_equal_grids_give_one_whole_message_each():
     source, target = grid((1, 1), (1, 1)), grid((1, 1), (1, 1), 4)
     for device in source.devices:
-        out = outgoing((4, 6, 2), source, ("G0", "P"), ("G0", "P"), target, ("G0", "P"), device)
+        out = outgoing_pieces((4, 6, 2), source, ("G0", "P"), ("G0", "P"), target, ("G0", "P"), device)
         assert [(piece.peer, piece.whole) for piece in out.pieces] == [(device + 4, True)]
 
 
 def test_a_whole_gradient_that_arrives_as_a_partial_sum_goes_to_one_position():
     """Everyone else contributes zeros: the sum over the axis is the tensor once."""
     source, target = grid((1,), (1,)), grid((1,), (1, 1, 1), 4)
-    got = [incoming((4, 6, 2), source, ("G0", "I"), target, ("G0", "P"), device) for device in target.devices]
+    got = [incoming_pieces((4, 6, 2), source, ("G0", "I"), target, ("G0", "P"), device) for device in target.devices]
     assert [len(entry.pieces) for entry in got] == [1, 0, 0]
     assert [entry.zero for entry in got] == [False, True, True]
 
@@ -88,15 +88,15 @@ def test_a_whole_gradient_that_arrives_as_a_partial_sum_goes_to_one_position():
 def test_a_split_tensor_cannot_leave_whole():
     source, target = grid((1,), (1, 1)), grid((1,), (1, 1), 4)
     with pytest.raises(PlanError) as error:
-        outgoing((4, 6, 2), source, ("G0", "G1"), ("G0", "I"), target, ("G0", "I"), 0)
-    assert "cannot leave as I" in error.value.text() and "axis 'shard'" in error.value.text()
+        outgoing_pieces((4, 6, 2), source, ("G0", "G1"), ("G0", "I"), target, ("G0", "I"), 0)
+    assert "cannot leave as I" in error.value.full_text() and "axis 'shard'" in error.value.full_text()
 
 
 def test_a_window_is_what_the_receiver_has_open():
     lanes = ["0F0 0RECV_B0 0B0", "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1F2 1RECV_F3 1F3 1I0 1W0"]
     first, second = parse_lanes(lanes)
-    assert windows(second) == {("RECV_F", 1, 0, ""): 2}
-    assert windows(first) == {("RECV_B", 0, 1, ""): 1}
+    assert receive_windows(second) == {("RECV_F", 1, 0, ""): 2}
+    assert receive_windows(first) == {("RECV_B", 0, 1, ""): 1}
 
 
 def test_receives_are_posted_one_message_ahead():
@@ -157,14 +157,14 @@ def test_learning_rate_warms_up_and_decays():
 def test_an_impossible_optimizer_is_refused_by_name(field, value, option):
     with pytest.raises(RunError, match=option) as error:
         check_config(dataclasses.replace(OptimizerConfig(), **{field: value}))
-    assert "allowed:" in error.value.text() and str(value) in error.value.text()
+    assert "allowed:" in error.value.full_text() and str(value) in error.value.full_text()
 
 
-def entry(name: str, shape: tuple[int, ...], layer: int, **fields) -> Entry:
+def entry(name: str, shape: tuple[int, ...], layer: int, **fields) -> BucketEntry:
     tensor = torch.nn.Parameter(torch.randn(shape))
     box = tuple((0, length) for length in shape)
     defaults = {"sum_over": ("replica",), "decays": len(shape) > 1, "stage": 0}
-    return Entry(name=name, shape=shape, box=box, tensor=tensor, layer=layer, **(defaults | fields))
+    return BucketEntry(name=name, shape=shape, box=box, tensor=tensor, layer=layer, **(defaults | fields))
 
 
 def test_buckets_keep_values_come_last_layer_first_and_respect_their_size():
@@ -210,10 +210,10 @@ def test_the_norm_counts_replicated_gradients_once_and_split_ones_everywhere():
     split = make_buckets([entry("b", (4, 4), 0, sum_over=("replica",))], torch.float32, 1 << 20, {})[0]
     zero = make_buckets([entry("c", (4, 4), 0, scatter_over=("replica",))], torch.float32, 1 << 20, {})[0]
     other = make_buckets([entry("d", (4, 4), 0, counted=False)], torch.float32, 1 << 20, {})[0]
-    assert [counts(whole, group, d) for d in group.devices] == [True, False, False, False]
-    assert [counts(split, group, d) for d in group.devices] == [True, True, False, False]
-    assert [counts(zero, group, d) for d in group.devices] == [True, True, True, True]
-    assert not any(counts(other, group, d) for d in group.devices)
+    assert [counts_in_norm(whole, group, d) for d in group.devices] == [True, False, False, False]
+    assert [counts_in_norm(split, group, d) for d in group.devices] == [True, True, False, False]
+    assert [counts_in_norm(zero, group, d) for d in group.devices] == [True, True, True, True]
+    assert not any(counts_in_norm(other, group, d) for d in group.devices)
 
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
@@ -254,7 +254,7 @@ def test_first_values_differ_by_name_and_seed_and_have_their_deviation():
 def test_metrics_say_what_torchtitan_says(tmp_path):
     metrics = step_metrics(
         step=3, loss=2.5, grad_norm=1.25, lr=1e-3, step_s=0.5, tokens=4000, flops=2e12, devices=2,
-        peak=Peak(flops_per_s=8e12, source="a test"), memory=(1 << 30, 1 << 32),
+        peak=PeakFlops(flops_per_s=8e12, source="a test"), memory=(1 << 30, 1 << 32),
     )  # fmt: skip
     assert (metrics.tps, metrics.tflops, metrics.mfu) == (4000.0, 2.0, 0.25)
     line = format_step(metrics)
@@ -269,9 +269,9 @@ def test_metrics_say_what_torchtitan_says(tmp_path):
     ):
         assert word in line, line
     out = io.StringIO()
-    log = Log(tmp_path, tensorboard=True, out=out)
-    log.step(metrics)
-    log.evaluation(3, 2.0, 0.1)
+    log = RunLog(tmp_path, tensorboard=True, out=out)
+    log.log_step(metrics)
+    log.log_evaluation(3, 2.0, 0.1)
     log.close()
     first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first["loss"] == 2.5 and first["mfu"] == 0.25 and second["eval_loss"] == 2.0
@@ -281,5 +281,5 @@ def test_metrics_say_what_torchtitan_says(tmp_path):
 def test_the_peak_says_where_it_comes_from():
     peak = find_peak(torch.device("cpu"), "float32", 2)
     assert peak.flops_per_s > 0 and peak.source.startswith("assumed")
-    used, whole = memory_of(torch.device("cpu"))
+    used, whole = device_memory(torch.device("cpu"))
     assert 0 < used < whole

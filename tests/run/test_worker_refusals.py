@@ -11,19 +11,19 @@ from test_worker_parts import entry, grid
 from worker_plans import plan
 
 from pipefit.errors import PlanError, RunError, StalePlanError
-from pipefit.model.capture.layers import capture
-from pipefit.model.registry import describe
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.registry import describe_config
 from pipefit.plan.types import AxisPlan
-from pipefit.run.session.launch import launch, run_rank
+from pipefit.run.session.launch import launch_run, run_rank
 from pipefit.run.session.metrics import open_board
 from pipefit.run.session.rendezvous import choose_device
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.buckets import make_buckets
 from pipefit.run.update.optimizer import OptimizerConfig
-from pipefit.run.update.reduce import Reducer
+from pipefit.run.update.reduce import GradientReducer
 from pipefit.run.worker.build import build_worker, stage_programs
 from pipefit.run.worker.runnable import check_runnable
-from pipefit.run.worker.worker import lane_of
+from pipefit.run.worker.worker import device_lane
 
 CPU = torch.device("cpu")
 
@@ -58,17 +58,17 @@ def test_plans_that_can_be_simulated_but_not_run():
     free = replace(single.order, lanes=(single.order.lanes[0] + " 0FREE",))
     refused(
         PlanError,
-        lambda: build_worker(replace(single, order=free), plans.model("llama"), Comms(), CPU, OptimizerConfig()),
+        lambda: build_worker(replace(single, order=free), plans.model("llama"), CommGroups(), CPU, OptimizerConfig()),
         "This action is not run yet", "lane 0", "seen: 0FREE",
     )  # fmt: skip
 
 
 def test_a_sequence_beyond_the_table_of_positions_does_not_start():
-    described = describe(plans.GPT2 | {"n_positions": 8}, "short", "short")
-    short = capture(described.family, described.config)
+    described = describe_config(plans.GPT2 | {"n_positions": 8}, "short", "short")
+    short = capture_family(described.family, described.config)
     refused(
         PlanError,
-        lambda: build_worker(plan("gpt2", microbatches=2), short, Comms(), CPU, OptimizerConfig()),
+        lambda: build_worker(plan("gpt2", microbatches=2), short, CommGroups(), CPU, OptimizerConfig()),
         "longer than the model's table of positions", "transformer.wpe.weight", "seen: 12 tokens", "at most 8",
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def test_a_program_that_changed_is_stale():
 
 
 def test_a_device_without_a_stage():
-    refused(PlanError, lambda: lane_of(plan("llama", microbatches=2), 7), "holds no stage", "device 7")
+    refused(PlanError, lambda: device_lane(plan("llama", microbatches=2), 7), "holds no stage", "device 7")
 
 
 def test_a_launcher_with_another_number_of_ranks(monkeypatch, capsys):
@@ -108,7 +108,7 @@ def test_a_launcher_with_another_number_of_ranks(monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "for another number of ranks" in err and "seen: 3" in err and "allowed: 2" in err
     monkeypatch.delenv("RANK")
-    refused(RunError, lambda: launch(one, config, 5, []), "another number of processes", "seen: 5")
+    refused(RunError, lambda: launch_run(one, config, 5, []), "another number of processes", "seen: 5")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
@@ -136,19 +136,19 @@ def test_reductions_start_as_layers_finish():
     """Layers report from last to first; a bucket starts with its first layer, and never twice."""
     entries = [entry(f"{layer}", (8, 8), layer) for layer in range(6)] + [entry("other", (8, 8), 0, stage=1)]
     buckets = make_buckets(entries, torch.float32, 2 * 64 * 4, {})
-    reducer = Reducer(buckets, Comms(), dict.fromkeys((0, 1), grid((1,), (1,))), 0, {0: 0}, {})
+    reducer = GradientReducer(buckets, CommGroups(), dict.fromkeys((0, 1), grid((1,), (1,))), 0, {0: 0}, {})
     started: list[str] = []
     for job in reducer._jobs:
         names = "+".join(e.name for e in job.bucket.entries)
-        job.start = lambda job=job, names=names: (started.append(names), setattr(job, "started", True))
-    ready = reducer.ready(0)
+        job.start_reduction = lambda job=job, names=names: (started.append(names), setattr(job, "started", True))
+    ready = reducer.layer_callback(0)
     seen = []
     for layer in (5, 4, 3, 2, 1, 0):
         ready(layer)
         seen.append(list(started))
     assert seen[0] == [] and seen[1] == seen[2] == ["5+4"] and seen[3] == ["5+4", "3+2"]
     assert seen[5] == ["5+4", "3+2", "1+0"]
-    reducer.reduce(0)
+    reducer.start_rest(0)
     assert started == seen[5]
-    reducer.finish()
+    reducer.finish_reductions()
     assert started == [*seen[5], "other"]

@@ -10,19 +10,19 @@ import pytest
 import worker_plans as plans
 from test_worker_exact import cases_of, one_process, reference
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.codec import to_data
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import PlanError
 from pipefit.layout import parse_form
-from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
-from pipefit.plan.assemble.shard_programs import Programs
-from pipefit.plan.assemble.shard_recipes import setting_of
+from pipefit.plan.assemble.pipeline_work import pipeline_work, skeleton_from_plan
+from pipefit.plan.assemble.shard_programs import ProgramCache
+from pipefit.plan.assemble.shard_recipes import shard_setting
 from pipefit.plan.check.rules import check_plan
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.request.decisions import Decisions
-from pipefit.shard.chain import Chains, with_shares
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.shard.chain import ChainSearch, with_shares
 from pipefit.shard.recipe import parse_recipe
 
 pytestmark = pytest.mark.gloo
@@ -32,19 +32,19 @@ SHARES = (2, 1)
 
 def segmented(name, first, last, form="G0"):
     """A plan of one stage whose first layer, and whose last two, have shares of their own."""
-    model, cluster, job = plans.model(name), local(8), plans.JOB
-    bench = Workbench(model, cluster, name=name)
-    setting = setting_of(
+    model, cluster, job = plans.model(name), local_cluster(8), plans.JOB
+    bench = PlannerContext(model, cluster, name=name)
+    setting = shard_setting(
         model, Network(cluster), best_costs(cluster), devices=(0, 1), rows=job.batch // 2, tokens=job.sequence,
         precision=job.precision, microbatches=2,
     )  # fmt: skip
     own = (first, *(SHARES,) * (len(model.layers) - 3), last, last)
-    chains = Chains(model, setting, streams=(parse_form(form),))
-    links = with_shares(model.layers, chains.search(model.layers, SHARES, own), own, SHARES)
-    recipes = {layer.graph: link.recipe.text for layer, link in zip(model.layers, links, strict=True)}
-    chosen = Decisions(
+    chains = ChainSearch(model, setting, streams=(parse_form(form),))
+    links = with_shares(model.layers, chains.search_programs(model.layers, SHARES, own), own, SHARES)
+    recipes = {layer.graph: link.layer_recipe.recipe_text for layer, link in zip(model.layers, links, strict=True)}
+    chosen = ParallelConfig(
         stages=1, microbatches=2, replicas=(1,), sharding="searched", shards=SHARES, lane_shards=(SHARES,),
-        recipes=(bench.programs.add(recipes),),
+        recipes=(bench.programs.add_recipes(recipes),),
     )  # fmt: skip
     return build_plan(model, cluster, job, chosen, name=name, bench=bench), model
 
@@ -77,8 +77,8 @@ def test_shares_that_do_not_meet_are_refused():
     key, text = next((key, text) for key, text in plan.recipes.items() if " @" in text and text.startswith("I>"))
     recipe = parse_recipe(text)
     _, own, _ = recipe.shares
-    wrong = replace(recipe, shares=(own, own, own)).text
+    wrong = replace(recipe, shares=(own, own, own)).recipe_text
     bad = replace(plan, recipes={**plan.recipes, key: wrong})
     with pytest.raises(PlanError, match=r"not those by which it comes(.|\n)*stages\[0\], layer 1(.|\n)*2:1(.|\n)*1:3"):
-        pipeline_work(parts_of(bad), Programs(model, bad.recipes))
+        pipeline_work(skeleton_from_plan(bad), ProgramCache(model, bad.recipes))
     assert to_data(plan)["recipes"][key] == text

@@ -107,7 +107,7 @@ def run(pool, the_plan: Plan, name: str):
     check_plan(the_plan, plans.model(name))
     pool.run(cases.prepare, [(the_plan, plans.model(name))], True, ranks=8)
     arguments = (the_plan, plans.model(name), plans.VOCABULARY, 1, True)
-    return pool.run(cases.run_steps, *arguments, ranks=len(the_plan.devices))[0]
+    return pool.run(cases.run_steps, *arguments, ranks=len(the_plan.used_devices))[0]
 
 
 def agree(found, wanted, bound: float) -> None:

@@ -26,7 +26,7 @@ def prepare(pool, name: str, *some: Plan) -> None:
 
 def interrupted(pool, directory: Path, name: str, first: Plan, second: Plan):
     prepare(pool, name, first, second)
-    ranks = max(len(first.devices), len(second.devices))
+    ranks = max(len(first.used_devices), len(second.used_devices))
     arguments = (str(directory), first, second, plans.model(name), plans.VOCABULARY, (2, 4))
     return pool.run(cases.interrupted, *arguments, ranks=ranks)[0]
 
@@ -34,7 +34,7 @@ def interrupted(pool, directory: Path, name: str, first: Plan, second: Plan):
 def uninterrupted(pool, name: str, one: Plan):
     prepare(pool, name, one)
     arguments = (one, plans.model(name), plans.VOCABULARY, (2, 4))
-    return pool.run(cases.uninterrupted, *arguments, ranks=len(one.devices))[0]
+    return pool.run(cases.uninterrupted, *arguments, ranks=len(one.used_devices))[0]
 
 
 SAME = {
@@ -98,7 +98,7 @@ def test_dropout_does_not_depend_on_the_layout(gloo_pool):
         one = plan("dropout", DROP, **layout)
         prepare(gloo_pool, "dropout", one)
         arguments = (one, plans.model("dropout"), plans.VOCABULARY, 2)
-        results.append(gloo_pool.run(cases.run_steps, *arguments, ranks=len(one.devices))[0])
+        results.append(gloo_pool.run(cases.run_steps, *arguments, ranks=len(one.used_devices))[0])
     for result in results[1:]:
         np.testing.assert_allclose(result["steps"], results[0]["steps"], rtol=1e-10)
         for parameter, gradient in results[0]["gradients"].items():
@@ -122,7 +122,7 @@ def test_an_evaluation_is_the_plain_loss_without_dropout(gloo_pool, layout, trai
     one = plan("dropout", DROP, **layout)
     prepare(gloo_pool, "dropout", one)
     arguments = (one, plans.model("dropout"), plans.VOCABULARY, train_first)
-    found = gloo_pool.run(cases.evaluate, *arguments, ranks=len(one.devices))
+    found = gloo_pool.run(cases.evaluate, *arguments, ranks=len(one.used_devices))
     layers = plans.plain_layers("dropout", DROP)
     for layer in layers:
         layer.eval()

@@ -48,10 +48,10 @@ def largest_error(pool, plan: Plan, tagged: bool) -> float:
 def test_deferred_receives_are_refused_and_would_be_wrong(gloo_pool, family: str) -> None:
     made = plan_of(family)
     check_plan(made)
-    mixed_up = replace(made, order=replace(made.order, lanes=format_lanes(deferred(made.order.schedule()).lanes)))
+    mixed_up = replace(made, order=replace(made.order, lanes=format_lanes(deferred(made.order.to_schedule()).lanes)))
     with pytest.raises(DeadlockError, match="one first-in first-out order per directed pair") as caught:
         check_plan(mixed_up)
-    assert "disagree at message" in caught.value.text()
+    assert "disagree at message" in caught.value.full_text()
     assert largest_error(gloo_pool, made, tagged=False) <= 1e-10
     assert largest_error(gloo_pool, mixed_up, tagged=False) > 1e-2, "the wrong tensors, and no error"
     assert largest_error(gloo_pool, mixed_up, tagged=True) <= 1e-10, "a tag for every edge and direction"

@@ -14,16 +14,16 @@ import pytest
 import worker_plans as plans
 from test_worker_exact import check_one_step
 
-from pipefit.cluster import local
+from pipefit.cluster import local_cluster
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import PlanError
 from pipefit.layout import parse_form
-from pipefit.plan.assemble.shard_recipes import setting_of
-from pipefit.plan.evaluate.planner_context import Workbench, build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.assemble.shard_recipes import shard_setting
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Plan
-from pipefit.shard.chain import Chains
+from pipefit.shard.chain import ChainSearch
 
 pytestmark = pytest.mark.gloo
 
@@ -41,22 +41,22 @@ BY_FEATURES = "I>G0 features embedding_0:G2>G0"
 
 def by_words(name: str, lanes: Sequence[Lane], **decisions: Any) -> Plan:
     """A plan whose lanes split words so, and rows in the blocks, with programs of their own."""
-    model, cluster, job = plans.model(name), local(8), plans.JOB
-    bench = Workbench(model, cluster, name=name)
+    model, cluster, job = plans.model(name), local_cluster(8), plans.JOB
+    bench = PlannerContext(model, cluster, name=name)
     embedding, *_, head, loss = (layer.graph for layer in model.layers)
     sets = []
     for lane in lanes:
-        setting = setting_of(
+        setting = shard_setting(
             model, Network(cluster), best_costs(cluster), devices=tuple(range(len(lane.shares))),
             rows=job.batch // 2, tokens=job.sequence, precision=job.precision, microbatches=2,
         )  # fmt: skip
-        chains = Chains(model, setting, streams=(parse_form("G0"),), tied_whole=True)
-        links = chains.search(model.layers, lane.shares)
-        recipes = {layer.graph: link.recipe.text for layer, link in zip(model.layers, links, strict=True)}
+        chains = ChainSearch(model, setting, streams=(parse_form("G0"),), tied_whole=True)
+        links = chains.search_programs(model.layers, lane.shares)
+        recipes = {layer.graph: link.layer_recipe.recipe_text for layer, link in zip(model.layers, links, strict=True)}
         written = {embedding: lane.embedding, head: lane.head, loss: "G2>I vocabulary"}
-        sets.append(bench.programs.add(recipes | written))
+        sets.append(bench.programs.add_recipes(recipes | written))
     shares = tuple(lane.shares for lane in lanes)
-    chosen = Decisions(
+    chosen = ParallelConfig(
         **{"stages": len(lanes), "microbatches": 2, **decisions}, sharding="searched", shards=max(shares, key=len),
         lane_shards=shares, recipes=tuple(sets),
     )  # fmt: skip
@@ -86,4 +86,4 @@ def test_a_table_by_words_and_by_features_is_refused():
     """A plan knows one form of a parameter that stages share."""
     with pytest.raises(PlanError, match="stored differently by its two uses") as error:
         by_words("tied", [Lane((2, 1), embedding=BY_FEATURES), Lane((1, 2, 1))])
-    assert "'G1') and ((96, 32), True, 'G0')" in error.value.text()
+    assert "'G1') and ((96, 32), True, 'G0')" in error.value.full_text()

@@ -43,7 +43,7 @@ def whole(name: str, **options: Any) -> whole_cases.Whole:
 def run(pool, one: whole_cases.Whole, plan: Plan, steps: int = STEPS) -> Any:
     """What rank 0 says."""
     pool.run(cases.prepare, [(plan, one.model)], ranks=8)
-    return pool.run(whole_cases.train_whole, plan, *one.material, steps, ranks=len(plan.devices))[0]
+    return pool.run(whole_cases.train_whole, plan, *one.material, steps, ranks=len(plan.used_devices))[0]
 
 
 def same(found: Any, losses: list[float], parameters: dict[str, np.ndarray]) -> None:
@@ -76,7 +76,7 @@ def test_an_evaluation_is_the_mean_over_the_rows_held_out(gloo_pool):
     one = whole("bert")
     plan = one.plan(**LAYOUTS["2 stages x 2 replicas"])
     rows = one.samples.rows.held_out_rows(0, 8)
-    given = {n: torch.from_numpy(v) for n, v in one.samples.take(rows, list(one.fed), 0, -1).items()}
+    given = {n: torch.from_numpy(v) for n, v in one.samples.take_rows(rows, list(one.fed), 0, -1).items()}
     one.reference(plan, 0)
     wanted = float(one._loss(one.example.module, given).detach())
     assert run(gloo_pool, one, plan, 0)[2] == pytest.approx(wanted, rel=1e-10)

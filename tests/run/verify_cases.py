@@ -14,10 +14,10 @@ from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from pipefit.run.transfers import comms
 from pipefit.run.update import reduce
-from pipefit.run.verify.verify import Measured, count_on_cpu, stretches
+from pipefit.run.verify.verify import MeasuredMemory, count_on_cpu, work_phases
 
 
-def counted_rank(plan: Plan, model: Model, steps: int = 2) -> Measured:
+def counted_rank(plan: Plan, model: Model, steps: int = 2) -> MeasuredMemory:
     """Everything that this rank allocates from the first parameter on.
 
     The record misses what gloo's own threads free, so this thread lets go of collectives last here.
@@ -27,7 +27,7 @@ def counted_rank(plan: Plan, model: Model, steps: int = 2) -> Measured:
             patch.setattr(module, "all_gather", _patient(module.all_gather))
             patch.setattr(module, "reduce_scatter", _patient(module.reduce_scatter))
         patch.setattr(dist, "all_reduce", _patient_reduce(dist.all_reduce))
-        return count_on_cpu(stretches(plan, model, torch.device("cpu"), steps, cases.comms()))
+        return count_on_cpu(work_phases(plan, model, torch.device("cpu"), steps, cases.comms()))
 
 
 def _patient_reduce(call: Any) -> Any:

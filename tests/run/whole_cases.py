@@ -12,16 +12,16 @@ import torch.distributed as dist
 import worker_cases as cases
 from tests.model.in_float64 import AllInFloat64
 
-from pipefit.cluster import local
-from pipefit.data.samples import Samples, field_of
-from pipefit.model.capture.whole import capture_whole, fed_as
+from pipefit.cluster import local_cluster
+from pipefit.data.samples import UserSamples, field_of
+from pipefit.model.capture.whole import capture_whole, input_tensors
 from pipefit.model.example import Example
 from pipefit.model.graph import Model
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.run.checkpoint.gather import gather_full
-from pipefit.run.inputs.feeding import SampleFeeding
+from pipefit.run.inputs.feeding import SampleBatchSource
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.state import model_pieces
 
@@ -56,9 +56,9 @@ class Whole:
             warnings.simplefilter("ignore")
             self.model = capture_whole(example)
         self.job = Job(batch=8, sequence=sequence, precision="float64", seed=5)
-        self.fed = fed_as(example)
+        self.fed = input_tensors(example)
         fields = {name: field_of(one) for name, one in self.fed.items()}
-        self.samples = Samples(RandomRows(example, classes), fields, where="rows", batch=8, held_out=8)
+        self.samples = UserSamples(RandomRows(example, classes), fields, where="rows", batch=8, held_out=8)
         self.state = {name: p.detach().double().numpy().copy() for name, p in example.module.named_parameters()}
 
     @property
@@ -66,7 +66,7 @@ class Whole:
         return self.model, self.state, self.samples, self.fed
 
     def plan(self, **decisions: Any) -> Plan:
-        return build_plan(self.model, local(8), self.job, Decisions(**decisions), name="whole")
+        return build_plan(self.model, local_cluster(8), self.job, ParallelConfig(**decisions), name="whole")
 
     def reference(self, plan: Plan, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
         """(mean losses, parameters afterwards) of plain PyTorch: the user's module and loss, torch's own AdamW."""
@@ -83,7 +83,9 @@ class Whole:
         rows, losses = self.samples.rows, []
         for step in range(steps):
             numbers = rows.training_rows(np.arange(step * 8, step * 8 + 8), plan.job.seed)
-            given = {n: torch.from_numpy(v) for n, v in self.samples.take(numbers, list(self.fed), 0, step).items()}
+            given = {
+                n: torch.from_numpy(v) for n, v in self.samples.take_rows(numbers, list(self.fed), 0, step).items()
+            }
             loss = self._loss(module, given)
             optimizer.zero_grad()
             loss.backward()
@@ -101,7 +103,7 @@ class Whole:
 
 
 def train_whole(
-    plan: Plan, model: Model, state: Any, samples: Samples, fed: Any, steps: int
+    plan: Plan, model: Model, state: Any, samples: UserSamples, fed: Any, steps: int
 ) -> tuple[list[float], dict[str, np.ndarray], float]:
     """(losses, parameters on rank 0, mean loss over the held-out rows) of this rank."""
 
@@ -115,12 +117,12 @@ def train_whole(
         dist.all_reduce(added, group=cases.group_of(worker))
         return int(added)
 
-    feeding = SampleFeeding(plan, model, samples, fed, worker.device, torch.device("cpu"), total)
+    feeding = SampleBatchSource(plan, model, samples, fed, worker.device, torch.device("cpu"), total)
     losses = []
     for step in range(steps):
-        feeds, divisor, _ = feeding.step(step)
-        losses.append(worker.step(feeds, step, divisor).read()[0])
-    feeds, divisor, _ = feeding.evaluation(0)
-    held_out = float(worker.evaluate(feeds)) / divisor
+        feeds, divisor, _ = feeding.step_inputs(step)
+        losses.append(worker.run_step(feeds, step, divisor).read_values()[0])
+    feeds, divisor, _ = feeding.evaluation_inputs(0)
+    held_out = float(worker.evaluate_batch(feeds)) / divisor
     whole = gather_full(model_pieces(worker, saving=True), group=cases.group_of(worker))
     return losses, {name.partition("/")[2]: t.numpy() for name, t in whole if t is not None}, held_out

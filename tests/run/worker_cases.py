@@ -15,14 +15,14 @@ from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from pipefit.run.checkpoint import checkpoint
 from pipefit.run.checkpoint.gather import gather_full
-from pipefit.run.inputs.feeds import make_feeds
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.inputs.feeds import make_inputs
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker, make_groups
 from pipefit.run.worker.state import all_pieces, gradient_pieces, model_pieces
 from pipefit.run.worker.worker import Worker
 
-_COMMS: list[Comms] = []
+_COMMS: list[CommGroups] = []
 _ALONE: list[Any] = []
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_norm=0.0, steps=0, weight_decay=0.1)
@@ -59,10 +59,10 @@ def step_rows(plan: Plan, step: int) -> StepPlan:
     return StepPlan(step=step, rows=rows, divisor=int(labels), shape=batch_shape(plan))
 
 
-def comms(tagged: bool = True) -> Comms:
+def comms(tagged: bool = True) -> CommGroups:
     """One of each kind per process: groups are kept between cases."""
     if not _COMMS:
-        _COMMS.extend((Comms(tagged=False), Comms(tagged=True)))
+        _COMMS.extend((CommGroups(tagged=False), CommGroups(tagged=True)))
     return _COMMS[tagged]
 
 
@@ -87,8 +87,8 @@ def train(worker: Worker, plan: Plan, vocabulary: int, steps: range) -> list[tup
     result = []
     for step in steps:
         step_plan = step_rows(plan, step)
-        feeds = make_feeds(plan, worker.device, rows, step_plan, torch.device("cpu"))
-        result.append(worker.step(feeds, step, step_plan.divisor).read())
+        feeds = make_inputs(plan, worker.device, rows, step_plan, torch.device("cpu"))
+        result.append(worker.run_step(feeds, step, step_plan.divisor).read_values())
     return result
 
 
@@ -129,16 +129,18 @@ def interrupted(
 
     Called on the ranks of the larger plan; ranks beyond a plan leave it to the others.
     """
-    if dist.get_rank() < len(first.devices):
+    if dist.get_rank() < len(first.used_devices):
         worker = build(first, model)
         train(worker, first, vocabulary, range(steps[0]))
-        checkpoint.save(Path(directory), steps[0], all_pieces(worker, saving=True), {}, group=group_of(worker))
-    if dist.get_rank() >= len(second.devices):
+        checkpoint.save_checkpoint(
+            Path(directory), steps[0], all_pieces(worker, saving=True), {}, group=group_of(worker)
+        )
+    if dist.get_rank() >= len(second.used_devices):
         return {}
     worker = build(second, model)
-    while (folder := checkpoint.latest(Path(directory))) is None:
+    while (folder := checkpoint.latest_checkpoint(Path(directory))) is None:
         time.sleep(0.05)
-    checkpoint.load(folder, all_pieces(worker, saving=False), group=group_of(worker))
+    checkpoint.load_checkpoint(folder, all_pieces(worker, saving=False), group=group_of(worker))
     return outcome(worker, train(worker, second, vocabulary, range(*steps)))
 
 
@@ -154,14 +156,14 @@ def evaluate(plan: Plan, model: Model, vocabulary: int, train_first: bool) -> fl
     worker = build(plan, model, OptimizerConfig(lr=1e-30, weight_decay=0.0))
     if train_first:
         train(worker, plan, vocabulary, range(1))
-    feeds = make_feeds(
+    feeds = make_inputs(
         plan,
         worker.device,
         ArrayRows(plan.job.sequence, vocabulary, plan.job.documents),
         step_rows(plan, 0),
         torch.device("cpu"),
     )
-    return [float(worker.evaluate(feeds)) for _ in range(2)][-1]
+    return [float(worker.evaluate_batch(feeds)) for _ in range(2)][-1]
 
 
 def traced(plan: Plan, model: Model, vocabulary: int, pause_s: float) -> tuple[list[Any], list[str]]:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from worker_cases import SEPARATOR, rows_of
 
-from pipefit.cluster import local
-from pipefit.layout import split
-from pipefit.model.capture.layers import capture
+from pipefit.cluster import local_cluster
+from pipefit.layout import split_by_shares
+from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
-from pipefit.model.registry import build_layers, describe
-from pipefit.plan.assemble.order import lower_for, order_of
+from pipefit.model.registry import build_layers, describe_config
+from pipefit.plan.assemble.order import lower_for_plan, make_schedule_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Wire
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, Plan
 from pipefit.run.stage.initial_values import initial_values
 from pipefit.schedule.actions import Action, Schedule, parse_lanes
 
@@ -65,13 +65,13 @@ JOB = Job(batch=8, sequence=12, precision="float64", seed=5)
 @lru_cache
 def model(name: str) -> Model:
     """The captured model of that name in CONFIGS."""
-    described = describe(CONFIGS[name], name, name)
-    return capture(described.family, described.config)
+    described = describe_config(CONFIGS[name], name, name)
+    return capture_family(described.family, described.config)
 
 
 def plan(name: str, job: Job = JOB, **decisions: Any) -> Plan:
     """The plan of explicit decisions for a model of CONFIGS."""
-    return build_plan(model(name), local(8), job, Decisions(**decisions), name=name)
+    return build_plan(model(name), local_cluster(8), job, ParallelConfig(**decisions), name=name)
 
 
 def with_order(base: Plan, name: str, lanes: list[str]) -> Plan:
@@ -84,8 +84,8 @@ def with_order(base: Plan, name: str, lanes: list[str]) -> Plan:
         slices=len(order.slices),
         lanes=parse_lanes(lanes),
     )
-    lowered = lower_for(computed, base.groups, base.stages, base.edges, base.parameters)
-    return replace(base, order=order_of(lowered, order.slices))
+    lowered = lower_for_plan(computed, base.groups, base.stages, base.edges, base.parameters)
+    return replace(base, order=make_schedule_plan(lowered, order.slices))
 
 
 def zero_bubble_like(base: Plan) -> Plan:
@@ -95,7 +95,7 @@ def zero_bubble_like(base: Plan) -> Plan:
         ahead = len(base.order.placement) - stage
         words: list[str] = []
         waiting: list[Action] = []
-        for action in base.order.schedule().lanes[lane]:
+        for action in base.order.to_schedule().lanes[lane]:
             if action.kind == "B":
                 words.append(f"{stage}I{action.microbatch}")
                 waiting.append(action)
@@ -123,7 +123,7 @@ def with_groups(base: Plan, grids: list[tuple[tuple[int, ...], tuple[int, ...]]]
     for old, (replicas, shards) in zip(base.groups, grids, strict=True):
         axes = tuple(replace(axis, shares=replicas if axis.name == "replica" else shards) for axis in old.axes)
         count = len(replicas) * len(shards)
-        groups.append(GroupPlan(axes=axes, devices=tuple(range(first, first + count))))
+        groups.append(MeshPlan(axes=axes, devices=tuple(range(first, first + count))))
         first += count
     many = [len(shards) > 1 for _, shards in grids]
     stages = tuple(
@@ -134,10 +134,10 @@ def with_groups(base: Plan, grids: list[tuple[tuple[int, ...], tuple[int, ...]]]
         for i, p in enumerate(base.parameters)
     )
     edges = tuple(_edge(edge, many[stages[edge.source].group], many[stages[edge.target].group]) for edge in base.edges)
-    schedule = base.order.schedule()
+    schedule = base.order.to_schedule()
     computed = replace(schedule, lanes=tuple(tuple(a for a in lane if a.kind in "FIWB") for lane in schedule.lanes))
-    lowered = lower_for(computed, groups, stages, edges, parameters)
-    order = order_of(lowered, base.order.slices)
+    lowered = lower_for_plan(computed, groups, stages, edges, parameters)
+    order = make_schedule_plan(lowered, base.order.slices)
     return replace(base, groups=tuple(groups), stages=stages, edges=edges, parameters=parameters, order=order)
 
 
@@ -150,8 +150,8 @@ def _edge(edge: Edge, source_sharded: bool, target_sharded: bool) -> Edge:
     received = ("G0", "P") if source_sharded else whole
     return replace(
         edge,
-        forward=Wire(sent=whole, wire=whole, received=whole),
-        gradient=Wire(sent=partial, wire=whole, received=received),
+        forward=EdgeTransfer(sent=whole, wire=whole, received=whole),
+        gradient=EdgeTransfer(sent=partial, wire=whole, received=received),
     )
 
 
@@ -176,7 +176,7 @@ def reference(name: str, job: Job, step: int = 0) -> tuple[float, dict[str, torc
 
 def plain_layers(name: str, job: Job) -> list[Any]:
     """The chain of plain modules with the values that every layout starts from."""
-    described = describe(CONFIGS[name], name, name)
+    described = describe_config(CONFIGS[name], name, name)
     layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
     value = initial_values(plan(name, job), model(name))
     with torch.no_grad():
@@ -213,4 +213,4 @@ def warm_models() -> None:
             model(name)
 
 
-__all__ = ["JOB", "VOCABULARY", "V_LANES", "model", "plan", "reference", "split", "with_groups", "with_order"]
+__all__ = ["JOB", "VOCABULARY", "V_LANES", "model", "plan", "reference", "split_by_shares", "with_groups", "with_order"]

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipefit.schedule import Schedule
 from pipefit.schedule.actions import Action
-from pipefit.schedule.check.deadlock import Message, message
+from pipefit.schedule.check.deadlock import Message, message_name
 
 EAGER, LARGE = 64, 4 << 20
 """Bytes of a message that any socket buffer takes, and of one that none does."""
@@ -101,10 +101,10 @@ def _lane(
         threading.Thread(target=_read, args=(end, posts[other], wrong), daemon=True).start()
     for step, action in enumerate(schedule.lanes[lane]):
         if action.kind.startswith("RECV"):
-            arrived[message(action)] = event = threading.Event()
-            posts[placement[action.peer]].put((message(action), event))
+            arrived[message_name(action)] = event = threading.Event()
+            posts[placement[action.peer]].put((message_name(action), event))
         elif action.kind.startswith("SEND"):
-            name = repr(message(action)).encode()
+            name = repr(message_name(action)).encode()
             sends[placement[action.peer]].sendall(struct.pack("II", len(name), size) + name + bytes(size))
         elif action.kind in ("F", "I", "B"):
             for name in _inputs(schedule.lanes[lane], action):
@@ -115,7 +115,7 @@ def _lane(
 
 def _inputs(actions: tuple[Action, ...], action: Action) -> list[Message]:
     kind = "RECV_F" if action.kind == "F" else "RECV_B"
-    return [message(one) for one in actions if one.kind == kind and one[1:4] == action[1:4]]
+    return [message_name(one) for one in actions if one.kind == kind and one[1:4] == action[1:4]]
 
 
 def _read(end: Any, posts: SimpleQueue[tuple[Message, threading.Event]], wrong: Any) -> None:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from pipefit.schedule import linear, vee
+from pipefit.schedule import linear_placement, vee_placement
 
 FOUND = Path(__file__).parent / "optimum.json"
 
-PLACEMENTS = {"linear": linear, "vee": vee}
+PLACEMENTS = {"linear": linear_placement, "vee": vee_placement}
 
 
 def least_bubble(placement: Sequence[int], microbatches: int, units: int, seconds: float) -> int | None:

@@ -11,30 +11,30 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipefit.schedule.fit.instance import B, F, I, Instance, W
+from pipefit.schedule.fit.instance import B, F, FitInstance, I, W
 
 Op = tuple[int, int, int]
 """(kind, stage, unit)."""
 
 
-def lane_orders(instance: Instance, lane: int) -> Iterator[tuple[Op, ...]]:
+def lane_orders(instance: FitInstance, lane: int) -> Iterator[tuple[Op, ...]]:
     """Every order of a lane in which stages keep the order of units and memory suffices, each unit split or merged."""
-    stages = instance.held(lane)
+    stages = instance.lane_stages(lane)
     choices = []
     for stage in stages:
         kinds = [True] * bool(instance.may_merge[stage]) + [False] * bool(instance.may_split[stage])
-        choices += [kinds] * instance.units
+        choices += [kinds] * instance.num_units
     for merged in itertools.product(*choices):
         is_merged = {
-            (stage, unit): merged[k * instance.units + unit]
+            (stage, unit): merged[k * instance.num_units + unit]
             for k, stage in enumerate(stages)
-            for unit in range(instance.units)
+            for unit in range(instance.num_units)
         }
         yield from _extend(instance, stages, is_merged, [], 0.0, lane)
 
 
 def _extend(
-    instance: Instance,
+    instance: FitInstance,
     stages: Sequence[int],
     merged: dict[tuple[int, int], bool],
     done: list[Op],
@@ -47,9 +47,9 @@ def _extend(
         forwards = [op for op in done if op[:2] == (F, stage)]
         ways = [op for op in done if op[0] in (I, B) and op[1] == stage]
         weights = [op for op in done if op[:2] == (W, stage)]
-        if len(forwards) < instance.units:
+        if len(forwards) < instance.num_units:
             ready.append((F, stage, len(forwards)))
-        if len(ways) < instance.units:
+        if len(ways) < instance.num_units:
             unit = back[len(ways)]
             if (F, stage, unit) in done:
                 ready.append((B if merged[stage, unit] else I, stage, unit))
@@ -64,7 +64,7 @@ def _extend(
             yield from _extend(instance, stages, merged, [*done, op], level + change, lane)
 
 
-def run(instance: Instance, lanes: Sequence[Sequence[Op]]) -> tuple[float, float] | None:
+def run(instance: FitInstance, lanes: Sequence[Sequence[Op]]) -> tuple[float, float] | None:
     """(makespan, longest span of a lane) of these orders, or None if they wait for each other for ever."""
     end: dict[Op, float] = {}
     free, begun = [0.0] * len(lanes), [None] * len(lanes)
@@ -87,7 +87,7 @@ def run(instance: Instance, lanes: Sequence[Sequence[Op]]) -> tuple[float, float
     return max(free), max(stop - first for stop, first in zip(free, begun, strict=True))
 
 
-def _arrivals(instance: Instance, op: Op, end: dict[Op, float]) -> list[float | None]:
+def _arrivals(instance: FitInstance, op: Op, end: dict[Op, float]) -> list[float | None]:
     kind, stage, unit = op
     if kind == F:
         edges = np.flatnonzero(instance.target == stage).tolist()
@@ -104,7 +104,7 @@ def _arrivals(instance: Instance, op: Op, end: dict[Op, float]) -> list[float | 
     return [None if stop is None else stop + float(way) for stop, way in made]
 
 
-def best(instance: Instance) -> float:
+def best(instance: FitInstance) -> float:
     """The least objective over all schedules; inf if there is none."""
     orders = [list(lane_orders(instance, lane)) for lane in range(instance.lanes)]
     found = np.inf

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipefit.cost.types import ActionTable, CostTable, EdgeCost
-from pipefit.schedule import Action, Edge, Schedule, chain
+from pipefit.schedule import Action, Edge, Schedule, chain_edges
 
 
 def random_schedule(
@@ -68,7 +68,7 @@ def random_costs(rng: random.Random, schedule: Schedule, edges: tuple[Edge, ...]
         kept = tuple(size if rng.random() < 0.5 else 1 for size in shape)
         return np.array([value(high) for _ in range(int(np.prod(kept)))]).reshape(kept)
 
-    shape = (schedule.stages, schedule.microbatches, schedule.slices)
+    shape = (schedule.num_stages, schedule.microbatches, schedule.slices)
 
     def table(held: float) -> ActionTable:
         return ActionTable(
@@ -97,8 +97,8 @@ def random_costs(rng: random.Random, schedule: Schedule, edges: tuple[Edge, ...]
     return CostTable(
         actions={"F": table(1.0), "I": table(0.5), "W": table(-1.0), "B": table(-1.0)},
         edges=tuple(costs),
-        reduce_s=np.array([value(3) for _ in range(schedule.stages)]),
-        gather_s=np.array([value(3) for _ in range(schedule.stages)]),
+        reduce_s=np.array([value(3) for _ in range(schedule.num_stages)]),
+        gather_s=np.array([value(3) for _ in range(schedule.num_stages)]),
         step_s=np.array([value(2) for _ in range(lanes)]),
         static_bytes=np.array([value(9) for _ in range(lanes)]),
         overhead_s=value(1),
@@ -118,7 +118,7 @@ def random_shape(rng: random.Random) -> tuple[tuple[int, ...], tuple[Edge, ...]]
     else:
         placement = one + [rng.randrange(lanes) for _ in range(rng.randint(0, 3))]
         rng.shuffle(placement)
-    edges = list(chain(len(placement)))
+    edges = list(chain_edges(len(placement)))
     if len(placement) > 2 and rng.random() < 0.4:
         source = rng.randrange(len(placement) - 2)
         edges.append((source, rng.randrange(source + 2, len(placement)), "skip"))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pipefit.cost.types import CostTable
-from pipefit.schedule import check, uniform_costs, vee
-from pipefit.simulate import simulate
+from pipefit.schedule import check_schedule, uniform_costs, vee_placement
+from pipefit.simulate import simulate_schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from baselines.adaptive import LONGEST_HOP, Means, blocks, search
@@ -25,7 +25,7 @@ def test_it_finds_what_the_program_finds(row: list[float]) -> None:
     found = search(devices, microbatches, cap, Means(*times))
     assert (found and found.span_s) == span_s
     if found:
-        check(found.schedule)
+        check_schedule(found.schedule)
         assert found.peak <= cap
 
 
@@ -45,7 +45,7 @@ def test_the_measured_table(devices: int, microbatches: int, last: float, bubble
     for cap, wanted in bubbles.items():
         found = search(devices, microbatches, cap, Means(28, 28, 20, 4))
         assert found is not None
-        timeline = simulate(found.schedule, costs)
+        timeline = simulate_schedule(found.schedule, costs)
         assert max(timeline.peak_bytes) == found.peak <= cap
         spans = [stop[-1] - start[0] for start, stop in zip(timeline.starts_s, timeline.stops_s, strict=True)]
         if last == 1.0:
@@ -56,7 +56,9 @@ def test_the_measured_table(devices: int, microbatches: int, last: float, bubble
 def slow_last(devices: int, last: float) -> CostTable:
     factors = [1.0] * (2 * devices - 1) + [last]
     forward_s, weight_s = ([time_s * factor for factor in factors] for time_s in (28, 20))
-    return uniform_costs(vee(devices), forward_s=forward_s, input_s=forward_s, weight_s=weight_s, transfer_s=4)
+    return uniform_costs(
+        vee_placement(devices), forward_s=forward_s, input_s=forward_s, weight_s=weight_s, transfer_s=4
+    )
 
 
 @pytest.mark.parametrize("devices", [2, 3, 5])
@@ -65,7 +67,7 @@ def test_the_blocks_are_the_described_ones(devices: int) -> None:
     found = list(blocks(devices))
     assert len(set(found)) == len(found)
     for block in found:
-        assert not block.collisions()
+        assert not block.find_collisions()
         away = np.diff(block.forward[:devices])
         assert (np.diff(block.backward[devices:][::-1]) == away).all()
         assert (np.diff(block.forward[devices:]) == 1).all() and (np.diff(block.backward[:devices]) == -1).all()

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule import FAMILIES, Problem, linear, uniform_costs, vee
+from pipefit.schedule import FAMILIES, ScheduleProblem, linear_placement, uniform_costs, vee_placement
 from pipefit.schedule.actions import Schedule, format_lanes
 from pipefit.schedule.blocks.building_block import BuildingBlock, check_block, draw_block, place_weights
-from pipefit.schedule.blocks.passes import actions, number, order_slices, repeat, squeeze
-from pipefit.schedule.blocks.reorder import peak
-from pipefit.simulate import simulate
+from pipefit.schedule.blocks.passes import name_actions, number_passes, order_slices, repeat_block, squeeze_lanes
+from pipefit.schedule.blocks.reorder import peak_held
+from pipefit.simulate import simulate_schedule
 
 MODULES = {
     "v-min": "v_min", "v-half": "v_half", "v-zb": "v_zb", "1f1b-v": "one_f_one_b_v", "zb-h1": "zb_h1", "zb-h2": "zb_h2",
@@ -31,7 +31,7 @@ def block_of(name: str, lanes: int) -> BuildingBlock:
 def one_f_one_b(lanes: int) -> BuildingBlock:
     """1F1B as a block, with fused backwards."""
     return BuildingBlock(
-        placement=linear(lanes),
+        placement=linear_placement(lanes),
         interval=3,
         forward=tuple(range(lanes)),
         backward=tuple(lanes + 2 * (lanes - 1 - i) for i in range(lanes)),
@@ -45,7 +45,7 @@ def test_blocks_are_in_order_and_collide_nowhere(name: str, lanes: int) -> None:
     check_block(block)
     work = 3 * len(block.placement) // lanes
     assert block.interval == work, "a longer interval leaves a bubble in every period, a shorter one collides"
-    assert all(len(claims) == 1 for lane in range(lanes) for claims in block.slots(lane)), "every slot is used"
+    assert all(len(claims) == 1 for lane in range(lanes) for claims in block.slot_claims(lane)), "every slot is used"
 
 
 @pytest.mark.parametrize("lanes", range(3, 33))
@@ -79,20 +79,20 @@ def test_the_lifespan_bounds_the_peak(lanes: int) -> None:
     for name in MODULES:
         block = block_of(name, lanes)
         for units in (1, lanes, 5 * lanes):
-            counted = [peak(lane) for lane in repeat(block, units)]
+            counted = [peak_held(lane) for lane in repeat_block(block, units)]
             assert all(count <= bound for count, bound in zip(counted, block.peak_bounds, strict=True)), name
-        if block.placement == linear(lanes):
+        if block.placement == linear_placement(lanes):
             assert tuple(counted) == block.peak_bounds, name
 
 
 def test_lifespans_of_known_blocks() -> None:
-    assert one_f_one_b(4).lifespans == (12, 9, 6, 3)
+    assert one_f_one_b(4).stage_lifespans == (12, 9, 6, 3)
     assert one_f_one_b(4).peak_bounds == (4, 3, 2, 1)
-    assert block_of("zb-h1", 4).lifespans == (12, 12, 12, 12)
-    assert block_of("zb-h2", 4).lifespans == (21, 21, 21, 21)
+    assert block_of("zb-h1", 4).stage_lifespans == (12, 12, 12, 12)
+    assert block_of("zb-h2", 4).stage_lifespans == (21, 21, 21, 21)
     v_half = block_of("v-half", 5)
     assert v_half.placement == (0, 1, 2, 3, 4, 4, 3, 2, 1, 0)
-    assert v_half.lifespans == (30, 30, 24, 24, 18, 15, 12, 9, 6, 3)
+    assert v_half.stage_lifespans == (30, 30, 24, 24, 18, 15, 12, 9, 6, 3)
     assert v_half.peak_bounds == (6, 6, 6, 6, 6), "long and short lifespans are paired"
 
 
@@ -109,7 +109,7 @@ def test_the_v_balances_what_a_loop_does_not() -> None:
     d = 6
     forward = tuple(range(2 * d))
     backward = tuple(reversed(range(2 * d + 2, 4 * d + 2)))
-    v = BuildingBlock(placement=vee(d), interval=6, forward=forward, backward=backward, weight=backward)
+    v = BuildingBlock(placement=vee_placement(d), interval=6, forward=forward, backward=backward, weight=backward)
     loop = replace(v, placement=(*range(d), *range(d)))
     assert max(v.peak_bounds) - min(v.peak_bounds) <= 1
     assert max(loop.peak_bounds) - min(loop.peak_bounds) == 4
@@ -119,7 +119,7 @@ def test_the_v_balances_what_a_loop_does_not() -> None:
 def test_collisions_are_drawn() -> None:
     block = block_of("v-min", 3)
     clashing = replace(block, backward=(13, 11, 11, 10, 9, 8))
-    assert block.collisions() == () and clashing.collisions() == ((1, 5),)
+    assert block.find_collisions() == () and clashing.find_collisions() == ((1, 5),)
     assert draw_block(block).splitlines()[1] == "  lane 0 0F 0I 5I 5W 0W 5F"
     drawing = [
         "  slot   0  1  2  3  4  5",
@@ -131,7 +131,7 @@ def test_collisions_are_drawn() -> None:
     assert draw_block(clashing).splitlines() == drawing
     with pytest.raises(ScheduleError) as caught:
         check_block(replace(clashing, backward=(14, 12, 11, 10, 9, 8)))
-    text = caught.value.text()
+    text = caught.value.full_text()
     assert "repeated every 6 slots, they claim one slot" in text and ">" in text and "^^^" in text
     assert "where: lane 0, slot 2" in text and "seen: 5I at 8 and 0I at 14" in text and "differ modulo 6" in text
 
@@ -174,11 +174,11 @@ def test_weights_go_into_the_first_free_slot() -> None:
 def test_squeezed_times_are_the_simulators(name: str, lanes: int, units: int) -> None:
     """Two programs that share nothing: the squeezed slots, and the simulator's start times in unit time."""
     block = one_f_one_b(lanes) if name == "1f1b" else block_of(name, lanes)
-    squeezed = squeeze(repeat(block, units), block.placement)
+    squeezed = squeeze_lanes(repeat_block(block, units), block.placement)
     order = Schedule(
-        name=name, placement=block.placement, microbatches=units, slices=1, lanes=actions(squeezed, slices=1)
+        name=name, placement=block.placement, microbatches=units, slices=1, lanes=name_actions(squeezed, slices=1)
     )
-    timeline = simulate(order, uniform_costs(block.placement))
+    timeline = simulate_schedule(order, uniform_costs(block.placement))
     for lane, starts in zip(squeezed, timeline.starts_s, strict=True):
         assert [one.start for one in lane] == starts.tolist()
 
@@ -188,10 +188,12 @@ def test_squeezed_times_are_the_simulators(name: str, lanes: int, units: int) ->
 @pytest.mark.parametrize("slices", [1, 2, 3])
 def test_1f1b_is_its_block(lanes: int, microbatches: int, slices: int) -> None:
     """The repeated block in order of slots, slices by one delay, is the family that was written by hand."""
-    lanes_ = order_slices(repeat(one_f_one_b(lanes), microbatches * slices), slices, interval=3)
-    by_hand = FAMILIES["1f1b"](Problem(placement=linear(lanes), microbatches=microbatches, slices=slices))
-    assert format_lanes(actions(lanes_, slices)) == format_lanes(by_hand.lanes)
+    lanes_ = order_slices(repeat_block(one_f_one_b(lanes), microbatches * slices), slices, interval=3)
+    by_hand = FAMILIES["1f1b"](
+        ScheduleProblem(placement=linear_placement(lanes), microbatches=microbatches, slices=slices)
+    )
+    assert format_lanes(name_actions(lanes_, slices)) == format_lanes(by_hand.lanes)
 
 
 def test_numbering_counts_each_sort() -> None:
-    assert [one.unit for one in number([("F", 0), ("F", 1), ("F", 0), ("I", 1), ("F", 0)])] == [0, 0, 1, 0, 2]
+    assert [one.unit for one in number_passes([("F", 0), ("F", 1), ("F", 0), ("I", 1), ("F", 0)])] == [0, 0, 1, 0, 2]

@@ -11,7 +11,7 @@ import pytest
 from blocking_lanes import EAGER, LARGE, deferred, run_lanes
 from test_deadlock import CROSSING, LATE_RECEIVES, V_TURNED_ROUND
 
-from pipefit.schedule import FAMILIES, Problem, Schedule, check, find_deadlock, lower
+from pipefit.schedule import FAMILIES, Schedule, ScheduleProblem, check_schedule, find_deadlock, lower_schedule
 from pipefit.schedule.actions import COMPUTE
 
 NAIVE = {"crossing": CROSSING, "late": LATE_RECEIVES, "v": V_TURNED_ROUND}
@@ -34,15 +34,17 @@ def test_a_naive_order_hangs_with_large_messages_where_the_checker_says(name: st
     assert outcome == "stuck"
     for lane, actions in enumerate(naive.lanes):
         if places[lane] < len(actions):
-            assert f">{actions[places[lane]]}<" in error.text() or f"[{actions[places[lane]]}]" in error.text()
+            assert (
+                f">{actions[places[lane]]}<" in error.full_text() or f"[{actions[places[lane]]}]" in error.full_text()
+            )
     assert run_lanes(naive, EAGER, 30.0)[0] == "done", "with buffered sends it runs"
-    assert run_lanes(lower(computed(naive)), LARGE, 30.0)[0] == "done", "our lowering of the same work runs"
+    assert run_lanes(lower_schedule(computed(naive)), LARGE, 30.0)[0] == "done", "our lowering of the same work runs"
 
 
 @pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "v-min", "v-half", "zb-v"])
 def test_our_orders_run_with_large_messages(family: str) -> None:
     made = FAMILIES[family]
-    schedule = lower(made(Problem(placement=made.placement(3), microbatches=6)))
+    schedule = lower_schedule(made(ScheduleProblem(placement=made.placement(3), microbatches=6)))
     assert find_deadlock(schedule) is None
     assert run_lanes(schedule, LARGE, 30.0)[0] == "done"
 
@@ -51,11 +53,16 @@ def test_our_orders_run_with_large_messages(family: str) -> None:
 def test_deferred_receives_meet_the_wrong_tensor_under_a_v(family: str) -> None:
     """Found by the checker, and by a real channel without tags; with loops in place of a V the same change is sound."""
     made = FAMILIES[family]
-    mixed_up = deferred(lower(made(Problem(placement=made.placement(3), microbatches=8))))
-    check(mixed_up)
+    mixed_up = deferred(lower_schedule(made(ScheduleProblem(placement=made.placement(3), microbatches=8))))
+    check_schedule(mixed_up)
     error = find_deadlock(mixed_up, rendezvous=False)
-    assert error is not None and "disagree at message" in error.text()
+    assert error is not None and "disagree at message" in error.full_text()
     outcome, _ = run_lanes(mixed_up, EAGER, PATIENCE_S)
     assert " arrived for " in outcome
     loop = FAMILIES["1f1b"]
-    assert find_deadlock(deferred(lower(loop(Problem(placement=(0, 1, 2), microbatches=8)))), rendezvous=False) is None
+    assert (
+        find_deadlock(
+            deferred(lower_schedule(loop(ScheduleProblem(placement=(0, 1, 2), microbatches=8)))), rendezvous=False
+        )
+        is None
+    )

@@ -1,4 +1,4 @@
-"""Every rule of `check`, by the text of its error and the drawing in it."""
+"""Every rule of `check_schedule`, by the text of its error and the drawing in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_schedules import cases
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule import Action, Schedule, check, lower, parse_lanes
+from pipefit.schedule import Action, Schedule, check_schedule, lower_schedule, parse_lanes
 from pipefit.schedule.check.rules import edges_of
 from pipefit.schedule.lowering.frozen import frozen_stages, without_backward
 
@@ -29,10 +29,10 @@ LOWERED = (
 
 
 def test_the_good_ones_pass() -> None:
-    check(schedule_of(*GOOD))
-    check(schedule_of(*LOWERED))
-    check(schedule_of("0F0 0F1 0I1 0B0 0W1", "1F0 1F1 1I1 1W1 1B0"))
-    check(schedule_of("0F0 1F0 1B0 0B0", placement=(0, 0), microbatches=1))
+    check_schedule(schedule_of(*GOOD))
+    check_schedule(schedule_of(*LOWERED))
+    check_schedule(schedule_of("0F0 0F1 0I1 0B0 0W1", "1F0 1F1 1I1 1W1 1B0"))
+    check_schedule(schedule_of("0F0 1F0 1B0 0B0", placement=(0, 0), microbatches=1))
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_a_broken_rule_is_told_and_drawn(lanes: tuple[str, ...], says: str, draw
     if says == "0 -> 1":  # a tensor that the given edges do not have
         says, drawn = "There is no edge from stage 0 to stage 1 for 0SEND_F0:x", ">0SEND_F0:x<"
     with pytest.raises(ScheduleError) as caught:
-        check(schedule_of(*lanes), edges=((0, 1, ""),))
-    text = caught.value.text()
+        check_schedule(schedule_of(*lanes), edges=((0, 1, ""),))
+    text = caught.value.full_text()
     assert says in text
     assert drawn in text
     row, arrow = _arrow(text)
@@ -95,24 +95,24 @@ def _arrow(text: str) -> tuple[str, int]:
 
 def test_slices_must_go_in_order() -> None:
     with pytest.raises(ScheduleError, match=r"0F0/1 stands before the forward of the slice before it"):
-        check(schedule_of("0F0/1 0F0 0B0/1 0B0", placement=(0,), microbatches=1, slices=2))
+        check_schedule(schedule_of("0F0/1 0F0 0B0/1 0B0", placement=(0,), microbatches=1, slices=2))
     with pytest.raises(ScheduleError, match=r"0B0 stands before the backward of the slice behind it"):
-        check(schedule_of("0F0 0F0/1 0B0 0B0/1", placement=(0,), microbatches=1, slices=2))
+        check_schedule(schedule_of("0F0 0F0/1 0B0 0B0/1", placement=(0,), microbatches=1, slices=2))
 
 
 def test_a_circle_through_the_turn_of_a_v_is_found() -> None:
     """Lane 1 wants the second half before the first: both stages are on it, so nothing crosses lanes there."""
     lanes = ("0F0 3F0 3B0 0B0", "2F0 1F0 2B0 1B0")
     with pytest.raises(ScheduleError, match=r"(?s)waits for 2F0 of lane 1.*waits for 1F0 of lane 1"):
-        check(schedule_of(*lanes, placement=(0, 1, 1, 0), microbatches=1))
+        check_schedule(schedule_of(*lanes, placement=(0, 1, 1, 0), microbatches=1))
 
 
 def test_the_drawing_clips_many_lanes_and_long_ones() -> None:
     lanes = [f"{i}F0 {i}F1 {i}F2 {i}F3 {i}F4 {i}F5 {i}B0 {i}B1 {i}B2 {i}B3 {i}B4 {i}B5" for i in range(40)]
     lanes[20] = lanes[20].replace("20F5", "20F4")
     with pytest.raises(ScheduleError) as caught:
-        check(schedule_of(*lanes, placement=tuple(range(40)), microbatches=6))
-    text = caught.value.text()
+        check_schedule(schedule_of(*lanes, placement=tuple(range(40)), microbatches=6))
+    text = caught.value.full_text()
     assert "where: lane 20, step 5" in text
     assert "lane 12 " in text and "lane 28 " in text and "lane 11 " not in text and "lane 29 " not in text
     assert "step" in text and "20B3" in text and "20B4" not in text and "20F0" not in text
@@ -120,12 +120,12 @@ def test_the_drawing_clips_many_lanes_and_long_ones() -> None:
 
 def test_placement_and_lanes_must_agree() -> None:
     with pytest.raises(ScheduleError, match="placement does not fit the lanes"):
-        check(schedule_of("0F0 0B0", placement=(0, 1), microbatches=1))
+        check_schedule(schedule_of("0F0 0B0", placement=(0, 1), microbatches=1))
 
 
 def test_a_transfer_within_a_lane_is_refused() -> None:
     with pytest.raises(ScheduleError, match="same lane: nothing is to be transferred"):
-        check(schedule_of("0F0 0SEND_F0 1F0 1B0 0B0", placement=(0, 0), microbatches=1))
+        check_schedule(schedule_of("0F0 0SEND_F0 1F0 1B0 0B0", placement=(0, 0), microbatches=1))
 
 
 @settings(max_examples=150, deadline=None)
@@ -133,8 +133,8 @@ def test_a_transfer_within_a_lane_is_refused() -> None:
 def test_removing_or_doubling_any_action_is_noticed(case, seed: int) -> None:
     schedule, edges, costs = case
     rng = random.Random(seed)
-    lowered = lower(schedule, edges, costs)
-    check(lowered, edges)
+    lowered = lower_schedule(schedule, edges, costs)
+    check_schedule(lowered, edges)
     lanes = [list(lane) for lane in lowered.lanes]
     lane = rng.choice(lanes)
     index = rng.randrange(len(lane))
@@ -152,34 +152,34 @@ def test_removing_or_doubling_any_action_is_noticed(case, seed: int) -> None:
         lanes=tuple(map(tuple, lanes)),
     )
     with pytest.raises(ScheduleError):
-        check(broken, edges)
+        check_schedule(broken, edges)
 
 
 def test_edges_are_read_from_the_transfers() -> None:
     edges = ((0, 2, "skip"), (0, 1, ""), (1, 2, ""))
     computed = schedule_of("0F0 0B0", "1F0 1B0", "2F0 2B0", placement=(0, 1, 2), microbatches=1)
-    assert set(edges_of(lower(computed, edges))) == set(edges)
+    assert set(edges_of(lower_schedule(computed, edges))) == set(edges)
     assert edges_of(computed) == ((0, 1, ""), (1, 2, ""))
-    assert Action("SEND_F", 0, 0, 0, 2, "skip") in lower(computed, edges).lanes[0]
+    assert Action("SEND_F", 0, 0, 0, 2, "skip") in lower_schedule(computed, edges).lanes[0]
 
 
 def test_frozen_stages_may_do_without_a_backward_and_get_no_gradient() -> None:
     whole = schedule_of(*GOOD)
     bare = without_backward(whole, {0})
     assert bare.lanes[0] == parse_lanes(["0F0 0F1"])[0] and bare.lanes[1] == whole.lanes[1]
-    check(bare, frozen={0})
-    lowered = lower(bare)
-    check(lowered, frozen={0})
+    check_schedule(bare, frozen={0})
+    lowered = lower_schedule(bare)
+    check_schedule(lowered, frozen={0})
     kinds = {(action.kind, action.stage) for _, _, action in lowered}
     assert not kinds & {("SEND_B", 1), ("RECV_B", 0), ("REDUCE", 0)}
     with pytest.raises(ScheduleError, match=r"Lane 0 ends without 0B0"):
-        check(lowered)
+        check_schedule(lowered)
     sent = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE NORM STEP"
     with pytest.raises(
         ScheduleError, match=r"1SEND_B0 moves a gradient to stage 0, which is frozen and has no backward"
     ):
-        check(schedule_of("0F0 0SEND_F0 0F1 0SEND_F1 NORM STEP", sent), frozen={0})
-    check(schedule_of(*LOWERED), frozen={0})  # it may have one all the same
+        check_schedule(schedule_of("0F0 0SEND_F0 0F1 0SEND_F1 NORM STEP", sent), frozen={0})
+    check_schedule(schedule_of(*LOWERED), frozen={0})  # it may have one all the same
 
 
 def test_what_is_trained_reaches_all_behind_it() -> None:

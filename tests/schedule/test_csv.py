@@ -10,28 +10,28 @@ from hypothesis import given, settings
 from random_schedules import cases
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule import FAMILIES, Problem, chain, linear, lower, vee
+from pipefit.schedule import FAMILIES, ScheduleProblem, chain_edges, linear_placement, lower_schedule, vee_placement
 from pipefit.schedule.text.csv_io import from_csv, to_csv
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_round_trip(name: str) -> None:
     made = FAMILIES[name]
-    schedule = made(Problem(placement=made.placement(4), microbatches=8))
+    schedule = made(ScheduleProblem(placement=made.placement(4), microbatches=8))
     assert from_csv(to_csv(schedule), name) == schedule
-    assert to_csv(lower(schedule)) == to_csv(schedule)
+    assert to_csv(lower_schedule(schedule)) == to_csv(schedule)
 
 
 @settings(max_examples=50, deadline=None)
 @given(cases())
 def test_any_chain_of_whole_sequences_comes_back(case) -> None:
     schedule, edges, _ = case
-    if schedule.slices == 1 and edges == chain(schedule.stages):
+    if schedule.slices == 1 and edges == chain_edges(schedule.stages):
         assert from_csv(to_csv(schedule), schedule.name) == schedule
 
 
 def test_the_text() -> None:
-    schedule = FAMILIES["1f1b"](Problem(placement=linear(2), microbatches=2))
+    schedule = FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(2), microbatches=2))
     assert to_csv(schedule) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
@@ -40,7 +40,7 @@ def test_blanks_are_idle_slots() -> None:
 
 
 def test_slices_are_refused() -> None:
-    schedule = FAMILIES["1f1b"](Problem(placement=linear(2), microbatches=2, slices=2))
+    schedule = FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(2), microbatches=2, slices=2))
     with pytest.raises(ScheduleError, match=r"(?s)slices cannot be written as CSV.*seen: 2 slices.*as JSON"):
         to_csv(schedule)
 
@@ -70,8 +70,8 @@ def test_pytorch_reads_it() -> None:
     if action is None or validate is None:
         pytest.skip("this torch has no _Action or _validate_schedule")
     split = from_csv("0F0,0F1,3F0,3I0,3W0,3F1,3B1,0B0,0I1,0W1\n1F0,2F0,1F1,2F1,2B0,1B0,2I1,1I1,1W1,2W1\n")
-    v = FAMILIES["gpipe"](Problem(placement=vee(3), microbatches=4))
-    one = FAMILIES["1f1b"](Problem(placement=linear(4), microbatches=8))
+    v = FAMILIES["gpipe"](ScheduleProblem(placement=vee_placement(3), microbatches=4))
+    one = FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(4), microbatches=8))
     for schedule in (split, v, one):
         rows = {
             rank: [action.from_str(cell.strip()) for cell in row]
@@ -80,4 +80,4 @@ def test_pytorch_reads_it() -> None:
         for lane, row in zip(schedule.lanes, (rows[rank] for rank in sorted(rows)), strict=True):
             assert [str(read) for read in row] == [str(ours) for ours in lane]
             assert [(read.stage_index, read.microbatch_index) for read in row] == [a[1:3] for a in lane]
-        validate(rows, len(schedule.lanes), schedule.stages, schedule.microbatches)
+        validate(rows, len(schedule.lanes), schedule.num_stages, schedule.microbatches)

@@ -9,8 +9,17 @@ import pytest
 from exact import FOUND, PLACEMENTS, least_bubble
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule import FAMILIES, Problem, Schedule, check, format_lanes, linear, uniform_costs, vee
-from pipefit.simulate import simulate
+from pipefit.schedule import (
+    FAMILIES,
+    Schedule,
+    ScheduleProblem,
+    check_schedule,
+    format_lanes,
+    linear_placement,
+    uniform_costs,
+    vee_placement,
+)
+from pipefit.simulate import simulate_schedule
 
 CAPS = {
     "v-min": lambda d: 2 * ((d + 4) // 3),
@@ -22,14 +31,14 @@ CAPS = {
 
 def made(name: str, devices: int, microbatches: int, slices: int = 1) -> Schedule:
     placement = FAMILIES[name].placement(devices)
-    schedule = FAMILIES[name](Problem(placement=placement, microbatches=microbatches, slices=slices))
-    check(schedule)
+    schedule = FAMILIES[name](ScheduleProblem(placement=placement, microbatches=microbatches, slices=slices))
+    check_schedule(schedule)
     return schedule
 
 
 def facts(schedule: Schedule) -> tuple[int, int]:
     """(most units alive on a lane, idle slots of the lane that idles longest) in unit time."""
-    timeline = simulate(schedule, uniform_costs(schedule.placement))
+    timeline = simulate_schedule(schedule, uniform_costs(schedule.placement))
     spans = [stops[-1] - starts[0] for stops, starts in zip(timeline.stops_s, timeline.starts_s, strict=True)]
     idle = max(span - busy for span, busy in zip(spans, timeline.busy_s, strict=True))
     return int(max(timeline.peak_bytes)), int(idle)
@@ -76,9 +85,9 @@ def test_the_other_families_in_unit_time(d: int) -> None:
 @pytest.mark.parametrize("d", [2, 4, 7])
 def test_zb_h1_and_zb_h2_with_other_times(f: int, i: int, w: int, d: int) -> None:
     """(d - 1)(F + I - W) and (d - 1)(F + I - 2 W), as the paper has it, wherever W is the shortest of the three."""
-    costs = uniform_costs(linear(d), forward_s=f, input_s=i, weight_s=w)
+    costs = uniform_costs(linear_placement(d), forward_s=f, input_s=i, weight_s=w)
     for name, weights in (("zb-h1", 1), ("zb-h2", 2)):
-        timeline = simulate(made(name, d, 3 * d), costs)
+        timeline = simulate_schedule(made(name, d, 3 * d), costs)
         spans = [stops[-1] - starts[0] for stops, starts in zip(timeline.stops_s, timeline.starts_s, strict=True)]
         assert max(spans - timeline.busy_s) == (d - 1) * (f + i - weights * w)
 
@@ -174,17 +183,25 @@ def test_a_small_v_half_in_full() -> None:
 @pytest.mark.parametrize(
     ("name", "problem", "says"),
     [
-        ("v-min", {"placement": linear(4)}, r"(?s)V-Min is written for the V placement.*0,1,2,3.*0,1,2,3,3,2,1,0"),
+        (
+            "v-min",
+            {"placement": linear_placement(4)},
+            r"(?s)V-Min is written for the V placement.*0,1,2,3.*0,1,2,3,3,2,1,0",
+        ),
         ("v-half", {"placement": (0, 1, 0, 1)}, r"(?s)V-Half is written for the V placement.*seen: 0,1,0,1"),
         ("v-zb", {"placement": (1, 0, 0, 1)}, r"(?s)V-ZB is written for the V placement.*allowed: 0,1,1,0"),
         ("zb-v", {"placement": (0,)}, r"(?s)ZB-V is written for the V placement.*seen: 0.*allowed: 0,0"),
-        ("1f1b-v", {"placement": linear(2)}, "1F1B-V is written for the V placement"),
-        ("zb-h1", {"placement": vee(2)}, r"(?s)ZB-H1 is written for one stage per lane.*lane 0 holds stages 0, 3"),
-        ("zb-h2", {"placement": vee(2)}, r"(?s)ZB-H2 is written for one stage per lane.*use gpipe"),
-        ("dualpipe-v", {"placement": linear(2)}, "DualPipeV is written for the V placement"),
+        ("1f1b-v", {"placement": linear_placement(2)}, "1F1B-V is written for the V placement"),
+        (
+            "zb-h1",
+            {"placement": vee_placement(2)},
+            r"(?s)ZB-H1 is written for one stage per lane.*lane 0 holds stages 0, 3",
+        ),
+        ("zb-h2", {"placement": vee_placement(2)}, r"(?s)ZB-H2 is written for one stage per lane.*use gpipe"),
+        ("dualpipe-v", {"placement": linear_placement(2)}, "DualPipeV is written for the V placement"),
         (
             "dualpipe-v",
-            {"placement": vee(3), "microbatches": 2, "slices": 2},
+            {"placement": vee_placement(3), "microbatches": 2, "slices": 2},
             r"(?s)two microbatches \(or slices of them\) for every lane.*seen: 2 microbatches of 2 slices on 3 lanes"
             r".*allowed: at least 3 microbatches.*v-zb, which takes any number",
         ),
@@ -192,4 +209,4 @@ def test_a_small_v_half_in_full() -> None:
 )
 def test_refusals_say_what_is_possible(name: str, problem: dict, says: str) -> None:
     with pytest.raises(ScheduleError, match=says):
-        FAMILIES[name](Problem(**({"microbatches": 4} | problem)))
+        FAMILIES[name](ScheduleProblem(**({"microbatches": 4} | problem)))

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from pipefit.cost.types import ActionTable
 from pipefit.errors import ScheduleError
-from pipefit.schedule import FAMILIES, Problem, linear, uniform_costs, vee
+from pipefit.schedule import FAMILIES, ScheduleProblem, linear_placement, uniform_costs, vee_placement
 from pipefit.schedule.fit.bounds import lower_bound
-from pipefit.schedule.fit.instance import Instance
-from pipefit.simulate import simulate
+from pipefit.schedule.fit.instance import FitInstance
+from pipefit.simulate import simulate_schedule
 
 
-def unit_time(placement: tuple[int, ...], microbatches: int, units: float, objective: str = "span") -> Instance:
+def unit_time(placement: tuple[int, ...], microbatches: int, units: float, objective: str = "span") -> FitInstance:
     lanes = max(placement) + 1
-    problem = Problem(
+    problem = ScheduleProblem(
         placement=placement,
         microbatches=microbatches,
         costs=uniform_costs(placement),
         limit_bytes=(units,) * lanes,
     )
-    return Instance.of(problem, objective)
+    return FitInstance.from_problem(problem, objective)
 
 
 def uneven(
@@ -40,7 +40,7 @@ def uneven(
     objective: str,
     kinds: str,
     between: float = 0.0,
-) -> Problem | Instance:
+) -> ScheduleProblem | FitInstance:
     """Random whole times for every stage and unit, random transfers; `between` is what I adds to memory."""
     random = np.random.default_rng(seed)
     stages = len(placement)
@@ -61,8 +61,10 @@ def uneven(
     )
     costs = replace(plain, actions=actions, edges=edges)
     limits = (limit,) * (max(placement) + 1)
-    problem = Problem(placement=placement, microbatches=microbatches, slices=slices, costs=costs, limit_bytes=limits)
-    return Instance.of(problem, objective)
+    problem = ScheduleProblem(
+        placement=placement, microbatches=microbatches, slices=slices, costs=costs, limit_bytes=limits
+    )
+    return FitInstance.from_problem(problem, objective)
 
 
 @settings(max_examples=30, deadline=None)
@@ -95,13 +97,17 @@ def test_closed_forms(d: int) -> None:
     pipeline (arXiv 2401.10241, appendix B), with a time for transfers."""
     for units in (2 * ((d + 4) // 3), 2 * ((d + 2) // 2), 2 * d):
         bubble = max(0, 6 * d - 3 * units - 1)
-        assert lower_bound(unit_time(vee(d), 2 * d, units)).time_s - 12 * d == pytest.approx(bubble), units
-        assert lower_bound(unit_time(vee(d), 2 * d, units, "makespan")).time_s - 12 * d >= bubble - 1e-9, units
+        assert lower_bound(unit_time(vee_placement(d), 2 * d, units)).time_s - 12 * d == pytest.approx(bubble), units
+        assert lower_bound(unit_time(vee_placement(d), 2 * d, units, "makespan")).time_s - 12 * d >= bubble - 1e-9, (
+            units
+        )
     f, i, w, c = 7.0, 9.0, 4.0, 0.5
-    costs = uniform_costs(linear(d), forward_s=f, input_s=i, weight_s=w, transfer_s=c)
+    costs = uniform_costs(linear_placement(d), forward_s=f, input_s=i, weight_s=w, transfer_s=c)
     for k in {1, d // 2, d, 2 * d - 1}:
-        problem = Problem(placement=linear(d), microbatches=4 * d, costs=costs, limit_bytes=(float(k),) * d)
-        bound = lower_bound(Instance.of(problem, "span"))
+        problem = ScheduleProblem(
+            placement=linear_placement(d), microbatches=4 * d, costs=costs, limit_bytes=(float(k),) * d
+        )
+        bound = lower_bound(FitInstance.from_problem(problem, "span"))
         assert bound.time_s >= 4 * d * (f + i + w) + (d - 1) * (i + 2 * c) + (d - k) * f - 1e-9
 
 
@@ -113,19 +119,19 @@ def test_no_family_is_below_the_bound(name: str, d: int, seed: int, over: int) -
     placement = family.placement(d)
     microbatches = family.least_units(d) + over
     plain = uneven(placement, microbatches, 1, seed, np.inf, "span", "FIWB")
-    assert isinstance(plain, Instance)
+    assert isinstance(plain, FitInstance)
     costs = costs_of(placement, microbatches, seed)
     try:
-        schedule = family(Problem(placement=placement, microbatches=microbatches, costs=costs))
+        schedule = family(ScheduleProblem(placement=placement, microbatches=microbatches, costs=costs))
     except ScheduleError:
         return
-    timeline = simulate(schedule, costs)
-    problem = Problem(
+    timeline = simulate_schedule(schedule, costs)
+    problem = ScheduleProblem(
         placement=placement, microbatches=microbatches, costs=costs, limit_bytes=tuple(timeline.peak_bytes.tolist())
     )
     spans = [stops[-1] - starts[0] for stops, starts in zip(timeline.stops_s, timeline.starts_s, strict=True)]
-    assert lower_bound(Instance.of(problem, "makespan")).time_s <= timeline.makespan_s * (1 + 1e-9)
-    assert lower_bound(Instance.of(problem, "span")).time_s <= max(spans) * (1 + 1e-9)
+    assert lower_bound(FitInstance.from_problem(problem, "makespan")).time_s <= timeline.makespan_s * (1 + 1e-9)
+    assert lower_bound(FitInstance.from_problem(problem, "span")).time_s <= max(spans) * (1 + 1e-9)
 
 
 def costs_of(placement: tuple[int, ...], microbatches: int, seed: int):
@@ -140,14 +146,18 @@ def costs_of(placement: tuple[int, ...], microbatches: int, seed: int):
 
 def test_without_a_limit_the_bound_is_work_and_ways() -> None:
     """One microbatch on four stages: the chain there and back, and a W; many: the work of the busiest lane at least."""
-    costs = uniform_costs(linear(4), forward_s=2.0, input_s=3.0, weight_s=1.0, transfer_s=0.5)
-    alone = Instance.of(Problem(placement=linear(4), microbatches=1, costs=costs), "makespan")
+    costs = uniform_costs(linear_placement(4), forward_s=2.0, input_s=3.0, weight_s=1.0, transfer_s=0.5)
+    alone = FitInstance.from_problem(
+        ScheduleProblem(placement=linear_placement(4), microbatches=1, costs=costs), "makespan"
+    )
     assert lower_bound(alone).time_s == pytest.approx(4 * 2 + 3 * 0.5 + 4 * 3 + 3 * 0.5 + 1)
-    many = Instance.of(Problem(placement=linear(4), microbatches=32, costs=costs), "span")
+    many = FitInstance.from_problem(
+        ScheduleProblem(placement=linear_placement(4), microbatches=32, costs=costs), "span"
+    )
     assert lower_bound(many).time_s == pytest.approx(32 * 6)
 
 
 def test_less_memory_never_lowers_the_bound() -> None:
-    found = [lower_bound(unit_time(vee(6), 18, units)).time_s for units in range(16, 2, -1)]
+    found = [lower_bound(unit_time(vee_placement(6), 18, units)).time_s for units in range(16, 2, -1)]
     assert found == sorted(found)
     assert found[-1] > 1.5 * found[0], "a lane that can hold three units waits most of the time"

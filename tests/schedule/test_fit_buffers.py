@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from test_fit import uneven, verified, with_buffers
 
-from pipefit.schedule import Problem, family, lower, vee
-from pipefit.schedule.fit.search import fit
-from pipefit.simulate import simulate
+from pipefit.schedule import ScheduleProblem, find_family, lower_schedule, vee_placement
+from pipefit.schedule.fit.search import fit_schedule
+from pipefit.simulate import simulate_schedule
 
 CASES = [
     (name, devices, seed)
@@ -17,16 +17,18 @@ CASES = [
 ]
 
 
-def limited(name: str, devices: int, seed: int, even: bool) -> tuple[Problem, float]:
+def limited(name: str, devices: int, seed: int, even: bool) -> tuple[ScheduleProblem, float]:
     """A V whose limits are what a family needs, on each lane or on the worst, and the time of that family."""
     size = (0.05, 0.1, 0.25)[seed % 3]
     costs = with_buffers(uneven(devices, seed, forward_s=28, input_s=28, weight_s=20, transfer_s=4), size, 2.0 * even)
-    problem = Problem(placement=vee(devices), microbatches=8, costs=costs)
-    lowered = lower(family(name)(problem), problem.dag, costs, reductions=(), optimizer=False)
-    timeline = simulate(lowered, costs)
+    problem = ScheduleProblem(placement=vee_placement(devices), microbatches=8, costs=costs)
+    lowered = lower_schedule(find_family(name)(problem), problem.stage_edges, costs, reductions=(), optimizer=False)
+    timeline = simulate_schedule(lowered, costs)
     peaks = timeline.peak_bytes
     limit = tuple((np.full(devices, peaks.max()) if even else peaks).tolist())
-    return Problem(placement=vee(devices), microbatches=8, costs=costs, limit_bytes=limit), timeline.makespan_s
+    return ScheduleProblem(
+        placement=vee_placement(devices), microbatches=8, costs=costs, limit_bytes=limit
+    ), timeline.makespan_s
 
 
 @pytest.mark.parametrize("even", [False, True])
@@ -34,7 +36,7 @@ def limited(name: str, devices: int, seed: int, even: bool) -> tuple[Problem, fl
 def test_never_worse_than_a_family_that_fits(name: str, devices: int, seed: int, even: bool) -> None:
     """Its own memory is the limit: the family itself always fits."""
     problem, family_s = limited(name, devices, seed, even)
-    found = fit(problem, moves=1000)
+    found = fit_schedule(problem, moves=1000)
     verified(problem, found)
     assert found.time_s <= family_s * (1 + 1e-12)
     assert "one microbatch" not in found.how
@@ -43,7 +45,7 @@ def test_never_worse_than_a_family_that_fits(name: str, devices: int, seed: int,
 def test_moves_help_where_buffers_fill_the_limit() -> None:
     """From the family that just fits the search goes on, within the limit."""
     problem, family_s = limited("v-min", 4, 2, True)
-    few, many = fit(problem, moves=0), fit(problem, moves=20_000)
+    few, many = fit_schedule(problem, moves=0), fit_schedule(problem, moves=20_000)
     verified(problem, many)
     assert few.time_s <= family_s and many.time_s < 0.97 * few.time_s
-    assert many == fit(problem, moves=20_000)
+    assert many == fit_schedule(problem, moves=20_000)

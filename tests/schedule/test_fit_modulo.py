@@ -9,17 +9,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipefit.schedule import FAMILIES, Problem, linear, uniform_costs, vee
-from pipefit.schedule.fit.instance import B, F, I, Instance, W
-from pipefit.schedule.fit.kernels.unit_cycle import Steady, cycle_of
-from pipefit.schedule.fit.starts.modulo import offsets
-from pipefit.simulate import simulate
+from pipefit.schedule import FAMILIES, ScheduleProblem, linear_placement, uniform_costs, vee_placement
+from pipefit.schedule.fit.instance import B, F, FitInstance, I, W
+from pipefit.schedule.fit.kernels.unit_cycle import SteadyState, cycle_of
+from pipefit.schedule.fit.starts.modulo import find_steady_state
+from pipefit.simulate import simulate_schedule
 
 MEASURED = {"forward_s": 28.0, "input_s": 28.0, "weight_s": 20.0, "transfer_s": 4.0}
 """Profiled ratios of a 14.6B model (arXiv 2401.10241, table 6)."""
 
 
-def instance_of(placement: tuple[int, ...], units: float, seed: int | None = None, **times: float) -> Instance:
+def instance_of(placement: tuple[int, ...], units: float, seed: int | None = None, **times: float) -> FitInstance:
     costs = uniform_costs(placement, **times)
     if seed is not None:
         random = np.random.default_rng(seed)
@@ -30,10 +30,12 @@ def instance_of(placement: tuple[int, ...], units: float, seed: int | None = Non
         both = actions["I"].time_s + actions["W"].time_s
         costs = replace(costs, actions={**actions, "B": replace(actions["B"], time_s=both * 0.9)})
     lanes = max(placement) + 1
-    return Instance.of(Problem(placement=placement, microbatches=8, costs=costs, limit_bytes=(float(units),) * lanes))
+    return FitInstance.from_problem(
+        ScheduleProblem(placement=placement, microbatches=8, costs=costs, limit_bytes=(float(units),) * lanes)
+    )
 
 
-def check(instance: Instance, steady: Steady) -> None:
+def check(instance: FitInstance, steady: SteadyState) -> None:
     """Play a hundred microbatches and look at each lane: nothing overlaps, data is there, and memory suffices."""
     time = instance.time_s.mean(axis=2)
     back = np.where(steady.merged, time[B], time[I])
@@ -62,14 +64,21 @@ def check(instance: Instance, steady: Steady) -> None:
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize(
-    ("placement", "units"), [(linear(4), 4), (linear(4), 2), (vee(4), 5), (vee(4), 8), (vee(6), 9)]
+    ("placement", "units"),
+    [
+        (linear_placement(4), 4),
+        (linear_placement(4), 2),
+        (vee_placement(4), 5),
+        (vee_placement(4), 8),
+        (vee_placement(6), 9),
+    ],
 )
 def test_steady_states_are_what_they_say(placement: tuple[int, ...], units: float, seed: int | None) -> None:
     instance = instance_of(placement, units, seed, **MEASURED)
-    steady = offsets(instance, moves=1500)
+    steady = find_steady_state(instance, moves=1500)
     assert steady is not None
     check(instance, steady)
-    work = float((instance.work_s() / instance.units).max())
+    work = float((instance.work_s() / instance.num_units).max())
     assert work - 1e-9 <= steady.bound_s <= steady.period_s * (1 + 1e-9)
     one_by_one = cycle_of(instance, steady.merged)
     assert one_by_one is not None and steady.period_s < 0.75 * (one_by_one.weight.sum() * one_by_one.scale_s)
@@ -77,23 +86,23 @@ def test_steady_states_are_what_they_say(placement: tuple[int, ...], units: floa
 
 def test_with_much_memory_the_period_is_the_work() -> None:
     """1F1B's memory suffices for a period without a bubble, on lanes and on a V."""
-    for placement, units in ((linear(4), 6), (vee(4), 8)):
-        steady = offsets(instance_of(placement, units, **MEASURED))
+    for placement, units in ((linear_placement(4), 6), (vee_placement(4), 8)):
+        steady = find_steady_state(instance_of(placement, units, **MEASURED))
         assert steady is not None
-        assert steady.period_s == pytest.approx(76 if placement == linear(4) else 152)
+        assert steady.period_s == pytest.approx(76 if placement == linear_placement(4) else 152)
 
 
 def test_a_limit_below_one_microbatch_has_no_steady_state() -> None:
-    assert offsets(instance_of(vee(4), 1, **MEASURED), moves=100) is None
+    assert find_steady_state(instance_of(vee_placement(4), 1, **MEASURED), moves=100) is None
 
 
 def repeated(name: str, d: int, **times: float) -> float:
     """How much longer a family takes for one microbatch more, after many."""
-    costs = uniform_costs(vee(d), **times)
+    costs = uniform_costs(vee_placement(d), **times)
     spans = []
     for microbatches in (6 * d, 9 * d):
-        schedule = FAMILIES[name](Problem(placement=vee(d), microbatches=microbatches, costs=costs))
-        spans.append(float(simulate(schedule, costs).makespan_s))
+        schedule = FAMILIES[name](ScheduleProblem(placement=vee_placement(d), microbatches=microbatches, costs=costs))
+        spans.append(float(simulate_schedule(schedule, costs).makespan_s))
     return (spans[1] - spans[0]) / (3 * d)
 
 
@@ -105,8 +114,8 @@ LONG = {"forward_s": 20.0, "input_s": 30.0, "weight_s": 10.0, "transfer_s": 2.0}
 def test_v_min_repeats_a_longer_bubble(times: dict[str, float], work: float, block: float, share: float) -> None:
     """V-Min at d = 8 holds 8 units. With those, its slots repeat every 189 and 190, steady states every 184
     and 174."""
-    instance = instance_of(vee(8), 8, **times)
-    steady = offsets(instance)
+    instance = instance_of(vee_placement(8), 8, **times)
+    steady = find_steady_state(instance)
     assert steady is not None
     check(instance, steady)
     assert repeated("v-min", 8, **times) == pytest.approx(block, abs=1.0)
@@ -115,13 +124,13 @@ def test_v_min_repeats_a_longer_bubble(times: dict[str, float], work: float, blo
 
 def test_the_solver_finds_and_proves_the_least_period() -> None:
     pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
-    tight = instance_of(vee(4), 4, **MEASURED)
-    plain, solved = offsets(tight, moves=300), offsets(tight, moves=300, seconds=20)
+    tight = instance_of(vee_placement(4), 4, **MEASURED)
+    plain, solved = find_steady_state(tight, moves=300), find_steady_state(tight, moves=300, seconds=20)
     assert plain is not None and solved is not None
     check(tight, solved)
     assert solved.period_s <= plain.period_s and solved.bound_s > 1.1 * 152
     assert solved.bound_s == pytest.approx(solved.period_s, abs=4.0), "4 is the quantum of these times"
-    block = offsets(instance_of(vee(5), 6), moves=300, seconds=20)
+    block = find_steady_state(instance_of(vee_placement(5), 6), moves=300, seconds=20)
     assert block is not None and block.period_s == pytest.approx(6.0), "V-Min's block, in unit time, has no bubble"
 
 
@@ -129,16 +138,24 @@ def test_the_solver_finds_and_proves_the_least_period() -> None:
 def test_v_min_cannot_repeat_without_a_bubble() -> None:
     """At 28/28/20 no steady state with V-Min's 8 units has a period of 180 or less, where the work is 152."""
     pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
-    steady = offsets(instance_of(vee(8), 8, **MEASURED), seconds=20)
+    steady = find_steady_state(instance_of(vee_placement(8), 8, **MEASURED), seconds=20)
     assert steady is not None
     assert 180 <= steady.bound_s <= steady.period_s <= 184 + 1e-6
 
 
 def test_merging_is_chosen_where_it_pays() -> None:
     """B at 0.8 of I and W: with memory to spare, merged backwards make the shorter period."""
-    costs = uniform_costs(linear(3), forward_s=2.0, input_s=3.0, weight_s=2.0)
+    costs = uniform_costs(linear_placement(3), forward_s=2.0, input_s=3.0, weight_s=2.0)
     fast = replace(costs, actions={**costs.actions, "B": replace(costs.actions["B"], time_s=np.full((1, 1, 1), 4.0))})
-    steady = offsets(Instance.of(Problem(placement=linear(3), microbatches=4, costs=fast, limit_bytes=(6.0,) * 3)))
+    steady = find_steady_state(
+        FitInstance.from_problem(
+            ScheduleProblem(placement=linear_placement(3), microbatches=4, costs=fast, limit_bytes=(6.0,) * 3)
+        )
+    )
     assert steady is not None and steady.merged.all() and steady.period_s == pytest.approx(6.0)
-    split = offsets(Instance.of(Problem(placement=linear(3), microbatches=4, costs=costs, limit_bytes=(6.0,) * 3)))
+    split = find_steady_state(
+        FitInstance.from_problem(
+            ScheduleProblem(placement=linear_placement(3), microbatches=4, costs=costs, limit_bytes=(6.0,) * 3)
+        )
+    )
     assert split is not None and not split.merged.any() and split.period_s == pytest.approx(7.0)

@@ -11,22 +11,22 @@ import pytest
 from rich.color import ColorType
 from rich.style import Style
 
-from pipefit.schedule import FAMILIES, Problem, linear, lower, uniform_costs, vee
+from pipefit.schedule import FAMILIES, ScheduleProblem, linear_placement, lower_schedule, uniform_costs, vee_placement
 from pipefit.schedule.text.csv_io import from_csv
 from pipefit.schedule.text.grid import COLOURS, draw_grid, grid_rows
 
 
 def test_one_unit_a_column() -> None:
-    schedule = FAMILIES["1f1b"](Problem(placement=linear(2), microbatches=2))
+    schedule = FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(2), microbatches=2))
     assert draw_grid(schedule).splitlines() == [
         "lane 0  F0 F1 ..... B0--- .. B1---",
         "lane 1  .. F0 B0--- F1 B1--- .....",
     ]
-    assert draw_grid(lower(schedule)) == draw_grid(schedule)
+    assert draw_grid(lower_schedule(schedule)) == draw_grid(schedule)
 
 
 def test_lanes_with_two_stages_name_them() -> None:
-    text = draw_grid(FAMILIES["gpipe"](Problem(placement=vee(2), microbatches=1)))
+    text = draw_grid(FAMILIES["gpipe"](ScheduleProblem(placement=vee_placement(2), microbatches=1)))
     assert text.splitlines() == [
         "lane 0  0F0 ....... 3F0 3B0---- ............... 0B0----",
         "lane 1  ... 1F0 2F0 ........... 2B0---- 1B0---- .......",
@@ -42,7 +42,7 @@ def test_however_short_an_action_is_it_is_seen(name: str, times: tuple[float, fl
     made = FAMILIES[name]
     placement = made.placement(3)
     costs = uniform_costs(placement, forward_s=times[0], input_s=times[1], weight_s=times[2])
-    schedule = made(Problem(placement=placement, microbatches=6, costs=costs))
+    schedule = made(ScheduleProblem(placement=placement, microbatches=6, costs=costs))
     columns = {}
     rows = grid_rows(schedule, costs)
     assert len({sum(len(cell.text) for cell in row) for row in rows}) == 1
@@ -62,15 +62,15 @@ def test_however_short_an_action_is_it_is_seen(name: str, times: tuple[float, fl
 
 
 def test_a_crowded_row_keeps_the_letter_of_every_action() -> None:
-    schedule = FAMILIES["gpipe"](Problem(placement=linear(1), microbatches=900))
-    costs = uniform_costs(linear(1), forward_s=1, input_s=2.12345678, weight_s=1)
+    schedule = FAMILIES["gpipe"](ScheduleProblem(placement=linear_placement(1), microbatches=900))
+    costs = uniform_costs(linear_placement(1), forward_s=1, input_s=2.12345678, weight_s=1)
     (row,) = grid_rows(schedule, costs)
     assert tuple(cell.action for cell in row) == schedule.lanes[0]
     assert {cell.text.rstrip("- ") for cell in row if cell.action and cell.action.microbatch > 9} == {"F", "B"}
 
 
 def test_slices_are_written() -> None:
-    text = draw_grid(FAMILIES["1f1b"](Problem(placement=linear(1), microbatches=1, slices=2)))
+    text = draw_grid(FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(1), microbatches=1, slices=2)))
     assert text == "lane 0  F0-- F0/1 B0/1----- B0-------"
 
 
@@ -78,11 +78,11 @@ def test_slices_are_written() -> None:
     "times", [(28.0, 28.0, 20.0, 4.0), (0.00313, 0.0041, 0.0027, 0.0), (3.14159, 2.71828, 1.41421, 0.1)]
 )
 def test_columns_keep_the_order_of_times(times: tuple[float, float, float, float]) -> None:
-    placement = linear(4)
+    placement = linear_placement(4)
     costs = uniform_costs(
         placement, forward_s=times[0], input_s=times[1], weight_s=times[2], transfer_s=times[3], port_s=times[3]
     )
-    schedule = FAMILIES["1f1b"](Problem(placement=placement, microbatches=5))
+    schedule = FAMILIES["1f1b"](ScheduleProblem(placement=placement, microbatches=5))
     rows = grid_rows(schedule, costs)
     assert len({sum(len(cell.text) for cell in row) for row in rows}) == 1
     for lane, row in zip(schedule.lanes, rows, strict=True):
@@ -92,12 +92,12 @@ def test_columns_keep_the_order_of_times(times: tuple[float, float, float, float
 
 
 def test_colour_is_markup() -> None:
-    schedule = FAMILIES["gpipe"](Problem(placement=linear(1), microbatches=1))
+    schedule = FAMILIES["gpipe"](ScheduleProblem(placement=linear_placement(1), microbatches=1))
     assert draw_grid(schedule, colour=True) == "lane 0  [white on blue]F0[/] [black on yellow]B0---[/]"
 
 
 def test_colours_tell_kinds_and_the_stages_of_a_lane_apart() -> None:
-    schedule = FAMILIES["zb-v"](Problem(placement=vee(2), microbatches=4))
+    schedule = FAMILIES["zb-v"](ScheduleProblem(placement=vee_placement(2), microbatches=4))
     text = draw_grid(schedule, colour=True)
     styles: dict[tuple[str, bool], set[str]] = {}
     for style, stage, kind in re.findall(r"\[([^\]/]+)\](\d)([FIWB])", text):
@@ -111,7 +111,7 @@ def test_colours_tell_kinds_and_the_stages_of_a_lane_apart() -> None:
 
 
 def test_held_stands_before_the_cells() -> None:
-    schedule = FAMILIES["1f1b"](Problem(placement=linear(2), microbatches=2))
+    schedule = FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(2), microbatches=2))
     assert draw_grid(schedule, held=["2/16", "1/16"]).splitlines() == [
         "        held",
         "lane 0  2/16  F0 F1 ..... B0--- .. B1---",
@@ -137,14 +137,14 @@ def test_the_command_draws() -> None:
 def test_every_family_is_drawn(name: str) -> None:
     """In unit time a column is one slot, so the rows can be read back: every action once, as wide as it is long."""
     made = FAMILIES[name]
-    schedule = made(Problem(placement=made.placement(8), microbatches=16))
+    schedule = made(ScheduleProblem(placement=made.placement(8), microbatches=16))
     rows = grid_rows(schedule)
     width = min(len(cell.text) for row in rows for cell in row if cell.action and cell.action.kind == "F")
     for lane, row in zip(schedule.lanes, rows, strict=True):
         cells = [cell for cell in row if cell.action is not None]
         assert tuple(cell.action for cell in cells) == lane
         assert all(len(cell.text) == width * (2 if cell.action.kind == "B" else 1) for cell in cells)
-        if schedule.stages > 8:
+        if schedule.num_stages > 8:
             assert all(cell.text.startswith(f"{cell.action.stage}{cell.action.kind}") for cell in cells)
     assert len(draw_grid(schedule).splitlines()) == 8
 
@@ -160,7 +160,9 @@ def test_the_command_draws_a_v() -> None:
 
 def test_the_command_prints_csv_and_json() -> None:
     made = pipefit("schedule", "gpipe", "--devices", "2", "--microbatches", "3", "--csv")
-    assert from_csv(made.stdout, "gpipe") == FAMILIES["gpipe"](Problem(placement=linear(2), microbatches=3))
+    assert from_csv(made.stdout, "gpipe") == FAMILIES["gpipe"](
+        ScheduleProblem(placement=linear_placement(2), microbatches=3)
+    )
     made = pipefit("schedule", "1f1b", "--devices", "2", "--microbatches", "3", "--times", "2,2,1,1", "--json")
     facts = json.loads(made.stdout)
     assert facts["lanes"] == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]

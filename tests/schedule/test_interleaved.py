@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule import FAMILIES, Problem, check, find_deadlock, format_lanes, linear, lower, uniform_costs, vee
+from pipefit.schedule import (
+    FAMILIES,
+    ScheduleProblem,
+    check_schedule,
+    find_deadlock,
+    format_lanes,
+    linear_placement,
+    lower_schedule,
+    uniform_costs,
+    vee_placement,
+)
 from pipefit.schedule.families.interleaved_1f1b import placement
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 build = FAMILIES["interleaved-1f1b"]
 
@@ -30,7 +40,7 @@ def megatron_order(lane: int, devices: int, turns: int, microbatches: int) -> st
 
 @pytest.mark.parametrize(("devices", "turns", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (8, 3, 64)])
 def test_it_is_the_order_of_the_paper(devices: int, turns: int, microbatches: int) -> None:
-    schedule = build(Problem(placement=placement(devices, turns), microbatches=microbatches))
+    schedule = build(ScheduleProblem(placement=placement(devices, turns), microbatches=microbatches))
     lines = format_lanes(schedule.lanes)
     assert lines == tuple(megatron_order(lane, devices, turns, microbatches) for lane in range(devices))
 
@@ -38,7 +48,7 @@ def test_it_is_the_order_of_the_paper(devices: int, turns: int, microbatches: in
 @pytest.mark.parametrize(("d", "v", "m"), [(1, 2, 3), (2, 2, 6), (4, 2, 8), (4, 3, 4), (8, 3, 64)])
 def test_time_and_memory_are_the_closed_forms(d: int, v: int, m: int) -> None:
     costs = uniform_costs(placement(d, v), forward_s=1.0, input_s=1.0, weight_s=1.0)
-    timeline = simulate(build(Problem(placement=placement(d, v), microbatches=m)), costs)
+    timeline = simulate_schedule(build(ScheduleProblem(placement=placement(d, v), microbatches=m)), costs)
     assert timeline.makespan_s == (m * v + d - 1) * 3
     alive = [min(m * v, (v - 1) * d + 2 * (d - 1 - lane) + 1) for lane in range(d)]
     assert timeline.peak_bytes.tolist() == alive
@@ -49,26 +59,28 @@ def test_time_and_memory_are_the_closed_forms(d: int, v: int, m: int) -> None:
 def test_any_number_of_microbatches_and_slices_runs(devices: int, turns: int) -> None:
     for microbatches in range(1, 3 * devices + 2):
         for slices in (1, 2, 3):
-            problem = Problem(placement=placement(devices, turns), microbatches=microbatches, slices=slices)
+            problem = ScheduleProblem(placement=placement(devices, turns), microbatches=microbatches, slices=slices)
             schedule = build(problem)
-            check(schedule)
+            check_schedule(schedule)
             if microbatches % 3 == 1:
-                assert find_deadlock(lower(schedule)) is None
+                assert find_deadlock(lower_schedule(schedule)) is None
 
 
 def test_uneven_groups_are_faster_than_1f1b_on_whole_stages() -> None:
     """9 microbatches on 4 lanes: closer to the even case than to plain 1F1B on stages twice as long."""
-    looped = simulate(build(Problem(placement=placement(4), microbatches=9)), uniform_costs(placement(4)))
-    whole = uniform_costs(linear(4), forward_s=2.0, input_s=2.0, weight_s=2.0)
-    plain = simulate(FAMILIES["1f1b"](Problem(placement=linear(4), microbatches=9)), whole)
+    looped = simulate_schedule(
+        build(ScheduleProblem(placement=placement(4), microbatches=9)), uniform_costs(placement(4))
+    )
+    whole = uniform_costs(linear_placement(4), forward_s=2.0, input_s=2.0, weight_s=2.0)
+    plain = simulate_schedule(FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(4), microbatches=9)), whole)
     assert looped.makespan_s == (9 * 2 + 3) * 3 < plain.makespan_s
 
 
 def test_one_stage_a_lane_is_1f1b() -> None:
-    problem = Problem(placement=linear(4), microbatches=6)
+    problem = ScheduleProblem(placement=linear_placement(4), microbatches=6)
     assert build(problem).lanes == FAMILIES["1f1b"](problem).lanes
 
 
 def test_a_v_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"(?s)lanes in turn.*seen: 0,1,1,0.*for example 0,1,0,1.*use gpipe"):
-        build(Problem(placement=vee(2), microbatches=2))
+        build(ScheduleProblem(placement=vee_placement(2), microbatches=2))

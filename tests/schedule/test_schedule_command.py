@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from pipefit.cli import main
-from pipefit.schedule import Problem, family, uniform_costs, vee
+from pipefit.schedule import ScheduleProblem, find_family, uniform_costs, vee_placement
 from pipefit.schedule.blocks.building_block import draw_block
 from pipefit.schedule.text.csv_io import from_csv
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -42,9 +42,11 @@ def test_single_stages_have_their_own_times(run: Run) -> None:
         input_s,
         weight_s,
     )
-    costs = uniform_costs(vee(4), forward_s=forward_s, input_s=input_s, weight_s=weight_s, transfer_s=4, port_s=4)
-    schedule = family("v-half")(Problem(placement=vee(4), microbatches=8))
-    assert facts["makespan"] == simulate(schedule, costs).makespan_s and facts["times"]["transfer"] == 4.0
+    costs = uniform_costs(
+        vee_placement(4), forward_s=forward_s, input_s=input_s, weight_s=weight_s, transfer_s=4, port_s=4
+    )
+    schedule = find_family("v-half")(ScheduleProblem(placement=vee_placement(4), microbatches=8))
+    assert facts["makespan"] == simulate_schedule(schedule, costs).makespan_s and facts["times"]["transfer"] == 4.0
 
 
 def test_memory_is_a_share_of_what_1f1b_holds(run: Run) -> None:
@@ -76,7 +78,7 @@ def test_the_placement_can_be_chosen(run: Run) -> None:
 
 def test_the_block_is_drawn_with_its_bounds(run: Run) -> None:
     code, out, _ = run("v-half", "--block", "--devices", "4")
-    build = family("v-half").block
+    build = find_family("v-half").block
     assert code == 0 and build is not None and draw_block(build(4)) in out
     assert "lane 0  stages 0, 7: ceil(30 / 6) + ceil(6 / 6) = 6" in out
     assert out.count(" = 6\n") == 4
@@ -89,7 +91,7 @@ def test_fit_keeps_to_the_memory_and_says_how_good_it_is(run: Run) -> None:
         code, out, _ = run(*words, "--memory", memory)
         facts = json.loads(out)
         told = facts["fit"]
-        assert code == 0 and facts["placement"] == list(vee(4)) and facts["limit_units"] == limit
+        assert code == 0 and facts["placement"] == list(vee_placement(4)) and facts["limit_units"] == limit
         assert max(facts["peak_units"]) <= limit
         assert 8 * (76 + 114) <= told["bound"] <= told["span"] <= facts["makespan"]
         assert told["gap"] == pytest.approx(1 - told["bound"] / told["span"])

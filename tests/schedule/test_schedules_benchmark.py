@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipefit.schedule import FAMILIES, linear, vee
-from pipefit.schedule.fit.search import fit
-from pipefit.simulate import simulate
+from pipefit.schedule import FAMILIES, linear_placement, vee_placement
+from pipefit.schedule.fit.search import fit_schedule
+from pipefit.simulate import simulate_schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from schedule_cases import SEEDS, Case, case, random_instance, runtime_deltas
@@ -49,7 +49,7 @@ def test_quick_compares_every_way_within_the_limit(quick: tuple[dict[str, Any], 
         assert all(row["peak"] <= record["limit"] + 1e-9 and row["gap"] >= -1e-12 for row in rows.values())
         least = min(row["time"] for row in rows.values())
         assert 0 < record["bound"] <= least
-        v_shaped = (name for name in rows if name in FAMILIES and FAMILIES[name].placement(4) == vee(4))
+        v_shaped = (name for name in rows if name in FAMILIES and FAMILIES[name].placement(4) == vee_placement(4))
         assert rows["fit 0.5 s"]["time"] <= min(rows[name]["time"] for name in (*v_shaped, "adaptive search"))
         assert {"wall_s", "cpu_s", "how", "moves"} <= set(rows["fit 0.5 s"])
         assert record["name"] in printed
@@ -87,13 +87,13 @@ def test_a_case_is_the_same_work_on_every_placement() -> None:
     one = case("a case", 3, 6, 4, factors=[1, 2, 3, 4, 5, 6], last=1.5, deltas=(1.0, 0.5, -1.5))
     assert one.forward[-1] == 28 * 9 and one.means() == pytest.approx((28 * 4, 28 * 4, 20 * 4, 4))
     work = {}
-    for placement in (vee(3), linear(3)):
+    for placement in (vee_placement(3), linear_placement(3)):
         problem = one.problem(placement)
         assert problem.costs is not None and problem.limit_bytes == (4, 4, 4)
-        timeline = simulate(FAMILIES["gpipe"](problem), problem.costs)
+        timeline = simulate_schedule(FAMILIES["gpipe"](problem), problem.costs)
         work[placement] = sum(timeline.busy_s)
         assert max(timeline.peak_bytes) == 6 * 2
-    assert work[vee(3)] == pytest.approx(work[linear(3)]) == pytest.approx(6 * 76 * 24)
+    assert work[vee_placement(3)] == pytest.approx(work[linear_placement(3)]) == pytest.approx(6 * 76 * 24)
 
 
 def test_what_the_runtime_holds() -> None:
@@ -107,7 +107,7 @@ def test_what_the_runtime_holds() -> None:
 def test_fit_beats_the_best_known_where_it_is_quick() -> None:
     """d=4, m=8, last stage 1.5x: the reference's solver reached 5.0 % in 45 s at 6 units."""
     one: Case = case("a case", 4, 8, 6, last=1.5)
-    assert fit(one.problem(), objective="span").bubble <= 0.0505
+    assert fit_schedule(one.problem(), objective="span").bubble <= 0.0505
 
 
 COMMITTED = ROOT / "benchmarks" / "results" / "schedules.json"

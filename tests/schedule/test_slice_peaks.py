@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.schedule import FAMILIES, Problem, Schedule, check, linear, uniform_costs
+from pipefit.schedule import FAMILIES, Schedule, ScheduleProblem, check_schedule, linear_placement, uniform_costs
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def made(name: str, placement: tuple[int, ...], sequences: int, slices: int) -> Schedule:
-    schedule = FAMILIES[name](Problem(placement=placement, microbatches=sequences, slices=slices))
-    check(schedule)
+    schedule = FAMILIES[name](ScheduleProblem(placement=placement, microbatches=sequences, slices=slices))
+    check_schedule(schedule)
     return schedule
 
 
 def facts(schedule: Schedule) -> tuple[int, int]:
     """(most units alive on a lane, idle slots of the lane that idles longest) in unit time."""
-    timeline = simulate(schedule, uniform_costs(schedule.placement))
+    timeline = simulate_schedule(schedule, uniform_costs(schedule.placement))
     spans = [stops[-1] - starts[0] for stops, starts in zip(timeline.stops_s, timeline.starts_s, strict=True)]
     return int(timeline.peak_bytes.max()), int(max(s - busy for s, busy in zip(spans, timeline.busy_s, strict=True)))
 
@@ -56,7 +56,7 @@ def test_the_benchmark_finds_every_published_formula(tmp_path: Path) -> None:
 def test_svpp_holds_less_than_interleaved_1f1b_and_takes_as_long(p: int, v: int, s: int, m: int) -> None:
     """p - 1 units less on the first lane, none on the last, whatever a backward takes."""
     costs = uniform_costs(looped(p, v), input_s=1.5, weight_s=0.5)
-    lean, plain = (simulate(made(name, looped(p, v), m, s), costs) for name in ("svpp", "interleaved-1f1b"))
+    lean, plain = (simulate_schedule(made(name, looped(p, v), m, s), costs) for name in ("svpp", "interleaved-1f1b"))
     assert lean.makespan_s == plain.makespan_s == (m * v * s + p - 1) * 3
     assert (plain.peak_bytes - lean.peak_bytes).tolist() == [p - 1 - lane for lane in range(p)]
 
@@ -66,17 +66,17 @@ def test_forwards_ahead_hide_transfers(slices: int) -> None:
     """With transfers of a third of a forward eager 1F1B takes as long as all forwards first, which holds far more;
     without, it takes as long as 1F1B."""
     p, m = 8, 16
-    eager, plain, first = (made(name, linear(p), m, slices) for name in ("eager-1f1b", "1f1b", "gpipe"))
-    free, slow = uniform_costs(linear(p)), uniform_costs(linear(p), transfer_s=0.3, port_s=0.1)
-    assert simulate(eager, free).makespan_s == simulate(plain, free).makespan_s
-    assert simulate(eager, slow).makespan_s <= 1.001 * simulate(first, slow).makespan_s
-    assert simulate(plain, slow).makespan_s > 1.08 * simulate(eager, slow).makespan_s
-    held = simulate(eager, slow).peak_bytes.tolist()
+    eager, plain, first = (made(name, linear_placement(p), m, slices) for name in ("eager-1f1b", "1f1b", "gpipe"))
+    free, slow = uniform_costs(linear_placement(p)), uniform_costs(linear_placement(p), transfer_s=0.3, port_s=0.1)
+    assert simulate_schedule(eager, free).makespan_s == simulate_schedule(plain, free).makespan_s
+    assert simulate_schedule(eager, slow).makespan_s <= 1.001 * simulate_schedule(first, slow).makespan_s
+    assert simulate_schedule(plain, slow).makespan_s > 1.08 * simulate_schedule(eager, slow).makespan_s
+    held = simulate_schedule(eager, slow).peak_bytes.tolist()
     assert held == [2 * (p - 1 - lane) + slices for lane in range(p)] and held[0] < m * slices
 
 
 def test_one_stage_a_lane_of_svpp_is_1f1b() -> None:
-    problem = Problem(placement=linear(4), microbatches=6, slices=3)
+    problem = ScheduleProblem(placement=linear_placement(4), microbatches=6, slices=3)
     assert FAMILIES["svpp"](problem).lanes == FAMILIES["1f1b"](problem).lanes
 
 

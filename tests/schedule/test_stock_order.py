@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipefit.schedule import FAMILIES, Problem
+from pipefit.schedule import FAMILIES, ScheduleProblem
 from pipefit.schedule.actions import Action, Schedule, parse_lanes
-from pipefit.schedule.lowering.lower import lower
-from pipefit.simulate import simulate
+from pipefit.schedule.lowering.lower import lower_schedule
+from pipefit.simulate import simulate_schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from paced import Times
@@ -31,11 +31,11 @@ def problem(name: str, seed: int) -> tuple[Schedule, Times]:
     placement = family.placement(DEVICES)
     forward, backward, weight = np.random.default_rng(seed).lognormal(0.0, 0.3, (3, len(placement)))
     times = Times(tuple(forward), tuple(backward), tuple(weight))
-    return family(Problem(placement=placement, microbatches=MICROBATCHES)), times
+    return family(ScheduleProblem(placement=placement, microbatches=MICROBATCHES)), times
 
 
 def ours(schedule: Schedule, times: Times, transfer_s: float) -> Schedule:
-    return lower(schedule, costs=times.costs(schedule.placement, transfer_s), reductions=(), optimizer=False)
+    return lower_schedule(schedule, costs=times.costs(schedule.placement, transfer_s), reductions=(), optimizer=False)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -51,8 +51,8 @@ def test_the_replay_agrees_with_the_simulator(name: str) -> None:
             replace(edge, forward_port_s=0 * edge.forward_port_s, backward_port_s=0 * edge.backward_port_s)
             for edge in costs.edges
         )
-        least = simulate(lowered, replace(costs, edges=free)).compute_end_s
-        most = simulate(lowered, costs).compute_end_s
+        least = simulate_schedule(lowered, replace(costs, edges=free)).compute_end_s
+        most = simulate_schedule(lowered, costs).compute_end_s
         found = replay(lowered.lanes, schedule.placement, times, transfer_s, "directed").makespan_s
         assert least * (1 - 1e-12) <= found <= most * (1 + 1e-12)
         if transfer_s == 0:

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import stock_runtime  # noqa: E402
 from tests.run.pool import Pool  # noqa: E402
 
-from pipefit.schedule import FAMILIES, Problem  # noqa: E402
+from pipefit.schedule import FAMILIES, ScheduleProblem  # noqa: E402
 from pipefit.schedule.text.csv_io import to_csv  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.gloo]
@@ -38,7 +38,7 @@ def world() -> Iterator[Pool]:
 def test_stock_pytorch_runs_our_csv(world: Pool, name: str, microbatches: int) -> None:
     made = FAMILIES[name]
     placement = made.placement(DEVICES)
-    text = to_csv(made(Problem(placement=placement, microbatches=microbatches)))
+    text = to_csv(made(ScheduleProblem(placement=placement, microbatches=microbatches)))
     wanted_loss, wanted = stock_runtime.in_one_process()
     found: dict[str, torch.Tensor] = {}
     losses = []

@@ -11,7 +11,7 @@ import random
 
 import numpy as np
 
-from pipefit.shard.frontier import Problem, Step, Way
+from pipefit.shard.frontier import FormProblem, PricedOption, PricedStep
 
 FORMS = 4
 """Of random programs: I, P, G0, G1."""
@@ -20,7 +20,7 @@ ALL_FORMS = 6
 """Of any program here: G2 and G3 as well."""
 
 
-def random_problem(seed: int, operators: int, values: int = 2) -> Problem:
+def random_problem(seed: int, operators: int, values: int = 2) -> FormProblem:
     """A program of so many operators on random earlier values, with random ways, costs and conversions."""
     draw = random.Random(seed)
     given = {value: draw.randrange(FORMS) for value in range(values)}
@@ -29,20 +29,22 @@ def random_problem(seed: int, operators: int, values: int = 2) -> Problem:
         known = range(values + place)
         inputs = tuple(draw.choice(known) for _ in range(draw.choice((0, 1, 1, 2, 2))))
         ways = tuple(
-            Way(tuple(draw.randrange(FORMS) for _ in inputs), draw.randrange(FORMS), draw.randrange(1, 60) / 10)
+            PricedOption(
+                tuple(draw.randrange(FORMS) for _ in inputs), draw.randrange(FORMS), draw.randrange(1, 60) / 10
+            )
             for _ in range(draw.randrange(1, 5))
         )
-        steps.append(Step(inputs, values + place, ways))
+        steps.append(PricedStep(inputs, values + place, ways))
     conversions = []
     for _ in range(values + operators):
         edges = [edge for edge in itertools.permutations(range(FORMS), 2) if draw.random() < 0.6]
         conversions.append({edge: draw.choice((0, *range(1, 40))) / 10 for edge in edges})
     made = range(values, values + operators)
     wanted = {value: draw.randrange(FORMS) for value in draw.sample(made, min(2, operators))}
-    return Problem(steps=tuple(steps), conversions=tuple(conversions), given=given, wanted=wanted)
+    return FormProblem(steps=tuple(steps), conversions=tuple(conversions), given=given, wanted=wanted)
 
 
-def brute_force(problem: Problem) -> float | None:
+def brute_force(problem: FormProblem) -> float | None:
     """The cost of the cheapest program: every combination of ways, every set of conversions."""
     known: dict[tuple[int, int, frozenset[int]], float] = {}
 
@@ -173,7 +175,7 @@ def _flow(problem, program, picks, producer, readers, value, form, edges):
             program.row(terms, low=0)
 
 
-def exact_cost(problem: Problem) -> float | None:
+def exact_cost(problem: FormProblem) -> float | None:
     """The cost of the cheapest program, by HiGHS."""
     program = Milp()
     forms_program(problem, program)

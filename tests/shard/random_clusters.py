@@ -8,9 +8,9 @@ from dataclasses import replace
 from tests.run.stage_toys import HIDDEN, GraphBuilder
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.layout import Form
-from pipefit.model.graph import Layer, Model, Module
-from pipefit.shard.pricing import Setting, priced
+from pipefit.layout import TensorForm
+from pipefit.model.graph import Layer, Model, ModelModule
+from pipefit.shard.pricing import ShardSetting, price_layer
 
 WIDE = 256
 
@@ -23,7 +23,7 @@ def mlp_graph():
     return b.finish(b.add("add", "x", b.linear(h, "down", WIDE)))
 
 
-def random_setting(seed: int) -> Setting:
+def random_setting(seed: int) -> ShardSetting:
     """Two to four unlike devices with links of any speed from very slow to very fast."""
     draw = random.Random(seed)
     fast = 10 ** draw.uniform(10, 12)
@@ -45,7 +45,7 @@ def random_setting(seed: int) -> Setting:
         once = (count - 1) * (latency_s + size / count / speed)
         return 2 * once if kind == "all_reduce" else once
 
-    return Setting(
+    return ShardSetting(
         kinds=kinds,
         collective=collective,
         rows=draw.choice((4, 8)),
@@ -59,8 +59,8 @@ def loose_template(seed: int):
     """The MLP among random devices, everything split at any fraction."""
     setting = random_setting(seed)
     draw = random.Random(seed + 10**6)
-    takes = Form("I") if draw.random() < 0.5 else Form("G", 1)
-    template = priced(mlp_graph(), setting, takes).template
+    takes = TensorForm("I") if draw.random() < 0.5 else TensorForm("G", 1)
+    template = price_layer(mlp_graph(), setting, takes).template
 
     def loose(one):
         return one if one is None or one.cut < 0 else replace(one, cut=0)
@@ -78,4 +78,4 @@ def model_of(layers) -> Model:
     """The toy layers as a model; equal ones share a graph."""
     graphs = {layer.graph.hash: layer.graph for layer in layers}
     chain = tuple(Layer(name=one.name, graph=one.graph.hash, parameters=one.parameters) for one in layers)
-    return Model(family="user", config={}, modules=(Module(name="text", layers=chain),), graphs=graphs)
+    return Model(family="user", config={}, modules=(ModelModule(name="text", layers=chain),), graphs=graphs)

@@ -14,7 +14,7 @@ from pipefit.model.capture.layers import capture_layers
 from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.registry import open_model
-from pipefit.shard.apart import apart_problems, check_apart
+from pipefit.shard.apart import check_row_independence, row_problems
 
 ROWS, TOKENS, WIDTH = 4, 3, 6
 
@@ -86,7 +86,7 @@ TOGETHER = {
 
 @pytest.mark.parametrize("name", APART)
 def test_rows_apart_are_seen(name):
-    check_apart(captured(APART[name]))
+    check_row_independence(captured(APART[name]))
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -101,17 +101,17 @@ def test_rows_together_are_refused(name):
         whole = module(values)
     assert (whole - halves).abs() > 1e-6, "this model could be run in microbatches"
     with pytest.raises(PlanError, match=rf"brings rows together(.|\n)*{seen}(.|\n)*docs/models.md"):
-        check_apart(model)
+        check_row_independence(model)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", "tiny-qwen3-moe"])
 def test_families_keep_rows_apart(name):
-    assert list(apart_problems(open_model(name))) == []
+    assert list(row_problems(open_model(name))) == []
 
 
 def test_whole_models_keep_rows_apart():
-    assert list(apart_problems(capture_whole(vgg()))) == []
-    assert list(apart_problems(capture_whole(bert_moe()))) == []
+    assert list(row_problems(capture_whole(vgg()))) == []
+    assert list(row_problems(capture_whole(bert_moe()))) == []
 
 
 class Competing(nn.Module):
@@ -126,4 +126,4 @@ class Competing(nn.Module):
 def test_a_layer_that_brings_rows_together_is_named():
     model = capture_layers([Competing()], x_features=WIDTH)
     with pytest.raises(PlanError, match=r"where: layer layers.0, (.|\n)*softmax that brings rows together"):
-        check_apart(model)
+        check_row_independence(model)

@@ -15,14 +15,14 @@ from tests.shard.random_clusters import model_of, random_setting
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.static_memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.errors import PlanError
-from pipefit.layout import Form
+from pipefit.layout import TensorForm
 from pipefit.shard import pricing
 from pipefit.shard import setting as setting_module
-from pipefit.shard.chain import Chains
-from pipefit.shard.pricing import Setting
-from pipefit.shard.recipe import parse_recipe, write
-from pipefit.shard.shares import beside_s, cost_s, stretches_of
-from pipefit.shard.synthesize import synthesize
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.pricing import ShardSetting
+from pipefit.shard.recipe import parse_recipe, write_program
+from pipefit.shard.shares import cost_s, count_segments, overlapped_reduction_s
+from pipefit.shard.synthesize import synthesize_program
 from pipefit.shard.template import held_fractions
 
 KIND = DeviceKind(
@@ -41,7 +41,7 @@ def setting(shards=2, latency_s=1e-9, bytes_per_s=1e12, rows=8, tokens=16, micro
         once = (shards - 1) * (latency_s + size / shards / bytes_per_s)
         return 2 * once if name == "all_reduce" else once
 
-    return Setting(
+    return ShardSetting(
         kinds=(replace(KIND, **kind),) * shards,
         collective=collective,
         rows=rows,
@@ -53,14 +53,14 @@ def setting(shards=2, latency_s=1e-9, bytes_per_s=1e12, rows=8, tokens=16, micro
 
 def searched(where, shares=None, **options):
     model = model_of(toy_layers(**options))
-    links = Chains(model, where).search(model.layers, shares or (1,) * len(where.kinds))
+    links = ChainSearch(model, where).search_programs(model.layers, shares or (1,) * len(where.kinds))
     return model, links
 
 
 def block_forms(model, links):
     """Forms of the parameters of the blocks, and the forms they take and give."""
     graph, link = model.layer_graph(model.layers[1]), links[1]
-    program = write(graph, (1,) * len(link.layer.template.members.kind), link.recipe)
+    program = write_program(graph, (1,) * len(link.layer.template.members.kind), link.recipe)
     return program.parameter_forms, (link.takes, link.gives)
 
 
@@ -69,7 +69,7 @@ def test_many_microbatches_make_data_parallelism():
     model, links = searched(setting(bytes_per_s=1e7, microbatches=1000))
     parameters, stream = block_forms(model, links)
     assert {str(form) for form in parameters.values()} == {"I"}
-    assert stream == (Form("G", 0), Form("G", 0))
+    assert stream == (TensorForm("G", 0), TensorForm("G", 0))
 
 
 def test_one_row_and_dear_gradients_make_tensor_parallelism():
@@ -87,7 +87,7 @@ def test_norms_that_count_make_sequence_parallelism():
     tokens, as Korthikanti et al. do, where sending costs a little however small it is."""
     where = setting(3, rows=1, tokens=12, bytes_per_s=1e8, latency_s=1e-5, memory_bandwidth_bytes_per_s=6e7)
     parameters, stream = block_forms(*searched(where))
-    assert stream == (Form("G", 1), Form("G", 1))
+    assert stream == (TensorForm("G", 1), TensorForm("G", 1))
     assert {str(parameters[f"{name}.weight"]) for name in ("q", "k", "v", "gate", "up")} == {"G0"}
     assert {str(parameters[f"{name}.weight"]) for name in ("o", "down")} == {"G1"}
 
@@ -98,15 +98,15 @@ def test_few_tokens_make_norms_split_by_features():
     where = setting(3, rows=1, tokens=2, bytes_per_s=1e8, latency_s=0.0, memory_bandwidth_bytes_per_s=1e7)
     model, links = searched(where)
     parameters, stream = block_forms(model, links)
-    assert stream == (Form("G", 2), Form("G", 2))
+    assert stream == (TensorForm("G", 2), TensorForm("G", 2))
     assert {str(parameters[f"norm{number}.weight"]) for number in (1, 2)} == {"G0"}
-    program = write(model.layer_graph(model.layers[1]), (2, 1, 1), links[1].recipe)
+    program = write_program(model.layer_graph(model.layers[1]), (2, 1, 1), links[1].layer_recipe)
     norms = [[each for each in graph.operators if "norm" in each.kind] for graph in program.graphs]
     assert {(each.kind, each.attributes["whole"]) for one in norms for each in one} == {("rms_norm_shard", 24)}
-    assert [graph.parameter("norm1.weight").shape for graph in program.graphs] == [(12,), (6,), (6,)]
+    assert [graph.find_parameter("norm1.weight").shape for graph in program.graphs] == [(12,), (6,), (6,)]
     talked = replace(where, collective=lambda *given: where.collective(*given) + (1.0 if given[1] <= 8 else 0.0))
     model, links = searched(talked)
-    program = write(model.layer_graph(model.layers[1]), (2, 1, 1), links[1].recipe)
+    program = write_program(model.layer_graph(model.layers[1]), (2, 1, 1), links[1].layer_recipe)
     assert "rms_norm_shard" not in {each.kind for each in program.graphs[0].operators}
 
 
@@ -114,7 +114,7 @@ def test_slow_links_leave_everything_whole():
     model, links = searched(setting(latency_s=10.0))
     parameters, stream = block_forms(model, links)
     assert {str(form) for form in parameters.values()} == {"I"}
-    assert stream == (Form("I"), Form("I"))
+    assert stream == (TensorForm("I"), TensorForm("I"))
 
 
 def test_the_chain_is_the_best_of_all_forms():
@@ -123,19 +123,19 @@ def test_the_chain_is_the_best_of_all_forms():
         where = replace(random_setting(seed), rows=8, tokens=16)
         shares = tuple(range(1, len(where.kinds) + 1))
         model, links = searched(where, shares, blocks=2)
-        chains = Chains(model, where)
-        forms = (Form("I"), Form("G", 0), Form("G", 1), Form("G", 2))
+        chains = ChainSearch(model, where)
+        forms = (TensorForm("I"), TensorForm("G", 0), TensorForm("G", 1), TensorForm("G", 2))
         best = float("inf")
         embed, block, _, head, loss = (layer.graph for layer in model.layers)
         for stream, logits in itertools.product(forms, forms):
             each = [
-                chains._layer(name, (), takes, shares).get(gives)
+                chains._layer_programs(name, (), takes, shares).get(gives)
                 for name, takes, gives in (
-                    (embed, Form("I"), stream),
+                    (embed, TensorForm("I"), stream),
                     (block, stream, stream),
                     (block, stream, stream),
                     (head, stream, logits),
-                    (loss, logits, Form("I")),
+                    (loss, logits, TensorForm("I")),
                 )
             ]
             if None not in each:
@@ -147,7 +147,7 @@ def test_tied_parameters_get_one_form():
     model, links = searched(setting(bytes_per_s=1e6), tied=True)
     stored = {}
     for layer, link in zip(model.layers, links, strict=True):
-        program = write(model.layer_graph(layer), (1, 1), link.recipe)
+        program = write_program(model.layer_graph(layer), (1, 1), link.layer_recipe)
         for local, name in layer.parameters.items():
             stored.setdefault(name, set()).add(program.parameter_forms[local])
     assert all(len(forms) == 1 for forms in stored.values())
@@ -162,13 +162,15 @@ def test_what_tied_parameters_cost_once_is_counted_once():
         template = link.choice.template
         place = next(n for n, step in enumerate(template.steps) if link.layer.values[step.output] == name)
         ways.append(template.steps[place].ways[link.choice.ways[place]])
-    elements, fractions = 31 * 24, held_fractions(links[0].choice.template.cuts, (1, 1), where.members)
+    elements, fractions = 31 * 24, held_fractions(links[0].choice.template.cuts, (1, 1), where.axis_members)
     assert sum(ways[0].held) == sum(static_parts(elements, 0, 1.0, "float32").values()) - WORKSPACE_BYTES
     assert ways[0].cost_s(fractions, 1) > 0
     assert ways[1].held == (0.0, 0.0) and ways[1].cost_s(fractions, 1) == 0
-    chains = Chains(model, where)
+    chains = ChainSearch(model, where)
     here, there = (
-        chains._layer(model.layers[3].graph, (("lm.weight", Form("I"), counted),), Form("G", 0), (1, 1))
+        chains._layer_programs(
+            model.layers[3].graph, (("lm.weight", TensorForm("I"), counted),), TensorForm("G", 0), (1, 1)
+        )
         for counted in (True, False)
     )
     once_s = (4 * elements / 1e9 + optimizer_traffic_bytes(elements, 1.0, "float32") / 1e9) / 4
@@ -180,38 +182,38 @@ def test_48_layers_within_a_second_of_processor_time():
     model = model_of(toy_layers(blocks=48))
     where = replace(random_setting(3), rows=8, tokens=128)
     began = time.process_time()
-    links = Chains(model, where).search(model.layers, (1,) * len(where.kinds))
+    links = ChainSearch(model, where).search_programs(model.layers, (1,) * len(where.kinds))
     assert time.process_time() - began < 1.0
     assert len(links) == 51
-    assert len({link.recipe.text for link in links[1:49]}) == 1
+    assert len({link.layer_recipe.recipe_text for link in links[1:49]}) == 1
 
 
 def test_memory_makes_parameters_split():
     """Where whole parameters do not fit, a dearer program is taken that splits them."""
     model = model_of(toy_layers())
     plenty = setting(bytes_per_s=1e6, microbatches=1000, rows=2, tokens=4)
-    free = synthesize(Chains(model, plenty), model.layers)
+    free = synthesize_program(ChainSearch(model, plenty), model.layers)
     need = max(free.held_bytes)
     scarce = setting(bytes_per_s=1e6, microbatches=1000, rows=2, tokens=4, memory_bytes=int(2**26 + 0.75 * need))
-    tight = synthesize(Chains(model, scarce), model.layers)
+    tight = synthesize_program(ChainSearch(model, scarce), model.layers)
     assert max(tight.held_bytes) <= 0.75 * need
     assert tight.cost_s >= free.cost_s
     with pytest.raises(PlanError, match=r"No program of these layers fits(.|\n)*2 devices(.|\n)*more devices"):
         less = setting(memory_bytes=2**26 + int(0.05 * need), rows=2, tokens=4)
-        synthesize(Chains(model, less), model.layers)
+        synthesize_program(ChainSearch(model, less), model.layers)
 
 
 def test_scarce_memory_makes_fsdp():
     """Rows split, as with plenty of memory, and every matrix of the blocks stored split and gathered for use."""
     model = model_of(toy_layers())
     sizes = {"bytes_per_s": 1e8, "latency_s": 0.0, "microbatches": 4, "rows": 8, "tokens": 8}
-    free = synthesize(Chains(model, setting(**sizes)), model.layers)
+    free = synthesize_program(ChainSearch(model, setting(**sizes)), model.layers)
     scarce = setting(**sizes, memory_bytes=int(2**26 + 0.7 * max(free.held_bytes)))
-    tight = synthesize(Chains(model, scarce), model.layers)
+    tight = synthesize_program(ChainSearch(model, scarce), model.layers)
     assert max(tight.held_bytes) <= 0.7 * max(free.held_bytes)
     names = [f"{name}.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")]
     for links, gathered in ((free.links, []), (tight.links, names)):
-        program = write(model.layer_graph(model.layers[1]), (1, 1), links[1].recipe)
+        program = write_program(model.layer_graph(model.layers[1]), (1, 1), links[1].layer_recipe)
         read = [operator.inputs[0] for operator in program.graphs[0].operators if operator.kind == "unshard"]
         assert [name for name in read if name in names] == gathered
         assert str(program.input_form) == str(program.output_form) == "G0"
@@ -227,12 +229,14 @@ def test_reductions_that_hide_under_the_backward_are_not_paid(monkeypatch):
         monkeypatch.setattr(module, "BUCKET_BYTES", 2048)
     model = model_of(toy_layers())
     sizes = {"bytes_per_s": 2e7, "latency_s": 0.0}
-    alone, beside = (synthesize(Chains(model, setting(**sizes, overlap=o)), model.layers) for o in (0.0, 1.0))
-    gathered = [link.links[1].recipe.text.count(".weight:G") for link in (alone, beside)]
+    alone, beside = (
+        synthesize_program(ChainSearch(model, setting(**sizes, overlap=o)), model.layers) for o in (0.0, 1.0)
+    )
+    gathered = [link.links[1].layer_recipe.recipe_text.count(".weight:G") for link in (alone, beside)]
     assert gathered[0] > gathered[1] == 0
     chain = [link.choice for link in beside.links]
-    hidden = beside_s(chain, [beside.shares] * len(chain), setting(**sizes).bucket_s, 1)
-    counted = cost_s(stretches_of(chain), beside.links[0].choice.template.members, beside.shares)
+    hidden = overlapped_reduction_s(chain, [beside.shares] * len(chain), setting(**sizes).bucket_s, 1)
+    counted = cost_s(count_segments(chain), beside.links[0].choice.template.members, beside.shares)
     assert 0 < hidden < counted
     assert beside.cost_s == pytest.approx(counted - hidden)
     assert beside.cost_s < alone.cost_s < counted
@@ -241,8 +245,8 @@ def test_reductions_that_hide_under_the_backward_are_not_paid(monkeypatch):
 def test_recipes_reload_equal_and_mistakes_are_told():
     _, links = searched(setting(rows=1, tokens=2, bytes_per_s=3e7, latency_s=0.0))
     for link in links:
-        assert parse_recipe(link.recipe.text) == link.recipe
-    block = links[1].recipe.text
+        assert parse_recipe(link.layer_recipe.recipe_text) == link.layer_recipe
+    block = links[1].layer_recipe.recipe_text
     turn = re.search(r"\S+:G\d(?=>I)", block)[0]
     for text, words in (
         ("", "begins with the forms"),
@@ -259,4 +263,4 @@ def test_recipes_reload_equal_and_mistakes_are_told():
         (block.replace(f"{turn}>I", f"{turn}>I/padded+grouped+padded"), "no way to move parts"),
     ):
         with pytest.raises(PlanError, match=words):
-            write(block_graph(), (1, 1), parse_recipe(text))
+            write_program(block_graph(), (1, 1), parse_recipe(text))

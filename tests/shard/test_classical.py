@@ -8,10 +8,10 @@ from tests.run.stage_toys import HIDDEN, LABELS, TOKENS, WIDTH, GraphBuilder, bl
 from tests.shard.random_clusters import model_of
 from tests.shard.test_chain import setting
 
-from pipefit.model.graph import Tensor
+from pipefit.model.graph import TensorSpec
 from pipefit.run.stage.program import StageLayer
-from pipefit.shard.chain import Chains
-from pipefit.shard.recipe import write
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.recipe import write_program
 
 WORDS = 4096
 
@@ -22,7 +22,7 @@ def with_vocabulary(words):
     embed = embed.finish(embed.add("embedding", "tokens", embed.parameter("weight", words, WIDTH)))
     head = GraphBuilder(HIDDEN)
     head = head.finish(head.linear(head.add("rms_norm", "x", head.parameter("norm", WIDTH), eps=1e-5), "lm", words))
-    loss = GraphBuilder(Tensor(name="x", shape=("B", "T", words)), LABELS)
+    loss = GraphBuilder(TensorSpec(name="x", shape=("B", "T", words)), LABELS)
     loss = loss.finish(loss.add("cross_entropy", "x", "labels", ignore_index=-100))
     graphs = {"embed": embed, "layers.0": block_graph(), "head": head, "loss": loss}
     return [StageLayer(name, g, {p.name: f"{name}.{p.name}" for p in g.parameters}) for name, g in graphs.items()]
@@ -31,9 +31,9 @@ def with_vocabulary(words):
 def programs_of(layers, where, shares=None):
     """The program of every layer."""
     model, shares = model_of(layers), shares or (1,) * len(where.kinds)
-    links = Chains(model, where).search(model.layers, shares)
+    links = ChainSearch(model, where).search_programs(model.layers, shares)
     return {
-        layer.name: write(model.layer_graph(layer), shares, link.recipe)
+        layer.name: write_program(model.layer_graph(layer), shares, link.layer_recipe)
         for layer, link in zip(model.layers, links, strict=True)
     }
 
@@ -103,7 +103,9 @@ def test_many_experts_make_expert_parallelism():
         assert [str(program.parameter_forms[name]) for name in ("router", "gate_up", "down")] == ["I", "G0", "G0"]
         assert "moe_shard" in [operator.kind for operator in program.graphs[0].operators]
         assert str(program.input_form) == str(program.output_form) == "G0"
-        assert [graph.parameter("down").shape[0] for graph in program.graphs] == [12 * s // sum(shares) for s in shares]
+        assert [graph.find_parameter("down").shape[0] for graph in program.graphs] == [
+            12 * s // sum(shares) for s in shares
+        ]
     program = programs_of(with_experts(), replace(where, microbatches=1000))["layers.0"]
     assert [str(program.parameter_forms[name]) for name in ("router", "gate_up", "down")] == ["I", "I", "I"]
 

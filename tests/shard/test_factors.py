@@ -9,13 +9,13 @@ import pytest
 from tests.run.stage_toys import HIDDEN, GraphBuilder
 from tests.shard.random_clusters import random_setting
 
-from pipefit.cost.comm.lowerings import Lowered, Rounds
-from pipefit.layout import Form
+from pipefit.cost.comm.lowerings import LoweredCollective, PortLoads
+from pipefit.layout import TensorForm
 from pipefit.model.ops.linear_factors import reduced_nowhere
-from pipefit.shard.frontier import solve, split_along
-from pipefit.shard.pricing import priced
-from pipefit.shard.recipe import parse_recipe, recipe_of, write
-from pipefit.shard.template import chosen, held_fractions
+from pipefit.shard.frontier import form_number_along, solve_program
+from pipefit.shard.pricing import price_layer
+from pipefit.shard.recipe import parse_recipe, recipe_of, write_program
+from pipefit.shard.template import choose_program, held_fractions
 
 WIDE = 256
 
@@ -34,17 +34,17 @@ def wide_layer(rows_are_few: bool, microbatches: int):
 
     def lowered(kind, size):
         once = collective(kind, size)
-        return (Lowered("padded", 0.0, once, Rounds(2 * np.eye(2))),)
+        return (LoweredCollective("padded", 0.0, once, PortLoads(2 * np.eye(2))),)
 
     setting = replace(
         toy, kinds=(toy.kinds[0],) * 2, rows=rows, tokens=1, microbatches=microbatches, collective=collective,
         lowered=lowered, precision="float32",
     )  # fmt: skip
-    layer = priced(graph, setting, Form("G", 0))
-    template = replace(layer.template, wanted={layer.values.index(graph.outputs[0]): split_along(0)})
-    problem, numbers = template.at(held_fractions(template.cuts, (1, 1), template.members))
-    choice = chosen(template, numbers, solve(problem))
-    return graph, recipe_of(replace(layer, template=template), choice, Form("G", 0), Form("G", 0), (1, 1))
+    layer = price_layer(graph, setting, TensorForm("G", 0))
+    template = replace(layer.template, wanted={layer.values.index(graph.outputs[0]): form_number_along(0)})
+    problem, numbers = template.problem_at(held_fractions(template.cuts, (1, 1), template.members))
+    choice = choose_program(template, numbers, solve_program(problem))
+    return graph, recipe_of(replace(layer, template=template), choice, TensorForm("G", 0), TensorForm("G", 0), (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_factors_are_gathered_where_that_is_less_than_a_reduction(few, microbatc
     """4 rows of 2 x 256 numbers against 256 x 256 of a gradient once an iteration; 4096 rows are more; and a gradient
     that is reduced once in a thousand microbatches is less."""
     graph, recipe = wide_layer(few, microbatches)
-    assert ("d0*" in recipe.text.split()) == gathered, recipe.text
-    assert parse_recipe(recipe.text) == recipe
-    local = write(graph, (1, 1), recipe).graphs[0]
+    assert ("d0*" in recipe.recipe_text.split()) == gathered, recipe.recipe_text
+    assert parse_recipe(recipe.recipe_text) == recipe
+    local = write_program(graph, (1, 1), recipe).graphs[0]
     assert bool(reduced_nowhere(local)) == gathered

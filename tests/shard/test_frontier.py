@@ -8,7 +8,7 @@ import pytest
 from tests.shard.exact_programs import brute_force, exact_cost, random_problem
 
 from pipefit.shard import joining
-from pipefit.shard.frontier import Problem, Step, Way, solve, solve_between
+from pipefit.shard.frontier import FormProblem, PricedOption, PricedStep, solve_between, solve_program
 
 
 def replayed_s(problem, solution):
@@ -39,7 +39,7 @@ def test_equal_to_brute_force(operators):
     solved = 0
     for seed in range(40):
         problem = random_problem(1000 * operators + seed, operators)
-        found, wanted = solve(problem), brute_force(problem)
+        found, wanted = solve_program(problem), brute_force(problem)
         assert (found is None) == (wanted is None)
         if found is not None:
             assert found.cost_s == pytest.approx(wanted, abs=1e-9)
@@ -52,7 +52,7 @@ def test_equal_to_the_mixed_integer_program():
     solved = 0
     for seed in range(300):
         problem = random_problem(seed, 3 + seed % 8, values=1 + seed % 3)
-        found, wanted = solve(problem), exact_cost(problem)
+        found, wanted = solve_program(problem), exact_cost(problem)
         assert (found is None) == (wanted is None), seed
         if found is not None:
             assert found.cost_s == pytest.approx(wanted, rel=1e-6), seed
@@ -82,31 +82,31 @@ def test_several_starts_and_ends_in_one_pass():
 
 def test_two_steps_with_too_many_ways_are_not_joined(monkeypatch):
     """The search over states alone gives the same."""
-    costs = [solve(random_problem(seed, 9, values=2)) for seed in range(40)]
+    costs = [solve_program(random_problem(seed, 9, values=2)) for seed in range(40)]
     monkeypatch.setattr(joining, "WIDEST", 0)
     assert any(found is not None for found in costs)
     for seed, found in enumerate(costs):
-        alone = solve(random_problem(seed, 9, values=2))
+        alone = solve_program(random_problem(seed, 9, values=2))
         assert (alone is None) == (found is None)
         assert alone is None or alone.cost_s == pytest.approx(found.cost_s, abs=1e-9)
 
 
 def test_a_conversion_is_paid_once_for_all_that_read_it():
     """Two readers of the whole value: one gather, although it costs more than either saves."""
-    reader = Way((0,), 0, 1.0)
-    split = Way((2,), 0, 3.5)
-    steps = (Step((0,), 1, (reader, split)), Step((0,), 2, (reader, split)))
-    problem = Problem(steps=steps, conversions=({(2, 0): 4.0}, {}, {}), given={0: 2}, wanted={1: 0, 2: 0})
-    found = solve(problem)
+    reader = PricedOption((0,), 0, 1.0)
+    split = PricedOption((2,), 0, 3.5)
+    steps = (PricedStep((0,), 1, (reader, split)), PricedStep((0,), 2, (reader, split)))
+    problem = FormProblem(steps=steps, conversions=({(2, 0): 4.0}, {}, {}), given={0: 2}, wanted={1: 0, 2: 0})
+    found = solve_program(problem)
     assert found is not None
     assert (found.cost_s, found.ways, found.before) == (6.0, (0, 0), (((0, 2, 0),), ()))
 
 
 def test_a_form_on_the_way_is_used_again():
     """P to G1 to I costs more than P to I, and is right where G1 is wanted as well."""
-    steps = (Step((0,), 1, (Way((0,), 0, 0.0),)), Step((0,), 2, (Way((3,), 0, 0.0),)))
+    steps = (PricedStep((0,), 1, (PricedOption((0,), 0, 0.0),)), PricedStep((0,), 2, (PricedOption((3,), 0, 0.0),)))
     tolls = {(1, 0): 2.0, (1, 3): 1.5, (3, 0): 1.0}
-    found = solve(Problem(steps=steps, conversions=(tolls, {}, {}), given={0: 1}, wanted={1: 0, 2: 0}))
+    found = solve_program(FormProblem(steps=steps, conversions=(tolls, {}, {}), given={0: 1}, wanted={1: 0, 2: 0}))
     assert found is not None
     assert found.cost_s == 2.5
     assert found.before == (((0, 1, 3), (0, 3, 0)), ())

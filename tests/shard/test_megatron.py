@@ -18,7 +18,7 @@ from tests.run.stage_toys import (
 )
 
 from pipefit.errors import PlanError
-from pipefit.layout import IDENTITY, gathered
+from pipefit.layout import IDENTITY, shard_form
 from pipefit.model.graph import Graph
 from pipefit.shard.megatron import column_linears, shard_program
 
@@ -53,7 +53,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_program_as_text(name):
     """To renew a file after a wanted change, write `shard_program(...).text()` into it and read the difference."""
-    assert shard_program(*CASES[name]).text() == (GOLDEN / f"{name}.txt").read_text()
+    assert shard_program(*CASES[name]).program_text() == (GOLDEN / f"{name}.txt").read_text()
 
 
 def test_columns_are_found_by_where_their_features_go():
@@ -71,11 +71,11 @@ def test_columns_are_found_by_where_their_features_go():
 def test_forms_of_parameters_and_of_the_hidden_state():
     program = shard_program(block_graph(), (1, 1, 1), False)
     assert program.input_form == program.output_form == IDENTITY
-    assert program.parameter_forms["q.bias"] == program.parameter_forms["gate.weight"] == gathered(0)
-    assert program.parameter_forms["down.weight"] == program.parameter_forms["o.weight"] == gathered(1)
+    assert program.parameter_forms["q.bias"] == program.parameter_forms["gate.weight"] == shard_form(0)
+    assert program.parameter_forms["down.weight"] == program.parameter_forms["o.weight"] == shard_form(1)
     assert program.parameter_forms["norm1.weight"] == IDENTITY
     program = shard_program(block_graph(), (1, 1, 1), True)
-    assert program.input_form == program.output_form == gathered(1)
+    assert program.input_form == program.output_form == shard_form(1)
     assert shard_program(fused_graph(), (3, 1), True).parameter_forms["o.bias"] == IDENTITY
 
 
@@ -85,7 +85,7 @@ def test_parts_of_every_parameter_add_up(shares):
     program = shard_program(graph, shares, True)
     for spec in graph.parameters:
         form = program.parameter_forms[spec.name]
-        shapes = [local.parameter(spec.name).shape for local in program.graphs]
+        shapes = [local.find_parameter(spec.name).shape for local in program.graphs]
         if form.kind == "I":
             assert set(shapes) == {spec.shape}
         else:

@@ -18,15 +18,15 @@ from tests.run.ops.op_case import ROWS, SYMBOLS, TOKENS
 from tests.run.ops.op_cases import CASES
 
 from pipefit.errors import PlanError
-from pipefit.layout import split
+from pipefit.layout import split_by_shares
 from pipefit.model.graph import Operator
 from pipefit.model.ops import KINDS
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, build_step
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, build_step
 from pipefit.run.sharded.collectives import ShardContext
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 from pipefit.run.transfers import comms
-from pipefit.shard.rules import Cut, labels_of, rules
+from pipefit.shard.rules import DevicePart, find_rules, labels_of
 
 SHARES = (2, 1, 1)
 COLLECTIVES = {
@@ -57,7 +57,7 @@ def ways():
 
 def test_every_kind_has_a_rule():
     parts = {kind for case in CASES for kind in labelled_of(case)[1].kinds.values()}
-    assert set(rules()) == set(KINDS) - COLLECTIVES - parts
+    assert set(find_rules()) == set(KINDS) - COLLECTIVES - parts
 
 
 def test_an_operator_without_a_rule_is_named():
@@ -107,7 +107,7 @@ def execute(case, operator, labelled, values, shape, place, position=0, whole=No
     graph = dataclasses.replace(graph, tensors=tensors)
     step = build_step(
         dataclasses.replace(operator, attributes=attributes),
-        Context(
+        OperatorContext(
             graph=graph,
             layer=0,
             model_layer=0,
@@ -119,7 +119,7 @@ def execute(case, operator, labelled, values, shape, place, position=0, whole=No
             shard=ShardContext(group=(meeting, position), shares=SHARES, position=position),
         ),
     )
-    record = Record(0, 0, Feed(), train=True)
+    record = SavedForward(0, 0, StageInputs(), train=True)
     record.rows, record.tokens = ROWS, TOKENS
     leaves = {
         name: value if value is None or not value.is_floating_point() else value.clone().requires_grad_()
@@ -190,7 +190,7 @@ def test_parts_make_the_whole(case, label, monkeypatch):
     dy = torch.randn(whole.shape, dtype=torch.float64)
     whole.backward(dy)
     units = None if label in labelled.joint else extent(case, labelled, label)  # None: every operand by itself
-    labelled = labelled.along(label)
+    labelled = labelled.for_label(label)
     out = labelled.outputs[0]
     partial = label not in out
     part = dataclasses.replace(operator, kind=labelled.kinds.get(label, operator.kind))
@@ -198,7 +198,7 @@ def test_parts_make_the_whole(case, label, monkeypatch):
     gradients = {
         n: torch.zeros_like(leaf) for n, leaf in whole_leaves.items() if leaf is not None and leaf.requires_grad
     }
-    for position, run in enumerate(range(len(SHARES)) if units is None else split(units, SHARES)):
+    for position, run in enumerate(range(len(SHARES)) if units is None else split_by_shares(units, SHARES)):
         local, place, back = {}, None, dy
         for index, (name, labels) in enumerate(zip(case.inputs, labelled.inputs, strict=True)):
             absent = partial and index in labelled.once and position > 0
@@ -212,7 +212,7 @@ def test_parts_make_the_whole(case, label, monkeypatch):
             total = numbers(shape)[dim]
             shape = [*shape[:dim], back.shape[dim], *shape[dim + 1 :]]
             first = -1 if outputs[0][dim] in ("B", "T") else run[0] * total // units
-            place = Cut(dim, first, total)
+            place = DevicePart(dim, first, total)
         addend = first_cut(case, labelled, label, units, run) if partial else None
 
         def call(meeting, work=(part, labelled, local, shape, place, position, values, addend), back=back):
@@ -243,7 +243,7 @@ def first_cut(case, labelled, label, units, run):
         if labels and label in labels:
             dim = labels.index(label)
             total = numbers(shape)[dim]
-            return Cut(dim, run[0] * total // units, total)
+            return DevicePart(dim, run[0] * total // units, total)
     raise AssertionError(label)
 
 
@@ -305,5 +305,7 @@ def cut_view(value, labels, label, units, run):
         return value
     dim = labels.index(label)
     length = value.shape[dim]
-    start, stop = split(length, SHARES)[run] if units is None else (run[0] * length // units, run[1] * length // units)
+    start, stop = (
+        split_by_shares(length, SHARES)[run] if units is None else (run[0] * length // units, run[1] * length // units)
+    )
     return value.narrow(dim, start, stop - start)

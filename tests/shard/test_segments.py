@@ -14,16 +14,16 @@ from tests.shard.test_classical import with_vocabulary
 from pipefit.cluster import Cluster, Host, Link, Provenance, Rail
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.roofline import Roofline
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.errors import PlanError
-from pipefit.layout import overlaps, split
-from pipefit.plan.assemble.shard_recipes import setting_of
-from pipefit.shard.chain import Chains
-from pipefit.shard.listing import listing
-from pipefit.shard.pricing import Setting
-from pipefit.shard.recipe import parse_recipe, write
-from pipefit.shard.segments import _Prices, alike, segmented
-from pipefit.shard.synthesize import fits, synthesize
+from pipefit.layout import overlap_lengths, split_by_shares
+from pipefit.plan.assemble.shard_recipes import shard_setting
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.listing import list_program
+from pipefit.shard.pricing import ShardSetting
+from pipefit.shard.recipe import parse_recipe, write_program
+from pipefit.shard.segments import _SegmentPrices, group_tied_layers, segment_shares
+from pipefit.shard.synthesize import fits_in_memory, synthesize_program
 
 
 def kind(name, flops, moves, memory=2**40):
@@ -46,12 +46,12 @@ def setting(kinds, rows=24, tokens=16, bytes_per_s=1e9, latency_s=1e-7, microbat
         return 2 * once if name == "all_reduce" else once
 
     def reshare_s(size, old, new):
-        moved = overlaps(split(10**6, old), split(10**6, new))
+        moved = overlap_lengths(split_by_shares(10**6, old), split_by_shares(10**6, new))
         out = max(sum(row) - row[place] for place, row in enumerate(moved))
         into = max(sum(column) - column[place] for place, column in enumerate(zip(*moved, strict=True)))
         return (count - 1) * latency_s + max(out, into) / 10**6 * size / bytes_per_s
 
-    return Setting(
+    return ShardSetting(
         kinds=tuple(kinds),
         collective=collective,
         rows=rows,
@@ -68,9 +68,9 @@ COMPUTES, MOVES = kind("computes", 1e9, 1e9), kind("moves", 1e8, 1e10)
 
 def found_by(where, layers):
     model = model_of(layers)
-    chains = Chains(model, where)
-    common = synthesize(chains, model.layers)
-    return model, common, segmented(chains, model.layers, common)
+    chains = ChainSearch(model, where)
+    common = synthesize_program(chains, model.layers)
+    return model, common, segment_shares(chains, model.layers, common)
 
 
 def test_parts_that_compute_and_parts_that_move_get_shares_of_their_own():
@@ -83,15 +83,17 @@ def test_parts_that_compute_and_parts_that_move_get_shares_of_their_own():
     assert len({*shares.values()}) > 1
     first = {name: each[0] / sum(each) for name, each in shares.items()}
     assert first["layers.0"] > first["loss"]
-    written = [write(model.layer_graph(layer), own.shares, parse_recipe(link.recipe.text))
+    written = [write_program(model.layer_graph(layer), own.shares, parse_recipe(link.layer_recipe.recipe_text))
                for layer, link in zip(model.layers, own.links, strict=True)]  # fmt: skip
     for one, other in itertools.pairwise(written):
         if one.output_form.kind == "G":
             assert one.given_shares == other.taken_shares
     assert "reshare" in {each.kind for program in written for each in program.graphs[0].operators}
-    text = listing(model, model.layers, own, where).text()
+    text = list_program(model, model.layers, own, where).listing_text()
     assert " with shares " in text and "= reshare/" in text
-    assert sum(layer.cost_s * layer.times for layer in listing(model, model.layers, own, where).layers) >= own.cost_s
+    assert (
+        sum(layer.cost_s * layer.times for layer in list_program(model, model.layers, own, where).layers) >= own.cost_s
+    )
 
 
 def test_links_too_slow_for_it_reshare_nothing():
@@ -99,7 +101,7 @@ def test_links_too_slow_for_it_reshare_nothing():
     model, common, own = found_by(where, with_vocabulary(512))
     assert own.cost_s <= common.cost_s
     for link, layer in zip(own.links, model.layers, strict=True):
-        program = write(model.layer_graph(layer), own.shares, link.recipe)
+        program = write_program(model.layer_graph(layer), own.shares, link.layer_recipe)
         assert "reshare" not in {each.kind for each in program.graphs[0].operators}
 
 
@@ -113,9 +115,9 @@ def test_they_are_never_dearer_than_common_shares(seed):
     layers = toy_layers(3, tied=bool(seed % 2))
     model, common, own = found_by(where, layers)
     assert own.cost_s <= common.cost_s * (1 + 1e-9)
-    chains = Chains(model, where)
-    assert fits(chains, own.held_bytes)
-    for group in alike(model.layers):
+    chains = ChainSearch(model, where)
+    assert fits_in_memory(chains, own.held_bytes)
+    for group in group_tied_layers(model.layers):
         assert len({own.links[place].shares for place in group}) == 1
 
 
@@ -142,16 +144,16 @@ def test_shares_of_one_layer_that_leave_no_unit_of_anothers_cut(seed, rows, micr
         provenance=Provenance(source="assumed", where="a test"),
     )
     model = model_of(toy_layers(3))
-    where = setting_of(
-        model, Network(cluster), Roofline(), devices=tuple(range(count)), rows=rows, tokens=16, precision="float32",
-        microbatches=microbatches,
+    where = shard_setting(
+        model, Network(cluster), RooflineCosts(), devices=tuple(range(count)), rows=rows, tokens=16,
+        precision="float32", microbatches=microbatches,
     )  # fmt: skip
-    chains = Chains(model, where)
-    common = synthesize(chains, model.layers)
-    own = segmented(chains, model.layers, common)
+    chains = ChainSearch(model, where)
+    common = synthesize_program(chains, model.layers)
+    own = segment_shares(chains, model.layers, common)
     assert own.cost_s <= common.cost_s * (1 + 1e-9)
     for layer, link in zip(model.layers, own.links, strict=True):
-        write(model.layer_graph(layer), own.shares, parse_recipe(link.recipe.text))
+        write_program(model.layer_graph(layer), own.shares, parse_recipe(link.layer_recipe.recipe_text))
 
 
 def test_memory_that_holds_one_part_only():
@@ -163,7 +165,7 @@ def test_memory_that_holds_one_part_only():
     model, common, _ = found_by(where, layers)
     tight = replace(where, kinds=(replace(small, memory_bytes=int(2**26 + 0.6 * common.held_bytes[0])), where.kinds[1]))
     model, common, own = found_by(tight, layers)
-    assert fits(Chains(model, tight), own.held_bytes)
+    assert fits_in_memory(ChainSearch(model, tight), own.held_bytes)
     assert own.cost_s <= common.cost_s
 
 
@@ -172,14 +174,14 @@ def test_the_best_of_all_shares_on_a_grid():
     where = setting((COMPUTES, MOVES), bytes_per_s=1e10)
     layers = with_vocabulary(512)
     model = model_of(layers)
-    chains = Chains(model, where)
-    own = segmented(chains, model.layers, synthesize(chains, model.layers))
-    prices = _Prices(chains, model.layers)
+    chains = ChainSearch(model, where)
+    own = segment_shares(chains, model.layers, synthesize_program(chains, model.layers))
+    prices = _SegmentPrices(chains, model.layers)
     best = own.cost_s
     options = [(part, 12 - part) for part in range(1, 12)]
     for first, second, border in itertools.product(options, options, (1, 2, 3)):
         each = tuple(first if place < border else second for place in range(4))
-        priced = prices.of(chains.search(model.layers, first, each), each)
+        priced = prices.price_program(chains.search_programs(model.layers, first, each), each)
         if priced is not None:
             best = min(best, priced.cost_s)
     assert own.cost_s <= best * 1.02
@@ -188,16 +190,19 @@ def test_the_best_of_all_shares_on_a_grid():
 def test_a_recipe_says_shares_and_mistakes_are_told():
     model, _, own = found_by(setting((COMPUTES, MOVES), bytes_per_s=1e10), with_vocabulary(512))
     link, layer = next((link, layer) for link, layer in zip(own.links, model.layers, strict=True) if link.around)
-    recipe, graph = link.recipe, model.layer_graph(layer)
-    assert parse_recipe(recipe.text) == recipe
-    word = recipe.text.split()[1]
+    recipe, graph = link.layer_recipe, model.layer_graph(layer)
+    assert parse_recipe(recipe.recipe_text) == recipe
+    word = recipe.recipe_text.split()[1]
     for wrong, words in (
-        (recipe.text.replace(word, "@2:1"), r"no shares of a layer(.|\n)*'@2:1'(.|\n)*@2:1>5:2>5:2"),
-        (recipe.text.replace(word, "@2:0>1:1>1:1"), "no shares of a layer"),
-        (recipe.text.replace(word, "@2:1:1>2:1:1>2:1:1"), r"another number of devices(.|\n)*2:1:1(.|\n)*2 shares"),
+        (recipe.recipe_text.replace(word, "@2:1"), r"no shares of a layer(.|\n)*'@2:1'(.|\n)*@2:1>5:2>5:2"),
+        (recipe.recipe_text.replace(word, "@2:0>1:1>1:1"), "no shares of a layer"),
+        (
+            recipe.recipe_text.replace(word, "@2:1:1>2:1:1>2:1:1"),
+            r"another number of devices(.|\n)*2:1:1(.|\n)*2 shares",
+        ),
     ):
         with pytest.raises(PlanError, match=words):
-            write(graph, own.shares, parse_recipe(wrong))
+            write_program(graph, own.shares, parse_recipe(wrong))
 
 
 def test_what_hides_under_the_backward_counts_as_in_common_shares():
@@ -205,8 +210,8 @@ def test_what_hides_under_the_backward_counts_as_in_common_shares():
     kinds = (replace(COMPUTES, overlap=1.0), replace(MOVES, overlap=1.0))
     where = setting(kinds, bytes_per_s=1e8, microbatches=2)
     model = model_of(with_vocabulary(512))
-    chains = Chains(model, where)
-    common = synthesize(chains, model.layers)
-    same = _Prices(chains, model.layers).of(common.links, (common.shares,) * len(model.layers))
+    chains = ChainSearch(model, where)
+    common = synthesize_program(chains, model.layers)
+    same = _SegmentPrices(chains, model.layers).price_program(common.links, (common.shares,) * len(model.layers))
     assert same.cost_s == pytest.approx(common.cost_s)
-    assert segmented(chains, model.layers, common).cost_s <= common.cost_s
+    assert segment_shares(chains, model.layers, common).cost_s <= common.cost_s

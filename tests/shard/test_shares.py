@@ -14,17 +14,24 @@ from tests.shard.random_clusters import loose_template, model_of, random_setting
 
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError
-from pipefit.shard.chain import Chains
-from pipefit.shard.frontier import solve
-from pipefit.shard.shares import Room, best_weights, cost_s, rounded, stretches_of
-from pipefit.shard.synthesize import alternate, starts, synthesize
-from pipefit.shard.template import Members, OpenWay, Stretch, Toll, chosen, held_fractions
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.frontier import solve_program
+from pipefit.shard.shares import MemoryRoom, best_weights, cost_s, count_segments, round_weights
+from pipefit.shard.synthesize import alternate_searches, start_weights, synthesize_program
+from pipefit.shard.template import (
+    AxisMembers,
+    ComputeSegment,
+    ConversionCost,
+    OpenOption,
+    choose_program,
+    held_fractions,
+)
 
 
 def searched(template, weights):
     problem, numbers = template.at(held_fractions(template.cuts, weights, template.members))
-    solution = solve(problem)
-    return None if solution is None else chosen(template, numbers, solution)
+    solution = solve_program(problem)
+    return None if solution is None else choose_program(template, numbers, solution)
 
 
 def every_operator(choice):
@@ -33,13 +40,13 @@ def every_operator(choice):
     for step, number, moves in zip(choice.template.steps, choice.ways, choice.before, strict=True):
         way = step.ways[number]
         tolls = [choice.template.tolls[value][source, target] for value, source, target in moves]
-        found.append((Stretch((*tolls, *(toll for toll in (way.talk, way.toll) if toll)), (way,)), 1))
+        found.append((ComputeSegment((*tolls, *(toll for toll in (way.talk, way.toll) if toll)), (way,)), 1))
     tolls = [choice.template.tolls[value][source, target] for value, source, target in choice.after]
-    return [*found, (Stretch(tuple(tolls), ()), 1)]
+    return [*found, (ComputeSegment(tuple(tolls), ()), 1)]
 
 
 def alternated(setting, template):
-    """(cost, shares) as `synthesize` finds them, without rounding."""
+    """(cost, shares) as `synthesize_program` finds them, without rounding."""
 
     def improve(choice):
         weights = best_weights(every_operator(choice), template.members, 1e-3)
@@ -48,7 +55,7 @@ def alternated(setting, template):
     def cost(choice, weights):
         return cost_s(every_operator(choice), template.members, weights)
 
-    record = alternate(starts(*setting.speeds), lambda w: searched(template, w), improve, cost)
+    record = alternate_searches(start_weights(*setting.speeds), lambda w: searched(template, w), improve, cost)
     assert record is not None
     return record
 
@@ -130,8 +137,8 @@ def grid(kinds, steps=60):
 def test_no_shares_on_a_grid_are_better(seed):
     """A fixed program with devices in step at collectives only: the linear program against trying shares out."""
     setting, template = loose_template(seed)
-    choice = searched(template, setting.speeds[0])
-    stretches = stretches_of([choice, choice])
+    choice = searched(template, setting.device_speeds[0])
+    stretches = count_segments([choice, choice])
     weights = best_weights(stretches, template.members, 1e-3)
     ours = cost_s(stretches, template.members, weights)
     tried = [cost_s(stretches, template.members, each) for each in grid(len(setting.kinds), 24)]
@@ -141,14 +148,14 @@ def test_no_shares_on_a_grid_are_better(seed):
 
 def stretch(*lines, whole=(0.0, 0.0)):
     """Two devices that split one operator and compute another whole; `lines` of each device, seconds of the other."""
-    split_ = OpenWay((), 0, 0, (tuple((line,) for line in lines), ((), ()), ((), ())))
-    other = OpenWay((), 0, -1, (tuple(((seconds, 0.0),) for seconds in whole), ((), ()), ((), ())))
-    return Stretch((), (split_, other))
+    split_ = OpenOption((), 0, 0, (tuple((line,) for line in lines), ((), ()), ((), ())))
+    other = OpenOption((), 0, -1, (tuple(((seconds, 0.0),) for seconds in whole), ((), ()), ((), ())))
+    return ComputeSegment((), (split_, other))
 
 
 def test_what_is_computed_whole_counts_in_the_shares():
     """The slow device spends 3 of its seconds on what is whole: the fast one takes more of the rest for that."""
-    two = Members((0, 1))
+    two = AxisMembers((0, 1))
     assert best_weights([(stretch((0, 1), (0, 3)), 1)], two, 0.0) == pytest.approx((0.75, 0.25))
     burdened = best_weights([(stretch((0, 4), (0, 12), whole=(1, 3)), 1)], two, 0.0)
     assert burdened == pytest.approx((0.875, 0.125))  # 1 + 4 x 7/8 = 3 + 12 / 8
@@ -156,24 +163,24 @@ def test_what_is_computed_whole_counts_in_the_shares():
 
 
 def test_a_padded_collective_pulls_shares_together():
-    two = Members((0, 1))
+    two = AxisMembers((0, 1))
     plain = stretch((0, 1), (0, 3))
     for slope, wanted in ((0.0, 0.75), (10.0, 0.5)):
-        tolled = Stretch((Toll((0.0, slope), 0),), plain.ways)
+        tolled = ComputeSegment((ConversionCost((0.0, slope), 0),), plain.ways)
         assert best_weights([(tolled, 1)], two, 0.0)[0] == pytest.approx(wanted)
 
 
 def test_memory_bounds_the_shares():
-    two = Members((0, 1))
+    two = AxisMembers((0, 1))
     rows = [(stretch((0, 1), (0, 3)), 1)]
-    small = (Room(100, 1000, 700), Room(100, 1000, 10**6))
+    small = (MemoryRoom(100, 1000, 700), MemoryRoom(100, 1000, 10**6))
     assert best_weights(rows, two, 0.0, small) == pytest.approx((0.6, 0.4))
-    none = (Room(800, 1000, 700), Room(100, 1000, 10**6))
+    none = (MemoryRoom(800, 1000, 700), MemoryRoom(100, 1000, 10**6))
     assert best_weights(rows, two, 0.0, none) is None
 
 
 def test_alike_devices_get_equal_shares():
-    choice = Members((0, 1, 1, 0))
+    choice = AxisMembers((0, 1, 1, 0))
     one = stretch((0, 1), (0, 2))
     weights = best_weights([(one, 3)], choice, 0.0)
     assert weights == pytest.approx((1 / 3, 1 / 6, 1 / 6, 1 / 3))
@@ -184,18 +191,18 @@ def test_rounding_gives_everyone_a_unit_and_keeps_the_order():
         draw = random.Random(seed)
         weights = sorted((draw.random() for _ in range(draw.randrange(2, 6))), reverse=True)
         weights = tuple(weight / sum(weights) for weight in weights)
-        for shares in rounded(weights, [8, 32]):
+        for shares in round_weights(weights, [8, 32]):
             assert min(shares) >= 1
             assert list(shares) == sorted(shares, reverse=True)
-    assert (3, 1) in rounded((0.74, 0.26), [8])
-    assert (37, 13) in rounded((0.74, 0.26), [100])
+    assert (3, 1) in round_weights((0.74, 0.26), [8])
+    assert (37, 13) in round_weights((0.74, 0.26), [100])
 
 
 def test_a_record_keeps_the_shares_of_its_own_program():
     """The second program is worse: its shares must not stay with the first (the released HAP mixed them up)."""
     programs = {0: "good", 1: "worse"}
     costs = {("good", 0): 5.0, ("good", 1): 4.0, ("worse", 1): 6.0, ("worse", 2): 5.5}
-    record = alternate(
+    record = alternate_searches(
         [0],
         search=programs.get,
         improve=lambda program: [1] if program == "good" else [2],
@@ -210,4 +217,4 @@ def test_devices_without_room_for_anything_are_refused(memory_bytes):
     kinds = tuple(replace(kind, memory_bytes=int(memory_bytes)) for kind in setting.kinds)
     model = model_of(toy_layers(1))
     with pytest.raises(PlanError, match="No program of these layers fits"):
-        synthesize(Chains(model, replace(setting, kinds=kinds)), model.layers)
+        synthesize_program(ChainSearch(model, replace(setting, kinds=kinds)), model.layers)

@@ -15,16 +15,16 @@ from tests.model.in_float64 import AllInFloat64
 from pipefit.cluster.types import DeviceKind
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
-from pipefit.shard.chain import Chains
-from pipefit.shard.pricing import Setting
-from pipefit.shard.recipe import parse_recipe, write
-from pipefit.shard.synthesize import synthesize
+from pipefit.run.stage_inputs import StageInputs
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.pricing import ShardSetting
+from pipefit.shard.recipe import parse_recipe, write_program
+from pipefit.shard.synthesize import synthesize_program
 
 EXACT = 1e-9
 
 
-def mixed_setting(fast: int = 2, slow: int = 6, rows: int = 16, speed: float = 1e9, ratio: float = 3.0) -> Setting:
+def mixed_setting(fast: int = 2, slow: int = 6, rows: int = 16, speed: float = 1e9, ratio: float = 3.0) -> ShardSetting:
     """Two kinds of devices, one of them `ratio` times as fast, with links of `speed` bytes/s."""
 
     def kind(name: str, flops: float) -> DeviceKind:
@@ -43,7 +43,7 @@ def mixed_setting(fast: int = 2, slow: int = 6, rows: int = 16, speed: float = 1
         once = (count - 1) * (1e-7 + size / count / speed)
         return 2 * once if kind == "all_reduce" else once
 
-    return Setting(
+    return ShardSetting(
         kinds=(kind("fast", ratio * 1e10),) * fast + (kind("slow", 1e10),) * slow,
         collective=collective,
         rows=rows,
@@ -53,10 +53,10 @@ def mixed_setting(fast: int = 2, slow: int = 6, rows: int = 16, speed: float = 1
     )
 
 
-def synthesized(model: Any, setting: Setting) -> tuple[tuple[int, ...], list[str]]:
+def synthesized(model: Any, setting: ShardSetting) -> tuple[tuple[int, ...], list[str]]:
     """(shares, the recipe of every layer)."""
-    found = synthesize(Chains(model, setting), model.layers)
-    return found.shares, [link.recipe.text for link in found.links]
+    found = synthesize_program(ChainSearch(model, setting), model.layers)
+    return found.shares, [link.layer_recipe.recipe_text for link in found.links]
 
 
 def reference(example: Any, inputs: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -78,11 +78,11 @@ def _loss(example: Any, module: Any, inputs: dict[str, torch.Tensor]) -> Any:
     return getattr(result, "loss", result)
 
 
-def feed_of(model: Any, inputs: dict[str, torch.Tensor]) -> Feed:
+def feed_of(model: Any, inputs: dict[str, torch.Tensor]) -> StageInputs:
     """The feed that gives these inputs to a captured model."""
     roles = {"input_ids": "tokens", "position_ids": "positions", "labels": "labels"}
     known = {t.name: t.role for layer in model.layers for t in model.layer_graph(layer).inputs}
-    feed = Feed(rows=torch.arange(next(iter(inputs.values())).shape[0]))
+    feed = StageInputs(rows=torch.arange(next(iter(inputs.values())).shape[0]))
     data = {}
     for name, value in inputs.items():
         role = roles.get(name, name)
@@ -101,7 +101,7 @@ def run_whole(
     shares: Any,
     recipes: Any,
     state: Any,
-    feed: Feed,
+    feed: StageInputs,
     divisor: int,
     mode: str = "B",
     recompute: Any = "none",
@@ -111,12 +111,14 @@ def run_whole(
     places: dict[str, Any] = {}
     shard = None
     if shares:
-        programs = [write(graph, shares, parse_recipe(text)) for graph, text in zip(graphs, recipes, strict=True)]
+        programs = [
+            write_program(graph, shares, parse_recipe(text)) for graph, text in zip(graphs, recipes, strict=True)
+        ]
         graphs = [program.graphs[rank] for program in programs]
         shard = ShardContext(group=group, shares=tuple(shares), position=rank)
         for layer, program in zip(model.layers, programs, strict=True):
             for name, form in program.parameter_forms.items():
-                sizes = [g.parameter(name).shape[form.dim] for g in program.graphs] if form.dim is not None else []
+                sizes = [g.find_parameter(name).shape[form.dim] for g in program.graphs] if form.dim is not None else []
                 places[layer.parameters[name]] = (form.dim, [0, *itertools.accumulate(sizes)])
     layers = [
         StageLayer(layer.name, graph, layer.parameters) for layer, graph in zip(model.layers, graphs, strict=True)

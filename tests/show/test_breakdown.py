@@ -98,7 +98,7 @@ def test_a_run_that_follows_its_prediction_measures_the_predicted_compute(tmp_pa
     trace = read_trace(directory / "trace.json", plan)
     predicted = {part.lane: part for part in predicted_breakdown(simulate_plan(plan, toy_model(9), cluster).timeline)}
     measured = measured_breakdown(trace, plan)
-    assert len(measured) == len(plan.devices)
+    assert len(measured) == len(plan.used_devices)
     for part in measured:
         assert set(part.seconds) == set(PARTS)
         assert part.seconds["compute"] == pytest.approx(1.25 * predicted[part.lane].seconds["compute"])

@@ -10,7 +10,7 @@ from devtools import CHROMIUM, Browser
 from show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.plan.types import TradePoint
-from pipefit.show.page import report
+from pipefit.show.page import render_report
 from pipefit.show.record import read_run
 from pipefit.show.subject import make_subject
 from pipefit.show.trace import from_timeline
@@ -30,7 +30,7 @@ def subject(tmp_path_factory):
 @pytest.fixture(scope="module")
 def file(subject):
     path = subject.record.path.parent / "report.html"
-    path.write_text(report(subject), encoding="utf-8")
+    path.write_text(render_report(subject), encoding="utf-8")
     return path
 
 
@@ -242,7 +242,7 @@ def test_a_point_of_memory_against_time_tells_what_it_is(browser, tmp_path):
     )
     plan = replace(plan, prediction=replace(plan.prediction, trade=points))
     path = tmp_path / "report.html"
-    path.write_text(report(make_subject(plan, toy_model(9), cluster)), encoding="utf-8")
+    path.write_text(render_report(make_subject(plan, toy_model(9), cluster)), encoding="utf-8")
     browser.size(1200, 900)
     browser.open(path)
     browser.settle()

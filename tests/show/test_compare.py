@@ -9,7 +9,7 @@ from show_toys import toy_plan, write_toy_run
 from pipefit.cli.compare import command
 from pipefit.codec import dump_text
 from pipefit.errors import FormatError, PlanError
-from pipefit.show.compare import compare
+from pipefit.show.compare import compare_entries
 from pipefit.show.record import read_run
 
 
@@ -55,8 +55,8 @@ def test_the_table_has_a_row_for_each_and_the_error(two, capsys):
 def test_a_run_without_trace_has_no_measured_idle_share(tmp_path):
     plan, cluster = toy_plan()
     write_toy_run(tmp_path / "run", plan, cluster, traced=False)
-    (entry,) = compare([(tmp_path / "run", plan, read_run(tmp_path / "run"))])
-    assert entry.figures.idle_share.measured is None and entry.figures.idle_share.error is None
+    (entry,) = compare_entries([(tmp_path / "run", plan, read_run(tmp_path / "run"))])
+    assert entry.figures.idle_share.measured is None and entry.figures.idle_share.relative_error is None
 
 
 @pytest.mark.parametrize(

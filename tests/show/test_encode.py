@@ -72,7 +72,7 @@ def test_any_sequence_of_actions_comes_back(sequence, slices):
 
 def test_regular_schedules_need_no_list_of_places():
     plan, _ = toy_plan(slices=(32, 32), schedule="gpipe")
-    packed = encode.encode_actions(plan.order.schedule().lanes[1], 2)
+    packed = encode.encode_actions(plan.order.to_schedule().lanes[1], 2)
     kinds = {word[0]: place for word, place in zip(packed["words"], packed["places"], strict=True)}
     assert {kind for kind, place in kinds.items() if isinstance(place, str)} <= {"NORM", "STEP"}
 
@@ -111,7 +111,7 @@ def test_of_too_many_rows_the_first_and_the_slowest_of_each_lane_are_kept(tmp_pa
 def test_memory_curves_keep_their_peak_and_never_lie_below_the_truth():
     plan, cluster = toy_plan(microbatches=16)
     timeline = simulate_plan(plan, toy_model(9), cluster).timeline
-    for curve in timeline.memory:
+    for curve in timeline.lane_memory:
         packed = encode.encode_curve(curve, timeline.makespan_s)
         assert len(packed["bytes"]) == encode.CURVE_POINTS and packed["static"] == curve.static_bytes
         assert max(packed["bytes"]) == round(curve.peak_bytes)

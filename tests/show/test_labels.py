@@ -8,8 +8,8 @@ import re
 import pytest
 
 from pipefit.plan.types import TradePoint
-from pipefit.show.labels import CHARACTER, DROP, HEIGHT, Box, overlap, place_labels
-from pipefit.show.sections_trade import LEFT, RIGHT, WIDTH, _drawing
+from pipefit.show.labels import CHARACTER, DROP, HEIGHT, Box, boxes_overlap, place_labels
+from pipefit.show.sections_trade import LEFT, RIGHT, WIDTH, _trade_drawing
 
 FAMILIES = ("1f1b", "1f1b-v", "interleaved-1f1b", "v-half", "v-min", "v-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
@@ -42,11 +42,11 @@ def text_boxes(drawing: str) -> dict[str, Box]:
 @pytest.mark.parametrize("spread", [0.03, 0.01, 0.002, 0.0])
 def test_names_of_crowded_points_do_not_overlap(spread: float) -> None:
     points = crowd(len(FAMILIES), spread)
-    boxes = text_boxes(_drawing(points, 41e9))
+    boxes = text_boxes(_trade_drawing(points, 41e9))
     assert {"this plan", "a device"} <= boxes.keys()
     assert len(boxes) == (len(FAMILIES) + 1 if spread else 3), "every family that leads has its name"
     for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
-        assert not overlap(a, b), (one, other)
+        assert not boxes_overlap(a, b), (one, other)
     for left, _, right, _ in boxes.values():
         assert left >= LEFT - 60 and right <= WIDTH - RIGHT + 1
 
@@ -58,7 +58,7 @@ def test_names_do_not_cover_points() -> None:
     for label in labels:
         assert label is not None
         for x, y in points:
-            assert not overlap(label.box, (x - 5, y - 5, x + 5, y + 5))
+            assert not boxes_overlap(label.covered_box, (x - 5, y - 5, x + 5, y + 5))
 
 
 def test_a_name_without_a_free_place_is_left_out() -> None:

@@ -10,7 +10,7 @@ import pytest
 from show_toys import toy_model, toy_plan, toy_subject, write_toy_run
 
 from pipefit.errors import FormatError, StalePlanError
-from pipefit.show.page import SCRIPTS, asset, report
+from pipefit.show.page import SCRIPTS, read_asset, render_report
 from pipefit.show.record import read_run
 from pipefit.show.subject import find_cluster, find_model, make_subject
 from pipefit.units import format_bytes, format_count, format_seconds
@@ -59,7 +59,7 @@ def ran(tmp_path_factory):
     plan, cluster = toy_plan()
     directory = write_toy_run(tmp_path_factory.mktemp("run"), plan, cluster)
     subject = make_subject(plan, toy_model(9), cluster, read_run(directory))
-    return subject, report(subject)
+    return subject, render_report(subject)
 
 
 def test_nothing_is_fetched_from_anywhere(ran):
@@ -133,31 +133,31 @@ def test_the_plans_memory_is_that_of_the_lane_with_least_room():
     large = replace(first, peak_bytes=2e10, limit_bytes=4e10)
     small = replace(second, peak_bytes=1.2e10, limit_bytes=1.6e10)
     plan = replace(plan, prediction=replace(plan.prediction, lanes=(large, small, *others)))
-    words = Page(report(make_subject(plan, toy_model(9), cluster))).words
+    words = Page(render_report(make_subject(plan, toy_model(9), cluster))).words
     row = words[words.rindex("this plan") : words.rindex("chosen")]
     assert row.endswith(f"{format_seconds(plan.prediction.step_s)} {format_bytes(1.2e10)} 75 % "), row
 
 
 def test_who_holds_which_layers_is_told():
     plan, cluster = toy_plan(stages=2, shards=(2, 1), sharding="megatron", microbatches=4)
-    words = Page(report(make_subject(plan, toy_model(9), cluster))).words
+    words = Page(render_report(make_subject(plan, toy_model(9), cluster))).words
     for index, stage in enumerate(plan.stages):
         start, stop = stage.layers
         devices = plan.groups[stage.group].devices
         row = f"language {start} to {stop - 1} {index} {devices[0]}-{devices[-1]} 2 shards (2:1) megatron none"
         assert row in words, words[words.index("Who holds") :][:400]
-    assert "program" not in Page(report(toy_subject())).words
+    assert "program" not in Page(render_report(toy_subject())).words
 
 
 def test_slices_are_told_with_why():
     plan, cluster = toy_plan(slices=(40, 24))
     noted = replace(plan.prediction, assumptions=("slices: 2 of every sequence, as fixed", "links: measured"))
-    words = Page(report(make_subject(replace(plan, prediction=noted), toy_model(9), cluster))).words
+    words = Page(render_report(make_subject(replace(plan, prediction=noted), toy_model(9), cluster))).words
     assert "Microbatches 8 Slices 2" in words and "slices 40,24" in words
     decisions = words[words.rindex("Decisions") :]
     assert "Slices: 2 of every sequence, as fixed." in decisions and "Links: measured." not in words
     whole, cluster = toy_plan()
-    assert "Microbatches 8 Schedule" in Page(report(make_subject(whole, toy_model(9), cluster))).words
+    assert "Microbatches 8 Schedule" in Page(render_report(make_subject(whole, toy_model(9), cluster))).words
 
 
 def test_what_files_say_cannot_become_markup(tmp_path):
@@ -167,7 +167,7 @@ def test_what_files_say_cannot_become_markup(tmp_path):
     cluster = replace(cluster, name=evil, hosts=(replace(cluster.hosts[0], name=evil),))
     directory = write_toy_run(tmp_path / "run", plan, cluster)
     (directory / "environment.json").write_text(json.dumps({"host": evil, evil: "x"}))
-    source = report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
+    source = render_report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
     page = Page(source)
     assert "<img" not in source and not any(tag == "img" for tag, _, _ in page.elements)
     assert html.escape(evil, quote=True) in source
@@ -179,12 +179,12 @@ def test_losses_that_are_not_numbers_are_embedded_as_null(tmp_path):
     directory = write_toy_run(tmp_path / "run", plan, cluster)
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "loss": Infinity, "step_s": 1.0}\n{"step": 22, "loss": NaN, "step_s": 1.0}\n')
-    source = report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
+    source = render_report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
     assert Page(source).data(source)["training"]["loss"][-2:] == [None, None]
 
 
 def test_a_plan_that_has_not_run_is_reported_alone():
-    source = report(toy_subject())
+    source = render_report(toy_subject())
     page = Page(source)
     assert "The plan has not run" in page.words and "measured" not in page.words
     assert "training" not in page.data(source) and 'id="training"' not in source
@@ -193,19 +193,19 @@ def test_a_plan_that_has_not_run_is_reported_alone():
 def test_a_run_without_trace_has_no_measured_timeline(tmp_path):
     plan, cluster = toy_plan()
     directory = write_toy_run(tmp_path / "run", plan, cluster, traced=False)
-    source = report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
+    source = render_report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
     assert "The run left no trace" in Page(source).words and 'id="training"' in source
 
 
 def test_one_device_has_no_links():
-    source = report(toy_subject(stages=1, microbatches=1))
+    source = render_report(toy_subject(stages=1, microbatches=1))
     assert "no link carries anything" in Page(source).words and "links" not in Page(source).data(source)
 
 
 def test_a_prediction_that_no_longer_holds_is_said_so():
     plan, cluster = toy_plan()
     old = replace(plan, prediction=replace(plan.prediction, step_s=plan.prediction.step_s * 2))
-    words = Page(report(make_subject(old, toy_model(9), cluster))).words
+    words = Page(render_report(make_subject(old, toy_model(9), cluster))).words
     assert f"The plan promises {format_seconds(old.prediction.step_s)}" in words
 
 
@@ -214,14 +214,14 @@ def test_a_plan_written_by_hand_gets_its_prediction_here():
     bare = replace(plan, prediction=None, alternatives=())
     subject = make_subject(bare, toy_model(9), cluster)
     assert subject.prediction.step_s == plan.prediction.step_s
-    words = Page(report(subject)).words
-    assert bare.hash in words and "no lower bound" in words and "records no alternatives" in words
+    words = Page(render_report(subject)).words
+    assert bare.content_hash in words and "no lower bound" in words and "records no alternatives" in words
 
 
 def biggest(tmp_path, **shape):
     plan, cluster = toy_plan(blocks=61, hosts=8, devices=8, batch=1024, **shape)
     directory = write_toy_run(tmp_path / "run", plan, cluster, blocks=61, steps=2000)
-    return report(make_subject(plan, toy_model(61), cluster, read_run(directory)))
+    return render_report(make_subject(plan, toy_model(61), cluster, read_run(directory)))
 
 
 def test_64_devices_of_16_lanes_stay_under_two_megabytes(tmp_path):
@@ -233,7 +233,7 @@ def test_64_devices_of_16_lanes_stay_under_two_megabytes(tmp_path):
 def test_of_very_many_devices_the_bars_show_each_lanes_extremes(tmp_path):
     plan, cluster = toy_plan(stages=2, microbatches=2, replicas=(1,) * 68, hosts=17, devices=8, batch=136)
     directory = write_toy_run(tmp_path / "run", plan, cluster)
-    source = report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
+    source = render_report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
     assert "132 devices are left out" in Page(source).words and source.count('class="device"') == 4
 
 
@@ -268,4 +268,4 @@ def test_a_plan_for_another_model_is_stale(tmp_path):
 
 def test_the_assets_ship_with_the_package():
     for name in (*SCRIPTS, "report.css", "template.html"):
-        assert len(asset(name)) > 300, name
+        assert len(read_asset(name)) > 300, name

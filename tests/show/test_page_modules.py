@@ -12,10 +12,10 @@ from test_page import Page
 
 from pipefit.cluster import parse_spec
 from pipefit.plan.make import make_plan
-from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Job
-from pipefit.show.page import report
-from pipefit.show.subject import Subject, make_subject
+from pipefit.show.page import render_report
+from pipefit.show.subject import ReportSubject, make_subject
 from pipefit.units import format_seconds
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "plan"))
@@ -31,9 +31,9 @@ PLACED = {
 
 
 @lru_cache
-def subject(placement: str) -> Subject:
+def subject(placement: str) -> ReportSubject:
     model = three_modules()
-    pins = parse_pins(PLACED[placement])
+    pins = parse_constraints(PLACED[placement])
     plan = make_plan(model, CLUSTER, Job(batch=8, sequence=4096), pins, samples=skewed_samples(8, mean=300))
     return make_subject(plan, model, CLUSTER)
 
@@ -41,7 +41,7 @@ def subject(placement: str) -> Subject:
 @pytest.mark.parametrize("placement", PLACED)
 def test_the_placement_its_rivals_and_why_are_told(placement: str) -> None:
     plan = subject(placement).plan
-    words = Page(report(subject(placement))).words
+    words = Page(render_report(subject(placement))).words
     assert plan.prediction is not None and plan.arranging is not None
     told = [note for note in plan.prediction.assumptions if note.startswith(("modules:", "samples:", "step:"))]
     assert any("on the devices of language (" in note or "devices of its own (disjoint)" in note for note in told)
@@ -67,7 +67,7 @@ def test_a_browser_draws_every_action_of_every_module(placement: str, tmp_path: 
     """Also those of modules that take turns on a lane, and microbatches of different lengths."""
     found = subject(placement)
     file = tmp_path / "report.html"
-    file.write_text(report(found), encoding="utf-8")
+    file.write_text(render_report(found), encoding="utf-8")
     with Browser() as browser:
         browser.size(1200, 900)
         browser.open(file)

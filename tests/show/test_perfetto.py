@@ -7,7 +7,7 @@ import pytest
 from show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.show.perfetto import perfetto, write_timeline
+from pipefit.show.perfetto import perfetto_document, write_timeline
 from pipefit.show.trace import from_timeline, read_trace
 
 
@@ -38,7 +38,7 @@ def test_every_action_is_one_complete_event_in_microseconds(timeline, tmp_path):
 
 def test_events_of_a_thread_that_computes_never_overlap(timeline):
     threads = {}
-    for event in perfetto([from_timeline(timeline)], timeline)["traceEvents"]:
+    for event in perfetto_document([from_timeline(timeline)], timeline)["traceEvents"]:
         if event["ph"] == "X" and event["tid"] % 2:
             threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     assert len(threads) == 4
@@ -48,7 +48,7 @@ def test_events_of_a_thread_that_computes_never_overlap(timeline):
 
 
 def test_arrows_go_from_a_send_to_what_uses_it(timeline):
-    events = perfetto([from_timeline(timeline)], timeline)["traceEvents"]
+    events = perfetto_document([from_timeline(timeline)], timeline)["traceEvents"]
     begins = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     sends = [span for span in timeline.spans() if span.action.kind.startswith("SEND")]
@@ -57,7 +57,9 @@ def test_arrows_go_from_a_send_to_what_uses_it(timeline):
 
 
 def test_memory_is_a_counter_that_reaches_the_peak(timeline):
-    counters = [event for event in perfetto([from_timeline(timeline)], timeline)["traceEvents"] if event["ph"] == "C"]
+    counters = [
+        event for event in perfetto_document([from_timeline(timeline)], timeline)["traceEvents"] if event["ph"] == "C"
+    ]
     for lane, peak in enumerate(timeline.peak_bytes):
         own = [event["args"]["bytes"] for event in counters if event["name"] == f"memory of lane {lane}"]
         assert max(own) == pytest.approx(peak)
@@ -67,7 +69,7 @@ def test_a_measured_trace_is_a_process_beside_the_prediction(timeline, tmp_path)
     plan, cluster = toy_plan()
     directory = write_toy_run(tmp_path / "run", plan, cluster)
     measured = read_trace(directory / "trace.json", plan)
-    events = perfetto([from_timeline(timeline), measured], timeline)["traceEvents"]
+    events = perfetto_document([from_timeline(timeline), measured], timeline)["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["predicted", "measured, step 20"]
     own = [event for event in events if event["pid"] == 2 and event["ph"] == "X"]

@@ -19,8 +19,8 @@ def run(tmp_path):
 def test_a_run_tells_its_median_step_without_the_warm_up(run):
     plan, directory = run
     record = read_run(directory)
-    assert record.plan == plan and record.plan.hash == plan.hash
-    assert len(record.steps) == 20 and record.warm_up == 2
+    assert record.plan == plan and record.plan.content_hash == plan.hash
+    assert len(record.steps) == 20 and record.warm_up_steps == 2
     assert record.step_s == pytest.approx(1.25 * plan.prediction.step_s)
     assert record.evaluations == ((10, pytest.approx(1.7)), (20, pytest.approx(1.45)))
     assert record.peak_bytes[2] == pytest.approx(1.25 * plan.prediction.lanes[2].peak_bytes)

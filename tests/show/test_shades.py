@@ -10,8 +10,8 @@ import pytest
 from devtools import CHROMIUM, Browser
 from show_toys import toy_model, toy_plan
 
-from pipefit.schedule import vee
-from pipefit.show.page import report
+from pipefit.schedule import vee_placement
+from pipefit.show.page import render_report
 from pipefit.show.subject import make_subject
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: no chromium or google-chrome in PATH")
@@ -33,7 +33,7 @@ def browser() -> Iterator[Browser]:
 
 def opened(browser: Browser, path: Path, **decisions: object) -> Browser:
     plan, cluster = toy_plan(blocks=13, microbatches=8, **decisions)
-    path.write_text(report(make_subject(plan, toy_model(13), cluster)), encoding="utf-8")
+    path.write_text(render_report(make_subject(plan, toy_model(13), cluster)), encoding="utf-8")
     browser.size(1200, 900)
     browser.open(path)
     browser.settle()
@@ -43,7 +43,7 @@ def opened(browser: Browser, path: Path, **decisions: object) -> Browser:
 @pytest.fixture(scope="module")
 def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     path = tmp_path_factory.mktemp("shades") / "v.html"
-    yield opened(browser, path, stages=8, placement=vee(4), schedule="v-half")
+    yield opened(browser, path, stages=8, placement=vee_placement(4), schedule="v-half")
     assert browser.problems == []
 
 

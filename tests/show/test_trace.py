@@ -31,7 +31,7 @@ def test_a_prediction_has_every_action_but_the_receives_at_the_simulators_times(
     timeline = simulate_plan(plan, toy_model(9), cluster).timeline
     trace = from_timeline(timeline)
     assert trace.stop_s == pytest.approx(plan.prediction.step_s)
-    spans = {(span.lane, span.action): (span.start_s, span.stop_s) for span in timeline.spans()}
+    spans = {(span.lane, span.action): (span.start_s, span.stop_s) for span in timeline.all_spans()}
     drawn = {
         (row.lane, action): (start, stop)
         for row in trace.rows

@@ -5,13 +5,13 @@ from show_toys import toy_cluster, toy_model, toy_plan
 
 from pipefit.cluster.topology import host_index
 from pipefit.cost.comm.network import Network
-from pipefit.layout import Axis, Group
-from pipefit.model.graph import Graph, Operator, Tensor
+from pipefit.layout import Mesh, MeshAxis
+from pipefit.model.graph import Graph, Operator, TensorSpec
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
-from pipefit.show.traffic import _fractions, step_traffic
+from pipefit.show.traffic import _share_fractions, step_traffic
 
 WIDTH = 8  # of the toy model's hidden state
 
@@ -62,7 +62,7 @@ def test_over_hosts_each_device_sums_its_part_with_its_peers():
 
 def test_tied_parameters_exchange_their_gradients_between_stages():
     model, cluster = toy_model(9, tied=True), toy_cluster()
-    decisions = Decisions(stages=2, microbatches=2)
+    decisions = ParallelConfig(stages=2, microbatches=2)
     plan = build_plan(model, cluster, Job(batch=4, sequence=8), decisions)
     work = simulate_plan(plan, model, cluster).work
     traffic = step_traffic(work, Network(cluster), 2)
@@ -88,7 +88,7 @@ def collective_stage(work, recompute):
 
     shape = ("B", "T", WIDTH)
     graph = Graph(
-        inputs=(Tensor(name="x", shape=("B", "T", WIDTH // 2)),),
+        inputs=(TensorSpec(name="x", shape=("B", "T", WIDTH // 2)),),
         outputs=("s",),
         operators=(
             Operator(kind="all_gather", inputs=("x",), outputs=("g",), attributes={"dim": 2, "size": WIDTH}),
@@ -97,12 +97,12 @@ def collective_stage(work, recompute):
         ),
         parameters=(),
         tensors=(
-            Tensor(name="g", shape=shape),
-            Tensor(name="r", shape=shape),
-            Tensor(name="s", shape=("B", "T", WIDTH // 2)),
+            TensorSpec(name="g", shape=shape),
+            TensorSpec(name="r", shape=shape),
+            TensorSpec(name="s", shape=("B", "T", WIDTH // 2)),
         ),
     )
-    group = Group(axes=(Axis(name="replica", shares=(1,)), Axis(name="shard", shares=(1, 1))), devices=(0, 1))
+    group = Mesh(axes=(MeshAxis(name="replica", shares=(1,)), MeshAxis(name="shard", shares=(1, 1))), devices=(0, 1))
     counts = replace(work.stages[0].parameters, whole=(0, 0), trainable=(0, 0), frozen=(0, 0))
     stage = replace(
         work.stages[0], group=group, layers=((graph, graph),), rows=(2,), slices=(64,), recompute=recompute,
@@ -117,7 +117,7 @@ def test_collectives_of_a_shard_program_count_forward_and_backward():
     whole = 2 * 64 * WIDTH * 4
     # Passes over the ring: gather 1 + scatter back 1, reduce 2 + 2, scatter 1 + gather back 1: 8 in all, (n-1)/n = 1/2.
     assert dict(traffic.bytes[0, 1]) == {"shards": 3 * 8 * whole / 2}
-    assert traffic.totals()[1, 0] == 3 * 8 * whole / 2
+    assert traffic.pair_totals()[1, 0] == 3 * 8 * whole / 2
 
 
 def test_packed_rows_and_ragged_edges_count_what_every_microbatch_has():
@@ -140,4 +140,4 @@ def test_packed_rows_and_ragged_edges_count_what_every_microbatch_has():
 
 def test_of_nothing_everyone_has_its_share():
     """Places of images to generate, over shards, in data that have none."""
-    assert _fractions(0, (1, 3)) == (0.25, 0.75) and _fractions(4, (1, 3)) == (0.25, 0.75)
+    assert _share_fractions(0, (1, 3)) == (0.25, 0.75) and _share_fractions(4, (1, 3)) == (0.25, 0.75)

@@ -155,7 +155,7 @@ class EventSimulator:
             return float(self.costs.step_s[lane])
         if action.kind not in self.costs.actions:
             return 0.0
-        cost = self.costs.actions[action.kind].cost(action.stage, action.microbatch, action.slice)
+        cost = self.costs.actions[action.kind].cost_of(action.stage, action.microbatch, action.slice)
         return cost.time_s + self.costs.overhead_s
 
     def _edge(self, send: Action) -> EdgeCost:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.cost.types import Contention, CostTable, Flow
+from pipefit.cost.types import CostTable, PortContention, PortFlow
 from pipefit.schedule.actions import Action, Schedule
-from pipefit.schedule.check.deadlock import message
+from pipefit.schedule.check.deadlock import message_name
 
 NEVER = float("inf")
 
@@ -38,9 +38,9 @@ class FluidSimulator:
         "Of each lane, its reductions and gathers that have not begun: they run beside the devices, in order."
         self.moving: dict[Any, dict[str, Any]] = {}
         self.lines: dict[int, list[Any]] = defaultdict(list)
-        self.waiting: list[tuple[float, Any, Any, Flow, float, float]] = []
+        self.waiting: list[tuple[float, Any, Any, PortFlow, float, float]] = []
         self.order = {
-            message(action): (lane, step)
+            message_name(action): (lane, step)
             for lane, actions in enumerate(schedule.lanes)
             for step, action in enumerate(actions)
             if action.kind.startswith("SEND")
@@ -100,11 +100,11 @@ class FluidSimulator:
     def _ready(self, k: int, lane: int, step: int, action: Action) -> float:
         free = self.free[k, lane]
         if action.kind.startswith("RECV"):
-            self.posted[k, message(action)] = free
+            self.posted[k, message_name(action)] = free
             self._try(k, action)
             return free
         if action.kind.startswith("SEND"):
-            self.sent[k, message(action)] = free
+            self.sent[k, message_name(action)] = free
             self._try(k, action)
             return free
         if action.kind in ("REDUCE", "GATHER"):
@@ -112,7 +112,7 @@ class FluidSimulator:
             return free
         if action.kind in ("F", "I", "B"):
             needs = [
-                (k, message(other))
+                (k, message_name(other))
                 for other in self.schedule.lanes[lane]
                 if other.kind == ("RECV_F" if action.kind == "F" else "RECV_B")
                 and (other.stage, other.microbatch, other.slice) == (action.stage, action.microbatch, action.slice)
@@ -148,13 +148,13 @@ class FluidSimulator:
     def _seconds(self, k: int, lane: int, action: Action) -> float:
         table = self.shared.pipelines[k]
         if action.kind in table.actions:
-            cost = table.actions[action.kind].cost(action.stage, action.microbatch, action.slice)
+            cost = table.actions[action.kind].cost_of(action.stage, action.microbatch, action.slice)
             return cost.time_s + table.overhead_s
         return float(self.costs.step_s[lane]) if action.kind == "STEP" else 0.0
 
     def _try(self, k: int, action: Action) -> None:
         """Once a message is sent and its receive is posted, it goes."""
-        key = (k, message(action))
+        key = (k, message_name(action))
         if key not in self.sent or key not in self.posted:
             return
         forward = action.kind.endswith("F")
@@ -165,26 +165,26 @@ class FluidSimulator:
         arrays = (edge.forward_port_s, edge.forward_s) if forward else (edge.backward_port_s, edge.backward_s)
         shape = (self.schedule.microbatches, self.schedule.slices)
         port_s, whole_s = (float(np.broadcast_to(a, shape)[action.microbatch, action.slice]) for a in arrays)
-        flow = self.shared.flows.get(("SEND_F" if forward else "SEND_B", index, action.slice, k), Flow((), (), 1.0))
+        flow = self.shared.flows.get(("SEND_F" if forward else "SEND_B", index, action.slice, k), PortFlow((), (), 1.0))
         at = max(self.sent[key], self.posted[key])
-        self.waiting.append((at, key, (*self.order[message(action)], k), flow, port_s, whole_s - port_s))
+        self.waiting.append((at, key, (*self.order[message_name(action)], k), flow, port_s, whole_s - port_s))
 
     def _together(self, lane: int, step: int, action: Action, begin: float) -> None:
         seconds = self.costs.reduce_s if action.kind == "REDUCE" else self.costs.gather_s
-        flow = self.shared.flows.get((action.kind, action.stage, 0, 0), Flow((), (), 1.0))
+        flow = self.shared.flows.get((action.kind, action.stage, 0, 0), PortFlow((), (), 1.0))
         if action.what:
             self.beside[lane] = begin
             return
         self.beside[lane] = NEVER
         self.waiting.append((begin, ("lane", lane, step), (lane, step, 0), flow, float(seconds[action.stage]), 0.0))
 
-    def _begin(self, at: float, key: Any, order: Any, flow: Flow, seconds: float, latency_s: float) -> None:
+    def _begin(self, at: float, key: Any, order: Any, flow: PortFlow, seconds: float, latency_s: float) -> None:
         line = self.lines[flow.queue] if flow.queue >= 0 else []
         line.append((key, flow, seconds, latency_s))
         if len(line) == 1:
             self._go(*line[0])
 
-    def _go(self, key: Any, flow: Flow, seconds: float, latency_s: float) -> None:
+    def _go(self, key: Any, flow: PortFlow, seconds: float, latency_s: float) -> None:
         self.moving[key] = {"flow": flow, "left": seconds, "rate": 1.0, "latency_s": latency_s}
 
     def _end(self, key: Any) -> None:
@@ -252,7 +252,9 @@ class FluidSimulator:
         return all(asked[port] < 1.0 - 1e-9 for port in self.moving[key]["flow"].ports)
 
 
-def contended(costs: CostTable, flows: dict[Any, Flow], tables: tuple[CostTable, ...], ports: int) -> Contention:
+def contended(
+    costs: CostTable, flows: dict[Any, PortFlow], tables: tuple[CostTable, ...], ports: int
+) -> PortContention:
     """The contention of these flows."""
     queues = 1 + max((flow.queue for flow in flows.values()), default=-1)
-    return Contention(tables, flows, ports, queues)
+    return PortContention(tables, flows, ports, queues)

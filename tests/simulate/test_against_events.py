@@ -6,16 +6,16 @@ from event_simulator import EventSimulator
 from hypothesis import given, settings
 from random_schedules import cases
 
-from pipefit.schedule import lower
-from pipefit.schedule.check.deadlock import message
-from pipefit.simulate import simulate
+from pipefit.schedule import lower_schedule
+from pipefit.schedule.check.deadlock import message_name
+from pipefit.simulate import simulate_schedule
 
 
 @settings(max_examples=400, deadline=None)
 @given(cases())
 def test_computed_and_lowered(case) -> None:
     schedule, edges, costs = case
-    for one in (schedule, lower(schedule, edges, costs, zero=range(0, schedule.stages, 2), tied={"t": (0,)})):
+    for one in (schedule, lower_schedule(schedule, edges, costs, zero=range(0, schedule.stages, 2), tied={"t": (0,)})):
         compare(one, edges, costs)
 
 
@@ -24,23 +24,26 @@ def test_computed_and_lowered(case) -> None:
 def test_a_lowering_made_for_other_costs(case, other) -> None:
     """Receives then stand in the wrong places, and transfers must wait for them: still the same."""
     schedule, edges, costs = case
-    compare(lower(schedule, edges, None), edges, costs)
+    compare(lower_schedule(schedule, edges, None), edges, costs)
 
 
 def compare(schedule, edges, costs) -> None:
     events = EventSimulator(schedule, costs, edges)
     makespan = events.run()
     for compiled in (False, True):
-        timeline = simulate(schedule, costs, edges, compiled=compiled)
+        timeline = simulate_schedule(schedule, costs, edges, compiled=compiled)
         assert timeline.makespan_s == makespan
         for lane, actions in enumerate(schedule.lanes):
             for step, action in enumerate(actions):
                 start, stop = timeline.starts_s[lane][step], timeline.stops_s[lane][step]
                 if action.kind.startswith("SEND"):
-                    begun, _, arrived = events.transfers[message(action)]
+                    begun, _, arrived = events.transfers[message_name(action)]
                     assert (start, stop) == (begun, arrived)
                 elif action.kind.startswith("RECV"):
-                    assert (start, stop) == (events.posted[message(action)], events.transfers[message(action)][2])
+                    assert (start, stop) == (
+                        events.posted[message_name(action)],
+                        events.transfers[message_name(action)][2],
+                    )
                 else:
                     assert (start, stop) == (events.start[lane, step], events.stop[lane, step]), action
         ports = [0.0] * len(schedule.lanes)

@@ -12,14 +12,14 @@ from fluid_simulator import FluidSimulator, contended
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.cost.types import CostTable, Flow
-from pipefit.schedule import lower
+from pipefit.cost.types import CostTable, PortFlow
+from pipefit.schedule import lower_schedule
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.problem import Problem, uniform_costs
+from pipefit.schedule.problem import ScheduleProblem, uniform_costs
 from pipefit.schedule.taskgraph.compile import compile_graph
-from pipefit.schedule.taskgraph.times import run
+from pipefit.schedule.taskgraph.times import run_graph
 from pipefit.schedule.text.grid import draw_grid
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 
 def times_of(random: Random, placement: tuple[int, ...]) -> CostTable:
@@ -41,7 +41,7 @@ def random_case(seed: int):
     random = Random(seed)
     name = random.choice(["gpipe", "1f1b", "zb-h1", "1f1b-v"])
     placement = FAMILIES[name].placement(random.choice([2, 3]))
-    schedule = FAMILIES[name].build(Problem(placement=placement, microbatches=random.choice([2, 4])))
+    schedule = FAMILIES[name].build(ScheduleProblem(placement=placement, microbatches=random.choice([2, 4])))
     main = times_of(random, placement)
     lanes, stages = max(placement) + 1, len(placement)
     main = replace(
@@ -53,9 +53,9 @@ def random_case(seed: int):
     tables = tuple(replace(times_of(random, placement), step_s=main.step_s) for _ in range(random.choice([1, 2, 3])))
     ports, flows = 4, {}
 
-    def flow(queue: int) -> Flow:
+    def flow(queue: int) -> PortFlow:
         chosen = random.sample(range(ports), random.choice([0, 1, 2, 3]))
-        return Flow(tuple(chosen), tuple(random.uniform(0.3, 1.0) for _ in chosen), random.uniform(0.5, 2), queue)
+        return PortFlow(tuple(chosen), tuple(random.uniform(0.3, 1.0) for _ in chosen), random.uniform(0.5, 2), queue)
 
     for k in range(len(tables)):
         for index, edge in enumerate(main.edges):
@@ -68,7 +68,7 @@ def random_case(seed: int):
     for stage in range(stages):
         flows["REDUCE", stage, 0, 0], flows["GATHER", stage, 0, 0] = flow(-1), flow(-1)
     costs = replace(main, contention=contended(main, flows, tables, ports))
-    return lower(schedule, None, main, zero=range(0, stages, 2)), costs
+    return lower_schedule(schedule, None, main, zero=range(0, stages, 2)), costs
 
 
 @settings(max_examples=150, deadline=None)
@@ -77,8 +77,8 @@ def test_against_devices_that_walk_their_actions(seed: int) -> None:
     schedule, costs = random_case(seed)
     oracle = FluidSimulator(schedule, costs)
     makespan = oracle.run()
-    timeline = simulate(schedule, costs, compiled=False)
-    whole = simulate(schedule, costs, compiled=True)
+    timeline = simulate_schedule(schedule, costs, compiled=False)
+    whole = simulate_schedule(schedule, costs, compiled=True)
     assert whole.times.start_s.tolist() == timeline.times.start_s.tolist(), "numba gives the same bits"
     assert whole.times.moment_s.tolist() == timeline.times.moment_s.tolist()
     assert timeline.makespan_s == pytest.approx(makespan, rel=1e-6)
@@ -100,7 +100,7 @@ def two_pipelines(flows: dict, ports: int = 1):
     """GPipe on two lanes, one microbatch, two equal pipelines: F 1 s, B 2 s, messages of 4 s, reductions of 3 s."""
     costs = uniform_costs((0, 1), forward_s=1.0, transfer_s=4.0, port_s=4.0)
     costs = replace(costs, reduce_s=np.array([3.0, 3.0]))
-    schedule = lower(FAMILIES["gpipe"].build(Problem(placement=(0, 1), microbatches=1)), None, costs)
+    schedule = lower_schedule(FAMILIES["gpipe"].build(ScheduleProblem(placement=(0, 1), microbatches=1)), None, costs)
     return schedule, replace(costs, contention=contended(costs, flows, (costs, costs), ports))
 
 
@@ -110,15 +110,15 @@ def ends(timeline) -> dict[str, float]:
 
 def test_two_messages_on_one_port_take_twice_as_long() -> None:
     """F 0 to 1; both messages at half rate until 9; F until 10, B until 12; back without sharing until 16."""
-    flows = {("SEND_F", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)}
+    flows = {("SEND_F", 0, 0, k): PortFlow((0,), (1.0,), 1.0) for k in (0, 1)}
     schedule, costs = two_pipelines(flows)
-    found = ends(simulate(schedule, costs))
+    found = ends(simulate_schedule(schedule, costs))
     assert (found["0SEND_F0"], found["1F0"], found["1SEND_B0"]) == (9.0, 10.0, 16.0)
 
 
 def test_a_grid_shows_what_is_shared() -> None:
     """F0 of the second lane begins 8 s after the first lane's, not 4."""
-    schedule, costs = two_pipelines({("SEND_F", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)})
+    schedule, costs = two_pipelines({("SEND_F", 0, 0, k): PortFlow((0,), (1.0,), 1.0) for k in (0, 1)})
     assert draw_grid(schedule, costs).splitlines() == draw_grid(schedule, _slower(costs)).splitlines()
     assert draw_grid(schedule, costs) != draw_grid(schedule, replace(costs, contention=None))
 
@@ -132,25 +132,25 @@ def _slower(costs: CostTable) -> CostTable:
 
 def test_messages_of_a_queue_take_turns() -> None:
     """The first message from 1 to 5, the second from 5 to 9: what is seen is the pipeline that is done last."""
-    flows = {("SEND_F", 0, 0, k): Flow((0,), (1.0,), 1.0, queue=0) for k in (0, 1)}
+    flows = {("SEND_F", 0, 0, k): PortFlow((0,), (1.0,), 1.0, queue=0) for k in (0, 1)}
     schedule, costs = two_pipelines(flows)
-    timeline = simulate(schedule, costs)
+    timeline = simulate_schedule(schedule, costs)
     assert ends(timeline)["0SEND_F0"] == 9.0
-    assert [span.start_s for span in timeline.spans() if str(span.action) == "0SEND_F0"] == [5.0]
+    assert [span.start_s for span in timeline.all_spans() if str(span.action) == "0SEND_F0"] == [5.0]
 
 
 def test_a_message_beside_a_reduction() -> None:
     """Stage 1's reduction (3 s) and both messages back (4 s), from 8 on, on one port, a third of it each. Then a
     reduction that takes half of the port and messages that take a quarter: together that is no more than all."""
-    flows = {("SEND_B", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)}
-    flows["REDUCE", 1, 0, 0] = Flow((0,), (1.0,), 1.0)
+    flows = {("SEND_B", 0, 0, k): PortFlow((0,), (1.0,), 1.0) for k in (0, 1)}
+    flows["REDUCE", 1, 0, 0] = PortFlow((0,), (1.0,), 1.0)
     schedule, costs = two_pipelines(flows)
-    found = ends(simulate(schedule, costs))
+    found = ends(simulate_schedule(schedule, costs))
     assert found["1REDUCE"] == pytest.approx(8.0 + 3 * 3.0)
     assert found["1SEND_B0"] == pytest.approx(17.0 + 2 * 1.0), "1 s is left of each, at half rate"
     light = {key: replace(flow, use=(0.25 if key[0] == "SEND_B" else 0.5,)) for key, flow in flows.items()}
     schedule, costs = two_pipelines(light)
-    found = ends(simulate(schedule, costs))
+    found = ends(simulate_schedule(schedule, costs))
     assert (found["1REDUCE"], found["1SEND_B0"]) == (11.0, 12.0)
 
 
@@ -160,19 +160,19 @@ def test_an_action_with_collectives_beside_a_reduction() -> None:
     schedule, costs = two_pipelines({})
     costs = replace(costs, reduce_s=np.array([3.0, 6.0]))
     apart = replace(costs, contention=contended(costs, {}, (costs,), 0))
-    found = ends(simulate(schedule, apart))
+    found = ends(simulate_schedule(schedule, apart))
     assert (found["0B0"], found["1REDUCE"]) == (14.0, 14.0)
-    flows = {("REDUCE", 1, 0, 0): Flow((0,), (1.0,), 1.0), ("B", 0, 0, 0): Flow((0,), (0.5,), 1.0)}
-    found = ends(simulate(schedule, replace(costs, contention=contended(costs, flows, (costs,), 1))))
+    flows = {("REDUCE", 1, 0, 0): PortFlow((0,), (1.0,), 1.0), ("B", 0, 0, 0): PortFlow((0,), (0.5,), 1.0)}
+    found = ends(simulate_schedule(schedule, replace(costs, contention=contended(costs, flows, (costs,), 1))))
     assert found["0B0"] == pytest.approx(15.0), "2 s at 2/3"
     assert found["1REDUCE"] == pytest.approx(15.0), "4 s alone, then 2 s at 2/3"
 
 
 def test_what_a_slow_message_leaves_goes_to_the_fast_one() -> None:
     """One message can use a quarter of the port (1 byte a second), the other all of it (4): it gets three quarters."""
-    flows = {("SEND_F", 0, 0, 0): Flow((0,), (0.25,), 1.0), ("SEND_F", 0, 0, 1): Flow((0,), (1.0,), 4.0)}
+    flows = {("SEND_F", 0, 0, 0): PortFlow((0,), (0.25,), 1.0), ("SEND_F", 0, 0, 1): PortFlow((0,), (1.0,), 4.0)}
     schedule, costs = two_pipelines(flows)
-    timeline = simulate(schedule, costs)
+    timeline = simulate_schedule(schedule, costs)
     assert ends(timeline)["0SEND_F0"] == pytest.approx(1.0 + 4.0 + 4.0 * 0.25), "until 5 three quarters, then all of it"
 
 
@@ -184,7 +184,7 @@ def test_without_anything_shared_nothing_changes(seed: int) -> None:
     plain = replace(costs, contention=None)
     alone = replace(costs, contention=contended(plain, {}, (plain,), 0))
     graph = compile_graph(schedule, own_ports=False)
-    wanted = run(graph, plain)
-    found = simulate(schedule, alone).times
+    wanted = run_graph(graph, plain)
+    found = simulate_schedule(schedule, alone).times
     assert found.start_s.tolist() == wanted.start_s.tolist()
     assert found.moment_s.tolist() == wanted.moment_s.tolist()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import cases
 
-from pipefit.schedule import FAMILIES, Problem, linear, lower, uniform_costs
-from pipefit.schedule.check.deadlock import message
-from pipefit.simulate import simulate
+from pipefit.schedule import FAMILIES, ScheduleProblem, linear_placement, lower_schedule, uniform_costs
+from pipefit.schedule.check.deadlock import message_name
+from pipefit.simulate import simulate_schedule
 
 COMPUTE = ("F", "I", "W", "B")
 
@@ -28,8 +28,8 @@ def test_peak_by_program_order(case, ahead) -> None:
     """
     schedule, edges, costs = case
     costs = replace(costs, receives_ahead=ahead)
-    lowered = lower(schedule, edges, costs)
-    timeline = simulate(lowered, costs)
+    lowered = lower_schedule(schedule, edges, costs)
+    timeline = simulate_schedule(lowered, costs)
     size, sent_size = _sizes(costs, "bytes"), _sizes(costs, "sent_bytes")
     for lane, actions in enumerate(lowered.lanes):
         static = float(costs.static_bytes[lane])
@@ -43,10 +43,10 @@ def test_peak_by_program_order(case, ahead) -> None:
 
         for step, action in enumerate(actions):
             if action.kind.startswith("RECV"):
-                buffers[message(action)] = size(message(action))
+                buffers[message_name(action)] = size(message_name(action))
                 peak = max(peak, now())
             elif action.kind.startswith("SEND"):
-                queue = outbox[message(action)[:4]]
+                queue = outbox[message_name(action)[:4]]
                 gone = _sent_before(actions, step) - _most_open(lowered, action)
                 if gone >= 0:
                     queue[gone] = 0.0
@@ -69,12 +69,14 @@ def test_peak_by_program_order(case, ahead) -> None:
                         outbox.setdefault(key[:4], []).append(sent_size(key))
             peak = max(peak, now())
         assert timeline.peak_bytes[lane] == pytest.approx(peak, abs=1e-9)
-        assert timeline.memory[lane].peak_bytes == timeline.peak_bytes[lane]
+        assert timeline.lane_memory[lane].peak_bytes == timeline.peak_bytes[lane]
 
 
 def _sent_before(actions, step) -> int:
     """How many messages its channel has sent before the SEND at `step`."""
-    return sum(a.kind.startswith("SEND") and message(a)[:4] == message(actions[step])[:4] for a in actions[:step])
+    return sum(
+        a.kind.startswith("SEND") and message_name(a)[:4] == message_name(actions[step])[:4] for a in actions[:step]
+    )
 
 
 def _most_open(lowered, send) -> int:
@@ -82,11 +84,11 @@ def _most_open(lowered, send) -> int:
     actions = lowered.lanes[lowered.placement[send.peer]]
     most = now = 0
     for action in actions:
-        if action.kind.startswith("RECV") and message(action)[:4] == message(send)[:4]:
+        if action.kind.startswith("RECV") and message_name(action)[:4] == message_name(send)[:4]:
             now += 1
             most = max(most, now)
         takes = action.kind == "F" if send.kind == "SEND_F" else action.kind in ("I", "B")
-        posted = [a for a in actions if a.kind.startswith("RECV") and message(a)[:4] == message(send)[:4]]
+        posted = [a for a in actions if a.kind.startswith("RECV") and message_name(a)[:4] == message_name(send)[:4]]
         if takes and any(a[1:4] == action[1:4] for a in posted):
             now -= 1
     return most
@@ -97,10 +99,10 @@ def _most_open(lowered, send) -> int:
 def test_curve_at_any_moment(case) -> None:
     """Between two events, the sum over all intervals that cover the moment."""
     schedule, edges, costs = case
-    for one in (schedule, lower(schedule, edges, costs)):
-        timeline = simulate(one, costs, edges)
+    for one in (schedule, lower_schedule(schedule, edges, costs)):
+        timeline = simulate_schedule(one, costs, edges)
         intervals = _intervals(one, timeline, costs, edges)
-        for lane, curve in enumerate(timeline.memory):
+        for lane, curve in enumerate(timeline.lane_memory):
             assert curve.time_s.tolist() == sorted(curve.time_s.tolist())
             moments = np.unique(curve.time_s)
             apart = np.flatnonzero(np.diff(moments) > 1e-9)  # not neighbours by rounding
@@ -142,7 +144,7 @@ def _intervals(schedule, timeline, costs, edges) -> list[list[tuple[float, float
             result[lane].append((start if cost.held_bytes > 0 else stop, end, cost.held_bytes))
     for span in timeline.spans():
         if span.action.kind.startswith("SEND"):
-            key = message(span.action)
+            key = message_name(span.action)
             lane, start, _ = spans[key[0], key[2], key[4], key[5]]
             result[lane].append((_posted(schedule, timeline, key, span.start_s), start, size(key)))
             lane, _, stop = spans[key[0], key[1], key[4], key[5]]
@@ -163,7 +165,7 @@ def _let_go(schedule, timeline, lane: int, send) -> float:
     step = actions.index(send)
     wanted = _sent_before(actions, step) + _most_open(schedule, send)
     for later in range(step + 1, len(actions)):
-        same = actions[later].kind.startswith("SEND") and message(actions[later])[:4] == message(send)[:4]
+        same = actions[later].kind.startswith("SEND") and message_name(actions[later])[:4] == message_name(send)[:4]
         if same and _sent_before(actions, later) == wanted:
             before = [s for s in range(later) if actions[s].kind in COMPUTE]
             return float(timeline.stops_s[lane][before[-1]])
@@ -172,7 +174,7 @@ def _let_go(schedule, timeline, lane: int, send) -> float:
 
 def _posted(schedule, timeline, key, start: float) -> float:
     for lane, step, action in schedule:
-        if action.kind.startswith("RECV") and message(action) == key:
+        if action.kind.startswith("RECV") and message_name(action) == key:
             return float(timeline.starts_s[lane][step])
     return start
 
@@ -187,7 +189,9 @@ def test_passing_memory_and_pending_weight_gradients() -> None:
         costs.actions[kind].peak_bytes[:] = passing
     costs.static_bytes[:] = 100.0
     lanes = parse_lanes(("0F0 0F1 0I0 0W0 0I1 0W1",))
-    curve = simulate(Schedule(name="x", placement=(0,), microbatches=2, slices=1, lanes=lanes), costs).memory[0]
+    curve = simulate_schedule(
+        Schedule(name="x", placement=(0,), microbatches=2, slices=1, lanes=lanes), costs
+    ).lane_memory[0]
     assert curve.bytes.tolist() == [113, 110, 123, 120, 124, 116, 117, 110, 114, 106, 107, 100]
     assert curve.time_s.tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
     assert (curve.peak_bytes, curve.peak_s, curve.static_bytes) == (124, 2, 100)
@@ -195,14 +199,14 @@ def test_passing_memory_and_pending_weight_gradients() -> None:
 
 def test_receive_buffers_live_from_posting_to_use() -> None:
     """Lane 1 takes twice as long for a forward, so a microbatch arrives while it runs the one before."""
-    placement = linear(2)
+    placement = linear_placement(2)
     costs = uniform_costs(placement)
     costs.actions["F"] = replace(costs.actions["F"], time_s=np.array([1.0, 2.0]).reshape(2, 1, 1))
     edge = replace(costs.edges[0], forward_bytes=np.full((1, 1), 5.0), backward_bytes=np.full((1, 1), 7.0))
     costs = replace(costs, edges=(edge,))
-    computed = FAMILIES["gpipe"](Problem(placement=placement, microbatches=3))
-    timeline = simulate(lower(computed, costs=costs), costs)
-    assert timeline.memory[1].buffers_bytes == 10.0, "the third is posted just before the second is taken"
-    assert timeline.memory[0].buffers_bytes == 7.0
-    even = simulate(lower(computed), replace(uniform_costs(placement), edges=(edge,)))
-    assert even.memory[1].buffers_bytes == 5.0
+    computed = FAMILIES["gpipe"](ScheduleProblem(placement=placement, microbatches=3))
+    timeline = simulate_schedule(lower_schedule(computed, costs=costs), costs)
+    assert timeline.lane_memory[1].buffers_bytes == 10.0, "the third is posted just before the second is taken"
+    assert timeline.lane_memory[0].buffers_bytes == 7.0
+    even = simulate_schedule(lower_schedule(computed), replace(uniform_costs(placement), edges=(edge,)))
+    assert even.lane_memory[1].buffers_bytes == 5.0

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import cases
 
-from pipefit.schedule import Action, lower
-from pipefit.schedule.check.deadlock import message
-from pipefit.simulate import Timeline, simulate
+from pipefit.schedule import Action, lower_schedule
+from pipefit.schedule.check.deadlock import message_name
+from pipefit.simulate import Timeline, simulate_schedule
 
 
 @settings(max_examples=200, deadline=None)
 @given(cases(), st.booleans())
 def test_it_is_a_chain_from_zero_to_the_end(case, lowered: bool) -> None:
     schedule, edges, costs = case
-    timeline = simulate(lower(schedule, edges, costs) if lowered else schedule, costs, edges)
+    timeline = simulate_schedule(lower_schedule(schedule, edges, costs) if lowered else schedule, costs, edges)
     path = timeline.critical_path
     assert path[0].start_s == 0.0
     assert path[-1].stop_s == timeline.makespan_s
@@ -39,7 +39,7 @@ def _linked(timeline: Timeline, before, after, edges) -> bool:
     if a.kind in sends and b.kind in sends:  # one port, one after the other
         return before.lane == after.lane
     if a.kind in sends:  # the consumer
-        direction, _, target, _, m, k = message(a)
+        direction, _, target, _, m, k = message_name(a)
         return b[1:4] == (target, m, k) and (b.kind == "F") == (direction == "F")
     if b.kind in sends:  # the producer, what stands before the SEND, or what stands before its RECV
         return before.lane == after.lane or before.lane == timeline.schedule.placement[b.peer]
@@ -56,13 +56,13 @@ def test_slowing_down_what_is_on_it_slows_down_the_whole(case) -> None:
         for kind, table in costs.actions.items()
     }
     costs = replace(costs, actions=dense)
-    timeline = simulate(schedule, costs, edges)
+    timeline = simulate_schedule(schedule, costs, edges)
     for span in timeline.critical_path:
         if span.action.kind in dense:
             kind, stage, m, k = span.action[:4]
             slower = {name: replace(table, time_s=table.time_s.copy()) for name, table in dense.items()}
             slower[kind].time_s[stage, m, k] += 1.0
-            changed = simulate(schedule, replace(costs, actions=slower), edges)
+            changed = simulate_schedule(schedule, replace(costs, actions=slower), edges)
             assert changed.makespan_s == pytest.approx(timeline.makespan_s + 1.0)
 
 
@@ -71,10 +71,10 @@ def _shape(schedule) -> tuple[int, int, int]:
 
 
 def test_spans_hold_every_action_but_receives() -> None:
-    from pipefit.schedule import FAMILIES, Problem, linear, uniform_costs
+    from pipefit.schedule import FAMILIES, ScheduleProblem, linear_placement, uniform_costs
 
-    schedule = lower(FAMILIES["1f1b"](Problem(placement=linear(3), microbatches=4)))
-    spans = simulate(schedule, uniform_costs(linear(3))).spans()
+    schedule = lower_schedule(FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(3), microbatches=4)))
+    spans = simulate_schedule(schedule, uniform_costs(linear_placement(3))).all_spans()
     drawn = sorted((span.lane, span.action) for span in spans)
     assert drawn == sorted((lane, a) for lane, _, a in schedule if not a.kind.startswith("RECV"))
     assert [span.start_s for span in spans] == sorted(span.start_s for span in spans)

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from pipefit.validate.calibration import Evaluator, Sample, calibrate, jacobians
-from pipefit.validate.files import shipped, shipped_collectives
-from pipefit.validate.records import Result
+from pipefit.validate.calibration import PublishedSample, SampleEvaluator, corner_jacobians, fit_calibration
+from pipefit.validate.files import shipped_collectives, shipped_text
+from pipefit.validate.records import ValidationResult
 from pipefit.validate.sets import gh200, selene, vtrain
 
-Results = dict[tuple[str, str], Result]
+Results = dict[tuple[str, str], ValidationResult]
 
 
-def predictions(result: Result) -> dict[str, float]:
+def predictions(result: ValidationResult) -> dict[str, float]:
     return {row.name: row.predicted for row in result.rows}
 
 
 @pytest.mark.parametrize("spoilt", ["megatron-22B", "megatron-1T"])
 def test_selene_leaves_the_model_out(results: Results, spoilt: str) -> None:
-    published = selene.read(shipped(selene.FILE))
+    published = selene.read_models(shipped_text(selene.FILE))
     cases = [
         replace(case, iteration_s={mode: 7.0 * time for mode, time in case.iteration_s.items()})
         if case.model == spoilt
@@ -37,7 +37,7 @@ def test_selene_leaves_the_model_out(results: Results, spoilt: str) -> None:
 
 
 def test_gh200_time_reads_nothing_of_the_predicted_plans(results: Results) -> None:
-    published = gh200.read(shipped(gh200.FILE))
+    published = gh200.read_profile(shipped_text(gh200.FILE))
     spoilt = replace(
         published,
         plans=tuple(
@@ -52,7 +52,7 @@ def test_gh200_time_reads_nothing_of_the_predicted_plans(results: Results) -> No
 
 def test_gh200_time_is_fitted_to_two_small_plans_only() -> None:
     """And not to the record that the data set warns of."""
-    published = gh200.read(shipped(gh200.FILE))
+    published = gh200.read_profile(shipped_text(gh200.FILE))
     before = gh200.reduction_slowdown(published)
     moved = set()
     for index, plan in enumerate(published.plans):
@@ -64,7 +64,7 @@ def test_gh200_time_is_fitted_to_two_small_plans_only() -> None:
 
 
 def test_gh200_memory_is_fitted_to_the_five_small_plans(results: Results) -> None:
-    published = gh200.read(shipped(gh200.FILE))
+    published = gh200.read_profile(shipped_text(gh200.FILE))
     spoilt = replace(
         published,
         plans=tuple(
@@ -78,44 +78,50 @@ def test_gh200_memory_is_fitted_to_the_five_small_plans(results: Results) -> Non
 
 
 def test_vtrain_parts_are_whole_keys_and_cover_everything() -> None:
-    samples = vtrain.read(shipped(vtrain.FILE))
-    parts = vtrain.deal(samples)
+    samples = vtrain.read_samples(shipped_text(vtrain.FILE))
+    parts = vtrain.deal_keys(samples)
     assert [len(part) for part in parts] == [36] * 4
-    assert frozenset().union(*parts) == {sample.key for sample in samples}
-    assert len({sample.key for sample in samples}) == 144
+    assert frozenset().union(*parts) == {sample.shape_key for sample in samples}
+    assert len({sample.shape_key for sample in samples}) == 144
 
 
 def test_vtrain_predicts_held_out_keys_blindly(results: Results) -> None:
     """The first turn: all rows outside the fitted quarter are spoilt."""
-    samples = vtrain.read(shipped(vtrain.FILE))
-    part = vtrain.deal(samples)[0]
-    spoilt = tuple(s if s.key in part else replace(s, published_s=13.0 * s.published_s) for s in samples)
-    evaluator = Evaluator(shipped_collectives())
-    calibration = calibrate(
-        vtrain.corners([s for s in spoilt if s.key in part]),
+    samples = vtrain.read_samples(shipped_text(vtrain.FILE))
+    part = vtrain.deal_keys(samples)[0]
+    spoilt = tuple(s if s.shape_key in part else replace(s, published_s=13.0 * s.published_s) for s in samples)
+    evaluator = SampleEvaluator(shipped_collectives())
+    calibration = fit_calibration(
+        vtrain.corner_samples([s for s in spoilt if s.shape_key in part]),
         evaluator,
-        jacobians(vtrain.corners(spoilt), evaluator),
+        corner_jacobians(vtrain.corner_samples(spoilt), evaluator),
     )
-    held = [sample for sample in spoilt if sample.key not in part]
+    held = [sample for sample in spoilt if sample.shape_key not in part]
     before = {row.name: row.predicted for row in results["vtrain", "iteration time"].rows}
     for sample, time_s in zip(held, evaluator.times_s(held, calibration), strict=True):
-        assert before[f"turn 1: {sample.label}"] == time_s
+        assert before[f"turn 1: {sample.row_label}"] == time_s
 
 
 def test_vtrain_fits_what_it_is_given() -> None:
     """Rows that the model itself made, with other constants than the start: calibration finds their times again."""
-    samples = vtrain.corners([s for s in vtrain.read(shipped(vtrain.FILE)) if s.micro_batch == 2 and s.hidden == 2048])
-    evaluator = Evaluator(shipped_collectives())
-    from pipefit.validate.calibration import START, Calibration
+    samples = vtrain.corner_samples(
+        [s for s in vtrain.read_samples(shipped_text(vtrain.FILE)) if s.micro_batch == 2 and s.hidden == 2048]
+    )
+    evaluator = SampleEvaluator(shipped_collectives())
+    from pipefit.validate.calibration import START, FittedCalibration
 
-    truth = Calibration(constants=tuple(value * factor for value, factor in zip(START.values(), FACTORS, strict=True)))
+    truth = FittedCalibration(
+        constants=tuple(value * factor for value, factor in zip(START.values(), FACTORS, strict=True))
+    )
     made = [
         replace(sample, published_s=float(time_s))
         for sample, time_s in zip(samples, evaluator.times_s(samples, truth), strict=True)
     ]
-    found = calibrate(made, evaluator, jacobians(made, evaluator))
+    found = fit_calibration(made, evaluator, corner_jacobians(made, evaluator))
     off = [abs(a / b - 1) for a, b in zip(evaluator.times_s(made, found), _published(made), strict=True)]
-    start = [abs(a / b - 1) for a, b in zip(evaluator.times_s(made, Calibration()), _published(made), strict=True)]
+    start = [
+        abs(a / b - 1) for a, b in zip(evaluator.times_s(made, FittedCalibration()), _published(made), strict=True)
+    ]
     assert sum(start) / len(start) > 0.1
     assert sum(off) / len(off) < 0.01
 
@@ -123,19 +129,19 @@ def test_vtrain_fits_what_it_is_given() -> None:
 FACTORS = (1.4, 0.9, 1.1, 0.8, 1.5, 1.2, 0.9)
 
 
-def _published(samples: list[Sample]) -> list[float]:
+def _published(samples: list[PublishedSample]) -> list[float]:
     return [sample.published_s for sample in samples]
 
 
 def test_a_regret_counts_what_choosing_loses() -> None:
-    samples = vtrain.read(shipped(vtrain.FILE))
-    groups = {sample.group for sample in samples}
-    from pipefit.validate.records import Row
+    samples = vtrain.read_samples(shipped_text(vtrain.FILE))
+    groups = {sample.comparison_group for sample in samples}
+    from pipefit.validate.records import ValidationRow
 
-    exact = [Row(name="", published=s.published_s, predicted=s.published_s) for s in samples]
-    assert set(vtrain.regret(samples, exact).first) == {0.0}
-    inverse = [Row(name="", published=s.published_s, predicted=1 / s.published_s) for s in samples]
-    lost = vtrain.regret(samples, inverse)
+    exact = [ValidationRow(name="", published=s.published_s, predicted=s.published_s) for s in samples]
+    assert set(vtrain.choice_regret(samples, exact).first) == {0.0}
+    inverse = [ValidationRow(name="", published=s.published_s, predicted=1 / s.published_s) for s in samples]
+    lost = vtrain.choice_regret(samples, inverse)
     assert len(lost.first) <= len(groups) and min(lost.first) > 0
     assert all(five <= first for five, first in zip(lost.best_of_five, lost.first, strict=True))
 
@@ -143,11 +149,13 @@ def test_a_regret_counts_what_choosing_loses() -> None:
 def test_the_published_vtrain_rows_are_a_simulators() -> None:
     """Half of the keys lie on a + b layers + c micro-batches + d layers x micro-batches to 1e-5, and a hop between
     pipeline stages costs the same 12.5 GiB/s to five digits: no stopwatch does that. docs/validation.md says so."""
-    samples = vtrain.read(shipped(vtrain.FILE))
-    assert vtrain.distance_from_a_plane(samples) < 1e-5
+    samples = vtrain.read_samples(shipped_text(vtrain.FILE))
+    assert vtrain.plane_deviation(samples) < 1e-5
     noisy = [replace(s, published_s=s.published_s * (1.01 if i % 3 else 0.99)) for i, s in enumerate(samples)]
-    assert vtrain.distance_from_a_plane(noisy) > 1e-3
-    times = {(s.pp, s.layers, s.global_batch): s.published_s for s in samples if (*s.shape, s.dp) == (1024, 1, 1, 1)}
+    assert vtrain.plane_deviation(noisy) > 1e-3
+    times = {
+        (s.pp, s.layers, s.global_batch): s.published_s for s in samples if (*s.layer_shape, s.dp) == (1024, 1, 1, 1)
+    }
     # T(12 layers) extrapolated to none, two micro-batches: head, embedding, optimizer and the hops between stages
     ends = {pp: 2 * times[pp, 12, 2] - times[pp, 24, 2] for pp in (2, 4)}
     hop_s = (ends[4] - ends[2]) / 2
@@ -158,7 +166,7 @@ def test_small_layers_scatter_as_the_page_says() -> None:
     """A layer at hidden 2048, TP 4: 8 % less time with micro-batch 2 than with 1, from differences of rows."""
     times = {
         (s.micro_batch, s.layers, s.microbatches): s.published_s
-        for s in vtrain.read(shipped(vtrain.FILE))
+        for s in vtrain.read_samples(shipped_text(vtrain.FILE))
         if (s.hidden, s.tp, s.dp, s.pp) == (2048, 4, 1, 1)
     }
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipefit.errors import FormatError
-from pipefit.validate.files import read_collectives, shipped
+from pipefit.validate.files import read_collectives, shipped_text
 from pipefit.validate.sets import gh200, selene, vtrain
 
-CSV = shipped(vtrain.FILE).splitlines()
+CSV = shipped_text(vtrain.FILE).splitlines()
 
 
 def csv_with(line: str) -> str:
@@ -38,33 +38,33 @@ def csv_with(line: str) -> str:
 )
 def test_a_bad_row_is_named(line: str, says: str) -> None:
     with pytest.raises(FormatError, match=says):
-        vtrain.read(csv_with(line))
+        vtrain.read_samples(csv_with(line))
 
 
 def test_a_table_of_another_kind_or_without_rows_is_refused() -> None:
     with pytest.raises(FormatError, match=r"(?s)columns.*line 2.*seen: gpus,bytes.*allowed: gpus,global_batch"):
-        vtrain.read(shipped("a100_nvlink_all_reduce.csv"))
+        vtrain.read_samples(shipped_text("a100_nvlink_all_reduce.csv"))
     with pytest.raises(FormatError, match="no rows"):
-        vtrain.read("\n".join(CSV[:2]))
+        vtrain.read_samples("\n".join(CSV[:2]))
     with pytest.raises(FormatError, match=r"(?s)columns.*seen: nothing"):
         read_collectives("# source\n", "x.csv")
 
 
 def test_the_shipped_tables_are_read_whole() -> None:
-    assert len(vtrain.read(shipped(vtrain.FILE))) == 1440
-    points = read_collectives(shipped("a100_nvlink_all_reduce.csv"), "x").points
+    assert len(vtrain.read_samples(shipped_text(vtrain.FILE))) == 1440
+    points = read_collectives(shipped_text("a100_nvlink_all_reduce.csv"), "x").points
     assert {devices: len(each) for devices, each in points.items()} == {2: 11, 4: 11, 8: 11}
 
 
 @pytest.mark.parametrize("module", [selene, gh200])
 def test_a_file_that_was_cut_short_is_told(module: Any) -> None:
-    text = shipped(module.FILE)
+    text = shipped_text(module.FILE)
     with pytest.raises(FormatError, match=rf"(?s)not valid JSON; it may have been cut short.*{module.FILE}, line"):
         module.read(text[: len(text) // 2])
 
 
 def selene_with(change: Any) -> str:
-    data = json.loads(shipped(selene.FILE))
+    data = json.loads(shipped_text(selene.FILE))
     change(data)
     return json.dumps(data)
 
@@ -85,11 +85,11 @@ def selene_with(change: Any) -> str:
 )
 def test_a_bad_case_is_named(change: Any, says: str) -> None:
     with pytest.raises(FormatError, match=says):
-        selene.read(selene_with(change))
+        selene.read_models(selene_with(change))
 
 
 def gh200_with(change: Any) -> str:
-    data = json.loads(shipped(gh200.FILE))
+    data = json.loads(shipped_text(gh200.FILE))
     change(data)
     return json.dumps(data)
 
@@ -113,4 +113,4 @@ def gh200_with(change: Any) -> str:
 )
 def test_a_bad_plan_is_named(change: Any, says: str) -> None:
     with pytest.raises(FormatError, match=says):
-        gh200.read(gh200_with(change))
+        gh200.read_profile(gh200_with(change))

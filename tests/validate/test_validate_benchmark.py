@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipefit.validate.records import Result
+from pipefit.validate.records import ValidationResult
 from pipefit.validate.report import round_to
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ def test_the_committed_result_meets_every_target(committed: dict[str, Any]) -> N
 
 
 def test_the_committed_result_is_what_the_code_gives(
-    committed: dict[str, Any], results: dict[tuple[str, str], Result]
+    committed: dict[str, Any], results: dict[tuple[str, str], ValidationResult]
 ) -> None:
     for data in committed["results"]:
         result = results[data["set"], data["quantity"]]

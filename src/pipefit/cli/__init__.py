@@ -26,7 +26,7 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_root)
+    app.callback()(_root_options)
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda entry: entry.name):
         command = importlib.import_module(f"{__name__}.{module.name}")
         if hasattr(command, "command"):
@@ -40,14 +40,14 @@ def main() -> None:
     try:
         build_app()()
     except PipefitError as error:
-        print(f"pipefit: {error.text()}", file=sys.stderr)
+        print(f"pipefit: {error.full_text()}", file=sys.stderr)
         code = 2
     except SystemExit as ended:
         code = ended.code
     if "RANK" in os.environ and "torch" in sys.modules and not isinstance(code, str):
-        from pipefit.run.session.process_exit import leave
+        from pipefit.run.session.process_exit import exit_process
 
-        leave(code or 0)
+        exit_process(code or 0)
     sys.exit(code)
 
 
@@ -57,7 +57,7 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-def _root(
+def _root_options(
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
     ),

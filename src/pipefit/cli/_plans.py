@@ -35,7 +35,7 @@ def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int 
     """
     from pipefit.cluster import open_cluster
     from pipefit.model.registry import open_model
-    from pipefit.plan.check.rules import check_fresh, check_plan
+    from pipefit.plan.check.rules import check_plan, check_staleness
 
     named = cluster is not None or local is not None
     text = cluster_text(cluster, local) if named else plan.cluster
@@ -47,7 +47,7 @@ def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int 
         )
     found = open_cluster(text)
     opened = open_model(model or plan.model.name)
-    check_fresh(plan, opened, found)
+    check_staleness(plan, opened, found)
     check_plan(plan, opened, found)
     return opened, found
 
@@ -55,10 +55,10 @@ def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int 
 def print_tables(tables: Iterable[TextTable]) -> None:
     """Tables with lines on a terminal, plain ones into a pipe."""
     if not sys.stdout.isatty():
-        from pipefit.plan.explain.text import plain
+        from pipefit.plan.explain.text import format_table
 
         for table in tables:
-            print(f"\n{plain(table)}")
+            print(f"\n{format_table(table)}")
         return
     from rich import box
     from rich.console import Console

@@ -10,21 +10,21 @@ from collections.abc import Callable, Sequence
 
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
-from pipefit.schedule import Problem, uniform_costs
+from pipefit.schedule import ScheduleProblem, uniform_costs
 
 Placement = Callable[[int], tuple[int, ...]]
 
 
-def placements() -> dict[str, Placement]:
+def named_placements() -> dict[str, Placement]:
     """The placements that can be asked for by name: number of devices -> lane of every stage."""
-    from pipefit.schedule import family, linear, vee
+    from pipefit.schedule import find_family, linear_placement, vee_placement
 
-    return {"linear": linear, "looped": family("interleaved-1f1b").placement, "v": vee}
+    return {"linear": linear_placement, "looped": find_family("interleaved-1f1b").placement, "v": vee_placement}
 
 
 def placement_named(name: str) -> Placement:
     """Raises ScheduleError that lists the names."""
-    known = placements()
+    known = named_placements()
     if name not in known:
         raise ScheduleError(
             "The placement is unknown.", where="--placement", seen=repr(name), allowed=", ".join(sorted(known))
@@ -34,11 +34,11 @@ def placement_named(name: str) -> Placement:
 
 def costs_of(placement: Sequence[int], times: str, stages: Sequence[str]) -> CostTable:
     """The cost table of `--times` for all stages and `--stage` for single ones. Raises ScheduleError."""
-    *every, transfer_s = _times(times)
+    *every, transfer_s = _parse_times(times)
     by_stage = [list(every) for _ in placement]
     given: dict[int, str] = {}
     for text in stages:
-        stage, own = _stage(text, len(placement))
+        stage, own = _parse_stage(text, len(placement))
         if stage in given:
             raise ScheduleError(
                 f"Stage {stage} is given two times.",
@@ -54,10 +54,10 @@ def costs_of(placement: Sequence[int], times: str, stages: Sequence[str]) -> Cos
     )
 
 
-def _times(text: str) -> list[float]:
+def _parse_times(text: str) -> list[float]:
     """F, I, W and the transfer."""
-    values = _numbers(text)
-    if len(values) not in (3, 4) or not _positive(values[:3]) or not all(0 <= value < 1e18 for value in values):
+    values = _parse_numbers(text)
+    if len(values) not in (3, 4) or not _all_positive(values[:3]) or not all(0 <= value < 1e18 for value in values):
         raise ScheduleError(
             "The times must be three positive numbers, and may have a fourth that is not negative.",
             where="--times",
@@ -67,11 +67,11 @@ def _times(text: str) -> list[float]:
     return [*values, 0.0][:4]
 
 
-def _stage(text: str, count: int) -> tuple[int, list[float]]:
+def _parse_stage(text: str, count: int) -> tuple[int, list[float]]:
     """(stage, [F, I, W]) of `15=42,42,30`."""
     name, _, times = text.partition("=")
-    values = _numbers(times)
-    if not name.strip().isdecimal() or len(values) != 3 or not _positive(values):
+    values = _parse_numbers(times)
+    if not name.strip().isdecimal() or len(values) != 3 or not _all_positive(values):
         raise ScheduleError(
             "The times of a stage are its number and three positive numbers.",
             where="--stage",
@@ -85,18 +85,18 @@ def _stage(text: str, count: int) -> tuple[int, list[float]]:
     return int(name), values
 
 
-def _numbers(text: str) -> list[float]:
+def _parse_numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
         return []
 
 
-def _positive(values: Sequence[float]) -> bool:
+def _all_positive(values: Sequence[float]) -> bool:
     return all(0 < value < 1e18 for value in values)
 
 
-def limit_units(problem: Problem, memory: float | None) -> int | None:
+def limit_units(problem: ScheduleProblem, memory: float | None) -> int | None:
     """What `--memory` allows a lane, in whole units. Raises ScheduleError where no schedule can keep to it.
 
     1 is what the first device of 1F1B holds, d microbatches of all that a lane has. A microbatch's forwards pass all
@@ -117,45 +117,46 @@ def limit_units(problem: Problem, memory: float | None) -> int | None:
             "No schedule keeps to so little memory.",
             where="--memory",
             seen=f"{memory:g}, which is {limit:.10g} {unit_name(problem, limit)} on every device",
-            allowed=f"at least {share(least, problem)}, or {least}: what one microbatch holds before its backward",
-            next_step=f"--memory {share(least, problem)}, or more devices with smaller stages",
+            allowed=f"at least {format_units(least, problem)}, or {least}: what one microbatch holds before its "
+            "backward",
+            next_step=f"--memory {format_units(least, problem)}, or more devices with smaller stages",
         )
     return math.floor(limit + 1e-9)
 
 
-def check_limit(problem: Problem, name: str, peaks: Sequence[float], limit: int | None) -> None:
+def check_limit(problem: ScheduleProblem, name: str, peaks: Sequence[float], limit: int | None) -> None:
     """Raise ScheduleError where a schedule holds more than the limit."""
     peak = max(peaks)
     if limit is None or peak <= limit:
         return
-    least = share(least_units(problem), problem)
+    least = format_units(least_units(problem), problem)
     raise ScheduleError(
         f"{name} needs more memory than it may use.",
         where=f"--memory, device {list(peaks).index(peak)}",
         seen=f"{peak:.15g} {unit_name(problem, peak)}, where {limit} may be held",
-        allowed=f"--memory {share(peak, problem)} or more for {name}; at least {least} for any schedule",
+        allowed=f"--memory {format_units(peak, problem)} or more for {name}; at least {least} for any schedule",
         next_step="fit, which makes a schedule for the memory there is",
     )
 
 
-def least_units(problem: Problem) -> int:
+def least_units(problem: ScheduleProblem) -> int:
     """Units that a lane cannot do without: one microbatch in all of its stages."""
-    return max(len(problem.held(lane)) for lane in range(problem.lanes)) * problem.slices
+    return max(len(problem.lane_stages(lane)) for lane in range(problem.num_lanes)) * problem.slices
 
 
-def full_units(problem: Problem) -> int:
+def full_units(problem: ScheduleProblem) -> int:
     """Units that 1F1B's first device holds: as many microbatches as there are devices, of a lane's stages."""
-    return problem.lanes * least_units(problem)
+    return problem.num_lanes * least_units(problem)
 
 
-def share(units: float, problem: Problem) -> str:
+def format_units(units: float, problem: ScheduleProblem) -> str:
     """Units as `--memory` takes them, rounded up."""
     thousandths = -(-units * 1000 // full_units(problem))
     return f"{thousandths / 1000:.15g}"
 
 
-def unit_name(problem: Problem, count: float = 2) -> str:
+def unit_name(problem: ScheduleProblem, count: float = 2) -> str:
     """What memory is counted in."""
     one = "slice" if problem.slices > 1 else "microbatch"
     many = "slices" if problem.slices > 1 else "microbatches"
-    return (one if count == 1 else many) + (" of a stage" if problem.stages > problem.lanes else "")
+    return (one if count == 1 else many) + (" of a stage" if problem.num_stages > problem.num_lanes else "")

@@ -15,10 +15,10 @@ def command(
 ) -> None:
     """Compare plans and runs of the same model and batch: time, throughput, idle share and memory."""
     from pipefit.cli._plans import print_tables
-    from pipefit.show.compare import as_data, compare, compare_table
+    from pipefit.show.compare import as_data, compare_entries, compare_table
     from pipefit.show.subject import open_plan_or_run
 
-    entries = compare([(path, *open_plan_or_run(path)) for path in paths])
+    entries = compare_entries([(path, *open_plan_or_run(path)) for path in paths])
     if as_json:
         print(json.dumps([as_data(entry) for entry in entries], indent=1))
         return

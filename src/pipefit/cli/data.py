@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 if TYPE_CHECKING:
-    from pipefit.data.multimodal.index import Index, IndexSummary
+    from pipefit.data.multimodal.index import IndexSummary, SampleIndex
 
 
 def command(
@@ -37,19 +37,19 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
     """Index samples of text and images for training, or write a manifest of a folder."""
-    from pipefit.data.multimodal.fits import check_vocabulary, rule_for, taken_by
+    from pipefit.data.multimodal.fits import check_vocabulary, requirements_of_model, rule_for
     from pipefit.data.multimodal.folder import Task, write_manifest
     from pipefit.data.multimodal.index import GENERATE, IMAGE, Check, IndexRequest, OnBroken, make_index, open_index
     from pipefit.data.tokenizer import load_tokenizer
 
     chosen: Any = {"task": task, "on_broken": on_broken, "check": check}
     for name, kind in (("task", Task), ("on_broken", OnBroken), ("check", Check)):
-        _require(name, chosen[name], get_args(kind))
+        _require_choice(name, chosen[name], get_args(kind))
     if output.suffix == ".jsonl":
         count = write_manifest(source, output, chosen["task"])
         print(json.dumps({"samples": count}) if as_json else f"{count} samples written to {output}")
         return
-    taken = taken_by(model) if model is not None else None
+    taken = requirements_of_model(model) if model is not None else None
     if taken is not None:
         check_vocabulary(load_tokenizer(tokenizer).vocabulary, taken.vocabulary, "--tokenizer")
     looked = {"patch": patch, "max_patches": max_patches, "side": side, "start_token": start_token}
@@ -64,18 +64,18 @@ def command(
     )
     summary = make_index(request, output)
     index = open_index(output)
-    needed = _cores(index, batch, cores) if cores > 0 else None
+    needed = _preparation_cores(index, batch, cores) if cores > 0 else None
     if as_json:
         from pipefit.codec import to_data
 
         print(json.dumps({**to_data(summary), **({"cores": to_data(needed)} if needed is not None else {})}))
         return
-    _print(summary, index)
+    _print_summary(summary, index)
     if needed is not None:
         print(needed.text())
 
 
-def _require(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     from pipefit.errors import DataError
 
     if value not in allowed:
@@ -83,7 +83,7 @@ def _require(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise DataError(f"There is no such {option}.", where=option, seen=value, allowed=", ".join(allowed))
 
 
-def _cores(index: Index, batch: int, step_s: float) -> Any:
+def _preparation_cores(index: SampleIndex, batch: int, step_s: float) -> Any:
     from pipefit.data.multimodal.sample_rows import lengths_of, rows_of_index
     from pipefit.data.preparation.cores import cores_needed, measured_rate
 
@@ -91,7 +91,7 @@ def _cores(index: Index, batch: int, step_s: float) -> Any:
     return cores_needed(index, rows, batch, step_s, measured_rate(index))
 
 
-def _print(summary: IndexSummary, index: Index) -> None:
+def _print_summary(summary: IndexSummary, index: SampleIndex) -> None:
     import numpy as np
 
     from pipefit.data.multimodal.sample_rows import lengths_of

@@ -17,26 +17,26 @@ def command(
     """Explain PLAN: decisions, stages, memory, lower bound, what limits it, alternatives."""
     from pipefit.cli._plans import print_tables
     from pipefit.plan.check.rules import load_plan
-    from pipefit.plan.explain.text import forecast, headline, tables
+    from pipefit.plan.explain.text import forecast_lines, plan_headline, plan_tables
 
     plan = load_plan(path)
     notes = list(plan.prediction.assumptions) if plan.prediction else []
     if as_json:
         facts = {
-            "headline": headline(plan),
-            "forecast": forecast(plan),
+            "headline": plan_headline(plan),
+            "forecast": forecast_lines(plan),
             "tables": {
                 table.title: [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-                for table in tables(plan)
+                for table in plan_tables(plan)
             },
             "figures come from": notes,
         }
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
         return
-    print(headline(plan))
-    for line in forecast(plan):
+    print(plan_headline(plan))
+    for line in forecast_lines(plan):
         print(line)
-    print_tables(tables(plan))
+    print_tables(plan_tables(plan))
     if notes:
         print("\nfigures come from:")
         for note in notes:

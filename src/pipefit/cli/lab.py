@@ -30,79 +30,79 @@ def command(
 ) -> None:
     """Emulate the cluster of CLUSTER_FILE on this machine (needs root and iproute2).
 
-    up: make it, and say what stands. run: start COMMAND on every device as torchrun would; without an `up` before, the
-    lab is made for the occasion. down: take it down, whatever is left of it. check: measure every
+    up: make it, and say what stands. run: start COMMAND on every device as torchrun would; without an `bring_up`
+    before, the lab is made for the occasion. down: take it down, whatever is left of it. check: measure every
     link and the pace of every device against the file.
     """
     if action not in ACTIONS:
         raise LabError("The lab cannot do this.", where="pipefit lab", seen=action, allowed=", ".join(ACTIONS))
     if action != "run" and (words or devices or plan):
         raise LabError("Only `run` takes a command and devices.", where=f"pipefit lab {action}")
-    from pipefit.lab.lifecycle import Stopped
+    from pipefit.lab.lifecycle import StopSignal
 
     try:
         if action == "run":
-            code = _run(file, words or [], devices, plan)
+            code = _run_words(file, words or [], devices, plan)
         elif action == "check":
-            code = _check(file, as_json)
+            code = _check_lab(file, as_json)
         else:
-            code = _up(file) if action == "up" else _down(file)
-    except Stopped as stopped:
+            code = _bring_up(file) if action == "up" else _take_down(file)
+    except StopSignal as stopped:
         code = 128 + stopped.number
     if code:
         sys.exit(code)
 
 
-def _up(file: Path) -> int:
+def _bring_up(file: Path) -> int:
     from pipefit.lab import lifecycle
 
-    lab = lifecycle.Lab.open(file)
-    lifecycle.up(lab)
-    for line in lifecycle.describe(lab):
+    lab = lifecycle.Lab.open_lab(file)
+    lifecycle.bring_up(lab)
+    for line in lifecycle.describe_lab(lab):
         print(line)
     return 0
 
 
-def _down(file: Path) -> int:
+def _take_down(file: Path) -> int:
     from pipefit.lab import lifecycle
 
-    removed = lifecycle.down(file)
+    removed = lifecycle.take_down(file)
     print(f"removed {len(removed)} namespaces" if removed else "nothing was standing")
     return 0
 
 
-def _run(file: Path, words: Sequence[str], devices: str, plan: Path | None) -> int:
+def _run_words(file: Path, words: Sequence[str], devices: str, plan: Path | None) -> int:
     from pipefit.lab import lifecycle
     from pipefit.lab.launch import PRELOAD, run_judged
 
-    lab = lifecycle.Lab.open(file)
-    chosen = _devices(devices, plan)
+    lab = lifecycle.Lab.open_lab(file)
+    chosen = _parse_devices(devices, plan)
     preload = (*PRELOAD, *(LOADED if words[:1] == ["pipefit"] else ()))
-    with lifecycle.use(lab):
+    with lifecycle.hold_lab(lab):
         result = run_judged(lab, words, devices=chosen, preload=preload, say=lambda line: print(line, flush=True))
     if result.pace:
         print(f"lab: {'valid' if result.valid else 'INVALID'}: {result.pace}", file=sys.stderr)
     return result.code
 
 
-def _check(file: Path, as_json: bool) -> int:
+def _check_lab(file: Path, as_json: bool) -> int:
     from pipefit.lab import check, lifecycle
 
-    lab = lifecycle.Lab.open(file)
-    with lifecycle.use(lab):
-        result = check.calibrate(lab, show=lambda text: print(text, file=sys.stderr, flush=True))
+    lab = lifecycle.Lab.open_lab(file)
+    with lifecycle.hold_lab(lab):
+        result = check.calibrate_lab(lab, show=lambda text: print(text, file=sys.stderr, flush=True))
     if as_json:
         print(json.dumps(check.as_data(lab, result), indent=1))
     else:
         print("\n".join(check.as_lines(lab, result)))
-    return 0 if result.good else 1
+    return 0 if result.is_good else 1
 
 
-def _devices(text: str, plan: Path | None) -> list[int]:
+def _parse_devices(text: str, plan: Path | None) -> list[int]:
     if plan is not None:
         from pipefit.plan.check.rules import load_plan
 
-        return list(load_plan(plan).devices)
+        return list(load_plan(plan).used_devices)
     found: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.strip().partition("-")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 if TYPE_CHECKING:
-    from pipefit.data.multimodal.feeds import Source
+    from pipefit.data.multimodal.feeds import SampleSource
     from pipefit.model.graph import Model
     from pipefit.plan.types import Job, Plan
 
@@ -65,9 +65,9 @@ def command(
     from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
     from pipefit.plan.check.rules import save_plan
-    from pipefit.plan.explain.text import forecast, headline, tables
-    from pipefit.plan.request.constraints import parse_pins
-    from pipefit.plan.request.sequence_length import asked_length
+    from pipefit.plan.explain.text import forecast_lines, plan_headline, plan_tables
+    from pipefit.plan.request.constraints import parse_constraints
+    from pipefit.plan.request.sequence_length import resolve_length
     from pipefit.profile.environment import check_environment
 
     if output is not None:
@@ -76,32 +76,34 @@ def command(
     found = open_cluster(text)
     for difference in check_environment(found, allow=allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
-    pins = parse_pins(fix or [])
+    pins = parse_constraints(fix or [])
     opened = open_model(model)
-    job = _job(batch, asked_length(opened, seq), precision or ("float32" if local else "bfloat16"), seed, documents)
-    making = _making(memory, risk)
-    source = None if data is None else _source(opened, data, job, held_out, pack, on_long)
+    job = _build_job(
+        batch, resolve_length(opened, seq), precision or ("float32" if local else "bfloat16"), seed, documents
+    )
+    making = _plan_maker(memory, risk)
+    source = None if data is None else _open_source(opened, data, job, held_out, pack, on_long)
     if source is not None:
-        making = partial(making, **_sampled(source, job))
-    with _progress() as progress:
+        making = partial(making, **_sampled_options(source, job))
+    with _StatusLine() as progress:
         plan = making(opened, found, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress)
     if output is not None:
         save_plan(plan, output)
     if as_json:
         sys.stdout.write(dump_text(plan))
         return
-    print(headline(plan))
-    for line in forecast(plan):
+    print(plan_headline(plan))
+    for line in forecast_lines(plan):
         print(line)
     if source is not None and plan.prediction is not None:
-        print(_preparation(source, plan, opened, plan.prediction.step_s))
-    print_tables(tables(plan))
+        print(_preparation_words(source, plan, opened, plan.prediction.step_s))
+    print_tables(plan_tables(plan))
     _print_origins(plan)
     if output is not None:
         print(f"\nwritten to {output}")
 
 
-def _making(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
+def _plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
     """How plans are made: by the analytic model, or by a memory correction and the risk that is allowed."""
     from pipefit.cost.memory.correction_file import load_memory
     from pipefit.errors import PlanError
@@ -122,9 +124,9 @@ def _making(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
     return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
 
 
-def _source(opened: Model, data: Path, job: Job, held_out: float, pack: bool, on_long: str) -> Source:
+def _open_source(opened: Model, data: Path, job: Job, held_out: float, pack: bool, on_long: str) -> SampleSource:
     """The index and the rows that a run would draw from it."""
-    from pipefit.data.multimodal.feeds import Source
+    from pipefit.data.multimodal.feeds import SampleSource
     from pipefit.data.multimodal.fits import check_index
     from pipefit.data.multimodal.index import open_index
     from pipefit.data.multimodal.sample_rows import rows_of_index
@@ -155,28 +157,28 @@ def _source(opened: Model, data: Path, job: Job, held_out: float, pack: bool, on
         images=True,
     )
     check_index(opened, index, rows)
-    return Source(index=index, rows=rows, seed=job.seed)
+    return SampleSource(index=index, rows=rows, seed=job.seed)
 
 
-def _sampled(source: Source, job: Job) -> dict[str, Any]:
+def _sampled_options(source: SampleSource, job: Job) -> dict[str, Any]:
     """What is planned for, of an index: its first global batches, and how a run arranges them."""
-    from pipefit.data.multimodal.planning import arranged_samples, sampled
+    from pipefit.data.multimodal.planning import arranged_samples, sample_batches
 
     name = source.index.folder.name
     if source.rows.too_long:
         name += f", {source.rows.too_long} samples left out that are longer than the sequence"
-    return {"samples": sampled(source.rows, job.batch, BATCHES, job.seed, name), "arrange": arranged_samples}
+    return {"samples": sample_batches(source.rows, job.batch, BATCHES, job.seed, name), "arrange": arranged_samples}
 
 
-def _preparation(source: Source, plan: Plan, model: Model, step_s: float) -> str:
+def _preparation_words(source: SampleSource, plan: Plan, model: Model, step_s: float) -> str:
     """The cores with which preparing the samples keeps up with the plan's steps. Not in the plan: measured here."""
-    from pipefit.data.preparation.cores import copies, cores_needed, measured_rate
+    from pipefit.data.preparation.cores import cores_needed, decoding_copies, measured_rate
 
     rate = measured_rate(source.index)
-    return cores_needed(source.index, source.rows, plan.job.batch, step_s, rate, copies(plan, model)).text()
+    return cores_needed(source.index, source.rows, plan.job.batch, step_s, rate, decoding_copies(plan, model)).to_text()
 
 
-def _job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:
+def _build_job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:
     from pipefit.codec import from_data
     from pipefit.errors import PlanError
     from pipefit.plan.types import Documents, Job
@@ -199,7 +201,7 @@ def _print_origins(plan: Plan) -> None:
             print(f"  - {note}")
 
 
-class _progress:
+class _StatusLine:
     """A status line on a terminal while the search runs; nothing in a pipe."""
 
     def __enter__(self) -> Callable[[int, int, float | None], None] | None:
@@ -210,13 +212,13 @@ class _progress:
 
         self.status = Console(stderr=True).status("searching ...")
         self.status.start()
-        return self.report
+        return self.report_progress
 
     def __exit__(self, *error: object) -> None:
         if self.status is not None:
             self.status.stop()
 
-    def report(self, left: int, simulated: int, best_s: float | None) -> None:
+    def report_progress(self, left: int, simulated: int, best_s: float | None) -> None:
         from pipefit.units import format_seconds
 
         best = f", best {format_seconds(best_s)}" if best_s is not None else ""

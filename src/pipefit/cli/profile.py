@@ -45,14 +45,14 @@ def command(
 
     make_folder(output, "cluster file", ClusterError)
     if source:
-        from pipefit.cluster.files import save
+        from pipefit.cluster.files import save_cluster_file
         from pipefit.cluster.readers import read_cluster
 
         cluster = read_cluster(source, files or [], devices=devices, network=network)
-        save(cluster, output)
-        _finish(cluster, output, as_json, dump_text)
+        save_cluster_file(cluster, output)
+        _write_cluster(cluster, output, as_json, dump_text)
         return
-    _check(files, local, sequence, rounds, dtype)
+    _check_options(files, local, sequence, rounds, dtype)
     _check_links(rails, link_rounds, host_rounds, only, model or [])
     from pipefit.run.session.launch import run_local
     from pipefit.run.session.rendezvous import under_torchrun
@@ -61,11 +61,11 @@ def command(
         try:
             code = run_local(local, sys.argv[1:])
         except RunError as error:
-            raise _died(error, output) from None
+            raise _rank_error(error, output) from None
         if code:
             sys.exit(code)
         return
-    _measure(
+    _measure_rank(
         output,
         model or [],
         sequence,
@@ -84,7 +84,7 @@ def command(
     )
 
 
-def _measure(
+def _measure_rank(
     output: Path, model: list[str], sequence: int, tokens: int, dtype: str, name: str, rails: int, rounds: int,
     link_rounds: int, host_rounds: str, only: str, quick: bool, device: str, timeout: float, as_json: bool,
 ) -> None:  # fmt: skip
@@ -93,7 +93,7 @@ def _measure(
 
     from pipefit.codec import dump_text
     from pipefit.profile.links import SIZES
-    from pipefit.profile.session import run
+    from pipefit.profile.session import run_profile
     from pipefit.profile.state import ProfileConfig
 
     config = ProfileConfig(
@@ -103,16 +103,16 @@ def _measure(
     )  # fmt: skip
     first = os.environ.get("RANK", "0") == "0"
     try:
-        cluster = run(config, Progress())
+        cluster = run_profile(config, PhaseProgress())
     except PipefitError as error:
         if first or (isinstance(error, RunError) and "Rank 0" in error.what):
             raise
         sys.exit(2)
     if first:
-        _finish(cluster, output, as_json, dump_text)
+        _write_cluster(cluster, output, as_json, dump_text)
 
 
-class Progress:
+class PhaseProgress:
     """One line that is written over on a terminal; elsewhere a line for every phase and every quarter of it."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Progress:
             self._last = (what, quarter)
 
 
-def _check(files: list[str] | None, local: int, sequence: int, rounds: int, dtype: str) -> None:
+def _check_options(files: list[str] | None, local: int, sequence: int, rounds: int, dtype: str) -> None:
     if files:
         raise PipefitError(
             "Files are read only with --from.",
@@ -173,7 +173,7 @@ def _check_links(rails: int, link_rounds: int, host_rounds: str, only: str, mode
         )
 
 
-def _died(error: RunError, output: Path) -> ClusterError:
+def _rank_error(error: RunError, output: Path) -> ClusterError:
     from pipefit.profile.partial import partial_path
 
     partial = partial_path(output)
@@ -186,11 +186,11 @@ def _died(error: RunError, output: Path) -> ClusterError:
     )
 
 
-def _finish(cluster, output: Path, as_json: bool, dump_text) -> None:  # type: ignore[no-untyped-def]
-    from pipefit.profile.summary import summary
+def _write_cluster(cluster, output: Path, as_json: bool, dump_text) -> None:  # type: ignore[no-untyped-def]
+    from pipefit.profile.summary import summarize_cluster
 
     if as_json:
         print(json.dumps(json.loads(dump_text(cluster))))
         return
-    print(summary(cluster))
+    print(summarize_cluster(cluster))
     print(f"written to {output}")

@@ -17,13 +17,13 @@ def command(
 ) -> None:
     """Write a self-contained report of RUN_DIR, or of a PLAN alone (predicted only); it opens without a network."""
     from pipefit.codec import write_file
-    from pipefit.show.page import report
+    from pipefit.show.page import render_report
     from pipefit.show.perfetto import write_perfetto
     from pipefit.show.subject import open_subject
     from pipefit.show.trace import from_timeline
 
     subject = open_subject(path, cluster, model)
-    html = report(subject)
+    html = render_report(subject)
     timeline = subject.simulation.timeline
     traces = [from_timeline(timeline)]
     if subject.record is not None and subject.record.trace is not None:

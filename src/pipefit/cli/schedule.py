@@ -11,8 +11,8 @@ import typer
 from pipefit.errors import PipefitError, ScheduleError
 
 if TYPE_CHECKING:
-    from pipefit.schedule import Problem, Schedule
-    from pipefit.schedule.fit.result import Fit
+    from pipefit.schedule import Schedule, ScheduleProblem
+    from pipefit.schedule.fit.result import FitResult
     from pipefit.simulate import Timeline
 
 FIT = "fit"
@@ -22,7 +22,7 @@ LONGEST_S = 1e9
 """Seconds of a search, about 30 years."""
 
 OF_FIT = ("seconds", "solver_seconds", "seed")
-"""Options that only `fit` has."""
+"""Options that only `fit_schedule` has."""
 
 OF_BLOCK = ("name", "devices", "block", "interval", "grid")
 """What the drawing of a building block goes by."""
@@ -54,28 +54,28 @@ def command(
         raise ScheduleError("A pipeline has at least one device.", where="--devices", seen=devices, allowed="1 or more")
     _check_given(context, name, block or interval is not None)
     if block or interval is not None:
-        print(_block(name, devices, interval))
+        print(_block_text(name, devices, interval))
         return
     from pipefit.cli._schedule_problem import check_limit, costs_of, limit_units
-    from pipefit.schedule import Problem, check
-    from pipefit.simulate import simulate
+    from pipefit.schedule import ScheduleProblem, check_schedule
+    from pipefit.simulate import simulate_schedule
 
-    lanes = _placement(name, placement, devices)
+    lanes = _choose_placement(name, placement, devices)
     costs = costs_of(lanes, times, stage or ())
-    problem = Problem(placement=lanes, microbatches=microbatches, slices=slices, costs=costs)
+    problem = ScheduleProblem(placement=lanes, microbatches=microbatches, slices=slices, costs=costs)
     limit = limit_units(problem, memory)
-    schedule, fitted = _make(name, problem, limit, seconds, solver_seconds, seed)
-    check(schedule)
-    timeline = simulate(schedule, costs)
+    schedule, fitted = _make_schedule(name, problem, limit, seconds, solver_seconds, seed)
+    check_schedule(schedule)
+    timeline = simulate_schedule(schedule, costs)
     check_limit(problem, name, timeline.peak_bytes.tolist(), limit)
     if csv:
         from pipefit.schedule.text.csv_io import to_csv
 
         sys.stdout.write(to_csv(schedule))
     elif as_json:
-        print(json.dumps(_facts(timeline, limit, fitted), indent=1))
+        print(json.dumps(_schedule_facts(timeline, limit, fitted), indent=1))
     else:
-        _draw(problem, timeline, limit, fitted)
+        _draw_timeline(problem, timeline, limit, fitted)
 
 
 def _check_given(context: typer.Context, name: str, block: bool) -> None:
@@ -99,29 +99,29 @@ def _check_given(context: typer.Context, name: str, block: bool) -> None:
             )
 
 
-def _placement(name: str, asked: str | None, devices: int) -> tuple[int, ...]:
+def _choose_placement(name: str, asked: str | None, devices: int) -> tuple[int, ...]:
     from pipefit.cli._schedule_problem import placement_named
-    from pipefit.schedule import family, vee
+    from pipefit.schedule import find_family, vee_placement
 
-    own = vee if name == FIT else family(name).placement
+    own = vee_placement if name == FIT else find_family(name).placement
     return (own if asked is None else placement_named(asked))(devices)
 
 
-def _make(
-    name: str, problem: Problem, limit: int | None, seconds: float | None, solver_seconds: float, seed: int
-) -> tuple[Schedule, Fit | None]:
+def _make_schedule(
+    name: str, problem: ScheduleProblem, limit: int | None, seconds: float | None, solver_seconds: float, seed: int
+) -> tuple[Schedule, FitResult | None]:
     """The schedule, and how it was fitted."""
-    from pipefit.schedule import family
+    from pipefit.schedule import find_family
 
     if name != FIT:
-        return family(name)(problem), None
+        return find_family(name)(problem), None
     from dataclasses import replace
 
-    from pipefit.schedule.fit.search import MOVES, fit
+    from pipefit.schedule.fit.search import MOVES, fit_schedule
 
     _check_search(seconds, solver_seconds, seed)
-    fitted = fit(
-        replace(problem, limit_bytes=None if limit is None else (limit,) * problem.lanes),
+    fitted = fit_schedule(
+        replace(problem, limit_bytes=None if limit is None else (limit,) * problem.num_lanes),
         moves=MOVES if seconds is None else 10**9,
         seconds=seconds,
         exact_seconds=solver_seconds,
@@ -150,14 +150,14 @@ def _check_search(seconds: float | None, solver_seconds: float, seed: int) -> No
         )
 
 
-def _block(name: str, devices: int, interval: int | None) -> str:
+def _block_text(name: str, devices: int, interval: int | None) -> str:
     """The family's building block as text. Raises ScheduleError, with a drawing, where passes collide."""
     from dataclasses import replace
 
-    from pipefit.schedule import FAMILIES, family
+    from pipefit.schedule import FAMILIES, find_family
     from pipefit.schedule.blocks.building_block import check_block, describe_block
 
-    build = None if name == FIT else family(name).block
+    build = None if name == FIT else find_family(name).block
     if build is None:
         raise ScheduleError(
             f"{name} is not made of a building block.",
@@ -175,7 +175,7 @@ def _block(name: str, devices: int, interval: int | None) -> str:
     return describe_block(made)
 
 
-def _facts(timeline: Timeline, limit: int | None, fitted: Fit | None) -> dict[str, Any]:
+def _schedule_facts(timeline: Timeline, limit: int | None, fitted: FitResult | None) -> dict[str, Any]:
     """What --json prints."""
     from pipefit.schedule import format_lanes
 
@@ -191,7 +191,7 @@ def _facts(timeline: Timeline, limit: int | None, fitted: Fit | None) -> dict[st
         "lanes": format_lanes(schedule.lanes),
         "times": {kind: values[0] if alike else values for kind, values in times.items()} | {"transfer": transfer_s},
         "makespan": timeline.makespan_s,
-        "bubble": timeline.bubble,
+        "bubble": timeline.bubble_share,
         "peak_units": timeline.peak_bytes.tolist(),
         "limit_units": limit,
     }
@@ -199,7 +199,7 @@ def _facts(timeline: Timeline, limit: int | None, fitted: Fit | None) -> dict[st
         facts["fit"] = {
             "span": fitted.time_s,
             "bound": fitted.bound_s,
-            "gap": fitted.gap,
+            "gap": fitted.relative_gap,
             "bubble_of_busiest": fitted.bubble,
             "how": fitted.how,
             "moves": fitted.moves,
@@ -208,7 +208,7 @@ def _facts(timeline: Timeline, limit: int | None, fitted: Fit | None) -> dict[st
     return facts
 
 
-def _draw(problem: Problem, timeline: Timeline, limit: int | None, fitted: Fit | None) -> None:
+def _draw_timeline(problem: ScheduleProblem, timeline: Timeline, limit: int | None, fitted: FitResult | None) -> None:
     from pipefit.cli._schedule_problem import unit_name
     from pipefit.schedule.text.grid import draw_grid
 
@@ -217,13 +217,13 @@ def _draw(problem: Problem, timeline: Timeline, limit: int | None, fitted: Fit |
     _print_grid(draw_grid(timeline.schedule, timeline.costs, colour=sys.stdout.isatty(), held=held))
     allowed = "" if limit is None else f"; {limit} allowed"
     print(
-        f"time {timeline.makespan_s:g}, bubble {timeline.bubble:.1%}; "
+        f"time {timeline.makespan_s:g}, bubble {timeline.bubble_share:.1%}; "
         f"most {unit_name(problem)} alive per lane: {' '.join(peaks)}{allowed}"
     )
     if fitted is not None:
         print(
             f"longest lane {fitted.time_s:g}, of which {fitted.bubble:.1%} is more than the busiest lane's work; "
-            f"no schedule takes less than {fitted.bound_s:g} ({fitted.gap:.1%} below)"
+            f"no schedule takes less than {fitted.bound_s:g} ({fitted.relative_gap:.1%} below)"
         )
         print("\n".join((f"found by {fitted.how}", *fitted.notes)))
 

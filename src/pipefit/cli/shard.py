@@ -33,20 +33,20 @@ def command(
     from pipefit.cost.comm.network import Network
     from pipefit.cost.compute.curves import best_costs
     from pipefit.model.registry import open_model
-    from pipefit.plan.assemble.shard_recipes import setting_of
-    from pipefit.plan.request.sequence_length import asked_length, check_length, own_length
-    from pipefit.shard.apart import check_apart
-    from pipefit.shard.chain import Chains
-    from pipefit.shard.listing import listing
-    from pipefit.shard.segments import segmented
-    from pipefit.shard.synthesize import synthesize
+    from pipefit.plan.assemble.shard_recipes import shard_setting
+    from pipefit.plan.request.sequence_length import check_length, fixed_length, resolve_length
+    from pipefit.shard.apart import check_row_independence
+    from pipefit.shard.chain import ChainSearch
+    from pipefit.shard.listing import list_program
+    from pipefit.shard.segments import segment_shares
+    from pipefit.shard.synthesize import synthesize_program
 
     found = open_cluster(cluster_text(cluster, local))
     network = Network(found)
-    chosen = _devices(devices, network.devices)
-    given = _shares(shares, len(chosen))
+    chosen = _parse_devices(devices, network.devices)
+    given = _parse_shares(shares, len(chosen))
     opened = open_model(model)
-    tokens = asked_length(opened, 1024 if seq is None and own_length(opened) is None else seq)
+    tokens = resolve_length(opened, 1024 if seq is None and fixed_length(opened) is None else seq)
     _check_sizes(batch, tokens, microbatches, precision)
     layers = opened.layers
     if len(opened.modules) > 1:
@@ -56,8 +56,8 @@ def command(
             seen=", ".join(module.name for module in opened.modules),
         )
     check_length(opened.modules[0], opened, tokens, "--seq")
-    check_apart(opened)
-    setting = setting_of(
+    check_row_independence(opened)
+    setting = shard_setting(
         opened,
         network,
         best_costs(found),
@@ -67,13 +67,13 @@ def command(
         precision=precision,  # type: ignore[arg-type]
         microbatches=microbatches,
     )
-    chains = Chains(opened, setting)
-    program = synthesize(chains, layers, given)
-    result = listing(opened, layers, program if given else segmented(chains, layers, program), setting)
-    print(json.dumps(to_data(result), indent=1) if as_json else result.text(), end="\n" if as_json else "")
+    chains = ChainSearch(opened, setting)
+    program = synthesize_program(chains, layers, given)
+    result = list_program(opened, layers, program if given else segment_shares(chains, layers, program), setting)
+    print(json.dumps(to_data(result), indent=1) if as_json else result.listing_text(), end="\n" if as_json else "")
 
 
-def _devices(text: str | None, count: int) -> tuple[int, ...]:
+def _parse_devices(text: str | None, count: int) -> tuple[int, ...]:
     """The devices of the group."""
     if text is None:
         chosen = tuple(range(count))
@@ -92,7 +92,7 @@ def _devices(text: str | None, count: int) -> tuple[int, ...]:
     return chosen
 
 
-def _shares(text: str | None, count: int) -> tuple[int, ...]:
+def _parse_shares(text: str | None, count: int) -> tuple[int, ...]:
     """The shares that are given; none where they are to be searched."""
     if text is None:
         return ()

@@ -21,16 +21,16 @@ def command(
     """Simulate one step of PLAN: a grid of its lanes in time, and where time and memory go."""
     from pipefit.cli._plans import open_subject, print_tables
     from pipefit.codec import to_data
-    from pipefit.plan.assemble.predict import path_shares, predict, simulate_plan
+    from pipefit.plan.assemble.predict import add_prediction, critical_path_shares, simulate_plan
     from pipefit.plan.check.rules import load_plan
-    from pipefit.plan.explain.text import forecast, headline, memory_table, stage_table
+    from pipefit.plan.explain.text import forecast_lines, memory_table, plan_headline, stage_table
     from pipefit.schedule.text.grid import draw_grid
 
     plan = load_plan(path)
     opened, found = open_subject(plan, model, cluster, local)
     simulation = simulate_plan(plan, opened, found)
     bound_s = plan.prediction.lower_bound_s if plan.prediction else 0.0
-    plan = predict(plan, opened, simulation, bound_s)
+    plan = add_prediction(plan, opened, simulation, bound_s)
     timeline = simulation.timeline
     if trace is not None:
         from pipefit.show.perfetto import write_timeline
@@ -39,17 +39,17 @@ def command(
     if as_json:
         facts = {
             "prediction": to_data(plan.prediction),
-            "bubble": timeline.bubble,
-            "critical_path_s": dict(path_shares(timeline, plan.stages)),
+            "bubble": timeline.bubble_share,
+            "critical_path_s": dict(critical_path_shares(timeline, plan.stages)),
             "exposed_transfer_s": timeline.exposed_transfer_s.tolist(),
-            "fits": simulation.fits,
+            "fits": simulation.fits_in_memory,
         }
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
         return
-    print(headline(plan))
-    for line in forecast(plan):
+    print(plan_headline(plan))
+    for line in forecast_lines(plan):
         print(line)
-    print(f"bubble {timeline.bubble:.1%}\n")
+    print(f"bubble {timeline.bubble_share:.1%}\n")
     if sys.stdout.isatty():
         from rich.console import Console
 

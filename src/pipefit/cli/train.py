@@ -65,7 +65,7 @@ def command(
     from pipefit.data.sources import STDLIB
     from pipefit.plan.check.rules import load_plan
     from pipefit.run.config import TrainConfig, check_train_config
-    from pipefit.run.session.launch import launch, launch_lines
+    from pipefit.run.session.launch import launch_lines, launch_run
     from pipefit.run.update.optimizer import OptimizerConfig
 
     optimizer = OptimizerConfig(
@@ -85,15 +85,17 @@ def command(
     loaded = load_plan(plan)
     arguments = [argument for argument in sys.argv[1:] if argument != "--print-launch"]
     if print_launch:
-        ranks = len(loaded.devices)
-        print(launch_lines(plan, loaded, without(arguments, "--per-host", "--local"), per_host or min(8, ranks)))
+        ranks = len(loaded.used_devices)
+        print(
+            launch_lines(plan, loaded, without_options(arguments, "--per-host", "--local"), per_host or min(8, ranks))
+        )
         return
-    code = launch(loaded, config, local, arguments)
+    code = launch_run(loaded, config, local, arguments)
     if code:
         sys.exit(code)
 
 
-def without(arguments: list[str], *options: str) -> list[str]:
+def without_options(arguments: list[str], *options: str) -> list[str]:
     """The arguments without these options and their values."""
     kept = []
     skip = False

@@ -20,10 +20,10 @@ def command(
     Exits with code 1 if a target is missed.
     """
     from pipefit.validate.report import as_data, as_text
-    from pipefit.validate.sets import chosen
+    from pipefit.validate.sets import select_sets
 
     found = []
-    for run in chosen(sets or []).values():
+    for run in select_sets(sets or []).values():
         for result in run():
             found.append(result)
             if not as_json:

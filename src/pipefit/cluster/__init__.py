@@ -1,9 +1,10 @@
-"""cluster/: what the machines are. `load`, `parse_spec` and `local` make clusters; `topology` answers about them."""
+"""cluster/: what the machines are. `load_cluster`, `parse_spec` and `local_cluster` make clusters; `topology` answers
+about them."""
 
 from __future__ import annotations
 
-from pipefit.cluster.files import check, load, save
-from pipefit.cluster.spec import local, looks_like_spec, parse_spec
+from pipefit.cluster.files import check_cluster, load_cluster, save_cluster_file
+from pipefit.cluster.spec import local_cluster, looks_like_spec, parse_spec
 from pipefit.cluster.topology import device_count, host_index, host_of, kind_of, link_between
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 
@@ -18,18 +19,18 @@ __all__ = [
     "Link",
     "Provenance",
     "Rail",
-    "check",
+    "check_cluster",
     "device_count",
     "host_index",
     "host_of",
     "kind_of",
     "link_between",
-    "load",
-    "local",
+    "load_cluster",
+    "local_cluster",
     "looks_like_spec",
     "open_cluster",
     "parse_spec",
-    "save",
+    "save_cluster_file",
 ]
 
 
@@ -39,9 +40,9 @@ def open_cluster(text: str) -> Cluster:
     Raises ClusterError also where all links of a class are impossible: the units are mistaken.
     """
     if text.startswith(LOCAL) and text.removeprefix(LOCAL).isdigit():
-        return local(int(text.removeprefix(LOCAL)))
+        return local_cluster(int(text.removeprefix(LOCAL)))
     from pipefit.cluster.readers.plausible import check_plausible
 
-    cluster = parse_spec(text) if looks_like_spec(text) else load(text)
+    cluster = parse_spec(text) if looks_like_spec(text) else load_cluster(text)
     check_plausible(cluster, text)
     return cluster

@@ -14,26 +14,26 @@ from pipefit.errors import ClusterError
 _DTYPES = ("float64", "float32", "bfloat16")
 
 
-def load(path: str | Path) -> Cluster:
+def load_cluster(path: str | Path) -> Cluster:
     """The cluster in a JSON file, checked. Raises FormatError (no such file or field) or ClusterError (wrong in it)."""
     cluster = load_file(Cluster, Path(path))
-    check(cluster, str(path))
+    check_cluster(cluster, str(path))
     return cluster
 
 
-def save(cluster: Cluster, path: str | Path) -> None:
+def save_cluster_file(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster as JSON that a person can read and edit. Checks it first."""
-    check(cluster, str(path))
+    check_cluster(cluster, str(path))
     write_file(path, dump_text(cluster), "cluster file", ClusterError)
 
 
-def check(cluster: Cluster, where: str = "cluster") -> None:
+def check_cluster(cluster: Cluster, where: str = "cluster") -> None:
     """Raises ClusterError for the first contradiction, naming the entry."""
-    for error in problems(cluster, where):
+    for error in cluster_problems(cluster, where):
         raise error
 
 
-def problems(cluster: Cluster, where: str = "cluster") -> Iterator[ClusterError]:
+def cluster_problems(cluster: Cluster, where: str = "cluster") -> Iterator[ClusterError]:
     """Every contradiction of a cluster, in the order of the file."""
     if cluster.version != 1:
         yield ClusterError(
@@ -42,20 +42,22 @@ def problems(cluster: Cluster, where: str = "cluster") -> Iterator[ClusterError]
     for key, kind in cluster.kinds.items():
         yield from _kind_problems(kind, f"{where}: kinds.{key}")
     for key, link in cluster.links.items():
-        yield from _number(link.latency_s, f"{where}: links.{key}.latency_s", zero=True)
-        yield from _number(link.bandwidth_bytes_per_s, f"{where}: links.{key}.bandwidth_bytes_per_s")
+        yield from _number_problems(link.latency_s, f"{where}: links.{key}.latency_s", zero=True)
+        yield from _number_problems(link.bandwidth_bytes_per_s, f"{where}: links.{key}.bandwidth_bytes_per_s")
     yield from _host_problems(cluster, where)
     for index, rail in enumerate(cluster.rails):
         yield from _rail_problems(cluster, rail, f"{where}: rails[{index}] ({rail.name})")
     if cluster.measured is not None:
         names = [host.name for host in cluster.hosts]
-        yield from measured_check.problems(cluster.measured, tuple(cluster.kinds), names, f"{where}: measured")
+        yield from measured_check.measurement_problems(
+            cluster.measured, tuple(cluster.kinds), names, f"{where}: measured"
+        )
 
 
 def _kind_problems(kind: DeviceKind, where: str) -> Iterator[ClusterError]:
-    yield from _number(kind.memory_bytes, f"{where}.memory_bytes")
-    yield from _number(kind.memory_bandwidth_bytes_per_s, f"{where}.memory_bandwidth_bytes_per_s")
-    yield from _number(kind.overhead_s, f"{where}.overhead_s", zero=True)
+    yield from _number_problems(kind.memory_bytes, f"{where}.memory_bytes")
+    yield from _number_problems(kind.memory_bandwidth_bytes_per_s, f"{where}.memory_bandwidth_bytes_per_s")
+    yield from _number_problems(kind.overhead_s, f"{where}.overhead_s", zero=True)
     if not 0 < kind.efficiency <= 1:
         yield ClusterError(
             "The efficiency is a share of the peak.",
@@ -72,7 +74,7 @@ def _kind_problems(kind: DeviceKind, where: str) -> Iterator[ClusterError]:
                 allowed="one figure for each of " + ", ".join(_DTYPES),
             )
         else:
-            yield from _number(kind.peak_flops_per_s[dtype], f"{where}.peak_flops_per_s.{dtype}")
+            yield from _number_problems(kind.peak_flops_per_s[dtype], f"{where}.peak_flops_per_s.{dtype}")
 
 
 def _host_problems(cluster: Cluster, where: str) -> Iterator[ClusterError]:
@@ -126,10 +128,12 @@ def _rail_problems(cluster: Cluster, rail: Rail, where: str) -> Iterator[Cluster
                 allowed=f"{count} rows of {count} entries, one for each host",
             )
             continue
-        yield from _entries(cluster, matrix, f"{where}.{name}", zero=name != "bandwidth_bytes_per_s")
+        yield from _matrix_problems(cluster, matrix, f"{where}.{name}", zero=name != "bandwidth_bytes_per_s")
 
 
-def _entries(cluster: Cluster, matrix: Sequence[Sequence[float]], where: str, zero: bool) -> Iterator[ClusterError]:
+def _matrix_problems(
+    cluster: Cluster, matrix: Sequence[Sequence[float]], where: str, zero: bool
+) -> Iterator[ClusterError]:
     bad = [
         (a, b)
         for a, row in enumerate(matrix)
@@ -149,7 +153,7 @@ def _entries(cluster: Cluster, matrix: Sequence[Sequence[float]], where: str, ze
         )
 
 
-def _number(value: float, where: str, zero: bool = False) -> Iterator[ClusterError]:
+def _number_problems(value: float, where: str, zero: bool = False) -> Iterator[ClusterError]:
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         yield ClusterError(
             "This figure is impossible.",

@@ -23,7 +23,7 @@ and some of the memory bandwidth from it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class DataSheet:
     """One line of a data sheet: TFLOP/s by dtype, GB, GB/s, and the link between two such devices of one host."""
 
     float64: float
@@ -39,20 +39,20 @@ class Sheet:
 
 # float32 is the rate without TF32: what a float32 run of ours uses. float64 counts tensor cores where they
 # exist, and is 1/64 (T4: 1/32) of float32 on cards without double-precision units.
-SHEETS: dict[str, Sheet] = {
-    "H200": Sheet(67, 67, 989, 141, 4800, 450, "NVLink 4", "NVIDIA H200 data sheet, SXM"),
-    "H100": Sheet(67, 67, 989, 80, 3350, 450, "NVLink 4", "NVIDIA H100 data sheet, SXM5"),
-    "H100-PCIe": Sheet(51, 51, 756, 80, 2000, 64, "PCIe 5 x16", "NVIDIA H100 data sheet, PCIe"),
-    "A100-80": Sheet(19.5, 19.5, 312, 80, 2039, 300, "NVLink 3", "NVIDIA A100 data sheet, 80 GB SXM4"),
-    "A100-40": Sheet(19.5, 19.5, 312, 40, 1555, 300, "NVLink 3", "NVIDIA A100 data sheet, 40 GB SXM4"),
-    "L40S": Sheet(1.4, 91.6, 362, 48, 864, 32, "PCIe 4 x16", "NVIDIA L40S data sheet"),
-    "L4": Sheet(0.47, 30.3, 121, 24, 300, 32, "PCIe 4 x16", "NVIDIA L4 data sheet (half of the sparse figures)"),
-    "RTX-4090": Sheet(1.29, 82.6, 165, 24, 1008, 32, "PCIe 4 x16", "NVIDIA Ada GPU architecture paper"),
-    "RTX-3090": Sheet(0.56, 35.6, 71, 24, 936, 32, "PCIe 4 x16", "NVIDIA Ampere GA102 architecture paper"),
-    "V100": Sheet(7.8, 15.7, 15.7, 16, 900, 150, "NVLink 2", "NVIDIA V100 data sheet, SXM2 (no bfloat16 units)"),
-    "V100-32": Sheet(7.8, 15.7, 15.7, 32, 900, 150, "NVLink 2", "NVIDIA V100 data sheet, SXM2 (no bfloat16 units)"),
-    "T4": Sheet(0.25, 8.1, 8.1, 16, 320, 16, "PCIe 3 x16", "NVIDIA T4 data sheet (no bfloat16 units)"),
-    "MI300X": Sheet(163.4, 163.4, 1307, 192, 5300, 64, "Infinity Fabric", "AMD Instinct MI300X data sheet"),
+SHEETS: dict[str, DataSheet] = {
+    "H200": DataSheet(67, 67, 989, 141, 4800, 450, "NVLink 4", "NVIDIA H200 data sheet, SXM"),
+    "H100": DataSheet(67, 67, 989, 80, 3350, 450, "NVLink 4", "NVIDIA H100 data sheet, SXM5"),
+    "H100-PCIe": DataSheet(51, 51, 756, 80, 2000, 64, "PCIe 5 x16", "NVIDIA H100 data sheet, PCIe"),
+    "A100-80": DataSheet(19.5, 19.5, 312, 80, 2039, 300, "NVLink 3", "NVIDIA A100 data sheet, 80 GB SXM4"),
+    "A100-40": DataSheet(19.5, 19.5, 312, 40, 1555, 300, "NVLink 3", "NVIDIA A100 data sheet, 40 GB SXM4"),
+    "L40S": DataSheet(1.4, 91.6, 362, 48, 864, 32, "PCIe 4 x16", "NVIDIA L40S data sheet"),
+    "L4": DataSheet(0.47, 30.3, 121, 24, 300, 32, "PCIe 4 x16", "NVIDIA L4 data sheet (half of the sparse figures)"),
+    "RTX-4090": DataSheet(1.29, 82.6, 165, 24, 1008, 32, "PCIe 4 x16", "NVIDIA Ada GPU architecture paper"),
+    "RTX-3090": DataSheet(0.56, 35.6, 71, 24, 936, 32, "PCIe 4 x16", "NVIDIA Ampere GA102 architecture paper"),
+    "V100": DataSheet(7.8, 15.7, 15.7, 16, 900, 150, "NVLink 2", "NVIDIA V100 data sheet, SXM2 (no bfloat16 units)"),
+    "V100-32": DataSheet(7.8, 15.7, 15.7, 32, 900, 150, "NVLink 2", "NVIDIA V100 data sheet, SXM2 (no bfloat16 units)"),
+    "T4": DataSheet(0.25, 8.1, 8.1, 16, 320, 16, "PCIe 3 x16", "NVIDIA T4 data sheet (no bfloat16 units)"),
+    "MI300X": DataSheet(163.4, 163.4, 1307, 192, 5300, 64, "Infinity Fabric", "AMD Instinct MI300X data sheet"),
 }
 
 ALIASES = {"A100": "A100-80", "RTX4090": "RTX-4090", "4090": "RTX-4090", "RTX3090": "RTX-3090", "3090": "RTX-3090"}

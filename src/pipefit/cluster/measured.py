@@ -105,7 +105,7 @@ class LinkMethod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Uplink:
+class HostUplink:
     """Hosts that share a way to all others."""
 
     hosts: tuple[str, ...]
@@ -115,7 +115,7 @@ class Uplink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class PortSharing:
     """What several messages at once reach, lists by host: whether a host's ports, and racks, limit its links."""
 
     out_bytes_per_s: tuple[float, ...]
@@ -124,7 +124,7 @@ class Sharing:
     "Whether they slowed each other down: the rate is that of a port. Else the port carries at least so much."
     in_bytes_per_s: tuple[float, ...]
     in_shared: tuple[bool, ...]
-    uplinks: tuple[Uplink, ...] = ()
+    uplinks: tuple[HostUplink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class RailCurve:
     predicted: tuple[tuple[int, ...], ...] = ()
     "By source host: the target hosts (indices) whose times were concluded from other links; empty where none were."
     method: LinkMethod | None = None
-    sharing: Sharing | None = None
+    sharing: PortSharing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class MemoryFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ClusterMeasurements:
     """Everything that one run of `pipefit profile` found, beside the figures in the cluster itself."""
 
     layers: tuple[LayerCurve, ...] = ()

@@ -6,33 +6,35 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from pipefit.cluster.measured import LayerCurve, Measured, RailCurve, Sharing
+from pipefit.cluster.measured import ClusterMeasurements, LayerCurve, PortSharing, RailCurve
 from pipefit.errors import ClusterError
 
 ACTIONS = ("F", "I", "W", "B")
 
 
-def problems(measured: Measured, kinds: Sequence[str], hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
+def measurement_problems(
+    measured: ClusterMeasurements, kinds: Sequence[str], hosts: Sequence[str], where: str
+) -> Iterator[ClusterError]:
     """Every contradiction, in the order of the file. `kinds` and `hosts` are those of the cluster."""
     for index, layer in enumerate(measured.layers):
-        yield from _layer(layer, kinds, f"{where}.layers[{index}] ({layer.name}, {layer.setting})")
+        yield from _layer_problems(layer, kinds, f"{where}.layers[{index}] ({layer.name}, {layer.setting})")
     for name, link in measured.links.items():
-        yield from _curve(link.sizes_bytes, link.time_s, f"{where}.links.{name}")
+        yield from _curve_problems(link.sizes_bytes, link.time_s, f"{where}.links.{name}")
     for name, rail in measured.rails.items():
-        yield from _rail(rail, hosts, f"{where}.rails.{name}")
+        yield from _rail_problems(rail, hosts, f"{where}.rails.{name}")
     for index, each in enumerate(measured.collectives):
         place = f"{where}.collectives[{index}] ({each.operation})"
-        yield from _curve(each.sizes_bytes, each.time_s, place)
+        yield from _curve_problems(each.sizes_bytes, each.time_s, place)
         for factor in (each.latency_factor, each.bandwidth_factor):
             if not (math.isfinite(factor) and factor > 0):
-                yield _impossible(place, factor, "a factor above zero")
+                yield _range_error(place, factor, "a factor above zero")
     for kind, overheads in measured.overhead_s.items():
         for action, time_s in overheads.items():
             if not (math.isfinite(time_s) and time_s >= 0):
-                yield _impossible(f"{where}.overhead_s.{kind}.{action}", time_s, "seconds, zero or above")
+                yield _range_error(f"{where}.overhead_s.{kind}.{action}", time_s, "seconds, zero or above")
 
 
-def _layer(layer: LayerCurve, kinds: Sequence[str], where: str) -> Iterator[ClusterError]:
+def _layer_problems(layer: LayerCurve, kinds: Sequence[str], where: str) -> Iterator[ClusterError]:
     if layer.kind not in kinds:
         yield ClusterError(
             "The curve is of a kind of device that the file does not describe.",
@@ -51,13 +53,15 @@ def _layer(layer: LayerCurve, kinds: Sequence[str], where: str) -> Iterator[Clus
             )
             continue
         curve = layer.actions[action]
-        yield from _curve(curve.tokens, curve.time_s, f"{where}.actions.{action}", zero=True)
+        yield from _curve_problems(curve.tokens, curve.time_s, f"{where}.actions.{action}", zero=True)
         for value in curve.attention_s:
             if not (math.isfinite(value) and value >= 0):
-                yield _impossible(f"{where}.actions.{action}.attention_s", value, "seconds, zero or above")
+                yield _range_error(f"{where}.actions.{action}.attention_s", value, "seconds, zero or above")
 
 
-def _curve(places: Sequence[float], values: Sequence[float], where: str, zero: bool = False) -> Iterator[ClusterError]:
+def _curve_problems(
+    places: Sequence[float], values: Sequence[float], where: str, zero: bool = False
+) -> Iterator[ClusterError]:
     if len(places) != len(values) or not places:
         yield ClusterError(
             "The curve has not one time for each of its places.",
@@ -70,10 +74,10 @@ def _curve(places: Sequence[float], values: Sequence[float], where: str, zero: b
     else:
         for value in values:
             if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-                yield _impossible(where, value, "seconds, zero or above" if zero else "seconds above zero")
+                yield _range_error(where, value, "seconds, zero or above" if zero else "seconds above zero")
 
 
-def _rail(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
+def _rail_problems(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
     count = len(hosts)
     shapes = [(len(matrix), *sorted({len(row) for row in matrix})) for matrix in rail.time_s]
     if len(rail.time_s) != len(rail.sizes_bytes) or any(shape != (count, count) for shape in shapes):
@@ -88,7 +92,7 @@ def _rail(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[Cluster
         for b in range(count):
             if a != b:
                 times = [matrix[a][b] for matrix in rail.time_s]
-                yield from _curve(rail.sizes_bytes, times, f"{where}.time_s ({hosts[a]} -> {hosts[b]})")
+                yield from _curve_problems(rail.sizes_bytes, times, f"{where}.time_s ({hosts[a]} -> {hosts[b]})")
     if rail.error and [len(row) for row in rail.error] != [count] * count:
         yield ClusterError(
             "The matrix has a wrong shape.",
@@ -98,15 +102,15 @@ def _rail(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[Cluster
         )
     for value in (value for row in rail.error for value in row):
         if not (math.isfinite(value) and value >= 0):
-            yield _impossible(f"{where}.error", value, "a relative error, zero or above")
-    yield from _predicted(rail, hosts, f"{where}.predicted")
+            yield _range_error(f"{where}.error", value, "a relative error, zero or above")
+    yield from _predicted_problems(rail, hosts, f"{where}.predicted")
     if rail.method is not None and len(rail.method.classes) not in (0, count):
-        yield _not_each(f"{where}.method.classes", "classes", len(rail.method.classes), count)
+        yield _length_error(f"{where}.method.classes", "classes", len(rail.method.classes), count)
     if rail.sharing is not None:
-        yield from _sharing(rail.sharing, hosts, f"{where}.sharing")
+        yield from _sharing_problems(rail.sharing, hosts, f"{where}.sharing")
 
 
-def _predicted(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
+def _predicted_problems(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
     for a, row in enumerate(rail.predicted):
         for b in row:
             if not 0 <= b < len(hosts) or a >= len(hosts):
@@ -118,18 +122,18 @@ def _predicted(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[Cl
                 )
 
 
-def _sharing(sharing: Sharing, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
+def _sharing_problems(sharing: PortSharing, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
     for name, values, shared in (
         ("out", sharing.out_bytes_per_s, sharing.out_shared),
         ("in", sharing.in_bytes_per_s, sharing.in_shared),
     ):
         if len(values) != len(hosts):
-            yield _not_each(f"{where}.{name}_bytes_per_s", "figures", len(values), len(hosts))
+            yield _length_error(f"{where}.{name}_bytes_per_s", "figures", len(values), len(hosts))
         if len(shared) != len(hosts):
-            yield _not_each(f"{where}.{name}_shared", "entries", len(shared), len(hosts))
+            yield _length_error(f"{where}.{name}_shared", "entries", len(shared), len(hosts))
         for value in values:
             if not (math.isfinite(value) and value > 0):
-                yield _impossible(f"{where}.{name}_bytes_per_s", value, "bytes per second above zero")
+                yield _range_error(f"{where}.{name}_bytes_per_s", value, "bytes per second above zero")
     for index, uplink in enumerate(sharing.uplinks):
         unknown = [host for host in uplink.hosts if host not in hosts]
         if unknown:
@@ -141,10 +145,10 @@ def _sharing(sharing: Sharing, hosts: Sequence[str], where: str) -> Iterator[Clu
             )
         for way, rate in (("up", uplink.up_bytes_per_s), ("down", uplink.down_bytes_per_s)):
             if rate is not None and not (math.isfinite(rate) and rate > 0):
-                yield _impossible(f"{where}.uplinks[{index}].{way}_bytes_per_s", rate, "bytes per second above zero")
+                yield _range_error(f"{where}.uplinks[{index}].{way}_bytes_per_s", rate, "bytes per second above zero")
 
 
-def _not_each(where: str, what: str, seen: int, hosts: int) -> ClusterError:
+def _length_error(where: str, what: str, seen: int, hosts: int) -> ClusterError:
     return ClusterError(
         "There is not one figure for each host.",
         where=where,
@@ -153,7 +157,7 @@ def _not_each(where: str, what: str, seen: int, hosts: int) -> ClusterError:
     )
 
 
-def _impossible(where: str, seen: float, allowed: str) -> ClusterError:
+def _range_error(where: str, seen: float, allowed: str) -> ClusterError:
     return ClusterError(
         "This measured figure is impossible.",
         where=where,

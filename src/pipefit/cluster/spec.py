@@ -1,4 +1,4 @@
-"""Clusters by a short text: `8xH100`, `2x8xA100-80:200Gbit/s`, or this machine's CPU (`local`).
+"""Clusters by a short text: `8xH100`, `2x8xA100-80:200Gbit/s`, or this machine's CPU (`local_cluster`).
 
 The figures are data-sheet ones, marked so; a measured cluster file replaces them.
 """
@@ -80,7 +80,7 @@ def uniform_rail(name: str, hosts: int, latency_s: float, bandwidth_bytes_per_s:
     )
 
 
-def local(devices: int) -> Cluster:
+def local_cluster(devices: int) -> Cluster:
     """`devices` processes on this machine's CPU: memory from the system, the rest a rough guess marked `assumed`.
 
     Each process gets an equal part of the memory and of the cores; the peak is cores x frequency x what two 256-bit
@@ -88,7 +88,7 @@ def local(devices: int) -> Cluster:
     """
     if devices < 1:
         raise ClusterError("At least one device is needed.", where="--local", seen=devices, allowed="1 or more")
-    cores, hertz, memory = _cores(), _frequency_hz(), _memory_bytes()
+    cores, hertz, memory = _core_count(), _frequency_hz(), _memory_bytes()
     share = cores / devices
     each = memory // devices - PROCESS_BYTES
     if each <= 0:
@@ -121,7 +121,7 @@ def local(devices: int) -> Cluster:
     )
 
 
-def _cores() -> int:
+def _core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
@@ -132,7 +132,7 @@ def _memory_bytes() -> int:
     except (ValueError, OSError):
         total = 8 * 2**30
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(path).strip()
+        text = _read_system_file(path).strip()
         if text.isdigit():
             total = min(total, int(text))
     return total
@@ -140,16 +140,16 @@ def _memory_bytes() -> int:
 
 def _frequency_hz() -> float:
     """The highest frequency of the first core; where the system tells only the present one, that one to 0.1 GHz."""
-    highest = _read("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
+    highest = _read_system_file("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
     if highest.isdigit():
         return float(highest) * 1e3
-    for line in _read("/proc/cpuinfo").splitlines():
+    for line in _read_system_file("/proc/cpuinfo").splitlines():
         if line.startswith("cpu MHz"):
             return round(float(line.split(":")[1]) / 100) * 1e8
     return _DEFAULT_HZ
 
 
-def _read(path: str) -> str:
+def _read_system_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -20,7 +20,7 @@ def device_count(cluster: Cluster) -> int:
 
 def host_index(cluster: Cluster, device: int) -> int:
     """The index of the host that holds `device`. Raises ClusterError for a device that does not exist."""
-    stops = _stops(tuple(host.devices for host in cluster.hosts))
+    stops = _device_stops(tuple(host.devices for host in cluster.hosts))
     if not 0 <= device < (stops[-1] if stops else 0):
         raise ClusterError(
             "The cluster has no such device.",
@@ -39,7 +39,7 @@ def host_of(cluster: Cluster, device: int) -> Host:
 def place_in_host(cluster: Cluster, device: int) -> int:
     """The position of `device` among the devices of its host."""
     index = host_index(cluster, device)
-    stops = _stops(tuple(host.devices for host in cluster.hosts))
+    stops = _device_stops(tuple(host.devices for host in cluster.hosts))
     return device - (stops[index - 1] if index else 0)
 
 
@@ -75,5 +75,5 @@ def link_between(cluster: Cluster, source: int, target: int) -> Link:
 
 
 @lru_cache(maxsize=64)
-def _stops(counts: tuple[int, ...]) -> tuple[int, ...]:
+def _device_stops(counts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(counts))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipefit.cluster.measured import Measured
+from pipefit.cluster.measured import ClusterMeasurements
 
 Source = Literal["measured", "data-sheet", "assumed"]
 
@@ -101,5 +101,5 @@ class Cluster:
     rails: tuple[Rail, ...]
     provenance: Provenance
     version: int = 1
-    measured: Measured | None = None
+    measured: ClusterMeasurements | None = None
     "Curves that `pipefit profile` found; None for a cluster from data sheets."

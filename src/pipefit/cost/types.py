@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class ActionCost:
     """Of one action."""
 
     time_s: float
@@ -35,12 +35,12 @@ class ActionTable:
     held_bytes: Array
     peak_bytes: Array
 
-    def cost(self, stage: int, microbatch: int, slice_: int) -> Cost:
+    def cost_of(self, stage: int, microbatch: int, slice_: int) -> ActionCost:
         """The cost of one action, whatever axes were stored as length 1."""
-        return Cost(
-            _entry(self.time_s, stage, microbatch, slice_),
-            _entry(self.held_bytes, stage, microbatch, slice_),
-            _entry(self.peak_bytes, stage, microbatch, slice_),
+        return ActionCost(
+            _entry_at(self.time_s, stage, microbatch, slice_),
+            _entry_at(self.held_bytes, stage, microbatch, slice_),
+            _entry_at(self.peak_bytes, stage, microbatch, slice_),
         )
 
 
@@ -97,7 +97,7 @@ class CostTable:
     "Whether a receive is posted before the message ahead of it is used (gloo: the sender then writes at once)."
     kinds: tuple[KindMemory, ...] = ()
     "What each kind of device holds, where that is less than the rest of the table says; empty: all hold the same."
-    contention: Contention | None = None
+    contention: PortContention | None = None
     "What transfers at the same time do to each other; None: every lane has a port of its own, and all replicas go in"
     " step."
     notes: tuple[str, ...] = field(default=())
@@ -122,7 +122,7 @@ class KindMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class PortFlow:
     """A transfer, a collective, or an action with collectives of its own, as ports see it."""
 
     ports: tuple[int, ...]
@@ -140,16 +140,16 @@ or (F, I, W or B, stage, slice, pipeline)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contention:
+class PortContention:
     """Pipelines that go at their own pace between reductions, and what their transfers share."""
 
     pipelines: tuple[CostTable, ...]
     "The times of each replica by itself (`actions`, `edges`; the rest is not read); one for all of them together."
-    flows: Mapping[FlowKey, Flow]
+    flows: Mapping[FlowKey, PortFlow]
     ports: int
     queues: int
 
 
-def _entry(array: Array, stage: int, microbatch: int, slice_: int) -> float:
+def _entry_at(array: Array, stage: int, microbatch: int, slice_: int) -> float:
     index = tuple(i if length > 1 else 0 for i, length in zip((stage, microbatch, slice_), array.shape, strict=True))
     return float(array[index])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.cost.static_memory import Precision
-from pipefit.layout import Group
+from pipefit.layout import Mesh
 from pipefit.model.graph import Graph
 
 Recompute = Literal["none", "selective", "full"]
@@ -33,7 +33,7 @@ class StageWork:
     """One stage on its group."""
 
     lane: int
-    group: Group
+    group: Mesh
     layers: tuple[tuple[Graph, ...], ...]
     "[layer][position of the shard axis]; one entry where the layer is not sharded."
     rows: tuple[int, ...]
@@ -59,13 +59,13 @@ class StageWork:
     " over all of them at once (`TiedWork.rings`)."
 
     @property
-    def shards_alike(self) -> bool:
+    def has_equal_shards(self) -> bool:
         """Whether all positions of the shard axis have as much of every layer."""
-        return all(len({*shares}) <= 1 for shares in (*self.shares, self.group.axis("shard").shares))
+        return all(len({*shares}) <= 1 for shares in (*self.shares, self.group.find_axis("shard").shares))
 
     def shares_of(self, layer: int) -> tuple[int, ...]:
         """Everyone's shares of a layer along the shard axis."""
-        return self.shares[layer] if self.shares else self.group.axis("shard").shares
+        return self.shares[layer] if self.shares else self.group.find_axis("shard").shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +107,10 @@ class PipelineWork:
     "Gradients that are reduced together."
 
     @property
-    def lanes(self) -> int:
+    def num_lanes(self) -> int:
         return max(stage.lane for stage in self.stages) + 1
 
     @property
-    def ragged(self) -> int:
+    def distinct_microbatches(self) -> int:
         """The number of microbatches, where they differ; else 1."""
         return max([1, *(len(stage.packed) for stage in self.stages)])

@@ -1,8 +1,8 @@
 """A corpus: the token ids of all documents, one after the other, in a memory-mapped file, read row by row.
 
-`prepare` tokenises once and writes the token file, named by a hash of the content, aside and then renamed; it is safe
-when several processes do it at once. `open_prepared` only reads. On one process `open_corpus` does both; with many,
-rank 0 of every host calls `prepare`, all meet at a barrier, and all call `open_prepared`.
+`prepare_corpus` tokenises once and writes the token file, named by a hash of the content, aside and then renamed; it
+is safe when several processes do it at once. `open_prepared` only reads. On one process `open_corpus` does both; with
+many, rank 0 of every host calls `prepare_corpus`, all meet at a barrier, and all call `open_prepared`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.codec import digest, from_data
+from pipefit.codec import content_digest, from_data
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.rows import Rows, cut_rows
+from pipefit.data.rows import RowSplit, cut_rows
 from pipefit.data.sources import read_documents
 from pipefit.data.tokenizer import BYTES, END_OF_TEXT, Tokenizer, load_tokenizer
 from pipefit.errors import DataError, FormatError
@@ -47,7 +47,7 @@ class CorpusRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedCorpus:
     """A token file, as its JSON side file describes it."""
 
     format: int
@@ -65,7 +65,7 @@ class Prepared:
 class Corpus:
     """The rows of a prepared corpus; see `pipefit.data.rows` for how they are cut."""
 
-    def __init__(self, tokens: NDArray[Any], rows: Rows, prepared: Prepared, tokenizer: str = BYTES) -> None:
+    def __init__(self, tokens: NDArray[Any], rows: RowSplit, prepared: PreparedCorpus, tokenizer: str = BYTES) -> None:
         self._tokens = tokens
         self._tokenizer = tokenizer
         self.rows = rows
@@ -119,15 +119,16 @@ def open_corpus(
     held_out: float = 0.01,
     cache: Path | None = None,
 ) -> Corpus:
-    """Prepare and open in one process. See CorpusRequest, `prepare` and `open_prepared` for arguments and errors."""
+    """Prepare and open in one process. See CorpusRequest, `prepare_corpus` and `open_prepared` for arguments and
+    errors."""
     request = CorpusRequest(
         sources=tuple(sources), tokenizer=tokenizer, vocabulary=vocabulary, field=field, limit_bytes=limit_bytes
     )
-    prepare(request, cache)
+    prepare_corpus(request, cache)
     return open_prepared(request, sequence=sequence, held_out=held_out, cache=cache)
 
 
-def prepare(request: CorpusRequest, cache: Path | None = None) -> Prepared:
+def prepare_corpus(request: CorpusRequest, cache: Path | None = None) -> PreparedCorpus:
     """Make the token file in `cache` (default: a folder for temporary files), unless the same content is there.
 
     Raises DataError if the sources hold no text or cannot be read, or if `cache` cannot be written.
@@ -147,9 +148,9 @@ def prepare(request: CorpusRequest, cache: Path | None = None) -> Prepared:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         known = _read_side_file(folder / f"{name}.json")
-        if known is None or not _is_whole(folder, known):
+        if known is None or not _is_complete(folder, known):
             tokens = _write_tokens(request, tokenizer, folder / name, dtype)
-            known = Prepared(
+            known = PreparedCorpus(
                 format=_FORMAT, file=name, dtype=dtype, tokens=tokens, documents=documents, text_bytes=text_bytes,
                 vocabulary=tokenizer.vocabulary, digest=content,
             )  # fmt: skip
@@ -168,13 +169,13 @@ def prepare(request: CorpusRequest, cache: Path | None = None) -> Prepared:
 def open_prepared(
     request: CorpusRequest, *, sequence: int, held_out: float = 0.01, cache: Path | None = None
 ) -> Corpus:
-    """The corpus that `prepare` made for the same request, memory-mapped. `held_out`: see `cut_rows`.
+    """The corpus that `prepare_corpus` made for the same request, memory-mapped. `held_out`: see `cut_rows`.
 
     Raises DataError if it was not prepared in `cache`, or is too small to cut one row.
     """
     folder = _cache_folder(cache)
     prepared = _read_side_file(folder / _pointer_name(request))
-    if prepared is None or not _is_whole(folder, prepared):
+    if prepared is None or not _is_complete(folder, prepared):
         raise DataError(
             "The corpus has not been prepared on this host.",
             where=str(folder),
@@ -196,7 +197,7 @@ def _cache_folder(cache: Path | None) -> Path:
 
 
 def _pointer_name(request: CorpusRequest) -> str:
-    return f"request-{digest(request)}.json"
+    return f"request-{content_digest(request)}.json"
 
 
 def _hash_content(request: CorpusRequest, tokenizer: Tokenizer) -> tuple[str, int, int]:
@@ -236,16 +237,16 @@ def _write_aside(path: Path, content: bytes) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _read_side_file(path: Path) -> Prepared | None:
+def _read_side_file(path: Path) -> PreparedCorpus | None:
     """What the side file says; None if it is absent, broken, or of another version (it is then made again)."""
     try:
-        prepared = from_data(Prepared, json.loads(path.read_text(encoding="utf-8")), str(path))
+        prepared = from_data(PreparedCorpus, json.loads(path.read_text(encoding="utf-8")), str(path))
     except (OSError, ValueError, FormatError):
         return None
     return prepared if prepared.format == _FORMAT and Path(prepared.file).name == prepared.file else None
 
 
-def _is_whole(folder: Path, prepared: Prepared) -> bool:
+def _is_complete(folder: Path, prepared: PreparedCorpus) -> bool:
     try:
         return (folder / prepared.file).stat().st_size == prepared.tokens * np.dtype(prepared.dtype).itemsize
     except OSError:

@@ -51,9 +51,9 @@ def feed_arrays(
     corpus: RowReader, plan: StepPlan, stage: int, microbatch: int, replica: int, slice_: int = 0
 ) -> FeedArrays:
     """The arrays for F of (stage, microbatch, slice_) on one replica of the stage's group; B may be 0."""
-    start, stop = plan.run(stage, microbatch, replica)
-    first, last = plan.slices[slice_]
-    block = np.full((stop - start, plan.shape.sequence + 1), IGNORE, dtype=np.int64)
+    start, stop = plan.batch_run(stage, microbatch, replica)
+    first, last = plan.slice_runs[slice_]
+    block = np.full((stop - start, plan.shape.sequence_length + 1), IGNORE, dtype=np.int64)
     for place, row in enumerate(plan.rows[start:stop]):
         if row >= 0:
             block[place] = corpus.row(int(row))

@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def permute(indices: NDArray[np.int64], count: int, key: int) -> NDArray[np.int64]:
+def permute_indices(indices: NDArray[np.int64], count: int, key: int) -> NDArray[np.int64]:
     """Where the permutation of range(count) under `key` sends each index; the same shape, int64.
 
     Time and memory follow the number of indices, not `count`. `key` is any 64-bit integer (see `make_key`).
@@ -26,10 +26,10 @@ def permute(indices: NDArray[np.int64], count: int, key: int) -> NDArray[np.int6
     assert values.size == 0 or (values.min() >= 0 and values.max() < count), "an index outside range(count)"
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = [make_key(key, round_) for round_ in range(_ROUNDS)]
-    result = _feistel(values.astype(np.uint64), half_bits, keys)
+    result = _feistel_rounds(values.astype(np.uint64), half_bits, keys)
     outside = result >= np.uint64(count)
     while outside.any():
-        result[outside] = _feistel(result[outside], half_bits, keys)
+        result[outside] = _feistel_rounds(result[outside], half_bits, keys)
         outside = result >= np.uint64(count)
     return result.astype(np.int64)
 
@@ -38,17 +38,17 @@ def make_key(*parts: int) -> int:
     """A 64-bit key from integers, order and number of them included."""
     state = len(parts)
     for part in parts:
-        state = _mix((state + _GOLDEN + (part & _MASK)) & _MASK)
+        state = _mix_bits((state + _GOLDEN + (part & _MASK)) & _MASK)
     return state
 
 
-def _mix(value: int) -> int:
+def _mix_bits(value: int) -> int:
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
     return value ^ (value >> 31)
 
 
-def _feistel(values: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDArray[np.uint64]:
+def _feistel_rounds(values: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDArray[np.uint64]:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.permutation import make_key, permute
+from pipefit.data.permutation import make_key, permute_indices
 from pipefit.errors import DataError
 
 NO_ROW = -1
@@ -25,7 +25,7 @@ _ORDER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowSplit:
     """The rows of a corpus as numbers. A row's number is its place in the corpus."""
 
     count: int
@@ -38,7 +38,7 @@ class Rows:
     "Rows kept for evaluation, spread over the corpus by a fixed shuffle."
 
     @property
-    def training(self) -> int:
+    def training_count(self) -> int:
         """How many rows an epoch has."""
         return self.count - self.held_out
 
@@ -47,39 +47,40 @@ class Rows:
 
         Epoch `place // training` visits every training row once, in an order that is a function of (seed, epoch).
         """
-        epochs, offsets = np.divmod(np.asarray(places, dtype=np.int64), self.training)
+        epochs, offsets = np.divmod(np.asarray(places, dtype=np.int64), self.training_count)
         shuffled = np.empty_like(offsets)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            shuffled[here] = permute(offsets[here], self.training, make_key(seed, int(epoch), _ORDER))
-        return permute(shuffled, self.count, _SPLIT_KEY)
+            shuffled[here] = permute_indices(offsets[here], self.training_count, make_key(seed, int(epoch), _ORDER))
+        return permute_indices(shuffled, self.count, _SPLIT_KEY)
 
     def held_out_rows(self, start: int, stop: int) -> NDArray[np.int64]:
         """Rows start to stop of the held-out ones, in a fixed order; NO_ROW beyond their end."""
         places = np.arange(start, stop, dtype=np.int64)
         rows = np.full(places.shape, NO_ROW, dtype=np.int64)
         inside = places < self.held_out
-        rows[inside] = permute(places[inside] + self.training, self.count, _SPLIT_KEY)
+        rows[inside] = permute_indices(places[inside] + self.training_count, self.count, _SPLIT_KEY)
         return rows
 
-    def labels(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_labels(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of valid labels of each row; 0 for NO_ROW."""
         counts = np.where(rows == self.count - 1, self.last_labels, self.sequence)
         return np.where(rows == NO_ROW, 0, counts).astype(np.int64)
 
     def require_batch(self, batch: int, where: str = "corpus") -> None:
         """Raises DataError if the training rows do not fill one batch."""
-        if self.training < batch:
+        if self.training_count < batch:
             raise DataError(
                 "The corpus is too small for one batch.",
                 where=where,
-                seen=f"{self.training} training rows of {self.sequence} tokens ({self.held_out} rows are held out)",
+                seen=f"{self.training_count} training rows of {self.sequence} tokens ({self.held_out} rows are "
+                "held out)",
                 allowed=f"at least {batch} rows, the sequences of one step",
                 next_step="give more text, a smaller batch, a shorter sequence, or hold out fewer rows",
             )
 
 
-def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus") -> Rows:
+def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus") -> RowSplit:
     """The rows of a corpus of `tokens` tokens. `held_out`: a fraction below 1, or a count of rows from 1 up.
 
     A fraction above 0 holds out at least one row where there are two. Raises DataError if not one label is left to
@@ -107,7 +108,7 @@ def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus")
             seen=f"{kept} of {count} rows",
             next_step="hold out fewer rows, or give more text",
         )
-    return Rows(count=count, sequence=sequence, last_labels=last_labels, held_out=kept)
+    return RowSplit(count=count, sequence=sequence, last_labels=last_labels, held_out=kept)
 
 
 def check_held_out(held_out: float, where: str) -> None:

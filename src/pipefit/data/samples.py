@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.rows import Rows, check_held_out
+from pipefit.data.rows import RowSplit, check_held_out
 from pipefit.errors import DataError
-from pipefit.model.graph import Tensor
-from pipefit.model.user import drawing_from
+from pipefit.model.graph import TensorSpec
+from pipefit.model.user import seeded_generators
 
 HELD_OUT = -1
 """In the place of a step: what an item draws in an evaluation is the same every time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class InputField:
     """What one input is for one row."""
 
     shape: tuple[int, ...]
@@ -33,45 +33,49 @@ class Field:
     "`float` for any floating type, else `int64`, `int32` or `bool`."
 
     @property
-    def numpy(self) -> Any:
+    def numpy_dtype(self) -> Any:
         return np.float32 if self.dtype == "float" else np.dtype(self.dtype)
 
 
-def field_of(tensor: Tensor) -> Field:
+def field_of(tensor: TensorSpec) -> InputField:
     """The field of a graph's input, rows in front."""
     dtype = "float" if tensor.dtype in ("compute", "float32") else tensor.dtype
-    return Field(tuple(int(size) for size in tensor.shape[1:]), dtype)
+    return InputField(tuple(int(size) for size in tensor.shape[1:]), dtype)
 
 
-class Samples:
+class UserSamples:
     """The rows of a data set. `fields` are the model's inputs in their order, by the user's names."""
 
-    def __init__(self, dataset: Any, fields: Mapping[str, Field], *, where: str, batch: int, held_out: float) -> None:
+    def __init__(
+        self, dataset: Any, fields: Mapping[str, InputField], *, where: str, batch: int, held_out: float
+    ) -> None:
         """Raises DataError if it is no data set, has too few rows, or gives items that do not fit."""
-        self._dataset, self.fields, self._where = _made(dataset, where), dict(fields), where
-        self.rows = _rows(len(self._dataset), batch, held_out, where)
-        self.digest = self._digest()
+        self._dataset, self.fields, self._where = _make_dataset(dataset, where), dict(fields), where
+        self.rows = _split_rows(len(self._dataset), batch, held_out, where)
+        self.digest = self._compute_digest()
 
-    def take(self, rows: NDArray[np.int64], names: Collection[str], seed: int, step: int) -> dict[str, NDArray[Any]]:
+    def take_rows(
+        self, rows: NDArray[np.int64], names: Collection[str], seed: int, step: int
+    ) -> dict[str, NDArray[Any]]:
         """The inputs of these names for these rows, rows in front. Raises DataError for an item that does not fit."""
-        items = [self._item(int(row), seed, step) for row in rows] if names else []
+        items = [self._checked_item(int(row), seed, step) for row in rows] if names else []
         return {
             name: np.stack([item[name] for item in items])
             if items
-            else np.zeros((0, *self.fields[name].shape), self.fields[name].numpy)
+            else np.zeros((0, *self.fields[name].shape), self.fields[name].numpy_dtype)
             for name in names
         }
 
-    def _item(self, row: int, seed: int, step: int) -> dict[str, NDArray[Any]]:
+    def _checked_item(self, row: int, seed: int, step: int) -> dict[str, NDArray[Any]]:
         """One row, checked."""
         try:
-            with drawing_from(seed, step, row):
+            with seeded_generators(seed, step, row):
                 item = self._dataset[row]
         except Exception as error:
-            raise _failed("The data set failed to give a row.", f"{self._where}[{row}]", error) from error
-        return {name: self._fitting(name, value, row) for name, value in self._by_name(item, row).items()}
+            raise _user_code_error("The data set failed to give a row.", f"{self._where}[{row}]", error) from error
+        return {name: self._fit_value(name, value, row) for name, value in self._values_by_name(item, row).items()}
 
-    def _by_name(self, item: Any, row: int) -> dict[str, Any]:
+    def _values_by_name(self, item: Any, row: int) -> dict[str, Any]:
         names = list(self.fields)
         if isinstance(item, Mapping):
             missing = [name for name in names if name not in item]
@@ -91,16 +95,16 @@ class Samples:
             allowed=f"a mapping with {', '.join(names)}, or a tuple of them in this order",
         )
 
-    def _fitting(self, name: str, value: Any, row: int) -> NDArray[Any]:
+    def _fit_value(self, name: str, value: Any, row: int) -> NDArray[Any]:
         field = self.fields[name]
         try:
-            array = _array(value)
+            array = _to_numpy(value)
         except (TypeError, ValueError) as error:  # lists of unequal length, types that numpy has not
             seen = f"a {type(value).__name__}: {str(error).splitlines()[0]}"
         else:
             able = array.dtype.kind in ("fiub" if field.dtype == "float" else "b" if field.dtype == "bool" else "iub")
             if array.shape == field.shape and able:
-                return array.astype(field.numpy, copy=False) if array.dtype != np.float64 else array
+                return array.astype(field.numpy_dtype, copy=False) if array.dtype != np.float64 else array
             seen = f"{array.dtype} {array.shape}"
         raise DataError(
             "An item of the data set does not fit the model's input.",
@@ -109,12 +113,12 @@ class Samples:
             allowed=f"{field.dtype} {field.shape}, as in the example (without the dimension of rows)",
         )
 
-    def _digest(self) -> str:
+    def _compute_digest(self) -> str:
         """Of the length and of some rows: equal data sets have equal ones. Rows are read twice, to see whether they are
         always the same."""
         state = hashlib.sha256(str(len(self._dataset)).encode())
         for row in sorted({0, self.rows.count // 2, self.rows.count - 1}):
-            one, two = (self._item(row, 0, HELD_OUT) for _ in range(2))
+            one, two = (self._checked_item(row, 0, HELD_OUT) for _ in range(2))
             for name, value in one.items():
                 if not np.array_equal(value, two[name], equal_nan=value.dtype.kind == "f"):
                     raise DataError(
@@ -128,7 +132,7 @@ class Samples:
         return state.hexdigest()[:24]
 
 
-def _array(value: Any) -> NDArray[Any]:
+def _to_numpy(value: Any) -> NDArray[Any]:
     """A value as numpy has it: tensors of any device, with or without gradients; bfloat16 becomes float32."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
@@ -136,13 +140,13 @@ def _array(value: Any) -> NDArray[Any]:
     return np.asarray(value)
 
 
-def _made(dataset: Any, where: str) -> Any:
+def _make_dataset(dataset: Any, where: str) -> Any:
     """The data set itself, where a function or a class makes it."""
     if isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__")):
         try:
             dataset = dataset()
         except Exception as error:
-            raise _failed("The data set could not be made.", where, error) from error
+            raise _user_code_error("The data set could not be made.", where, error) from error
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return dataset
     raise DataError(
@@ -154,13 +158,13 @@ def _made(dataset: Any, where: str) -> Any:
     )
 
 
-def _failed(what: str, where: str, error: Exception) -> DataError:
+def _user_code_error(what: str, where: str, error: Exception) -> DataError:
     """What the user's code raised."""
     text = str(error).strip().splitlines()
     return DataError(what, where=where, seen=f"{type(error).__name__}: {text[0] if text else ''}")
 
 
-def _rows(count: int, batch: int, held_out: float, where: str) -> Rows:
+def _split_rows(count: int, batch: int, held_out: float, where: str) -> RowSplit:
     """Which rows are for training. Rows of one evaluation fill whole batches; a fraction is rounded to them."""
     check_held_out(held_out, "--held-out")
     kept = int(held_out)
@@ -182,4 +186,4 @@ def _rows(count: int, batch: int, held_out: float, where: str) -> Rows:
             allowed=f"at least {batch} rows to train on, those of one step",
             next_step="plan a smaller batch, give more data, or hold out fewer rows",
         )
-    return Rows(count=count, sequence=1, last_labels=1, held_out=kept)
+    return RowSplit(count=count, sequence=1, last_labels=1, held_out=kept)

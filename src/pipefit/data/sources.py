@@ -25,7 +25,7 @@ _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", 
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class SourceDocument:
     """One piece of text and where it came from."""
 
     where: str
@@ -35,7 +35,7 @@ class Document:
 
 def read_documents(
     sources: Iterable[str], *, field: str = "text", limit_bytes: int | None = None
-) -> Iterator[Document]:
+) -> Iterator[SourceDocument]:
     """The documents of all sources in order, empty ones left out, cut off after `limit_bytes` bytes of text.
 
     `field` is the column of jsonl and parquet files that holds the text. Raises DataError for a source that is
@@ -47,32 +47,32 @@ def read_documents(
             if left is not None and len(document.text) >= left:
                 cut = document.text[:left].decode("utf-8", errors="ignore").encode()
                 if cut:
-                    yield Document(document.where, cut)
+                    yield SourceDocument(document.where, cut)
                 return
             if document.text:
                 yield document
                 left = left if left is None else left - len(document.text)
 
 
-def _read_source(source: str, field: str) -> Iterator[Document]:
+def _read_source(source: str, field: str) -> Iterator[SourceDocument]:
     if source == STDLIB:
         yield from _read_stdlib()
         return
-    for path in _paths(source):
+    for path in _list_paths(source):
         if path.suffix in (".jsonl", ".ndjson"):
             yield from _read_jsonl(path, field)
         elif path.suffix in (".parquet", ".pq"):
             yield from _read_parquet(path, field)
         else:
-            yield Document(str(path), _check_text(_read_bytes(path), str(path)))
+            yield SourceDocument(str(path), _check_text(_read_bytes(path), str(path)))
 
 
-def _paths(source: str) -> list[Path]:
+def _list_paths(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
-        return _walk(path, _SKIPPED_FOLDERS)
+        return _walk_folder(path, _SKIPPED_FOLDERS)
     matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
     if matches:
         return matches
@@ -84,7 +84,7 @@ def _paths(source: str) -> list[Path]:
     )
 
 
-def _walk(folder: Path, skipped: frozenset[str]) -> list[Path]:
+def _walk_folder(folder: Path, skipped: frozenset[str]) -> list[Path]:
     """The regular files below a folder, hidden ones left out, sorted by their relative path."""
     found = []
     for parent, folders, files in os.walk(folder):
@@ -93,13 +93,13 @@ def _walk(folder: Path, skipped: frozenset[str]) -> list[Path]:
     return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _read_stdlib() -> Iterator[Document]:
+def _read_stdlib() -> Iterator[SourceDocument]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    for path in _walk(folder, _SKIPPED_FOLDERS | _STDLIB_SKIPPED):
+    for path in _walk_folder(folder, _SKIPPED_FOLDERS | _STDLIB_SKIPPED):
         if path.suffix == ".py":
             text = _read_bytes(path)
-            if _fault(text) is None:
-                yield Document(f"{STDLIB}:{path.relative_to(folder).as_posix()}", text)
+            if _fault_offset(text) is None:
+                yield SourceDocument(f"{STDLIB}:{path.relative_to(folder).as_posix()}", text)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -109,10 +109,10 @@ def _read_bytes(path: Path) -> bytes:
         raise DataError("The file cannot be read.", where=str(path), seen=error) from None
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
+def _read_jsonl(path: Path, field: str) -> Iterator[SourceDocument]:
     for number, record in json_lines(path):
         where = f"{path}, line {number}"
-        yield Document(where, _check_text(_field(record, field, where), where))
+        yield SourceDocument(where, _check_text(_record_text(record, field, where), where))
 
 
 def json_lines(path: Path, allowed: str = "one JSON object a line") -> Iterator[tuple[int, Any]]:
@@ -134,7 +134,7 @@ def json_lines(path: Path, allowed: str = "one JSON object a line") -> Iterator[
         yield number, value
 
 
-def _field(record: Any, field: str, where: str) -> bytes:
+def _record_text(record: Any, field: str, where: str) -> bytes:
     if not isinstance(record, dict) or field not in record:
         raise DataError(
             f"There is no field {field!r}.",
@@ -147,10 +147,10 @@ def _field(record: Any, field: str, where: str) -> bytes:
     return str(record[field]).encode("utf-8", errors="surrogatepass")
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[Document]:
+def _read_parquet(path: Path, field: str) -> Iterator[SourceDocument]:
     for number, row in enumerate(column_values(path, (field,))):
         where = f"{path}, row {number}"
-        yield Document(where, _check_text(_field(row, field, where), where))
+        yield SourceDocument(where, _check_text(_record_text(row, field, where), where))
 
 
 def column_values(path: Path, columns: Sequence[str], optional: Collection[str] = ()) -> Iterator[dict[str, Any]]:
@@ -186,7 +186,7 @@ def column_values(path: Path, columns: Sequence[str], optional: Collection[str] 
 
 
 def _check_text(text: bytes, where: str) -> bytes:
-    offset = _fault(text)
+    offset = _fault_offset(text)
     if offset is not None:
         raise DataError(
             "This is not text.",
@@ -198,7 +198,7 @@ def _check_text(text: bytes, where: str) -> bytes:
     return text
 
 
-def _fault(text: bytes) -> int | None:
+def _fault_offset(text: bytes) -> int | None:
     """The offset of the first byte that keeps this from being text; None if it is text."""
     nul = text.find(b"\0")
     try:

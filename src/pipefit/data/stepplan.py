@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.rows import Rows
+from pipefit.data.rows import RowSplit
 from pipefit.errors import PlanError
-from pipefit.layout import Run, split
+from pipefit.layout import Run, split_by_shares
 from pipefit.plan.assemble.image_split import image_runs
-from pipefit.plan.types import Arranging, Divide, Plan
+from pipefit.plan.types import Divide, Plan, SampleArrangement
 from pipefit.schedule.actions import Schedule
 
 
@@ -41,16 +41,16 @@ class BatchShape:
     "Of every stage, its turn and how many take turns; (): all take all."
     apart: bool = False
     "Whether attention keeps the documents of a row apart."
-    arranging: Arranging | None = None
+    arranging: SampleArrangement | None = None
     "How samples that differ are given to replicas and microbatches; None: they stand as they come."
     schedule: Schedule | None = field(default=None, compare=False)
     "The order of actions that microbatches are ordered for, where they are; None: 1F1B, a lane for every stage."
 
     @property
-    def sequence(self) -> int:
+    def sequence_length(self) -> int:
         return self.slices[-1][1]
 
-    def run(self, stage: int, microbatch: int, replica: int) -> Run:
+    def batch_run(self, stage: int, microbatch: int, replica: int) -> Run:
         """The positions within the step's batch that one replica of a stage works on in its `microbatch`.
 
         Row r belongs to microbatch r // rows_per_microbatch, whose rows the replicas of the stage split by their
@@ -60,7 +60,7 @@ class BatchShape:
         rows = self.batch // self.microbatches * self.multiples[stage]
         if self.divides_images(stage):
             return microbatch * rows, (microbatch + 1) * rows
-        start, stop = split(rows, self.shares[stage])[replica]
+        start, stop = split_by_shares(rows, self.shares[stage])[replica]
         return microbatch * rows + start, microbatch * rows + stop
 
     def divides_images(self, stage: int) -> bool:
@@ -71,7 +71,7 @@ class BatchShape:
         """How many microbatches the stage counts in a step."""
         return self.microbatches // self.multiples[stage]
 
-    def units(self, stage: int) -> range:
+    def own_units(self, stage: int) -> range:
         """Those of them that are the stage's own."""
         turn, turns = self.turns[stage] if self.turns else (0, 1)
         return range(turn, self.stage_microbatches(stage), turns)
@@ -93,20 +93,20 @@ class StepPlan:
     images: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     "Space -> tokens of every image at every position of the batch; empty unless a stage divides images."
 
-    def run(self, stage: int, microbatch: int, replica: int) -> Run:
+    def batch_run(self, stage: int, microbatch: int, replica: int) -> Run:
         """See BatchShape.run."""
-        return self.shape.run(stage, microbatch, replica)
+        return self.shape.batch_run(stage, microbatch, replica)
 
     def image_run(self, stage: int, space: str, microbatch: int, replica: int) -> Run | None:
-        """Which of the images of the rows of `run` are the replica's; None: all of them."""
+        """Which of the images of the rows of `batch_run` are the replica's; None: all of them."""
         if not self.shape.divides_images(stage):
             return None
-        start, stop = self.run(stage, microbatch, replica)
+        start, stop = self.batch_run(stage, microbatch, replica)
         tokens = [*itertools.chain.from_iterable(self.images[space][start:stop])]
         return image_runs(tokens, self.shape.shares[stage])[replica]
 
     @property
-    def slices(self) -> tuple[Run, ...]:
+    def slice_runs(self) -> tuple[Run, ...]:
         return self.shape.slices
 
 
@@ -135,45 +135,47 @@ def batch_shape(plan: Plan) -> BatchShape:
             seen=f"{list(plan.order.slices)} for {job.sequence} tokens",
         )
     stops = list(itertools.accumulate(plan.order.slices))
-    groups = [plan.groups[stage.group].group() for stage in plan.stages]
+    groups = [plan.groups[stage.group].to_mesh() for stage in plan.stages]
     return BatchShape(
         batch=job.batch,
         seed=job.seed,
         microbatches=microbatches,
         slices=tuple(zip([0, *stops[:-1]], stops, strict=True)),
-        shares=tuple(group.axis("replica").shares for group in groups),
+        shares=tuple(group.find_axis("replica").shares for group in groups),
         multiples=multiples,
         divides=tuple(stage.divide for stage in plan.stages),
         turns=tuple((stage.turn, stage.turns) for stage in plan.stages),
         apart=job.documents == "apart",
         arranging=plan.arranging,
-        schedule=plan.schedule() if plan.arranging is not None and plan.arranging.order else None,
+        schedule=plan.to_schedule() if plan.arranging is not None and plan.arranging.order else None,
     )
 
 
-def step_plan(plan: Plan | BatchShape, rows: Rows, step: int) -> StepPlan:
+def step_plan(plan: Plan | BatchShape, rows: RowSplit, step: int) -> StepPlan:
     """The step plan of training step `step` (from 0). Raises DataError if the corpus does not fill one batch."""
     shape = plan if isinstance(plan, BatchShape) else batch_shape(plan)
     rows.require_batch(shape.batch)
     places = np.arange(step * shape.batch, (step + 1) * shape.batch, dtype=np.int64)
-    return _of_rows(shape, rows, step, rows.training_rows(places, shape.seed))
+    return _plan_rows(shape, rows, step, rows.training_rows(places, shape.seed))
 
 
-def evaluation_plan(plan: Plan | BatchShape, rows: Rows, index: int) -> StepPlan:
+def evaluation_plan(plan: Plan | BatchShape, rows: RowSplit, index: int) -> StepPlan:
     """Batch `index` of an evaluation over the held-out rows, each of which comes once; the last batch may have gaps.
 
     `StepPlan.step` is `index`. There are `evaluation_batches` of them.
     """
     shape = plan if isinstance(plan, BatchShape) else batch_shape(plan)
-    return _of_rows(shape, rows, index, rows.held_out_rows(index * shape.batch, (index + 1) * shape.batch))
+    return _plan_rows(shape, rows, index, rows.held_out_rows(index * shape.batch, (index + 1) * shape.batch))
 
 
-def evaluation_batches(plan: Plan | BatchShape, rows: Rows) -> int:
+def evaluation_batches(plan: Plan | BatchShape, rows: RowSplit) -> int:
     """How many batches hold all held-out rows; 0 where nothing is held out."""
     batch = plan.batch if isinstance(plan, BatchShape) else plan.job.batch
     return -(-rows.held_out // batch)
 
 
-def _of_rows(shape: BatchShape, rows: Rows, step: int, chosen: NDArray[np.int64]) -> StepPlan:
-    assert rows.sequence == shape.sequence, f"rows of {rows.sequence} tokens for a plan of {shape.sequence}"
-    return StepPlan(step=step, rows=chosen, divisor=max(1, int(rows.labels(chosen).sum())), shape=shape)
+def _plan_rows(shape: BatchShape, rows: RowSplit, step: int, chosen: NDArray[np.int64]) -> StepPlan:
+    assert rows.sequence == shape.sequence_length, (
+        f"rows of {rows.sequence} tokens for a plan of {shape.sequence_length}"
+    )
+    return StepPlan(step=step, rows=chosen, divisor=max(1, int(rows.count_labels(chosen).sum())), shape=shape)

@@ -75,11 +75,11 @@ class FileTokenizer:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise _unreadable_error(path, error) from None
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception
-            raise _unreadable(path, error) from None
+            raise _unreadable_error(path, error) from None
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values(), default=-1) + 1
         self.digest = hashlib.sha256(content).hexdigest()[:16]
@@ -111,7 +111,7 @@ def load_tokenizer(name: str, vocabulary: int | None = None) -> Tokenizer:
     return tokenizer
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def _unreadable_error(path: Path, error: Exception) -> DataError:
     return DataError(
         "The tokenizer cannot be read.",
         where=str(path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from pipefit.lab.pace import device
+from pipefit.lab.pace import emulated_device
 from pipefit.lab.tables import LayerFacts
 
 SECONDS = 0.05
@@ -17,19 +17,19 @@ WORK_S = 1e-3
 
 def main(actions: int) -> None:
     """Do so many actions and leave the counts behind, as every paced process does."""
-    emulated = device()
+    emulated = emulated_device()
     assert emulated is not None, "started outside a lab, or on a kind of device without a table"
-    rate = emulated.rates()[0]
+    rate = emulated.operator_rates()[0]
     work = LayerFacts(dense_flops=SECONDS * rate, attention_flops=0.0, traffic_bytes=0.0, tokens=8192, context=1)
     seconds = emulated.table.layer_time_s("F", {"F": work})
     emulated.begin_step()
     for _ in range(actions):
-        began = emulated.begin()
+        began = emulated.begin_action()
         busy_until = time.thread_time() + WORK_S
         while time.thread_time() < busy_until:
             pass
-        taken_s = seconds * emulated.draw()
-        emulated.finish(began + taken_s, taken_s, 0.0, warm=False)
+        taken_s = seconds * emulated.draw_factor()
+        emulated.finish_action(began + taken_s, taken_s, 0.0, warm=False)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from typing import Any
 
 from pipefit.errors import LabError
 from pipefit.lab import network
-from pipefit.lab.lifecycle import Lab, available_bytes, scratch
-from pipefit.lab.pace import judge, read_counts
+from pipefit.lab.lifecycle import Lab, available_bytes, scratch_folder
+from pipefit.lab.pace import judge_counts, read_counts
 from pipefit.lab.spec import require_memory
 
 PORT = 29500
@@ -36,7 +36,7 @@ PRELOAD = ("numpy", "torch", "torch.distributed")
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class LabRank:
     """One process of a run."""
 
     rank: int
@@ -48,7 +48,7 @@ class Rank:
     "For people: host and place."
 
 
-def ranks_of(lab: Lab, devices: Sequence[int] = ()) -> list[Rank]:
+def ranks_of(lab: Lab, devices: Sequence[int] = ()) -> list[LabRank]:
     """A rank for every device (or for these), in order. LabError for a device that the cluster does not have."""
     places = [(h, host.name, local) for h, host in enumerate(lab.file.cluster.hosts) for local in range(host.devices)]
     wanted = sorted(set(devices)) or list(range(len(places)))
@@ -60,12 +60,12 @@ def ranks_of(lab: Lab, devices: Sequence[int] = ()) -> list[Rank]:
             allowed=f"0 to {len(places) - 1}",
         )
     return [
-        Rank(rank, device, places[device][0], places[device][2], f"{places[device][1]}.{places[device][2]}")
+        LabRank(rank, device, places[device][0], places[device][2], f"{places[device][1]}.{places[device][2]}")
         for rank, device in enumerate(wanted)
     ]
 
 
-def environment(lab: Lab, ranks: Sequence[Rank], rank: Rank, counts: Path | None = None) -> dict[str, str]:
+def rank_environment(lab: Lab, ranks: Sequence[LabRank], rank: LabRank, counts: Path | None = None) -> dict[str, str]:
     """What torchrun would set, and what the lab adds: names of host and device, gloo's interface, the lab file."""
     hosts = list(dict.fromkeys(other.host for other in ranks))
     beside = [other.rank for other in ranks if other.host == rank.host]
@@ -79,9 +79,9 @@ def environment(lab: Lab, ranks: Sequence[Rank], rank: Rank, counts: Path | None
         "GROUP_RANK": group,
         "NODE_RANK": group,
         "GROUP_WORLD_SIZE": str(len(hosts)),
-        "MASTER_ADDR": network.address(first.host, first.local),
+        "MASTER_ADDR": network.device_address(first.host, first.local),
         "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": network.interface(rank.local),
+        "GLOO_SOCKET_IFNAME": network.device_interface(rank.local),
         "PIPEFIT_HOST": host.name,
         "PIPEFIT_DEVICE_KIND": host.kind,
         "PIPEFIT_LAB": str(lab.path),
@@ -90,7 +90,7 @@ def environment(lab: Lab, ranks: Sequence[Rank], rank: Rank, counts: Path | None
     return result | ({"PIPEFIT_LAB_COUNTS": str(counts)} if counts is not None else {})
 
 
-def run(
+def run_command(
     lab: Lab,
     command: Sequence[str],
     *,
@@ -118,24 +118,24 @@ def run(
         "first": bool(lab.file.devices),
         "ranks": [
             {
-                "namespace": lab.namespace(rank.host),
-                "environment": environment(lab, ranks, rank, counts),
+                "namespace": lab.namespace_of(rank.host),
+                "environment": rank_environment(lab, ranks, rank, counts),
                 "output": pipe[1],
                 "command": list(command),
             }
             for rank, pipe in zip(ranks, pipes, strict=True)
         ],
     }
-    herd = _Herd(ranks, [pipe[0] for pipe in pipes], say, grace_s)
+    herd = _RankGroup(ranks, [pipe[0] for pipe in pipes], say, grace_s)
     try:
-        herd.start(orders, [pipe[1] for pipe in pipes])
-        return herd.wait()
+        herd.start_all(orders, [pipe[1] for pipe in pipes])
+        return herd.wait_all()
     finally:
-        herd.end()
+        herd.end_all()
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedRun:
     """How a run ended."""
 
     code: int
@@ -146,20 +146,20 @@ class Judged:
     "In words; '' where nothing was paced."
 
 
-def run_judged(lab: Lab, command: Sequence[str], **options: Any) -> Judged:
-    """`run`, and whether all ranks kept to their pace: a run that did not has shown nothing."""
-    with scratch(lab) as folder:
-        code = run(lab, command, counts=folder, **options)
+def run_judged(lab: Lab, command: Sequence[str], **options: Any) -> JudgedRun:
+    """`run_command`, and whether all ranks kept to their pace: a run that did not has shown nothing."""
+    with scratch_folder(lab) as folder:
+        code = run_command(lab, command, counts=folder, **options)
         counts = list(read_counts(folder).values())
-    valid, words = judge(counts) if counts else (True, "")
-    return Judged(code or (0 if valid else 2), valid, words)
+    valid, words = judge_counts(counts) if counts else (True, "")
+    return JudgedRun(code or (0 if valid else 2), valid, words)
 
 
-class _Herd:
+class _RankGroup:
     """The ranks while they run."""
 
     def __init__(
-        self, ranks: Sequence[Rank], outputs: Sequence[int], say: Callable[[str], None], grace_s: float
+        self, ranks: Sequence[LabRank], outputs: Sequence[int], say: Callable[[str], None], grace_s: float
     ) -> None:
         self.ranks, self.say, self.grace_s = ranks, say, grace_s
         self.pids: dict[int, int] = {}
@@ -172,7 +172,7 @@ class _Herd:
         for rank, output in zip(ranks, outputs, strict=True):
             self._selector.register(output, selectors.EVENT_READ, rank)
 
-    def start(self, orders: Mapping[str, Any], inherited: Sequence[int]) -> None:
+    def start_all(self, orders: Mapping[str, Any], inherited: Sequence[int]) -> None:
         words = {
             "OMP_NUM_THREADS": "1",
             "NUMBA_NUM_THREADS": "1",
@@ -196,27 +196,27 @@ class _Herd:
         self._nursery.stdin.close()
         self._selector.register(self._nursery.stdout.fileno(), selectors.EVENT_READ, None)
 
-    def wait(self) -> int:
+    def wait_all(self) -> int:
         """Until all have ended, and all that they said is out. A failure starts the clock for the others."""
         deadline, steps = float("inf"), [signal.SIGTERM, signal.SIGKILL]
         drained = float("inf")
         while self._selector.get_map() and time.monotonic() < drained:
             for key, _ in self._selector.select(timeout=min(1.0, max(0.0, deadline - time.monotonic()))):
-                self._read(key.fd, key.data)
+                self._read_output(key.fd, key.data)
             if len(self.codes) == len(self.ranks) and drained == float("inf"):
                 drained = time.monotonic() + DRAIN_S
             if self.failed is not None and deadline == float("inf"):
                 deadline = time.monotonic() + self.grace_s
             if time.monotonic() > deadline and steps:
-                self._signal(steps.pop(0))
+                self._signal_ranks(steps.pop(0))
                 deadline = time.monotonic() + self.grace_s
         if len(self.codes) < len(self.ranks) and self.failed is None:
             return 1  # the nursery died, and all with it
         return self.failed or 0
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """Nobody is left: ranks, what they started in their sessions, and the nursery."""
-        self._signal(signal.SIGKILL)
+        self._signal_ranks(signal.SIGKILL)
         if self._nursery is not None:
             self._nursery.kill()
             self._nursery.wait()
@@ -227,13 +227,13 @@ class _Herd:
                 os.close(key.fd)
         self._selector.close()
 
-    def _signal(self, number: int) -> None:
+    def _signal_ranks(self, number: int) -> None:
         for rank, pid in self.pids.items():
             if rank not in self.codes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number)
 
-    def _read(self, handle: int, rank: Rank | None) -> None:
+    def _read_output(self, handle: int, rank: LabRank | None) -> None:
         data = os.read(handle, 65536)
         *lines, rest = (self._texts.pop(handle, b"") + data).split(b"\n")
         if not data:
@@ -248,9 +248,9 @@ class _Herd:
             if rank is not None:
                 self.say(f"[{rank.name}] {text}")
             else:
-                self._report(text)
+                self._read_report(text)
 
-    def _report(self, text: str) -> None:
+    def _read_report(self, text: str) -> None:
         what, rank, value = text.split()
         if what == "start":
             self.pids[int(rank)] = int(value)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.cost.compute.shard_exchanges import exchanges_of
+from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.lab.tables import DeviceTable, LayerFacts
-from pipefit.model.analysis.saved import effective_recompute, kept
+from pipefit.model.analysis.saved import effective_recompute, kept_values
 from pipefit.model.analysis.totals import graph_flops, graph_traffic_bytes, operator_flops
 from pipefit.model.ops.packed_attention import SQUARES
 
@@ -29,8 +29,8 @@ def stage_layer_s(
 
 def exchange_count(graph: Any, kind: str, sizes: Mapping[str, int], recompute: Any = "none") -> int:
     """How many collectives over the shard axis a layer does in an action."""
-    each = [exchanges_of(graph, operator, sizes, "float32") for operator in graph.operators]
-    again = sum(len(each[index].forward) for index in kept(graph, recompute, 4).again)
+    each = [operator_exchanges(graph, operator, sizes, "float32") for operator in graph.operators]
+    again = sum(len(each[index].forward) for index in kept_values(graph, recompute, 4).again)
     counts = {
         "F": sum(len(one.forward) for one in each),
         "I": sum(len(one.input_gradient) for one in each) + again,

@@ -1,8 +1,9 @@
 """A lab's life: up, in use, down; and what is left of one whose process was killed.
 
 All that a lab makes in the kernel are namespaces called `pflab-ID-...`, where ID is that of the lab file's path; links,
-bridges and shaping live inside them and go with them. So `down` needs no memory: it kills whoever runs in namespaces
-of that name and deletes them. A lock, which the kernel gives back when its owner dies, says whether a lab is in use.
+bridges and shaping live inside them and go with them. So `take_down` needs no memory: it kills whoever runs in
+namespaces of that name and deletes them. A lock, which the kernel gives back when its owner dies, says whether a lab
+is in use.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from types import FrameType
 from typing import IO, Any
 
 from pipefit.cluster.topology import device_count
-from pipefit.codec import digest
+from pipefit.codec import content_digest
 from pipefit.errors import LabError
 from pipefit.lab import netns, network
-from pipefit.lab.spec import LabFile, load, require_memory
+from pipefit.lab.spec import LabFile, load_lab, require_memory
 from pipefit.units import format_bandwidth
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopped(BaseException):
+class StopSignal(BaseException):
     """A signal asked this process to end; whoever holds a lab takes it down on the way out."""
 
     def __init__(self, number: int) -> None:
@@ -47,9 +48,9 @@ class Lab:
     file: LabFile
 
     @classmethod
-    def open(cls, path: str | Path) -> Lab:
-        """The lab that a file describes. Raises what `spec.load` raises."""
-        return cls(Path(path).resolve(), load(path))
+    def open_lab(cls, path: str | Path) -> Lab:
+        """The lab that a file describes. Raises what `spec.load_lab` raises."""
+        return cls(Path(path).resolve(), load_lab(path))
 
     @property
     def id(self) -> str:
@@ -57,18 +58,18 @@ class Lab:
         return lab_id(self.path)
 
     @property
-    def prefix(self) -> str:
+    def name_prefix(self) -> str:
         """How the names of its namespaces begin."""
         return f"{netns.PREFIX}{self.id}-"
 
     @property
-    def hub(self) -> str:
+    def hub_namespace(self) -> str:
         """The namespace of the bridges."""
-        return self.prefix + network.HUB
+        return self.name_prefix + network.HUB
 
-    def namespace(self, host: int) -> str:
+    def namespace_of(self, host: int) -> str:
         """The namespace of a host."""
-        return self.prefix + network.host_namespace(host)
+        return self.name_prefix + network.host_namespace(host)
 
 
 def lab_id(path: str | Path) -> str:
@@ -82,72 +83,72 @@ def state_folder() -> Path:
     return base / "pipefit-lab"
 
 
-def up(lab: Lab) -> None:
+def bring_up(lab: Lab) -> None:
     """Make the lab, after removing what is left of an earlier one. On any failure or signal nothing is left behind."""
-    netns.require()
+    netns.require_namespaces()
     require_memory(device_count(lab.file.cluster), available_bytes(), str(lab.path))
     remove_abandoned()
-    with _signals_stop(), _lock(lab.path):
-        remove(lab.path)
+    with _signals_stop(), _lock_lab(lab.path):
+        remove_lab(lab.path)
         try:
-            _make(lab)
-            _state(lab.id).write_text(json.dumps(_facts(lab)) + "\n", encoding="utf-8")
+            _make_lab(lab)
+            _state_path(lab.id).write_text(json.dumps(_lab_facts(lab)) + "\n", encoding="utf-8")
         except BaseException:
-            with _deaf():
-                remove(lab.path)
+            with _ignore_signals():
+                remove_lab(lab.path)
             raise
 
 
-def down(path: str | Path) -> list[str]:
+def take_down(path: str | Path) -> list[str]:
     """Take a lab down, whatever is left of it; the names of what was removed. The file need not exist any more.
 
     Raises LabError where a living process uses it.
     """
-    netns.require()
-    with _lock(path):
-        return remove(path)
+    netns.require_namespaces()
+    with _lock_lab(path):
+        return remove_lab(path)
 
 
 @contextlib.contextmanager
-def use(lab: Lab) -> Iterator[None]:
+def hold_lab(lab: Lab) -> Iterator[None]:
     """Hold the lab for a command: as it stands, or made for the occasion and taken down afterwards, come what may.
 
-    SIGINT, SIGTERM and SIGHUP raise `Stopped` inside.
+    SIGINT, SIGTERM and SIGHUP raise `StopSignal` inside.
     """
-    netns.require()
+    netns.require_namespaces()
     remove_abandoned()
-    with _signals_stop(), _lock(lab.path):
-        own = not stands(lab)
+    with _signals_stop(), _lock_lab(lab.path):
+        own = not is_standing(lab)
         try:
             if own:
-                remove(lab.path)
-                _make(lab)
+                remove_lab(lab.path)
+                _make_lab(lab)
             yield
         finally:
-            with _deaf():
+            with _ignore_signals():
                 if own:
-                    remove(lab.path)
+                    remove_lab(lab.path)
 
 
-def stands(lab: Lab) -> bool:
+def is_standing(lab: Lab) -> bool:
     """Whether the lab was brought up and is whole. LabError where what stands is another version of the file."""
-    there = netns.standing(lab.prefix)
+    there = netns.standing_namespaces(lab.name_prefix)
     state = _read_state(lab.id)
     if not there or state is None or sorted(there) != sorted(state["namespaces"]):
         return False
-    if state["digest"] != digest(lab.file):
+    if state["digest"] != content_digest(lab.file):
         raise LabError(
             "The lab that stands was made from another version of this file.",
             where=str(lab.path),
-            seen=f"{state['digest']} stands, the file is {digest(lab.file)}",
+            seen=f"{state['digest']} stands, the file is {content_digest(lab.file)}",
             next_step=f"pipefit lab up {lab.path}",
         )
     return True
 
 
-def remove(path: str | Path) -> list[str]:
+def remove_lab(path: str | Path) -> list[str]:
     """Kill and delete everything of the lab of this file. The caller holds its lock."""
-    return _remove(lab_id(path))
+    return _remove_parts(lab_id(path))
 
 
 def remove_abandoned() -> list[str]:
@@ -156,40 +157,40 @@ def remove_abandoned() -> list[str]:
     names = []
     for place in state_folder().glob("*.lock"):
         ident = place.stem
-        if _state(ident).exists():
+        if _state_path(ident).exists():
             continue
         with contextlib.suppress(OSError), place.open("r+") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = handle.read().strip()
             if owner.isdigit() and not Path("/proc", owner).exists():
-                names += _remove(ident)
+                names += _remove_parts(ident)
                 place.unlink()
     return names
 
 
-def _remove(ident: str) -> list[str]:
-    names = netns.standing(f"{netns.PREFIX}{ident}-")
-    netns.remove(names)
+def _remove_parts(ident: str) -> list[str]:
+    names = netns.standing_namespaces(f"{netns.PREFIX}{ident}-")
+    netns.remove_namespaces(names)
     with contextlib.suppress(FileNotFoundError):
-        _state(ident).unlink()
+        _state_path(ident).unlink()
     for folder in state_folder().glob(f"{ident}-*"):
         shutil.rmtree(folder, ignore_errors=True)
     return names
 
 
 @contextlib.contextmanager
-def scratch(lab: Lab) -> Iterator[Path]:
+def scratch_folder(lab: Lab) -> Iterator[Path]:
     """A folder for as long as it is needed; of a killed process it goes with the lab."""
     state_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{lab.id}-", dir=state_folder()) as folder:
         yield Path(folder)
 
 
-def describe(lab: Lab) -> list[str]:
+def describe_lab(lab: Lab) -> list[str]:
     """What stands, in lines for people."""
     rates, cluster = network.rates_of(lab.file), lab.file.cluster
     lines = [
-        f"lab {cluster.name} ({lab.prefix}*): {len(cluster.hosts)} hosts, "
+        f"lab {cluster.name} ({lab.name_prefix}*): {len(cluster.hosts)} hosts, "
         f"packets of {network.packet_bytes(lab.file)} bytes"
     ]
     for h, host in enumerate(cluster.hosts):
@@ -197,7 +198,8 @@ def describe(lab: Lab) -> list[str]:
         to = f"to others {format_bandwidth(min(ways))} to {format_bandwidth(max(ways))}, " if ways else ""
         paced = "paced" if host.kind in lab.file.devices else "not paced"
         lines.append(
-            f"  {host.name}: {lab.namespace(h)}, {network.address(h)}, {host.devices} x {host.kind} ({paced}), {to}"
+            f"  {host.name}: {lab.namespace_of(h)}, {network.device_address(h)}, {host.devices} x {host.kind} "
+            f"({paced}), {to}"
             f"port {format_bandwidth(rates.send[h])} out, {format_bandwidth(rates.receive[h])} in"
         )
     for rack, way_up, way_down in zip(lab.file.uplinks, rates.up, rates.down, strict=True):
@@ -205,7 +207,7 @@ def describe(lab: Lab) -> list[str]:
             f"  rack {rack.name} ({', '.join(rack.hosts)}): {format_bandwidth(way_up)} up, "
             f"{format_bandwidth(way_down)} down"
         )
-    lines += [f"  not made: {note}" for note in network.not_made(cluster, rates)]
+    lines += [f"  not made: {note}" for note in network.unmade_facts(cluster, rates)]
     return lines
 
 
@@ -220,37 +222,41 @@ def available_bytes() -> int:
     return 1 << 62
 
 
-def _make(lab: Lab) -> None:
+def _make_lab(lab: Lab) -> None:
     hosts = range(len(lab.file.cluster.hosts))
-    netns.add([lab.hub, *(lab.namespace(h) for h in hosts)])
-    netns.settings(lab.hub, network.QUIET)
-    netns.batch(["ip", "-n", lab.hub], network.hub_lines(lab.file, lab.prefix))
+    netns.add_namespaces([lab.hub_namespace, *(lab.namespace_of(h) for h in hosts)])
+    netns.apply_settings(lab.hub_namespace, network.QUIET)
+    netns.run_batch(["ip", "-n", lab.hub_namespace], network.hub_lines(lab.file, lab.name_prefix))
     for h in hosts:
-        name = lab.namespace(h)
-        netns.settings(name, network.host_settings(lab.file, h))
-        netns.batch(["ip", "-n", name], network.host_lines(lab.file, h))
-        netns.batch(["tc", "-n", name], network.host_shaping(lab.file, h))
-    netns.batch(["tc", "-n", lab.hub], network.hub_shaping(lab.file))
+        name = lab.namespace_of(h)
+        netns.apply_settings(name, network.host_settings(lab.file, h))
+        netns.run_batch(["ip", "-n", name], network.host_lines(lab.file, h))
+        netns.run_batch(["tc", "-n", name], network.host_shaping(lab.file, h))
+    netns.run_batch(["tc", "-n", lab.hub_namespace], network.hub_shaping(lab.file))
 
 
-def _facts(lab: Lab) -> dict[str, Any]:
-    return {"file": str(lab.path), "digest": digest(lab.file), "namespaces": netns.standing(lab.prefix)}
+def _lab_facts(lab: Lab) -> dict[str, Any]:
+    return {
+        "file": str(lab.path),
+        "digest": content_digest(lab.file),
+        "namespaces": netns.standing_namespaces(lab.name_prefix),
+    }
 
 
-def _state(ident: str) -> Path:
+def _state_path(ident: str) -> Path:
     return state_folder() / f"{ident}.json"
 
 
 def _read_state(ident: str) -> dict[str, Any] | None:
     try:
-        data = json.loads(_state(ident).read_text(encoding="utf-8"))
+        data = json.loads(_state_path(ident).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and {"digest", "namespaces"} <= data.keys() else None
 
 
 @contextlib.contextmanager
-def _lock(path: str | Path) -> Iterator[None]:
+def _lock_lab(path: str | Path) -> Iterator[None]:
     """Only one process uses a lab. The lock's file goes when its owner lets go of it."""
     folder = state_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -272,7 +278,7 @@ def _open_locked(place: Path, path: str | Path) -> IO[str]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            seen = f"process {_owner(handle)} holds it"
+            seen = f"process {_read_owner(handle)} holds it"
             handle.close()
             raise LabError(
                 "The lab is in use.",
@@ -287,29 +293,29 @@ def _open_locked(place: Path, path: str | Path) -> IO[str]:
         handle.close()  # its last owner has removed the file in between
 
 
-def _owner(handle: IO[str]) -> str:
+def _read_owner(handle: IO[str]) -> str:
     handle.seek(0)
     return handle.read().strip() or "unknown"
 
 
 @contextlib.contextmanager
 def _signals_stop() -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
+    def raise_stop(number: int, frame: FrameType | None) -> None:
+        raise StopSignal(number)
 
-    with _handlers(stop):
+    with _set_handlers(raise_stop):
         yield
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def _ignore_signals() -> Iterator[None]:
     """Cleaning is not interrupted a second time."""
-    with _handlers(signal.SIG_IGN):
+    with _set_handlers(signal.SIG_IGN):
         yield
 
 
 @contextlib.contextmanager
-def _handlers(handler: Any, numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
+def _set_handlers(handler: Any, numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

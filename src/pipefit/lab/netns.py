@@ -20,7 +20,7 @@ KILL_S = 10.0
 """How long processes may take to vanish after SIGKILL."""
 
 
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why no lab can be made here, in words; '' where one can. Tries it, in a namespace of its own that goes again."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
@@ -29,9 +29,9 @@ def why_not() -> str:
         return "not root"
     name = f"{PREFIX}try-{os.getpid()}"
     try:
-        add([name])
-        batch(["ip", "-n", name], ["link add left type veth peer name right", "link add middle type bridge"])
-        batch(
+        add_namespaces([name])
+        run_batch(["ip", "-n", name], ["link add left type veth peer name right", "link add middle type bridge"])
+        run_batch(
             ["tc", "-n", name],
             [
                 "qdisc add dev left root handle 1: htb",
@@ -43,13 +43,13 @@ def why_not() -> str:
         return str(error.seen)
     finally:
         with contextlib.suppress(LabError):
-            _run(["ip", "netns", "delete", name])
+            _run_tool(["ip", "netns", "delete", name])
     return ""
 
 
-def require() -> None:
+def require_namespaces() -> None:
     """Raises LabError where no lab can be made, with what to do."""
-    reason = why_not()
+    reason = unavailable_reason()
     if reason:
         raise LabError(
             "The lab needs root and iproute2: it makes network namespaces and shapes their links.",
@@ -60,59 +60,59 @@ def require() -> None:
         )
 
 
-def standing(prefix: str) -> list[str]:
+def standing_namespaces(prefix: str) -> list[str]:
     """Namespaces whose names begin with `prefix`, which must begin with ours."""
     assert prefix.startswith(PREFIX), prefix
-    lines = _run(["ip", "netns", "list"]).splitlines()
+    lines = _run_tool(["ip", "netns", "list"]).splitlines()
     return sorted(line.split()[0] for line in lines if line.startswith(prefix))
 
 
-def add(names: Sequence[str]) -> None:
+def add_namespaces(names: Sequence[str]) -> None:
     """Make namespaces."""
-    batch(["ip"], [f"netns add {name}" for name in names])
+    run_batch(["ip"], [f"netns add {name}" for name in names])
 
 
-def inside(name: str) -> list[str]:
+def exec_words(name: str) -> list[str]:
     """The words before a command that runs it in a namespace."""
     return ["ip", "netns", "exec", name]
 
 
-def batch(command: Sequence[str], lines: Sequence[str]) -> None:
+def run_batch(command: Sequence[str], lines: Sequence[str]) -> None:
     """Many commands of `ip` or `tc` in one process. Raises LabError with the line that failed."""
     if lines:
-        _run([*command, "-batch", "-"], "\n".join(lines) + "\n")
+        _run_tool([*command, "-batch", "-"], "\n".join(lines) + "\n")
 
 
-def settings(name: str, values: Sequence[str]) -> None:
+def apply_settings(name: str, values: Sequence[str]) -> None:
     """Kernel settings of a namespace, `net.ipv4.x=value`. One that cannot be made here is left as it is."""
     lines = []
     for setting in values:
         key, _, value = setting.partition("=")
         lines.append(f"echo '{value}' > /proc/sys/{key.replace('.', '/')}")
-    _run([*inside(name), "sh", "-c", f"{{ {'; '.join(lines)}; }} 2> /dev/null; true"])
+    _run_tool([*exec_words(name), "sh", "-c", f"{{ {'; '.join(lines)}; }} 2> /dev/null; true"])
 
 
-def processes(name: str) -> list[int]:
+def list_processes(name: str) -> list[int]:
     """Who runs in a namespace."""
-    return [int(word) for word in _run(["ip", "netns", "pids", name]).split()]
+    return [int(word) for word in _run_tool(["ip", "netns", "pids", name]).split()]
 
 
-def remove(names: Sequence[str]) -> None:
+def remove_namespaces(names: Sequence[str]) -> None:
     """Kill whoever runs in these namespaces, and delete them; their links go with them."""
     deadline = time.monotonic() + KILL_S
     for name in names:
         assert name.startswith(PREFIX), name
-        while pids := processes(name):
+        while pids := list_processes(name):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 raise LabError("A process in the lab cannot be ended.", where=name, seen=f"processes {pids}")
             time.sleep(0.02)
-        _run(["ip", "netns", "delete", name])
+        _run_tool(["ip", "netns", "delete", name])
 
 
-def _run(command: Sequence[str], text: str = "") -> str:
+def _run_tool(command: Sequence[str], text: str = "") -> str:
     environment = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipefit.cluster.types import Cluster
-from pipefit.lab.spec import LabFile, Port
+from pipefit.lab.spec import HostPort, LabFile
 
 NETWORK = "10.77"
 """Host h has 10.77.h.0/24, its device d the address .d+1; all inside namespaces of the lab."""
@@ -62,7 +62,7 @@ AHEAD_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class LabRates:
     """Bytes of payload per second on the lab's wires, after scaling. Matrices and lists by host."""
 
     pair: tuple[tuple[float, ...], ...]
@@ -75,7 +75,7 @@ class Rates:
     "Of each rack."
 
 
-def rates_of(lab: LabFile) -> Rates:
+def rates_of(lab: LabFile) -> LabRates:
     """All rates of the lab. A port without a figure of its own is as fast as its fastest link, or as all of them
     together where the file says that ports are not shared."""
     cluster, scale = lab.cluster, lab.size_scale
@@ -85,13 +85,13 @@ def rates_of(lab: LabFile) -> Rates:
     join = max if not cluster.rails or cluster.rails[0].shared_ports else sum
     send, receive = [], []
     for h, host in enumerate(hosts):
-        port = lab.ports.get(host.name, Port())
+        port = lab.ports.get(host.name, HostPort())
         row = [matrix[h][b] for b in count if b != h] or [0.0]
         column = [matrix[a][h] for a in count if a != h] or [0.0]
         send.append((port.send_bytes_per_s or join(row)) / scale)
         receive.append((port.receive_bytes_per_s or join(column)) / scale)
     inside = [cluster.links[host.link].bandwidth_bytes_per_s / scale if host.devices > 1 else 0.0 for host in hosts]
-    return Rates(
+    return LabRates(
         pair=tuple(
             tuple(0.0 if a == b else min(matrix[a][b] / scale, send[a], receive[b]) for b in count) for a in count
         ),
@@ -116,12 +116,12 @@ def inside_packet_bytes(lab: LabFile, host: int) -> int:
     return int(min(60000.0, max(packet_bytes(lab), INSIDE_PACKET_S * rates_of(lab).inside[host])))
 
 
-def address(host: int, device: int = 0) -> str:
+def device_address(host: int, device: int = 0) -> str:
     """Of a device, as all others reach it."""
     return f"{NETWORK}.{host}.{device + 1}"
 
 
-def interface(device: int) -> str:
+def device_interface(device: int) -> str:
     """The name by which gloo finds the device's own address on its host."""
     return f"eth0:{device}"
 
@@ -146,25 +146,28 @@ def hub_lines(lab: LabFile, prefix: str) -> list[str]:
         lines += [f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} mtu {packet} up"]
     for index in range(len(lab.uplinks)):
         lines += [f"link add up{index} type veth peer name down{index}"]
-        lines += [f"link set {_cable(f'up{index}', packet)} master rack{index} up"]
-        lines += [f"link set {_cable(f'down{index}', packet)} master {CORE} up"]
+        lines += [f"link set {_cable_lines(f'up{index}', packet)} master rack{index} up"]
+        lines += [f"link set {_cable_lines(f'down{index}', packet)} master {CORE} up"]
     racks = rack_of(lab)
     for h, host in enumerate(lab.cluster.hosts):
         bridge = f"rack{racks[host.name]}" if host.name in racks else CORE
         lines += [f"link add host{h} type veth peer name eth0 netns {prefix}{host_namespace(h)}"]
-        lines += [f"link set {_cable(f'host{h}', packet)} master {bridge} up"]
+        lines += [f"link set {_cable_lines(f'host{h}', packet)} master {bridge} up"]
     return lines
 
 
 def host_lines(lab: LabFile, host: int) -> list[str]:
     """`ip` commands in the namespace of a host: an address for every device, each with a label that gloo can name."""
     packet = packet_bytes(lab)
-    lines = [f"link set {_cable('lo', inside_packet_bytes(lab, host))} up", f"link set {_cable('eth0', packet)} up"]
+    lines = [
+        f"link set {_cable_lines('lo', inside_packet_bytes(lab, host))} up",
+        f"link set {_cable_lines('eth0', packet)} up",
+    ]
     for device in range(lab.cluster.hosts[host].devices):
         # One address of the network joins the hosts; the others belong to the host alone, and all hosts route to it.
         length = 16 if device == 0 else 32
-        lines.append(f"addr add {address(host, device)}/{length} dev eth0 label {interface(device)}")
-    lines.append(f"route replace {NETWORK}.0.0/16 dev eth0 src {address(host)} rto_min {RTO_MIN_S}s")
+        lines.append(f"addr add {device_address(host, device)}/{length} dev eth0 label {device_interface(device)}")
+    lines.append(f"route replace {NETWORK}.0.0/16 dev eth0 src {device_address(host)} rto_min {RTO_MIN_S}s")
     return lines
 
 
@@ -177,14 +180,14 @@ def host_shaping(lab: LabFile, host: int) -> list[str]:
     """`tc` commands in the namespace of a host: the way out, and the links between its devices."""
     rates, packet = rates_of(lab), packet_bytes(lab)
     leaves = [
-        _Leaf(f"dst {NETWORK}.{b}.0/24", rates.pair[host][b]) for b in range(len(rates.pair)) if rates.pair[host][b]
+        _HtbLeaf(f"dst {NETWORK}.{b}.0/24", rates.pair[host][b]) for b in range(len(rates.pair)) if rates.pair[host][b]
     ]
-    lines = _tree("eth0", rates.send[host], leaves, packet) if leaves else []
+    lines = _htb_tree("eth0", rates.send[host], leaves, packet) if leaves else []
     inside = rates.inside[host]
     if inside:
         devices = range(lab.cluster.hosts[host].devices)
-        ports = [_Leaf(f"dst {address(host, device)}/32", inside) for device in devices]
-        lines += _tree("lo", inside * len(devices), ports, inside_packet_bytes(lab, host), INSIDE_PACKET_S)
+        ports = [_HtbLeaf(f"dst {device_address(host, device)}/32", inside) for device in devices]
+        lines += _htb_tree("lo", inside * len(devices), ports, inside_packet_bytes(lab, host), INSIDE_PACKET_S)
     return lines
 
 
@@ -194,17 +197,19 @@ def hub_shaping(lab: LabFile) -> list[str]:
     names = {host.name: h for h, host in enumerate(lab.cluster.hosts)}
     lines = []
     for b in range(len(names)):
-        leaves = [_Leaf(f"src {NETWORK}.{a}.0/24", rates.pair[a][b]) for a in range(len(names)) if rates.pair[a][b]]
+        leaves = [_HtbLeaf(f"src {NETWORK}.{a}.0/24", rates.pair[a][b]) for a in range(len(names)) if rates.pair[a][b]]
         # Each at the port's own rate: what a sender may send is shaped where it leaves.
-        lines += _tree(f"host{b}", rates.receive[b], [_Leaf(leaf.match, rates.receive[b]) for leaf in leaves], packet)
+        lines += _htb_tree(
+            f"host{b}", rates.receive[b], [_HtbLeaf(leaf.match, rates.receive[b]) for leaf in leaves], packet
+        )
     for index, rack in enumerate(lab.uplinks):
         for device, way, rate in ((f"up{index}", "src", rates.up[index]), (f"down{index}", "dst", rates.down[index])):
-            leaves = [_Leaf(f"{way} {NETWORK}.{names[host]}.0/24", rate) for host in rack.hosts]
-            lines += _tree(device, rate, leaves, packet)
+            leaves = [_HtbLeaf(f"{way} {NETWORK}.{names[host]}.0/24", rate) for host in rack.hosts]
+            lines += _htb_tree(device, rate, leaves, packet)
     return lines
 
 
-def not_made(cluster: Cluster, rates: Rates) -> list[str]:
+def unmade_facts(cluster: Cluster, rates: LabRates) -> list[str]:
     """What the file says and the lab does not make, in words."""
     notes = []
     asked = [value for rail in cluster.rails for row in rail.latency_s for value in row if value > 1e-4]
@@ -217,32 +222,33 @@ def not_made(cluster: Cluster, rates: Rates) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
+class _HtbLeaf:
     match: str
     rate: float
 
 
-def _cable(name: str, packet: int) -> str:
+def _cable_lines(name: str, packet: int) -> str:
     """No packet is larger than the network's: htb counts a large one as a whole, after it has gone."""
     return f"dev {name} mtu {packet} gso_max_size {packet} txqueuelen {QUEUE_PACKETS}"
 
 
-def _tree(device: str, rate: float, leaves: list[_Leaf], packet: int, burst_s: float = BURST_S) -> list[str]:
+def _htb_tree(device: str, rate: float, leaves: list[_HtbLeaf], packet: int, burst_s: float = BURST_S) -> list[str]:
     lines = [
         f"qdisc add dev {device} root handle 1: htb",
-        f"class add dev {device} parent 1: classid 1:1 {_htb(rate, rate, packet, burst_s)}",
+        f"class add dev {device} parent 1: classid 1:1 {_htb_rates(rate, rate, packet, burst_s)}",
     ]
     for index, leaf in enumerate(leaves):
         place = f"1:{0x10 + index:x}"
         own = min(leaf.rate, rate / len(leaves))
         lines.append(
-            f"class add dev {device} parent 1:1 classid {place} {_htb(own, min(leaf.rate, rate), packet, burst_s)}"
+            f"class add dev {device} parent 1:1 classid {place} "
+            f"{_htb_rates(own, min(leaf.rate, rate), packet, burst_s)}"
         )
         lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 match ip {leaf.match} flowid {place}")
     return lines
 
 
-def _htb(rate: float, ceiling: float, packet: int, burst_s: float) -> str:
+def _htb_rates(rate: float, ceiling: float, packet: int, burst_s: float) -> str:
     whole = packet + 14
     raised = whole / (packet + 14 - HEADERS_BYTES)
     words = []

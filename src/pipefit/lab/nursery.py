@@ -38,9 +38,9 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             os.close(report)
-            enter(order, [other["output"] for other in orders["ranks"]], own)
+            enter_rank(order, [other["output"] for other in orders["ranks"]], own)
             if orders["first"]:
-                go_first()
+                raise_priority()
             run_here(order["command"])
             return
         pids[pid] = rank
@@ -59,7 +59,7 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def enter(order: dict[str, Any], outputs: list[int], parent: int) -> None:
+def enter_rank(order: dict[str, Any], outputs: list[int], parent: int) -> None:
     """Become a rank: own session, namespace, environment and output."""
     die_with_parent(parent)
     os.setsid()
@@ -81,7 +81,7 @@ def enter(order: dict[str, Any], outputs: list[int], parent: int) -> None:
     os.environ.update(order["environment"])
 
 
-def go_first() -> bool:
+def raise_priority() -> bool:
     """Give this process, and the threads that it starts from now on, a real-time priority; whether it got one."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

@@ -1,10 +1,11 @@
 """The emulated device of this process: a stage does its real arithmetic, then waits until that device would be done.
 
-The one seam between the lab and the rooms that compute: `run/` and `profile/` pass their stages through `paced`, which
-gives them back as they are where `PIPEFIT_LAB` names no lab. A stage's last backward is paced layer by layer, so that
-reductions start when the emulated device would have started them. Time spent in collectives inside a stage comes on
-top of the device's time (`exchanged`); each waits until the emulated device would have come to it, or ranks would wait
-there for each other's real work. Waking up late is taken off the next action where it follows at once.
+The one seam between the lab and the rooms that compute: `run/` and `profile/` pass their stages through
+`pace_program`, which gives them back as they are where `PIPEFIT_LAB` names no lab. A stage's last backward is paced
+layer by layer, so that reductions start when the emulated device would have started them. Time spent in collectives
+inside a stage comes on top of the device's time (`pace_collective`); each waits until the emulated device would have
+come to it, or ranks would wait there for each other's real work. Waking up late is taken off the next action where it
+follows at once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ OPTIMIZER_BYTES = 28
 
 
 @dataclass(slots=True)
-class Counts:
+class PaceCounts:
     """What a paced process did. Actions before the second step of a stage warm up: they are paced, but not judged."""
 
     actions: int = 0
@@ -58,12 +59,12 @@ class Counts:
     "By how much the worst of the late ones missed."
 
 
-class Device:
-    """The emulated device. One a process; made from the environment by `device`."""
+class EmulatedDevice:
+    """The emulated device. One a process; made from the environment by `emulated_device`."""
 
     def __init__(self, table: DeviceTable, *, seed: int, number: int, memory_bytes: int) -> None:
         self.table, self.seed, self.number, self.memory_bytes = table, seed, number, memory_bytes
-        self.counts = Counts()
+        self.counts = PaceCounts()
         self.exchange_s = 0.0
         "Spent in collectives since this process began."
         self._turn = self._drawn = 0
@@ -76,25 +77,25 @@ class Device:
         """The device has cooled down between two steps."""
         self._turn = 0
 
-    def draw(self) -> float:
+    def draw_factor(self) -> float:
         """The factor of the next action: drift within the step, and jitter."""
         self._turn += 1
         self._drawn += 1
-        return self.table.drift(self._turn - 1) * self.table.noise(self.seed, self.number, self._drawn)
+        return self.table.drift_factor(self._turn - 1) * self.table.jitter_factor(self.seed, self.number, self._drawn)
 
-    def rates(self) -> tuple[float, float, float]:
+    def operator_rates(self) -> tuple[float, float, float]:
         """(FLOP/s of large matrix products, bytes/s of a copy, seconds of a small operator), as a test would show."""
         large = LayerFacts(dense_flops=1e9, attention_flops=0.0, traffic_bytes=0.0, tokens=8192, context=1)
         table = self.table
         seconds = table.layer_time_s("F", {"F": large}) - table.layer_s
         return 1e9 / seconds, table.memory_bytes_per_s, table.layer_s / 12
 
-    def begin(self) -> float:
+    def begin_action(self) -> float:
         """When the action that starts now began on the emulated device: earlier, where the last one woke up late."""
         self._started = now = time.perf_counter()
         return now - self._debt_s if now - self._woke < AT_ONCE_S else now
 
-    def expect(self, due: Sequence[float]) -> None:
+    def expect_collectives(self, due: Sequence[float]) -> None:
         """The emulated device will come to its next collectives at these times, were they free."""
         self._due, self._arrived, self._before_s = due, 0, self.exchange_s
 
@@ -103,7 +104,7 @@ class Device:
         """Whether there were as many collectives as expected."""
         return self._arrived == len(self._due)
 
-    def arrive(self) -> None:
+    def await_collective(self) -> None:
         """Wait until the emulated device comes to the collective that is about to begin."""
         if self._arrived < len(self._due):
             self.wait_until(self._due[self._arrived] + self.exchange_s - self._before_s)
@@ -117,8 +118,8 @@ class Device:
         time.sleep(-late_s)
         return 0.0, max(0.0, time.perf_counter() - deadline)
 
-    def finish(
-        self, deadline: float, seconds: float, exchanged_s: float, warm: bool, marks: Marks | None = None
+    def finish_action(
+        self, deadline: float, seconds: float, exchanged_s: float, warm: bool, marks: LayerMarks | None = None
     ) -> None:
         """End an action at `deadline`, if its real work is done by then. It takes `seconds` on the device, besides what
         it spent in collectives. `marks` are of a last backward, which has waited for its layers already."""
@@ -142,7 +143,7 @@ class Device:
 
 
 @dataclass(slots=True)
-class Marks:
+class LayerMarks:
     """How a last backward goes from layer to layer."""
 
     late_s: float = 0.0
@@ -156,7 +157,7 @@ class Marks:
 class PacedStage:
     """A stage program (`run.stage.StageProgram`) at the pace of an emulated device. Everything else is passed on."""
 
-    def __init__(self, program: Any, device: Device) -> None:
+    def __init__(self, program: Any, device: EmulatedDevice) -> None:
         self._program, self._device = program, device
         self._steps = 0
         self._sizes: dict[tuple[int, int], dict[str, int]] = {}
@@ -177,28 +178,28 @@ class PacedStage:
 
     def forward(self, microbatch: int, slice_: int, inputs: Any, feed: Any) -> Any:
         sizes = self._sizes_of(microbatch, slice_, inputs, feed)
-        return self._paced("F", sizes, lambda: self._program.forward(microbatch, slice_, inputs, feed))
+        return self._run_paced("F", sizes, lambda: self._program.forward(microbatch, slice_, inputs, feed))
 
     def backward(self, microbatch: int, slice_: int, gradients: Any) -> Any:
         sizes = self._sizes.pop((microbatch, slice_))
-        return self._paced("B", sizes, lambda: self._program.backward(microbatch, slice_, gradients))
+        return self._run_paced("B", sizes, lambda: self._program.backward(microbatch, slice_, gradients))
 
     def backward_input(self, microbatch: int, slice_: int, gradients: Any) -> Any:
         sizes = self._sizes[microbatch, slice_]
-        return self._paced("I", sizes, lambda: self._program.backward_input(microbatch, slice_, gradients))
+        return self._run_paced("I", sizes, lambda: self._program.backward_input(microbatch, slice_, gradients))
 
     def backward_weight(self, microbatch: int, slice_: int) -> None:
         sizes = self._sizes.pop((microbatch, slice_))
-        self._paced("W", sizes, lambda: self._program.backward_weight(microbatch, slice_))
+        self._run_paced("W", sizes, lambda: self._program.backward_weight(microbatch, slice_))
 
-    def _paced(self, kind: str, sizes: Mapping[str, int], work: Callable[[], T]) -> T:
+    def _run_paced(self, kind: str, sizes: Mapping[str, int], work: Callable[[], T]) -> T:
         device = self._device
-        began, before_s = device.begin(), device.exchange_s
+        began, before_s = device.begin_action(), device.exchange_s
         layers_s = self._layer_times(kind, sizes)
-        factor = device.draw()
-        done, shown_s, marks = self.on_layer_gradients, device.table.action_s, Marks()
+        factor = device.draw_factor()
+        done, shown_s, marks = self.on_layer_gradients, device.table.action_s, LayerMarks()
 
-        def announce(place: int) -> None:
+        def announce_gradient(place: int) -> None:
             """The gradients of this layer are complete on the emulated device once it and all after it are done."""
             nonlocal shown_s
             shown_s += layers_s[place]
@@ -210,17 +211,19 @@ class PacedStage:
             marks.excused_s = time.perf_counter() - deadline - max(0.0, late_s - marks.excused_s)
 
         announces = done is not None and kind in "BW"
-        self._program.on_layer_gradients = announce if announces else None
+        self._program.on_layer_gradients = announce_gradient if announces else None
         key = (kind, *sizes.values())
-        device.expect([began + after_s * factor for after_s in self._collectives(key, kind, sizes, layers_s)])
+        device.expect_collectives(
+            [began + after_s * factor for after_s in self._collective_times(key, kind, sizes, layers_s)]
+        )
         result = work()
         if not device.as_expected:
             self._arrivals[key] = []
-        device.expect(())
+        device.expect_collectives(())
         seconds = (device.table.action_s + sum(layers_s)) * factor
         exchanged_s = device.exchange_s - before_s
         warm = self._steps < 2
-        device.finish(began + seconds + exchanged_s, seconds, exchanged_s, warm, marks if announces else None)
+        device.finish_action(began + seconds + exchanged_s, seconds, exchanged_s, warm, marks if announces else None)
         return result
 
     def _layer_times(self, kind: str, sizes: Mapping[str, int]) -> list[float]:
@@ -235,7 +238,7 @@ class PacedStage:
             ]
         return self._known[key]
 
-    def _collectives(
+    def _collective_times(
         self, key: tuple[object, ...], kind: str, sizes: Mapping[str, int], layers_s: Sequence[float]
     ) -> list[float]:
         """Seconds from the beginning of an action until the device comes to each of its collectives: those of a layer
@@ -263,24 +266,24 @@ class PacedStage:
         shard = self._program.shard
         if shard is None or not layer.shares:
             return sizes
-        return {**sizes, **_parts(replace(shard, shares=layer.shares), sizes)}
+        return {**sizes, **_shared_sizes(replace(shard, shares=layer.shares), sizes)}
 
     def _sizes_of(self, microbatch: int, slice_: int, inputs: Any, feed: Any) -> dict[str, int]:
         rows, tokens = feed.extent(inputs.get(""))
         past = sum(self._sizes[microbatch, earlier]["T"] for earlier in range(slice_))
-        sizes = {"B": rows, "T": tokens, "P": past, **_packed(feed)}
-        sizes |= _parts(self._program.shard, sizes)
+        sizes = {"B": rows, "T": tokens, "P": past, **_packed_sizes(feed)}
+        sizes |= _shared_sizes(self._program.shard, sizes)
         self._sizes[microbatch, slice_] = sizes
         return sizes
 
 
-def _parts(shard: Any, sizes: Mapping[str, int]) -> dict[str, int]:
+def _shared_sizes(shard: Any, sizes: Mapping[str, int]) -> dict[str, int]:
     """A device's parts of the sizes that are split by shares."""
     whole = {str(part): sizes[str(name)] for name, part in LOCAL.items() if name in sizes}
     return whole if shard is None else {part: shard.length(size) for part, size in whole.items()}
 
 
-def _packed(feed: Any) -> dict[str, int]:
+def _packed_sizes(feed: Any) -> dict[str, int]:
     """Tokens of packed rows that meet the sequence, and the squares of the images of a packed row."""
     data = getattr(feed, "data", {})
     meeting = (("I", "image_places"), ("L", "condition_places"))
@@ -289,42 +292,42 @@ def _packed(feed: Any) -> dict[str, int]:
     return found if lengths is None else {**found, SQUARES: sum(length * length for length in lengths)}
 
 
-def device() -> Device | None:
+def emulated_device() -> EmulatedDevice | None:
     """The emulated device of this process; None where `PIPEFIT_LAB` names no lab, or one without a table for its kind
     of device (`PIPEFIT_DEVICE_KIND`)."""
     path = os.environ.get("PIPEFIT_LAB", "")
     if not path:
         return None
-    return _device(path, os.environ.get("PIPEFIT_DEVICE_KIND", ""), int(os.environ.get("PIPEFIT_LAB_DEVICE", "0")))
+    return _load_device(path, os.environ.get("PIPEFIT_DEVICE_KIND", ""), int(os.environ.get("PIPEFIT_LAB_DEVICE", "0")))
 
 
-def paced(program: T) -> T:
+def pace_program(program: T) -> T:
     """The stage program at the pace of this process's emulated device, or as it is where there is none."""
-    found = device()
+    found = emulated_device()
     return program if found is None else PacedStage(program, found)  # type: ignore[return-value]
 
 
 def step_pacer(elements: int) -> Callable[[Any, float], None] | None:
     """For `Worker.pace`: gives the optimizer step over so many numbers the time of the emulated device."""
-    found = device()
+    found = emulated_device()
     if found is None:
         return None
     seconds = elements * OPTIMIZER_BYTES / found.table.memory_bytes_per_s
 
-    def pace(action: Any, duration_s: float) -> None:
+    def pace_step(action: Any, duration_s: float) -> None:
         if action.kind == "STEP":
             found.wait_until(time.perf_counter() - duration_s + seconds)
 
-    return pace
+    return pace_step
 
 
-def exchanged(call: Callable[[], T]) -> T:
+def pace_collective(call: Callable[[], T]) -> T:
     """Do `call`, a collective inside a stage, from its beginning to its end; an emulated device begins it when it has
     come to it, and its time is not the device's."""
-    found = device()
+    found = emulated_device()
     if found is None:
         return call()
-    found.arrive()
+    found.await_collective()
     start = time.perf_counter()
     result = call()
     found.exchange_s += time.perf_counter() - start
@@ -333,10 +336,10 @@ def exchanged(call: Callable[[], T]) -> T:
 
 def own_time() -> float:
     """Seconds of a clock that leaves out what other processes take: of the emulated device, or of the processor."""
-    return time.thread_time() if device() is None else time.perf_counter()
+    return time.thread_time() if emulated_device() is None else time.perf_counter()
 
 
-def judge(counts: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
+def judge_counts(counts: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
     """(whether the run is valid, in words) from the counts of all ranks."""
     actions, late = sum(c["actions"] for c in counts), sum(c["late"] for c in counts)
     taken, emulated = sum(c["taken_s"] for c in counts), sum(c["emulated_s"] for c in counts)
@@ -356,15 +359,15 @@ def read_counts(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 @cache
-def _device(path: str, kind: str, number: int) -> Device | None:
-    from pipefit.lab.spec import load
+def _load_device(path: str, kind: str, number: int) -> EmulatedDevice | None:
+    from pipefit.lab.spec import load_lab
 
-    lab = load(path)
+    lab = load_lab(path)
     table = lab.devices.get(kind)
     if table is None:
         return None
     memory = int(lab.cluster.kinds[kind].memory_bytes / lab.size_scale)
-    found = Device(table, seed=lab.seed, number=number, memory_bytes=memory)
+    found = EmulatedDevice(table, seed=lab.seed, number=number, memory_bytes=memory)
     _fine_timer()
     folder = os.environ.get("PIPEFIT_LAB_COUNTS", "")
     if folder:

@@ -32,7 +32,7 @@ RANK_BYTES = 300 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Port:
+class HostPort:
     """What one host's network card carries, in the file's (not yet scaled) bytes per second; None: its fastest link."""
 
     send_bytes_per_s: float | None = None
@@ -40,7 +40,7 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Uplink:
+class RackUplink:
     """A rack: its hosts share one way up to the others and one way down, in the file's bytes per second."""
 
     name: str
@@ -60,16 +60,16 @@ class LabFile:
     "Of the jitter."
     size_scale: float = 1.0
     "One byte in the lab stands for so many: bandwidths and memories of the file are divided by it."
-    ports: Mapping[str, Port] = field(default_factory=dict)
+    ports: Mapping[str, HostPort] = field(default_factory=dict)
     "By host, where a port is not as fast as the host's fastest link."
-    uplinks: tuple[Uplink, ...] = ()
+    uplinks: tuple[RackUplink, ...] = ()
     packet_bytes: int = 0
     "Largest packet (MTU); 0: by what all hosts send together."
     format: Literal["pipefit-lab"] = "pipefit-lab"
     version: int = 1
 
 
-def load(path: str | Path) -> LabFile:
+def load_lab(path: str | Path) -> LabFile:
     """The lab in a file (or a plain cluster file), checked. Raises FormatError, ClusterError or LabError."""
     path = Path(path)
     try:
@@ -77,19 +77,19 @@ def load(path: str | Path) -> LabFile:
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError("The file cannot be read.", where=str(path), seen=error) from None
     lab = load_text(LabFile, text, str(path)) if _is_lab(text) else LabFile(cluster=load_text(Cluster, text, str(path)))
-    check(lab, str(path))
+    check_lab(lab, str(path))
     return lab
 
 
-def check(lab: LabFile, where: str = "lab") -> None:
+def check_lab(lab: LabFile, where: str = "lab") -> None:
     """Raises the first thing that contradicts itself or that no machine could make."""
-    for error in files.problems(lab.cluster, f"{where}: cluster"):
+    for error in files.cluster_problems(lab.cluster, f"{where}: cluster"):
         raise error
-    for problem in problems(lab, where):
+    for problem in lab_problems(lab, where):
         raise problem
 
 
-def problems(lab: LabFile, where: str) -> Iterator[LabError]:
+def lab_problems(lab: LabFile, where: str) -> Iterator[LabError]:
     """What is wrong in the lab part of a file, in its order."""
     if lab.version != 1:
         yield LabError("This version of the lab format is unknown.", where=where, seen=lab.version, allowed="1")
@@ -103,13 +103,13 @@ def problems(lab: LabFile, where: str) -> Iterator[LabError]:
             seen=lab.packet_bytes,
             allowed="576 to 9000",
         )
-    yield from _names(lab.devices, lab.cluster.kinds, "kind of device", f"{where}: devices")
+    yield from _name_problems(lab.devices, lab.cluster.kinds, "kind of device", f"{where}: devices")
     for kind, table in lab.devices.items():
-        yield from table.problems(f"{where}: devices.{kind}")
+        yield from table.table_problems(f"{where}: devices.{kind}")
     hosts = [host.name for host in lab.cluster.hosts]
-    yield from _names(lab.ports, hosts, "host", f"{where}: ports")
-    yield from _racks(lab, hosts, where)
-    yield from _rates(lab, where)
+    yield from _name_problems(lab.ports, hosts, "host", f"{where}: ports")
+    yield from _rack_problems(lab, hosts, where)
+    yield from _rate_problems(lab, where)
     count = device_count(lab.cluster)
     if count > MOST_DEVICES or len(hosts) > MOST_DEVICES:
         yield LabError(
@@ -148,7 +148,7 @@ def _is_lab(text: str) -> bool:
     return isinstance(data, dict) and ("cluster" in data or data.get("format") == "pipefit-lab")
 
 
-def _names(
+def _name_problems(
     given: Mapping[str, object], known: Sequence[str] | Mapping[str, object], what: str, where: str
 ) -> Iterator[LabError]:
     for name in given:
@@ -156,11 +156,11 @@ def _names(
             yield LabError(f"The cluster has no such {what}.", where=where, seen=name, allowed=", ".join(known))
 
 
-def _racks(lab: LabFile, hosts: Sequence[str], where: str) -> Iterator[LabError]:
+def _rack_problems(lab: LabFile, hosts: Sequence[str], where: str) -> Iterator[LabError]:
     seen: dict[str, str] = {}
     for index, rack in enumerate(lab.uplinks):
         place = f"{where}: uplinks[{index}] ({rack.name})"
-        yield from _names(dict.fromkeys(rack.hosts), hosts, "host", f"{place}.hosts")
+        yield from _name_problems(dict.fromkeys(rack.hosts), hosts, "host", f"{place}.hosts")
         for host in rack.hosts:
             if host in seen:
                 yield LabError(
@@ -169,25 +169,25 @@ def _racks(lab: LabFile, hosts: Sequence[str], where: str) -> Iterator[LabError]
             seen[host] = rack.name
 
 
-def _rates(lab: LabFile, where: str) -> Iterator[LabError]:
+def _rate_problems(lab: LabFile, where: str) -> Iterator[LabError]:
     for name, port in lab.ports.items():
         for way in ("send_bytes_per_s", "receive_bytes_per_s"):
             value = getattr(port, way)
             if value is not None:
-                yield from _rate(value, lab.size_scale, f"{where}: ports.{name}.{way}")
+                yield from _check_rate(value, lab.size_scale, f"{where}: ports.{name}.{way}")
     for index, rack in enumerate(lab.uplinks):
         for way in ("up_bytes_per_s", "down_bytes_per_s"):
-            yield from _rate(getattr(rack, way), lab.size_scale, f"{where}: uplinks[{index}].{way}")
+            yield from _check_rate(getattr(rack, way), lab.size_scale, f"{where}: uplinks[{index}].{way}")
     names = [host.name for host in lab.cluster.hosts]
     for rail in lab.cluster.rails:
         for a, row in enumerate(rail.bandwidth_bytes_per_s):
             for b, value in enumerate(row):
                 if a != b:
                     place = f"{where}: cluster.rails ({rail.name}).bandwidth_bytes_per_s[{a}][{b}]"
-                    yield from _rate(value, lab.size_scale, f"{place}, {names[a]} -> {names[b]}")
+                    yield from _check_rate(value, lab.size_scale, f"{place}, {names[a]} -> {names[b]}")
 
 
-def _rate(value: float, scale: float, where: str) -> Iterator[LabError]:
+def _check_rate(value: float, scale: float, where: str) -> Iterator[LabError]:
     if not (math.isfinite(value) and value > 0):
         yield LabError("A rate must be above zero.", where=where, seen=value, next_step="leave a dead link out")
     elif not LEAST_BYTES_PER_S <= value / scale <= MOST_BYTES_PER_S:

@@ -1,7 +1,7 @@
 """Real TCP streams between the hosts of a lab, at the same time where asked, and what each of them achieved.
 
 One process a host, in its namespace, listens and sends what it is told to over a socket in the file system, which
-crosses namespaces. Started as `python -m pipefit.lab.streams`, and told by `Streams` in the process that measures.
+crosses namespaces. Started as `python -m pipefit.lab.streams`, and told by `HostStreams` in the process that measures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from pipefit.errors import LabError
 from pipefit.lab import netns, network
-from pipefit.lab.lifecycle import Lab, scratch
+from pipefit.lab.lifecycle import Lab, scratch_folder
 
 PORT = 5201
 START_S = 60.0
@@ -30,21 +30,21 @@ SKIPPED_S = 0.1
 Pair = tuple[int, int]
 
 
-class Streams:
-    """The hosts' processes of a lab that stands. `measure` as often as wanted, then leave the context."""
+class HostStreams:
+    """The hosts' processes of a lab that stands. `measure_rates` as often as wanted, then leave the context."""
 
     def __init__(self, lab: Lab, told: Sequence[socket.socket]) -> None:
         self._lab, self._told = lab, told
         self._files = [each.makefile("rw") for each in told]
 
-    def measure(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, float]:
+    def measure_rates(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, float]:
         """Bytes of payload per second that each ordered pair of hosts achieves while all of them stream.
 
         LabError where a stream failed. A host may send to several at once, and to one only once.
         """
         senders = sorted({source for source, _ in pairs})
         for source in senders:
-            targets = [network.address(target) for origin, target in pairs if origin == source]
+            targets = [network.device_address(target) for origin, target in pairs if origin == source]
             self._files[source].write(json.dumps({"targets": targets, "seconds": seconds}) + "\n")
             self._files[source].flush()
         found: dict[Pair, float] = {}
@@ -60,11 +60,11 @@ class Streams:
 
 
 @contextlib.contextmanager
-def streams(lab: Lab) -> Iterator[Streams]:
+def open_streams(lab: Lab) -> Iterator[HostStreams]:
     """Start a process on every host of a lab that stands; end them all at the end."""
     count = len(lab.file.cluster.hosts)
     running: list[subprocess.Popen[bytes]] = []
-    with scratch(lab) as folder, socket.socket(socket.AF_UNIX) as door:
+    with scratch_folder(lab) as folder, socket.socket(socket.AF_UNIX) as door:
         door.bind(str(folder / "door"))
         door.listen(count)
         door.settimeout(START_S)
@@ -73,13 +73,13 @@ def streams(lab: Lab) -> Iterator[Streams]:
             for h in range(count):
                 command = [sys.executable, "-m", "pipefit.lab.streams", str(folder / "door"), str(h)]
                 running.append(
-                    subprocess.Popen([*netns.inside(lab.namespace(h)), *command, str(os.getpid())], stdin=-3)
+                    subprocess.Popen([*netns.exec_words(lab.namespace_of(h)), *command, str(os.getpid())], stdin=-3)
                 )
             for _ in range(count):
                 each, _ = door.accept()
                 each.settimeout(START_S + 600)
                 told[int(each.recv(16))] = each
-            yield Streams(lab, [told[h] for h in range(count)])
+            yield HostStreams(lab, [told[h] for h in range(count)])
         except TimeoutError:
             raise LabError(
                 "A host of the lab did not answer.", where=str(lab.path), seen=f"{len(told)} of {count}"
@@ -115,13 +115,13 @@ def _send_all(targets: Sequence[str], seconds: float) -> dict[str, object]:
     rates: list[float] = [0.0] * len(targets)
     errors: list[str] = []
 
-    def send(place: int) -> None:
+    def send_to(place: int) -> None:
         try:
-            rates[place] = _send(targets[place], seconds)
+            rates[place] = _send_stream(targets[place], seconds)
         except OSError as error:
             errors.append(f"to {targets[place]}: {error}")
 
-    threads = [threading.Thread(target=send, args=(place,)) for place in range(len(targets))]
+    threads = [threading.Thread(target=send_to, args=(place,)) for place in range(len(targets))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -129,7 +129,7 @@ def _send_all(targets: Sequence[str], seconds: float) -> dict[str, object]:
     return {"error": errors[0]} if errors else {"rates": rates}
 
 
-def _send(target: str, seconds: float) -> float:
+def _send_stream(target: str, seconds: float) -> float:
     """What the receiver says that it received per second."""
     data = bytes(1 << 16)
     with socket.create_connection((target, PORT), timeout=START_S) as stream:
@@ -143,10 +143,10 @@ def _send(target: str, seconds: float) -> float:
 def _receive_all(listener: socket.socket) -> None:
     while True:
         stream, _ = listener.accept()
-        threading.Thread(target=_receive, args=(stream,), daemon=True).start()
+        threading.Thread(target=_receive_stream, args=(stream,), daemon=True).start()
 
 
-def _receive(stream: socket.socket) -> None:
+def _receive_stream(stream: socket.socket) -> None:
     """Bytes over time between the first arrival after `SKIPPED_S` and the last one."""
     buffer = bytearray(1 << 16)
     first_s = begin_s = last_s = 0.0

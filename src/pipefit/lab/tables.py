@@ -66,7 +66,7 @@ class DeviceTable:
     jitter: float = 0.015
     "Sigma of the lognormal factor on every action; its mean is 1."
 
-    def problems(self, where: str) -> Iterator[LabError]:
+    def table_problems(self, where: str) -> Iterator[LabError]:
         """Figures that no device has."""
         for name in ("flops_per_s", "memory_bytes_per_s", "knee_tokens", "join", "attention_share", "boost_actions"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
@@ -105,11 +105,11 @@ class DeviceTable:
         joined_s = (dense_s**self.join + traffic_s**self.join) ** (1 / self.join)
         return float(joined_s + seen * work.attention_flops / attention_rate + self.layer_s)
 
-    def drift(self, turn: int) -> float:
+    def drift_factor(self, turn: int) -> float:
         """Factor on the `turn`-th compute action of a step (from 0): below 1 at the beginning, towards 1 later."""
         return 1.0 - self.boost * math.exp(-turn / self.boost_actions)
 
-    def noise(self, *key: object) -> float:
+    def jitter_factor(self, *key: object) -> float:
         """The jitter of one action: lognormal with mean 1, a pure function of `key` (seed, device, step, turn)."""
         if not self.jitter:
             return 1.0

@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pipefit.codec import digest
+from pipefit.codec import content_digest
 
 Size = int | str
 """An integer, or a product such as `B`, `T`, `B*T` or `4*B*T`."""
@@ -57,30 +57,30 @@ def multiply_sizes(*sizes: Size) -> Size:
     """The product in canonical form: the number first, then the symbols in order (`4*B*T`)."""
     number, symbols = 1, []
     for size in sizes:
-        factor, names = _factors(size)
+        factor, names = _factorize_size(size)
         number *= factor
         symbols += names
-    return _product(number, symbols)
+    return _format_size(number, symbols)
 
 
 def add_sizes(*sizes: Size) -> Size:
     """The sum of sizes with the same symbols (`T` + `3*T` = `4*T`). ValueError if it is not a product."""
-    terms = [_factors(size) for size in sizes]
+    terms = [_factorize_size(size) for size in sizes]
     symbols = terms[0][1]
     if any(names != symbols for _, names in terms):
         raise ValueError(f"the sum of {sizes} is not a product of symbols")
-    return _product(sum(number for number, _ in terms), symbols)
+    return _format_size(sum(number for number, _ in terms), symbols)
 
 
 def subtract_sizes(a: Size, b: Size) -> Size:
     """a - b, where that is a product of symbols. ValueError if it is not."""
     if b == 0:
         return a
-    number, symbols = _factors(b)
-    return add_sizes(a, _product(-number, symbols))
+    number, symbols = _factorize_size(b)
+    return add_sizes(a, _format_size(-number, symbols))
 
 
-def broadcast(a: Shape, b: Shape) -> Shape:
+def broadcast_shapes(a: Shape, b: Shape) -> Shape:
     """The shape that two shapes broadcast to, as in numpy. ValueError if they do not."""
     length = max(len(a), len(b))
     left, right = (1,) * (length - len(a)) + a, (1,) * (length - len(b)) + b
@@ -89,7 +89,7 @@ def broadcast(a: Shape, b: Shape) -> Shape:
     return tuple(y if x == 1 else x for x, y in zip(left, right, strict=True))
 
 
-def _factors(size: Size) -> tuple[int, list[str]]:
+def _factorize_size(size: Size) -> tuple[int, list[str]]:
     if isinstance(size, int):
         return size, []
     parts = size.split("*")
@@ -97,14 +97,14 @@ def _factors(size: Size) -> tuple[int, list[str]]:
     return math.prod(numbers), sorted(part for part in parts if not part.lstrip("-").isdigit())
 
 
-def _product(number: int, symbols: list[str]) -> Size:
+def _format_size(number: int, symbols: list[str]) -> Size:
     if not symbols or number == 0:
         return number
     return "*".join([*([] if number == 1 else [str(number)]), *sorted(symbols)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class TensorSpec:
     """One named value of a graph."""
 
     name: str
@@ -143,21 +143,21 @@ class Operator:
 class Graph:
     """The operators of one layer (or one stage), in execution order."""
 
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
     operators: tuple[Operator, ...]
     parameters: tuple[ParameterSpec, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorSpec, ...]
     "Every value that an operator produces, in order of production."
 
-    def tensor(self, name: str) -> Tensor:
+    def find_tensor(self, name: str) -> TensorSpec:
         """The tensor (input or produced) of that name. KeyError if there is none."""
         for tensor in (*self.inputs, *self.tensors):
             if tensor.name == name:
                 return tensor
         raise KeyError(name)
 
-    def parameter(self, name: str) -> ParameterSpec:
+    def find_parameter(self, name: str) -> ParameterSpec:
         """The parameter of that local name. KeyError if there is none."""
         for parameter in self.parameters:
             if parameter.name == name:
@@ -165,19 +165,19 @@ class Graph:
         raise KeyError(name)
 
     @property
-    def hidden(self) -> str | None:
+    def hidden_output(self) -> str | None:
         """The output that the next layer takes as its x; None where the chain ends."""
-        return self.outputs[0] if self.tensor(self.outputs[0]).shape else None
+        return self.outputs[0] if self.find_tensor(self.outputs[0]).shape else None
 
     @property
-    def loss(self) -> str | None:
+    def loss_output(self) -> str | None:
         """The output without dimensions, a sum; the last of the outputs. None where there is no loss."""
-        return None if self.tensor(self.outputs[-1]).shape else self.outputs[-1]
+        return None if self.find_tensor(self.outputs[-1]).shape else self.outputs[-1]
 
     @property
     def hash(self) -> str:
         """Stable over processes: two ranks with equal hashes run the same program."""
-        return digest(self)
+        return content_digest(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
+class ModelModule:
     """A named chain of layers whose rows live in one space."""
 
     name: str
@@ -209,13 +209,13 @@ class Model:
     "The registry name of the family that can rebuild its modules (`llama`, `gpt2`, ...), or `user`."
     config: Mapping[str, Any]
     "The family's configuration in the words of a Hugging Face config.json."
-    modules: tuple[Module, ...]
+    modules: tuple[ModelModule, ...]
     graphs: Mapping[str, Graph]
 
     @property
     def hash(self) -> str:
         """A stable digest of all of it: what a plan is made for."""
-        return digest(self)
+        return content_digest(self)
 
     @property
     def layers(self) -> tuple[Layer, ...]:

@@ -20,13 +20,13 @@ from pipefit.model.graph import Model
 
 __all__ = [
     "USER",
-    "Described",
+    "ModelDescription",
     "build_layers",
     "builtin_names",
-    "describe",
+    "describe_config",
     "open_model",
     "parameter_count",
-    "resolve",
+    "resolve_model",
     "save_model",
     "typed_config",
 ]
@@ -35,7 +35,7 @@ _BUILTIN_DIRECTORY = Path(__file__).parent / "builtin"
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ModelDescription:
     """A model by description: enough to build its layers."""
 
     name: str
@@ -49,23 +49,25 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _BUILTIN_DIRECTORY.glob("*.json")))
 
 
-def resolve(source: str) -> Described:
+def resolve_model(source: str) -> ModelDescription:
     """What `source` names. Raises ModelError (unknown name or model type, bad fields) or FormatError (no JSON)."""
     path = Path(source)
     if source in builtin_names():
-        return describe(read_json(_BUILTIN_DIRECTORY / f"{source}.json"), source, where=f"built-in model {source}")
+        return describe_config(
+            read_json(_BUILTIN_DIRECTORY / f"{source}.json"), source, where=f"built-in model {source}"
+        )
     if _is_function(source):
-        return Described(source, USER, {"source": source})
+        return ModelDescription(source, USER, {"source": source})
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError("The directory has no config.json.", where=str(path), next_step="give a model's directory")
-        config = _with_parts(read_json(path / "config.json"), path)
-        return describe(config, source, where=str(path / "config.json"))
+        config = _load_parts(read_json(path / "config.json"), path)
+        return describe_config(config, source, where=str(path / "config.json"))
     if path.is_file():
         data = read_json(path)
         if "graphs" in data and "modules" in data:
-            return Described(source, str(data.get("family", USER)), data.get("config", {}))
-        return describe(_with_parts(data, path.parent), source, where=source)
+            return ModelDescription(source, str(data.get("family", USER)), data.get("config", {}))
+        return describe_config(_load_parts(data, path.parent), source, where=source)
     near = most_like(source, builtin_names())
     raise ModelError(
         "The model is not known.",
@@ -76,12 +78,12 @@ def resolve(source: str) -> Described:
     )
 
 
-def describe(config: Mapping[str, Any], name: str, where: str) -> Described:
-    """A `Described` of a config.json's data: family found by model type, configuration in canonical spelling."""
+def describe_config(config: Mapping[str, Any], name: str, where: str) -> ModelDescription:
+    """A `ModelDescription` of a config.json's data: family found by model type, configuration in canonical spelling."""
     model_type = config.get("model_type")
     for family in FAMILIES.values():
         if model_type in family.model_types:
-            return Described(name, family.name, family.read(config, where).to_config())
+            return ModelDescription(name, family.name, family.read(config, where).to_config())
     known = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
     raise ModelError(
         "The model type is not known." if model_type else "The configuration lacks the field 'model_type'.",
@@ -99,10 +101,10 @@ def open_model(source: str) -> Model:
         data = read_json(path)
         if "graphs" in data and "modules" in data:
             return codec.from_data(Model, data, source)
-    described = resolve(source)
-    from pipefit.model.capture.layers import capture
+    described = resolve_model(source)
+    from pipefit.model.capture.layers import capture_family
 
-    return capture(described.family, described.config)
+    return capture_family(described.family, described.config)
 
 
 def save_model(model: Model, path: Path) -> None:
@@ -122,7 +124,7 @@ def parameter_count(model: Model) -> int:
     return sum(sizes.values())
 
 
-def _with_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _load_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A multimodal configuration may name directories for its encoder and its language model: what their config.json
     says stands there afterwards. Paths count from the folder of the configuration."""
     if config.get("model_type") not in FAMILIES["multimodal"].model_types:

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipefit.codec import digest
+from pipefit.codec import content_digest
 from pipefit.errors import ModelError, PipefitError
 from pipefit.model.example import Example
 
 
-def make(source: str) -> Any:
+def make_user_model(source: str) -> Any:
     """What the function that `source` names returns: an Example, or a list. Raises ModelError where it cannot be
     called, and for anything else."""
     function = load_function(source)
-    made = _run(function, source, "The function of the model failed.")
+    made = _run_user_code(function, source, "The function of the model failed.")
     if isinstance(made, Example):
         return made
     if not isinstance(made, (list, tuple)) or not made:
@@ -35,13 +35,13 @@ def make(source: str) -> Any:
 
 
 @contextmanager
-def drawing_from(*key: int) -> Iterator[None]:
+def seeded_generators(*key: int) -> Iterator[None]:
     """User code that draws random numbers: the generators of torch, numpy and Python start from a key, and are as they
     were afterwards. Equal keys give equal numbers in every process."""
     import numpy as np
     import torch
 
-    seed = int(digest(list(key))[:15], 16)
+    seed = int(content_digest(list(key))[:15], 16)
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -65,7 +65,7 @@ def load_function(source: str) -> Callable[[], Any]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     loader = spec.loader
-    _run(lambda: loader.exec_module(module), source, "The file of the model cannot be imported.")
+    _run_user_code(lambda: loader.exec_module(module), source, "The file of the model cannot be imported.")
     function = getattr(module, name, None)
     if not callable(function):
         public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
@@ -75,7 +75,7 @@ def load_function(source: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _run(function: Callable[[], Any], source: str, what: str) -> Any:
+def _run_user_code(function: Callable[[], Any], source: str, what: str) -> Any:
     """The result of the user's code; what it raises becomes one ModelError with the line in the user's file."""
     file = str(Path(source.rpartition(":")[0]))
     try:

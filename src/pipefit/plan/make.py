@@ -10,32 +10,38 @@ from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.predict import predict
-from pipefit.plan.assemble.shard_recipes import asked_in
+from pipefit.plan.assemble.predict import add_prediction
+from pipefit.plan.assemble.shard_recipes import request_from_constraints
 from pipefit.plan.candidates.space import check_space
-from pipefit.plan.evaluate.garbage_collection import collection_put_off
-from pipefit.plan.evaluate.outcome import Evaluated, Found
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.garbage_collection import defer_collection
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.explain.nearest_fit import does_not_fit
-from pipefit.plan.explain.reasons import alternatives, binding_memory
+from pipefit.plan.explain.reasons import binding_memory, list_alternatives
 from pipefit.plan.explain.slice_notes import slice_note
-from pipefit.plan.explain.unused_kinds import left_out
-from pipefit.plan.modules.search import ModulesFound, modules_found
-from pipefit.plan.passes.device_groups.search import with_groups
+from pipefit.plan.explain.unused_kinds import unused_kind_notes
+from pipefit.plan.modules.search import ModuleSearchResult, search_modules
+from pipefit.plan.passes.device_groups.search import search_groups
 from pipefit.plan.passes.fitted_orders import FIT, best_plans
-from pipefit.plan.passes.memory_trade import trade
-from pipefit.plan.passes.place_devices import place_found
+from pipefit.plan.passes.memory_trade import trade_memory
+from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.search import Progress
-from pipefit.plan.passes.sensitivity import sensitivity
+from pipefit.plan.passes.sensitivity import analyse_sensitivity
 from pipefit.plan.request.constraints import check_one_module
-from pipefit.plan.request.sampled_batches import Arrange, Samples, assumed_samples, completed, dealt
-from pipefit.plan.request.sequence_length import own_length
+from pipefit.plan.request.sampled_batches import (
+    Arrange,
+    SampledBatches,
+    assumed_samples,
+    complete_samples,
+    deal_samples,
+)
+from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.types import Job, Plan
-from pipefit.shard.apart import check_apart
+from pipefit.shard.apart import check_row_independence
 from pipefit.units import format_seconds
 
 
-@collection_put_off()
+@defer_collection()
 def make_plan(
     model: Model,
     cluster: Cluster,
@@ -47,8 +53,8 @@ def make_plan(
     cluster_source: str = "",
     layers: LayerCosts | None = None,
     progress: Progress | None = None,
-    samples: Samples | None = None,
-    arrange: Arrange = dealt,
+    samples: SampledBatches | None = None,
+    arrange: Arrange = deal_samples,
 ) -> Plan:
     """The fastest plan that fits, with its prediction and the runners-up.
 
@@ -59,27 +65,27 @@ def make_plan(
     Raises DoesNotFitError (how much is missing, and the nearest change that would fit) or PlanError (pins that leave
     nothing to consider, a model that brings rows together).
     """
-    check_apart(model)
-    bench = Workbench(model, cluster, layers, name, cluster_source)
+    check_row_independence(model)
+    bench = PlannerContext(model, cluster, layers, name, cluster_source)
     if len(model.modules) > 1:
-        given = completed(samples, model, job) if samples else assumed_samples(model, job)
-        return _of_modules(bench, job, modules_found(bench, job, pins or {}, given, arrange, progress), top)
+        given = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
+        return _plan_modules(bench, job, search_modules(bench, job, pins or {}, given, arrange, progress), top)
     check_one_module(pins or {})
-    pins = {**whole_pins(model, pins or {}), **(pins or {})}
+    pins = {**default_constraints(model, pins or {}), **(pins or {})}
     if pins.get("sharding") == "searched":
         count = device_count(cluster)
-        check_space(job, len(bench.module.layers), count, pins)
-        bench.search_recipes(job, asked_in(pins, job, count))
+        check_space(job, len(bench.only_module.layers), count, pins)
+        bench.search_recipes(job, request_from_constraints(pins, job, count))
     found = best_plans(bench, job, pins, top, progress)
-    placing = place_found(bench, job, pins, found)
-    grouping = with_groups(bench, job, pins, placing.found)
+    placing = place_candidates(bench, job, pins, found)
+    grouping = search_groups(bench, job, pins, placing.found)
     if not grouping.found.fitting:
         raise does_not_fit(bench, job, pins, found)
-    curve = trade(bench, job, pins, grouping.found.fitting[0])
-    found = _with(grouping.found, curve.best)
+    curve = trade_memory(bench, job, pins, grouping.found.fitting[0])
+    found = _put_first(grouping.found, curve.best)
     best = found.fitting[0]
-    plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = predict(plan, model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
+    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = add_prediction(plan, model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
     assert plan.prediction is not None
     binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(found))))
     if found.open_bound_s >= best.step_s:
@@ -88,29 +94,31 @@ def make_plan(
         proof = f"its budget was spent: a plan of {format_seconds(found.open_bound_s)} is not ruled out"
     counted = f"search: {found.considered} candidates, {found.simulated} simulated, {found.unfit} did not fit; {proof}"
     if placing.note:
-        counted += "; all of it in hostname order" if not bench.cutter.fleet.mixed else "; before devices were placed"
-    counted += _gain(found, pins)
+        counted += (
+            "; all of it in hostname order" if not bench.layer_cutter.fleet.is_mixed else "; before devices were placed"
+        )
+    counted += _fitted_order_note(found, pins)
     prediction = replace(
         plan.prediction,
         binds=binds,
         assumptions=(
             *plan.prediction.assumptions,
-            *left_out(bench, job, found),
+            *unused_kind_notes(bench, job, found),
             *filter(None, [placing.note, grouping.note]),
             slice_note(bench, job, pins, found),
             counted,
         ),
-        sensitivity=sensitivity(bench, job, pins, best),
+        sensitivity=analyse_sensitivity(bench, job, pins, best),
         trade=curve.points,
     )
-    return replace(plan, prediction=prediction, alternatives=alternatives(found, top))
+    return replace(plan, prediction=prediction, alternatives=list_alternatives(found, top))
 
 
-def _of_modules(bench: Workbench, job: Job, made: ModulesFound, top: int) -> Plan:
+def _plan_modules(bench: PlannerContext, job: Job, made: ModuleSearchResult, top: int) -> Plan:
     """The plan of the best layout of several modules."""
     found, best = made.found, made.found.fitting[0]
-    plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = predict(plan, bench.model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
+    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = add_prediction(plan, bench.model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
     assert plan.prediction is not None
     counted = f"search: {found.considered} layouts of modules, {found.simulated} simulated, {found.unfit} did not fit"
     prediction = replace(
@@ -119,14 +127,14 @@ def _of_modules(bench: Workbench, job: Job, made: ModulesFound, top: int) -> Pla
         assumptions=(*plan.prediction.assumptions, *made.notes, counted),
     )
     return replace(
-        plan, prediction=prediction, alternatives=alternatives(found, top, made.mean_s), arranging=made.arranging
+        plan, prediction=prediction, alternatives=list_alternatives(found, top, made.mean_s), arranging=made.arranging
     )
 
 
-def whole_pins(model: Model, pins: Mapping[str, Any]) -> Mapping[str, Any]:
+def default_constraints(model: Model, pins: Mapping[str, Any]) -> Mapping[str, Any]:
     """What goes with pinned shards where nothing is said: a model that was captured whole is split by a search, as
     Megatron's fixed program is for layers over any number of tokens."""
-    return {"sharding": "searched"} if len(pins.get("shards", ())) > 1 and own_length(model) is not None else {}
+    return {"sharding": "searched"} if len(pins.get("shards", ())) > 1 and fixed_length(model) is not None else {}
 
 
 def sound_bound_s(bound_s: float, step_s: float) -> float:
@@ -135,14 +143,14 @@ def sound_bound_s(bound_s: float, step_s: float) -> float:
     return bound_s if bound_s <= step_s else 0.0
 
 
-def _with(found: Found, best: Evaluated) -> Found:
+def _put_first(found: SearchResult, best: EvaluatedPlan) -> SearchResult:
     """What was found, with the best point of the trade curve before all else."""
     if best is found.fitting[0]:
         return found
     return replace(found, fitting=(best, *found.fitting))
 
 
-def _gain(found: Found, pins: Mapping[str, Any]) -> str:
+def _fitted_order_note(found: SearchResult, pins: Mapping[str, Any]) -> str:
     """What a fitted order gained, for the notes; '' where a family won, or where families were not to be compared:
     plans of groups are not with those of devices alone, whose difference is not the order's."""
     best = found.fitting[0]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipefit.codec import digest
-from pipefit.layout import Axis, Group
-from pipefit.schedule.actions import EVERY, Schedule, Turn, parse_lanes
+from pipefit.codec import content_digest
+from pipefit.layout import Mesh, MeshAxis
+from pipefit.schedule.actions import EVERY, RoundRobin, Schedule, parse_lanes
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["float64", "float32", "bfloat16"]
@@ -29,19 +29,19 @@ class AxisPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
+class MeshPlan:
     """A group as it stands in a plan file."""
 
     axes: tuple[AxisPlan, ...]
     devices: tuple[int, ...]
 
-    def group(self) -> Group:
-        axes = tuple(Axis(name=axis.name, shares=axis.shares) for axis in self.axes)
-        return Group(axes=axes, devices=self.devices)
+    def to_mesh(self) -> Mesh:
+        axes = tuple(MeshAxis(name=axis.name, shares=axis.shares) for axis in self.axes)
+        return Mesh(axes=axes, devices=self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class SampleSpace:
     """What rows are, and how many of them a step has."""
 
     name: str
@@ -85,7 +85,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class EdgeTransfer:
     """How one direction of an edge crosses: forms along the axes of the source and target groups, as text."""
 
     sent: tuple[str, ...]
@@ -104,12 +104,12 @@ class Edge:
     target: int
     tensor: str = ""
     "'' is the hidden state."
-    forward: Wire
-    gradient: Wire
+    forward: EdgeTransfer
+    gradient: EdgeTransfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class ParameterPlan:
     """One parameter tensor of the model, by its global name."""
 
     name: str
@@ -126,7 +126,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class SchedulePlan:
     """The schedule as it stands in a plan file."""
 
     name: str
@@ -137,8 +137,8 @@ class Order:
     lanes: tuple[str, ...]
     "Lowered actions of every lane, as text."
 
-    def schedule(self, turns: tuple[Turn, ...] = ()) -> Schedule:
-        """The schedule that the lines stand for, `turns` as `Schedule` has it (`Plan.schedule` knows). Raises
+    def to_schedule(self, turns: tuple[RoundRobin, ...] = ()) -> Schedule:
+        """The schedule that the lines stand for, `turns` as `Schedule` has it (`Plan.to_schedule` knows). Raises
         ScheduleError at the first word that is no action."""
         return Schedule(
             name=self.name,
@@ -180,7 +180,7 @@ class SampleLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arranging:
+class SampleArrangement:
     """How the samples of a batch are given to replicas and microbatches, where they differ."""
 
     balance: bool = True
@@ -238,14 +238,14 @@ class LanePrediction:
         """Of the smallest device."""
         return min([self.limit_bytes, *(other.limit_bytes for other in self.others)])
 
-    def of(self, device: int) -> KindPrediction:
+    def for_device(self, device: int) -> KindPrediction:
         """What is said of one of the lane's devices, by its number in the cluster."""
         own = KindPrediction(kind=self.kind, devices=(), peak_bytes=self.peak_bytes, limit_bytes=self.limit_bytes)
         return next((other for other in self.others if device in other.devices), own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivity:
+class ClusterSensitivity:
     """What a better cluster would give."""
 
     change: str
@@ -272,7 +272,7 @@ class TradePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class PlanPrediction:
     """What the simulator says of the plan."""
 
     step_s: float
@@ -287,7 +287,7 @@ class Prediction:
     binds: str = ""
     "What limits it: compute of a stage, a link, or memory."
     assumptions: tuple[str, ...] = ()
-    sensitivity: tuple[Sensitivity, ...] = ()
+    sensitivity: tuple[ClusterSensitivity, ...] = ()
     trade: tuple[TradePoint, ...] = ()
     "Memory against time on the plan's layout, by memory; empty for a single lane."
     risk: float | None = None
@@ -295,7 +295,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class AlternativePlan:
     """A runner-up, and why it lost or did not fit."""
 
     decisions: Mapping[str, str]
@@ -306,7 +306,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hashes:
+class InputHashes:
     """What the plan was made for; a plan is stale when one of these changed."""
 
     model: str
@@ -330,15 +330,15 @@ class Plan:
     version: int
     job: Job
     model: ModelSource
-    groups: tuple[GroupPlan, ...]
-    spaces: tuple[Space, ...]
+    groups: tuple[MeshPlan, ...]
+    spaces: tuple[SampleSpace, ...]
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
-    parameters: tuple[Parameter, ...]
-    order: Order
-    prediction: Prediction | None = None
-    alternatives: tuple[Alternative, ...] = ()
-    hashes: Hashes
+    parameters: tuple[ParameterPlan, ...]
+    order: SchedulePlan
+    prediction: PlanPrediction | None = None
+    alternatives: tuple[AlternativePlan, ...] = ()
+    hashes: InputHashes
     decisions: Mapping[str, str] = field(default_factory=dict)
     "The choices in words: replicas, stages, schedule, ...: what `--fix` can pin."
     cluster: str = ""
@@ -346,34 +346,34 @@ class Plan:
     recipes: Mapping[str, str] = field(default_factory=dict)
     "Of searched shardings: how every distinct layer is split (`shard/recipe.py`), by the key of its graph; with the"
     " name of the set and a slash in front where that has one."
-    arranging: Arranging | None = None
+    arranging: SampleArrangement | None = None
     "Where samples differ in what they cost; None: they are taken as they come."
 
     @property
-    def hash(self) -> str:
+    def content_hash(self) -> str:
         """The digest that every rank compares before it starts."""
-        return digest(self)
+        return content_digest(self)
 
     @property
-    def devices(self) -> tuple[int, ...]:
+    def used_devices(self) -> tuple[int, ...]:
         """The devices that take part, in cluster order: rank i of the run is the i-th of these."""
         return tuple(sorted({device for group in self.groups for device in group.devices}))
 
-    def schedule(self) -> Schedule:
+    def to_schedule(self) -> Schedule:
         """The schedule of the order's lines, with what every stage takes of it. Raises ScheduleError as they do."""
-        return self.order.schedule(turns_of(self.stages))
+        return self.order.to_schedule(collect_turns(self.stages))
 
-    def stage_group(self, stage: int) -> Group:
+    def stage_mesh(self, stage: int) -> Mesh:
         """The group that holds a stage."""
-        return self.groups[self.stages[stage].group].group()
+        return self.groups[self.stages[stage].group].to_mesh()
 
-    def lane_group(self, lane: int) -> Group:
+    def lane_mesh(self, lane: int) -> Mesh:
         """The group of the stages that lane holds; where some take turns with those of other lanes, of the others."""
         held = [stage for stage, other in enumerate(self.order.placement) if other == lane]
-        return self.stage_group(min(held, key=lambda stage: (self.stages[stage].turns > 1, stage)))
+        return self.stage_mesh(min(held, key=lambda stage: (self.stages[stage].turns > 1, stage)))
 
 
-def turns_of(stages: Sequence[Stage]) -> tuple[Turn, ...]:
+def collect_turns(stages: Sequence[Stage]) -> tuple[RoundRobin, ...]:
     """Which microbatches every stage takes, as schedules have it: () where all take all, one by one."""
-    turns = tuple(Turn(stage.turn, stage.turns, stage.microbatch_multiple) for stage in stages)
+    turns = tuple(RoundRobin(stage.turn, stage.turns, stage.microbatch_multiple) for stage in stages)
     return () if all(turn == EVERY for turn in turns) else turns

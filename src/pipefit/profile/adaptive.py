@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipefit.profile.classes import Alike
-from pipefit.profile.completion import Completion, beside_noise, complete, means_of
+from pipefit.profile.classes import HostClasses
+from pipefit.profile.completion import LinkCompletion, complete_links, mean_logs, subtract_noise
 from pipefit.profile.effects import Array
-from pipefit.profile.estimate import Bools, Shape, Table, tabulate
+from pipefit.profile.estimate import Bools, LinkShape, LinkTable, tabulate_samples
 from pipefit.profile.links import LinkSample
-from pipefit.profile.tournament import Pair, rounds
+from pipefit.profile.tournament import Pair, round_robin
 
 TARGET = 0.03
 """Mean relative error of predicted links that is good enough."""
@@ -47,7 +47,7 @@ Games = list[list[Pair]]
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class AuditRound:
     """One round that was predicted before it was measured."""
 
     ways: tuple[Pair, ...]
@@ -59,7 +59,7 @@ class Audit:
 
 
 @dataclass(slots=True)
-class Progress:
+class SurveyProgress:
     """How a survey stands."""
 
     rounds: int = 0
@@ -76,13 +76,13 @@ class Progress:
     "Classes that the last batch found to be one: where it found some, there may be more."
     doubt: float = 1.0
     "By how much the variance that predictions claimed was too small, in the last two audits."
-    completion: Completion | None = None
+    completion: LinkCompletion | None = None
     "None until something was measured."
     everything: bool = False
     "Whether all pairs were measured."
 
     @property
-    def shape(self) -> Shape | None:
+    def host_shape(self) -> LinkShape | None:
         """What hosts have in common; None before anything was measured."""
         if self.completion is None:
             return None
@@ -90,7 +90,7 @@ class Progress:
         return replace(found, doubt=max(1.0, found.doubt * self.doubt)) if self.held_out else found
 
 
-class Adaptive:
+class AdaptiveSurvey:
     """The rounds of one survey of `members`, one batch after the other.
 
     `rounds_wanted`: as many rounds and no more; None: until the audits' mean error is at most `target`.
@@ -101,39 +101,41 @@ class Adaptive:
     ) -> None:
         self.members, self.target, self.wanted = list(members), target, rounds_wanted
         self._random = random.Random(seed)
-        self._grid: Games = rounds(self._random.sample(self.members, len(self.members)))
+        self._grid: Games = round_robin(self._random.sample(self.members, len(self.members)))
         self._random.shuffle(self._grid)
         self._met: set[frozenset[int]] = set()
-        self._audits: list[Audit] = []
+        self._audits: list[AuditRound] = []
         self._errors: list[Array] = []
         self._noise = 0.0
-        self.progress = Progress(full_rounds=len(self._grid))
+        self.progress = SurveyProgress(full_rounds=len(self._grid))
         self.batch = max(2, round(len(members) ** 0.5 / 2))
 
     def next_rounds(self, samples: Sequence[LinkSample]) -> Games:
         """What to measure now, from all that was measured so far; nothing when it is enough."""
         if not self._met:
-            batch = _neighbours(self.members) + [self._from_grid() for _ in range(self.batch)]
+            batch = _neighbour_rounds(self.members) + [self._from_grid() for _ in range(self.batch)]
         else:
-            table = tabulate(samples, self.members)
-            largest = table.of_size(len(table.sizes_bytes) - 1)
+            table = tabulate_samples(samples, self.members)
+            largest = table.select_size(len(table.sizes_bytes) - 1)
             before = self.progress.completion
-            found = self.progress.completion = complete(largest)
-            self.progress.merged = max(0, _classes(before, len(self.members)) - _classes(found, len(self.members)))
-            self._judge(largest, found)
+            found = self.progress.completion = complete_links(largest)
+            self.progress.merged = max(
+                0, _class_count(before, len(self.members)) - _class_count(found, len(self.members))
+            )
+            self._judge_audit(largest, found)
             if self.progress.everything:
                 return []
-            if self._enough():
+            if self._is_enough():
                 return []
-            if self.wanted is None and self._hopeless():
+            if self.wanted is None and self._is_hopeless():
                 batch = [self._from_grid() for _ in range(len(self._grid))]
             else:
                 audit = self._from_grid()
                 place = {member: index for index, member in enumerate(self.members)}
                 ways = [(place[a], place[b]) for pair in audit for a, b in (pair, pair[::-1])]
                 logs, at = found.logs, tuple(zip(*ways, strict=True))
-                self._audits.append(Audit(tuple(ways), logs.log_s[at], logs.error[at]))
-                batch = [audit, *self._chosen(found, audit)]
+                self._audits.append(AuditRound(tuple(ways), logs.log_s[at], logs.error[at]))
+                batch = [audit, *self._choose_rounds(found, audit)]
         batch = [pairs for pairs in batch if pairs]
         if self.wanted is not None:
             batch = batch[: self.wanted - self.progress.rounds]
@@ -150,28 +152,28 @@ class Adaptive:
                 return pairs
         return []
 
-    def _judge(self, table: Table, found: Completion) -> None:
+    def _judge_audit(self, table: LinkTable, found: LinkCompletion) -> None:
         """The errors of the latest audit, now that it was measured."""
         if not self._audits or len(self._errors) == len(self._audits):
             return
         audit = self._audits[-1]
-        means = means_of(table, found.logs)[tuple(zip(*audit.ways, strict=True))]
+        means = mean_logs(table, found.logs)[tuple(zip(*audit.ways, strict=True))]
         self._errors.append(np.where(np.isfinite(means), means - audit.predicted, 0.0))
         repeats = len(table.source) / max(1, int(found.logs.measured.sum()))
         noise = found.logs.fitted.noise / repeats
         errors = np.concatenate(self._errors[-2:])
         claimed = np.concatenate([each.claimed for each in self._audits[-2:]])
         away = np.abs(errors)
-        self.progress.held_out.append(beside_noise(float(away.mean()), float(np.sqrt(2 / np.pi * noise))))
+        self.progress.held_out.append(subtract_noise(float(away.mean()), float(np.sqrt(2 / np.pi * noise))))
         far = FAR * self.target
         self.progress.misses = float(np.mean(away > far + 3 * np.sqrt(noise)))
         self.progress.doubt = max(0.0, float(np.mean(errors**2)) - noise) / max(1e-12, float(np.mean(claimed)))
         unmeasured = ~found.logs.measured & ~np.eye(len(self.members), dtype=bool)
-        self.progress.uncompared = _open(found.alike, unmeasured)
+        self.progress.uncompared = _open_share(found.alike, unmeasured)
         unsure = found.disagreement[unmeasured]
         self.progress.unsure = float(np.mean(unsure > far**2)) if len(unsure) else 0.0
 
-    def _enough(self) -> bool:
+    def _is_enough(self) -> bool:
         if self.wanted is not None:
             return self.progress.rounds >= self.wanted
         held_out = self.progress.held_out
@@ -179,7 +181,7 @@ class Adaptive:
         settled = self.progress.uncompared <= OPEN and not self.progress.merged
         return good and settled and max(self.progress.misses, self.progress.unsure) <= MISSES
 
-    def _hopeless(self) -> bool:
+    def _is_hopeless(self) -> bool:
         """Whether predictions stay bad, or so much was measured that the rest costs little."""
         held_out, found = self.progress.held_out, self.progress.completion
         clustered = found is not None and found.alike is not None
@@ -187,7 +189,7 @@ class Adaptive:
         stuck = stuck and self.progress.rounds >= PATIENCE
         return stuck or self.progress.rounds > MOST * self.progress.full_rounds
 
-    def _chosen(self, found: Completion, audit: Sequence[Pair]) -> Games:
+    def _choose_rounds(self, found: LinkCompletion, audit: Sequence[Pair]) -> Games:
         """The rounds of a batch beside its audit: pairs by how much is not known of them; any, where nothing that
         hosts have in common is to be seen."""
         if found.alike is None and found.held_out > 2 * self.target:
@@ -201,13 +203,13 @@ class Adaptive:
         met = {*self._met, *(frozenset(pair) for pair in audit)}
         result: Games = []
         for _ in range(self.batch - 1):
-            value = score + gap**2 * _unknown(labels, compared)
-            pairs = self._matched(value, met, labels, compared)
+            value = score + gap**2 * _comparison_value(labels, compared)
+            pairs = self._match_pairs(value, met, labels, compared)
             met |= {frozenset(pair) for pair in pairs}
             result.append(pairs)
         return result
 
-    def _matched(self, value: Array, met: set[frozenset[int]], labels: Array, compared: Bools) -> list[Pair]:
+    def _match_pairs(self, value: Array, met: set[frozenset[int]], labels: Array, compared: Bools) -> list[Pair]:
         """Disjoint pairs that were not measured, the most valuable first; marks the classes that they compare. Two
         pairs of one round compare the same two classes only where no others are left."""
         count = len(self.members)
@@ -231,12 +233,12 @@ class Adaptive:
         return pairs
 
 
-def _classes(found: Completion | None, count: int) -> int:
+def _class_count(found: LinkCompletion | None, count: int) -> int:
     """How many classes the hosts are in; each in its own where none were found."""
     return len(set(found.alike.classes)) if found is not None and found.alike is not None else count
 
 
-def _open(alike: Alike | None, unmeasured: Bools) -> float:
+def _open_share(alike: HostClasses | None, unmeasured: Bools) -> float:
     """Share of links that were not measured between classes, one of several hosts at least, that were not compared."""
     if alike is None or not unmeasured.any():
         return 0.0
@@ -247,7 +249,7 @@ def _open(alike: Alike | None, unmeasured: Bools) -> float:
     return float(between[labels[:, None], labels[None, :]][unmeasured].mean())
 
 
-def _unknown(labels: Array, compared: Bools) -> Array:
+def _comparison_value(labels: Array, compared: Bools) -> Array:
     """[host, host]: how much one comparison of their classes would tell: pairs that it decides, as a share of the
     most that any does; 0 where it was made."""
     size = np.bincount(labels)
@@ -257,7 +259,7 @@ def _unknown(labels: Array, compared: Bools) -> Array:
     return np.asarray((worth / most if most else worth)[labels[:, None], labels[None, :]])
 
 
-def _neighbours(members: Sequence[int]) -> Games:
+def _neighbour_rounds(members: Sequence[int]) -> Games:
     """Two rounds that chain the members in their order: hosts with neighbouring names often share a rack."""
     even = [(members[i], members[i + 1]) for i in range(0, len(members) - 1, 2)]
     odd = [(members[i], members[i + 1]) for i in range(1, len(members) - 1, 2)]

@@ -9,20 +9,20 @@ import numpy as np
 
 from pipefit.cluster.kinds import OVERLAP
 from pipefit.cluster.measured import (
+    ClusterMeasurements,
     CollectiveCurve,
     LayerCurve,
     LinkCurve,
     LinkMethod,
-    Measured,
     MemoryFact,
+    PortSharing,
     RailCurve,
-    Sharing,
 )
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError
 from pipefit.profile.effects import Array
-from pipefit.profile.estimate import PairTimes, Shape, pair_times
-from pipefit.profile.facts import CPU, Member, Rates
+from pipefit.profile.estimate import LinkShape, PairTimes, pair_times
+from pipefit.profile.facts import CPU, DeviceRates, ProfileMember
 from pipefit.profile.links import LinkSample, latency_and_bandwidth
 
 ALIKE = 0.25
@@ -36,26 +36,26 @@ class RailNotes:
     rounds: int
     full_rounds: int
     repeats: int
-    shape: Shape | None = None
+    shape: LinkShape | None = None
     "What hosts were found to have in common; None where nobody looked."
     predicts: bool = False
     "Whether links were left out, to be concluded from the others."
     held_out_error: float | None = None
     crowded: bool = False
-    sharing: Sharing | None = None
+    sharing: PortSharing | None = None
 
 
 @dataclass(slots=True)
-class Findings:
+class ProfileFindings:
     """All of one profile, phase by phase."""
 
-    members: list[Member]
+    members: list[ProfileMember]
     inside: list[LinkSample] = field(default_factory=list)
     rails: dict[str, list[LinkSample]] = field(default_factory=dict)
     "By rail; between the ranks that stand for their hosts."
     surveys: dict[str, RailNotes] = field(default_factory=dict)
     "By rail."
-    rates: dict[str, Rates] = field(default_factory=dict)
+    rates: dict[str, DeviceRates] = field(default_factory=dict)
     "By kind."
     layers: list[LayerCurve] = field(default_factory=list)
     overhead_s: dict[str, Mapping[str, float]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def host_ranks(members: Sequence[Member]) -> dict[str, list[int]]:
+def host_ranks(members: Sequence[ProfileMember]) -> dict[str, list[int]]:
     """Ranks of every host, in the order of the hosts' first ranks. Ranks of a host must follow each other."""
     hosts: dict[str, list[int]] = {}
     for member in members:
@@ -87,7 +87,7 @@ def host_ranks(members: Sequence[Member]) -> dict[str, list[int]]:
     return hosts
 
 
-def check_same_software(members: Sequence[Member]) -> None:
+def check_same_software(members: Sequence[ProfileMember]) -> None:
     """All ranks run the same software; ClusterError names the host that does not."""
     first = members[0]
     for member in members:
@@ -102,7 +102,7 @@ def check_same_software(members: Sequence[Member]) -> None:
                 )
 
 
-def assemble(findings: Findings, name: str, when: str, seconds: float) -> Cluster:
+def assemble_cluster(findings: ProfileFindings, name: str, when: str, seconds: float) -> Cluster:
     """The cluster. Raises ClusterError where a link between hosts could not be measured."""
     members = findings.members
     hosts = host_ranks(members)
@@ -111,8 +111,8 @@ def assemble(findings: Findings, name: str, when: str, seconds: float) -> Cluste
         source="measured", when=when, where=", ".join(hosts), environment=dict(members[0].environment)
     )
     classes, links, link_curves = _link_classes(findings, hosts, kind_names)
-    rails, rail_curves = _rails(findings, hosts)
-    measured = Measured(
+    rails, rail_curves = _measured_rails(findings, hosts)
+    measured = ClusterMeasurements(
         layers=tuple(findings.layers),
         links=link_curves,
         rails=rail_curves,
@@ -126,7 +126,7 @@ def assemble(findings: Findings, name: str, when: str, seconds: float) -> Cluste
     )
     return Cluster(
         name=name,
-        kinds=_kinds(findings, kind_names, provenance),
+        kinds=_device_kinds(findings, kind_names, provenance),
         links=links,
         hosts=tuple(
             Host(name=host, kind=kind_names[members[ranks[0]].kind], devices=len(ranks), link=classes[host])
@@ -138,7 +138,7 @@ def assemble(findings: Findings, name: str, when: str, seconds: float) -> Cluste
     )
 
 
-def short_kinds(members: Sequence[Member]) -> dict[str, str]:
+def short_kinds(members: Sequence[ProfileMember]) -> dict[str, str]:
     """Key of each kind in the cluster file: `cpu` for the only kind of processor, else its words joined by `-`."""
     kinds = list(dict.fromkeys(member.kind for member in members))
     processors = [kind for kind in kinds if kind.startswith("cpu ")]
@@ -146,7 +146,7 @@ def short_kinds(members: Sequence[Member]) -> dict[str, str]:
     return short | ({processors[0]: "cpu"} if len(processors) == 1 else {})
 
 
-def _kinds(findings: Findings, names: Mapping[str, str], provenance: Provenance) -> dict[str, DeviceKind]:
+def _device_kinds(findings: ProfileFindings, names: Mapping[str, str], provenance: Provenance) -> dict[str, DeviceKind]:
     result = {}
     for member in findings.members:
         name = names[member.kind]
@@ -172,12 +172,16 @@ def _kinds(findings: Findings, names: Mapping[str, str], provenance: Provenance)
 
 
 def _link_classes(
-    findings: Findings, hosts: Mapping[str, Sequence[int]], kinds: Mapping[str, str]
+    findings: ProfileFindings, hosts: Mapping[str, Sequence[int]], kinds: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, Link], dict[str, LinkCurve]]:
     """(class of every host, links, curves). Hosts of one kind with like links share a class."""
-    times = {host: pair_times(_among(findings.inside, ranks), ranks) for host, ranks in hosts.items() if len(ranks) > 1}
+    times = {
+        host: pair_times(_samples_among(findings.inside, ranks), ranks)
+        for host, ranks in hosts.items()
+        if len(ranks) > 1
+    }
     for host, each in times.items():
-        _require(each, [f"device {i} of {host}" for i in range(len(hosts[host]))], "inside the host")
+        _require_measured(each, [f"device {i} of {host}" for i in range(len(hosts[host]))], "inside the host")
     groups: list[tuple[str, list[str]]] = []
     for host, each in times.items():
         kind = kinds[findings.members[hosts[host][0]].kind]
@@ -200,22 +204,24 @@ def _link_classes(
 
 def _link_class(each: Sequence[PairTimes]) -> tuple[Link, LinkCurve]:
     time_s = np.median(np.stack([_over_pairs(times) for times in each]), axis=0)
-    pairs = np.concatenate([_pairs(times, times.time_s) for times in each], axis=1)
-    spread = np.median(np.concatenate([_pairs(times, times.spread) for times in each], axis=1), axis=1)
-    same = float(np.median(np.concatenate([_pairs(times, times.repeatability[None])[0] for times in each])))
+    pairs = np.concatenate([_off_diagonal(times, times.time_s) for times in each], axis=1)
+    spread = np.median(np.concatenate([_off_diagonal(times, times.spread) for times in each], axis=1), axis=1)
+    same = float(np.median(np.concatenate([_off_diagonal(times, times.repeatability[None])[0] for times in each])))
     latency_s, bandwidth = latency_and_bandwidth(each[0].sizes_bytes, time_s)
     between = (pairs.max(axis=1) - pairs.min(axis=1)) / time_s
     curve = LinkCurve(
         sizes_bytes=each[0].sizes_bytes,
-        time_s=_floats(time_s),
-        spread=_floats(spread),
-        between_pairs=_floats(between),
+        time_s=_as_floats(time_s),
+        spread=_as_floats(spread),
+        between_pairs=_as_floats(between),
         pairs=pairs.shape[1],
     )
     return Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, repeatability=same), curve
 
 
-def _rails(findings: Findings, hosts: Mapping[str, Sequence[int]]) -> tuple[tuple[Rail, ...], dict[str, RailCurve]]:
+def _measured_rails(
+    findings: ProfileFindings, hosts: Mapping[str, Sequence[int]]
+) -> tuple[tuple[Rail, ...], dict[str, RailCurve]]:
     rails, curves = [], {}
     for place, (name, samples) in enumerate(findings.rails.items()):
         ranks = [members[min(place, len(members) - 1)] for members in hosts.values()]
@@ -223,7 +229,7 @@ def _rails(findings: Findings, hosts: Mapping[str, Sequence[int]]) -> tuple[tupl
         times = pair_times(
             samples, ranks, shape=notes.shape if notes else None, predict=notes is not None and notes.predicts
         )
-        _require(times, list(hosts), f"on rail {name}")
+        _require_measured(times, list(hosts), f"on rail {name}")
         count = len(ranks)
         fits = {
             (a, b): latency_and_bandwidth(times.sizes_bytes, times.time_s[:, a, b])
@@ -239,24 +245,24 @@ def _rails(findings: Findings, hosts: Mapping[str, Sequence[int]]) -> tuple[tupl
                 bandwidth_bytes_per_s=tuple(
                     tuple(fits.get((a, b), (0.0, most))[1] for b in range(count)) for a in range(count)
                 ),
-                repeatability=_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
+                repeatability=_as_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
                 shared_ports=_shared_ports(notes.sharing if notes else None),
             )
         )
         predicted = tuple(tuple(int(b) for b in np.flatnonzero(row)) for row in times.predicted)
         curves[name] = RailCurve(
             sizes_bytes=times.sizes_bytes,
-            time_s=tuple(_matrix(np.nan_to_num(matrix)) for matrix in times.time_s),
-            spread=tuple(_matrix(np.nan_to_num(matrix)) for matrix in times.spread),
-            error=_matrix(np.where(np.eye(count, dtype=bool), 0.0, times.error)),
+            time_s=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.time_s),
+            spread=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.spread),
+            error=_as_matrix(np.where(np.eye(count, dtype=bool), 0.0, times.error)),
             predicted=predicted if any(predicted) else (),
-            method=_method(notes, times) if notes else None,
+            method=_link_method(notes, times) if notes else None,
             sharing=notes.sharing if notes else None,
         )
     return tuple(rails), curves
 
 
-def _method(notes: RailNotes, times: PairTimes) -> LinkMethod:
+def _link_method(notes: RailNotes, times: PairTimes) -> LinkMethod:
     return LinkMethod(
         rounds=notes.rounds,
         full_rounds=notes.full_rounds,
@@ -269,7 +275,7 @@ def _method(notes: RailNotes, times: PairTimes) -> LinkMethod:
     )
 
 
-def _shared_ports(sharing: Sharing | None) -> bool:
+def _shared_ports(sharing: PortSharing | None) -> bool:
     """Whether most hosts' ports limit what they send to, or receive from, two others at once."""
     if sharing is None:
         return True
@@ -277,7 +283,7 @@ def _shared_ports(sharing: Sharing | None) -> bool:
     return 2 * sum(both) >= len(both)
 
 
-def _require(times: PairTimes, names: Sequence[str], where: str) -> None:
+def _require_measured(times: PairTimes, names: Sequence[str], where: str) -> None:
     count = len(names)
     missing = [
         f"{names[a]} -> {names[b]}"
@@ -295,24 +301,24 @@ def _require(times: PairTimes, names: Sequence[str], where: str) -> None:
         )
 
 
-def _among(samples: Sequence[LinkSample], ranks: Sequence[int]) -> list[LinkSample]:
+def _samples_among(samples: Sequence[LinkSample], ranks: Sequence[int]) -> list[LinkSample]:
     inside = set(ranks)
     return [sample for sample in samples if sample.source in inside and sample.target in inside]
 
 
 def _over_pairs(times: PairTimes) -> Array:
-    return np.asarray(np.median(_pairs(times, times.time_s), axis=1))
+    return np.asarray(np.median(_off_diagonal(times, times.time_s), axis=1))
 
 
-def _pairs(times: PairTimes, values: Array) -> Array:
+def _off_diagonal(times: PairTimes, values: Array) -> Array:
     """[size, pair] of an array [size, source, target], without the diagonal."""
     apart = ~np.eye(len(times.members), dtype=bool)
     return values[:, apart]
 
 
-def _floats(values: Sequence[float] | Array) -> tuple[float, ...]:
+def _as_floats(values: Sequence[float] | Array) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def _matrix(values: Array) -> tuple[tuple[float, ...], ...]:
-    return tuple(_floats(row) for row in values)
+def _as_matrix(values: Array) -> tuple[tuple[float, ...], ...]:
+    return tuple(_as_floats(row) for row in values)

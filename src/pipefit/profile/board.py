@@ -15,7 +15,7 @@ from typing import Any
 from pipefit.errors import RunError
 
 
-class Board:
+class StoreExchange:
     """This rank's place at the store (a torch.distributed store, or None for one process alone)."""
 
     def __init__(self, store: Any, rank: int, members: Sequence[int], timeout_s: float) -> None:
@@ -37,7 +37,7 @@ class Board:
         topic = f"profile/{self._turn}"
         try:
             if self.rank == 0:
-                answer = self._collect(topic, value, limit)
+                answer = self._collect_posts(topic, value, limit)
                 self.store.set(f"{topic}/all", json.dumps(answer))
             else:
                 self.store.set(f"{topic}/{self.rank}", json.dumps(value))
@@ -59,7 +59,7 @@ class Board:
         """Wait for all members."""
         self.gather(None, timeout_s)
 
-    def _collect(self, topic: str, own: Any, limit_s: float) -> dict[str, Any]:
+    def _collect_posts(self, topic: str, own: Any, limit_s: float) -> dict[str, Any]:
         found, lost = {0: own}, {}
         deadline = time.monotonic() + limit_s
         for rank in self.members:

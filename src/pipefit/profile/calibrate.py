@@ -10,12 +10,12 @@ import numpy as np
 
 from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LayerPoint
 from pipefit.cluster.types import Cluster, DeviceKind
-from pipefit.cost.comm.collectives import ring_of
+from pipefit.cost.comm.collectives import ring_step
 from pipefit.cost.comm.direct import LEAST
-from pipefit.cost.comm.lowerings import DIRECT, Lowerings, direct_curve
+from pipefit.cost.comm.lowerings import DIRECT, CollectiveLowerings, direct_curve
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.curves import layer_times, signature
-from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.compute.curves import digest_graph, layer_times
+from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
 from pipefit.model.graph import Graph
 from pipefit.profile.points import sizes_at
 
@@ -41,7 +41,7 @@ def collective_curve(
     from scipy.optimize import nnls
 
     network = Network(cluster)
-    latency_s, s_per_byte = _formula(network, operation, devices)
+    latency_s, s_per_byte = _ring_coefficients(network, operation, devices)
     times = np.asarray(time_s, dtype=np.float64)
     columns = np.stack(
         [np.full(len(times), latency_s), np.asarray(sizes_bytes, dtype=np.float64) * s_per_byte], axis=-1
@@ -60,45 +60,45 @@ def collective_curve(
     )
 
 
-def _formula(network: Network, operation: str, devices: Sequence[int]) -> tuple[float, float]:
+def _ring_coefficients(network: Network, operation: str, devices: Sequence[int]) -> tuple[float, float]:
     """(seconds without bytes, seconds a byte) of a collective of even parts, by the links."""
     count = len(devices)
     if operation in DIRECT:
-        latency_s, rounds = Lowerings(network, [devices]).plain(*DIRECT[operation])
+        latency_s, rounds = CollectiveLowerings(network, [devices]).plain_lowering(*DIRECT[operation])
         return latency_s, rounds.s_per_byte((1 / count,) * count)
-    ring, steps = ring_of(network, operation, [devices]), PASSES[operation] * (count - 1)
+    ring, steps = ring_step(network, operation, [devices]), PASSES[operation] * (count - 1)
     return steps * ring.latency_s, steps / count * ring.s_per_byte
 
 
-def efficiency(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> float:
+def fit_efficiency(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> float:
     """The share of the measured peak with which the roofline meets the measured layers of this kind best.
 
     The median over layers, each at its largest whole microbatch and with all processes at work; 1 where no layer with
     matrix products was measured.
     """
-    known: Mapping[str, Graph] = {signature(graph): graph for graph in graphs if _has_products(graph)}
+    known: Mapping[str, Graph] = {digest_graph(graph): graph for graph in graphs if _has_products(graph)}
     own = [curve for curve in layers if curve.kind == kind.name and curve.signature in known]
     setting = max((curve.processes for curve in own), default=1)
     found = [_best_share(kind, known[curve.signature], curve) for curve in own if curve.processes == setting]
     return float(np.median(found)) if found else 1.0
 
 
-def with_ratios(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> list[LayerCurve]:
+def add_ratios(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> list[LayerCurve]:
     """The curves, those of this kind with their times over the roofline's (`LayerCurve.against_roofline`): by them
     layers that were not measured, such as the parts of a sharded one, are corrected."""
-    known: Mapping[str, Graph] = {signature(graph): graph for graph in graphs if _has_products(graph)}
+    known: Mapping[str, Graph] = {digest_graph(graph): graph for graph in graphs if _has_products(graph)}
     return [
-        replace(curve, against_roofline=_ratios(kind, known[curve.signature], curve))
+        replace(curve, against_roofline=_roofline_ratios(kind, known[curve.signature], curve))
         if curve.kind == kind.name and curve.signature in known
         else curve
         for curve in layers
     ]
 
 
-def _ratios(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> dict[str, float]:
-    point = _largest(curve)
+def _roofline_ratios(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> dict[str, float]:
+    point = _largest_point(curve)
     measured = layer_times(curve, point.rows, point.tokens)
-    guess = Roofline().layer(graph, _place(point), kind, curve.dtype, "none")  # type: ignore[arg-type]
+    guess = RooflineCosts().layer_cost(graph, _point_place(point), kind, curve.dtype, "none")  # type: ignore[arg-type]
     pairs = {
         "F": (measured.forward_s, guess.forward_s),
         "I": (measured.input_s, guess.input_s),
@@ -107,33 +107,33 @@ def _ratios(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> dict[str, floa
     return {action: found / expected for action, (found, expected) in pairs.items() if found > 0 and expected > 0}
 
 
-def _largest(curve: LayerCurve) -> LayerPoint:
+def _largest_point(curve: LayerCurve) -> LayerPoint:
     return max((point for point in curve.points if not point.past), key=lambda point: point.rows * point.tokens)
 
 
 def _best_share(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> float:
-    point = _largest(curve)
+    point = _largest_point(curve)
     measured = layer_times(curve, point.rows, point.tokens)
     whole_s = measured.forward_s + measured.fused_s
     shares = np.geomspace(0.02, 1.0, 60)
 
-    def miss(share: float) -> float:
-        guess = Roofline().layer(
+    def roofline_error(share: float) -> float:
+        guess = RooflineCosts().layer_cost(
             graph,
-            _place(point),
+            _point_place(point),
             replace(kind, efficiency=share),
             curve.dtype,  # type: ignore[arg-type]
             "none",
         )
         return float(abs(np.log((guess.forward_s + guess.input_s + guess.weight_s) / whole_s)))
 
-    return float(min(shares, key=miss))
+    return float(min(shares, key=roofline_error))
 
 
-def _place(point: LayerPoint) -> Place:
+def _point_place(point: LayerPoint) -> MicrobatchShape:
     """Where a layer was measured."""
     symbols = sizes_at(point.rows, point.tokens)
-    return Place(symbols.pop("B"), symbols.pop("T"), 0, point.tokens, symbols=tuple(symbols.items()))
+    return MicrobatchShape(symbols.pop("B"), symbols.pop("T"), 0, point.tokens, symbols=tuple(symbols.items()))
 
 
 def _has_products(graph: Graph) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.profile.effects import Array
-from pipefit.profile.estimate import Bools, Logs, Shape, Table, link_logs
+from pipefit.profile.estimate import Bools, LinkShape, LinkTable, LogTimes, link_logs
 
 APART = 4.0
 """Standard deviations that must lie between the heaps."""
@@ -25,7 +25,7 @@ PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class HostClasses:
     """Hosts by class, and which classes were compared."""
 
     classes: tuple[int, ...]
@@ -36,23 +36,23 @@ class Alike:
     "By how much (of the logarithm) links inside classes are faster."
 
     @property
-    def shape(self) -> Shape:
-        return Shape(classes=self.classes)
+    def link_shape(self) -> LinkShape:
+        return LinkShape(classes=self.classes)
 
 
-def find_classes(table: Table, bottleneck: bool = False) -> Alike | None:
+def find_classes(table: LinkTable, bottleneck: bool = False) -> HostClasses | None:
     """Classes of the hosts of a table with messages of one size, or None."""
-    found: Alike | None = None
+    found: HostClasses | None = None
     for _ in range(PASSES):
-        logs = link_logs(table, Shape(classes=found.classes if found else (), bottleneck=bottleneck))
-        now = _group(_beyond_hosts(logs, table, found))
+        logs = link_logs(table, LinkShape(classes=found.classes if found else (), bottleneck=bottleneck))
+        now = _group_hosts(_beyond_hosts(logs, table, found))
         if now is None or (found is not None and now.classes == found.classes):
             return now
         found = now
     return found
 
 
-def _beyond_hosts(logs: Logs, table: Table, known: Alike | None) -> Array:
+def _beyond_hosts(logs: LogTimes, table: LinkTable, known: HostClasses | None) -> Array:
     """What of each measured pair, mean of both directions, is not its hosts' effect; NaN where not measured."""
     count = len(table.members)
     effects = logs.fitted.effects
@@ -68,28 +68,28 @@ def _beyond_hosts(logs: Logs, table: Table, known: Alike | None) -> Array:
     return np.asarray(np.where(known_ways > 0, np.nansum(both, axis=0) / np.maximum(known_ways, 1), np.nan))
 
 
-def _group(rest: Array) -> Alike | None:
+def _group_hosts(rest: Array) -> HostClasses | None:
     """Classes from one symmetric figure of each pair of hosts, low for those that belong together; NaN for unknown."""
     either = np.isfinite(rest) & ~np.eye(len(rest), dtype=bool)
     values = rest[np.triu(either, 1)]
     if len(values) < 4:
         return None
-    split = two_heaps(values)
+    split = split_values(values)
     if split is None:
         return None
     border, gap = split
     together = either & (np.nan_to_num(rest, nan=np.inf) < border)
-    labels = merged(together.astype(np.int64), (either & ~together).astype(np.int64))
+    labels = merge_groups(together.astype(np.int64), (either & ~together).astype(np.int64))
     kinds = int(labels.max()) + 1
     if kinds in (1, len(labels)):
         return None
     compared = np.zeros((kinds, kinds), dtype=bool)
     a, b = np.nonzero(either)
     compared[labels[a], labels[b]] = True
-    return Alike(tuple(int(label) for label in labels), compared, gap)
+    return HostClasses(tuple(int(label) for label in labels), compared, gap)
 
 
-def two_heaps(values: Array) -> tuple[float, float] | None:
+def split_values(values: Array) -> tuple[float, float] | None:
     """(border, distance) of the best division of numbers into two heaps; None where they do not stand apart."""
     ordered = np.sort(values)
     count = np.arange(1, len(ordered))
@@ -105,7 +105,7 @@ def two_heaps(values: Array) -> tuple[float, float] | None:
     return float((ordered[best] + ordered[best + 1]) / 2), gap
 
 
-def merged(together: NDArray[np.int64], apart: NDArray[np.int64]) -> NDArray[np.int64]:
+def merge_groups(together: NDArray[np.int64], apart: NDArray[np.int64]) -> NDArray[np.int64]:
     """Labels from 0 by host: groups that more links join than part are merged, those with the most first."""
     count = len(together)
     joins, parts = together.copy(), apart.copy()

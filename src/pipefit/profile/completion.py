@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipefit.profile.classes import Alike, find_classes
+from pipefit.profile.classes import HostClasses, find_classes
 from pipefit.profile.effects import Array
-from pipefit.profile.estimate import Logs, Shape, Table, link_logs
+from pipefit.profile.estimate import LinkShape, LinkTable, LogTimes, link_logs
 from pipefit.profile.low_rank import RANKS
 
 FOLDS = 3
@@ -31,12 +31,12 @@ PLAUSIBLE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class LinkCompletion:
     """The chosen way, and what it says of all links."""
 
-    shape: Shape
-    logs: Logs
-    alike: Alike | None
+    shape: LinkShape
+    logs: LogTimes
+    alike: HostClasses | None
     "Classes that were found, whether or not `shape` uses them."
     disagreement: Array
     "[source, target]: variance of the logarithm over the ways that may be right (query by committee)."
@@ -44,52 +44,56 @@ class Completion:
     "Mean relative error of pairs that were hidden and predicted, their noise included."
 
 
-def complete(table: Table) -> Completion:
+def complete_links(table: LinkTable) -> LinkCompletion:
     """The best way to conclude links from others, for messages of one size."""
-    tried = {way: _hidden(table, way) for way in WAYS}
-    error = {way: _mean(errors) for way, (errors, _) in tried.items()}
+    tried = {way: _hide_pairs(table, way) for way in WAYS}
+    error = {way: _mean_error(errors) for way, (errors, _) in tried.items()}
     alike = {bottleneck: find_classes(table, bottleneck) for bottleneck in (False, True)}
     if min(error.values()) > POOR and not any(alike.values()):
-        tried |= {way: _hidden(table, way) for way in SPACES}
-        error |= {way: _mean(tried[way][0]) for way in SPACES}
+        tried |= {way: _hide_pairs(table, way) for way in SPACES}
+        error |= {way: _mean_error(tried[way][0]) for way in SPACES}
     least = min(error.values())
     chosen = next(way for way in error if error[way] <= SIMPLER * least + 1e-3)
     shapes = {
-        way: replace(way.shape, classes=_labels(alike[way.shape.bottleneck] if way.classes else None))
+        way: replace(way.shape, classes=_class_labels(alike[way.shape.bottleneck] if way.classes else None))
         for way in error
         if error[way] <= PLAUSIBLE * error[chosen] + 1e-3
     }
-    shape = replace(shapes[chosen], doubt=_doubt(*tried[chosen]))
+    shape = replace(shapes[chosen], doubt=_claim_factor(*tried[chosen]))
     logs = link_logs(table, shape)
     said = [logs.log_s, *(link_logs(table, other).log_s for way, other in shapes.items() if way != chosen)]
     disagreement = np.asarray(np.var(said, axis=0))
-    return Completion(shape, logs, alike[chosen.shape.bottleneck], disagreement, error[chosen])
+    return LinkCompletion(shape, logs, alike[chosen.shape.bottleneck], disagreement, error[chosen])
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CompletionModel:
     """A way to conclude links from others: a shape, whose classes are found anew."""
 
     classes: bool
-    shape: Shape
+    shape: LinkShape
 
 
-WAYS = tuple(Way(classes, Shape(bottleneck=bottleneck)) for classes in (False, True) for bottleneck in (False, True))
+WAYS = tuple(
+    CompletionModel(classes, LinkShape(bottleneck=bottleneck))
+    for classes in (False, True)
+    for bottleneck in (False, True)
+)
 """The simplest first."""
 
-SPACES = tuple(Way(False, Shape(rank=rank)) for rank in RANKS)
+SPACES = tuple(CompletionModel(False, LinkShape(rank=rank)) for rank in RANKS)
 """Tried where the others are poor."""
 
 
-def _mean(errors: Array) -> float:
+def _mean_error(errors: Array) -> float:
     return float(np.mean(np.abs(errors))) if len(errors) else 1.0
 
 
-def _labels(alike: Alike | None) -> tuple[int, ...]:
+def _class_labels(alike: HostClasses | None) -> tuple[int, ...]:
     return alike.classes if alike else ()
 
 
-def _doubt(errors: Array, claimed: Array) -> float:
+def _claim_factor(errors: Array, claimed: Array) -> float:
     """How much larger the usual hidden error is than was claimed: of squares, by medians, since hiding pairs also
     hides which hosts are alike."""
     if not len(errors):
@@ -97,12 +101,12 @@ def _doubt(errors: Array, claimed: Array) -> float:
     return max(1.0, float(np.median(errors**2) / 0.455 / max(1e-12, np.median(claimed))))
 
 
-def beside_noise(error: float, noise: float) -> float:
+def subtract_noise(error: float, noise: float) -> float:
     """What of a mean error is not noise: both add as squares."""
     return float(np.sqrt(max(0.0, error**2 - noise**2)))
 
 
-def _hidden(table: Table, way: Way) -> tuple[Array, Array]:
+def _hide_pairs(table: LinkTable, way: CompletionModel) -> tuple[Array, Array]:
     """(errors of hidden pairs, the variances that were claimed for them)."""
     count = len(table.members)
     low, high = np.minimum(table.source, table.target), np.maximum(table.source, table.target)
@@ -112,14 +116,14 @@ def _hidden(table: Table, way: Way) -> tuple[Array, Array]:
     fold_of = fold[np.searchsorted(pairs, pair)]
     errors, claimed = [], []
     for turn in range(FOLDS if len(pairs) < MANY else 1):
-        seen, hidden = table.only(fold_of != turn), table.only(fold_of == turn)
+        seen, hidden = table.select_rows(fold_of != turn), table.select_rows(fold_of == turn)
         if not len(seen.one_way_s) or not len(hidden.one_way_s):
             continue
         shape = way.shape
         if way.classes:
-            shape = replace(shape, classes=_labels(find_classes(seen, shape.bottleneck)))
+            shape = replace(shape, classes=_class_labels(find_classes(seen, shape.bottleneck)))
         logs = link_logs(seen, shape)
-        means = means_of(hidden, logs)
+        means = mean_logs(hidden, logs)
         where = np.isfinite(means)
         errors.append((means - logs.log_s)[where])
         claimed.append(logs.error[where])
@@ -128,7 +132,7 @@ def _hidden(table: Table, way: Way) -> tuple[Array, Array]:
     return np.concatenate(errors), np.concatenate(claimed)
 
 
-def means_of(table: Table, logs: Logs) -> Array:
+def mean_logs(table: LinkTable, logs: LogTimes) -> Array:
     """Mean logarithm of what was measured of every link, the order taken out where it is known; NaN for others."""
     count = len(table.members)
     values = np.log(table.one_way_s)

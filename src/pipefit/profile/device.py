@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 import torch
 
-from pipefit.cluster.spec import local
+from pipefit.cluster.spec import local_cluster
 from pipefit.lab import pace
-from pipefit.profile.environment import cpu_model, fingerprint
-from pipefit.profile.facts import CPU, DTYPES, Member, Rates
+from pipefit.profile.environment import cpu_model, machine_fingerprint
+from pipefit.profile.facts import CPU, DTYPES, DeviceRates, ProfileMember
 
 _SIZE = {"cpu": 768, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed."""
 
 
-def introduce(rank: int, local_rank: int, local_size: int, device: torch.device) -> Member:
+def describe_rank(rank: int, local_rank: int, local_size: int, device: torch.device) -> ProfileMember:
     """This rank. `PIPEFIT_HOST` and `PIPEFIT_DEVICE_KIND` override the host's name and the kind of device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -29,13 +29,13 @@ def introduce(rank: int, local_rank: int, local_size: int, device: torch.device)
         kind, used = torch.cuda.get_device_name(device), total - free
         total = int(total)
     else:
-        kind, total = f"{CPU}{cpu_model()}", local(local_size).kinds["cpu"].memory_bytes
+        kind, total = f"{CPU}{cpu_model()}", local_cluster(local_size).kinds["cpu"].memory_bytes
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    emulated = pace.device()
+    emulated = pace.emulated_device()
     if emulated is not None:
         total, used, cores = emulated.memory_bytes, 0, local_size
-    return Member(
+    return ProfileMember(
         rank=rank,
         host=os.environ.get("PIPEFIT_HOST") or _host_name(),
         local_rank=local_rank,
@@ -44,16 +44,16 @@ def introduce(rank: int, local_rank: int, local_size: int, device: torch.device)
         kind=os.environ.get("PIPEFIT_DEVICE_KIND") or kind,
         total_bytes=total,
         process_bytes=int(used),
-        environment=fingerprint(),
+        environment=machine_fingerprint(),
     )
 
 
-def rates(device: torch.device, repeats: int = 5) -> Rates:
+def measure_rates(device: torch.device, repeats: int = 5) -> DeviceRates:
     """Time matrix products, a copy and small operators: the best of a few repetitions each."""
-    emulated = pace.device()
+    emulated = pace.emulated_device()
     if emulated is not None:
-        flops_per_s, bandwidth, operator_s = emulated.rates()
-        return Rates(
+        flops_per_s, bandwidth, operator_s = emulated.operator_rates()
+        return DeviceRates(
             flops_per_s=dict.fromkeys(DTYPES, flops_per_s),
             memory_bandwidth_bytes_per_s=bandwidth,
             operator_s=operator_s,
@@ -63,24 +63,24 @@ def rates(device: torch.device, repeats: int = 5) -> Rates:
     for name in DTYPES:
         dtype = getattr(torch, name)
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        flops[name] = 2 * size**3 / _best(lambda a=a, b=b: a @ b, device, repeats)  # type: ignore[misc]
+        flops[name] = 2 * size**3 / _best_time(lambda a=a, b=b: a @ b, device, repeats)  # type: ignore[misc]
     source = torch.zeros(64 * 2**20 // (1 if device.type == "cuda" else 4), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * source.numel() * 4 / _best(lambda: target.copy_(source), device, repeats)
+    bandwidth = 2 * source.numel() * 4 / _best_time(lambda: target.copy_(source), device, repeats)
     small = torch.zeros(16, device=device)
 
-    def many() -> None:
+    def run_small_operators() -> None:
         for _ in range(200):
             small.add_(1.0)
 
-    return Rates(
+    return DeviceRates(
         flops_per_s=flops,
         memory_bandwidth_bytes_per_s=bandwidth,
-        operator_s=_best(many, device, repeats) / 200,
+        operator_s=_best_time(run_small_operators, device, repeats) / 200,
     )
 
 
-def _best(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _best_time(call: Callable[[], object], device: torch.device, repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

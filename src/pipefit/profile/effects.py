@@ -33,7 +33,7 @@ LEAST = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class EffectTerm:
     """A grouping of the measurements: level[i] is the group of measurement i."""
 
     name: str
@@ -47,7 +47,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
+class TermEffect:
     """What a term does: arrays by level. A level that was not met has the effect 0 and the whole variance."""
 
     value: Array
@@ -58,46 +58,46 @@ class Effect:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class EffectFit:
     """All terms of one set of measurements."""
 
     mean: float
-    effects: dict[str, Effect]
+    effects: dict[str, TermEffect]
     noise: float
     "Variance of one measurement beside all terms."
     residual: Array
     weight: Array
 
 
-def fit(values: Array, terms: Sequence[Term], rounds: int = 50) -> Fit:
+def fit_effects(values: Array, terms: Sequence[EffectTerm], rounds: int = 50) -> EffectFit:
     """Effects and variances of `terms` in `values` [measurement]; the last term is the link. Deterministic."""
     count = len(values)
-    groups = [_Group(term, values) for term in terms]
+    groups = [_FittedTerm(term, values) for term in terms]
     link = groups[-1]
     mean, weight = float(values.mean()), np.ones(count)
     residual = values - mean
-    noise = _within(values, link.level)
+    noise = _repetition_variance(values, link.level)
     for group in groups:
         if group.term.passing:
             group.most = group.variance = noise
     for turn in range(rounds):
         unknown = np.zeros(count)
         for group in groups:
-            residual = group.update(residual, weight, noise)
+            residual = group.update_levels(residual, weight, noise)
             unknown += group.error[group.level]
         shift = float((weight * residual).sum() / weight.sum())
         mean, residual = mean + shift, residual - shift
         if len(link.met) < count:
             noise = max(LEAST, float((weight * (residual**2 + unknown)).sum() / weight.sum()))
         if turn in REWEIGHT:
-            weight = _weights(residual + link.value[link.level], link.level, noise)
-    return Fit(mean, {group.term.name: group.effect() for group in groups}, noise, residual, weight)
+            weight = _robust_weights(residual + link.value[link.level], link.level, noise)
+    return EffectFit(mean, {group.term.name: group.as_effect() for group in groups}, noise, residual, weight)
 
 
-class _Group:
+class _FittedTerm:
     """A term while it is fitted: only the levels that were met."""
 
-    def __init__(self, term: Term, values: Array) -> None:
+    def __init__(self, term: EffectTerm, values: Array) -> None:
         self.term = term
         self.met, level = np.unique(term.level, return_inverse=True)
         self.level: Indices = level.astype(np.int64)
@@ -105,7 +105,7 @@ class _Group:
         self.variance, self.most = (100 * whole, np.inf) if term.free else (whole / 2, np.inf)
         self.value, self.error = np.zeros(len(self.met)), np.zeros(len(self.met))
 
-    def update(self, residual: Array, weight: Array, noise: float) -> Array:
+    def update_levels(self, residual: Array, weight: Array, noise: float) -> Array:
         """Effects and variance from what the other terms leave; the new residual."""
         residual = residual + self.value[self.level]
         known = np.bincount(self.level, weights=weight) + noise / self.variance
@@ -117,13 +117,13 @@ class _Group:
             self.variance = min(self.most, max(LEAST, float(np.mean(self.value**2 + self.error))))
         return np.asarray(residual - self.value[self.level])
 
-    def effect(self) -> Effect:
+    def as_effect(self) -> TermEffect:
         value, error = np.zeros(self.term.count), np.full(self.term.count, self.variance)
         value[self.met], error[self.met] = self.value, self.error
-        return Effect(value, error, self.variance)
+        return TermEffect(value, error, self.variance)
 
 
-def _within(values: Array, link: Indices) -> float:
+def _repetition_variance(values: Array, link: Indices) -> float:
     """Pooled variance of the repetitions of each link; next to nothing where there are none: then all that links
     differ by is theirs."""
     count = np.bincount(link)
@@ -132,7 +132,7 @@ def _within(values: Array, link: Indices) -> float:
     return max(LEAST, float(((values - mean[link]) ** 2).sum() / free)) if free else LEAST
 
 
-def _weights(values: Array, link: Indices, noise: float) -> Array:
+def _robust_weights(values: Array, link: Indices, noise: float) -> Array:
     """By how far each value is from the lower median of its link: not from what the model expects of that link, or a
     link that is unlike the others would be taken for a disturbance."""
     order = np.lexsort((values, link))

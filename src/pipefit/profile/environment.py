@@ -22,14 +22,14 @@ SOFTWARE = ("pipefit", "python", "torch", "cuda")
 HARDWARE = ("driver", "cpu", "device")
 
 
-def fingerprint() -> dict[str, str]:
+def machine_fingerprint() -> dict[str, str]:
     """What runs here. Keys of `SOFTWARE` and `HARDWARE`, `threads` and `os`; '' or absent is unknown or not there."""
     found = {
         "pipefit": __version__,
         "python": platform.python_version(),
-        "torch": _package("torch"),
+        "torch": _package_version("torch"),
         "cuda": _cuda_version(),
-        "driver": _match(r"Module\s+(\d[\d.]*)", _read("/proc/driver/nvidia/version")),
+        "driver": _first_match(r"Module\s+(\d[\d.]*)", _read_text("/proc/driver/nvidia/version")),
         "cpu": cpu_model(),
         "device": gpu_model(),
         "threads": os.environ.get("OMP_NUM_THREADS", ""),
@@ -50,9 +50,9 @@ def check_environment(
     then = cluster.provenance.environment
     if cluster.provenance.source != "measured" or not then:
         return ()
-    now = fingerprint() if here is None else here
-    software = _differences(then, now, SOFTWARE)
-    machine = _differences(then, now, HARDWARE) if hardware else ()
+    now = machine_fingerprint() if here is None else here
+    software = _find_differences(then, now, SOFTWARE)
+    machine = _find_differences(then, now, HARDWARE) if hardware else ()
     if (software or machine) and not allow:
         what = "other software than is running now" if software else "another machine than this one"
         raise ClusterError(
@@ -67,20 +67,20 @@ def check_environment(
 
 def cpu_model() -> str:
     """The processor's name."""
-    model = _match(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
+    model = _first_match(r"model name\s*:\s*(.+)", _read_text("/proc/cpuinfo"))
     return model or platform.processor() or platform.machine()
 
 
 def gpu_model() -> str:
     """The name of the first NVIDIA GPU, '' without one."""
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        name = _match(r"Model:\s*(.+)", _read(str(path)))
+        name = _first_match(r"Model:\s*(.+)", _read_text(str(path)))
         if name:
             return name
     return ""
 
 
-def _differences(then: Mapping[str, str], now: Mapping[str, str], keys: tuple[str, ...]) -> tuple[str, ...]:
+def _find_differences(then: Mapping[str, str], now: Mapping[str, str], keys: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(
         f"{key} {then.get(key) or 'none'} then, {now.get(key) or 'none'} now"
         for key in keys
@@ -88,7 +88,7 @@ def _differences(then: Mapping[str, str], now: Mapping[str, str], keys: tuple[st
     )
 
 
-def _package(name: str) -> str:
+def _package_version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -100,16 +100,16 @@ def _cuda_version() -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return ""
-    text = _read(str(Path(spec.submodule_search_locations[0]) / "version.py"))
-    return _match(r"^cuda[^=\n]*=\s*['\"]([\d.]+)['\"]", text)
+    text = _read_text(str(Path(spec.submodule_search_locations[0]) / "version.py"))
+    return _first_match(r"^cuda[^=\n]*=\s*['\"]([\d.]+)['\"]", text)
 
 
-def _match(pattern: str, text: str) -> str:
+def _first_match(pattern: str, text: str) -> str:
     found = re.search(pattern, text, re.MULTILINE)
     return found[1].strip() if found else ""
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.profile.effects import Array, Fit, Indices, Term, fit
+from pipefit.profile.effects import Array, EffectFit, EffectTerm, Indices, fit_effects
 from pipefit.profile.links import TINY, LinkSample
-from pipefit.profile.low_rank import factored
+from pipefit.profile.low_rank import factor_residuals
 
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class LinkTable:
     """Measurements as arrays, [measurement]; members by their place. `one_way_s` is the round trip less half of the
     link's tiny one (for the tiny message: half of it)."""
 
@@ -36,13 +36,13 @@ class Table:
     job: Indices
     one_way_s: Array
 
-    def of_size(self, index: int) -> Table:
+    def select_size(self, index: int) -> LinkTable:
         """Only the messages of one size."""
-        return self.only(self.size == index)
+        return self.select_rows(self.size == index)
 
-    def only(self, chosen: Bools) -> Table:
+    def select_rows(self, chosen: Bools) -> LinkTable:
         """Only some measurements."""
-        return Table(
+        return LinkTable(
             self.members,
             self.sizes_bytes,
             self.size[chosen],
@@ -55,7 +55,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LinkShape:
     """What hosts have in common, beside being fast or slow senders and receivers."""
 
     classes: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Logs:
+class LogTimes:
     """Logarithms of times, [source, target]; the diagonal is meaningless."""
 
     log_s: Array
@@ -83,7 +83,7 @@ class Logs:
     "Variance of one measurement of a link, order of measuring included."
     order: float
     "Of it, the variance between moments."
-    fitted: Fit
+    fitted: EffectFit
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,48 +108,48 @@ class PairTimes:
     "Part of the variance of single measurements of the largest size that was the moment of measuring."
 
 
-def tabulate(samples: Sequence[LinkSample], members: Sequence[int]) -> Table:
+def tabulate_samples(samples: Sequence[LinkSample], members: Sequence[int]) -> LinkTable:
     """The samples between these members."""
     place = {member: index for index, member in enumerate(members)}
     kept = [sample for sample in samples if sample.source in place and sample.target in place]
     sizes = sorted({sample.size_bytes for sample in kept} | {TINY})
     at = {size: index for index, size in enumerate(sizes)}
 
-    def integers(values: list[int]) -> Indices:
+    def as_indices(values: list[int]) -> Indices:
         return np.array(values, dtype=np.int64)
 
-    size = integers([at[sample.size_bytes] for sample in kept])
-    source = integers([place[sample.source] for sample in kept])
-    target = integers([place[sample.target] for sample in kept])
-    job = integers([sample.job if sample.job >= 0 else -1 - i for i, sample in enumerate(kept)])
+    size = as_indices([at[sample.size_bytes] for sample in kept])
+    source = as_indices([place[sample.source] for sample in kept])
+    target = as_indices([place[sample.target] for sample in kept])
+    job = as_indices([sample.job if sample.job >= 0 else -1 - i for i, sample in enumerate(kept)])
     trip_s = np.array([sample.round_trip_s for sample in kept], dtype=np.float64)
     tiny = size == at[TINY]
     fastest_s = np.full((len(members), len(members)), np.inf)
     np.minimum.at(fastest_s, (source[tiny], target[tiny]), trip_s[tiny])
     back_s = np.where(np.isfinite(fastest_s), fastest_s, 0.0)[source, target] / 2
     one_way_s = np.maximum(np.where(tiny, trip_s / 2, trip_s - back_s), np.maximum(back_s, 1e-9))
-    repeat = integers([sample.repeat for sample in kept])
+    repeat = as_indices([sample.repeat for sample in kept])
     _, jobs = np.unique(job, return_inverse=True)
-    return Table(tuple(members), tuple(sizes), size, source, target, repeat, jobs.astype(np.int64), one_way_s)
+    return LinkTable(tuple(members), tuple(sizes), size, source, target, repeat, jobs.astype(np.int64), one_way_s)
 
 
 def pair_times(
-    samples: Sequence[LinkSample], members: Sequence[int], *, shape: Shape | None = None, predict: bool = False
+    samples: Sequence[LinkSample], members: Sequence[int], *, shape: LinkShape | None = None, predict: bool = False
 ) -> PairTimes:
     """The time of every link between `members`, shrunk towards what `shape` says that hosts have in common; with
     `predict` of those links too that were not measured."""
-    table = tabulate(samples, members)
+    table = tabulate_samples(samples, members)
     count = len(members)
     cube = (len(table.sizes_bytes), count, count)
     time_s, spread = np.full(cube, np.nan), np.full(cube, np.nan)
-    logs: Logs | None = None
+    logs: LogTimes | None = None
     for index in range(len(table.sizes_bytes)):
-        part = table.of_size(index)
+        part = table.select_size(index)
         if len(part.one_way_s):
-            logs = link_logs(part, shape or Shape())
+            logs = link_logs(part, shape or LinkShape())
             keep = logs.measured | (predict & ~np.eye(count, dtype=bool))
             time_s[index] = np.where(keep, np.exp(logs.log_s), np.nan)
-            spread[index] = _spread(part)
+            spread[index] = _repetition_spread(part)
     if logs is None:
         nothing = np.full((count, count), np.nan)
         return PairTimes(
@@ -161,7 +161,7 @@ def pair_times(
         table.sizes_bytes,
         time_s,
         spread,
-        _repeatability(table.of_size(len(table.sizes_bytes) - 1), logs),
+        _link_repeatability(table.select_size(len(table.sizes_bytes) - 1), logs),
         np.sqrt(logs.error),
         apart & ~logs.measured,
         float(np.sqrt(logs.fitted.noise)),
@@ -169,30 +169,32 @@ def pair_times(
     )
 
 
-def link_logs(table: Table, shape: Shape) -> Logs:
+def link_logs(table: LinkTable, shape: LinkShape) -> LogTimes:
     """Effects of hosts, classes, links and moments in the times of messages of one size."""
     count = len(table.members)
     values = np.log(table.one_way_s)
-    floor = _floor(table, values) if shape.bottleneck else np.zeros((count, count))
+    floor = _end_floors(table, values) if shape.bottleneck else np.zeros((count, count))
     if shape.rank:
-        floor += factored(values - floor[table.source, table.target], table.source, table.target, count, shape.rank)
+        floor += factor_residuals(
+            values - floor[table.source, table.target], table.source, table.target, count, shape.rank
+        )
     way = table.source * count + table.target
-    terms = [Term("link", way, count * count)]
+    terms = [EffectTerm("link", way, count * count)]
     if count > 2:
-        terms = [Term("out", table.source, count), Term("in", table.target, count), *terms]
+        terms = [EffectTerm("out", table.source, count), EffectTerm("in", table.target, count), *terms]
     jobs = int(table.job.max()) + 1
     if len(values) >= 2 * len(np.unique(table.job)):
-        terms = [Term("order", table.job, jobs, passing=True), *terms]
+        terms = [EffectTerm("order", table.job, jobs, passing=True), *terms]
     labels = np.array(shape.classes or range(count), dtype=np.int64)
     if shape.classes:
         kinds = int(labels.max()) + 1
         block = labels[table.source] * kinds + labels[table.target]
         same = (labels[table.source] == labels[table.target]).astype(np.int64)
-        terms = [Term("same", same, 2, free=True), Term("block", block, kinds * kinds), *terms]
-    found = fit(values - floor[table.source, table.target], terms)
+        terms = [EffectTerm("same", same, 2, free=True), EffectTerm("block", block, kinds * kinds), *terms]
+    found = fit_effects(values - floor[table.source, table.target], terms)
     log_s, error = floor + found.mean, np.zeros((count, count))
     a, b = np.indices((count, count))
-    for name, index in _levels(labels, a, b).items():
+    for name, index in _term_levels(labels, a, b).items():
         if name in found.effects:
             effect = found.effects[name]
             log_s, error = log_s + effect.value[index], error + effect.error[index]
@@ -201,10 +203,10 @@ def link_logs(table: Table, shape: Shape) -> Logs:
     error = np.where(measured, error, error * shape.doubt)
     order = found.effects["order"].variance if "order" in found.effects else 0.0
     between = float(np.var(log_s[measured])) if measured.sum() > 2 else 0.0
-    return Logs(log_s, error, measured, between, found.noise + order, order, found)
+    return LogTimes(log_s, error, measured, between, found.noise + order, order, found)
 
 
-def _levels(labels: Indices, a: Indices, b: Indices) -> dict[str, Indices]:
+def _term_levels(labels: Indices, a: Indices, b: Indices) -> dict[str, Indices]:
     """The level of every ordered pair in every term that a link is made of."""
     kinds = int(labels.max()) + 1 if len(labels) else 1
     return {
@@ -216,7 +218,7 @@ def _levels(labels: Indices, a: Indices, b: Indices) -> dict[str, Indices]:
     }
 
 
-def _floor(table: Table, values: Array) -> Array:
+def _end_floors(table: LinkTable, values: Array) -> Array:
     """What the slower end of each link takes alone: every end's lower quartile over its links. [source, target]"""
     count = len(table.members)
     ends = []
@@ -229,7 +231,7 @@ def _floor(table: Table, values: Array) -> Array:
     return np.asarray(np.maximum(ends[0][:, None], ends[1][None, :]))
 
 
-def _spread(table: Table) -> Array:
+def _repetition_spread(table: LinkTable) -> Array:
     count = len(table.members)
     least, most = np.full((count, count), np.inf), np.full((count, count), -np.inf)
     np.minimum.at(least, (table.source, table.target), table.one_way_s)
@@ -238,7 +240,7 @@ def _spread(table: Table) -> Array:
         return np.where(np.isfinite(least), (most - least) / least, np.nan)
 
 
-def _repeatability(table: Table, logs: Logs) -> Array:
+def _link_repeatability(table: LinkTable, logs: LogTimes) -> Array:
     """Variance between links over (it + variance of one measurement of this link): the intraclass correlation
     (Shrout and Fleiss 1979). For a link that was not measured the variance that its hosts explain stands above.
 

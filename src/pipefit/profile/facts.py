@@ -13,7 +13,7 @@ CPU = "cpu "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class ProfileMember:
     """One rank, as it introduces itself to the others."""
 
     rank: int
@@ -30,7 +30,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class DeviceRates:
     """What a device reaches."""
 
     flops_per_s: Mapping[str, float]
@@ -41,9 +41,9 @@ class Rates:
     "Issuing one small operator."
 
 
-def middle_rates(each: Sequence[Rates]) -> Rates:
+def middle_rates(each: Sequence[DeviceRates]) -> DeviceRates:
     """The median of several devices of one kind."""
-    return Rates(
+    return DeviceRates(
         flops_per_s={name: statistics.median(r.flops_per_s[name] for r in each) for name in DTYPES},
         memory_bandwidth_bytes_per_s=statistics.median(r.memory_bandwidth_bytes_per_s for r in each),
         operator_s=statistics.median(r.operator_s for r in each),

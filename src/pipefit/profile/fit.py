@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipefit.cluster.measured import ActionCurve
 from pipefit.cost.compute.curves import action_time_s, attention_features
-from pipefit.profile.points import SMALLEST, Point
+from pipefit.profile.points import SMALLEST, WorkPoint
 
 Array = NDArray[np.float64]
 
@@ -27,7 +27,9 @@ STRAIGHT = 0.03
 """A knot that its neighbours' straight line misses by less than this share is noise, or the luck of a round number."""
 
 
-def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: bool, fixed_s: float = 0.0) -> ActionCurve:
+def fit_action(
+    points: Sequence[WorkPoint], seconds: Sequence[float], attention: bool, fixed_s: float = 0.0
+) -> ActionCurve:
     """The curve of one action through measured points; knots at every number of tokens where attention is small.
 
     `fixed_s` is the part of every measurement that the curve shall not hold: the overhead of an action. Minimises the
@@ -36,9 +38,9 @@ def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: boo
     """
     from scipy.optimize import nnls
 
-    knots = _knots(points, seconds, attention)
+    knots = _choose_knots(points, seconds, attention)
     counts = np.array([point.rows * point.tokens for point in points], dtype=np.float64)
-    columns = segments(counts, knots)
+    columns = segment_counts(counts, knots)
     if attention:
         rows, tokens, past, earlier = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
         columns = np.concatenate([columns, attention_features(rows, tokens, past, earlier)], axis=1)
@@ -52,7 +54,7 @@ def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: boo
         trust = 1 / np.sqrt(np.maximum(1.0, np.abs(matrix @ weights - wanted) / ODD))
     weights = weights / scale
     parts = weights[: len(knots)]
-    time_s = segments(knots, knots) @ parts
+    time_s = segment_counts(knots, knots) @ parts
     return ActionCurve(
         tokens=tuple(float(knot) for knot in knots),
         time_s=tuple(float(value) for value in time_s),
@@ -60,7 +62,7 @@ def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: boo
     )
 
 
-def segments(counts: Array, knots: Array) -> Array:
+def segment_counts(counts: Array, knots: Array) -> Array:
     """How much of each segment between knots `counts` cover: [point, segment]; segment 0 is the constant. Beyond the
     last knot the last segment goes on."""
     columns = [np.ones_like(counts)]
@@ -71,7 +73,7 @@ def segments(counts: Array, knots: Array) -> Array:
 
 
 def fit_layer(
-    points: Sequence[Point],
+    points: Sequence[WorkPoint],
     seconds: Sequence[Mapping[str, float]],
     attention: bool,
     fixed_s: Mapping[str, float] | None = None,
@@ -89,7 +91,7 @@ def fit_layer(
     return curves, worst
 
 
-def _knots(points: Sequence[Point], seconds: Sequence[float], attention: bool) -> Array:
+def _choose_knots(points: Sequence[WorkPoint], seconds: Sequence[float], attention: bool) -> Array:
     """Numbers of tokens at which the curve may bend: those measured without context and, where attention costs, in
     rows of at most an eighth of the longest, where it hardly counts. There, most points lie elsewhere, and have a say
     only between knots: so knots that bend by no more than `STRAIGHT` are left out, the straightest first.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipefit.profile.classes import merged
+from pipefit.profile.classes import merge_groups
 from pipefit.profile.links import Measure
 from pipefit.profile.sharing import AGAIN, SLOWER, Rates
 from pipefit.profile.tournament import Pair
@@ -26,7 +26,7 @@ APART = 4
 """A pair that was slower counts as so many that were not: not every round fills an uplink, but only those can."""
 
 
-def flooded(members: Sequence[int], alone: Rates, size: int, measure: Measure, *, seed: int = 0) -> dict[int, int]:
+def find_flooded(members: Sequence[int], alone: Rates, size: int, measure: Measure, *, seed: int = 0) -> dict[int, int]:
     """Class of every member, hosts of one class sharing a way out or in; empty where none share any. `alone`: what each
     ordered pair reaches by itself."""
     draw, count = random.Random(seed), len(members)
@@ -39,18 +39,18 @@ def flooded(members: Sequence[int], alone: Rates, size: int, measure: Measure, *
         if number == LOOK and not parts.any():
             break
         ways = [(order[i], order[(i + shift) % count]) for i in range(count)]
-        for (a, b), slower in _slowdown(ways, alone, size, measure).items():
+        for (a, b), slower in _measure_slowdown(ways, alone, size, measure).items():
             matrix = parts if slower > SLOWER else joins
             matrix[place[a], place[b]] = matrix[place[b], place[a]] = APART if slower > SLOWER else 1
     if not parts.any():
         return {}
     joins[parts > 0] = 0
-    labels = merged(joins, parts)
+    labels = merge_groups(joins, parts)
     several = np.bincount(labels).max() > 1
     return dict(zip(members, map(int, labels), strict=True)) if several else {}
 
 
-def _slowdown(ways: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> Mapping[Pair, float]:
+def _measure_slowdown(ways: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> Mapping[Pair, float]:
     """Time beside all others over time alone, of the ways that answered; the fastest repetition, where one seems
     slow."""
     best: dict[Pair, float] = {}

@@ -13,15 +13,23 @@ import torch.distributed as dist
 
 from pipefit.cluster.measured import LayerCurve, LayerPoint
 from pipefit.codec import from_data, to_data
-from pipefit.cost.compute.curves import signature
+from pipefit.cost.compute.curves import digest_graph
 from pipefit.errors import ModelError, PipefitError
 from pipefit.model.graph import Graph
-from pipefit.plan.request.sequence_length import own_length
-from pipefit.profile.board import Board
+from pipefit.plan.request.sequence_length import fixed_length
+from pipefit.profile.board import StoreExchange
 from pipefit.profile.fit import fit_layer
-from pipefit.profile.layers import LayerBench, Samples, Subject, feasible, overhead, survey, typical
-from pipefit.profile.points import Point, first_points, refined, row_points
-from pipefit.profile.state import Session
+from pipefit.profile.layers import (
+    LayerBench,
+    PointSamples,
+    ProfiledLayer,
+    action_overhead,
+    feasible_points,
+    survey_points,
+    typical_times,
+)
+from pipefit.profile.points import WorkPoint, first_points, refine_points, row_points
+from pipefit.profile.state import ProfileSession
 
 LAYERS_S = 3600.0
 """How long ranks wait for the ones that measure layers."""
@@ -33,9 +41,9 @@ VISIT_S = 600.0
 """How long processes that measure together wait for each other before a visit."""
 
 
-def measure_layers(session: Session) -> list[Graph]:
+def measure_layers(session: ProfileSession) -> list[Graph]:
     """Fill in the session's layer curves and overheads; the graphs that were measured."""
-    subjects = _subjects(session)
+    subjects = _shared_layers(session)
     if not subjects:
         session.found.notes.append("no layers were measured: layer times come from the roofline of measured rates")
         return []
@@ -43,11 +51,11 @@ def measure_layers(session: Session) -> list[Graph]:
     for member in session.members:
         hosts.setdefault(session.kinds[member.kind], member.host)
     for kind, host in hosts.items():
-        _kind(session, kind, session.hosts[host], subjects)
+        _measure_kind(session, kind, session.hosts[host], subjects)
     return [subject.graph for subject in subjects]
 
 
-def _subjects(session: Session) -> list[Subject]:
+def _shared_layers(session: ProfileSession) -> list[ProfiledLayer]:
     """Distinct layers of the models. Rank 0 captures them; all get them, or its error, from it."""
     config = session.config
     dtype = config.dtype or ("bfloat16" if session.device.type == "cuda" else "float32")
@@ -55,7 +63,7 @@ def _subjects(session: Session) -> list[Subject]:
     if session.rank == 0 and config.models:
         session.show("models", 0, 1)
         try:
-            found, answer["skipped"] = subjects_of(config.models, dtype)
+            found, answer["skipped"] = distinct_layers(config.models, dtype)
             answer["subjects"] = [to_data(subject) for subject in found]
         except PipefitError as error:
             answer["error"] = [error.what, error.where, str(error.seen), error.allowed, error.next_step]
@@ -64,57 +72,59 @@ def _subjects(session: Session) -> list[Subject]:
         what, where, seen, allowed, next_step = answer["error"]
         raise ModelError(what, where=where, seen=seen, allowed=allowed, next_step=next_step)
     session.found.notes += [f"layer {name} was not measured: it is opaque" for name in answer["skipped"]]
-    return [from_data(Subject, item, "layer") for item in answer["subjects"]]
+    return [from_data(ProfiledLayer, item, "layer") for item in answer["subjects"]]
 
 
-def _kind(session: Session, kind: str, ranks: Sequence[int], subjects: Sequence[Subject]) -> None:
+def _measure_kind(session: ProfileSession, kind: str, ranks: Sequence[int], subjects: Sequence[ProfiledLayer]) -> None:
     lead = ranks[0]
     benches = [LayerBench(subject, session.device) for subject in subjects] if session.rank in ranks else []
     points: list[list[Any]] = []
     costs: dict[str, float] = {}
     curves: list[LayerCurve] = []
     if session.rank == lead:
-        costs = overhead(subjects[0].dtype, session.device)
-        samples = _alone(session, subjects, benches)
+        costs = action_overhead(subjects[0].dtype, session.device)
+        samples = _measure_alone(session, subjects, benches)
         points = [[sample.subject, *sample.point] for sample in samples]
-        curves = _curves(kind, subjects, samples, costs, 1)
+        curves = _layer_curves(kind, subjects, samples, costs, 1)
     answer = session.board.gather({"points": points, "overhead": costs}, LAYERS_S)[lead]
     session.require_all("layers")
     if len(ranks) > 1:
-        samples = [Samples(subject, Point(*point)) for subject, *point in answer["points"]]
+        samples = [PointSamples(subject, WorkPoint(*point)) for subject, *point in answer["points"]]
         shared = len(ranks) / session.members[lead].cores if session.device.type != "cuda" else 1.0
         crowding = max(1.0, shared)
         if session.rank in ranks:
-            _together(session, kind, ranks, benches, samples)
+            _measure_together(session, kind, ranks, benches, samples)
         if session.rank == lead:
-            curves += _curves(kind, subjects, samples, answer["overhead"], len(ranks), crowding)
+            curves += _layer_curves(kind, subjects, samples, answer["overhead"], len(ranks), crowding)
     told = session.board.gather([to_data(curve) for curve in curves], LAYERS_S)[lead]
     session.require_all("layers")
     session.found.layers += [from_data(LayerCurve, item, "layer curve") for item in told]
     if answer["overhead"]:
         session.found.overhead_s[kind] = answer["overhead"]
-    session.keep("layers", force=True)
+    session.keep_partial("layers", force=True)
 
 
-def _alone(session: Session, subjects: Sequence[Subject], benches: Sequence[LayerBench]) -> list[Samples]:
+def _measure_alone(
+    session: ProfileSession, subjects: Sequence[ProfiledLayer], benches: Sequence[LayerBench]
+) -> list[PointSamples]:
     """One process of the host computes; points around the knee are added after a first look."""
     config = session.config
     samples = [
-        Samples(index, point)
+        PointSamples(index, point)
         for index, subject in enumerate(subjects)
-        for point in points_of(subject, config.sequence, config.tokens)
+        for point in starting_points(subject, config.sequence, config.tokens)
     ]
     wanted = len(samples)
-    samples = feasible(benches, samples)
+    samples = feasible_points(benches, samples)
     if len(samples) < wanted:
         session.found.notes.append(f"{wanted - len(samples)} of {wanted} points of layers did not fit in memory")
-    survey(benches, samples, 2, progress=lambda done, total: session.show("layers, first look", done, total))
+    survey_points(benches, samples, 2, progress=lambda done, total: session.show("layers, first look", done, total))
     for index in range(len(subjects)):
         own = [sample for sample in samples if sample.subject == index and not subjects[index].tokens]
-        whole_s = [sum(typical(sample.visits)[0].values()) for sample in own]
-        added = refined([sample.point for sample in own], whole_s, config.sequence)
-        samples += [Samples(index, point) for point in added]
-    survey(
+        whole_s = [sum(typical_times(sample.visits)[0].values()) for sample in own]
+        added = refine_points([sample.point for sample in own], whole_s, config.sequence)
+        samples += [PointSamples(index, point) for point in added]
+    survey_points(
         benches,
         samples,
         config.layer_rounds,
@@ -125,24 +135,24 @@ def _alone(session: Session, subjects: Sequence[Subject], benches: Sequence[Laye
     return samples
 
 
-def points_of(subject: Subject, sequence: int, tokens: int) -> list[Point]:
+def starting_points(subject: ProfiledLayer, sequence: int, tokens: int) -> list[WorkPoint]:
     """Where measuring starts. `tokens`: of the largest microbatch on a device; 0 for eight rows."""
     if subject.tokens:
         return row_points(subject.tokens, tokens or 8 * subject.tokens)
     return first_points(subject.graph, sequence, tokens or 8 * sequence)
 
 
-def _together(
-    session: Session,
+def _measure_together(
+    session: ProfileSession,
     kind: str,
     ranks: Sequence[int],
     benches: Sequence[LayerBench],
-    samples: Sequence[Samples],
+    samples: Sequence[PointSamples],
 ) -> None:
     """All processes of the host compute the same points at the same time. The first round warms up."""
     store = dist.PrefixStore(f"together/{kind}", session.board.store)
-    meet = Board(store, ranks.index(session.rank), range(len(ranks)), max(VISIT_S, session.config.timeout_s))
-    survey(
+    meet = StoreExchange(store, ranks.index(session.rank), range(len(ranks)), max(VISIT_S, session.config.timeout_s))
+    survey_points(
         benches,
         samples,
         session.config.layer_rounds + 1,
@@ -155,10 +165,10 @@ def _together(
         del sample.visits[0]
 
 
-def _curves(
+def _layer_curves(
     kind: str,
-    subjects: Sequence[Subject],
-    samples: Sequence[Samples],
+    subjects: Sequence[ProfiledLayer],
+    samples: Sequence[PointSamples],
     costs: Mapping[str, float],
     processes: int,
     crowding: float = 1.0,
@@ -169,11 +179,11 @@ def _curves(
     ]
 
 
-def subjects_of(models: Sequence[str], dtype: str) -> tuple[list[Subject], list[str]]:
+def distinct_layers(models: Sequence[str], dtype: str) -> tuple[list[ProfiledLayer], list[str]]:
     """(distinct layers of the models, names of opaque ones). ModelError for a model that is not known."""
     from pipefit.model.registry import open_model
 
-    found: dict[str, Subject] = {}
+    found: dict[str, ProfiledLayer] = {}
     skipped = []
     for source in models:
         model = open_model(source)
@@ -183,13 +193,13 @@ def subjects_of(models: Sequence[str], dtype: str) -> tuple[list[Subject], list[
                 skipped.append(f"{layer.name} of {source}")
                 continue
             name = f"{layer.name} of {source}"
-            found.setdefault(signature(graph), Subject(graph, name, dtype, own_length(model) or 0))
+            found.setdefault(digest_graph(graph), ProfiledLayer(graph, name, dtype, fixed_length(model) or 0))
     return list(found.values()), skipped
 
 
 def layer_curve(
-    subject: Subject,
-    samples: Sequence[Samples],
+    subject: ProfiledLayer,
+    samples: Sequence[PointSamples],
     kind: str,
     costs: Mapping[str, float],
     processes: int,
@@ -197,12 +207,12 @@ def layer_curve(
 ) -> LayerCurve:
     """The curves of one layer, from its samples less the overhead of an action."""
     points = [sample.point for sample in samples]
-    seen = [typical(sample.visits, crowding) for sample in samples]
+    seen = [typical_times(sample.visits, crowding) for sample in samples]
     varies = not subject.tokens  # else attention grows with the rows alone, as all else does
     attention = varies and any(operator.kind in ATTENTION for operator in subject.graph.operators)
     actions, worst = fit_layer(points, [seconds for seconds, _ in seen], attention, costs)
     return LayerCurve(
-        signature=signature(subject.graph),
+        signature=digest_graph(subject.graph),
         name=subject.name,
         kind=kind,
         dtype=subject.dtype,

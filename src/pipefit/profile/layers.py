@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from pipefit.lab import pace
-from pipefit.model.graph import Graph, Operator, Tensor, size_value
-from pipefit.profile.points import Point, sizes_at
+from pipefit.model.graph import Graph, Operator, TensorSpec, size_value
+from pipefit.profile.points import WorkPoint, sizes_at
 from pipefit.run.session.faults import is_out_of_memory
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 ACTIONS = ("F", "B", "I", "W")
 WINDOW_S = 0.02
@@ -44,7 +44,7 @@ Visit = Mapping[str, Sequence[Call]]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ProfiledLayer:
     """One layer to measure: its graph, and a name for people."""
 
     graph: Graph
@@ -55,21 +55,21 @@ class Subject:
 
 
 @dataclass(slots=True)
-class Samples:
+class PointSamples:
     """The visits of one point."""
 
     subject: int
-    point: Point
+    point: WorkPoint
     visits: list[Visit] = field(default_factory=list)
 
     @property
-    def size(self) -> int:
+    def alive_tokens(self) -> int:
         """Tokens that are alive at the point."""
         return self.point.rows * (self.point.tokens + self.point.past)
 
-    def own_times(self, action: str) -> list[float]:
-        """`own_times` of this point."""
-        return own_times(self.visits, action)
+    def undisturbed_times(self, action: str) -> list[float]:
+        """`undisturbed_times` of this point."""
+        return undisturbed_times(self.visits, action)
 
 
 class StageBench:
@@ -80,46 +80,46 @@ class StageBench:
         self.dtype = getattr(torch, dtype)
         self._programs: dict[bool, StageProgram] = {}
 
-    def visit(self, point: Point, window_s: float = WINDOW_S) -> Visit:
+    def visit_point(self, point: WorkPoint, window_s: float = WINDOW_S) -> Visit:
         """Run (F, B, F, I, W) at `point` until `window_s` have gone, at least once, and return the seconds of each."""
-        program = self._program(sliced=bool(point.past))
+        program = self._stage_program(sliced=bool(point.past))
         program.begin_step(0, point.rows * point.tokens)
-        slice_, start = len(point.chunks), 0
-        for index, tokens in enumerate(point.chunks):
-            program.forward(0, index, *self._material(Point(point.rows, tokens), start))
+        slice_, start = len(point.earlier_slices), 0
+        for index, tokens in enumerate(point.earlier_slices):
+            program.forward(0, index, *self._random_inputs(WorkPoint(point.rows, tokens), start))
             start += tokens
-        inputs, feed = self._material(point, point.past)
+        inputs, feed = self._random_inputs(point, point.past)
         marks: list[list[Any]] = []
         gradients: dict[str, torch.Tensor] | None = None
         stop = time.perf_counter() + window_s
         while not marks or time.perf_counter() < stop:
-            marks.append(line := [self._mark()])
+            marks.append(line := [self._mark_time()])
             ahead = program.forward(0, slice_, inputs, feed)
-            line.append(self._mark())
+            line.append(self._mark_time())
             gradients = gradients or {key: torch.rand_like(value) for key, value in ahead.items() if key != "loss"}
             if len(marks) == 1:
-                line[1] = self._mark()
+                line[1] = self._mark_time()
             program.backward(0, slice_, dict(gradients))
-            line.append(self._mark())
+            line.append(self._mark_time())
             program.forward(0, slice_, inputs, feed)
-            line.append(self._mark())
+            line.append(self._mark_time())
             program.backward_input(0, slice_, dict(gradients))
-            line.append(self._mark())
+            line.append(self._mark_time())
             program.backward_weight(0, slice_)
-            line.append(self._mark())
-        program.abandon()
-        return self._durations(marks)
+            line.append(self._mark_time())
+        program.abandon_microbatches()
+        return self._mark_durations(marks)
 
-    def forget(self) -> None:
+    def drop_state(self) -> None:
         """Drop everything, after a point that did not fit."""
         self._programs.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _program(self, sliced: bool) -> StageProgram:
+    def _stage_program(self, sliced: bool) -> StageProgram:
         if sliced not in self._programs:
             most = MOST_SLICES if sliced else 1
-            program = pace.paced(StageProgram(self.layers, device=self.device, dtype=self.dtype, slices=most))
+            program = pace.pace_program(StageProgram(self.layers, device=self.device, dtype=self.dtype, slices=most))
             wide = torch.promote_types(self.dtype, torch.float32)
             buffers = {}
             for name, parameter in program.parameters.items():
@@ -130,37 +130,37 @@ class StageBench:
             self._programs[sliced] = program
         return self._programs[sliced]
 
-    def _material(self, point: Point, start: int) -> tuple[dict[str, torch.Tensor], Feed]:
+    def _random_inputs(self, point: WorkPoint, start: int) -> tuple[dict[str, torch.Tensor], StageInputs]:
         """Random inputs of the layers at a point, `start` tokens into their sequences."""
         shape = (point.rows, point.tokens)
         inputs: dict[str, torch.Tensor] = {}
         for tensor in self.layers[0].graph.inputs:
             if tensor.role == "activation":
                 name = "" if not inputs else tensor.name
-                inputs[name] = self._random(tensor, point)
-        feed = Feed(
+                inputs[name] = self._random_input(tensor, point)
+        feed = StageInputs(
             rows=torch.arange(point.rows, device=self.device),
             positions=torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous(),
         )
         data = {}
         for tensor in {tensor.name: tensor for layer in self.layers for tensor in layer.graph.inputs}.values():
             if tensor.role in ("tokens", "labels"):
-                sizes = _sizes(tensor, point)
-                setattr(feed, tensor.role, torch.randint(self._classes(tensor.role), sizes, device=self.device))
+                sizes = _input_sizes(tensor, point)
+                setattr(feed, tensor.role, torch.randint(self._class_count(tensor.role), sizes, device=self.device))
             elif tensor.role == "documents":
                 feed.documents = torch.zeros(shape, dtype=torch.int64, device=self.device)
             elif tensor.role == "data":
-                data[tensor.name] = self._random(tensor, point)
+                data[tensor.name] = self._random_input(tensor, point)
         feed.data = data
         return inputs, feed
 
-    def _random(self, tensor: Tensor, point: Point) -> torch.Tensor:
+    def _random_input(self, tensor: TensorSpec, point: WorkPoint) -> torch.Tensor:
         """Random numbers for an input; zeros where it is whole ones."""
         if tensor.dtype in ("compute", "float32"):
-            return torch.randn(_sizes(tensor, point), device=self.device).to(self.dtype)
-        return torch.zeros(_sizes(tensor, point), dtype=getattr(torch, tensor.dtype), device=self.device)
+            return torch.randn(_input_sizes(tensor, point), device=self.device).to(self.dtype)
+        return torch.zeros(_input_sizes(tensor, point), dtype=getattr(torch, tensor.dtype), device=self.device)
 
-    def _classes(self, role: str) -> int:
+    def _class_count(self, role: str) -> int:
         """How many different tokens (rows of the embedding) or labels (columns of the logits) there are."""
         graphs = [layer.graph for layer in self.layers if any(t.role == role for t in layer.graph.inputs)]
         named = {t.name for graph in graphs for t in graph.inputs if t.role == role}
@@ -168,36 +168,36 @@ class StageBench:
         for graph in graphs:
             for operator in graph.operators:
                 if role == "labels" and operator.kind == "cross_entropy":
-                    found.append(int(graph.tensor(operator.inputs[0]).shape[-1]))
+                    found.append(int(graph.find_tensor(operator.inputs[0]).shape[-1]))
                 elif operator.kind == "embedding" and operator.inputs[0] in named:
-                    found.append(graph.parameter(operator.inputs[1]).shape[0])
+                    found.append(graph.find_parameter(operator.inputs[1]).shape[0])
         return min(found, default=2)
 
-    def _mark(self) -> Any:
+    def _mark_time(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter(), pace.own_time()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _durations(self, marks: Sequence[Sequence[Any]]) -> Visit:
+    def _mark_durations(self, marks: Sequence[Sequence[Any]]) -> Visit:
         found: dict[str, list[Call]] = {action: [] for action in ACTIONS}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for line in marks:
-            spans = [self._between(a, b) for a, b in itertools.pairwise(line)]
+            spans = [self._time_between(a, b) for a, b in itertools.pairwise(line)]
             for action, span in zip(("F", "B", "F", "I", "W"), spans, strict=True):
                 found[action].append(span)
         return found
 
-    def _between(self, start: Any, stop: Any) -> Call:
+    def _time_between(self, start: Any, stop: Any) -> Call:
         if self.device.type == "cuda":
             seconds = float(start.elapsed_time(stop)) * 1e-3
             return seconds, seconds
         return stop[0] - start[0], stop[1] - start[1]
 
 
-def _sizes(tensor: Tensor, point: Point) -> list[int]:
+def _input_sizes(tensor: TensorSpec, point: WorkPoint) -> list[int]:
     """The sizes of an input at a point."""
     sizes = sizes_at(point.rows, point.tokens)
     return [size_value(size, sizes) for size in tensor.shape]
@@ -206,7 +206,7 @@ def _sizes(tensor: Tensor, point: Point) -> list[int]:
 class LayerBench(StageBench):
     """One layer on one device. `copies` puts it several times behind itself."""
 
-    def __init__(self, subject: Subject, device: torch.device, copies: int = 1) -> None:
+    def __init__(self, subject: ProfiledLayer, device: torch.device, copies: int = 1) -> None:
         names = [parameter.name for parameter in subject.graph.parameters]
         layers = [
             StageLayer(f"layer{i}", subject.graph, {name: f"{i}.{name}" for name in names}) for i in range(copies)
@@ -214,9 +214,9 @@ class LayerBench(StageBench):
         super().__init__(layers, subject.dtype, device)
 
 
-def survey(
+def survey_points(
     benches: Sequence[StageBench],
-    samples: Sequence[Samples],
+    samples: Sequence[PointSamples],
     rounds: int,
     *,
     seed: int = 0,
@@ -234,47 +234,47 @@ def survey(
     """
     order = random.Random(seed)
     for turn in range(rounds + again):
-        places = list(range(len(samples))) if turn < rounds else agree(unsettled(samples))
+        places = list(range(len(samples))) if turn < rounds else agree(unsettled_points(samples))
         order.shuffle(places)
         for done, place in enumerate(places, 1):
             sync()
             sample = samples[place]
-            sample.visits.append(benches[sample.subject].visit(sample.point, window_s))
+            sample.visits.append(benches[sample.subject].visit_point(sample.point, window_s))
             if turn < rounds:
                 progress(turn * len(samples) + done, rounds * len(samples))
 
 
-def feasible(benches: Sequence[StageBench], samples: Sequence[Samples]) -> list[Samples]:
+def feasible_points(benches: Sequence[StageBench], samples: Sequence[PointSamples]) -> list[PointSamples]:
     """The points that fit into the device's memory, each visited once to see; their visits are thrown away (warm-up).
 
     Of a layer that ran out of memory at one point, points with as many tokens or more are not tried.
     """
     limits: dict[int, int] = {}
     fitting = []
-    for sample in sorted(samples, key=lambda sample: sample.size):
-        if sample.size >= limits.get(sample.subject, sample.size + 1):
+    for sample in sorted(samples, key=lambda sample: sample.alive_tokens):
+        if sample.alive_tokens >= limits.get(sample.subject, sample.alive_tokens + 1):
             continue
         try:
-            benches[sample.subject].visit(sample.point, 0.0)
+            benches[sample.subject].visit_point(sample.point, 0.0)
             fitting.append(sample)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            limits[sample.subject] = sample.size
-            benches[sample.subject].forget()
+            limits[sample.subject] = sample.alive_tokens
+            benches[sample.subject].drop_state()
     return [sample for sample in samples if sample in fitting]
 
 
-def unsettled(samples: Sequence[Samples]) -> list[int]:
+def unsettled_points(samples: Sequence[PointSamples]) -> list[int]:
     """Places of the points whose two fastest visits differ by more than `SETTLED` in some action."""
     return [
         place
         for place, sample in enumerate(samples)
-        if any(len(each) < 2 or each[1] > each[0] * (1 + SETTLED) for each in map(sample.own_times, ACTIONS))
+        if any(len(each) < 2 or each[1] > each[0] * (1 + SETTLED) for each in map(sample.undisturbed_times, ACTIONS))
     ]
 
 
-def typical(visits: Sequence[Visit], crowding: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
+def typical_times(visits: Sequence[Visit], crowding: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds, spread) by action, of one point.
 
     A call counts with the time during which it had a processor, so that other work on the machine that interrupts it
@@ -282,32 +282,32 @@ def typical(visits: Sequence[Visit], crowding: float = 1.0) -> tuple[dict[str, f
     ever adds. `crowding` is how many of our own processes share a core: each then takes that many times as long.
     An emulated device has a core of its own, and its noise adds as often as it takes away: there, the median visit.
     """
-    of_visits = min if pace.device() is None else statistics.median
+    of_visits = min if pace.emulated_device() is None else statistics.median
     seconds, spread = {}, {}
     for action in ACTIONS:
-        each = own_times(visits, action)
+        each = undisturbed_times(visits, action)
         seconds[action] = of_visits(each) * crowding
         spread[action] = (each[-1] - each[0]) / each[0]
     return seconds, spread
 
 
-def own_times(visits: Sequence[Visit], action: str) -> list[float]:
+def undisturbed_times(visits: Sequence[Visit], action: str) -> list[float]:
     """The median of the calls of each visit, without the time that other work took, ascending."""
     return sorted(statistics.median(min(call) for call in visit[action]) for visit in visits)
 
 
-def overhead(dtype: str, device: torch.device, rounds: int = 5) -> dict[str, float]:
+def action_overhead(dtype: str, device: torch.device, rounds: int = 5) -> dict[str, float]:
     """Seconds that an action costs beside its layers, by action: what is left of a stage's time when the time of a
     layer is taken off. Found from stages of one and of `DEEP` layers that each negate one number. Never below zero."""
     graph = Graph(
-        inputs=(Tensor(name="x", shape=("B", "T", 1)),),
+        inputs=(TensorSpec(name="x", shape=("B", "T", 1)),),
         outputs=("y",),
         operators=(Operator(kind="neg", inputs=("x",), outputs=("y",)),),
         parameters=(),
-        tensors=(Tensor(name="y", shape=("B", "T", 1)),),
+        tensors=(TensorSpec(name="y", shape=("B", "T", 1)),),
     )
-    benches = [LayerBench(Subject(graph, "overhead", dtype), device, copies) for copies in (1, DEEP)]
-    samples = [Samples(index, Point(1, 1)) for index in range(2)]
-    survey(benches, samples, rounds)
-    one, deep = (typical(sample.visits[1:])[0] for sample in samples)
+    benches = [LayerBench(ProfiledLayer(graph, "overhead", dtype), device, copies) for copies in (1, DEEP)]
+    samples = [PointSamples(index, WorkPoint(1, 1)) for index in range(2)]
+    survey_points(benches, samples, rounds)
+    one, deep = (typical_times(sample.visits[1:])[0] for sample in samples)
     return {action: max(0.0, (DEEP * one[action] - deep[action]) / (DEEP - 1)) for action in ACTIONS}

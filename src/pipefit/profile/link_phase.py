@@ -12,19 +12,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipefit.cluster.measured import Sharing, Uplink
+from pipefit.cluster.measured import HostUplink, PortSharing
 from pipefit.codec import from_data, to_data
-from pipefit.profile.adaptive import SMALL, Adaptive
+from pipefit.profile.adaptive import SMALL, AdaptiveSurvey
 from pipefit.profile.assemble import RailNotes
 from pipefit.profile.classes import find_classes
-from pipefit.profile.completion import complete
-from pipefit.profile.estimate import Shape, Table, pair_times, tabulate
-from pipefit.profile.flood import flooded
-from pipefit.profile.links import Games, LinkSurvey, Outcome, survey
-from pipefit.profile.sharing import SLOWER, Crowd, Hub, crowd, hubs, ports, racks, sharing, uplinks
-from pipefit.profile.state import Session
-from pipefit.profile.tournament import Pair, mixed, remixed, rounds, thinned
-from pipefit.profile.wire import MOST_BYTES, Wire
+from pipefit.profile.completion import complete_links
+from pipefit.profile.estimate import LinkShape, LinkTable, pair_times, tabulate_samples
+from pipefit.profile.flood import find_flooded
+from pipefit.profile.links import Games, LinkSurvey, RoundOutcome, survey_pairs
+from pipefit.profile.sharing import (
+    SLOWER,
+    CrowdMeasurement,
+    HostTriple,
+    build_sharing,
+    choose_hubs,
+    find_racks,
+    measure_crowd,
+    measure_ports,
+    measure_uplinks,
+)
+from pipefit.profile.state import ProfileSession
+from pipefit.profile.tournament import Pair, round_robin, shuffle_members, shuffle_rounds, thin_rounds
+from pipefit.profile.wire import MOST_BYTES, LinkEndpoint
 
 PROBE = 64 * 2**10
 """Bytes of the first messages, by which the effort is chosen."""
@@ -50,7 +60,7 @@ DECIDE_S = 600.0
 
 
 @dataclass(slots=True)
-class Way:
+class RoundRules:
     """How pairs are put into rounds."""
 
     width: int
@@ -58,68 +68,68 @@ class Way:
     classes: dict[int, int] = field(default_factory=dict)
     "By rank: of each class one pair at a time leaves it; empty for no such limit."
 
-    def thin(self, games: Games) -> list[list[Pair]]:
-        return thinned(games, self.width, self.classes or None)
+    def limit_rounds(self, games: Games) -> list[list[Pair]]:
+        return thin_rounds(games, self.width, self.classes or None)
 
 
-def measure_links(session: Session) -> None:
+def measure_links(session: ProfileSession) -> None:
     """Fill in the session's samples of links inside and between hosts, and how they were taken."""
     groups = [ranks for ranks in session.hosts.values() if len(ranks) > 1]
     if groups:
-        phase, wire = "links inside hosts", Wire(session.board, session.device)
-        sizes = _settle(session, wire, mixed(groups)(0)[:1])
+        phase, wire = "links inside hosts", LinkEndpoint(session.board, session.device)
+        sizes = _settle_sizes(session, wire, shuffle_members(groups)(0)[:1])
         found = LinkSurvey(samples=session.found.inside)
-        survey(
-            mixed(groups), sizes, session.config.link_rounds, wire.measure,
-            found=found, after_round=_after(session, phase),
+        survey_pairs(
+            shuffle_members(groups), sizes, session.config.link_rounds, wire.measure,
+            found=found, after_round=_progress_callback(session, phase),
         )  # fmt: skip
         session.require_all(phase)
     if len(session.hosts) > 1:
         for rail in range(session.config.rails):
             name = f"rail{rail}" if session.config.rails > 1 else "network"
             ranks = [members[min(rail, len(members) - 1)] for members in session.hosts.values()]
-            BetweenHosts(session, name, ranks).measure()
+            HostLinkSurvey(session, name, ranks).measure_all()
 
 
-class BetweenHosts:
+class HostLinkSurvey:
     """The survey of one rail; `ranks` stand for their hosts."""
 
-    def __init__(self, session: Session, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, session: ProfileSession, name: str, ranks: Sequence[int]) -> None:
         self.session, self.name, self.ranks = session, name, list(ranks)
         self.phase = f"links between hosts, {name}"
-        self.wire = Wire(session.board, session.device)
+        self.wire = LinkEndpoint(session.board, session.device)
         self.repeats = session.config.link_rounds
         self.found = LinkSurvey(samples=session.found.rails.setdefault(name, []))
         self.played = 0
         "Rounds of the survey, repetitions not counted."
 
-    def measure(self) -> None:
+    def measure_all(self) -> None:
         """All of it."""
-        games = mixed([self.ranks])(0)
+        games = shuffle_members([self.ranks])(0)
         few = len(self.ranks) <= SMALL
-        self.sizes = _settle(self.session, self.wire, games[:1])
+        self.sizes = _settle_sizes(self.session, self.wire, games[:1])
         self.session.require_all(self.phase)
         self.session.show(f"{self.phase}: whether they slow each other down", 0, 1)
         looked = games if few else games[:ROUNDS]
-        found = crowd(looked, self.shared_bytes, self._unless_lost, sample=0 if few else SAMPLE)
+        found = measure_crowd(looked, self.shared_bytes, self._measure_unless_lost, sample=0 if few else SAMPLE)
         self.session.require_all(self.phase)
-        way = self._spread_out(found) if found.disturbed else Way(len(self.ranks))
+        way = self._spread_out(found) if found.is_disturbed else RoundRules(len(self.ranks))
         wanted = self.session.config.host_rounds
         everything = wanted == "all" or (wanted == "auto" and len(self.ranks) <= SMALL)
         if everything:
-            self._survey(lambda repeat: way.thin(mixed([self.ranks])(repeat)))
-            shape, held_out, predicts = self._shape(), None, False
+            self._survey_links(lambda repeat: way.limit_rounds(shuffle_members([self.ranks])(repeat)))
+            shape, held_out, predicts = self._host_shape(), None, False
         else:
-            shape, held_out, predicts = self._adaptive(way, wanted)
+            shape, held_out, predicts = self._survey_adaptively(way, wanted)
         self.session.found.surveys[self.name] = RailNotes(
             rounds=self.played,
-            full_rounds=len(rounds(self.ranks)),
+            full_rounds=len(round_robin(self.ranks)),
             repeats=self.repeats,
             shape=shape,
             predicts=predicts,
             held_out_error=held_out,
-            crowded=found.disturbed,
-            sharing=self._sharing(way, shape, predicts) if len(self.ranks) > 2 else None,
+            crowded=found.is_disturbed,
+            sharing=self._measure_sharing(way, shape, predicts) if len(self.ranks) > 2 else None,
         )
 
     @property
@@ -127,75 +137,76 @@ class BetweenHosts:
         """The size of messages of which several are sent at once."""
         return int(min(max(PROBE, SHARED_S * self.wire.bytes_per_s), self.session.config.sizes_bytes[-1]))
 
-    def _survey(self, games: Callable[[int], Games], sizes: Sequence[int] = (), seed: int = 0) -> None:
+    def _survey_links(self, games: Callable[[int], Games], sizes: Sequence[int] = (), seed: int = 0) -> None:
         self.played += len(games(0))
-        survey(
+        survey_pairs(
             games, sizes or self.sizes, self.repeats, self.wire.measure,
-            seed=seed, found=self.found, after_round=_after(self.session, self.phase),
+            seed=seed, found=self.found, after_round=_progress_callback(self.session, self.phase),
         )  # fmt: skip
         self.session.require_all(self.phase)
 
-    def _adaptive(self, way: Way, wanted: str) -> tuple[Shape | None, float | None, bool]:
+    def _survey_adaptively(self, way: RoundRules, wanted: str) -> tuple[LinkShape | None, float | None, bool]:
         """Batch after batch; (what hosts have in common, the error of predictions, whether some are needed)."""
-        chooser = Adaptive(self.ranks, rounds_wanted=int(wanted) if wanted != "auto" else None)
+        chooser = AdaptiveSurvey(self.ranks, rounds_wanted=int(wanted) if wanted != "auto" else None)
         batch = 0
-        while games := self._agree(lambda: chooser.next_rounds(self.found.samples)):
-            mix = remixed(_pairs(games), batch)
-            self._survey(lambda repeat, mix=mix: way.thin(mix(repeat)), seed=batch)  # type: ignore[misc]
+        while games := self._agree_on(lambda: chooser.next_rounds(self.found.samples)):
+            mix = shuffle_rounds(_parse_rounds(games), batch)
+            self._survey_links(lambda repeat, mix=mix: way.limit_rounds(mix(repeat)), seed=batch)  # type: ignore[misc]
             batch += 1
         progress = chooser.progress
-        told = self._agree(lambda: [to_data(progress.shape), progress.held_out[-1:], not progress.everything])
-        shape = from_data(Shape, told[0], "shape") if told[0] is not None else None
+        told = self._agree_on(lambda: [to_data(progress.host_shape), progress.held_out[-1:], not progress.everything])
+        shape = from_data(LinkShape, told[0], "shape") if told[0] is not None else None
         return shape, told[1][0] if told[1] else None, told[2]
 
-    def _shape(self) -> Shape | None:
+    def _host_shape(self) -> LinkShape | None:
         """What hosts have in common where all pairs were measured: their links are shrunk towards it."""
         if len(self.ranks) < LEAST:
             return None
-        told = self._agree(lambda: to_data(complete(_largest(self.found, self.ranks)).shape))
-        return from_data(Shape, told, "shape")
+        told = self._agree_on(lambda: to_data(complete_links(_largest_messages(self.found, self.ranks)).shape))
+        return from_data(LinkShape, told, "shape")
 
-    def _spread_out(self, found: Crowd) -> Way:
+    def _spread_out(self, found: CrowdMeasurement) -> RoundRules:
         """Who may be measured at the same time, where not all may: one pair of a rack, where racks can be told and
         that suffices; else one pair of every sixteen hosts."""
-        alone = Way(max(1, len(self.ranks) // SMALL))
+        alone = RoundRules(max(1, len(self.ranks) // SMALL))
         if len(self.ranks) <= SMALL:
             slow = [pair for pair, slower in found.slowdown.items() if slower > SLOWER]
-            classes = racks(self.ranks, found, self.shared_bytes, self._unless_lost)
-            explained = all(_crosses(pair, classes) for pair in slow)
+            classes = find_racks(self.ranks, found, self.shared_bytes, self._measure_unless_lost)
+            explained = all(_crosses_class(pair, classes) for pair in slow)
             if not explained:
-                wide = flooded(self.ranks, found.alone, self.shared_bytes, self._unless_lost)
-                explained = bool(wide) and all(_crosses(pair, wide) for pair in slow)
+                wide = find_flooded(self.ranks, found.alone, self.shared_bytes, self._measure_unless_lost)
+                explained = bool(wide) and all(_crosses_class(pair, wide) for pair in slow)
                 classes = wide if explained else classes
             alone = replace(alone, classes=classes)
         else:
-            classes = self._classes()
+            classes = self._find_racks()
             explained = bool(classes)
         if not explained:
             return alone
-        way = Way(len(self.ranks), classes)
-        fullest = sorted(way.thin(mixed([self.ranks])(0)), key=len, reverse=True)[: 2 * ROUNDS]
-        again = crowd(fullest, self.shared_bytes, self._unless_lost, sample=SAMPLE)
+        way = RoundRules(len(self.ranks), classes)
+        fullest = sorted(way.limit_rounds(shuffle_members([self.ranks])(0)), key=len, reverse=True)[: 2 * ROUNDS]
+        again = measure_crowd(fullest, self.shared_bytes, self._measure_unless_lost, sample=SAMPLE)
         self.session.require_all(self.phase)
-        return alone if again.disturbed else way
+        return alone if again.is_disturbed else way
 
-    def _classes(self) -> dict[int, int]:
+    def _find_racks(self) -> dict[int, int]:
         """Racks by who is slower beside others; empty where they do not show."""
         beside = LinkSurvey()
-        survey(
-            lambda repeat: mixed([self.ranks])(repeat)[: 4 * SMALL], [self.shared_bytes], 2, self.wire.measure,
-            found=beside, after_round=_after(self.session, f"{self.phase}: who slows whom down"),
+        survey_pairs(
+            lambda repeat: shuffle_members([self.ranks])(repeat)[: 4 * SMALL], [self.shared_bytes], 2,
+            self.wire.measure, found=beside, after_round=_progress_callback(self.session, f"{self.phase}: who "
+            "slows whom down"),
         )  # fmt: skip
         self.session.require_all(self.phase)
 
-        def find() -> list[int]:
-            alike = find_classes(tabulate(beside.samples, self.ranks))
+        def find_labels() -> list[int]:
+            alike = find_classes(tabulate_samples(beside.samples, self.ranks))
             return list(alike.classes) if alike else []
 
-        labels = self._agree(find)
+        labels = self._agree_on(find_labels)
         return dict(zip(self.ranks, labels, strict=True)) if labels else {}
 
-    def _sharing(self, way: Way, shape: Shape | None, predicts: bool) -> Sharing:
+    def _measure_sharing(self, way: RoundRules, shape: LinkShape | None, predicts: bool) -> PortSharing:
         """What several messages at once reach."""
         times = pair_times(self.found.samples, self.ranks, shape=shape, predict=predicts)
         place = {rank: index for index, rank in enumerate(self.ranks)}
@@ -207,54 +218,54 @@ class BetweenHosts:
             if a != b
         }
         classes = way.classes or (dict(zip(self.ranks, shape.classes, strict=True)) if shape and shape.classes else {})
-        classes = classes or flooded(self.ranks, rates, self.shared_bytes, self._unless_lost)
+        classes = classes or find_flooded(self.ranks, rates, self.shared_bytes, self._measure_unless_lost)
 
-        def groups() -> list[Any]:
-            made = hubs(self.ranks, rates, classes or None)
+        def plan_groups() -> list[Any]:
+            made = choose_hubs(self.ranks, rates, classes or None)
             if way.width == 1:
                 made = [[hub] for each in made for hub in each]
             return [[to_data(hub) for hub in each] for each in made]
 
-        told = [[from_data(Hub, hub, "hub") for hub in each] for each in self._agree(groups)]
+        told = [[from_data(HostTriple, hub, "hub") for hub in each] for each in self._agree_on(plan_groups)]
         size, repeats = self.shared_bytes, min(3, self.repeats)
-        found = ports(told, rates, size, repeats, self._unless_lost)
+        found = measure_ports(told, rates, size, repeats, self._measure_unless_lost)
         names = {rank: self.session.members[rank].host for rank in self.ranks}
-        ways: list[Uplink] = []
+        ways: list[HostUplink] = []
         if classes:
-            ways = uplinks(self.ranks, classes, names, rates, size, repeats, self._unless_lost)
+            ways = measure_uplinks(self.ranks, classes, names, rates, size, repeats, self._measure_unless_lost)
         self.session.require_all(self.phase)
-        return sharing(self.ranks, found, ways)
+        return build_sharing(self.ranks, found, ways)
 
-    def _unless_lost(self, pairs: Sequence[Pair], size: int) -> Outcome:
+    def _measure_unless_lost(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
         """`Wire.measure` until somebody is lost: then what is looked for cannot be found any more."""
-        return Outcome({}) if self.session.board.lost else self.wire.measure(pairs, size)
+        return RoundOutcome({}) if self.session.board.lost else self.wire.measure(pairs, size)
 
-    def _agree(self, make: Callable[[], Any]) -> Any:
+    def _agree_on(self, make: Callable[[], Any]) -> Any:
         """What rank 0 makes of the samples, on all ranks."""
         told = self.session.board.gather(make() if self.session.rank == 0 else None, DECIDE_S)
         self.session.require_all(self.phase)
         return told[0]
 
 
-def _largest(found: LinkSurvey, ranks: Sequence[int]) -> Table:
+def _largest_messages(found: LinkSurvey, ranks: Sequence[int]) -> LinkTable:
     """The largest messages."""
-    table = tabulate(found.samples, ranks)
-    return table.of_size(len(table.sizes_bytes) - 1)
+    table = tabulate_samples(found.samples, ranks)
+    return table.select_size(len(table.sizes_bytes) - 1)
 
 
-def _crosses(pair: Pair, classes: dict[int, int]) -> bool:
+def _crosses_class(pair: Pair, classes: dict[int, int]) -> bool:
     """Whether a pair leaves or enters a class of several."""
     one, other = (classes[member] for member in pair)
     labels = list(classes.values())
     return one != other and max(labels.count(one), labels.count(other)) > 1
 
 
-def _pairs(told: Sequence[Sequence[Sequence[int]]]) -> list[list[Pair]]:
+def _parse_rounds(told: Sequence[Sequence[Sequence[int]]]) -> list[list[Pair]]:
     """Rounds as they were told."""
     return [[(a, b) for a, b in pairs] for pairs in told]
 
 
-def _settle(session: Session, wire: Wire, games: Games) -> tuple[int, ...]:
+def _settle_sizes(session: ProfileSession, wire: LinkEndpoint, games: Games) -> tuple[int, ...]:
     """Choose from a first message over some pairs how often messages are repeated, and the sizes that are measured."""
     times = [time_s for pairs in games for time_s in wire.measure(pairs, PROBE).round_trip_s.values()]
     if not times:
@@ -265,9 +276,9 @@ def _settle(session: Session, wire: Wire, games: Games) -> tuple[int, ...]:
     return tuple(size for size in session.config.sizes_bytes if size <= longest)
 
 
-def _after(session: Session, phase: str) -> Callable[[int, int, LinkSurvey], None]:
-    def after(done: int, total: int, found: LinkSurvey) -> None:
+def _progress_callback(session: ProfileSession, phase: str) -> Callable[[int, int, LinkSurvey], None]:
+    def report_round(done: int, total: int, found: LinkSurvey) -> None:
         session.show(phase, done, total)
-        session.keep(phase)
+        session.keep_partial(phase)
 
-    return after
+    return report_round

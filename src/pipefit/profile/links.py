@@ -38,7 +38,7 @@ class LinkSample:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RoundOutcome:
     """What one round of pairs gave."""
 
     round_trip_s: Mapping[Pair, float]
@@ -54,7 +54,7 @@ class LinkSurvey:
     lost: dict[int, str] = field(default_factory=dict)
 
 
-Measure = Callable[[Sequence[Pair], int], Outcome]
+Measure = Callable[[Sequence[Pair], int], RoundOutcome]
 """Measures ordered pairs (source, target) at the same time: seconds from sending `size` bytes until the tiny answer
 is back. All members call it with the same arguments."""
 
@@ -63,7 +63,7 @@ Games = Sequence[Sequence[Pair]]
 """Rounds of disjoint pairs."""
 
 
-def survey(
+def survey_pairs(
     games: Games | Callable[[int], Games],
     sizes: Sequence[int],
     repeats: int,

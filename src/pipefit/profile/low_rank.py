@@ -22,7 +22,7 @@ RIDGE = 0.02
 UNSEEN = 1e-3
 
 
-def factored(values: Array, source: Indices, target: Indices, count: int, rank: int) -> Array:
+def factor_residuals(values: Array, source: Indices, target: Indices, count: int, rank: int) -> Array:
     """[source, target]: what is left of the values (one a measurement) when the hosts' own effects are out, as a
     product of rank `rank`; fitted to the measured links, and given for all. Symmetric."""
     way = np.minimum(source, target) * count + np.maximum(source, target)
@@ -38,13 +38,13 @@ def factored(values: Array, source: Indices, target: Indices, count: int, rank: 
         rest = (seen - whole - host[None, :] - (left @ right.T)) * weight
         host = rest.sum(axis=1) / np.maximum(weight.sum(axis=1), 1.0)
         rest = (seen - whole - host[:, None] - host[None, :]) * weight
-        left = _solved(rest, weight, right)
-        right = _solved(rest.T, weight.T, left)
+        left = _solve_factors(rest, weight, right)
+        right = _solve_factors(rest.T, weight.T, left)
     product = left @ right.T
     return np.asarray((product + product.T) / 2)
 
 
-def _solved(rest: Array, weight: Array, other: Array) -> Array:
+def _solve_factors(rest: Array, weight: Array, other: Array) -> Array:
     """The factor of every row, by least squares with a ridge."""
     squares = np.einsum("ij,jr,js->irs", weight, other, other, optimize=True)
     ridge = RIDGE * max(UNSEEN, float(np.mean(other**2))) * np.maximum(weight.sum(axis=1), 1.0)

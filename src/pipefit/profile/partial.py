@@ -11,19 +11,19 @@ from pathlib import Path
 
 from pipefit.cluster.measured import LayerCurve
 from pipefit.codec import dump_text, load_file
-from pipefit.profile.facts import Member
+from pipefit.profile.facts import ProfileMember
 from pipefit.profile.links import LinkSample
 
 BETWEEN_WRITES_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partial:
+class PartialProfile:
     """The part of a profile that is known."""
 
     phase: str
     "What was being measured."
-    members: tuple[Member, ...]
+    members: tuple[ProfileMember, ...]
     lost: Mapping[str, str]
     "By rank: how it showed."
     inside: tuple[LinkSample, ...]
@@ -39,7 +39,7 @@ class PartialFile:
         self.path = None if output is None else partial_path(output)
         self._last = 0.0
 
-    def write(self, partial: Partial, force: bool = False) -> None:
+    def write(self, partial: PartialProfile, force: bool = False) -> None:
         """Replace the file, unless that was done a moment ago."""
         if self.path is None or (not force and time.monotonic() - self._last < BETWEEN_WRITES_S):
             return
@@ -58,6 +58,6 @@ def partial_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.partial.json")
 
 
-def load_partial(path: Path) -> Partial:
+def load_partial(path: Path) -> PartialProfile:
     """What a failed profile left. FormatError if it is none."""
-    return load_file(Partial, path)
+    return load_file(PartialProfile, path)

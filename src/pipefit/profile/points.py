@@ -30,7 +30,7 @@ _PARTS = 32
 "Lengths and contexts are given in so many parts of the sequence."
 
 _KNEE = 4
-"Points that `refined` may always add."
+"Points that `refine_points` may always add."
 
 _CROWD = 2
 "Slices hold at most so many times the tokens of the largest microbatch, those of their context among them."
@@ -74,7 +74,7 @@ and long slices, each with long contexts and short ones in few slices and many. 
 kernels are a few per cent faster at powers of two than between them; nor would one row, as caches hold less of many."""
 
 
-class Point(NamedTuple):
+class WorkPoint(NamedTuple):
     """One size of work."""
 
     rows: int
@@ -86,7 +86,7 @@ class Point(NamedTuple):
     "Slices that `past` came in, as equal as they can be; 1 where there are none."
 
     @property
-    def chunks(self) -> tuple[int, ...]:
+    def earlier_slices(self) -> tuple[int, ...]:
         """Tokens of each earlier slice."""
         if not self.past:
             return ()
@@ -94,12 +94,12 @@ class Point(NamedTuple):
         return tuple(self.past * (i + 1) // count - self.past * i // count for i in range(count))
 
 
-def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[Point]:
+def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[WorkPoint]:
     """Where measuring starts. `most_tokens` (rows x length) is the largest microbatch that plans may use.
 
     A layer without attention depends on its number of tokens alone.
     """
-    points = [_with_tokens(count, sequence) for count in token_counts(most_tokens, sequence)]
+    points = [_short_rows(count, sequence) for count in token_counts(most_tokens, sequence)]
     if any(operator.kind == "attention" for operator in graph.operators):
         points += attention_points(sequence, most_tokens)[: max(0, MOST_POINTS - _KNEE - len(points))]
     elif any(operator.kind == "packed_attention" for operator in graph.operators):
@@ -113,10 +113,10 @@ def sizes_at(rows: int, tokens: int) -> dict[str, int]:
     return {"B": rows, "T": tokens, **dict.fromkeys(CONDITIONS, max(1, rows * tokens // ASSUMED_PART))}
 
 
-def row_points(tokens: int, most_tokens: int) -> list[Point]:
+def row_points(tokens: int, most_tokens: int) -> list[WorkPoint]:
     """Whole rows of one length: powers of two of them, up to `most_tokens` together."""
     most = max(1, most_tokens // tokens)
-    return [Point(1 << power, tokens) for power in range(most.bit_length())]
+    return [WorkPoint(1 << power, tokens) for power in range(most.bit_length())]
 
 
 def token_counts(most_tokens: int, sequence: int) -> list[int]:
@@ -128,48 +128,48 @@ def token_counts(most_tokens: int, sequence: int) -> list[int]:
     return counts[::-1]
 
 
-def attention_points(sequence: int, most_tokens: int) -> list[Point]:
+def attention_points(sequence: int, most_tokens: int) -> list[WorkPoint]:
     """Whole sequences of several lengths, and slices with context, the most telling first."""
     points = []
     for parts, rows in _WHOLE:
-        length = _share(parts, sequence)
-        points.append(Point(_rows(rows, most_tokens // length), length))
+        length = _sequence_share(parts, sequence)
+        points.append(WorkPoint(_row_count(rows, most_tokens // length), length))
     for parts, past_parts, earlier, rows in _SLICES:
-        length = _share(parts, sequence)
-        past = min(_share(past_parts, sequence), sequence - length)
+        length = _sequence_share(parts, sequence)
+        past = min(_sequence_share(past_parts, sequence), sequence - length)
         if past:
             most = min(most_tokens // length, _CROWD * most_tokens // (length + past))
-            points.append(Point(_rows(rows, most), length, past, min(earlier, past)))
+            points.append(WorkPoint(_row_count(rows, most), length, past, min(earlier, past)))
     return list(dict.fromkeys(points))
 
 
-def _share(parts: float, sequence: int) -> int:
+def _sequence_share(parts: float, sequence: int) -> int:
     return max(1, int(sequence * parts / _PARTS))
 
 
-def _rows(which: Rows, most: int) -> int:
+def _row_count(which: Rows, most: int) -> int:
     most = max(1, most)
     return {"one": 1, "some": max(1, round(math.sqrt(most))), "most": most}[which]
 
 
-def refined(points: Sequence[Point], seconds: Sequence[float], sequence: int) -> list[Point]:
+def refine_points(points: Sequence[WorkPoint], seconds: Sequence[float], sequence: int) -> list[WorkPoint]:
     """Points to add around the knee: between knots that their neighbours' straight line misses by over `BENDS`.
 
     Only points of one length and no context, as `first_points` makes for the tokens, say where the knee is.
     """
     known = {point.rows * point.tokens: time_s for point, time_s in zip(points, seconds, strict=True) if not point.past}
-    line = {p.rows * p.tokens for p in points if p == _with_tokens(p.rows * p.tokens, sequence)}
+    line = {p.rows * p.tokens for p in points if p == _short_rows(p.rows * p.tokens, sequence)}
     counts = sorted(line)
-    added: list[Point] = []
+    added: list[WorkPoint] = []
     for low, here, high in zip(counts, counts[1:], counts[2:], strict=False):
         straight = known[low] + (known[high] - known[low]) * (here - low) / (high - low)
         if abs(straight - known[here]) > BENDS * known[here]:
-            added += [_with_tokens((low + here) // 2, sequence), _with_tokens((here + high) // 2, sequence)]
+            added += [_short_rows((low + here) // 2, sequence), _short_rows((here + high) // 2, sequence)]
     fresh = [point for point in dict.fromkeys(added) if point not in points]
     return fresh[: max(0, MOST_POINTS - len(points))]
 
 
-def _with_tokens(count: int, sequence: int) -> Point:
+def _short_rows(count: int, sequence: int) -> WorkPoint:
     """About `count` tokens in rows of an eighth of the sequence, so that attention hardly counts."""
     length = max(1, min(count, max(SMALLEST, sequence // 8), sequence))
-    return Point(max(1, count // length), length)
+    return WorkPoint(max(1, count // length), length)

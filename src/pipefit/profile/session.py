@@ -16,29 +16,29 @@ from datetime import UTC, datetime, timedelta
 import torch
 import torch.distributed as dist
 
-from pipefit.cluster.files import save
+from pipefit.cluster.files import save_cluster_file
 from pipefit.cluster.types import Cluster
 from pipefit.codec import from_data, to_data
 from pipefit.cost.comm.lowerings import DIRECT
-from pipefit.profile.assemble import assemble
-from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
-from pipefit.profile.device import rates
-from pipefit.profile.facts import Rates, middle_rates
+from pipefit.profile.assemble import assemble_cluster
+from pipefit.profile.calibrate import add_ratios, collective_curve, fit_efficiency
+from pipefit.profile.device import measure_rates
+from pipefit.profile.facts import DeviceRates, middle_rates
 from pipefit.profile.layer_phase import LAYERS_S, measure_layers
 from pipefit.profile.link_phase import measure_links
-from pipefit.profile.state import ProfileConfig, Session, Show
-from pipefit.profile.wire import OPERATIONS, Wire, typical
+from pipefit.profile.state import ProfileConfig, ProfileSession, Show
+from pipefit.profile.wire import OPERATIONS, LinkEndpoint, typical_collective_time
 from pipefit.run.session.rendezvous import World, choose_device
 from pipefit.run.transfers.comms import backend_for
 
 
-def run(config: ProfileConfig, show: Show) -> Cluster:
+def run_profile(config: ProfileConfig, show: Show) -> Cluster:
     """Measure as one rank of the run that the environment describes (or alone); the cluster. Rank 0 writes it.
 
     Raises ClusterError naming the host that failed; what was measured until then is in the partial file.
     """
     world = World(choose_device(config.device, _local_rank()))
-    world.connect()
+    world.open_store()
     device = world.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -51,58 +51,58 @@ def run(config: ProfileConfig, show: Show) -> Cluster:
             timeout=timedelta(seconds=config.timeout_s / 2),
         )
     try:
-        return Profile(config, world, show if world.rank == 0 else _silent).measure()
+        return ProfileRun(config, world, show if world.rank == 0 else _show_nothing).measure_all()
     finally:
-        world.stop()
+        world.stop_group()
 
 
-class Profile(Session):
+class ProfileRun(ProfileSession):
     """The phases of one profile on one rank."""
 
-    def measure(self) -> Cluster:
+    def measure_all(self) -> Cluster:
         """All phases in order."""
-        self._rates()
+        self._measure_rates()
         graphs = measure_layers(self) if self.config.only != "links" else []
         measure_links(self)
-        cluster = self._assemble()
+        cluster = self._assemble_cluster()
         kinds = {
-            name: replace(kind, efficiency=efficiency(kind, graphs, self.found.layers))
+            name: replace(kind, efficiency=fit_efficiency(kind, graphs, self.found.layers))
             for name, kind in cluster.kinds.items()
         }
         for kind in kinds.values():
-            self.found.layers = with_ratios(kind, graphs, self.found.layers)
+            self.found.layers = add_ratios(kind, graphs, self.found.layers)
         cluster = replace(cluster, kinds=kinds)
         if self.config.only != "links":
-            self._collectives(cluster)
-        cluster = replace(cluster, measured=self._assemble().measured)
+            self._measure_collectives(cluster)
+        cluster = replace(cluster, measured=self._assemble_cluster().measured)
         if self.rank == 0:
-            save(cluster, self.config.output)
+            save_cluster_file(cluster, self.config.output)
             self.file.remove()
         self.board.barrier()
         return cluster
 
-    def _assemble(self) -> Cluster:
+    def _assemble_cluster(self) -> Cluster:
         when = datetime.now(UTC).replace(microsecond=0).isoformat()
         name = self.config.name or self.config.output.stem
-        return assemble(self.found, name, when, time.monotonic() - self.started)
+        return assemble_cluster(self.found, name, when, time.monotonic() - self.started)
 
-    def _rates(self) -> None:
+    def _measure_rates(self) -> None:
         """Matrix products, copies and small operators, on all devices at once."""
         self.show("devices", 0, 1)
         self.board.barrier()
-        each = self.board.gather(to_data(rates(self.device)), LAYERS_S)
+        each = self.board.gather(to_data(measure_rates(self.device)), LAYERS_S)
         self.require_all("devices")
         for member in self.members:
             name = self.kinds[member.kind]
             same = [other.rank for other in self.members if self.kinds[other.kind] == name]
-            self.found.rates[name] = middle_rates([from_data(Rates, each[rank], f"rank {rank}") for rank in same])
+            self.found.rates[name] = middle_rates([from_data(DeviceRates, each[rank], f"rank {rank}") for rank in same])
         self.show("devices", 1, 1)
 
-    def _collectives(self, cluster: Cluster) -> None:
-        """On the groups of `together`, each round with those that work beside it."""
-        rounds = together([tuple(ranks) for ranks in self.hosts.values()])
+    def _measure_collectives(self, cluster: Cluster) -> None:
+        """On the groups of `collective_groups`, each round with those that work beside it."""
+        rounds = collective_groups([tuple(ranks) for ranks in self.hosts.values()])
         made = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(itertools.chain(*rounds))}
-        wire = Wire(self.board, self.device)
+        wire = LinkEndpoint(self.board, self.device)
         jobs = [(beside, operation) for beside in rounds for operation in OPERATIONS]
         sizes = self.config.sizes_bytes[1:]
         for done, (beside, operation) in enumerate(jobs):
@@ -116,7 +116,9 @@ class Profile(Session):
                     own = [wire.collective_times(operation, made[mine], len(mine), size) for size in sizes]
                 each = self.board.gather(own)
                 self.require_all("collectives")
-                table.append([typical(operation, [each[rank][i] for rank in ranks]) for i in range(len(sizes))])
+                table.append(
+                    [typical_collective_time(operation, [each[rank][i] for rank in ranks]) for i in range(len(sizes))]
+                )
             columns = list(zip(*table, strict=True))
             time_s = [statistics.median(column) if operation in DIRECT else min(column) for column in columns]
             spread = [(max(c) - min(c)) / t for c, t in zip(columns, time_s, strict=True)]
@@ -124,7 +126,7 @@ class Profile(Session):
         self.show("collectives", len(jobs), len(jobs))
 
 
-def together(hosts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+def collective_groups(hosts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     """The groups that collectives are measured on, those of a round at the same time and the first one's times kept:
     all ranks; on all hosts those of a host, as groups of a run's replicas are; inside all hosts 2, 4, 8 and so on
     next to each other, as shards are; and one rank of every host."""
@@ -136,7 +138,7 @@ def together(hosts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     return [beside for beside in several.values() if beside]
 
 
-def _silent(what: str, done: int, total: int) -> None:
+def _show_nothing(what: str, done: int, total: int) -> None:
     """Progress of the ranks that do not show any."""
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cluster.measured import Sharing, Uplink
-from pipefit.profile.classes import merged
+from pipefit.cluster.measured import HostUplink, PortSharing
+from pipefit.profile.classes import merge_groups
 from pipefit.profile.links import Games, Measure
 from pipefit.profile.tournament import Pair
 
@@ -33,7 +33,7 @@ Rates = Mapping[Pair, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class CrowdMeasurement:
     """Ordered pairs that were measured alone, and beside the others of a round."""
 
     alone: Rates
@@ -41,11 +41,11 @@ class Crowd:
     "Time beside others over time alone."
 
     @property
-    def disturbed(self) -> bool:
+    def is_disturbed(self) -> bool:
         """Whether pairs that are measured at the same time slow each other down."""
         return max(self.slowdown.values(), default=1.0) > SLOWER
 
-    def suspects(self) -> list[int]:
+    def find_suspects(self) -> list[int]:
         """Hosts that a tenth of their messages to others leave more slowly beside others."""
         out: dict[int, list[bool]] = {}
         for (source, _), slower in self.slowdown.items():
@@ -53,11 +53,11 @@ class Crowd:
         return sorted(host for host, slowed in out.items() if any(slowed) and 10 * sum(slowed) >= len(slowed))
 
 
-def crowd(games: Games, size: int, measure: Measure, *, sample: int = 0, seed: int = 0) -> Crowd:
+def measure_crowd(games: Games, size: int, measure: Measure, *, sample: int = 0, seed: int = 0) -> CrowdMeasurement:
     """Every pair of `games` (of each round `sample`, if that is not 0) alone and beside the others of its round; what
     seems slow is measured twice more. The fastest of the repetitions counts: a disturbance only ever adds."""
     order = random.Random(seed)
-    rounds = [_turned(pairs, turned) for pairs in games if len(pairs) > 1 for turned in (False, True)]
+    rounds = [_reverse_pairs(pairs, turned) for pairs in games if len(pairs) > 1 for turned in (False, True)]
     chosen = [order.sample(pairs, min(sample or len(pairs), len(pairs))) for pairs in rounds]
     beside: dict[Pair, float] = {}
     alone: dict[Pair, float] = {}
@@ -70,54 +70,57 @@ def crowd(games: Games, size: int, measure: Measure, *, sample: int = 0, seed: i
         for pairs, found in jobs:
             for pair, time_s in measure(pairs, size).round_trip_s.items():
                 found[pair] = min(found.get(pair, np.inf), time_s)
-    return Crowd(
+    return CrowdMeasurement(
         {pair: size / time_s for pair, time_s in alone.items()},
         {pair: beside[pair] / time_s for pair, time_s in alone.items() if pair in beside},
     )
 
 
-def racks(members: Sequence[int], found: Crowd, size: int, measure: Measure) -> dict[int, int]:
+def find_racks(members: Sequence[int], found: CrowdMeasurement, size: int, measure: Measure) -> dict[int, int]:
     """Class of every member: hosts of one class share a way out. Two suspects at a time send to others, three
     times to other ones: if they always reach less than alone, they share. Needs every pair alone."""
     tries: dict[Pair, list[list[Pair]]] = {}
     slow: set[Pair] = set()
-    for couple in itertools.combinations(found.suspects(), 2):
-        tries[couple] = _targets(*couple, members, found)
-        if tries[couple] and min(_slowed(pairs, found.alone, size, measure) for pairs in tries[couple]) > SLOWER:
+    for couple in itertools.combinations(found.find_suspects(), 2):
+        tries[couple] = _choose_targets(*couple, members, found)
+        if (
+            tries[couple]
+            and min(_joint_slowdown(pairs, found.alone, size, measure) for pairs in tries[couple]) > SLOWER
+        ):
             slow.add(couple)
-    joined = _senders(tries, slow)
+    joined = _slow_senders(tries, slow)
     joins, parts = (np.zeros((len(members), len(members)), dtype=np.int64) for _ in range(2))
     place = {member: index for index, member in enumerate(members)}
     for one, other in tries:
         matrix = joins if (one, other) in joined else parts
         matrix[place[one], place[other]] = matrix[place[other], place[one]] = 1
-    return dict(zip(members, (int(label) for label in merged(joins, parts)), strict=True))
+    return dict(zip(members, (int(label) for label in merge_groups(joins, parts)), strict=True))
 
 
-def _senders(tries: Mapping[Pair, Sequence[Sequence[Pair]]], slow: set[Pair]) -> set[Pair]:
+def _slow_senders(tries: Mapping[Pair, Sequence[Sequence[Pair]]], slow: set[Pair]) -> set[Pair]:
     """Of couples that were slow together those that share themselves, not what they sent to: couples all of whose
     targets were slow couples too are left out where one of these is sure, having sent to some that were not."""
 
-    def couples(couple: Pair) -> list[Pair]:
+    def couples_with(couple: Pair) -> list[Pair]:
         return [(min(x, y), max(x, y)) for (_, x), (_, y) in tries[couple]]
 
-    sure = {couple for couple in slow if any(to not in slow for to in couples(couple))}
-    return {couple for couple in slow if couple in sure or not any(to in sure for to in couples(couple))}
+    sure = {couple for couple in slow if any(to not in slow for to in couples_with(couple))}
+    return {couple for couple in slow if couple in sure or not any(to in sure for to in couples_with(couple))}
 
 
-def _targets(one: int, other: int, members: Sequence[int], found: Crowd) -> list[list[Pair]]:
+def _choose_targets(one: int, other: int, members: Sequence[int], found: CrowdMeasurement) -> list[list[Pair]]:
     """Up to three ways in which two hosts send to two others, over links that others slowed down: the fastest first,
     and none that asks for much less than these."""
 
-    def best(source: int, taken: set[int]) -> int | None:
+    def best_target(source: int, taken: set[int]) -> int | None:
         ways = [(source, m) for m in members if m not in taken and found.slowdown.get((source, m), 1.0) > SLOWER]
         return max(ways, key=lambda way: found.alone[way], default=(source, None))[1]
 
     result: list[list[Pair]] = []
     used, wanted = {one, other}, 0.0
     for _ in range(3):
-        first = best(one, used)
-        second = best(other, used | {first}) if first is not None else None
+        first = best_target(one, used)
+        second = best_target(other, used | {first}) if first is not None else None
         if first is None or second is None:
             break
         used |= {first, second}
@@ -129,24 +132,26 @@ def _targets(one: int, other: int, members: Sequence[int], found: Crowd) -> list
     return result
 
 
-def _slowed(pairs: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> float:
+def _joint_slowdown(pairs: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> float:
     """What pairs reach alone over what they reach together."""
-    reached = sum(_together(pairs, size, 1, measure).values())
+    reached = sum(_joint_rates(pairs, size, 1, measure).values())
     return sum(alone[pair] for pair in pairs) / reached if reached else 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
+class HostTriple:
     """A host and two others that it sends to, and receives from, at once."""
 
     middle: int
     ends: tuple[int, int]
 
 
-def hubs(members: Sequence[int], rates: Rates, classes: Mapping[int, int] | None = None) -> list[list[Hub]]:
+def choose_hubs(
+    members: Sequence[int], rates: Rates, classes: Mapping[int, int] | None = None
+) -> list[list[HostTriple]]:
     """Every member once in the middle, with the two others whose links to it are the fastest and inside its class where
     that has three; in groups of disjoint ones, that can be measured at the same time."""
-    result: list[tuple[list[Hub], set[int]]] = []
+    result: list[tuple[list[HostTriple], set[int]]] = []
     for middle in members:
         others = [member for member in members if member != middle]
         own = [other for other in others if classes is not None and classes[other] == classes[middle]]
@@ -158,25 +163,25 @@ def hubs(members: Sequence[int], rates: Rates, classes: Mapping[int, int] | None
             free = [other for other in others if other not in used]
             near = [other for other in free if not own or other in own]
             if middle not in used and len(near) >= 2:
-                hubs_of.append(Hub(middle, (near[0], near[1])))
+                hubs_of.append(HostTriple(middle, (near[0], near[1])))
                 used |= {middle, near[0], near[1]}
                 break
         else:
-            result.append(([Hub(middle, (others[0], others[1]))], {middle, others[0], others[1]}))
+            result.append(([HostTriple(middle, (others[0], others[1]))], {middle, others[0], others[1]}))
     return [hubs_of for hubs_of, _ in result]
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class PortLimits:
     """What two messages at once reach through one host, one way."""
 
     bytes_per_s: float
     shared: bool
 
 
-def ports(
-    groups: Sequence[Sequence[Hub]], rates: Rates, size: int, repeats: int, measure: Measure, *, seed: int = 0
-) -> tuple[dict[int, Port], dict[int, Port]]:
+def measure_ports(
+    groups: Sequence[Sequence[HostTriple]], rates: Rates, size: int, repeats: int, measure: Measure, *, seed: int = 0
+) -> tuple[dict[int, PortLimits], dict[int, PortLimits]]:
     """(out, in) of every hub: two messages at the same time against each alone, in shuffled order. What they reach is
     counted in the links' rates for large messages: short ones gain by what the network lets through at once."""
     ends = {hub.middle: hub.ends for each in groups for hub in each}
@@ -186,22 +191,22 @@ def ports(
     for _ in range(repeats):
         order.shuffle(jobs)
         for each, turned, which in jobs:
-            ways = {hub.middle: _turned([(hub.middle, hub.ends[i]) for i in which], turned) for hub in each}
+            ways = {hub.middle: _reverse_pairs([(hub.middle, hub.ends[i]) for i in which], turned) for hub in each}
             found = measure([way for ways_of in ways.values() for way in ways_of], size).round_trip_s
             for middle, own in ways.items():
                 if all(way in found for way in own):
                     times.setdefault((middle, turned, which), []).append(max(found[way] for way in own))
-    result: tuple[dict[int, Port], dict[int, Port]] = ({}, {})
+    result: tuple[dict[int, PortLimits], dict[int, PortLimits]] = ({}, {})
     for (middle, turned, which), taken in times.items():
         if len(which) == 2 and (middle, turned, (0,)) in times and (middle, turned, (1,)) in times:
             alone_s = [min(times[middle, turned, (i,)]) for i in (0, 1)]
-            ways = _turned([(middle, end) for end in ends[middle]], turned)
+            ways = _reverse_pairs([(middle, end) for end in ends[middle]], turned)
             scale = [rates[way] * time_s / size for way, time_s in zip(ways, alone_s, strict=True)]
-            result[turned][middle] = Port(sum(scale) * size / min(taken), min(taken) > TWO * max(alone_s))
+            result[turned][middle] = PortLimits(sum(scale) * size / min(taken), min(taken) > TWO * max(alone_s))
     return result
 
 
-def uplinks(
+def measure_uplinks(
     members: Sequence[int],
     classes: Mapping[int, int],
     names: Mapping[int, str],
@@ -209,7 +214,7 @@ def uplinks(
     size: int,
     repeats: int,
     measure: Measure,
-) -> list[Uplink]:
+) -> list[HostUplink]:
     """What the hosts of each class of several reach together, towards and from hosts of other classes. With two classes
     only the smaller one counts: what they share may be either's."""
     groups: dict[int, list[int]] = {}
@@ -222,17 +227,17 @@ def uplinks(
     flows: dict[tuple[int, bool], Rates] = {}
     for label, hosts in wanted.items():
         for turned in (False, True):
-            flows[label, turned] = _together(_across(hosts, classes, rates, turned), size, repeats, measure)
+            flows[label, turned] = _joint_rates(_links_across(hosts, classes, rates, turned), size, repeats, measure)
     result = []
     for label, hosts in wanted.items():
-        up, down = (_limit(label, turned, flows, classes, rates) for turned in (False, True))
+        up, down = (_class_limit(label, turned, flows, classes, rates) for turned in (False, True))
         if up is not None or down is not None:
             own = tuple(names[host] for host in hosts)
-            result.append(Uplink(hosts=own, up_bytes_per_s=up, down_bytes_per_s=down))
+            result.append(HostUplink(hosts=own, up_bytes_per_s=up, down_bytes_per_s=down))
     return result
 
 
-def _limit(
+def _class_limit(
     label: int, turned: bool, flows: Mapping[tuple[int, bool], Rates], classes: Mapping[int, int], rates: Rates
 ) -> float | None:
     """What a class's flows one way reach together, if some of them are slower than alone although the other class at
@@ -248,7 +253,7 @@ def _limit(
     return None
 
 
-def _across(hosts: Sequence[int], classes: Mapping[int, int], rates: Rates, turned: bool) -> list[Pair]:
+def _links_across(hosts: Sequence[int], classes: Mapping[int, int], rates: Rates, turned: bool) -> list[Pair]:
     """Each host to (`turned`: from) another outside, over its fastest link, the other classes in turn."""
     free = [member for member in classes if member not in hosts]
     used: dict[int, int] = {}
@@ -262,7 +267,7 @@ def _across(hosts: Sequence[int], classes: Mapping[int, int], rates: Rates, turn
     return pairs
 
 
-def _together(pairs: Sequence[Pair], size: int, repeats: int, measure: Measure) -> Rates:
+def _joint_rates(pairs: Sequence[Pair], size: int, repeats: int, measure: Measure) -> Rates:
     """Bytes per second of pairs at once, each by its fastest repetition."""
     best: dict[Pair, float] = {}
     for _ in range(repeats):
@@ -271,10 +276,12 @@ def _together(pairs: Sequence[Pair], size: int, repeats: int, measure: Measure) 
     return best
 
 
-def sharing(members: Sequence[int], found: tuple[dict[int, Port], dict[int, Port]], ways: Sequence[Uplink]) -> Sharing:
+def build_sharing(
+    members: Sequence[int], found: tuple[dict[int, PortLimits], dict[int, PortLimits]], ways: Sequence[HostUplink]
+) -> PortSharing:
     """As the cluster file has it, by host."""
     out, into = found
-    return Sharing(
+    return PortSharing(
         out_bytes_per_s=tuple(out[member].bytes_per_s for member in members),
         out_shared=tuple(out[member].shared for member in members),
         in_bytes_per_s=tuple(into[member].bytes_per_s for member in members),
@@ -283,5 +290,5 @@ def sharing(members: Sequence[int], found: tuple[dict[int, Port], dict[int, Port
     )
 
 
-def _turned(pairs: Sequence[Pair], turned: bool) -> list[Pair]:
+def _reverse_pairs(pairs: Sequence[Pair], turned: bool) -> list[Pair]:
     return [(b, a) if turned else (a, b) for a, b in pairs]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from pipefit.codec import from_data, to_data
 from pipefit.errors import ClusterError
-from pipefit.profile.assemble import Findings, check_same_software, host_ranks, short_kinds
-from pipefit.profile.board import Board
-from pipefit.profile.device import introduce
-from pipefit.profile.facts import Member
+from pipefit.profile.assemble import ProfileFindings, check_same_software, host_ranks, short_kinds
+from pipefit.profile.board import StoreExchange
+from pipefit.profile.device import describe_rank
+from pipefit.profile.facts import ProfileMember
 from pipefit.profile.links import SIZES
-from pipefit.profile.partial import Partial, PartialFile
+from pipefit.profile.partial import PartialFile, PartialProfile
 from pipefit.run.session.rendezvous import World
 
 Show = Callable[[str, int, int], None]
@@ -51,27 +51,29 @@ class ProfileConfig:
     "For one round of links; a rank that does not answer for so long is lost."
 
 
-class Session:
+class ProfileSession:
     """What a rank knows and has found so far. All ranks make theirs together: they introduce themselves."""
 
     def __init__(self, config: ProfileConfig, world: World, show: Show) -> None:
         self.config, self.device, self.show = config, world.device, show
         self.rank = world.rank
         self.started = time.monotonic()
-        self.board = Board(world.store, world.rank, range(world.size), config.timeout_s)
-        introduced = self.board.gather(to_data(introduce(world.rank, world.local_rank, world.local_size, self.device)))
+        self.board = StoreExchange(world.store, world.rank, range(world.size), config.timeout_s)
+        introduced = self.board.gather(
+            to_data(describe_rank(world.rank, world.local_rank, world.local_size, self.device))
+        )
         self.require_all("start")
-        self.members = [from_data(Member, introduced[rank], f"rank {rank}") for rank in sorted(introduced)]
+        self.members = [from_data(ProfileMember, introduced[rank], f"rank {rank}") for rank in sorted(introduced)]
         check_same_software(self.members)
         self.hosts = host_ranks(self.members)
         self.kinds = short_kinds(self.members)
-        self.found = Findings(members=self.members)
+        self.found = ProfileFindings(members=self.members)
         self.file = PartialFile(config.output if self.rank == 0 else None)
 
-    def keep(self, phase: str, force: bool = False) -> None:
+    def keep_partial(self, phase: str, force: bool = False) -> None:
         """Write what was found so far, now and then or by `force`."""
         self.file.write(
-            Partial(
+            PartialProfile(
                 phase=phase,
                 members=tuple(self.members),
                 lost={str(rank): why for rank, why in self.board.lost.items()},
@@ -92,7 +94,7 @@ class Session:
                 where="start of the profile",
                 seen=f"{len(self.board.members)} ranks within {self.config.timeout_s:g} s",
             )
-        self.keep(phase, force=True)
+        self.keep_partial(phase, force=True)
         hosts = dict.fromkeys(self.members[rank].host for rank in self.board.lost)
         rank, why = next(iter(self.board.lost.items()))
         raise ClusterError(

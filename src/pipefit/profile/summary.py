@@ -10,10 +10,11 @@ from pipefit.cluster.types import Cluster
 from pipefit.units import format_bandwidth, format_bytes, format_flops, format_seconds
 
 
-def summary(cluster: Cluster) -> str:
+def summarize_cluster(cluster: Cluster) -> str:
     """Hosts, kinds, links and, where there are some, curves."""
     lines = [
-        f"cluster {cluster.name}: {len(cluster.hosts)} host{_s(cluster.hosts)}, {device_count(cluster)} devices, "
+        f"cluster {cluster.name}: {len(cluster.hosts)} host{_plural_suffix(cluster.hosts)}, "
+        f"{device_count(cluster)} devices, "
         f"{cluster.provenance.source}"
     ]
     for name, kind in cluster.kinds.items():
@@ -35,13 +36,13 @@ def summary(cluster: Cluster) -> str:
             f"  {rail.name}: {format_bandwidth(min(ways))} to {format_bandwidth(max(ways))} between {count} hosts"
         )
     if cluster.measured is not None:
-        lines += _measured(cluster)
+        lines += _measured_lines(cluster)
     return "\n".join(lines)
 
 
-def _measured(cluster: Cluster) -> list[str]:
+def _measured_lines(cluster: Cluster) -> list[str]:
     assert cluster.measured is not None
-    lines = [line for name, rail in cluster.measured.rails.items() for line in _rail(name, rail)]
+    lines = [line for name, rail in cluster.measured.rails.items() for line in _rail_lines(name, rail)]
     for curve in cluster.measured.layers:
         lines.append(
             f"  layer {curve.name} on {curve.kind}, {curve.dtype}, {curve.setting}: {len(curve.points)} points, "
@@ -57,7 +58,7 @@ def _measured(cluster: Cluster) -> list[str]:
     return lines
 
 
-def _rail(name: str, rail: RailCurve) -> Iterator[str]:
+def _rail_lines(name: str, rail: RailCurve) -> Iterator[str]:
     """How its links were measured, and what they share."""
     if rail.method is not None:
         how, predicted = rail.method, sum(map(len, rail.predicted))
@@ -83,5 +84,5 @@ def _rail(name: str, rail: RailCurve) -> Iterator[str]:
             yield f"  {name}: {', '.join(uplink.hosts)} share {' and '.join(rates)}"
 
 
-def _s(things: object) -> str:
+def _plural_suffix(things: object) -> str:
     return "" if len(things) == 1 else "s"  # type: ignore[arg-type]

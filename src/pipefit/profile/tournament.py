@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 Pair = tuple[int, int]
 
 
-def rounds(members: Sequence[int]) -> list[list[Pair]]:
+def round_robin(members: Sequence[int]) -> list[list[Pair]]:
     """Rounds of unordered pairs; in each round a member is in at most one pair."""
     players: list[int | None] = list(members)
     if len(players) % 2:
@@ -26,40 +26,40 @@ def rounds(members: Sequence[int]) -> list[list[Pair]]:
     return [pairs for pairs in result if pairs]
 
 
-def several(groups: Sequence[Sequence[int]]) -> list[list[Pair]]:
+def parallel_tournaments(groups: Sequence[Sequence[int]]) -> list[list[Pair]]:
     """The tournaments of disjoint groups played at the same time."""
-    each = [rounds(group) for group in groups]
+    each = [round_robin(group) for group in groups]
     longest = max(map(len, each), default=0)
     return [[pair for games in each if turn < len(games) for pair in games[turn]] for turn in range(longest)]
 
 
-def mixed(groups: Sequence[Sequence[int]], seed: int = 0) -> Callable[[int], list[list[Pair]]]:
-    """`several`, for each repetition with the members in another order: who plays beside whom, and when, changes, so
-    that a moment in which everything was slow can be told from a slow link."""
+def shuffle_members(groups: Sequence[Sequence[int]], seed: int = 0) -> Callable[[int], list[list[Pair]]]:
+    """`parallel_tournaments`, for each repetition with the members in another order: who plays beside whom, and when,
+    changes, so that a moment in which everything was slow can be told from a slow link."""
 
-    def games(repeat: int) -> list[list[Pair]]:
+    def shuffled_rounds(repeat: int) -> list[list[Pair]]:
         order = random.Random(f"{seed}/{repeat}")
-        return several([order.sample(list(group), len(group)) for group in groups])
+        return parallel_tournaments([order.sample(list(group), len(group)) for group in groups])
 
-    return games
+    return shuffled_rounds
 
 
-def remixed(games: Sequence[Sequence[Pair]], seed: int = 0) -> Callable[[int], list[list[Pair]]]:
+def shuffle_rounds(games: Sequence[Sequence[Pair]], seed: int = 0) -> Callable[[int], list[list[Pair]]]:
     """The same pairs in as many rounds, for each repetition beside others: two rounds together are paths and even
     cycles, along each of which their pairs may change places (Kempe 1879)."""
 
-    def each(repeat: int) -> list[list[Pair]]:
+    def swapped_rounds(repeat: int) -> list[list[Pair]]:
         order = random.Random(f"{seed}/{repeat}")
         result = [list(pairs) for pairs in games]
         for _ in range(2 * len(result) if len(result) > 1 else 0):
             a, b = order.sample(range(len(result)), 2)
-            result[a], result[b] = _swapped(result[a], result[b], order)
+            result[a], result[b] = _swap_components(result[a], result[b], order)
         return [pairs for pairs in result if pairs]
 
-    return each
+    return swapped_rounds
 
 
-def _swapped(one: Sequence[Pair], other: Sequence[Pair], order: random.Random) -> tuple[list[Pair], list[Pair]]:
+def _swap_components(one: Sequence[Pair], other: Sequence[Pair], order: random.Random) -> tuple[list[Pair], list[Pair]]:
     """Two rounds after a coin was tossed for each path or cycle of their pairs."""
     at: dict[int, list[tuple[Pair, int]]] = {}
     for turn, pairs in enumerate((one, other)):
@@ -79,7 +79,9 @@ def _swapped(one: Sequence[Pair], other: Sequence[Pair], order: random.Random) -
     return result
 
 
-def thinned(games: Sequence[Sequence[Pair]], width: int, classes: Mapping[int, int] | None = None) -> list[list[Pair]]:
+def thin_rounds(
+    games: Sequence[Sequence[Pair]], width: int, classes: Mapping[int, int] | None = None
+) -> list[list[Pair]]:
     """The same pairs in more rounds: at most `width` at a time, and of each class at most one that leaves it."""
     result: list[list[Pair]] = []
     for pairs in games:

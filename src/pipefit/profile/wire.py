@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from pipefit.cost.comm.lowerings import DIRECT
-from pipefit.profile.board import Board
-from pipefit.profile.links import TINY, Outcome
+from pipefit.profile.board import StoreExchange
+from pipefit.profile.links import TINY, RoundOutcome
 from pipefit.profile.tournament import Pair
 from pipefit.run.sharded.parts import GATHERS, SCATTERS, ShardContext
 from pipefit.run.transfers.comms import all_gather, exchange, reduce_scatter
@@ -21,19 +21,19 @@ MOST_BYTES = 8 * 2**20
 """A measurement repeats its message until about so many bytes have gone, 3 to 40 times."""
 
 
-class Wire:
+class LinkEndpoint:
     """This rank's end of every link, over the default process group."""
 
-    def __init__(self, board: Board, device: torch.device) -> None:
+    def __init__(self, board: StoreExchange, device: torch.device) -> None:
         self.board, self.device = board, device
         self._tiny = torch.zeros(TINY, dtype=torch.uint8, device=device)
         self._big: list[torch.Tensor] = []
         self.most_bytes = MOST_BYTES
-        "See `repeats_of`; all ranks must hold the same."
+        "See `message_repeats`; all ranks must hold the same."
         self.bytes_per_s = float("inf")
         "Of the middle link, roughly."
 
-    def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
+    def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
         """One round: this rank plays its own pairs, all at once, and all learn the results of all. See
         `links.Measure`. Where some rank both sends and receives, messages follow each other without answers, and the
         receivers' clocks count."""
@@ -43,7 +43,7 @@ class Wire:
         value: dict[str, Any] = {}
         if mine:
             try:
-                found_s = self._flood(mine, size) if both else self._play(mine, size)
+                found_s = self._flood_pairs(mine, size) if both else self._play_pairs(mine, size)
                 value = {"times": [[*pair, time_s] for pair, time_s in found_s.items()]}
             except RuntimeError as error:
                 value = {"failed": str(error).splitlines()[0][:200]}
@@ -54,36 +54,36 @@ class Wire:
             for source, target, time_s in (each or {}).get("times", [])
         }
         lost = {rank: why for rank, why in self.board.lost.items() if rank not in known}
-        return Outcome(times, lost)
+        return RoundOutcome(times, lost)
 
-    def _play(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
-        """Seconds (`calm`, the first left out) from the start of a message until its tiny answer is here, of those
-        pairs in which this rank sends."""
+    def _play_pairs(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
+        """Seconds (`lower_quartile`, the first left out) from the start of a message until its tiny answer is here, of
+        those pairs in which this rank sends."""
         rank, group = self.board.rank, dist.group.WORLD
         sources = [source for source, target in mine if target == rank]
         targets = [target for source, target in mine if source == rank]
-        self._buffers(size, len(sources))
+        self._reserve_buffers(size, len(sources))
         trips: dict[Pair, list[float]] = {(rank, target): [] for target in targets}
-        for _ in range(repeats_of(size, self.most_bytes) + 1):
+        for _ in range(message_repeats(size, self.most_bytes) + 1):
             start = time.perf_counter()
             sent = [group.send([self._big[0][:size]], target, 0) for target in targets]
             coming = [group.recv([big[:size]], source, 0) for source, big in zip(sources, self._big, strict=False)]
             for work, target in zip(sent, targets, strict=True):
                 work.wait()
                 group.recv([self._tiny], target, 0).wait()
-                self._settle()
+                self._synchronize_device()
                 trips[rank, target].append(time.perf_counter() - start)
             for work, source in zip(coming, sources, strict=True):
                 work.wait()
                 group.send([self._tiny], source, 0).wait()
-            self._settle()
-        return {pair: calm(times[1:]) for pair, times in trips.items()}
+            self._synchronize_device()
+        return {pair: lower_quartile(times[1:]) for pair, times in trips.items()}
 
-    def _flood(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
+    def _flood_pairs(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
         """Seconds a message, of those pairs in which this rank receives: all are on their way from the beginning."""
-        rank, group, count = self.board.rank, dist.group.WORLD, repeats_of(size, self.most_bytes)
+        rank, group, count = self.board.rank, dist.group.WORLD, message_repeats(size, self.most_bytes)
         sources = [source for source, target in mine if target == rank]
-        self._buffers(size, 1 + len(sources))
+        self._reserve_buffers(size, 1 + len(sources))
         start = time.perf_counter()
         coming = [
             [group.recv([big[:size]], source, 0) for _ in range(count)]
@@ -96,37 +96,37 @@ class Wire:
         for source, works in zip(sources, coming, strict=True):
             for work in works:
                 work.wait()
-            self._settle()
+            self._synchronize_device()
             found[source, rank] = (time.perf_counter() - start) / count
         for work in sent:
             work.wait()
         return found
 
-    def _buffers(self, size: int, count: int) -> None:
+    def _reserve_buffers(self, size: int, count: int) -> None:
         """At least one, and `count`, of at least so many bytes."""
         while len(self._big) < max(1, count) or self._big[0].numel() < size:
             length = max(size, self._big[0].numel() if self._big else 0)
             self._big = [torch.zeros(length, dtype=torch.uint8, device=self.device) for _ in range(max(1, count))]
 
-    def _settle(self) -> None:
+    def _synchronize_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def collective_times(self, operation: str, group: Any, members: int, size: int) -> list[float]:
         """Seconds of each repetition of one collective over `group` on this rank, the first left out; `size` is the
         whole tensor on one device."""
-        call = self._collective(operation, group, members, size)
+        call = self._collective_call(operation, group, members, size)
         times: list[float] = []
-        for _ in range(repeats_of(size, self.most_bytes) + 1):
+        for _ in range(message_repeats(size, self.most_bytes) + 1):
             if operation in DIRECT:
                 dist.barrier(group)  # without it ranks run ahead, and messages meet that would not in a program
             start = time.perf_counter()
             call()
-            self._settle()
+            self._synchronize_device()
             times.append(time.perf_counter() - start)
         return times[1:]
 
-    def _collective(self, operation: str, group: Any, members: int, size: int) -> Callable[[], object]:
+    def _collective_call(self, operation: str, group: Any, members: int, size: int) -> Callable[[], object]:
         count = max(members, size // 4 // members * members)
         whole = torch.zeros(count, device=self.device)
         part = torch.zeros(count // members, device=self.device)
@@ -144,23 +144,23 @@ class Wire:
         return calls[operation]
 
 
-def typical(operation: str, ranks: Sequence[Sequence[float]]) -> float:
-    """Seconds of a collective from the times of each repetition on every rank: `calm` on the slowest rank. Of a direct
-    one, which begins everywhere together, the median over repetitions of the last rank's: its messages meet in another
-    way every time, so that what a fast repetition took is not what it takes."""
+def typical_collective_time(operation: str, ranks: Sequence[Sequence[float]]) -> float:
+    """Seconds of a collective from the times of each repetition on every rank: `lower_quartile` on the slowest rank.
+    Of a direct one, which begins everywhere together, the median over repetitions of the last rank's: its messages
+    meet in another way every time, so that what a fast repetition took is not what it takes."""
     if operation in DIRECT:
         return statistics.median(max(each) for each in zip(*ranks, strict=True))
-    return max(map(calm, ranks))
+    return max(map(lower_quartile, ranks))
 
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcasts", "reduces")
 
 
-def calm(times: Sequence[float]) -> float:
+def lower_quartile(times: Sequence[float]) -> float:
     """The lower quartile: other work on the machines disturbs some of the repetitions, and only ever adds."""
     return sorted(times)[(len(times) - 1) // 4]
 
 
-def repeats_of(size: int, most_bytes: int = MOST_BYTES) -> int:
+def message_repeats(size: int, most_bytes: int = MOST_BYTES) -> int:
     """How often a message of this size is sent for one measurement."""
     return max(3, min(40, most_bytes // max(1, size)))

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(slots=True, kw_only=True)
-class Feed:
+class StageInputs:
     """The local rows of one microbatch, cut to one slice. B rows of this device, T tokens of the slice.
 
     A stage reads only the fields that its graphs name as roles: a middle stage without rotary embeddings needs

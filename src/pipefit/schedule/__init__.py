@@ -2,30 +2,30 @@
 
 from pipefit.schedule.actions import Action, Schedule, format_lanes, parse_lanes
 from pipefit.schedule.check.deadlock import check_deadlock, find_deadlock
-from pipefit.schedule.check.rules import check
-from pipefit.schedule.families import FAMILIES, family, register_family
+from pipefit.schedule.check.rules import check_schedule
+from pipefit.schedule.families import FAMILIES, find_family, register_family
 from pipefit.schedule.fit import family as _fit_family
-from pipefit.schedule.lowering.lower import lower
-from pipefit.schedule.problem import Edge, Problem, chain, linear, uniform_costs, vee
+from pipefit.schedule.lowering.lower import lower_schedule
+from pipefit.schedule.problem import Edge, ScheduleProblem, chain_edges, linear_placement, uniform_costs, vee_placement
 
 __all__ = [
     "FAMILIES",
     "Action",
     "Edge",
-    "Problem",
     "Schedule",
-    "chain",
-    "check",
+    "ScheduleProblem",
+    "chain_edges",
     "check_deadlock",
-    "family",
+    "check_schedule",
     "find_deadlock",
+    "find_family",
     "format_lanes",
-    "linear",
-    "lower",
+    "linear_placement",
+    "lower_schedule",
     "parse_lanes",
     "register_family",
     "uniform_costs",
-    "vee",
+    "vee_placement",
 ]
 
 register_family(_fit_family)

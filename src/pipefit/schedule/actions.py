@@ -80,7 +80,7 @@ def parse_action(text: str) -> Action:
     return Action(kind, stage, int(match["microbatch"] or -1), int(match["slice"] or 0), peer, match["what"] or "")
 
 
-class Turn(NamedTuple):
+class RoundRobin(NamedTuple):
     """Which microbatches a stage takes: `multiple` at once are a unit, and of the units every `turns`-th is its own."""
 
     turn: int = 0
@@ -88,20 +88,20 @@ class Turn(NamedTuple):
     turns: int = 1
     multiple: int = 1
 
-    def takes(self, microbatch: int) -> bool:
+    def takes_microbatch(self, microbatch: int) -> bool:
         """Whether the microbatch is in a unit of the stage."""
         return microbatch // self.multiple % self.turns == self.turn
 
-    def first(self, microbatch: int) -> int:
+    def unit_start(self, microbatch: int) -> int:
         """The first microbatch of the unit that the microbatch is in: the number of the unit's actions."""
         return microbatch - microbatch % self.multiple
 
-    def units(self, microbatches: int) -> range:
+    def unit_starts(self, microbatches: int) -> range:
         """The first microbatches of the stage's units, of so many."""
         return range(self.turn * self.multiple, microbatches, self.turns * self.multiple)
 
 
-EVERY = Turn()
+EVERY = RoundRobin()
 """All microbatches, one by one."""
 
 
@@ -121,20 +121,20 @@ class Schedule:
     slices: int
     "Slices per microbatch; 1 where sequences are not cut."
     lanes: tuple[tuple[Action, ...], ...]
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[RoundRobin, ...] = ()
     "Which microbatches every stage takes; (): all stages take all, one by one."
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         return len(self.placement)
 
-    def turn(self, stage: int) -> Turn:
+    def stage_turn(self, stage: int) -> RoundRobin:
         """Which microbatches a stage takes."""
         return self.turns[stage] if self.turns else EVERY
 
-    def units(self, stage: int) -> range:
+    def stage_units(self, stage: int) -> range:
         """The microbatches that the compute actions of a stage are numbered by."""
-        return self.turn(stage).units(self.microbatches)
+        return self.stage_turn(stage).unit_starts(self.microbatches)
 
     @property
     def is_lowered(self) -> bool:

@@ -10,19 +10,19 @@ import numpy as np
 
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
-from pipefit.schedule.actions import EVERY, Turn
+from pipefit.schedule.actions import EVERY, RoundRobin
 
 Edge = tuple[int, int, str]
 """(source stage, target stage, tensor): the tensor that source makes and target uses; '' is the hidden state."""
 
 
-def chain(stages: int) -> tuple[Edge, ...]:
+def chain_edges(stages: int) -> tuple[Edge, ...]:
     """The edges of a plain chain: every stage hands its hidden state to the next."""
     return tuple((stage, stage + 1, "") for stage in range(stages - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class ScheduleProblem:
     """The input of a schedule family."""
 
     placement: tuple[int, ...]
@@ -36,7 +36,7 @@ class Problem:
     "What families that look at costs work with; the others ignore it."
     limit_bytes: tuple[float, ...] | None = None
     "Memory of every lane for what `costs` counts; None is no limit."
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[RoundRobin, ...] = ()
     "Which microbatches every stage takes; (): all stages take all, one by one."
 
     def __post_init__(self) -> None:
@@ -51,53 +51,53 @@ class Problem:
             raise ScheduleError(
                 "A microbatch has at least one slice.", where="slices", seen=self.slices, allowed="1 or more"
             )
-        if not self.placement or sorted(set(self.placement)) != list(range(self.lanes)):
+        if not self.placement or sorted(set(self.placement)) != list(range(self.num_lanes)):
             raise ScheduleError(
                 "Every lane must hold a stage, and lanes are numbered from 0 without gaps.",
                 where="placement",
                 seen=self.placement,
                 allowed="for example 0,1,2,3, or 0,1,1,0 for a V",
             )
-        _check_edges(self.dag, len(self.placement))
+        _check_edges(self.stage_edges, len(self.placement))
         _check_turns(self.turns, len(self.placement), self.microbatches)
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         return len(self.placement)
 
     @property
-    def lanes(self) -> int:
+    def num_lanes(self) -> int:
         return max(self.placement, default=-1) + 1
 
     @property
-    def dag(self) -> tuple[Edge, ...]:
+    def stage_edges(self) -> tuple[Edge, ...]:
         """The edges, with the default filled in."""
-        return chain(self.stages) if self.edges is None else self.edges
+        return chain_edges(self.num_stages) if self.edges is None else self.edges
 
-    def turn(self, stage: int) -> Turn:
+    def stage_turn(self, stage: int) -> RoundRobin:
         """Which microbatches a stage takes."""
         return self.turns[stage] if self.turns else EVERY
 
-    def held(self, lane: int) -> tuple[int, ...]:
+    def lane_stages(self, lane: int) -> tuple[int, ...]:
         """The stages that a lane holds, ascending."""
         return tuple(stage for stage, other in enumerate(self.placement) if other == lane)
 
-    def depths(self) -> tuple[int, ...]:
+    def stage_depths(self) -> tuple[int, ...]:
         """For each stage, the number of stages on the longest way from it to an end of the DAG, itself included."""
-        depth = [1] * self.stages
-        for source, target, _ in sorted(self.dag, reverse=True):
+        depth = [1] * self.num_stages
+        for source, target, _ in sorted(self.stage_edges, reverse=True):
             depth[source] = max(depth[source], depth[target] + 1)
         return tuple(depth)
 
 
 @lru_cache(maxsize=256)
-def linear(devices: int) -> tuple[int, ...]:
+def linear_placement(devices: int) -> tuple[int, ...]:
     """The placement of one stage per lane."""
     return tuple(range(devices))
 
 
 @lru_cache(maxsize=256)
-def vee(devices: int) -> tuple[int, ...]:
+def vee_placement(devices: int) -> tuple[int, ...]:
     """The V placement: lane i holds stages i and 2d-1-i (Qi et al. 2024, arXiv 2405.15362)."""
     return (*range(devices), *reversed(range(devices)))
 
@@ -125,16 +125,16 @@ def uniform_costs(
         np.reshape(np.asarray(t, dtype=np.float64), (-1, 1, 1)) for t in (forward_s, input_s, weight_s)
     )
 
-    def action(time_s: Array, held: float) -> ActionTable:
+    def action_table(time_s: Array, held: float) -> ActionTable:
         return ActionTable(time_s=time_s, held_bytes=np.full((1, 1, 1), held), peak_bytes=np.zeros((1, 1, 1)))
 
     transfer, port, none = np.full((1, 1), float(transfer_s)), np.full((1, 1), float(port_s)), np.zeros((1, 1))
     return CostTable(
         actions={
-            "F": action(forward, held_bytes[0]),
-            "I": action(backward, held_bytes[1]),
-            "W": action(weight, held_bytes[2]),
-            "B": action(backward + weight, held_bytes[1] + held_bytes[2]),
+            "F": action_table(forward, held_bytes[0]),
+            "I": action_table(backward, held_bytes[1]),
+            "W": action_table(weight, held_bytes[2]),
+            "B": action_table(backward + weight, held_bytes[1] + held_bytes[2]),
         },
         edges=tuple(
             EdgeCost(
@@ -148,7 +148,7 @@ def uniform_costs(
                 forward_bytes=none,
                 backward_bytes=none,
             )
-            for source, target, tensor in (chain(stages) if edges is None else edges)
+            for source, target, tensor in (chain_edges(stages) if edges is None else edges)
         ),
         reduce_s=np.zeros(stages),
         gather_s=np.zeros(stages),
@@ -171,7 +171,7 @@ def _check_edges(edges: Sequence[Edge], stages: int) -> None:
         raise ScheduleError("An edge is given twice.", where="edges", seen=edges)
 
 
-def _check_turns(turns: Sequence[Turn], stages: int, microbatches: int) -> None:
+def _check_turns(turns: Sequence[RoundRobin], stages: int, microbatches: int) -> None:
     if turns and len(turns) != stages:
         raise ScheduleError("A turn is needed for every stage, or for none.", where="turns", seen=len(turns))
     for stage, (turn, count, multiple) in enumerate(turns):

@@ -14,10 +14,10 @@ from math import prod
 from typing import Any
 
 from pipefit.errors import PlanError
-from pipefit.model.analysis.aten_splits import splits
+from pipefit.model.analysis.aten_splits import split_labels
 from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
 from pipefit.shard.program import labels_at
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import OperatorLabels
 
 ROWS = "B"
 
@@ -30,7 +30,7 @@ PACKED = ("I", "L")
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class RowIndependence:
     """A value that has rows: along one dimension, `inner` of its places a row."""
 
     dim: int
@@ -38,92 +38,94 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class SummedRows:
     """A value that is a sum over rows."""
 
 
-State = Apart | Summed | None
+State = RowIndependence | SummedRows | None
 """None: the same whatever the rows are."""
 
 
-class _Mixed(Exception):
+class _MixedRows(Exception):
     """What an operator does with rows, in words."""
 
 
-def check_apart(model: Model) -> None:
+def check_row_independence(model: Model) -> None:
     """Raises PlanError for the first layer that brings rows together, or does not sum them for the loss."""
-    for error in apart_problems(model):
+    for error in row_problems(model):
         raise error
 
 
-def apart_problems(model: Model) -> Iterator[PlanError]:
+def row_problems(model: Model) -> Iterator[PlanError]:
     """One for every distinct layer that brings rows together."""
     seen = set()
     for module in model.modules:
         for layer in module.layers:
             if layer.graph not in seen:
                 seen.add(layer.graph)
-                yield from _of_layer(model.layer_graph(layer), f"layer {layer.name}")
+                yield from _layer_problems(model.layer_graph(layer), f"layer {layer.name}")
 
 
-def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
+def _layer_problems(graph: Graph, where: str) -> Iterator[PlanError]:
     shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
     shapes |= {spec.name: spec.shape for spec in graph.parameters}
     states: dict[str, State] = dict.fromkeys(shapes)
-    states |= {tensor.name: Apart(0) for tensor in graph.inputs if tensor.shape[:1] == (ROWS,)}
+    states |= {tensor.name: RowIndependence(0) for tensor in graph.inputs if tensor.shape[:1] == (ROWS,)}
     for operator in graph.operators:
         try:
-            found = _after(operator, shapes, [states[name] if name else None for name in operator.inputs])
-        except _Mixed as mixed:
-            yield _error(str(mixed), f"{where}, {operator.source}" if operator.source else where)
+            found = _output_state(operator, shapes, [states[name] if name else None for name in operator.inputs])
+        except _MixedRows as mixed:
+            yield _mixing_error(str(mixed), f"{where}, {operator.source}" if operator.source else where)
             return
         states |= dict.fromkeys(operator.outputs, found)
     for name in graph.outputs:
         if states[name] is None and shapes[name][1:2] in [(symbol,) for symbol in PACKED]:
             continue
-        wanted: State = Apart(0) if shapes[name] else Summed()
+        wanted: State = RowIndependence(0) if shapes[name] else SummedRows()
         if states[name] != wanted:
             what = "hands on what has no rows in front" if shapes[name] else "a loss that is no sum over rows"
-            yield _error(f"{what}: {shapes[name]}" if shapes[name] else what, where)
+            yield _mixing_error(f"{what}: {shapes[name]}" if shapes[name] else what, where)
 
 
-def _after(operator: Operator, shapes: Mapping[str, Shape], states: Sequence[State]) -> State:
+def _output_state(operator: Operator, shapes: Mapping[str, Shape], states: Sequence[State]) -> State:
     """What an operator makes of values with these states. Raises _Mixed where rows come together."""
     name = operator.attributes.get("target", operator.kind)
     out = shapes[operator.outputs[0]]
     _refuse_counts(operator, name)
-    rows = {place: state for place, state in enumerate(states) if isinstance(state, Apart)}
-    sums = {place for place, state in enumerate(states) if isinstance(state, Summed)}
+    rows = {place: state for place, state in enumerate(states) if isinstance(state, RowIndependence)}
+    sums = {place for place, state in enumerate(states) if isinstance(state, SummedRows)}
     if not (rows or sums) or str(name).startswith("aten.new_"):  # of these only the type of the value is read
-        return Apart(out.index(ROWS)) if ROWS in out else None
+        return RowIndependence(out.index(ROWS)) if ROWS in out else None
     if operator.kind in ("put_tokens", "take_tokens"):
         return states[0] if operator.kind == "put_tokens" else None
     labelled = labels_at(shapes, operator)
     if sums:
         if operator.kind != "cast" and (rows or sums not in [{*each} for each in labelled.linear]):
-            raise _Mixed(f"{name} of a sum over rows, which is no sum of what it makes of each")
-        return Summed()
+            raise _MixedRows(f"{name} of a sum over rows, which is no sum of what it makes of each")
+        return SummedRows()
     if operator.kind == "reshape":
-        return _reshaped(shapes[operator.inputs[0]], rows[0], out)
-    if _unknown(operator, shapes):
+        return _reshaped_state(shapes[operator.inputs[0]], rows[0], out)
+    if _is_unknown(operator, shapes):
         if 0 in rows and rows[0].dim in _seen_along(operator, len(shapes[operator.inputs[0]])):
-            raise _Mixed(f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
-        return _believed(name, out, [*rows.values()])
+            raise _MixedRows(
+                f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}"
+            )
+        return _assumed_state(name, out, [*rows.values()])
     labels = {(labelled.inputs[place] or ())[state.dim] for place, state in rows.items()}
     mixing = {None, *labelled.kinds}  # along labels with a kind of their own parts must know of each other
     if len(labels) > 1 or labels & mixing or len({state.inner for state in rows.values()}) > 1:
-        raise _Mixed(f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
+        raise _MixedRows(f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
     label, inner = labels.pop(), next(iter(rows.values())).inner
-    return _along(operator, labelled, label, inner, name)
+    return _rows_along(operator, labelled, label, inner, name)
 
 
-def _along(operator: Operator, labelled: Labelled, label: str | None, inner: int, name: Any) -> State:
+def _rows_along(operator: Operator, labelled: OperatorLabels, label: str | None, inner: int, name: Any) -> State:
     """Rows lie along this label."""
     if label in labelled.outputs[0]:
-        return Apart(labelled.outputs[0].index(label), inner)
+        return RowIndependence(labelled.outputs[0].index(label), inner)
     if any(operator.inputs[place] for place in labelled.once):
-        raise _Mixed(f"{name} that adds a bias to a sum over rows")
-    return Summed()
+        raise _MixedRows(f"{name} that adds a bias to a sum over rows")
+    return SummedRows()
 
 
 def _refuse_counts(operator: Operator, name: Any) -> None:
@@ -131,7 +133,7 @@ def _refuse_counts(operator: Operator, name: Any) -> None:
     given = (*operator.attributes.get("arguments", ()), *operator.attributes.get("keywords", {}).values())
     for item in given:
         if isinstance(item, dict) and ROWS in size_factors(str(item.get("size", "")))[1]:
-            raise _Mixed(f"{name} with the number of rows")
+            raise _MixedRows(f"{name} with the number of rows")
 
 
 ALONG: Mapping[str, int] = {
@@ -162,37 +164,41 @@ def _seen_along(operator: Operator, rank: int) -> frozenset[int]:
     return frozenset(dim % rank for dim in ([given] if isinstance(given, int) else given))
 
 
-def _unknown(operator: Operator, shapes: Mapping[str, Shape]) -> bool:
+def _is_unknown(operator: Operator, shapes: Mapping[str, Shape]) -> bool:
     if operator.kind == "aten":
-        return splits(operator.attributes, [shapes[name] for name in operator.inputs if name]) is None
+        return split_labels(operator.attributes, [shapes[name] for name in operator.inputs if name]) is None
     return operator.kind == "opaque"
 
 
-def _believed(name: Any, out: Shape, rows: Sequence[Apart]) -> State:
+def _assumed_state(name: Any, out: Shape, rows: Sequence[RowIndependence]) -> State:
     """Of a function that nothing is known of: rows stay where they are, or all of them are in a loss."""
     if not out and name == "opaque":
-        return Summed()
+        return SummedRows()
     (first, *others) = {*rows}
     if others or first.inner != 1 or first.dim >= len(out) or out[first.dim] != ROWS:
-        raise _Mixed(f"{name}, of which nothing is known, and whose result {out} has no rows where they were")
+        raise _MixedRows(f"{name}, of which nothing is known, and whose result {out} has no rows where they were")
     return first
 
 
-def _reshaped(before: Shape, state: Apart, after: Shape) -> State:
+def _reshaped_state(before: Shape, state: RowIndependence, after: Shape) -> State:
     """Rows stay equally far apart in memory; a dimension that goes with them in steps of that distance has them."""
 
-    def size(of: Size) -> int:
+    def counted_size(of: Size) -> int:
         return size_value(of, COUNTED)
 
-    distance = state.inner * prod(map(size, before[state.dim + 1 :]))
+    distance = state.inner * prod(map(counted_size, before[state.dim + 1 :]))
     for dim, extent in enumerate(after):
-        behind = prod(map(size, after[dim + 1 :]))
-        if ROWS in size_factors(str(extent))[1] and distance % behind == 0 and size(extent) % (distance // behind) == 0:
-            return Apart(dim, distance // behind)
-    raise _Mixed(f"reshape of {before} to {after}, which takes rows apart")
+        behind = prod(map(counted_size, after[dim + 1 :]))
+        if (
+            ROWS in size_factors(str(extent))[1]
+            and distance % behind == 0
+            and counted_size(extent) % (distance // behind) == 0
+        ):
+            return RowIndependence(dim, distance // behind)
+    raise _MixedRows(f"reshape of {before} to {after}, which takes rows apart")
 
 
-def _error(seen: str, where: str) -> PlanError:
+def _mixing_error(seen: str, where: str) -> PlanError:
     return PlanError(
         "The model brings rows together: what it makes of a row would depend on the microbatch that the row is in.",
         where=where,

@@ -14,28 +14,28 @@ from dataclasses import dataclass, field, replace
 
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PlanError
-from pipefit.layout import IDENTITY, Form, gathered
+from pipefit.layout import IDENTITY, TensorForm, shard_form
 from pipefit.model.graph import Graph, Layer, Model, element_count
 from pipefit.shard.frontier import solve_between
-from pipefit.shard.pricing import PricedLayer, Setting, number_of, on_stream, priced
-from pipefit.shard.recipe import Recipe, recipe_of
-from pipefit.shard.template import Chosen, chosen, held_fractions
+from pipefit.shard.pricing import PricedLayer, ShardSetting, is_hidden_state, number_of, price_layer
+from pipefit.shard.recipe import ShardRecipe, recipe_of
+from pipefit.shard.template import ChosenProgram, choose_program, held_fractions
 
 Shares = tuple[int, ...]
 
-Pinned = tuple[tuple[str, Form, bool], ...]
+Pinned = tuple[tuple[str, TensorForm, bool], ...]
 """Of a layer's parameters that other layers share: local name, form, and whether what comes once an iteration and what
 stays on a device is counted here: in the first of them, whose gradient is complete last."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class ChainLink:
     """One layer's program in a chain."""
 
-    takes: Form
-    gives: Form
+    takes: TensorForm
+    gives: TensorForm
     layer: PricedLayer
-    choice: Chosen
+    choice: ChosenProgram
     cost_s: float
     "As the search counts it, for the shares it was searched with: devices in step after every operator."
     shares: tuple[int, ...] = ()
@@ -44,39 +44,41 @@ class Link:
     "Where not all layers have the same: the shares by which its hidden state comes in, its own, and by which it goes."
 
     @property
-    def recipe(self) -> Recipe:
+    def layer_recipe(self) -> ShardRecipe:
         found = recipe_of(self.layer, self.choice, self.takes, self.gives, self.shares)
         return replace(found, shares=self.around)
 
 
-_Met = tuple[Form, tuple[tuple[str, tuple[Form, Form]], ...]]
+_Met = tuple[TensorForm, tuple[tuple[str, tuple[TensorForm, TensorForm]], ...]]
 
 
 @dataclass
-class Chains:
+class ChainSearch:
     """Searches of one model's layers among the devices of one setting; templates are made once for all shares."""
 
     model: Model
-    setting: Setting
+    setting: ShardSetting
     byte_price_s: float = 0.0
     "What a byte that stays on a device costs: above 0 where memory is scarce."
     exposed: float = 1.0
     "What part of gradient reductions counts: the rest hides under the backward."
-    streams: tuple[Form, ...] = ()
+    streams: tuple[TensorForm, ...] = ()
     "The forms in which layers may hand the hidden state on; empty: any."
     tied_whole: bool = False
     "Whether parameters that layers share stay whole: where other groups of devices use them, too."
     _templates: dict[tuple[str, Pinned], PricedLayer] = field(default_factory=dict)
-    _solved: dict[object, Mapping[tuple[Form, Form], Link]] = field(default_factory=dict)
+    _solved: dict[object, Mapping[tuple[TensorForm, TensorForm], ChainLink]] = field(default_factory=dict)
 
-    def search(self, layers: Sequence[Layer], shares: Sequence[int], own: Sequence[Shares] = ()) -> tuple[Link, ...]:
+    def search_programs(
+        self, layers: Sequence[Layer], shares: Sequence[int], own: Sequence[Shares] = ()
+    ) -> tuple[ChainLink, ...]:
         """The cheapest programs of consecutive layers for these shares, or where every layer has its `own`, for those.
         The first takes its hidden state and the last hands it on in whatever form is cheapest. Raises PlanError where
         there is no program at all."""
-        best: tuple[float, tuple[Link, ...]] | None = None
+        best: tuple[float, tuple[ChainLink, ...]] | None = None
         each = own or (tuple(shares),) * len(layers)
         for forms in self._tied_forms(layers):
-            found = self._path(layers, each, forms)
+            found = self._cheapest_path(layers, each, forms)
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is None:
@@ -88,21 +90,21 @@ class Chains:
             )
         return best[1]
 
-    def priced(self, graph: Graph, takes: Form, pinned: Pinned) -> PricedLayer:
+    def layer_template(self, graph: Graph, takes: TensorForm, pinned: Pinned) -> PricedLayer:
         """The template of one layer."""
         forms = {name: form for name, form, _ in pinned}
-        return priced(graph, self.setting, takes, forms, {name for name, _, counted in pinned if not counted})
+        return price_layer(graph, self.setting, takes, forms, {name for name, _, counted in pinned if not counted})
 
-    def _path(
-        self, layers: Sequence[Layer], shares: Sequence[Shares], tied: Mapping[str, Form]
-    ) -> tuple[float, tuple[Link, ...]] | None:
+    def _cheapest_path(
+        self, layers: Sequence[Layer], shares: Sequence[Shares], tied: Mapping[str, TensorForm]
+    ) -> tuple[float, tuple[ChainLink, ...]] | None:
         """The cheapest way through the forms between layers; `tied` are the forms of shared parameters.
 
         The state is the form after a layer, and the program of every graph that was met and will come again.
         """
         first = self.model.layer_graph(layers[0])
-        states: dict[_Met, tuple[float, tuple[Link, ...]]] = {
-            (form, ()): (0.0, ()) for form in stream_forms(first, True)
+        states: dict[_Met, tuple[float, tuple[ChainLink, ...]]] = {
+            (form, ()): (0.0, ()) for form in hidden_state_forms(first, True)
         }
         owners = {name: layer.graph for layer in reversed(layers) for name in layer.parameters.values()}
         comes_again = {layer.graph: place for place, layer in enumerate(layers)}
@@ -112,15 +114,15 @@ class Chains:
                 for local, name in layer.parameters.items()
                 if name in tied
             )
-            after: dict[_Met, tuple[float, tuple[Link, ...]]] = {}
+            after: dict[_Met, tuple[float, tuple[ChainLink, ...]]] = {}
             for (form, met), (cost, path) in states.items():
-                cost += border_s(self, layers, place, form, shares)
+                cost += resharing_s(self, layers, place, form, shares)
                 if cost == float("inf"):
                     continue
                 before = dict(met).get(layer.graph)
                 if before is not None and before[0] != form:
                     continue
-                for gives, link in self._layer(layer.graph, pinned, form, shares[place]).items():
+                for gives, link in self._layer_programs(layer.graph, pinned, form, shares[place]).items():
                     if before is not None and before[1] != gives:
                         continue
                     new = met if before is not None else (*met, (layer.graph, (form, gives)))
@@ -130,53 +132,63 @@ class Chains:
             states = after
         return min(states.values(), key=lambda one: one[0], default=None)
 
-    def _layer(self, name: str, pinned: Pinned, takes: Form, shares: Sequence[int]) -> Mapping[Form, Link]:
+    def _layer_programs(
+        self, name: str, pinned: Pinned, takes: TensorForm, shares: Sequence[int]
+    ) -> Mapping[TensorForm, ChainLink]:
         """The cheapest program of one layer for every form that it can hand on."""
         key = name, pinned, tuple(shares), self.byte_price_s, self.exposed
         if key not in self._solved:
-            self._solved[key] = self._every_layer(name, pinned, shares)
-        able = self._handed_on(self.model.graphs[name])
+            self._solved[key] = self._all_layer_programs(name, pinned, shares)
+        able = self._output_forms(self.model.graphs[name])
         return {gives: link for (taken, gives), link in self._solved[key].items() if taken == takes and gives in able}
 
-    def _every_layer(self, name: str, pinned: Pinned, shares: Sequence[int]) -> Mapping[tuple[Form, Form], Link]:
+    def _all_layer_programs(
+        self, name: str, pinned: Pinned, shares: Sequence[int]
+    ) -> Mapping[tuple[TensorForm, TensorForm], ChainLink]:
         """The cheapest program of one layer for every form that it can take and every one that it can hand on."""
         graph = self.model.graphs[name]
         if (name, pinned) not in self._templates:
-            self._templates[name, pinned] = self.priced(graph, IDENTITY, pinned)
+            self._templates[name, pinned] = self.layer_template(graph, IDENTITY, pinned)
         layer = self._templates[name, pinned]
         template = layer.template
-        fractions = held_fractions(template.cuts, shares, self.setting.members)
-        taken = [tensor.name for tensor in graph.inputs if on_stream(tensor)]
-        takes = [form for form in stream_forms(graph, True) if not taken or layer.passable(taken[0], form, fractions)]
-        gives = [form for form in stream_forms(graph, False) if layer.passable(graph.outputs[0], form, fractions)]
+        fractions = held_fractions(template.cuts, shares, self.setting.axis_members)
+        taken = [tensor.name for tensor in graph.inputs if is_hidden_state(tensor)]
+        takes = [
+            form
+            for form in hidden_state_forms(graph, True)
+            if not taken or layer.can_hand_on(taken[0], form, fractions)
+        ]
+        gives = [
+            form for form in hidden_state_forms(graph, False) if layer.can_hand_on(graph.outputs[0], form, fractions)
+        ]
         if not takes or not gives:
             return {}
-        layers = [layer.taking(graph, form) for form in takes]
+        layers = [layer.with_input_form(graph, form) for form in takes]
         result = layer.values.index(graph.outputs[0])
-        problem, numbers = template.at(fractions, self.byte_price_s, self.exposed)
+        problem, numbers = template.problem_at(fractions, self.byte_price_s, self.exposed)
         found = solve_between(
             problem,
             [each.template.given for each in layers],
             [{**template.wanted, result: number_of(form)} for form in gives],
         )
         return {
-            (takes[first], gives[second]): Link(
+            (takes[first], gives[second]): ChainLink(
                 takes=takes[first],
                 gives=gives[second],
                 layer=layers[first],
-                choice=chosen(layers[first].template, numbers, solution),
+                choice=choose_program(layers[first].template, numbers, solution),
                 cost_s=solution.cost_s,
                 shares=tuple(shares),
             )
             for (first, second), solution in found.items()
         }
 
-    def _handed_on(self, graph: Graph) -> tuple[Form, ...]:
+    def _output_forms(self, graph: Graph) -> tuple[TensorForm, ...]:
         """The forms in which a layer may hand its result on."""
-        forms = stream_forms(graph, False)
+        forms = hidden_state_forms(graph, False)
         return tuple(form for form in forms if form in self.streams) if self.streams and len(forms) > 1 else forms
 
-    def _tied_forms(self, layers: Sequence[Layer]) -> list[dict[str, Form]]:
+    def _tied_forms(self, layers: Sequence[Layer]) -> list[dict[str, TensorForm]]:
         """Every assignment of forms to the parameters that several different layers share."""
         uses: dict[str, list[Layer]] = {}
         for layer in layers:
@@ -186,16 +198,18 @@ class Chains:
         ranks = {}
         for name, found in shared.items():
             local = next(local for local, other in found[0].parameters.items() if other == name)
-            ranks[name] = len(self.model.layer_graph(found[0]).parameter(local).shape)
+            ranks[name] = len(self.model.layer_graph(found[0]).find_parameter(local).shape)
         split = () if self.tied_whole else range(max(ranks.values(), default=0))
         options = [
-            [(name, form) for form in (IDENTITY, *(gathered(dim) for dim in split if dim < rank))]
+            [(name, form) for form in (IDENTITY, *(shard_form(dim) for dim in split if dim < rank))]
             for name, rank in ranks.items()
         ]
         return [dict(each) for each in itertools.product(*options)]
 
 
-def border_s(chains: Chains, layers: Sequence[Layer], place: int, form: Form, shares: Sequence[Shares]) -> float:
+def resharing_s(
+    chains: ChainSearch, layers: Sequence[Layer], place: int, form: TensorForm, shares: Sequence[Shares]
+) -> float:
     """Seconds of bringing the hidden state in front of a layer from the shares of the one before to its own, there and
     back; infinite where both come several times: equal layers have one program, and cannot do it."""
     if place == 0 or form.kind != "G" or shares[place - 1] == shares[place]:
@@ -206,19 +220,21 @@ def border_s(chains: Chains, layers: Sequence[Layer], place: int, form: Form, sh
     graph = chains.model.layer_graph(layers[place - 1])
     shape = next(tensor.shape for tensor in graph.tensors if tensor.name == graph.outputs[0])
     setting = chains.setting
-    size = float(element_count(shape, setting.symbols) * COMPUTE_BYTES[setting.precision])
+    size = float(element_count(shape, setting.symbol_sizes) * COMPUTE_BYTES[setting.precision])
     old, new = shares[place - 1], shares[place]
     return chains.setting.reshare_s(size, old, new) + chains.setting.reshare_s(size, new, old)
 
 
-def borders_s(chains: Chains, layers: Sequence[Layer], links: Sequence[Link], shares: Sequence[Shares]) -> float:
+def total_resharing_s(
+    chains: ChainSearch, layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[Shares]
+) -> float:
     """The same of all layers."""
-    return sum(border_s(chains, layers, place, link.takes, shares) for place, link in enumerate(links))
+    return sum(resharing_s(chains, layers, place, link.takes, shares) for place, link in enumerate(links))
 
 
 def with_shares(
-    layers: Sequence[Layer], links: Sequence[Link], shares: Sequence[Shares], group: Shares
-) -> tuple[Link, ...]:
+    layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[Shares], group: Shares
+) -> tuple[ChainLink, ...]:
     """These programs with shares of their own. Of two layers that meet, the first reshares if it comes once, else the
     second; where nothing is split nobody need."""
     used = Counter(layer.graph for layer in layers)
@@ -232,7 +248,7 @@ def with_shares(
     return tuple(found)
 
 
-def stream_forms(graph: Graph, incoming: bool) -> tuple[Form, ...]:
+def hidden_state_forms(graph: Graph, incoming: bool) -> tuple[TensorForm, ...]:
     """The forms in which a layer may take (`incoming`) or hand on its hidden state: whole, or split along a dimension
     that every part of a run cuts alike: rows, tokens, or features in units of one."""
     tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
@@ -240,6 +256,6 @@ def stream_forms(graph: Graph, incoming: bool) -> tuple[Form, ...]:
         taken = [tensor for tensor in graph.inputs if tensor.role == "activation"]
     else:
         taken = [tensors[graph.outputs[0]]]
-    if not taken or not on_stream(taken[0]):
+    if not taken or not is_hidden_state(taken[0]):
         return (IDENTITY,)
-    return (IDENTITY, *(gathered(dim) for dim in range(len(taken[0].shape))))
+    return (IDENTITY, *(shard_form(dim) for dim in range(len(taken[0].shape))))

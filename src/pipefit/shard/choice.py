@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pipefit.layout import IDENTITY, Form
+from pipefit.layout import IDENTITY, TensorForm
 from pipefit.model.graph import LOCAL as LOCAL
 from pipefit.model.graph import Operator, Size
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import OperatorLabels
 
 TOKENS: Size = "T"
 ROWS: Size = "B"
@@ -27,32 +27,32 @@ CONVERSIONS: Mapping[tuple[str, str], str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldForm:
     """How a value lies over the shard axis: its form, and for G in how many units its dimension is cut."""
 
-    form: Form = IDENTITY
+    form: TensorForm = IDENTITY
     units: int = 0
     "0 for tokens and rows, whose number is only known at run time."
     shares: tuple[int, ...] = ()
     "Of a hidden state that is cut by others than the program's, because a layer before or behind has its own."
 
 
-WHOLE = Held()
+WHOLE = HeldForm()
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class FormConversion:
     """Bring a value from one form that it is held in to another."""
 
     name: str
-    source: Held
-    target: Held
+    source: HeldForm
+    target: HeldForm
     how: str = ""
     "How uneven parts are moved: lowerings (`cost/comm/lowerings.py`), forward and backward."
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OperatorChoice:
     """How one operator is computed: split along a label, passing partial sums on, or (neither) whole everywhere."""
 
     label: str | None = None
@@ -60,15 +60,15 @@ class Choice:
     "In so many units; 0: as many as the dimension has."
     linear: int = -1
     "Pass partial sums on: index into the operator's linear sets."
-    settle: Form | None = None
+    settle: TensorForm | None = None
     "What a partial result is reduced to at once; P: it stays as it is; None: the form of the residual stream."
     how: str = ""
     "How that moves uneven parts."
     factors: bool = False
     "Of a linear layer that is split along rows or tokens: everyone computes all of the weight's gradient."
-    before: tuple[Conversion, ...] = ()
+    before: tuple[FormConversion, ...] = ()
     "Conversions of inputs in front of the operator. What they do not give is converted the shortest way."
 
 
-Chooser = Callable[[int, Operator, Labelled, Mapping[str, Held]], Choice | None]
+Chooser = Callable[[int, Operator, OperatorLabels, Mapping[str, HeldForm]], OperatorChoice | None]
 """(place, operator, its labels, how its inputs lie) -> the choice; None to compute it whole on every device."""

@@ -19,12 +19,12 @@ _Reached = dict[int, tuple[float, int, tuple[int, int]]]
 """Set of forms -> (seconds, the set before, the conversion that led here)."""
 
 
-class Converter:
+class FormConverter:
     """The conversions of one value."""
 
     def __init__(self, conversions: Conversions) -> None:
         self.conversions = conversions
-        self._between = _shortest(conversions)
+        self._between = _shortest_paths(conversions)
         self._known: dict[tuple[int, int], float] = {}
         self._bounds: dict[tuple[int, int], float] = {}
         self._reached: dict[int, _Reached] = {}
@@ -40,7 +40,7 @@ class Converter:
             return self._between[have.bit_length() - 1][missing.bit_length() - 1]
         key = have, want
         if key not in self._known:
-            reached = self._spread(have)
+            reached = self._reachable_sets(have)
             able = [seconds for mask, (seconds, _, _) in reached.items() if not want & ~mask]
             self._known[key] = min(able, default=float("inf"))
         return self._known[key]
@@ -60,7 +60,7 @@ class Converter:
             )
         return self._bounds[key]
 
-    def options(self, have: int, want: int) -> tuple[tuple[int, float], ...]:
+    def conversion_options(self, have: int, want: int) -> tuple[tuple[int, float], ...]:
         """The sets of forms that may be worth holding once `want` is there: (set, seconds). A set is left out if a
         smaller one costs no more together with what it lacks, converted later."""
         key = have, want
@@ -68,7 +68,7 @@ class Converter:
             if not want & ~have:
                 self._options[key] = ((have, 0.0),)
                 return self._options[key]
-            able = sorted((s, mask) for mask, (s, _, _) in self._spread(have).items() if not want & ~mask)
+            able = sorted((s, mask) for mask, (s, _, _) in self._reachable_sets(have).items() if not want & ~mask)
             found: list[tuple[int, float]] = []
             for seconds, mask in able:
                 if not any(other_s + self.bound_s(other, mask) <= seconds for other, other_s in found):
@@ -76,11 +76,11 @@ class Converter:
             self._options[key] = tuple(found)
         return self._options[key]
 
-    def tree(self, have: int, want: int) -> dict[int, int]:
+    def conversion_tree(self, have: int, want: int) -> dict[int, int]:
         """Of every form that the cheapest way to `want` makes: the form that it is made from."""
         if not want & ~have:
             return {}
-        reached = self._spread(have)
+        reached = self._reachable_sets(have)
         mask = min((m for m in reached if not want & ~m), key=lambda m: (reached[m][0], m.bit_count()))
         found: dict[int, int] = {}
         while mask != have:
@@ -88,7 +88,7 @@ class Converter:
             found[target] = source
         return found
 
-    def _spread(self, have: int) -> _Reached:
+    def _reachable_sets(self, have: int) -> _Reached:
         """Every set of forms that can be reached from these."""
         if have not in self._reached:
             final: _Reached = {}
@@ -105,7 +105,7 @@ class Converter:
         return self._reached[have]
 
 
-def _shortest(conversions: Conversions) -> list[list[float]]:
+def _shortest_paths(conversions: Conversions) -> list[list[float]]:
     """Seconds from every form to every other, by Floyd and Warshall."""
     found = [[0.0 if a == b else float("inf") for b in range(BITS)] for a in range(BITS)]
     for (source, target), seconds in conversions.items():

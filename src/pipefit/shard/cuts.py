@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from math import gcd
 
 from pipefit.model.graph import Graph, Shape, Size
-from pipefit.shard.program import LOCAL, labels_at
+from pipefit.shard.choice import LOCAL
+from pipefit.shard.program import labels_at
 
 Place = tuple[str, int]
 """(value or parameter, dimension)."""
@@ -26,7 +27,7 @@ def cut_units(graph: Graph) -> Mapping[Place, int]:
     parent: dict[Place, Place] = {}
     numbers: dict[Place, list[Size]] = {}
 
-    def find(place: Place) -> Place:
+    def find_root(place: Place) -> Place:
         while parent.setdefault(place, place) != place:
             place = parent[place]
         return place
@@ -41,7 +42,7 @@ def cut_units(graph: Graph) -> Mapping[Place, int]:
                     places.setdefault(label, []).append((name, dim))
         for label, tied in places.items():
             for place in tied:
-                parent[find(place)] = find(tied[0])
+                parent[find_root(place)] = find_root(tied[0])
             if label in labelled.units:
                 numbers.setdefault(tied[0], []).append(labelled.units[label])
     for name, shape in shapes.items():
@@ -50,12 +51,14 @@ def cut_units(graph: Graph) -> Mapping[Place, int]:
     classes: dict[Place, list[Size]] = {}
     for place, sizes in numbers.items():
         if place in parent:
-            classes.setdefault(find(place), []).extend(sizes)
-    units = {root: _units(sizes) for root, sizes in classes.items()}
-    return {place: found for place in parent if place[1] < DIMENSIONS and (found := units[find(place)]) is not None}
+            classes.setdefault(find_root(place), []).extend(sizes)
+    units = {root: _common_units(sizes) for root, sizes in classes.items()}
+    return {
+        place: found for place in parent if place[1] < DIMENSIONS and (found := units[find_root(place)]) is not None
+    }
 
 
-def _units(sizes: list[Size]) -> int | None:
+def _common_units(sizes: list[Size]) -> int | None:
     """One number of units for dimensions of these sizes; None where there is none."""
     if {*sizes} <= {*LOCAL}:
         return 0 if len({*sizes}) == 1 else None

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipefit.shard.conversions import BITS, Conversions, Converter
-from pipefit.shard.joining import Block, Joiner, Joint, Joints
+from pipefit.shard.conversions import BITS, Conversions, FormConverter
+from pipefit.shard.joining import BlockJoiner, JointOption, Joints, StepBlock
 
 WHOLE, PARTIAL = 0, 1
 """Forms are small numbers here: I is 0, P is 1, G(d) is 2 + d."""
@@ -28,13 +28,13 @@ COMPARED = 32
 """The cheapest states that every other is compared with, to drop what they can become for no more."""
 
 
-def split_along(dim: int) -> int:
+def form_number_along(dim: int) -> int:
     """The form G(dim)."""
     return 2 + dim
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PricedOption:
     """One way to compute an operator."""
 
     needs: tuple[int, ...]
@@ -45,13 +45,13 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PricedStep:
     """One operator, or (without inputs) a parameter that chooses its form."""
 
     inputs: tuple[int, ...]
     "Numbers of values; one may come twice."
     output: int
-    ways: tuple[Way, ...]
+    ways: tuple[PricedOption, ...]
 
 
 Move = tuple[int, int, int]
@@ -59,10 +59,10 @@ Move = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class FormProblem:
     """A program with everything priced."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PricedStep, ...]
     conversions: tuple[Conversions, ...]
     "Of every value, by its number."
     given: Mapping[int, int]
@@ -72,7 +72,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class FormSolution:
     """A cheapest program."""
 
     cost_s: float
@@ -90,55 +90,57 @@ _Trail = tuple["_Trail", int] | None
 _States = Mapping[int, tuple[float, _Trail]]
 
 
-def solve(problem: Problem) -> Solution | None:
+def solve_program(problem: FormProblem) -> FormSolution | None:
     """The cheapest program; None where there is none."""
     return solve_between(problem, [problem.given], [problem.wanted]).get((0, 0))
 
 
 def solve_between(
-    problem: Problem, starts: Sequence[Mapping[int, int]], ends: Sequence[Mapping[int, int]]
-) -> dict[tuple[int, int], Solution]:
+    problem: FormProblem, starts: Sequence[Mapping[int, int]], ends: Sequence[Mapping[int, int]]
+) -> dict[tuple[int, int], FormSolution]:
     """The cheapest program for each of several forms of values that come in (in place of `problem.given`) and ways to
     hand values on, most of it in one pass: by their numbers, where there is one.
 
     All `starts` name the same values, and so do all `ends`.
     """
-    converters = _converters(problem)
+    converters = _build_converters(problem)
     fixed = {value: form for value, form in starts[0].items() if all(start[value] == form for start in starts)}
-    joiner = Joiner(converters, fixed, frozenset(ends[0]))
-    blocks = joiner.join(_blocks(problem, converters, joiner))
-    found: dict[tuple[int, int], Solution] = {}
+    joiner = BlockJoiner(converters, fixed, frozenset(ends[0]))
+    blocks = joiner.join_blocks(_build_blocks(problem, converters, joiner))
+    found: dict[tuple[int, int], FormSolution] = {}
     for first, start in enumerate(starts):
-        frontier = _Frontier(blocks, converters, frozenset(ends[0]))
-        states: _States = {frontier.start(start): (0.0, None)}
+        frontier = _FormFrontier(blocks, converters, frozenset(ends[0]))
+        states: _States = {frontier.start_state(start): (0.0, None)}
         for place, block in enumerate(blocks):
-            states = frontier.advance(place, block, states)
+            states = frontier.advance_states(place, block, states)
         for second, end in enumerate(ends):
             needs = tuple((value, 1 << form) for value, form in end.items())
             able = [
                 (cost + extra, trail)
                 for state, (cost, trail) in states.items()
-                for _, extra in frontier.reached(state, needs)
+                for _, extra in frontier.reachable_states(state, needs)
             ]
             if able:
                 cost, trail = min(able, key=lambda one: one[0])
-                found[first, second] = _solution(problem, converters, (start, end), cost, _picks(blocks, trail))
+                found[first, second] = _build_solution(
+                    problem, converters, (start, end), cost, _trace_picks(blocks, trail)
+                )
     return found
 
 
-def _converters(problem: Problem) -> list[Converter]:
+def _build_converters(problem: FormProblem) -> list[FormConverter]:
     """Of every value; values with equal conversions share one."""
-    known: dict[object, Converter] = {}
+    known: dict[object, FormConverter] = {}
     found = []
     for conversions in problem.conversions:
         key = tuple(conversions.items())
         if key not in known:
-            known[key] = Converter(conversions)
+            known[key] = FormConverter(conversions)
         found.append(known[key])
     return found
 
 
-def _blocks(problem: Problem, converters: Sequence[Converter], joiner: Joiner) -> list[Block]:
+def _build_blocks(problem: FormProblem, converters: Sequence[FormConverter], joiner: BlockJoiner) -> list[StepBlock]:
     """Every step as a block; equal ones share their ways."""
     known: dict[object, Joints] = {}
     found = []
@@ -147,26 +149,28 @@ def _blocks(problem: Problem, converters: Sequence[Converter], joiner: Joiner) -
         slots = tuple(inputs.index(value) for value in step.inputs)
         key = step.ways, slots, tuple(id(converters[value]) for value in (*inputs, step.output))
         if key not in known:
-            block = Block(inputs, step.output, _joints(step.ways, slots, len(inputs)), place)
-            known[key] = joiner.undominated(block).ways
-        found.append(Block(inputs, step.output, known[key], place))
+            block = StepBlock(inputs, step.output, _build_joints(step.ways, slots, len(inputs)), place)
+            known[key] = joiner.drop_dominated(block).ways
+        found.append(StepBlock(inputs, step.output, known[key], place))
     return found
 
 
-def _joints(ways: Sequence[Way], slots: tuple[int, ...], count: int) -> Joints:
+def _build_joints(ways: Sequence[PricedOption], slots: tuple[int, ...], count: int) -> Joints:
     found = []
     for number, way in enumerate(ways):
         needs = [0] * count
         for slot, form in zip(slots, way.needs, strict=True):
             needs[slot] |= 1 << form
-        found.append(Joint(tuple(needs), way.gives, way.cost_s, (number, -1)))
+        found.append(JointOption(tuple(needs), way.gives, way.cost_s, (number, -1)))
     return tuple(found)
 
 
-class _Frontier:
+class _FormFrontier:
     """The states of the search: for every value that is alive, the set of its forms, in a place of its own."""
 
-    def __init__(self, blocks: Sequence[Block], converters: Sequence[Converter], wanted: frozenset[int]) -> None:
+    def __init__(
+        self, blocks: Sequence[StepBlock], converters: Sequence[FormConverter], wanted: frozenset[int]
+    ) -> None:
         self.converters = converters
         self.last: dict[int, int] = {}
         for place, block in enumerate(blocks):
@@ -178,14 +182,14 @@ class _Frontier:
         "Value -> its place in the state, while it is alive."
         self.free: list[int] = []
 
-    def start(self, given: Mapping[int, int]) -> int:
+    def start_state(self, given: Mapping[int, int]) -> int:
         state = 0
         for value, form in given.items():
             if value in self.last:
-                state |= 1 << (self._take(value) + form)
+                state |= 1 << (self._take_slot(value) + form)
         return state
 
-    def advance(self, place: int, block: Block, states: _States) -> _States:
+    def advance_states(self, place: int, block: StepBlock, states: _States) -> _States:
         """The states after a block."""
         dying = [value for value in block.inputs if self.last[value] == place]
         drop = 0
@@ -195,21 +199,21 @@ class _Frontier:
         for number, way in enumerate(block.ways):
             needs = tuple(zip(block.inputs, way.needs, strict=True))
             for state, (cost, trail) in states.items():
-                for reached, extra in self.reached(state, needs):
+                for reached, extra in self.reachable_states(state, needs):
                     made.append((reached & ~drop, cost + extra + way.cost_s, number, trail))
         for value in dying:
             self.free.append(self.slots.pop(value))
         keeps = block.output in self.last
-        slot = self._take(block.output) if keeps else 0
+        slot = self._take_slot(block.output) if keeps else 0
         after: dict[int, tuple[float, _Trail]] = {}
         for state, cost, number, trail in made:
             if keeps:
                 state |= 1 << (slot + block.ways[number].gives)
             if state not in after or cost < after[state][0]:
                 after[state] = cost, (trail, number)
-        return self._undominated(after)
+        return self._drop_dominated(after)
 
-    def _undominated(self, states: _States) -> _States:
+    def _drop_dominated(self, states: _States) -> _States:
         """Without states that cost as much as a cheaper one with the conversions that make it hold all they hold."""
         kept: dict[int, tuple[float, _Trail]] = {}
         cheapest: list[tuple[int, float]] = []
@@ -233,39 +237,39 @@ class _Frontier:
                     return False
         return True
 
-    def reached(self, state: int, needs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, float]]:
+    def reachable_states(self, state: int, needs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, float]]:
         """Every way to have all of `needs` (value, set of forms) that may be the best: (state, seconds)."""
         if not needs:
             yield state, 0.0
             return
         (value, want), rest = needs[0], needs[1:]
         slot = self.slots[value]
-        for more, seconds in self.converters[value].options(state >> slot & ALL, want):
-            for final, others_s in self.reached(state | more << slot, rest):
+        for more, seconds in self.converters[value].conversion_options(state >> slot & ALL, want):
+            for final, others_s in self.reachable_states(state | more << slot, rest):
                 yield final, seconds + others_s
 
-    def _take(self, value: int) -> int:
+    def _take_slot(self, value: int) -> int:
         self.slots[value] = self.free.pop() if self.free else BITS * len(self.slots)
         return self.slots[value]
 
 
-def _picks(blocks: Sequence[Block], trail: _Trail) -> dict[int, int]:
+def _trace_picks(blocks: Sequence[StepBlock], trail: _Trail) -> dict[int, int]:
     """The way of every step, by its place."""
     found: dict[int, int] = {}
     for block in reversed(blocks):
         assert trail is not None
         trail, number = trail
-        found.update(block.picks(number))
+        found.update(block.step_picks(number))
     return found
 
 
-def _solution(
-    problem: Problem,
-    converters: Sequence[Converter],
+def _build_solution(
+    problem: FormProblem,
+    converters: Sequence[FormConverter],
     ends: tuple[Mapping[int, int], Mapping[int, int]],
     cost_s: float,
     picks: Mapping[int, int],
-) -> Solution:
+) -> FormSolution:
     """The program of these ways, between the forms of what comes in and goes out: every value converted by its cheapest
     tree, when a form is first needed."""
     given, end = ends
@@ -276,13 +280,13 @@ def _solution(
         held[step.output] = 1 << step.ways[number].gives
         for value, form in zip(step.inputs, step.ways[number].needs, strict=True):
             wanted[value] = wanted.get(value, 0) | 1 << form
-    trees = {value: converters[value].tree(held[value], want) for value, want in wanted.items()}
+    trees = {value: converters[value].conversion_tree(held[value], want) for value, want in wanted.items()}
 
-    def moves(value: int, form: int) -> Iterator[Move]:
+    def missing_moves(value: int, form: int) -> Iterator[Move]:
         """What is missing for a form, in order."""
         if not held[value] >> form & 1:
             source = trees[value][form]
-            yield from moves(value, source)
+            yield from missing_moves(value, source)
             held[value] |= 1 << form
             yield value, source, form
 
@@ -290,9 +294,9 @@ def _solution(
         tuple(
             move
             for value, form in zip(step.inputs, step.ways[number].needs, strict=True)
-            for move in moves(value, form)
+            for move in missing_moves(value, form)
         )
         for step, number in zip(problem.steps, ways, strict=True)
     )
-    after = tuple(move for value, form in end.items() for move in moves(value, form))
-    return Solution(cost_s=cost_s, ways=ways, before=before, after=after)
+    after = tuple(move for value, form in end.items() for move in missing_moves(value, form))
+    return FormSolution(cost_s=cost_s, ways=ways, before=before, after=after)

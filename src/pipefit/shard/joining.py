@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipefit.shard.conversions import Converter
+from pipefit.shard.conversions import FormConverter
 
 WIDEST = 40_000
 """Pairs of ways that two steps may have to be joined: with more the search over states is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class JointOption:
     """One way to compute all steps of a block."""
 
     needs: tuple[int, ...]
@@ -31,11 +31,11 @@ class Joint:
     "Numbers of the ways of the block that was joined and of the one that it was joined to; of a step, (its way, -1)."
 
 
-Joints = tuple[Joint, ...]
+Joints = tuple[JointOption, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class StepBlock:
     """A step, or several joined ones."""
 
     inputs: tuple[int, ...]
@@ -44,12 +44,12 @@ class Block:
     ways: Joints
     place: int
     "Of the last step in it."
-    joined: tuple[Block, Block] | None = None
+    joined: tuple[StepBlock, StepBlock] | None = None
     "The maker and the reader that it was made of."
 
-    def picks(self, number: int) -> Iterable[tuple[int, int]]:
+    def step_picks(self, number: int) -> Iterable[tuple[int, int]]:
         """(place, number of its way) of every step in it."""
-        waiting: list[tuple[Block, int]] = [(self, number)]
+        waiting: list[tuple[StepBlock, int]] = [(self, number)]
         while waiting:
             block, way = waiting.pop()
             first, second = block.ways[way].parts
@@ -60,24 +60,24 @@ class Block:
 
 
 @dataclass
-class Joiner:
+class BlockJoiner:
     """Joins the blocks of one program."""
 
-    converters: Sequence[Converter]
+    converters: Sequence[FormConverter]
     "Of every value; values with equal conversions share one."
     given: Mapping[int, int]
     kept: frozenset[int]
     "Values that are handed on."
     _known: dict[object, tuple[Joints, tuple[object, ...]]] = field(default_factory=dict)
 
-    def join(self, blocks: Sequence[Block]) -> list[Block]:
+    def join_blocks(self, blocks: Sequence[StepBlock]) -> list[StepBlock]:
         """The program with every value gone that one block alone reads, where that has not too many ways."""
         readers: dict[int, set[int]] = defaultdict(set)
         for block in blocks:
             for value in block.inputs:
                 readers[value].add(block.place)
-        makers: dict[int, Block] = {}
-        left: dict[int, Block] = {}
+        makers: dict[int, StepBlock] = {}
+        left: dict[int, StepBlock] = {}
         for block in blocks:
             refused: set[int] = set()
             while True:
@@ -87,7 +87,7 @@ class Joiner:
                     break
                 maker = makers.get(value)
                 if maker is None:
-                    block = self._fed(block, value)
+                    block = self._feed_value(block, value)
                     continue
                 if len(maker.ways) * len(block.ways) > WIDEST:
                     refused.add(value)
@@ -95,30 +95,30 @@ class Joiner:
                 for other in maker.inputs:
                     readers[other] = readers[other] - {maker.place} | {block.place}
                 del left[maker.place]
-                block = self._joined(maker, block, value)
+                block = self._join_pair(maker, block, value)
             left[block.place] = makers[block.output] = block
         return list(left.values())
 
-    def undominated(self, block: Block) -> Block:
+    def drop_dominated(self, block: StepBlock) -> StepBlock:
         """The block without ways that another one can stand in for."""
-        ways = self._undominated(block.ways, block.inputs, block.output)
-        return Block(block.inputs, block.output, ways, block.place, block.joined)
+        ways = self._undominated_options(block.ways, block.inputs, block.output)
+        return StepBlock(block.inputs, block.output, ways, block.place, block.joined)
 
-    def _fed(self, block: Block, value: int) -> Block:
+    def _feed_value(self, block: StepBlock, value: int) -> StepBlock:
         """The block with a value that comes from outside converted in it."""
         own = block.inputs.index(value)
         have, converter = 1 << self.given[value], self.converters[value]
-        best: dict[tuple[int, tuple[int, ...]], Joint] = {}
+        best: dict[tuple[int, tuple[int, ...]], JointOption] = {}
         for way in block.ways:
             seconds = way.cost_s + converter.cheapest_s(have, way.needs[own])
             key = way.gives, way.needs[:own] + way.needs[own + 1 :]
             if seconds < (best[key].cost_s if key in best else float("inf")):
-                best[key] = Joint(key[1], way.gives, seconds, way.parts)
+                best[key] = JointOption(key[1], way.gives, seconds, way.parts)
         inputs = block.inputs[:own] + block.inputs[own + 1 :]
-        ways = self._undominated(tuple(best.values()), inputs, block.output)
-        return Block(inputs, block.output, ways, block.place, block.joined)
+        ways = self._undominated_options(tuple(best.values()), inputs, block.output)
+        return StepBlock(inputs, block.output, ways, block.place, block.joined)
 
-    def _joined(self, maker: Block, reader: Block, value: int) -> Block:
+    def _join_pair(self, maker: StepBlock, reader: StepBlock, value: int) -> StepBlock:
         own = reader.inputs.index(value)
         around = [each for each in reader.inputs if each != value]
         inputs = tuple(dict.fromkeys((*around, *maker.inputs)))
@@ -126,16 +126,16 @@ class Joiner:
         kin = tuple(id(self.converters[v]) for v in (value, *inputs, reader.output))
         key = id(maker.ways), id(reader.ways), own, places, kin
         if key not in self._known:
-            pairs = _pairs(maker.ways, reader.ways, own, places, len(inputs), self.converters[value])
-            ways = self._undominated(pairs, inputs, reader.output)
+            pairs = _pair_options(maker.ways, reader.ways, own, places, len(inputs), self.converters[value])
+            ways = self._undominated_options(pairs, inputs, reader.output)
             self._known[key] = ways, (maker.ways, reader.ways)  # kept alive: the key has their identities
-        return Block(inputs, reader.output, self._known[key][0], reader.place, (maker, reader))
+        return StepBlock(inputs, reader.output, self._known[key][0], reader.place, (maker, reader))
 
-    def _undominated(self, ways: Joints, inputs: Sequence[int], output: int) -> Joints:
+    def _undominated_options(self, ways: Joints, inputs: Sequence[int], output: int) -> Joints:
         """Without ways that cost as much as another one together with the conversions that make up for it."""
         given = self.converters[output]
         read = [self.converters[value] for value in inputs]
-        kept: list[Joint] = []
+        kept: list[JointOption] = []
         for way in sorted(ways, key=lambda one: one.cost_s):
             for other in kept:
                 left_s = way.cost_s - other.cost_s - given.bound_s(1 << other.gives, 1 << way.gives)
@@ -151,17 +151,17 @@ class Joiner:
         return tuple(kept)
 
 
-def _pairs(
+def _pair_options(
     makers: Joints,
     readers: Joints,
     own: int,
     places: tuple[tuple[int, ...], tuple[int, ...]],
     count: int,
-    converter: Converter,
+    converter: FormConverter,
 ) -> Joints:
     """Every way of the maker with every way of the reader, which reads what is made as its input `own`; `places` are
     those of the inputs of both among `count`. Of those with the same needs and result, the cheapest."""
-    by_form: dict[int, list[tuple[int, Joint]]] = defaultdict(list)
+    by_form: dict[int, list[tuple[int, JointOption]]] = defaultdict(list)
     for number, way in enumerate(makers):
         by_form[way.gives].append((number, way))
     from_maker, from_reader = places
@@ -183,4 +183,4 @@ def _pairs(
                 seconds = base_s + maker.cost_s
                 if key not in best or seconds < best[key][0]:
                     best[key] = seconds, first, second
-    return tuple(Joint(needs, gives, seconds, (a, b)) for (gives, needs), (seconds, a, b) in best.items())
+    return tuple(JointOption(needs, gives, seconds, (a, b)) for (gives, needs), (seconds, a, b) in best.items())

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipefit.cost.compute.shard_exchanges import exchanges_of
+from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.model.graph import Graph, Layer, Model, Operator
 from pipefit.model.ops.reshare import KIND as RESHARE
-from pipefit.shard.chain import Link
-from pipefit.shard.pricing import Setting
-from pipefit.shard.recipe import write
-from pipefit.shard.synthesize import Synthesized
-from pipefit.shard.template import Fractions, held_fractions
+from pipefit.shard.chain import ChainLink
+from pipefit.shard.pricing import ShardSetting
+from pipefit.shard.recipe import write_program
+from pipefit.shard.synthesize import SynthesizedProgram
+from pipefit.shard.template import HeldFractions, held_fractions
 from pipefit.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ListingLine:
     """One parameter or operator."""
 
     text: str
@@ -42,11 +42,11 @@ class LayerListing:
     recipe: str
     shares: tuple[int, ...]
     "Its own, where they are not the group's."
-    lines: tuple[Line, ...]
+    lines: tuple[ListingLine, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class ProgramListing:
     """A program for a whole model."""
 
     kinds: tuple[str, ...]
@@ -62,7 +62,7 @@ class Listing:
     limit_bytes: dict[str, int]
     layers: tuple[LayerListing, ...]
 
-    def text(self) -> str:
+    def listing_text(self) -> str:
         """The program with its costs."""
         size = f"{self.rows} rows x {self.tokens} tokens"
         lines = [
@@ -76,111 +76,117 @@ class Listing:
             many = f" and {layer.times - 1} more like it" if layer.times > 1 else ""
             own = f" with shares {':'.join(map(str, layer.shares))}" if layer.shares else ""
             lines += ["", f"{layer.name}{many}{own}: {layer.takes} to {layer.gives}, {format_seconds(layer.cost_s)}"]
-            lines += [f"  {line.text}{_costs(line)}" for line in layer.lines]
+            lines += [f"  {line.text}{_format_costs(line)}" for line in layer.lines]
         return "\n".join(lines) + "\n"
 
 
-def _costs(line: Line) -> str:
+def _format_costs(line: ListingLine) -> str:
     parts = (("", line.forward_s), ("back ", line.backward_s), ("once ", line.once_s))
     told = ", ".join(f"{word}{format_seconds(seconds)}" for word, seconds in parts if seconds)
     return f"  # {told}" if told else ""
 
 
-def listing(model: Model, layers: Sequence[Layer], found: Synthesized, setting: Setting) -> Listing:
+def list_program(
+    model: Model, layers: Sequence[Layer], found: SynthesizedProgram, setting: ShardSetting
+) -> ProgramListing:
     """The program of these layers as it is shown."""
-    first: dict[str, tuple[Layer, Link]] = {}
+    first: dict[str, tuple[Layer, ChainLink]] = {}
     for layer, link in zip(layers, found.links, strict=True):
         first.setdefault(layer.graph, (layer, link))
     used = [layer.graph for layer in layers]
-    return Listing(
+    return ProgramListing(
         kinds=tuple(kind.name for kind in setting.kinds),
         shares=found.shares,
         rows=setting.rows,
         tokens=setting.tokens,
         microbatches=setting.microbatches,
         cost_s=found.cost_s,
-        held_bytes={kind.name: held for kind, held in zip(setting.distinct, found.held_bytes, strict=True)},
-        limit_bytes={kind.name: kind.memory_bytes for kind in setting.distinct},
-        layers=tuple(_layer(model, layer, link, setting, used.count(graph)) for graph, (layer, link) in first.items()),
+        held_bytes={kind.name: held for kind, held in zip(setting.distinct_kinds, found.held_bytes, strict=True)},
+        limit_bytes={kind.name: kind.memory_bytes for kind in setting.distinct_kinds},
+        layers=tuple(
+            _list_layer(model, layer, link, setting, used.count(graph)) for graph, (layer, link) in first.items()
+        ),
     )
 
 
-def _layer(model: Model, layer: Layer, link: Link, setting: Setting, times: int) -> LayerListing:
-    lines = tuple(_lines(model, layer, link, setting))
+def _list_layer(model: Model, layer: Layer, link: ChainLink, setting: ShardSetting, times: int) -> LayerListing:
+    lines = tuple(_layer_lines(model, layer, link, setting))
     return LayerListing(
         name=layer.name,
         times=times,
         takes=str(link.takes),
         gives=str(link.gives),
         cost_s=sum(line.forward_s + line.backward_s + line.once_s for line in lines),
-        recipe=link.recipe.text,
+        recipe=link.layer_recipe.recipe_text,
         shares=link.shares if link.around else (),
         lines=lines,
     )
 
 
-def _lines(model: Model, layer: Layer, link: Link, setting: Setting) -> Iterator[Line]:
+def _layer_lines(model: Model, layer: Layer, link: ChainLink, setting: ShardSetting) -> Iterator[ListingLine]:
     """The lines of a program's text, each with what it costs."""
     template = link.layer.template
     fractions = held_fractions(template.cuts, link.shares, template.members)
-    program = write(model.layer_graph(layer), link.shares, link.recipe)
-    _, _, *rest = program.text().splitlines()
-    costs = {line.text: line for line in _parameters(link, fractions)}
-    moved = [_resharing(program.graphs[0], operator, setting) for operator in program.graphs[0].operators]
-    operators = [*filter(None, moved[:1]), *_operators(model, layer, link, fractions), *filter(None, moved[1:])]
+    program = write_program(model.layer_graph(layer), link.shares, link.layer_recipe)
+    _, _, *rest = program.program_text().splitlines()
+    costs = {line.text: line for line in _parameter_lines(link, fractions)}
+    moved = [_resharing_line(program.graphs[0], operator, setting) for operator in program.graphs[0].operators]
+    operators = [*filter(None, moved[:1]), *_operator_lines(model, layer, link, fractions), *filter(None, moved[1:])]
     place = 0
     for text in rest:
         if text.startswith("parameter "):
             cost = costs[text.split(":")[0].removeprefix("parameter ")]
         elif text.startswith("return "):
-            cost = Line(text=text)
+            cost = ListingLine(text=text)
         else:
             cost, place = operators[place], place + 1
-        yield Line(text=text, forward_s=cost.forward_s, backward_s=cost.backward_s, once_s=cost.once_s)
+        yield ListingLine(text=text, forward_s=cost.forward_s, backward_s=cost.backward_s, once_s=cost.once_s)
     assert place == len(operators), "a line of the program has no cost"
 
 
-def _resharing(graph: Graph, operator: Operator, setting: Setting) -> Line | None:
+def _resharing_line(graph: Graph, operator: Operator, setting: ShardSetting) -> ListingLine | None:
     """What bringing the hidden state to other shares takes; None for any other operator."""
     if operator.kind != RESHARE:
         return None
-    exchanges = exchanges_of(graph, operator, setting.symbols, setting.precision)
+    exchanges = operator_exchanges(graph, operator, setting.symbol_sizes, setting.precision)
     assert setting.reshare_s is not None
     seconds = 0.0
     for _, size, _, shares in (*exchanges.forward, *exchanges.input_gradient):
         seconds += setting.reshare_s(size, shares[: len(shares) // 2], shares[len(shares) // 2 :])
-    return Line(text="", forward_s=seconds)
+    return ListingLine(text="", forward_s=seconds)
 
 
-def _parameters(link: Link, fractions: Fractions) -> Iterator[Line]:
+def _parameter_lines(link: ChainLink, fractions: HeldFractions) -> Iterator[ListingLine]:
     """By name: reducing the gradient and updating."""
     for place, step, number in zip(link.layer.operators, link.layer.template.steps, link.choice.ways, strict=True):
         if place == -1:
-            seconds = step.ways[number].cost_s(fractions, link.layer.template.members.kinds)
-            yield Line(text=link.layer.values[step.output], once_s=seconds)
+            seconds = step.ways[number].cost_s(fractions, link.layer.template.members.kind_count)
+            yield ListingLine(text=link.layer.values[step.output], once_s=seconds)
 
 
-def _operators(model: Model, layer: Layer, link: Link, fractions: Fractions) -> Iterator[Line]:
+def _operator_lines(model: Model, layer: Layer, link: ChainLink, fractions: HeldFractions) -> Iterator[ListingLine]:
     """One for every operator that the writer of programs writes, in its order."""
     graph = model.layer_graph(layer)
     template, choice = link.layer.template, link.choice
-    kinds = range(template.members.kinds)
+    kinds = range(template.members.kind_count)
     steps = zip(link.layer.operators, template.steps, choice.ways, choice.before, strict=True)
     for place, step, number, moves in steps:
         for value, source, target in moves:
-            yield Line(text="", forward_s=template.tolls[value][source, target].seconds(fractions))
+            yield ListingLine(text="", forward_s=template.tolls[value][source, target].conversion_s(fractions))
         if place < 0:
             continue
         way = step.ways[number]
-        yield Line(
+        yield ListingLine(
             text="",
             forward_s=max(way.forward_s(fractions, kind) for kind in kinds)
-            + (way.talk.seconds(fractions) if way.talk else 0.0),
+            + (way.talk.conversion_s(fractions) if way.talk else 0.0),
             backward_s=max(way.backward_s(fractions, kind) for kind in kinds),
         )
         if way.toll is not None:
-            yield Line(text="", forward_s=way.toll.seconds(fractions))
+            yield ListingLine(text="", forward_s=way.toll.conversion_s(fractions))
             operator = graph.operators[place]
-            yield from [Line(text="") for name in operator.inputs[2:] if name]  # the bias, added after the reduction
+            yield from [
+                ListingLine(text="") for name in operator.inputs[2:] if name
+            ]  # the bias, added after the reduction
     for value, source, target in choice.after:
-        yield Line(text="", forward_s=template.tolls[value][source, target].seconds(fractions))
+        yield ListingLine(text="", forward_s=template.tolls[value][source, target].conversion_s(fractions))

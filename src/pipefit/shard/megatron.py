@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipefit.errors import PlanError
-from pipefit.layout import IDENTITY, gathered
+from pipefit.layout import IDENTITY, shard_form
 from pipefit.model.graph import Graph, Operator
-from pipefit.shard.program import TOKENS, Choice, Held, ShardedGraph, labels_at, shard
-from pipefit.shard.rules import Labelled
+from pipefit.shard.choice import TOKENS, HeldForm, OperatorChoice
+from pipefit.shard.program import ShardedGraph, labels_at, shard_graph
+from pipefit.shard.rules import OperatorLabels
 
 ATTENTION = ("attention", "packed_attention")
 """Kinds that are split by heads, and make their result of queries, keys and values."""
@@ -35,23 +36,25 @@ def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) 
             seen="megatron-sp",
             next_step="--fix sharding=searched",
         )
-    stream = Held(gathered(1) if sequence_parallel else IDENTITY)
+    stream = HeldForm(shard_form(1) if sequence_parallel else IDENTITY)
     columns = column_linears(graph)
     fed = {tensor.name for tensor in graph.inputs if tensor.role != "activation"}
 
-    def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice | None:
+    def choose_split(
+        place: int, operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]
+    ) -> OperatorChoice | None:
         if place in columns:
-            return Choice("out", columns[place])
+            return OperatorChoice("out", columns[place])
         if operator.kind in ATTENTION:
-            return Choice("heads", labelled.units["heads"])
+            return OperatorChoice("heads", labelled.units["heads"])
         if sequence_parallel and operator.inputs[:1] and operator.inputs[0] in fed:
-            return Choice("d1") if "d1" in labelled.outputs[0] else None
-        return follow(operator, labelled, held)
+            return OperatorChoice("d1") if "d1" in labelled.outputs[0] else None
+        return follow_split(operator, labelled, held)
 
-    return shard(graph, shares, stream, choose)
+    return shard_graph(graph, shares, stream, choose_split)
 
 
-def follow(operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice | None:
+def follow_split(operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]) -> OperatorChoice | None:
     """Stay split as the first split input is, if the operator can be split there: a linear layer whose input comes
     split along features becomes row-parallel this way."""
     for name, labels in zip(operator.inputs, labelled.inputs, strict=True):
@@ -60,7 +63,7 @@ def follow(operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> 
             assert dim is not None
             label = labels[dim]
             if label is not None:
-                return Choice(label, held[name].units)
+                return OperatorChoice(label, held[name].units)
     return None
 
 
@@ -100,7 +103,7 @@ def _units_downstream(
         if label is None or (label in labelled.kinds and label in labelled.outputs[0]):  # a norm would have to talk
             return 0
         others = [o for o, each in zip(operator.inputs, labelled.inputs, strict=True) if each and label in each]
-        if label in labelled.outputs[0] and any(_comes_whole(graph, other) for other in others if other != name):
+        if label in labelled.outputs[0] and any(_made_from_whole(graph, other) for other in others if other != name):
             return 0
         if label in labelled.outputs[0] and operator.kind not in ATTENTION:
             units = _units_downstream(graph, operator.outputs[0], labelled.outputs[0].index(label), consumers, shapes)
@@ -113,11 +116,11 @@ def _units_downstream(
     return result
 
 
-def _comes_whole(graph: Graph, name: str) -> bool:
+def _made_from_whole(graph: Graph, name: str) -> bool:
     """Whether a value is made from a whole one (the hidden state, a norm's result) without a product or attention."""
     maker = next((operator for operator in graph.operators if name in operator.outputs), None)
     if maker is None or maker.kind in NORMS:
         return maker is not None or any(tensor.name == name and tensor.role == "activation" for tensor in graph.inputs)
     if maker.kind in (*ATTENTION, "linear", "matmul", "embedding"):
         return False
-    return any(_comes_whole(graph, each) for each in maker.inputs if each)
+    return any(_made_from_whole(graph, each) for each in maker.inputs if each)

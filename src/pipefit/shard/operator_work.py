@@ -6,59 +6,62 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.comm.lowerings import Lowered
-from pipefit.cost.compute.operator_times import Work, exchanges_s, operator_work
-from pipefit.cost.compute.shard_exchanges import exchanges_of
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, multiply_sizes
+from pipefit.cost.comm.lowerings import LoweredCollective
+from pipefit.cost.compute.operator_times import PassWork, exchanges_s, operator_work
+from pipefit.cost.compute.shard_exchanges import operator_exchanges
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec, multiply_sizes
 from pipefit.model.ops.kind import Said
-from pipefit.shard.rules import Labelled
-from pipefit.shard.setting import Setting
-from pipefit.shard.template import WHOLE_CUT, Line, Lines, Toll
+from pipefit.shard.rules import OperatorLabels
+from pipefit.shard.setting import ShardSetting
+from pipefit.shard.template import WHOLE_CUT, ConversionCost, Line, Lines
 
 
-class OperatorWork:
+class OperatorPricing:
     """Prices the operators of one graph, by roofline."""
 
     def __init__(
         self,
-        setting: Setting,
+        setting: ShardSetting,
         shapes: Mapping[str, Shape],
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, TensorSpec],
         parameters: Mapping[str, ParameterSpec],
     ) -> None:
         self.setting, self.shapes, self.tensors, self.parameters = setting, shapes, tensors, parameters
 
-    def passes(self, operator: Operator, labelled: Labelled, label: str) -> tuple[tuple[Lines, ...], ...]:
+    def pass_lines(self, operator: Operator, labelled: OperatorLabels, label: str) -> tuple[tuple[Lines, ...], ...]:
         """The passes of an operator on every kind of device, as lines in the fraction of `label` ('': of nothing)."""
-        graphs = [self.alone(operator, labelled, label, times) for times in (1, 2)]
+        graphs = [self.isolated_graph(operator, labelled, label, times) for times in (1, 2)]
         once, twice = (
-            operator_work(graph, graph.operators[0], self.setting.symbols, self.setting.precision) for graph in graphs
+            operator_work(graph, graph.operators[0], self.setting.symbol_sizes, self.setting.precision)
+            for graph in graphs
         )
         return tuple(
-            tuple(self.roof(one, two, kind) for kind in self.setting.distinct)
+            tuple(self.roofline_lines(one, two, kind) for kind in self.setting.distinct_kinds)
             for one, two in zip(once, twice, strict=True)
         )
 
-    def talk(self, operator: Operator, labelled: Labelled, label: str, cut: int, earlier: int) -> Toll | None:
+    def price_exchanges(
+        self, operator: Operator, labelled: OperatorLabels, label: str, cut: int, earlier: int
+    ) -> ConversionCost | None:
         """What devices say to each other inside an operator of which each computes a part of `label`, cut so (and, of
         a joint label, cut otherwise `earlier`)."""
         if label not in labelled.kinds:
             return None
-        graph, setting = self.alone(operator, labelled, label, 1), self.setting
-        said = exchanges_of(graph, graph.operators[0], setting.symbols, setting.precision)
+        graph, setting = self.isolated_graph(operator, labelled, label, 1), self.setting
+        said = operator_exchanges(graph, graph.operators[0], setting.symbol_sizes, setting.precision)
         if setting.lowered is not None and earlier != WHOLE_CUT:
-            ahead, back = (self._moving(each) for each in (said.forward, said.input_gradient))
-            return Toll((0.0, 0.0), cut, ahead=ahead, back=back, earlier=earlier)
-        return Toll((sum(exchanges_s(said, setting.collective)), 0.0), cut, earlier=earlier)
+            ahead, back = (self._direct_exchanges(each) for each in (said.forward, said.input_gradient))
+            return ConversionCost((0.0, 0.0), cut, ahead=ahead, back=back, earlier=earlier)
+        return ConversionCost((sum(exchanges_s(said, setting.collective)), 0.0), cut, earlier=earlier)
 
-    def _moving(self, said: Sequence[Said]) -> tuple[Lowered, ...]:
+    def _direct_exchanges(self, said: Sequence[Said]) -> tuple[LoweredCollective, ...]:
         """Equal exchanges, as the runtime does them: straight from device to device."""
         assert self.setting.lowered is not None and len({*said}) == 1
         (kind, size, how, _), times = said[0], len(said)
         found = [one for one in self.setting.lowered(kind, size) if one.name == how]
         return tuple(replace(one, constant_s=times * one.constant_s, slope=times * one.slope) for one in found)
 
-    def roof(self, one: Work | None, two: Work | None, kind: DeviceKind) -> Lines:
+    def roofline_lines(self, one: PassWork | None, two: PassWork | None, kind: DeviceKind) -> Lines:
         """Roofline of a pass that does `one` with all of a label and `two` with twice as much of it."""
         if one is None or two is None:
             return ()
@@ -73,9 +76,9 @@ class OperatorWork:
             found.append((2 * first - second) / per_s + kind.overhead_s)
             found.append((second - first) / per_s)
         lines = ((found[0], found[1]), (found[2], found[3]))
-        return _highest(lines)
+        return _upper_envelope(lines)
 
-    def alone(self, operator: Operator, labelled: Labelled, label: str, times: int) -> Graph:
+    def isolated_graph(self, operator: Operator, labelled: OperatorLabels, label: str, times: int) -> Graph:
         """The operator alone, with the dimensions of a label `times` as long."""
         shapes: dict[str, Shape] = {}
         names = (*operator.inputs, *operator.outputs)
@@ -86,7 +89,9 @@ class OperatorWork:
                     for dim, size in enumerate(self.shapes[name])
                 )
         tensor = {
-            name: Tensor(name=name, shape=shapes[name], dtype=self.tensors[name].dtype, role=self.tensors[name].role)
+            name: TensorSpec(
+                name=name, shape=shapes[name], dtype=self.tensors[name].dtype, role=self.tensors[name].role
+            )
             for name in shapes
             if name in self.tensors
         }
@@ -103,7 +108,7 @@ class OperatorWork:
         )
 
 
-def _highest(lines: tuple[Line, Line]) -> Lines:
+def _upper_envelope(lines: tuple[Line, Line]) -> Lines:
     """The lines that are the higher one somewhere between nothing and all."""
     (a, b), (c, d) = lines
     if a >= c and a + b >= c + d:

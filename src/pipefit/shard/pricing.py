@@ -14,32 +14,32 @@ from functools import cached_property
 
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.cost.work import BUCKET_BYTES
-from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
-from pipefit.model.analysis.saved import kept
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count
+from pipefit.layout import IDENTITY, PARTIAL, TensorForm, shard_form
+from pipefit.model.analysis.saved import kept_values
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec, element_count
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
 from pipefit.shard.cuts import cut_units, shapes_of
-from pipefit.shard.operator_work import OperatorWork
+from pipefit.shard.operator_work import OperatorPricing
 from pipefit.shard.program import labels_at
-from pipefit.shard.rules import Labelled, Labels
-from pipefit.shard.setting import Setting as Setting
-from pipefit.shard.template import WHOLE_CUT, Fractions, Lines, OpenStep, OpenWay, Template, Toll
-from pipefit.shard.tolls import Tolls, conversions, unshardings
+from pipefit.shard.rules import Labels, OperatorLabels
+from pipefit.shard.setting import ShardSetting as ShardSetting
+from pipefit.shard.template import WHOLE_CUT, ConversionCost, HeldFractions, LayerTemplate, Lines, OpenOption, OpenStep
+from pipefit.shard.tolls import Tolls, price_conversions, price_unshardings
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class OptionPick:
     """What a way of the template stands for: a choice in words, without its units."""
 
     label: str = ""
     "The label that is split; '' for none."
     linear: int = -1
-    settle: Form = PARTIAL
+    settle: TensorForm = PARTIAL
     "What a partial result becomes at once."
     how: str = ""
-    "How that moves uneven parts (`Toll.how`)."
+    "How that moves uneven parts (`Toll.lowering_names`)."
     factors: bool = False
     "Whether everyone computes all of a linear layer's weight gradient, from factors that are gathered."
 
@@ -47,7 +47,7 @@ class Pick:
 ALIAS = -2
 """The place of a step that is no operator, but a parameter as one of several operators reads it."""
 
-Offered = tuple[tuple[OpenWay, ...], tuple[Pick, ...]]
+Offered = tuple[tuple[OpenOption, ...], tuple[OptionPick, ...]]
 """The ways of a step, and what they stand for."""
 
 
@@ -55,12 +55,12 @@ Offered = tuple[tuple[OpenWay, ...], tuple[Pick, ...]]
 class PricedLayer:
     """A template, and what its numbers stand for."""
 
-    template: Template
+    template: LayerTemplate
     values: tuple[str, ...]
     "The names of its values and parameters, by number."
     operators: tuple[int, ...]
     "Of every step: the place of its operator; -1 for a parameter that takes its form, ALIAS where it is read."
-    picks: tuple[tuple[Pick, ...], ...]
+    picks: tuple[tuple[OptionPick, ...], ...]
     "Of every way of every step."
     units: Mapping[tuple[str, int], int]
     "How every dimension that can be split is cut (`cuts.cut_units`)."
@@ -68,7 +68,7 @@ class PricedLayer:
     "The cuts of those that can be split among these devices."
     shapes: Mapping[str, Shape]
 
-    def passable(self, name: str, form: Form, fractions: Fractions) -> bool:
+    def can_hand_on(self, name: str, form: TensorForm, fractions: HeldFractions) -> bool:
         """Whether a value can be handed from layer to layer in this form: layers agree only on cuts of rows, of
         tokens, and of features one by one."""
         if form.dim is None:
@@ -76,47 +76,52 @@ class PricedLayer:
         place = name, form.dim
         return self.cuts.get(place) in fractions.worst and self.units[place] in (0, self.shapes[name][form.dim])
 
-    def taking(self, graph: Graph, takes: Form) -> PricedLayer:
+    def with_input_form(self, graph: Graph, takes: TensorForm) -> PricedLayer:
         """The same for another form of the hidden state that comes in."""
-        given = {self.values.index(t.name): number_of(takes) for t in graph.inputs if on_stream(t)}
+        given = {self.values.index(t.name): number_of(takes) for t in graph.inputs if is_hidden_state(t)}
         return replace(self, template=replace(self.template, given={**self.template.given, **given}))
 
 
-def priced(
+def price_layer(
     graph: Graph,
-    setting: Setting,
-    takes: Form,
-    pinned: Mapping[str, Form] | None = None,
+    setting: ShardSetting,
+    takes: TensorForm,
+    pinned: Mapping[str, TensorForm] | None = None,
     elsewhere: Collection[str] = (),
 ) -> PricedLayer:
     """The template of a layer that gets its hidden state as `takes`; `pinned` are forms of parameters that are tied to
     other layers; `elsewhere` are those whose reduction, update and memory are counted in another one."""
-    return _Pricing(graph, setting, takes, pinned or {}, elsewhere).finish()
+    return _LayerPricing(graph, setting, takes, pinned or {}, elsewhere).build_layer()
 
 
-def number_of(form: Form) -> int:
+def number_of(form: TensorForm) -> int:
     """A form as the frontier numbers it."""
     if form.kind == "G":
         assert form.dim is not None
-        return frontier.split_along(form.dim)
+        return frontier.form_number_along(form.dim)
     return frontier.PARTIAL if form.kind == "P" else frontier.WHOLE
 
 
-def form_of(number: int) -> Form:
+def form_of(number: int) -> TensorForm:
     """The form that the frontier numbers so."""
     if number == frontier.WHOLE:
         return IDENTITY
-    return PARTIAL if number == frontier.PARTIAL else gathered(number - 2)
+    return PARTIAL if number == frontier.PARTIAL else shard_form(number - 2)
 
 
-def on_stream(tensor: Tensor) -> bool:
+def is_hidden_state(tensor: TensorSpec) -> bool:
     """Whether a value is the hidden state, which layers may hand on split; not the loss."""
     return tensor.role == "activation" and len(tensor.shape) > 1
 
 
-class _Pricing:
+class _LayerPricing:
     def __init__(
-        self, graph: Graph, setting: Setting, takes: Form, pinned: Mapping[str, Form], elsewhere: Collection[str]
+        self,
+        graph: Graph,
+        setting: ShardSetting,
+        takes: TensorForm,
+        pinned: Mapping[str, TensorForm],
+        elsewhere: Collection[str],
     ) -> None:
         self.graph, self.setting, self.takes, self.pinned = graph, setting, takes, pinned
         self.elsewhere = elsewhere
@@ -124,32 +129,34 @@ class _Pricing:
         self.units = cut_units(graph)
         self.parameters = {spec.name: spec for spec in graph.parameters}
         self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
-        self.work = OperatorWork(setting, self.shapes, self.tensors, self.parameters)
+        self.work = OperatorPricing(setting, self.shapes, self.tensors, self.parameters)
         self.width = COMPUTE_BYTES[setting.precision]
-        self.kept = {*kept(graph, "none", self.width).values, *graph.outputs}
+        self.kept = {*kept_values(graph, "none", self.width).values, *graph.outputs}
         self.values: dict[str, int] = {}
         self.aliases: dict[str, tuple[str, int]] = {}
-        "Of `read`: name -> (parameter, how often its reader gathers it)."
+        "Of `read_name`: name -> (parameter, how often its reader gathers it)."
         self.steps: list[OpenStep] = []
         self.operators: list[int] = []
-        self.picks: list[tuple[Pick, ...]] = []
+        self.picks: list[tuple[OptionPick, ...]] = []
 
-    def finish(self) -> PricedLayer:
+    def build_layer(self) -> PricedLayer:
         for tensor in self.graph.inputs:
-            self.number(tensor.name)
+            self.value_number(tensor.name)
         for place, operator in enumerate(self.graph.operators):
             for name in operator.inputs:
                 if name in self.parameters and name not in self.values:
-                    self.parameter(self.parameters[name])
-            self.operator(place, operator)
-        given = {self.values[t.name]: number_of(self.takes if on_stream(t) else IDENTITY) for t in self.graph.inputs}
+                    self.add_parameter(self.parameters[name])
+            self.add_operator(place, operator)
+        given = {
+            self.values[t.name]: number_of(self.takes if is_hidden_state(t) else IDENTITY) for t in self.graph.inputs
+        }
         wanted = {self.values[name]: frontier.WHOLE for name in self.graph.outputs}
         names = tuple(self.values)
-        cuts = {place: cut for place in self.units if (cut := self.cut(*place)) is not None}
-        template = Template(
-            members=self.setting.members,
+        cuts = {place: cut for place in self.units if (cut := self.dimension_units(*place)) is not None}
+        template = LayerTemplate(
+            members=self.setting.axis_members,
             steps=tuple(self.steps),
-            tolls=tuple(self.tolls_of(name) for name in names),
+            tolls=tuple(self.conversion_costs(name) for name in names),
             cuts=tuple(sorted({*cuts.values()})),
             given=given,
             wanted=wanted,
@@ -164,27 +171,32 @@ class _Pricing:
             shapes=self.shapes,
         )
 
-    def number(self, name: str) -> int:
+    def value_number(self, name: str) -> int:
         return self.values.setdefault(name, len(self.values))
 
-    def parameter(self, spec: ParameterSpec) -> None:
+    def add_parameter(self, spec: ParameterSpec) -> None:
         """A parameter chooses its form: whole, and its gradient is reduced once an iteration; or split."""
-        like = (spec.shape, spec.trainable, self.cuts_of(spec.name), self.pinned.get(spec.name))
-        ways, picks = self.setting.once((*like, spec.name in self.factored), lambda: self.parameter_ways(spec))
+        like = (spec.shape, spec.trainable, self.value_units(spec.name), self.pinned.get(spec.name))
+        ways, picks = self.setting.make_once(
+            (*like, spec.name in self.factored_parameters), lambda: self.parameter_options(spec)
+        )
         if spec.name in self.elsewhere:
-            nothing = (((),) * len(self.setting.distinct),) * 3
+            nothing = (((),) * len(self.setting.distinct_kinds),) * 3
             ways = tuple(replace(way, passes=nothing, once_s=0.0, held=(0.0, 0.0)) for way in ways)
-        self._step((), spec.name, ways, picks, -1)
+        self._add_step((), spec.name, ways, picks, -1)
 
-    def parameter_ways(self, spec: ParameterSpec) -> Offered:
+    def parameter_options(self, spec: ParameterSpec) -> Offered:
         """The forms that a parameter may have."""
         elements = element_count(spec.shape, {})
         ways, picks = [], []
-        forms = [IDENTITY, *(gathered(dim) for dim in range(len(spec.shape)) if self.cut(spec.name, dim) is not None)]
+        forms = [
+            IDENTITY,
+            *(shard_form(dim) for dim in range(len(spec.shape)) if self.dimension_units(spec.name, dim) is not None),
+        ]
         if spec.name in self.pinned:
             forms = [form for form in forms if form == self.pinned[spec.name]]
         for form in forms:
-            cut = WHOLE_CUT if form.dim is None else self.cut(spec.name, form.dim)
+            cut = WHOLE_CUT if form.dim is None else self.dimension_units(spec.name, form.dim)
             assert cut is not None
             once_s = 0.0
             if form == IDENTITY and spec.trainable:
@@ -192,78 +204,81 @@ class _Pricing:
                 once_s = self.setting.bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches  # reduced together
             update = optimizer_traffic_bytes(elements, 1.0, self.setting.precision) if spec.trainable else 0.0
             seconds = [
-                update / kind.memory_bandwidth_bytes_per_s / self.setting.microbatches for kind in self.setting.distinct
+                update / kind.memory_bandwidth_bytes_per_s / self.setting.microbatches
+                for kind in self.setting.distinct_kinds
             ]
             lines = tuple(((0.0, s) if form.kind == "G" else (s, 0.0),) for s in seconds)
             nothing: tuple[Lines, ...] = ((),) * len(seconds)
             parts = static_parts(*((elements, 0) if spec.trainable else (0, elements)), 1.0, self.setting.precision)
             size = sum(parts.values()) - parts["workspace"]
             held = (0.0, size) if form.kind == "G" else (size, 0.0)
-            ways.append(OpenWay((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
-            picks.append(Pick())
-            if form == IDENTITY and spec.name in self.factored:
+            ways.append(OpenOption((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
+            picks.append(OptionPick())
+            if form == IDENTITY and spec.name in self.factored_parameters:
                 ways.append(replace(ways[-1], gives=frontier.ALIKE, once_s=0.0))
-                picks.append(Pick())
+                picks.append(OptionPick())
         return tuple(ways), tuple(picks)
 
-    def unshardings(self, spec: ParameterSpec, often: int) -> Tolls:
+    def unsharding_costs(self, spec: ParameterSpec, often: int) -> Tolls:
         """Storing a parameter split and gathering it for use (FSDP): in the forward, for the input gradient again, and
         its gradient is reduced in every microbatch."""
-        cuts = self.cuts_of(spec.name)
+        cuts = self.value_units(spec.name)
         like = ("unshard", spec.shape, cuts, spec.trainable, often)
-        return self.setting.once(like, lambda: unshardings(self.setting, spec.shape, cuts, spec.trainable, often))
+        return self.setting.make_once(
+            like, lambda: price_unshardings(self.setting, spec.shape, cuts, spec.trainable, often)
+        )
 
-    def read(self, operator: Operator, index: int) -> str:
+    def read_name(self, operator: Operator, index: int) -> str:
         """The name under which an operator reads an input. A parameter that several operators read has one for each
         that gathers it for itself, and one for all others, so that every gather that happens is paid once."""
         name = operator.inputs[index]
-        if name not in self.parameters or self.readers[name] < 2:
+        if name not in self.parameters or self.reader_counts[name] < 2:
             return name
         often = KINDS[operator.kind].gathers.get(index, 0)
         alias = f"{name} {operator.outputs[0] if often else 'kept'}"
         if alias not in self.values:
             number = self.values[name]
             step = next(step for step in self.steps if step.output == number)
-            ways = tuple(OpenWay((way.gives,), way.gives) for way in step.ways)
+            ways = tuple(OpenOption((way.gives,), way.gives) for way in step.ways)
             self.aliases[alias] = name, often
-            self._step((name,), alias, ways, (Pick(),) * len(ways), ALIAS)
+            self._add_step((name,), alias, ways, (OptionPick(),) * len(ways), ALIAS)
         return alias
 
-    def operator(self, place: int, operator: Operator) -> None:
+    def add_operator(self, place: int, operator: Operator) -> None:
         assert len(operator.outputs) == 1, f"{operator.kind} has several outputs"
-        like = (operator.kind, repr(operator.attributes), *map(self.likeness, (*operator.inputs, *operator.outputs)))
-        ways, picks = self.setting.once(like, lambda: self.operator_ways(operator))
-        inputs = tuple(self.read(operator, index) for index, name in enumerate(operator.inputs) if name)
-        self._step(inputs, operator.outputs[0], ways, picks, place)
+        like = (operator.kind, repr(operator.attributes), *map(self.operand_key, (*operator.inputs, *operator.outputs)))
+        ways, picks = self.setting.make_once(like, lambda: self.operator_options(operator))
+        inputs = tuple(self.read_name(operator, index) for index, name in enumerate(operator.inputs) if name)
+        self._add_step(inputs, operator.outputs[0], ways, picks, place)
 
-    def likeness(self, name: str) -> object:
+    def operand_key(self, name: str) -> object:
         """What of an operand its operator's ways depend on."""
         if not name:
             return None
         if name in self.parameters:
-            like: tuple[object, ...] = (self.parameters[name].trainable, name in self.factored)
+            like: tuple[object, ...] = (self.parameters[name].trainable, name in self.factored_parameters)
         else:
             like = (self.tensors[name].dtype, self.tensors[name].role)
-        return self.shapes[name], like, self.cuts_of(name), self.held_bytes(name)
+        return self.shapes[name], like, self.value_units(name), self.held_bytes(name)
 
-    def operator_ways(self, operator: Operator) -> Offered:
+    def operator_options(self, operator: Operator) -> Offered:
         """The ways to compute an operator."""
         labelled = labels_at(self.shapes, operator)
         present = [index for index, name in enumerate(operator.inputs) if name]
         whole = (0,) * len(present)
-        plain = self.work.passes(operator, labelled, "")
+        plain = self.work.pass_lines(operator, labelled, "")
         size = self.held_bytes(operator.outputs[0])
-        ways = [OpenWay(whole, frontier.WHOLE, WHOLE_CUT, plain, held=(size, 0.0))]
-        picks = [Pick()]
+        ways = [OpenOption(whole, frontier.WHOLE, WHOLE_CUT, plain, held=(size, 0.0))]
+        picks = [OptionPick()]
         for number, sums in enumerate(labelled.linear):
             needs = tuple(frontier.PARTIAL if index in sums else frontier.WHOLE for index in present)
-            ways.append(OpenWay(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
-            picks.append(Pick(linear=number))
+            ways.append(OpenOption(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
+            picks.append(OptionPick(linear=number))
         tables = labelled
-        for label, (cut, earlier) in self.labels(operator, tables).items():
-            labelled = tables.along(label)
-            passes = self.work.passes(operator, labelled, label)
-            talk = self.work.talk(operator, labelled, label, cut, earlier)
+        for label, (cut, earlier) in self.splittable_labels(operator, tables).items():
+            labelled = tables.for_label(label)
+            passes = self.work.pass_lines(operator, labelled, label)
+            talk = self.work.price_exchanges(operator, labelled, label, cut, earlier)
             gives = _form_along(labelled.outputs[0], label)
             partial = gives == frontier.WHOLE
             once = {index for index in labelled.once if partial and operator.inputs[index]}
@@ -271,35 +286,35 @@ class _Pricing:
                 frontier.WHOLE if index in once else _form_along(labelled.inputs[index], label) for index in present
             )
             if not partial:
-                ways.append(OpenWay(needs, gives, cut, passes, held=(0.0, size), talk=talk))
-                picks.append(Pick(label))
+                ways.append(OpenOption(needs, gives, cut, passes, held=(0.0, size), talk=talk))
+                picks.append(OptionPick(label))
             elif not once:
-                ways.append(OpenWay(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0), talk=talk))
-                picks.append(Pick(label))
+                ways.append(OpenOption(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0), talk=talk))
+                picks.append(OptionPick(label))
             else:
-                for form, toll in self.settlements(operator, labelled, once):
-                    ways.append(OpenWay(needs, number_of(form), cut, passes, toll, held=(size, 0.0)))
-                    picks.append(Pick(label, settle=form))
-        if operator.inputs[1:2] and operator.inputs[1] in self.factored:
-            for way, pick in self.factor_ways(operator, tables, plain[2], size):
+                for form, toll in self.settlement_forms(operator, labelled, once):
+                    ways.append(OpenOption(needs, number_of(form), cut, passes, toll, held=(size, 0.0)))
+                    picks.append(OptionPick(label, settle=form))
+        if operator.inputs[1:2] and operator.inputs[1] in self.factored_parameters:
+            for way, pick in self.factored_options(operator, tables, plain[2], size):
                 ways.append(way)
                 picks.append(pick)
         return tuple(ways), tuple(picks)
 
     @cached_property
-    def readers(self) -> Counter[str]:
+    def reader_counts(self) -> Counter[str]:
         """How often every value is read."""
         return Counter(name for operator in self.graph.operators for name in operator.inputs)
 
     @cached_property
-    def factored(self) -> frozenset[str]:
+    def factored_parameters(self) -> frozenset[str]:
         """Parameters of linear layers that nobody else reads, whose factors may be gathered."""
         lowered = self.setting.lowered
         found: set[str] = set()
         for operator in self.graph.operators if lowered is not None else ():
             own = {name for name in operator.inputs[1:] if name}
             free = all(
-                self.readers[name] == 1
+                self.reader_counts[name] == 1
                 and name in self.parameters
                 and self.parameters[name].trainable
                 and name not in self.pinned
@@ -309,33 +324,38 @@ class _Pricing:
                 found |= own
         return frozenset(found)
 
-    def factor_ways(
-        self, operator: Operator, labelled: Labelled, whole: tuple[Lines, ...], size: float
-    ) -> Iterator[tuple[OpenWay, Pick]]:
+    def factored_options(
+        self, operator: Operator, labelled: OperatorLabels, whole: tuple[Lines, ...], size: float
+    ) -> Iterator[tuple[OpenOption, OptionPick]]:
         """A linear layer split along rows or tokens, with both factors of the weight gradient gathered in every
         microbatch, and all of it (`whole`) computed by everyone: no reduction once an iteration."""
         x, y = operator.inputs[0], operator.outputs[0]
         weights = tuple(frontier.ALIKE for name in operator.inputs[1:] if name)
         assert self.setting.lowered is not None
         for dim, symbol in enumerate(self.shapes[x][:2]):
-            cut, label = self.cut(x, dim), f"d{dim}"
-            if symbol not in ("B", "T") or cut is None or cut != self.cut(y, dim) or len(self.shapes[x]) < dim + 2:
+            cut, label = self.dimension_units(x, dim), f"d{dim}"
+            if (
+                symbol not in ("B", "T")
+                or cut is None
+                or cut != self.dimension_units(y, dim)
+                or len(self.shapes[x]) < dim + 2
+            ):
                 continue
-            forward, back, _ = self.work.passes(operator, labelled, label)
+            forward, back, _ = self.work.pass_lines(operator, labelled, label)
             all_of_it = tuple(tuple((first + second, 0.0) for first, second in lines) for lines in whole)
             ahead, behind = (
                 self.setting.lowered(
-                    "all_gather", float(element_count(self.shapes[name], self.setting.symbols) * self.width)
+                    "all_gather", float(element_count(self.shapes[name], self.setting.symbol_sizes) * self.width)
                 )
                 for name in (x, y)
             )
-            talk = Toll((0.0, 0.0), cut, ahead=ahead, back=behind)
-            along = frontier.split_along(dim)
+            talk = ConversionCost((0.0, 0.0), cut, ahead=ahead, back=behind)
+            along = frontier.form_number_along(dim)
             passes = (forward, back, all_of_it)
-            way = OpenWay((along, *weights), along, cut, passes, held=(0.0, size), talk=talk)
-            yield way, Pick(label, factors=True)
+            way = OpenOption((along, *weights), along, cut, passes, held=(0.0, size), talk=talk)
+            yield way, OptionPick(label, factors=True)
 
-    def labels(self, operator: Operator, labelled: Labelled) -> Mapping[str, tuple[int, int]]:
+    def splittable_labels(self, operator: Operator, labelled: OperatorLabels) -> Mapping[str, tuple[int, int]]:
         """The labels that can be split here, with their cuts; a joint one with that of the first input before."""
         found: dict[str, int] = {}
         barred = set()
@@ -343,13 +363,13 @@ class _Pricing:
         for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
             for dim, label in enumerate(labels or ()):
                 if name and label is not None:
-                    cut = self.cut(name, dim)
+                    cut = self.dimension_units(name, dim)
                     if cut is None or found.setdefault(label, cut) != cut:
                         barred.add(label)
         able = {label: (cut, WHOLE_CUT) for label, cut in found.items() if label not in barred}
         for label, (inputs, _) in labelled.joint.items():
             cuts = [
-                self.cut(name, labels.index(label))
+                self.dimension_units(name, labels.index(label))
                 for name, labels in zip(operator.inputs, inputs, strict=True)
                 if labels is not None and label in labels
             ]
@@ -357,12 +377,14 @@ class _Pricing:
                 able[label] = cuts[-1] or 0, cuts[0] or 0
         return able
 
-    def settlements(self, operator: Operator, labelled: Labelled, once: set[int]) -> list[tuple[Form, Toll]]:
+    def settlement_forms(
+        self, operator: Operator, labelled: OperatorLabels, once: set[int]
+    ) -> list[tuple[TensorForm, ConversionCost]]:
         """Forms in which a bias can be added after the reduction: the bias stays whole."""
         output = operator.outputs[0]
         barred = {label for index in once for label in labelled.inputs[index] or ()}
         found = []
-        for (source, target), toll in self.tolls(self.tensors[output]).items():
+        for (source, target), toll in self.tensor_costs(self.tensors[output]).items():
             form = form_of(target)
             split = labelled.outputs[0][form.dim] if form.dim is not None else None
             runs_late = form.dim is None or self.shapes[output][form.dim] in ("B", "T")
@@ -370,46 +392,57 @@ class _Pricing:
                 found.append((form, toll))
         return found
 
-    def tolls_of(self, name: str) -> Tolls:
+    def conversion_costs(self, name: str) -> Tolls:
         """Every conversion of a value; a parameter that several read is converted where they read it."""
         if name in self.aliases:
             parameter, often = self.aliases[name]
-            return self.unshardings(self.parameters[parameter], often)
+            return self.unsharding_costs(self.parameters[parameter], often)
         if name in self.parameters:
             often = gathers_of(self.graph, name)
-            return self.unshardings(self.parameters[name], often) if self.readers[name] < 2 else {}
-        return self.tolls(self.tensors[name])
+            return self.unsharding_costs(self.parameters[name], often) if self.reader_counts[name] < 2 else {}
+        return self.tensor_costs(self.tensors[name])
 
-    def tolls(self, tensor: Tensor) -> Tolls:
+    def tensor_costs(self, tensor: TensorSpec) -> Tolls:
         """Every conversion of a value, with what its backward does."""
-        kept, cuts, activation = self.held_bytes(tensor.name), self.cuts_of(tensor.name), tensor.role == "activation"
+        kept, cuts, activation = (
+            self.held_bytes(tensor.name),
+            self.value_units(tensor.name),
+            tensor.role == "activation",
+        )
         like = ("convert", tensor.shape, cuts, kept, activation)
-        return self.setting.once(like, lambda: conversions(self.setting, tensor.shape, cuts, kept, activation))
+        return self.setting.make_once(
+            like, lambda: price_conversions(self.setting, tensor.shape, cuts, kept, activation)
+        )
 
     def held_bytes(self, name: str) -> float:
         """What stays of a value for the backward; a layer's result is kept by the next one."""
         if name not in self.kept:
             return 0.0
-        return float(element_count(self.shapes[name], self.setting.symbols) * self.width)
+        return float(element_count(self.shapes[name], self.setting.symbol_sizes) * self.width)
 
-    def cut(self, name: str, dim: int) -> int | None:
+    def dimension_units(self, name: str, dim: int) -> int | None:
         """The units of a dimension here; None where it cannot be split among these devices."""
         if (name, dim) not in self.units:
             return None
-        units = self.units[name, dim] or self.setting.symbols[str(self.shapes[name][dim])]
+        units = self.units[name, dim] or self.setting.symbol_sizes[str(self.shapes[name][dim])]
         return units if units >= len(self.setting.kinds) else None
 
-    def cuts_of(self, name: str) -> tuple[int | None, ...]:
+    def value_units(self, name: str) -> tuple[int | None, ...]:
         """The units of every dimension of a value."""
-        return tuple(self.cut(name, dim) for dim in range(len(self.shapes[name])))
+        return tuple(self.dimension_units(name, dim) for dim in range(len(self.shapes[name])))
 
-    def _step(
-        self, inputs: tuple[str, ...], output: str, ways: tuple[OpenWay, ...], picks: tuple[Pick, ...], place: int
+    def _add_step(
+        self,
+        inputs: tuple[str, ...],
+        output: str,
+        ways: tuple[OpenOption, ...],
+        picks: tuple[OptionPick, ...],
+        place: int,
     ) -> None:
-        self.steps.append(OpenStep(tuple(self.values[name] for name in inputs), self.number(output), ways))
+        self.steps.append(OpenStep(tuple(self.values[name] for name in inputs), self.value_number(output), ways))
         self.picks.append(picks)
         self.operators.append(place)
 
 
 def _form_along(labels: Labels | None, label: str) -> int:
-    return frontier.split_along(labels.index(label)) if labels is not None and label in labels else frontier.WHOLE
+    return frontier.form_number_along(labels.index(label)) if labels is not None and label in labels else frontier.WHOLE

@@ -1,10 +1,8 @@
 """Sharded graphs: from "which label of each operator is split" to one local graph per device, collectives inserted.
 
-The choices come from elsewhere: `megatron.py` has a fixed rule, `recipe.py` what a search found. This file knows how
-forms convert: `G` to `I` by all_gather, `P` to `I` by all_reduce, `P` to `G` by reduce_scatter, `I` to `G` by a local
-slice. A value is converted once per form and the result shared by all its consumers. Tokens of a device are written
-with the symbol S and rows with R, because T / devices is not a whole number in general; the runtime cuts T and B by
-the same shares.
+`megatron.py` (a fixed rule) or `recipe.py` (a search) makes the choices. This file converts forms: `G` to `I` by
+all_gather, `P` to `I` by all_reduce, `P` to `G` by reduce_scatter, `I` to `G` by a local slice, once per value and
+form. The symbols S and R are a device's tokens and rows: the runtime cuts T and B by the same shares.
 """
 
 from __future__ import annotations
@@ -15,23 +13,23 @@ from itertools import groupby
 from typing import Any
 
 from pipefit.errors import PlanError
-from pipefit.layout import IDENTITY, PARTIAL, Form, Run, gathered, split
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor
+from pipefit.layout import IDENTITY, PARTIAL, Run, TensorForm, shard_form, split_by_shares
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.linear_factors import KIND as FACTORS
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.reshare import shares_of
-from pipefit.shard.choice import CONVERSIONS as CONVERSIONS
-from pipefit.shard.choice import LOCAL as LOCAL
-from pipefit.shard.choice import ROWS as ROWS
-from pipefit.shard.choice import SEQUENCES
-from pipefit.shard.choice import TOKENS as TOKENS
-from pipefit.shard.choice import WHOLE as WHOLE
-from pipefit.shard.choice import Choice as Choice
-from pipefit.shard.choice import Chooser as Chooser
-from pipefit.shard.choice import Conversion as Conversion
-from pipefit.shard.choice import Held as Held
-from pipefit.shard.rules import Cut, Labelled, Labels, labels_of
+from pipefit.shard.choice import (
+    CONVERSIONS,
+    LOCAL,
+    SEQUENCES,
+    WHOLE,
+    Chooser,
+    FormConversion,
+    HeldForm,
+    OperatorChoice,
+)
+from pipefit.shard.rules import DevicePart, Labels, OperatorLabels, labels_of
 
 SIDE_BY_SIDE = 4
 """Devices with equal shapes that the text of a program shows one by one."""
@@ -43,30 +41,30 @@ class ShardedGraph:
 
     graphs: tuple[Graph, ...]
     "One per position of the axis: local shapes, collectives as operators, the same operators in the same order."
-    parameter_forms: Mapping[str, Form]
+    parameter_forms: Mapping[str, TensorForm]
     "Local parameter name -> form along the shard axis."
-    input_form: Form
+    input_form: TensorForm
     "Of the hidden state that comes in (I where the layer takes none)."
-    output_form: Form
+    output_form: TensorForm
     "Of the first output."
     shares: tuple[int, ...]
-    forms: Mapping[str, Form]
+    forms: Mapping[str, TensorForm]
     "Of every value that an operator produces."
     taken_shares: tuple[int, ...]
     "Those by which the hidden state that comes in is cut."
     given_shares: tuple[int, ...]
     "And the one that is handed on."
 
-    def text(self) -> str:
+    def program_text(self) -> str:
         """The program for people: parameters with their forms, then one line an operator with everyone's shapes."""
         first = self.graphs[0]
         lines = [f"shares {' '.join(map(str, self.shares))}"]
         lines += [f"takes {self.input_form}, gives {self.output_form}"]
         for spec in first.parameters:
-            shapes = _columns(graph.parameter(spec.name).shape for graph in self.graphs)
+            shapes = _shape_columns(graph.find_parameter(spec.name).shape for graph in self.graphs)
             lines.append(f"parameter {spec.name}: {self.parameter_forms[spec.name]} {shapes}")
         for operator in first.operators:
-            shapes = _columns(graph.tensor(operator.outputs[0]).shape for graph in self.graphs)
+            shapes = _shape_columns(graph.find_tensor(operator.outputs[0]).shape for graph in self.graphs)
             inputs = ", ".join(name or "-" for name in operator.inputs)
             how = operator.attributes.get("lowering", "")
             if operator.kind == RESHARE:
@@ -75,10 +73,10 @@ class ShardedGraph:
         return "\n".join([*lines, f"return {', '.join(first.outputs)}"]) + "\n"
 
 
-class Program:
+class ProgramWriter:
     """Writes the local graphs of all positions side by side, operator by operator."""
 
-    def __init__(self, graph: Graph, shares: Sequence[int], stream: Held) -> None:
+    def __init__(self, graph: Graph, shares: Sequence[int], stream: HeldForm) -> None:
         self.graph, self.shares, self.stream = graph, tuple(shares), stream.form
         self.taken_shares = stream.shares or self.shares
         self.arriving: dict[str, str] = {}
@@ -87,12 +85,12 @@ class Program:
         self.shapes |= {spec.name: spec.shape for spec in graph.parameters}
         self.dtypes = {tensor.name: tensor.dtype for tensor in (*graph.inputs, *graph.tensors)}
         self.parameters = {spec.name: spec for spec in graph.parameters}
-        self.held: dict[str, Held] = dict.fromkeys(self.parameters, WHOLE)
-        self.converted: dict[tuple[str, Held], str] = {}
+        self.held: dict[str, HeldForm] = dict.fromkeys(self.parameters, WHOLE)
+        self.converted: dict[tuple[str, HeldForm], str] = {}
         self.gathered: dict[tuple[str, str], str] = {}
         "(parameter that several operators read, result of the one that gathers it) -> the name under which it does."
         self.operators: list[list[Operator]] = [[] for _ in self.shares]
-        self.tensors: list[list[Tensor]] = [[] for _ in self.shares]
+        self.tensors: list[list[TensorSpec]] = [[] for _ in self.shares]
         for tensor in graph.inputs:
             on_stream = tensor.role == "activation" and len(tensor.shape) > 1
             self.held[tensor.name] = stream if on_stream else WHOLE
@@ -101,29 +99,31 @@ class Program:
             if self.held[tensor.name] == stream:
                 arriving = self.arriving[tensor.name] = f"{tensor.name}.taken"
                 self.shapes[arriving], self.dtypes[arriving], self.held[arriving] = tensor.shape, tensor.dtype, stream
-                self._reshare(arriving, tensor.name, replace(stream, shares=()))
+                self._write_reshare(arriving, tensor.name, replace(stream, shares=()))
 
-    def add(self, operator: Operator, labelled: Labelled, choice: Choice) -> None:
+    def add_operator(self, operator: Operator, labelled: OperatorLabels, choice: OperatorChoice) -> None:
         """Convert the inputs to what the choice needs, then write the operator. A partial result is reduced at once
         unless the choice keeps it; a bias is added after that, once."""
         for conversion in choice.before:
-            self.convert(conversion, operator)
-        labelled = labelled.along(choice.label)
+            self.convert_value(conversion, operator)
+        labelled = labelled.for_label(choice.label)
         partial = choice.label is not None and not any(choice.label in labels for labels in labelled.outputs)
         settles = partial and choice.settle != PARTIAL
-        inputs, late = self._inputs(operator, labelled, choice, partial)
+        inputs, late = self._prepare_inputs(operator, labelled, choice, partial)
         assert settles or not late, f"the bias of {operator.outputs} would be added once a device"
         results = tuple(f"{name}.partial" for name in operator.outputs) if settles else operator.outputs
         for name, source, labels in zip(results, operator.outputs, labelled.outputs, strict=True):
             self.shapes[name], self.dtypes[name] = self.shapes[source], self.dtypes[source]
-            self.held[name] = Held(PARTIAL) if partial or choice.linear >= 0 else self._wanted(name, labels, choice)
-        self._write(operator, inputs, results, labelled, choice, partial)
+            self.held[name] = (
+                HeldForm(PARTIAL) if partial or choice.linear >= 0 else self._wanted_form(name, labels, choice)
+            )
+        self._write_operator(operator, inputs, results, labelled, choice, partial)
         if settles:
-            biases = [self._aligned(name, labels, operator, labelled) for name, labels in late]
-            self._settle(operator, biases, choice.settle, choice.how)
+            biases = [self._align_bias(name, labels, operator, labelled) for name, labels in late]
+            self._reduce_partial(operator, biases, choice.settle, choice.how)
 
-    def _inputs(
-        self, operator: Operator, labelled: Labelled, choice: Choice, partial: bool
+    def _prepare_inputs(
+        self, operator: Operator, labelled: OperatorLabels, choice: OperatorChoice, partial: bool
     ) -> tuple[tuple[str, ...], list[tuple[str, Labels | None]]]:
         """The inputs as the choice needs them, and what is added after the reduction of a partial result."""
         inputs = []
@@ -131,15 +131,15 @@ class Program:
         sums = labelled.linear[choice.linear] if choice.linear >= 0 else ()
         for index, (name, labels) in enumerate(zip(operator.inputs, labelled.inputs, strict=True)):
             if name and partial and index in labelled.once:
-                late.append((self.bring(name, WHOLE), labels))
+                late.append((self.hold_as(name, WHOLE), labels))
                 inputs.append("")
             else:
-                want = Held(PARTIAL) if index in sums else self._wanted(name, labels, choice)
+                want = HeldForm(PARTIAL) if index in sums else self._wanted_form(name, labels, choice)
                 own = self.gathered.get((name, operator.outputs[0])) if want == WHOLE else None
-                inputs.append(own or (self.bring(name, want) if name else ""))
+                inputs.append(own or (self.hold_as(name, want) if name else ""))
         return tuple(inputs), late
 
-    def convert(self, conversion: Conversion, reader: Operator | None = None) -> None:
+    def convert_value(self, conversion: FormConversion, reader: Operator | None = None) -> None:
         """One conversion, from a form in which the value is held already. `reader` comes next: a parameter that several
         operators read is gathered for every one that does it for itself. Raises PlanError where the value is not held
         so, and where there is no such conversion."""
@@ -157,19 +157,19 @@ class Program:
                 seen=f"{source.form}>{target.form}",
                 allowed="from a form in which it is held: " + ", ".join(f"{one}>{two}" for one, two in CONVERSIONS),
             )
-        if reader is not None and self._gathers(reader, name):
+        if reader is not None and self._gathers_alone(reader, name):
             new = f"{name}.{target.form}.{reader.outputs[0]}"
-            self.gathered[name, reader.outputs[0]] = self._convert(held, target, name, conversion.how, new)
+            self.gathered[name, reader.outputs[0]] = self._write_conversion(held, target, name, conversion.how, new)
         else:
-            self.converted[name, target] = self._convert(held, target, name, conversion.how)
+            self.converted[name, target] = self._write_conversion(held, target, name, conversion.how)
 
-    def _gathers(self, reader: Operator, name: str) -> bool:
+    def _gathers_alone(self, reader: Operator, name: str) -> bool:
         """Whether a parameter has several readers, of which this one gathers it for itself."""
         readers = [each for each in self.graph.operators if name in each.inputs]
         shared = name in self.parameters and len(readers) > 1 and reader in readers
         return shared and KINDS[reader.kind].gathers.get(reader.inputs.index(name), 0) > 0
 
-    def bring(self, name: str, want: Held) -> str:
+    def hold_as(self, name: str, want: HeldForm) -> str:
         """The name under which `name` is held as `want`; parameters simply take the form, values are converted."""
         have = self.held[name]
         if name in self.parameters and (name, want) not in self.converted:
@@ -180,19 +180,19 @@ class Program:
             return name
         if (name, want) not in self.converted:
             if have.form.kind == "G" and want.form.kind == "G":
-                self.converted[name, want] = self._convert(self.bring(name, WHOLE), want, name)
+                self.converted[name, want] = self._write_conversion(self.hold_as(name, WHOLE), want, name)
             else:
-                self.converted[name, want] = self._convert(name, want, name)
+                self.converted[name, want] = self._write_conversion(name, want, name)
         return self.converted[name, want]
 
-    def finish(self, gives: Held) -> ShardedGraph:
+    def finish_graphs(self, gives: HeldForm) -> ShardedGraph:
         """The local graphs, with the outputs in the form `gives` (scalars whole)."""
         outputs = []
         for name in self.graph.outputs:
             on_stream = len(self.shapes[name]) > 1
-            found = self.bring(name, replace(gives, shares=()) if on_stream else WHOLE)
+            found = self.hold_as(name, replace(gives, shares=()) if on_stream else WHOLE)
             if on_stream and gives.shares:
-                found = self._reshare(found, f"{name}.given", gives)
+                found = self._write_reshare(found, f"{name}.given", gives)
             outputs.append(found)
         taken = [t.name for t in self.graph.inputs if t.role == "activation"]
         return ShardedGraph(
@@ -215,10 +215,10 @@ class Program:
         assert dim is not None
         if shape[dim] in LOCAL:
             return (*shape[:dim], LOCAL[shape[dim]], *shape[dim + 1 :])
-        start, stop = self.runs(name)[position]
+        start, stop = self.device_runs(name)[position]
         return (*shape[:dim], stop - start, *shape[dim + 1 :])
 
-    def runs(self, name: str) -> tuple[Run, ...]:
+    def device_runs(self, name: str) -> tuple[Run, ...]:
         """Everyone's run of the split dimension of `name`."""
         held = self.held[name]
         assert held.form.dim is not None
@@ -226,7 +226,7 @@ class Program:
         if not isinstance(size, int) or held.units == 0 or size % held.units:
             raise PlanError("This dimension cannot be split.", where=name, seen=f"{size} in {held.units} units")
         shares = held.shares or self.shares
-        runs = split(size, shares, size // held.units)
+        runs = split_by_shares(size, shares, size // held.units)
         if any(start == stop for start, stop in runs):
             raise PlanError(
                 "A device of the shard axis would get nothing: there are too few units for these shares.",
@@ -239,17 +239,17 @@ class Program:
             )
         return runs
 
-    def _wanted(self, name: str, labels: Labels | None, choice: Choice) -> Held:
+    def _wanted_form(self, name: str, labels: Labels | None, choice: OperatorChoice) -> HeldForm:
         if choice.label is None or labels is None or choice.label not in labels:
             return WHOLE
         dim = labels.index(choice.label)
         size = self.shapes[name][dim]
         if size in LOCAL:
-            return Held(gathered(dim))
+            return HeldForm(shard_form(dim))
         assert isinstance(size, int), f"cannot split {name} {self.shapes[name]} along {dim}"
-        return Held(gathered(dim), choice.units or size)
+        return HeldForm(shard_form(dim), choice.units or size)
 
-    def _convert(self, name: str, want: Held, origin: str, how: str = "", new: str = "") -> str:
+    def _write_conversion(self, name: str, want: HeldForm, origin: str, how: str = "", new: str = "") -> str:
         have = self.held[name]
         dim = want.form.dim if want.form.kind == "G" else have.form.dim
         kind = "unshard" if name in self.parameters else CONVERSIONS[have.form.kind, want.form.kind]
@@ -271,10 +271,10 @@ class Program:
             if how:
                 attributes["lowering"] = how
             operator = Operator(kind=kind, inputs=(name,), outputs=(new,), attributes=attributes)
-            self._append(position, operator)
+            self._append_operator(position, operator)
         return new
 
-    def _reshare(self, name: str, new: str, want: Held) -> str:
+    def _write_reshare(self, name: str, new: str, want: HeldForm) -> str:
         """Bring a split value from the shares by which it is cut to those of `want`, as the value `new`."""
         have, dim = self.held[name], want.form.dim
         assert dim is not None and have.form == want.form, f"{name} is {have.form}, not {want.form}"
@@ -288,15 +288,17 @@ class Program:
                 "from": list(have.shares or self.shares),
                 "to": list(want.shares or self.shares),
             } | ({"units": want.units} if want.units not in (0, whole) else {})
-            self._append(position, Operator(kind=RESHARE, inputs=(name,), outputs=(new,), attributes=attributes))
+            self._append_operator(
+                position, Operator(kind=RESHARE, inputs=(name,), outputs=(new,), attributes=attributes)
+            )
         return new
 
-    def _settle(self, operator: Operator, late: list[str], form: Form | None, how: str) -> None:
+    def _reduce_partial(self, operator: Operator, late: list[str], form: TensorForm | None, how: str) -> None:
         """Reduce a partial result, then add what must be added once."""
         for name in operator.outputs:
             on_stream = self.shapes[name][1:2] and self.shapes[name][1] in SEQUENCES and self.stream.kind == "G"
-            want = Held(form or (self.stream if on_stream else IDENTITY))
-            summed = self._convert(f"{name}.partial", want, name, how)
+            want = HeldForm(form or (self.stream if on_stream else IDENTITY))
+            summed = self._write_conversion(f"{name}.partial", want, name, how)
             self.held[name] = want
             for bias in late:
                 result = f"{name}.biased"
@@ -304,11 +306,11 @@ class Program:
                 self.held[result] = want
                 for position in range(len(self.shares)):
                     add = Operator(kind="add", inputs=(summed, bias), outputs=(result,), source=operator.source)
-                    self._append(position, add)
+                    self._append_operator(position, add)
                 summed = result
-            self._rename(summed, name)
+            self._rename_output(summed, name)
 
-    def _aligned(self, bias: str, labels: Labels | None, operator: Operator, labelled: Labelled) -> str:
+    def _align_bias(self, bias: str, labels: Labels | None, operator: Operator, labelled: OperatorLabels) -> str:
         """A whole bias with dimensions of one where the result has others behind it: that of a convolution."""
         out = labelled.outputs[0]
         if labels is None or out[len(out) - len(labels) :] == labels:
@@ -325,10 +327,10 @@ class Program:
                 attributes={"shape": list(shape)},
                 source=operator.source,
             )
-            self._append(position, reshape)
+            self._append_operator(position, reshape)
         return name
 
-    def _rename(self, old: str, new: str) -> None:
+    def _rename_output(self, old: str, new: str) -> None:
         """Give the newest operator's output the name that the rest of the graph knows."""
         for operators, tensors in zip(self.operators, self.tensors, strict=True):
             last = operators[-1]
@@ -336,37 +338,37 @@ class Program:
             operators[-1] = Operator(
                 kind=last.kind, inputs=last.inputs, outputs=(new,), attributes=last.attributes, source=last.source
             )
-            tensors[-1] = Tensor(name=new, shape=tensors[-1].shape, dtype=tensors[-1].dtype)
+            tensors[-1] = TensorSpec(name=new, shape=tensors[-1].shape, dtype=tensors[-1].dtype)
 
-    def _write(
+    def _write_operator(
         self,
         operator: Operator,
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
-        labelled: Labelled,
-        choice: Choice,
+        labelled: OperatorLabels,
+        choice: OperatorChoice,
         partial: bool,
     ) -> None:
         kind = labelled.kinds.get(choice.label or "", operator.kind)
         factors: Mapping[str, Any] = {}
         if choice.factors:
-            kind, factors = FACTORS, self._factors(operator, choice)
+            kind, factors = FACTORS, self._factor_attributes(operator, choice)
         held = self.held[outputs[0]]
         split_inputs = [name for name in inputs if name and self.held[name].form.kind == "G"]
         for position in range(len(self.shares)):
             attributes: Mapping[str, Any] = {**operator.attributes, **factors}
             if labelled.local is not None and held.form.kind == "G":
                 attributes = labelled.local(
-                    attributes, self.local_shape(outputs[0], position), self._cut(outputs[0], position)
+                    attributes, self.local_shape(outputs[0], position), self._device_part(outputs[0], position)
                 )
             if labelled.addend is not None and partial:
-                attributes = labelled.addend(attributes, self._cut(split_inputs[0], position))
-            self._append(
+                attributes = labelled.addend(attributes, self._device_part(split_inputs[0], position))
+            self._append_operator(
                 position,
                 Operator(kind=kind, inputs=inputs, outputs=outputs, attributes=attributes, source=operator.source),
             )
 
-    def _factors(self, operator: Operator, choice: Choice) -> Mapping[str, Any]:
+    def _factor_attributes(self, operator: Operator, choice: OperatorChoice) -> Mapping[str, Any]:
         """The attributes of a linear layer whose factors are gathered. Raises PlanError where it cannot be one."""
         held = self.held[operator.outputs[0]].form
         if operator.kind != "linear" or held.kind != "G" or held.dim is None:
@@ -379,21 +381,21 @@ class Program:
         whole = self.shapes[operator.outputs[0]][held.dim]
         return {"dim": held.dim, "whole": whole} | ({"lowering": choice.how} if choice.how else {})
 
-    def _cut(self, name: str, position: int) -> Cut:
+    def _device_part(self, name: str, position: int) -> DevicePart:
         held = self.held[name]
         assert held.form.dim is not None
         total = self.shapes[name][held.form.dim]
-        return Cut(held.form.dim, -1 if total in LOCAL else self.runs(name)[position][0], total)
+        return DevicePart(held.form.dim, -1 if total in LOCAL else self.device_runs(name)[position][0], total)
 
-    def _append(self, position: int, operator: Operator) -> None:
+    def _append_operator(self, position: int, operator: Operator) -> None:
         self.operators[position].append(operator)
         for name in operator.outputs:
             shape = self.local_shape(name, position)
-            self.tensors[position].append(Tensor(name=name, shape=shape, dtype=self.dtypes[name]))
+            self.tensors[position].append(TensorSpec(name=name, shape=shape, dtype=self.dtypes[name]))
 
     def _local_graph(self, position: int, outputs: tuple[str, ...]) -> Graph:
         inputs = tuple(
-            Tensor(name=name, shape=self.local_shape(name, position), dtype=t.dtype, role=t.role)
+            TensorSpec(name=name, shape=self.local_shape(name, position), dtype=t.dtype, role=t.role)
             for t in self.graph.inputs
             for name in [self.arriving.get(t.name, t.name)]
         )
@@ -410,32 +412,32 @@ class Program:
         )
 
 
-def shard(
+def shard_graph(
     graph: Graph,
     shares: Sequence[int],
-    takes: Held,
+    takes: HeldForm,
     choose: Chooser,
-    gives: Held | None = None,
-    after: Sequence[Conversion] = (),
+    gives: HeldForm | None = None,
+    after: Sequence[FormConversion] = (),
 ) -> ShardedGraph:
     """The program that `choose` describes, with the hidden state coming in as `takes` and handed on as `gives` (the
     same where it is not said); `after` converts results at the end."""
-    program = Program(graph, shares, takes)
+    program = ProgramWriter(graph, shares, takes)
     for place, operator in enumerate(graph.operators):
         labelled = labels_at(program.shapes, operator)
-        program.add(operator, labelled, choose(place, operator, labelled, program.held) or Choice())
+        program.add_operator(operator, labelled, choose(place, operator, labelled, program.held) or OperatorChoice())
     for conversion in after:
-        program.convert(conversion)
-    return program.finish(takes if gives is None else gives)
+        program.convert_value(conversion)
+    return program.finish_graphs(takes if gives is None else gives)
 
 
-def labels_at(shapes: Mapping[str, Shape], operator: Operator) -> Labelled:
+def labels_at(shapes: Mapping[str, Shape], operator: Operator) -> OperatorLabels:
     """The labels of an operator, given the whole shapes of its inputs and outputs."""
     inputs = tuple(shapes[name] if name else None for name in operator.inputs)
     return labels_of(operator, inputs, tuple(shapes[name] for name in operator.outputs))
 
 
-def _columns(shapes: Iterable[Shape]) -> str:
+def _shape_columns(shapes: Iterable[Shape]) -> str:
     """One shape a device; `8 x (B, T, 512)` for more neighbours with the same one than are quickly read."""
     found = []
     for shape, run in groupby(shapes):

@@ -20,27 +20,28 @@ from dataclasses import dataclass, replace
 
 from pipefit.cost.comm.lowerings import LOWERINGS
 from pipefit.errors import PlanError
-from pipefit.layout import PARTIAL, Form, parse_form
+from pipefit.layout import PARTIAL, TensorForm, parse_form
 from pipefit.model.graph import Graph, Operator
+from pipefit.shard.choice import FormConversion, HeldForm, OperatorChoice
 from pipefit.shard.cuts import cut_units
-from pipefit.shard.pricing import Pick, PricedLayer, form_of
-from pipefit.shard.program import Choice, Conversion, Held, ShardedGraph, shard
-from pipefit.shard.rules import Labelled
-from pipefit.shard.template import Chosen, Toll, held_fractions
+from pipefit.shard.pricing import OptionPick, PricedLayer, form_of
+from pipefit.shard.program import ShardedGraph, shard_graph
+from pipefit.shard.rules import OperatorLabels
+from pipefit.shard.template import ChosenProgram, ConversionCost, held_fractions
 
 Shares = tuple[int, ...]
 
-Turn = tuple[str, Form, Form, str]
+Turn = tuple[str, TensorForm, TensorForm, str]
 """A conversion: (value, from form, to form, how uneven parts are moved)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class ShardRecipe:
     """The choices for one layer."""
 
-    takes: Form
-    gives: Form
-    picks: tuple[Pick, ...]
+    takes: TensorForm
+    gives: TensorForm
+    picks: tuple[OptionPick, ...]
     "Of every operator."
     before: tuple[tuple[Turn, ...], ...]
     "Of every operator: the conversions in front of it."
@@ -49,7 +50,7 @@ class Recipe:
     "Of the hidden state that comes in, of the layer, and of what it hands on; empty: the group's."
 
     @property
-    def text(self) -> str:
+    def recipe_text(self) -> str:
         """The recipe in words."""
         words = [f"{self.takes}>{self.gives}"]
         words += ["@" + ">".join(":".join(map(str, shares)) for shares in self.shares)] if self.shares else []
@@ -58,55 +59,64 @@ class Recipe:
         return " ".join([*words, *map(_turn_word, self.after)])
 
 
-def recipe_of(layer: PricedLayer, choice: Chosen, takes: Form, gives: Form, shares: Sequence[int] = ()) -> Recipe:
+def recipe_of(
+    layer: PricedLayer, choice: ChosenProgram, takes: TensorForm, gives: TensorForm, shares: Sequence[int] = ()
+) -> ShardRecipe:
     """What a solved layer means, operator by operator; with `shares`, how uneven parts are moved is the cheapest for
     them."""
     fractions = held_fractions(layer.template.cuts, shares, layer.template.members) if shares else None
 
-    def turns(moves: Sequence[tuple[int, int, int]]) -> tuple[Turn, ...]:
+    def name_turns(moves: Sequence[tuple[int, int, int]]) -> tuple[Turn, ...]:
         return tuple(
-            (layer.values[value], form_of(source), form_of(target), how(layer.template.tolls[value][source, target]))
+            (
+                layer.values[value],
+                form_of(source),
+                form_of(target),
+                lowering_word(layer.template.tolls[value][source, target]),
+            )
             for value, source, target in moves
         )
 
-    def how(toll: Toll | None) -> str:
-        return "" if fractions is None or toll is None else toll.how(fractions)
+    def lowering_word(toll: ConversionCost | None) -> str:
+        return "" if fractions is None or toll is None else toll.lowering_names(fractions)
 
     picks, before = [], []
     waiting: tuple[Turn, ...] = ()
     steps = zip(layer.operators, layer.picks, layer.template.steps, choice.ways, choice.before, strict=True)
     for place, each, step, number, moves in steps:
-        waiting += turns(moves)
+        waiting += name_turns(moves)
         if place >= 0:
             way = step.ways[number]
-            picks.append(replace(each[number], how=how(way.talk if each[number].factors else way.toll)))
+            picks.append(replace(each[number], how=lowering_word(way.talk if each[number].factors else way.toll)))
             before.append(waiting)
             waiting = ()
-    return Recipe(takes=takes, gives=gives, picks=tuple(picks), before=tuple(before), after=turns(choice.after))
+    return ShardRecipe(
+        takes=takes, gives=gives, picks=tuple(picks), before=tuple(before), after=name_turns(choice.after)
+    )
 
 
-def parse_recipe(text: str) -> Recipe:
-    """The recipe in `text`. Raises PlanError where it is none."""
+def parse_recipe(text: str) -> ShardRecipe:
+    """The recipe in `recipe_text`. Raises PlanError where it is none."""
     first, *words = text.split() or [""]
     takes, separator, gives = first.partition(">")
     shares: tuple[Shares, ...] = ()
     if words and words[0].startswith("@"):
-        shares = _shares(words.pop(0))
+        shares = _parse_shares(words.pop(0))
     if not separator:
         raise PlanError(
             "A recipe begins with the forms it takes and gives.", seen=repr(first), allowed="for example G1>G1"
         )
-    picks: list[Pick] = []
+    picks: list[OptionPick] = []
     before: list[tuple[Turn, ...]] = []
     turns: list[Turn] = []
     for word in words:
         if ":" in word:
-            turns.append(_turn(word))
+            turns.append(_parse_turn(word))
         else:
-            picks.append(_pick(word))
+            picks.append(_parse_pick(word))
             before.append(tuple(turns))
             turns = []
-    return Recipe(
+    return ShardRecipe(
         takes=parse_form(takes),
         gives=parse_form(gives),
         picks=tuple(picks),
@@ -116,7 +126,7 @@ def parse_recipe(text: str) -> Recipe:
     )
 
 
-def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
+def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> ShardedGraph:
     """The program of a recipe; `shares` are the group's. Raises PlanError for a recipe of another graph, and for shares
     that leave a device without a unit."""
     if len(recipe.picks) != len(graph.operators):
@@ -137,9 +147,11 @@ def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
             allowed=f"{len(shares)} shares",
         )
 
-    def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice:
+    def choose_operator(
+        place: int, operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]
+    ) -> OperatorChoice:
         pick = recipe.picks[place]
-        before = tuple(_conversion(turn, units) for turn in recipe.before[place])
+        before = tuple(_turn_conversion(turn, units) for turn in recipe.before[place])
         if pick.linear >= len(labelled.linear):
             raise PlanError(
                 "This operator does not pass partial sums on so.",
@@ -147,43 +159,43 @@ def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
                 seen=_pick_word(pick),
             )
         if not pick.label:
-            return Choice(linear=pick.linear, before=before)
+            return OperatorChoice(linear=pick.linear, before=before)
         cut = _units_of(pick.label, operator, labelled, units)
-        return Choice(pick.label, cut, settle=pick.settle, how=pick.how, factors=pick.factors, before=before)
+        return OperatorChoice(pick.label, cut, settle=pick.settle, how=pick.how, factors=pick.factors, before=before)
 
-    after = [_conversion(turn, units) for turn in recipe.after]
+    after = [_turn_conversion(turn, units) for turn in recipe.after]
     hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
-    takes, gives = _held(hidden, recipe.takes, units), _held(graph.outputs[0], recipe.gives, units)
-    return shard(graph, own, _cut_by(takes, taken, own), choose, _cut_by(gives, given, own), after)
+    takes, gives = _held_form(hidden, recipe.takes, units), _held_form(graph.outputs[0], recipe.gives, units)
+    return shard_graph(graph, own, _cut_by(takes, taken, own), choose_operator, _cut_by(gives, given, own), after)
 
 
-def _cut_by(held: Held, shares: Shares, own: Shares) -> Held:
+def _cut_by(held: HeldForm, shares: Shares, own: Shares) -> HeldForm:
     """The hidden state by these shares, where it is split and they are not the layer's."""
     return replace(held, shares=shares) if held.form.kind == "G" and shares != own else held
 
 
-def _conversion(turn: Turn, units: Mapping[tuple[str, int], int]) -> Conversion:
+def _turn_conversion(turn: Turn, units: Mapping[tuple[str, int], int]) -> FormConversion:
     name, source, target, how = turn
-    return Conversion(name, _held(name, source, units), _held(name, target, units), how)
+    return FormConversion(name, _held_form(name, source, units), _held_form(name, target, units), how)
 
 
-def _held(name: str, form: Form, units: Mapping[tuple[str, int], int]) -> Held:
+def _held_form(name: str, form: TensorForm, units: Mapping[tuple[str, int], int]) -> HeldForm:
     if form.dim is None:
-        return Held(form)
+        return HeldForm(form)
     if (name, form.dim) not in units:
         raise PlanError("This dimension cannot be split.", where=f"recipe, {name}", seen=str(form))
-    return Held(form, units[name, form.dim])
+    return HeldForm(form, units[name, form.dim])
 
 
-def _units_of(label: str, operator: Operator, labelled: Labelled, units: Mapping[tuple[str, int], int]) -> int:
-    names, labelled = (*operator.inputs, *operator.outputs), labelled.along(label)
+def _units_of(label: str, operator: Operator, labelled: OperatorLabels, units: Mapping[tuple[str, int], int]) -> int:
+    names, labelled = (*operator.inputs, *operator.outputs), labelled.for_label(label)
     for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
         if name and labels and label in labels and (name, labels.index(label)) in units:
             return units[name, labels.index(label)]
     raise PlanError("This operator has no such label to split.", where=f"recipe, {operator.kind}", seen=label)
 
 
-def _shares(word: str) -> tuple[Shares, ...]:
+def _parse_shares(word: str) -> tuple[Shares, ...]:
     parts = word[1:].split(">")
     if len(parts) != 3 or not all(re.fullmatch(r"[1-9]\d*(:[1-9]\d*)*", part) for part in parts):
         raise PlanError(
@@ -200,16 +212,16 @@ def _turn_word(turn: Turn) -> str:
     return f"{name}:{source}>{target}{how and '/'}{how}"
 
 
-def _turn(word: str) -> Turn:
+def _parse_turn(word: str) -> Turn:
     name, _, forms = word.rpartition(":")
-    forms, how = _how(forms)
+    forms, how = _split_lowering(forms)
     source, separator, target = forms.partition(">")
     if not (name and separator):
         raise PlanError("This is no conversion.", where="recipe", seen=repr(word), allowed="for example t0:G1>I")
     return name, parse_form(source), parse_form(target), how
 
 
-def _how(word: str) -> tuple[str, str]:
+def _split_lowering(word: str) -> tuple[str, str]:
     """A word, and how parts are moved, which is said behind a slash. Raises PlanError for no known lowering."""
     front, _, how = word.partition("/")
     if how and (not {*how.split("+")} <= {*LOWERINGS} or how.count("+") > 1):
@@ -222,7 +234,7 @@ def _how(word: str) -> tuple[str, str]:
     return front, how
 
 
-def _pick_word(pick: Pick) -> str:
+def _pick_word(pick: OptionPick) -> str:
     if pick.linear >= 0:
         return f"+{pick.linear}"
     if not pick.label:
@@ -232,12 +244,12 @@ def _pick_word(pick: Pick) -> str:
     return f"{what}{pick.how and '/'}{pick.how}"
 
 
-def _pick(word: str) -> Pick:
+def _parse_pick(word: str) -> OptionPick:
     if word == "-":
-        return Pick()
+        return OptionPick()
     if re.fullmatch(r"\+\d+", word):
-        return Pick(linear=int(word[1:]))
-    word, how = _how(word)
+        return OptionPick(linear=int(word[1:]))
+    word, how = _split_lowering(word)
     label, separator, form = word.partition(">")
     settle = parse_form(form) if separator else PARTIAL
-    return Pick(label.removesuffix("*"), settle=settle, how=how, factors=label.endswith("*"))
+    return OptionPick(label.removesuffix("*"), settle=settle, how=how, factors=label.endswith("*"))

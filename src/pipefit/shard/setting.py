@@ -8,17 +8,17 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.comm.lowerings import Lowered
+from pipefit.cost.comm.lowerings import LoweredCollective
 from pipefit.cost.compute.operator_times import CollectiveTime
 from pipefit.cost.static_memory import Precision
 from pipefit.cost.work import BUCKET_BYTES
-from pipefit.shard.template import Members
+from pipefit.shard.template import AxisMembers
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ShardSetting:
     """The devices of a shard axis, and what one microbatch brings them."""
 
     kinds: tuple[DeviceKind, ...]
@@ -32,7 +32,7 @@ class Setting:
     "Of an iteration: gradients are reduced and parameters updated once in so many microbatches."
     slowness: Mapping[str, float] = field(default_factory=dict)
     "Kind of device -> what its computing takes against the roofline, where that was measured."
-    lowered: Callable[[str, float], tuple[Lowered, ...]] | None = None
+    lowered: Callable[[str, float], tuple[LoweredCollective, ...]] | None = None
     "(all_gather, reduce_scatter or all_to_all, bytes of the whole tensor) -> its lowerings over these devices; None:"
     " parts are padded, and nothing goes from one split to another at once."
     reshare_s: Callable[[float, Sequence[float], Sequence[float]], float] | None = None
@@ -41,16 +41,16 @@ class Setting:
     "Groups of devices over which the layers are spread: one of them holds so small a part."
 
     @cached_property
-    def distinct(self) -> tuple[DeviceKind, ...]:
+    def distinct_kinds(self) -> tuple[DeviceKind, ...]:
         return tuple({kind.name: kind for kind in self.kinds}.values())
 
     @cached_property
-    def members(self) -> Members:
-        names = [kind.name for kind in self.distinct]
-        return Members(tuple(names.index(kind.name) for kind in self.kinds))
+    def axis_members(self) -> AxisMembers:
+        names = [kind.name for kind in self.distinct_kinds]
+        return AxisMembers(tuple(names.index(kind.name) for kind in self.kinds))
 
     @property
-    def speeds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def device_speeds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """How fast every device computes, and how fast it moves: FLOP/s and bytes/s as far as it reaches them."""
         slow = [self.slowness.get(kind.name, 1.0) for kind in self.kinds]
         rates = [kind.peak_flops_per_s[self.precision] * kind.efficiency for kind in self.kinds]
@@ -66,20 +66,20 @@ class Setting:
         return self.collective("all_reduce", float(BUCKET_BYTES))
 
     @property
-    def overlap(self) -> float:
+    def overlap_share(self) -> float:
         """What part of what hides under a backward costs it nothing."""
         return min(kind.overlap for kind in self.kinds)
 
     @cached_property
-    def _known(self) -> dict[object, Any]:
+    def _made_values(self) -> dict[object, Any]:
         return {}
 
-    def once(self, key: object, made: Callable[[], Found]) -> Found:
+    def make_once(self, key: object, made: Callable[[], Found]) -> Found:
         """What `made` gives, made once in this setting for everything with this key: repeated layers cost one."""
-        if key not in self._known:
-            self._known[key] = made()
-        return cast(Found, self._known[key])
+        if key not in self._made_values:
+            self._made_values[key] = made()
+        return cast(Found, self._made_values[key])
 
     @property
-    def symbols(self) -> dict[str, int]:
+    def symbol_sizes(self) -> dict[str, int]:
         return {"B": self.rows, "T": self.tokens, "P": 0}

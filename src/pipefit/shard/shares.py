@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from pipefit.cost.comm.lowerings import Lowered, Rounds
+from pipefit.cost.comm.lowerings import LoweredCollective, PortLoads
 from pipefit.cost.pipeline.overlap import Piece, hidden_s
-from pipefit.layout import split
+from pipefit.layout import split_by_shares
 from pipefit.shard.template import (
     WHOLE_CUT,
-    Chosen,
-    Fractions,
+    AxisMembers,
+    ChosenProgram,
+    ComputeSegment,
+    ConversionCost,
+    HeldFractions,
     Lines,
-    Members,
-    OpenWay,
-    Stretch,
-    Toll,
+    OpenOption,
     held_fractions,
 )
 
@@ -36,7 +36,7 @@ LEAST_UNITS = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryRoom:
     """The memory of one kind of device: bytes = first + second x fraction, up to a limit."""
 
     whole_bytes: float
@@ -45,87 +45,87 @@ class Room:
 
 
 def best_weights(
-    stretches: Sequence[tuple[Stretch, int]],
-    members: Members,
+    stretches: Sequence[tuple[ComputeSegment, int]],
+    members: AxisMembers,
     least: float,
-    rooms: Sequence[Room] = (),
-    around: Fractions | None = None,
+    rooms: Sequence[MemoryRoom] = (),
+    around: HeldFractions | None = None,
 ) -> Weights | None:
     """The fractions with which these stretches (each so many times) take least; None where memory allows none.
 
     Devices of one kind get equal fractions: costs depend on the largest of a kind only. `least` is the smallest
     fraction that is allowed. Collectives are lowered as it is cheapest `around` these fractions.
     """
-    program = _Program(members, least, around)
+    program = _ShareProgram(members, least, around)
     for room, fraction in zip(rooms, program.fraction, strict=False):
-        program.row({fraction: room.split_bytes / room.limit_bytes}, 1.0 - room.whole_bytes / room.limit_bytes)
+        program.add_row({fraction: room.split_bytes / room.limit_bytes}, 1.0 - room.whole_bytes / room.limit_bytes)
     for stretch, times in stretches:
-        program.stretch(stretch, float(times))
-    found = program.solve()
+        program.add_segment(stretch, float(times))
+    found = program.solve_fractions()
     return None if found is None else tuple(found[kind] for kind in members.kind)
 
 
-class _Program:
+class _ShareProgram:
     """Rows `terms <= bound` over variables that are not negative."""
 
-    def __init__(self, members: Members, least: float, around: Fractions | None) -> None:
+    def __init__(self, members: AxisMembers, least: float, around: HeldFractions | None) -> None:
         self.members, self.around = members, around
         self.costs: list[float] = []
         self.rows: list[tuple[dict[int, float], float]] = []
-        self.fraction = [self.variable() for _ in range(members.kinds)]
-        self.widest = self.variable()
+        self.fraction = [self.add_variable() for _ in range(members.kind_count)]
+        self.widest = self.add_variable()
         for fraction in self.fraction:
-            self.row({fraction: -1.0}, -least)
-            self.row({fraction: float(len(members.kind)), self.widest: -1.0}, 0.0)
-        self.rounds: dict[int, tuple[Rounds, list[int]]] = {}
+            self.add_row({fraction: -1.0}, -least)
+            self.add_row({fraction: float(len(members.kind)), self.widest: -1.0}, 0.0)
+        self.rounds: dict[int, tuple[PortLoads, list[int]]] = {}
         "By the identity of what a lowering moves: a variable for every round, seconds a byte."
 
-    def variable(self, cost: float = 0.0) -> int:
+    def add_variable(self, cost: float = 0.0) -> int:
         self.costs.append(cost)
         return len(self.costs) - 1
 
-    def row(self, terms: dict[int, float], bound: float) -> None:
+    def add_row(self, terms: dict[int, float], bound: float) -> None:
         self.rows.append((terms, bound))
 
-    def stretch(self, stretch: Stretch, times: float) -> None:
+    def add_segment(self, stretch: ComputeSegment, times: float) -> None:
         """The time of a stretch, forward and backward, and its collectives."""
         for toll in stretch.tolls:
             if toll.cut != WHOLE_CUT:
                 self.costs[self.widest] += times * toll.line[1]
-            for one, _ in toll.lowerings(self.around) if self.around is not None else ():
-                self.lowered(one, times)
+            for one, _ in toll.cheapest_lowerings(self.around) if self.around is not None else ():
+                self.add_collective(one, times)
         for passes in ((0,), (1, 2)):
-            whole = self.variable(times)
+            whole = self.add_variable(times)
             for kind, fraction in enumerate(self.fraction):
                 terms, constant = {whole: -1.0}, 0.0
-                for lines, cut in _lines(stretch.ways, passes, kind):
-                    constant += self._add(lines, cut, fraction, terms)
-                self.row(terms, -constant)
+                for lines, cut in _pass_lines(stretch.ways, passes, kind):
+                    constant += self._add_lines(lines, cut, fraction, terms)
+                self.add_row(terms, -constant)
 
-    def lowered(self, one: Lowered, times: float) -> None:
+    def add_collective(self, one: LoweredCollective, times: float) -> None:
         """The time of a collective: in every round the busiest port."""
         if one.name == "padded" and one.rounds.loads[0].ndim == 2:
             self.costs[self.widest] += times * one.slope
             return
         if id(one.rounds) not in self.rounds:
             found = []
-            for loads, constant in one.rounds.lines(len(self.members.kind)):
-                found.append(self.variable())
+            for loads, constant in one.rounds.as_lines(len(self.members.kind)):
+                found.append(self.add_variable())
                 rows = {tuple(self._by_kind(load)) for load in loads}
                 for row in rows:
-                    self.row({**dict(zip(self.fraction, row, strict=True)), found[-1]: -1.0}, -constant)
+                    self.add_row({**dict(zip(self.fraction, row, strict=True)), found[-1]: -1.0}, -constant)
             self.rounds[id(one.rounds)] = one.rounds, found
         for variable in self.rounds[id(one.rounds)][1]:
             self.costs[variable] += times * one.slope
 
     def _by_kind(self, load: Sequence[float]) -> list[float]:
         """What a port carries of the fraction of every kind."""
-        found = [0.0] * self.members.kinds
+        found = [0.0] * self.members.kind_count
         for seconds, kind in zip(load, self.members.kind, strict=True):
             found[kind] += float(seconds)
         return found
 
-    def _add(self, lines: Lines, cut: int, fraction: int, terms: dict[int, float]) -> float:
+    def _add_lines(self, lines: Lines, cut: int, fraction: int, terms: dict[int, float]) -> float:
         """Add one operator's pass to a row; what of it is constant is returned."""
         if not lines:
             return 0.0
@@ -134,13 +134,13 @@ class _Program:
         if len(lines) == 1:
             terms[fraction] = terms.get(fraction, 0.0) + lines[0][1]
             return lines[0][0]
-        taken = self.variable()
+        taken = self.add_variable()
         for first, second in lines:
-            self.row({fraction: second, taken: -1.0}, -first)
+            self.add_row({fraction: second, taken: -1.0}, -first)
         terms[taken] = 1.0
         return 0.0
 
-    def solve(self) -> Sequence[float] | None:
+    def solve_fractions(self) -> Sequence[float] | None:
         """The fractions of the kinds."""
         import numpy as np
         from scipy.optimize import linprog
@@ -151,7 +151,7 @@ class _Program:
         scale = max(*self.costs, 1e-12)  # seconds are small against HiGHS's tolerances
         matrix = csr_array((factors, (places, variables)), shape=(len(self.rows), len(self.costs)))
         total = np.zeros((1, len(self.costs)))
-        total[0, self.fraction] = self.members.counts
+        total[0, self.fraction] = self.members.device_counts
         result: Any = linprog(
             np.array(self.costs) / scale,
             A_ub=matrix,
@@ -163,30 +163,30 @@ class _Program:
         return None if result.x is None else [float(result.x[fraction]) for fraction in self.fraction]
 
 
-def _lines(ways: Sequence[OpenWay], passes: Sequence[int], kind: int) -> Iterator[tuple[Lines, int]]:
+def _pass_lines(ways: Sequence[OpenOption], passes: Sequence[int], kind: int) -> Iterator[tuple[Lines, int]]:
     for way in ways:
         for number in passes if way.passes else ():
             yield way.passes[number][kind], way.cut
 
 
-def nearest(weights: Weights) -> tuple[int, ...]:
+def nearest_shares(weights: Weights) -> tuple[int, ...]:
     """The smallest whole shares that are within 0.1 % of everything of these weights."""
-    found = rounded(weights, ())
+    found = round_weights(weights, ())
 
-    def error(shares: tuple[int, ...]) -> float:
+    def share_error(shares: tuple[int, ...]) -> float:
         return max(abs(share / sum(shares) - weight) for share, weight in zip(shares, weights, strict=True))
 
-    return next((shares for shares in found if error(shares) <= 1e-3), found[-1])
+    return next((shares for shares in found if share_error(shares) <= 1e-3), found[-1])
 
 
-def stretches_of(chain: Sequence[Chosen]) -> list[tuple[Stretch, int]]:
+def count_segments(chain: Sequence[ChosenProgram]) -> list[tuple[ComputeSegment, int]]:
     """The stretches of layers one after the other, equal ones together: one that ends a layer goes on in the next,
     unless that begins with a collective."""
-    known: dict[int, list[Stretch]] = {}
+    known: dict[int, list[ComputeSegment]] = {}
     pieces: list[list[tuple[int, int]]] = []
     for chosen in chain:
         each = known.setdefault(id(chosen), [])
-        each.extend(chosen.stretches() if not each else ())
+        each.extend(chosen.compute_segments() if not each else ())
         for place, stretch in enumerate(each):
             if pieces and not any(toll.meets for toll in stretch.tolls):
                 pieces[-1].append((id(chosen), place))
@@ -196,27 +196,31 @@ def stretches_of(chain: Sequence[Chosen]) -> list[tuple[Stretch, int]]:
     for piece, times in Counter(map(tuple, pieces)).items():
         parts = [known[owner][place] for owner, place in piece]
         tolls = tuple(toll for part in parts for toll in part.tolls)
-        found.append((Stretch(tolls, tuple(way for part in parts for way in part.ways)), times))
+        found.append((ComputeSegment(tolls, tuple(way for part in parts for way in part.ways)), times))
     return found
 
 
-def cost_s(stretches: Sequence[tuple[Stretch, int]], members: Members, shares: Sequence[int]) -> float | None:
+def cost_s(
+    stretches: Sequence[tuple[ComputeSegment, int]], members: AxisMembers, shares: Sequence[int]
+) -> float | None:
     """Seconds of a microbatch after rounding, with its part of what comes once an iteration: devices wait for each
     other at collectives only. None where the shares leave a device without a unit of what is split."""
     cuts = cuts_of(stretches)
     fractions = held_fractions(cuts, shares, members)
     if any(cut not in fractions.worst for cut in cuts):
         return None
-    return sum(times * stretch.cost_s(fractions, members.kinds) for stretch, times in stretches)
+    return sum(times * stretch.cost_s(fractions, members.kind_count) for stretch, times in stretches)
 
 
-def beside_s(chain: Sequence[Chosen], shares: Sequence[Sequence[int]], bucket_s: float, microbatches: int) -> float:
+def overlapped_reduction_s(
+    chain: Sequence[ChosenProgram], shares: Sequence[Sequence[int]], bucket_s: float, microbatches: int
+) -> float:
     """Seconds of a microbatch's part of the gradient reductions that are over when the last backward is: bucket by
     bucket (`cost/pipeline/overlap.py`), where reducing a full one takes `bucket_s`; `shares` are those of every
     program. Sizes are told in seconds here."""
     pieces: dict[tuple[int, Sequence[int]], list[Piece]] = {}
     for key, (chosen, own) in {(id(one), each): (one, each) for one, each in zip(chain, shares, strict=True)}.items():
-        template, kinds = chosen.template, range(chosen.template.members.kinds)
+        template, kinds = chosen.template, range(chosen.template.members.kind_count)
         fractions = held_fractions(template.cuts, own, template.members)
         ways = [step.ways[number] for step, number in zip(template.steps, chosen.ways, strict=True)]
         pieces[key] = [
@@ -226,45 +230,51 @@ def beside_s(chain: Sequence[Chosen], shares: Sequence[Sequence[int]], bucket_s:
     return hidden_s(sum(size for size, _ in every), every, bucket_s) / microbatches
 
 
-def cuts_of(stretches: Sequence[tuple[Stretch, int]]) -> list[int]:
+def cuts_of(stretches: Sequence[tuple[ComputeSegment, int]]) -> list[int]:
     """The cuts that occur, coarsest first."""
     found = {way.cut for stretch, _ in stretches for way in stretch.ways}
     found |= {cut for stretch, _ in stretches for toll in stretch.tolls for cut in (toll.cut, toll.earlier)}
     return sorted(found - {WHOLE_CUT})
 
 
-def held_bytes(chain: Sequence[Chosen], shares: Sequence[float]) -> tuple[float, ...]:
+def held_bytes(chain: Sequence[ChosenProgram], shares: Sequence[float]) -> tuple[float, ...]:
     """What stays on the fullest device of every kind, for one microbatch: parameters with gradients and state, and
     what the backward needs of every layer; of what only passes, the largest weight that is gathered for use."""
     members = chain[0].template.members
-    totals = [passing_bytes(chain)] * members.kinds
-    for chosen, times in _distinct(chain):
+    totals = [transient_bytes(chain)] * members.kind_count
+    for chosen, times in _distinct_programs(chain):
         fractions = held_fractions(chosen.template.cuts, shares, members)
         by_cut: dict[int, float] = defaultdict(float)
-        for one in chosen.parts():
+        for one in chosen.chosen_parts():
             by_cut[WHOLE_CUT] += times * one.held[0]
             by_cut[one.cut] += times * one.held[1]
-        for kind in range(members.kinds):
+        for kind in range(members.kind_count):
             totals[kind] += sum(size * fractions.worst[cut][kind] for cut, size in by_cut.items())
     return tuple(totals)
 
 
-def passing_bytes(chain: Sequence[Chosen]) -> float:
+def transient_bytes(chain: Sequence[ChosenProgram]) -> float:
     """The largest weight that is stored split and gathered for an operator, or its gradient."""
     return max(
-        (one.passing for chosen, _ in _distinct(chain) for one in chosen.parts() if isinstance(one, Toll)), default=0.0
+        (
+            one.passing
+            for chosen, _ in _distinct_programs(chain)
+            for one in chosen.chosen_parts()
+            if isinstance(one, ConversionCost)
+        ),
+        default=0.0,
     )
 
 
-def rooms(chain: Sequence[Chosen], limits: Sequence[float]) -> tuple[Room, ...]:
+def memory_rooms(chain: Sequence[ChosenProgram], limits: Sequence[float]) -> tuple[MemoryRoom, ...]:
     """The memory of every kind of device as a line in its fraction; `limits` are what is free for it."""
-    parts = [(one.held, times) for chosen, times in _distinct(chain) for one in chosen.parts()]
-    whole = passing_bytes(chain) + sum(times * held[0] for held, times in parts)
+    parts = [(one.held, times) for chosen, times in _distinct_programs(chain) for one in chosen.chosen_parts()]
+    whole = transient_bytes(chain) + sum(times * held[0] for held, times in parts)
     split_ = sum(times * held[1] for held, times in parts)
-    return tuple(Room(whole, split_, limit) for limit in limits)
+    return tuple(MemoryRoom(whole, split_, limit) for limit in limits)
 
 
-def _distinct(chain: Sequence[Chosen]) -> list[tuple[Chosen, int]]:
+def _distinct_programs(chain: Sequence[ChosenProgram]) -> list[tuple[ChosenProgram, int]]:
     """The programs of a chain, each with how often it stands there."""
     times = Counter(map(id, chain))
     return [(chosen, times[key]) for key, chosen in {id(chosen): chosen for chosen in chain}.items()]
@@ -276,14 +286,14 @@ def least_fraction(cuts: Sequence[int]) -> float:
     return LEAST_UNITS / min(units) if units else 0.0
 
 
-def rounded(weights: Weights, units: Sequence[int]) -> list[tuple[int, ...]]:
+def round_weights(weights: Weights, units: Sequence[int]) -> list[tuple[int, ...]]:
     """Whole shares near these weights, small numbers first: by the units of every cut, and finer; every device has one
     at least."""
     exact = [round(weight * 1e9) for weight in weights]
     found: dict[tuple[int, ...], None] = {}
     for total in sorted({*(unit for unit in units if 0 < unit <= 4096), *range(2, 17), 32, 64, 100, 1000}):
         if total >= len(weights):
-            counts = [max(1, stop - start) for start, stop in split(total, exact)]
+            counts = [max(1, stop - start) for start, stop in split_by_shares(total, exact)]
             common = gcd(*counts)
             found[tuple(count // common for count in counts)] = None
     return list(found)

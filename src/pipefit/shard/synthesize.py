@@ -15,21 +15,21 @@ from typing import Generic, TypeVar
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError
 from pipefit.model.graph import Layer
-from pipefit.shard.chain import Chains, Link
+from pipefit.shard.chain import ChainLink, ChainSearch
 from pipefit.shard.shares import (
     Weights,
-    beside_s,
     best_weights,
     cost_s,
+    count_segments,
     cuts_of,
     held_bytes,
     least_fraction,
-    nearest,
-    rooms,
-    rounded,
-    stretches_of,
+    memory_rooms,
+    nearest_shares,
+    overlapped_reduction_s,
+    round_weights,
 )
-from pipefit.shard.template import Stretch, held_fractions
+from pipefit.shard.template import ComputeSegment, held_fractions
 from pipefit.units import format_bytes
 
 Program = TypeVar("Program")
@@ -49,7 +49,7 @@ DEAREST = 1e3
 
 
 @dataclass(frozen=True, slots=True)
-class Record(Generic[Program, Shares]):
+class ProgramRecord(Generic[Program, Shares]):
     """A program, the shares it is to be run with, and what both together cost."""
 
     program: Program
@@ -57,18 +57,18 @@ class Record(Generic[Program, Shares]):
     cost_s: float
 
 
-def alternate(
+def alternate_searches(
     starts: Iterable[Shares],
     search: Callable[[Shares], Program | None],
     improve: Callable[[Program], Iterable[Shares]],
     cost: Callable[[Program, Shares], float | None],
-) -> Record[Program, Shares] | None:
+) -> ProgramRecord[Program, Shares] | None:
     """The best record from all starts; None where no start has a program.
 
-    `search` gives a program for shares, `improve` shares to try for a program, `cost` None where they do not go
-    together.
+    `search_programs` gives a program for shares, `improve_shares` shares to try for a program, `record_cost_s` None
+    where they do not go together.
     """
-    best: Record[Program, Shares] | None = None
+    best: ProgramRecord[Program, Shares] | None = None
     for shares in starts:
         last: float | None = None
         for _ in range(ROUNDS):
@@ -76,7 +76,7 @@ def alternate(
             if program is None:
                 break
             tried = [(cost(program, each), each) for each in (shares, *improve(program))]
-            able = [Record(program, each, seconds) for seconds, each in tried if seconds is not None]
+            able = [ProgramRecord(program, each, seconds) for seconds, each in tried if seconds is not None]
             if not able:
                 break
             found = min(able, key=lambda record: record.cost_s)
@@ -88,7 +88,7 @@ def alternate(
     return best
 
 
-def starts(*speeds: Sequence[float]) -> list[Weights]:
+def start_weights(*speeds: Sequence[float]) -> list[Weights]:
     """Shares to start from: even, proportional to each of these speeds, and half and thirds of the way between them."""
     count = len(speeds[0])
     corners = [tuple(speed / sum(each) for speed in each) for each in (*speeds, (1.0,) * count)]
@@ -99,10 +99,10 @@ def starts(*speeds: Sequence[float]) -> list[Weights]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Synthesized:
+class SynthesizedProgram:
     """A program for a chain of layers."""
 
-    links: tuple[Link, ...]
+    links: tuple[ChainLink, ...]
     shares: tuple[int, ...]
     cost_s: float
     "Of a microbatch, forward and backward, with its part of what comes once an iteration."
@@ -110,40 +110,42 @@ class Synthesized:
     "What stays on the fullest device of every kind."
 
 
-def synthesize(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = ()) -> Synthesized:
-    """`leanest`, where it fits. Raises PlanError where there is no program, or none that fits in memory."""
-    found = leanest(chains, layers, shares)
-    if not fits(chains, found.held_bytes):
-        raise _none(chains, shares)
+def synthesize_program(chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int] = ()) -> SynthesizedProgram:
+    """`leanest_program`, where it fits. Raises PlanError where there is no program, or none that fits in memory."""
+    found = leanest_program(chains, layers, shares)
+    if not fits_in_memory(chains, found.held_bytes):
+        raise _no_program(chains, shares)
     return found
 
 
-def cheapest(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = ()) -> Synthesized | None:
+def cheapest_program(
+    chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int] = ()
+) -> SynthesizedProgram | None:
     """The cheapest program of consecutive layers with these shares or with the best ones, as if memory were free; None
     where there is none."""
     return _at_price(chains, layers, shares, 0.0)
 
 
-def leanest(
-    chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = (), found: Synthesized | None = None
-) -> Synthesized:
+def leanest_program(
+    chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int] = (), found: SynthesizedProgram | None = None
+) -> SynthesizedProgram:
     """The cheapest program of consecutive layers that fits in memory, with these shares or with the best ones; where
-    none fits, one that holds little. `found` is the `cheapest`, where that is known. Raises PlanError where there is no
-    program at all."""
-    found = found or cheapest(chains, layers, shares)
-    if found is not None and fits(chains, found.held_bytes):
+    none fits, one that holds little. `found` is the `cheapest_program`, where that is known. Raises PlanError where
+    there is no program at all."""
+    found = found or cheapest_program(chains, layers, shares)
+    if found is not None and fits_in_memory(chains, found.held_bytes):
         return found
-    high = DEAREST * (found.cost_s if found is not None else 1.0) / min(limits(chains))
+    high = DEAREST * (found.cost_s if found is not None else 1.0) / min(memory_limits(chains))
     best = _at_price(chains, layers, shares, high)
     if best is None:
-        raise _none(chains, shares)
-    if not fits(chains, best.held_bytes):
+        raise _no_program(chains, shares)
+    if not fits_in_memory(chains, best.held_bytes):
         return best
     low = high / DEAREST**2
     for _ in range(PRICES):
         price = (low * high) ** 0.5
         found = _at_price(chains, layers, shares or best.shares, price)
-        if found is None or not fits(chains, found.held_bytes):
+        if found is None or not fits_in_memory(chains, found.held_bytes):
             low = price
             continue
         high = price
@@ -151,103 +153,115 @@ def leanest(
     return best
 
 
-def _at_price(chains: Chains, layers: Sequence[Layer], shares: Sequence[int], price_s: float) -> Synthesized | None:
+def _at_price(
+    chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int], price_s: float
+) -> SynthesizedProgram | None:
     """The best program where a byte that stays costs so much; its `cost_s` is without that."""
     chains.byte_price_s = price_s
-    record = _alternated(chains, layers, shares)
+    record = _search_alternating(chains, layers, shares)
     chains.byte_price_s = 0.0
-    return None if record is None else _finish(chains, record)
+    return None if record is None else _finish_program(chains, record)
 
 
-def limits(chains: Chains) -> tuple[float, ...]:
+def memory_limits(chains: ChainSearch) -> tuple[float, ...]:
     """Bytes of every kind of device that a program may fill, were all layers on it."""
     setting = chains.setting
-    return tuple(setting.lanes * max(1.0, kind.memory_bytes - WORKSPACE_BYTES) for kind in setting.distinct)
+    return tuple(setting.lanes * max(1.0, kind.memory_bytes - WORKSPACE_BYTES) for kind in setting.distinct_kinds)
 
 
-def fits(chains: Chains, held: Sequence[float]) -> bool:
+def fits_in_memory(chains: ChainSearch, held: Sequence[float]) -> bool:
     """Whether what stays leaves no device short."""
-    return all(size <= limit for size, limit in zip(held, limits(chains), strict=True))
+    return all(size <= limit for size, limit in zip(held, memory_limits(chains), strict=True))
 
 
-def _alternated(
-    chains: Chains, layers: Sequence[Layer], shares: Sequence[int]
-) -> Record[tuple[Link, ...], tuple[int, ...]] | None:
+def _search_alternating(
+    chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int]
+) -> ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]] | None:
     """The best record, with all gradient reductions counted in the search and, where they hide under the backward, with
     less of them; what hides is taken off the cost of each."""
-    first = [tuple(shares)] if shares else [nearest(weights) for weights in starts(*chains.setting.speeds)]
-    best: Record[tuple[Link, ...], tuple[int, ...]] | None = None
-    for exposed in EXPOSED if chains.setting.overlap else EXPOSED[:1]:
+    first = (
+        [tuple(shares)]
+        if shares
+        else [nearest_shares(weights) for weights in start_weights(*chains.setting.device_speeds)]
+    )
+    best: ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]] | None = None
+    for exposed in EXPOSED if chains.setting.overlap_share else EXPOSED[:1]:
         chains.exposed = exposed
-        found = _Alternation(chains, layers, bool(shares)).run(first)
+        found = _ChainAlternation(chains, layers, bool(shares)).run_from(first)
         if best is None or (found is not None and found.cost_s < best.cost_s):
             best = found
         if best is not None and not shares:
-            first = [best.shares, nearest(starts(chains.setting.speeds[0])[0])]
+            first = [best.shares, nearest_shares(start_weights(chains.setting.device_speeds[0])[0])]
     chains.exposed = EXPOSED[0]
     return best
 
 
-class _Alternation:
-    """What a chain of layers puts into `alternate`."""
+class _ChainAlternation:
+    """What a chain of layers puts into `alternate_searches`."""
 
-    def __init__(self, chains: Chains, layers: Sequence[Layer], pinned: bool) -> None:
-        self.chains, self.layers, self.pinned, self.members = chains, layers, pinned, chains.setting.members
-        self.programs: dict[tuple[int, ...], tuple[Link, ...] | None] = {}
-        self.stretches: dict[int, tuple[tuple[Link, ...], list[tuple[Stretch, int]]]] = {}
+    def __init__(self, chains: ChainSearch, layers: Sequence[Layer], pinned: bool) -> None:
+        self.chains, self.layers, self.pinned, self.members = chains, layers, pinned, chains.setting.axis_members
+        self.programs: dict[tuple[int, ...], tuple[ChainLink, ...] | None] = {}
+        self.stretches: dict[int, tuple[tuple[ChainLink, ...], list[tuple[ComputeSegment, int]]]] = {}
 
-    def run(self, first: Sequence[tuple[int, ...]]) -> Record[tuple[Link, ...], tuple[int, ...]] | None:
-        return alternate(first, self.search, self.improve, self.cost)
+    def run_from(
+        self, first: Sequence[tuple[int, ...]]
+    ) -> ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]] | None:
+        return alternate_searches(first, self.search_programs, self.improve_shares, self.record_cost_s)
 
-    def search(self, given: tuple[int, ...]) -> tuple[Link, ...] | None:
+    def search_programs(self, given: tuple[int, ...]) -> tuple[ChainLink, ...] | None:
         if given not in self.programs:
             try:
-                self.programs[given] = self.chains.search(self.layers, given)
+                self.programs[given] = self.chains.search_programs(self.layers, given)
             except PlanError:
                 self.programs[given] = None
         return self.programs[given]
 
-    def improve(self, links: tuple[Link, ...]) -> list[tuple[int, ...]]:
+    def improve_shares(self, links: tuple[ChainLink, ...]) -> list[tuple[int, ...]]:
         if self.pinned:
             return []
         chain = [link.choice for link in links]
-        stretches = stretches_of(chain)
+        stretches = count_segments(chain)
         cuts = cuts_of(stretches)
         around = held_fractions(cuts, links[0].shares, self.members)
         least = least_fraction(cuts)
-        weights = best_weights(stretches, self.members, least, rooms(chain, limits(self.chains)), around)
+        weights = best_weights(stretches, self.members, least, memory_rooms(chain, memory_limits(self.chains)), around)
         weights = weights or best_weights(stretches, self.members, least, around=around)
-        return [] if weights is None else rounded(weights, cuts)
+        return [] if weights is None else round_weights(weights, cuts)
 
-    def cost(self, links: tuple[Link, ...], given: tuple[int, ...]) -> float | None:
+    def record_cost_s(self, links: tuple[ChainLink, ...], given: tuple[int, ...]) -> float | None:
         chain, setting = [link.choice for link in links], self.chains.setting
         if id(links) not in self.stretches:
-            self.stretches[id(links)] = links, stretches_of(chain)
+            self.stretches[id(links)] = links, count_segments(chain)
         seconds = cost_s(self.stretches[id(links)][1], self.members, given)
         if seconds is None:
             return None
-        if setting.overlap:
-            seconds -= setting.overlap * beside_s(chain, [given] * len(chain), setting.bucket_s, setting.microbatches)
-        return seconds * _penalty(self.chains, held_bytes(chain, given))
+        if setting.overlap_share:
+            seconds -= setting.overlap_share * overlapped_reduction_s(
+                chain, [given] * len(chain), setting.bucket_s, setting.microbatches
+            )
+        return seconds * _memory_penalty(self.chains, held_bytes(chain, given))
 
 
-def _penalty(chains: Chains, held: Sequence[float]) -> float:
+def _memory_penalty(chains: ChainSearch, held: Sequence[float]) -> float:
     """By what a program's cost is multiplied where it needs more memory than there is."""
-    return 1 + 1e3 * max(max(0.0, size / limit - 1) for size, limit in zip(held, limits(chains), strict=True))
+    return 1 + 1e3 * max(max(0.0, size / limit - 1) for size, limit in zip(held, memory_limits(chains), strict=True))
 
 
-def _finish(chains: Chains, record: Record[tuple[Link, ...], tuple[int, ...]]) -> Synthesized:
+def _finish_program(
+    chains: ChainSearch, record: ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]]
+) -> SynthesizedProgram:
     held = held_bytes([link.choice for link in record.program], record.shares)
-    return Synthesized(
+    return SynthesizedProgram(
         links=tuple(replace(link, shares=record.shares) for link in record.program),
         shares=record.shares,
-        cost_s=record.cost_s / _penalty(chains, held),
+        cost_s=record.cost_s / _memory_penalty(chains, held),
         held_bytes=held,
     )
 
 
-def _none(chains: Chains, shares: Sequence[int]) -> PlanError:
-    sizes = ", ".join(f"{kind.name} {format_bytes(kind.memory_bytes)}" for kind in chains.setting.distinct)
+def _no_program(chains: ChainSearch, shares: Sequence[int]) -> PlanError:
+    sizes = ", ".join(f"{kind.name} {format_bytes(kind.memory_bytes)}" for kind in chains.setting.distinct_kinds)
     return PlanError(
         "No program of these layers fits in the memory of these devices.",
         where="shard program",

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipefit.plan.types import Plan
 from pipefit.schedule.actions import COMPUTE, Action
-from pipefit.show.trace import Floats, Row, Trace
+from pipefit.show.trace import Floats, StepTrace, TraceRow
 from pipefit.simulate.timeline import Timeline
 
 PARTS = ("compute", "communication", "idle", "optimizer", "data")
@@ -26,7 +26,7 @@ Transfer = tuple[str, int, int, str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
+class StepBreakdown:
     """The parts of one lane's or device's step, in seconds."""
 
     lane: int
@@ -38,17 +38,19 @@ class Breakdown:
         return sum(self.seconds.values())
 
 
-def predicted_breakdown(timeline: Timeline) -> tuple[Breakdown, ...]:
+def predicted_breakdown(timeline: Timeline) -> tuple[StepBreakdown, ...]:
     """One entry a lane. Idle is what the simulator's idle time leaves after exposed transfers and reductions."""
     result = []
     for lane, actions in enumerate(timeline.schedule.lanes):
         start_s, stop_s = timeline.starts_s[lane], timeline.stops_s[lane]
-        compute = _runs(actions, start_s, stop_s, COMPUTE)
-        optimizer = _runs(actions, start_s, stop_s, ("NORM", "STEP"))
-        rings = _runs(actions, start_s, stop_s, ("REDUCE", "GATHER"))
-        busy = _union(compute + optimizer)
-        waits = float(timeline.exposed_transfer_s[lane]) + _length(_union(rings + busy)) - _length(busy)
-        compute_s, optimizer_s = _length(_union(compute)), _length(_union(optimizer))
+        compute = _action_runs(actions, start_s, stop_s, COMPUTE)
+        optimizer = _action_runs(actions, start_s, stop_s, ("NORM", "STEP"))
+        rings = _action_runs(actions, start_s, stop_s, ("REDUCE", "GATHER"))
+        busy = _merge_runs(compute + optimizer)
+        waits = (
+            float(timeline.exposed_transfer_s[lane]) + _total_length(_merge_runs(rings + busy)) - _total_length(busy)
+        )
+        compute_s, optimizer_s = _total_length(_merge_runs(compute)), _total_length(_merge_runs(optimizer))
         free = max(0.0, timeline.makespan_s - compute_s - optimizer_s)
         exposed = min(waits, free)
         seconds = {
@@ -58,11 +60,11 @@ def predicted_breakdown(timeline: Timeline) -> tuple[Breakdown, ...]:
             "optimizer": optimizer_s,
             "data": 0.0,
         }
-        result.append(Breakdown(lane=lane, device=None, seconds=seconds))
+        result.append(StepBreakdown(lane=lane, device=None, seconds=seconds))
     return tuple(result)
 
 
-def measured_breakdown(trace: Trace, plan: Plan) -> tuple[Breakdown, ...]:
+def measured_breakdown(trace: StepTrace, plan: Plan) -> tuple[StepBreakdown, ...]:
     """One entry a device.
 
     An action that had to wait for data was idle until the sender began to send, and in exposed communication after
@@ -77,14 +79,14 @@ def measured_breakdown(trace: Trace, plan: Plan) -> tuple[Breakdown, ...]:
         facts = trace.facts.get(row.device) if row.device is not None else None
         seconds["data"] = (facts.data_s or 0.0) if facts else 0.0
         seconds["idle"] += max(0.0, whole + seconds["data"] - sum(seconds.values()))
-        result.append(Breakdown(lane=row.lane, device=row.device, seconds=seconds))
+        result.append(StepBreakdown(lane=row.lane, device=row.device, seconds=seconds))
     return tuple(result)
 
 
-def with_waits(trace: Trace, plan: Plan) -> Trace:
+def with_waits(trace: StepTrace, plan: Plan) -> StepTrace:
     """The trace with what is known of every action's waiting: recorded, or until its sender began; and in NORM."""
     sends = _send_starts(trace.rows, plan)
-    norms = [_runs(row.actions, row.start_s, row.stop_s, ("NORM",)) for row in trace.rows]
+    norms = [_action_runs(row.actions, row.start_s, row.stop_s, ("NORM",)) for row in trace.rows]
     last_norm_s = max((start for runs in norms for start, _ in runs), default=0.0)
     rows = []
     for row in trace.rows:
@@ -96,12 +98,12 @@ def with_waits(trace: Trace, plan: Plan) -> Trace:
     return replace(trace, rows=tuple(rows))
 
 
-def _early_s(row: Row, sent_s: Floats) -> Floats:
+def _early_s(row: TraceRow, sent_s: Floats) -> Floats:
     """How long each action had begun before its sender did, at most its whole duration."""
     return np.minimum(np.maximum(sent_s - row.start_s, 0.0), row.stop_s - row.start_s)
 
 
-def _measured_parts(row: Row, early_s: Floats) -> dict[str, float]:
+def _measured_parts(row: TraceRow, early_s: Floats) -> dict[str, float]:
     """Seconds by part, of what the actions of a row with waits cover."""
     assert row.wait_s is not None, "the row comes from with_waits"
     seconds = dict.fromkeys(PARTS, 0.0)
@@ -122,12 +124,12 @@ def _measured_parts(row: Row, early_s: Floats) -> dict[str, float]:
     return seconds
 
 
-def _send_starts(rows: Sequence[Row], plan: Plan) -> dict[Transfer, dict[int, float]]:
+def _send_starts(rows: Sequence[TraceRow], plan: Plan) -> dict[Transfer, dict[int, float]]:
     """When each transfer was begun: by what it carries, then by the sender's place in its group."""
     starts: dict[Transfer, dict[int, float]] = {}
     for row in rows:
         assert row.device is not None, "a measured row is of a device"
-        place = plan.lane_group(row.lane).devices.index(row.device)
+        place = plan.lane_mesh(row.lane).devices.index(row.device)
         for action, start in zip(row.actions, row.start_s, strict=True):
             if action.kind.startswith("SEND"):
                 key = (action.kind[-1], action.stage, action.peer, action.what, action.microbatch, action.slice)
@@ -135,13 +137,13 @@ def _send_starts(rows: Sequence[Row], plan: Plan) -> dict[Transfer, dict[int, fl
     return starts
 
 
-def _sent_s(row: Row, sends: Mapping[Transfer, Mapping[int, float]], plan: Plan) -> Floats:
+def _sent_s(row: TraceRow, sends: Mapping[Transfer, Mapping[int, float]], plan: Plan) -> Floats:
     """For each action of a row, when the last transfer that it takes inputs from was begun; 0 without one.
 
     Between groups of equal size a device receives from its own place; else from any of them, and the last counts.
     """
     assert row.device is not None, "a measured row is of a device"
-    group = plan.lane_group(row.lane)
+    group = plan.lane_mesh(row.lane)
     place = group.devices.index(row.device)
     sources: dict[tuple[str, int], set[tuple[int, str]]] = {}
     for action in row.actions:
@@ -154,12 +156,12 @@ def _sent_s(row: Row, sends: Mapping[Transfer, Mapping[int, float]], plan: Plan)
             continue
         for peer, what in sources.get((way, action.stage), ()):
             starts = sends.get((way, peer, action.stage, what, action.microbatch, action.slice), {})
-            equal = plan.lane_group(plan.order.placement[peer]).size == group.size and place in starts
+            equal = plan.lane_mesh(plan.order.placement[peer]).size == group.size and place in starts
             sent_s[index] = max(sent_s[index], starts[place] if equal else max(starts.values(), default=0.0))
     return sent_s
 
 
-def _runs(actions: Sequence[Action], start_s: Floats, stop_s: Floats, kinds: Sequence[str]) -> Runs:
+def _action_runs(actions: Sequence[Action], start_s: Floats, stop_s: Floats, kinds: Sequence[str]) -> Runs:
     return [
         (float(start), float(stop))
         for action, start, stop in zip(actions, start_s, stop_s, strict=True)
@@ -167,7 +169,7 @@ def _runs(actions: Sequence[Action], start_s: Floats, stop_s: Floats, kinds: Seq
     ]
 
 
-def _union(runs: Runs) -> Runs:
+def _merge_runs(runs: Runs) -> Runs:
     merged: Runs = []
     for start, stop in sorted(runs):
         if merged and start <= merged[-1][1]:
@@ -177,5 +179,5 @@ def _union(runs: Runs) -> Runs:
     return merged
 
 
-def _length(runs: Runs) -> float:
+def _total_length(runs: Runs) -> float:
     return float(np.sum([stop - start for start, stop in runs])) if runs else 0.0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipefit.schedule.actions import Action
-from pipefit.show.trace import Floats, Row, Trace
+from pipefit.show.trace import Floats, StepTrace, TraceRow
 from pipefit.simulate.memory import MemoryCurve
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
@@ -36,22 +36,22 @@ def encode_numbers(values: Iterable[int]) -> str:
     return "".join(out)
 
 
-def encode_traces(traces: Sequence[Trace], slices: int) -> dict[str, Any]:
+def encode_traces(traces: Sequence[StepTrace], slices: int) -> dict[str, Any]:
     """All rows on one clock. Sequences of actions that several rows share are stored once."""
     horizon_s = max((trace.stop_s for trace in traces), default=0.0)
     tick_s = horizon_s / TICKS if horizon_s else 1.0
     sequences: dict[tuple[Action, ...], int] = {}
     rows = []
     for trace in traces:
-        for row in _kept(trace):
+        for row in _rows_to_draw(trace):
             rows.append(
                 {
                     "trace": trace.name,
                     "lane": row.lane,
                     "device": row.device,
                     "sequence": sequences.setdefault(row.actions, len(sequences)),
-                    "times": encode_numbers(_ticks(row, tick_s)),
-                    **({} if row.wait_s is None else {"waits": encode_numbers(_whole(row.wait_s / tick_s))}),
+                    "times": encode_numbers(_row_ticks(row, tick_s)),
+                    **({} if row.wait_s is None else {"waits": encode_numbers(_round_values(row.wait_s / tick_s))}),
                 }
             )
     return {
@@ -83,8 +83,8 @@ def encode_actions(actions: Sequence[Action], slices: int) -> dict[str, Any]:
         "words": [list(word) for word in words],
         "order": encode_numbers(order),
         "places": [
-            0 if pairs == _counted(len(pairs), slices, False) else 1 if pairs == _counted(len(pairs), slices, True)
-            else encode_numbers(number for pair in pairs for number in pair)
+            0 if pairs == _counted_places(len(pairs), slices, False) else 1 if pairs == _counted_places(len(pairs),
+            slices, True) else encode_numbers(number for pair in pairs for number in pair)
             for pairs in places
         ],
     }  # fmt: skip
@@ -104,7 +104,7 @@ def encode_curve(curve: MemoryCurve, horizon_s: float) -> dict[str, Any]:
     return {"static": curve.static_bytes, "bytes": [round(float(value)) for value in highest]}
 
 
-def critical_flags(rows: Sequence[Row], path: Sequence[tuple[int, Action]]) -> dict[int, str]:
+def critical_flags(rows: Sequence[TraceRow], path: Sequence[tuple[int, Action]]) -> dict[int, str]:
     """For each lane, which of its predicted actions lie on the critical path, as steps from one index to the next."""
     wanted = set(path)
     flags = {}
@@ -115,10 +115,10 @@ def critical_flags(rows: Sequence[Row], path: Sequence[tuple[int, Action]]) -> d
     return flags
 
 
-def _kept(trace: Trace) -> Sequence[Row]:
+def _rows_to_draw(trace: StepTrace) -> Sequence[TraceRow]:
     if sum(len(row.actions) for row in trace.rows) <= MOST_SPANS:
         return trace.rows
-    by_lane: dict[int, list[Row]] = {}
+    by_lane: dict[int, list[TraceRow]] = {}
     for row in trace.rows:
         by_lane.setdefault(row.lane, []).append(row)
     kept = []
@@ -128,8 +128,8 @@ def _kept(trace: Trace) -> Sequence[Row]:
     return kept
 
 
-def _ticks(row: Row, tick_s: float) -> Iterable[int]:
-    start, stop = _whole(row.start_s / tick_s), _whole(row.stop_s / tick_s)
+def _row_ticks(row: TraceRow, tick_s: float) -> Iterable[int]:
+    start, stop = _round_values(row.start_s / tick_s), _round_values(row.stop_s / tick_s)
     before = 0
     for begin, end in zip(start, stop, strict=True):
         yield begin - before
@@ -137,9 +137,9 @@ def _ticks(row: Row, tick_s: float) -> Iterable[int]:
         before = end
 
 
-def _whole(values: Floats) -> list[int]:
+def _round_values(values: Floats) -> list[int]:
     return [int(value) for value in np.rint(values)]
 
 
-def _counted(count: int, slices: int, down: bool) -> list[tuple[int, int]]:
+def _counted_places(count: int, slices: int, down: bool) -> list[tuple[int, int]]:
     return [(k // slices, slices - 1 - k % slices if down else k % slices) for k in range(count)]

@@ -12,14 +12,14 @@ from pipefit.show.record import RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class FigurePair:
     """One figure twice. None where it is not known: a plan that has not run, a run without a trace."""
 
     predicted: float | None = None
     measured: float | None = None
 
     @property
-    def error(self) -> float | None:
+    def relative_error(self) -> float | None:
         """(predicted - measured) / measured."""
         if self.predicted is None or not self.measured:
             return None
@@ -27,54 +27,54 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class RunFigures:
     """The figures of one plan or run."""
 
-    step_s: Pair
-    tokens_per_s: Pair
+    step_s: FigurePair
+    tokens_per_s: FigurePair
     "Of all devices together."
-    peak_bytes: Pair
+    peak_bytes: FigurePair
     "Of the device that uses most."
-    peak_share: Pair
+    peak_share: FigurePair
     "Of the device that is nearest its limit: the part of the limit."
-    idle_share: Pair
+    idle_share: FigurePair
     "Part of the devices' time in which nothing is computed: waiting for data, links or other devices."
 
 
-def figures_of(plan: Plan, record: RunRecord | None) -> Figures:
+def figures_of(plan: Plan, record: RunRecord | None) -> RunFigures:
     """The figures. Raises PlanError for a plan without prediction."""
     prediction = plan.prediction
     if prediction is None:
         raise PlanError(
             "The plan has no prediction.",
-            where=f"plan {plan.hash}",
+            where=f"plan {plan.content_hash}",
             next_step="fill it in: pipefit simulate, or make the plan with pipefit plan",
         )
-    sizes = [plan.lane_group(lane).size for lane in range(len(prediction.lanes))]
+    sizes = [plan.lane_mesh(lane).size for lane in range(len(prediction.lanes))]
     idle_s = sum(lane.idle_s * size for lane, size in zip(prediction.lanes, sizes, strict=True))
     whole_s = prediction.step_s * sum(sizes)
-    measured_s = _known(record.step_s) if record else None
+    measured_s = _number_or_none(record.step_s) if record else None
     peaks = record.peak_bytes if record else {}
     limits = limits_by_device(plan)
-    return Figures(
-        step_s=Pair(predicted=prediction.step_s, measured=measured_s),
-        tokens_per_s=Pair(
+    return RunFigures(
+        step_s=FigurePair(predicted=prediction.step_s, measured=measured_s),
+        tokens_per_s=FigurePair(
             predicted=prediction.tokens_per_s,
             measured=plan.job.batch * plan.job.sequence / measured_s if measured_s else None,
         ),
-        peak_bytes=Pair(
+        peak_bytes=FigurePair(
             predicted=max(lane.peak_bytes for lane in prediction.lanes),
             measured=max(peaks.values()) if peaks else None,
         ),
-        peak_share=Pair(
+        peak_share=FigurePair(
             predicted=max(lane.peak_bytes / lane.limit_bytes for lane in prediction.lanes if lane.limit_bytes),
             measured=max(size / limits[device] for device, size in peaks.items()) if peaks else None,
         ),
-        idle_share=Pair(predicted=idle_s / whole_s if whole_s else 0.0, measured=_measured_idle(plan, record)),
+        idle_share=FigurePair(predicted=idle_s / whole_s if whole_s else 0.0, measured=_measured_idle(plan, record)),
     )
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """`12 %`, below ten with one decimal."""
     return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
 
@@ -83,9 +83,9 @@ def limits_by_device(plan: Plan) -> dict[int, float]:
     """The memory that the plan counted on, for each device."""
     assert plan.prediction is not None
     return {
-        device: lane.of(device).limit_bytes
+        device: lane.for_device(device).limit_bytes
         for number, lane in enumerate(plan.prediction.lanes)
-        for device in plan.lane_group(number).devices
+        for device in plan.lane_mesh(number).devices
     }
 
 
@@ -98,5 +98,5 @@ def _measured_idle(plan: Plan, record: RunRecord | None) -> float | None:
     return 1.0 - busy / whole if whole else None
 
 
-def _known(value: float) -> float | None:
+def _number_or_none(value: float) -> float | None:
     return None if math.isnan(value) else value

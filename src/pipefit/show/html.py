@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def text(value: object) -> str:
+def escape_text(value: object) -> str:
     """The value as text that cannot be markup."""
     return html.escape(str(value), quote=True)
 
 
-def table(
+def html_table(
     caption: str,
     heads: Sequence[str],
     rows: Iterable[Sequence[str]],
@@ -28,38 +28,40 @@ def table(
     becomes a list of cards on a phone; the roles say then what the layout no longer does.
     """
 
-    def cell(column: int, content: str) -> str:
+    def table_cell(column: int, content: str) -> str:
         mark = ' class="number"' if column in numeric else ""
-        name = f' data-label="{text(heads[column])}"' if stack else ""
+        name = f' data-label="{escape_text(heads[column])}"' if stack else ""
         if column == 0:
             return f'<th scope="row" role="rowheader"{mark}{name}>{content}</th>'
         return f'<td role="cell"{mark}{name}>{content}</td>'
 
     head = "".join(
-        f'<th scope="col" role="columnheader"{" class=number" if i in numeric else ""}>{text(name)}</th>'
+        f'<th scope="col" role="columnheader"{" class=number" if i in numeric else ""}>{escape_text(name)}</th>'
         for i, name in enumerate(heads)
     )
-    body = "".join(f'<tr role="row">{"".join(cell(i, content) for i, content in enumerate(row))}</tr>' for row in rows)
+    body = "".join(
+        f'<tr role="row">{"".join(table_cell(i, content) for i, content in enumerate(row))}</tr>' for row in rows
+    )
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
-        f'<table role="table"{" class=stack" if stack else ""}><caption>{text(caption)}</caption>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape_text(caption)}">'
+        f'<table role="table"{" class=stack" if stack else ""}><caption>{escape_text(caption)}</caption>'
         f'<thead role="rowgroup"><tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table></div>'
     )
 
 
-def embed(data: Any) -> str:
+def embed_json(data: Any) -> str:
     """JSON that can stand inside a <script> element: no `<`, and nothing that is not a number."""
-    plain = json.dumps(_finite(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    plain = json.dumps(_finite_data(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         plain = plain.replace(character, f"\\u{ord(character):04x}")
     return plain
 
 
-def _finite(data: Any) -> Any:
+def _finite_data(data: Any) -> Any:
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, dict):
-        return {str(key): _finite(value) for key, value in data.items()}
+        return {str(key): _finite_data(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
+        return [_finite_data(value) for value in data]
     return data

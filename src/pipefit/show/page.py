@@ -11,21 +11,21 @@ from pipefit import __version__
 from pipefit.show.breakdown import measured_breakdown, predicted_breakdown, with_waits
 from pipefit.show.encode import critical_flags, encode_curve, encode_traces
 from pipefit.show.figures import figures_of
-from pipefit.show.html import embed, text
+from pipefit.show.html import embed_json, escape_text
 from pipefit.show.record import RunRecord
 from pipefit.show.sections import (
     breakdown_section,
+    headline_tiles,
     links_section,
     memory_section,
-    tiles,
     timeline_section,
     training_section,
 )
 from pipefit.show.sections_plan import bound_section, decisions_section, provenance_section
 from pipefit.show.sections_trade import trade_section
-from pipefit.show.subject import Subject
-from pipefit.show.trace import Trace, from_timeline
-from pipefit.show.traffic import REASONS, Traffic, step_traffic
+from pipefit.show.subject import ReportSubject
+from pipefit.show.trace import StepTrace, from_timeline
+from pipefit.show.traffic import REASONS, StepTraffic, step_traffic
 from pipefit.units import format_seconds
 
 SCRIPTS = ("decode.js", "timeline.js", "controls.js", "charts.js", "links.js", "trade.js", "page.js")
@@ -36,7 +36,7 @@ MOST_STEPS = 1500
 """Points of a curve over the run; of more steps, every k-th is drawn."""
 
 
-def report(subject: Subject) -> str:
+def render_report(subject: ReportSubject) -> str:
     """The HTML text of the report."""
     plan, record = subject.plan, subject.record
     measured = record.trace if record is not None else None
@@ -46,8 +46,8 @@ def report(subject: Subject) -> str:
     timeline = _timeline_data(subject, traces)
     peaks = record.peak_bytes if record is not None else {}
     sections = [
-        _head(subject),
-        timeline_section(subject, _kinds(traces), timeline["left_out"]),
+        _page_head(subject),
+        timeline_section(subject, _action_kinds(traces), timeline["left_out"]),
         breakdown_section(
             subject,
             predicted_breakdown(subject.simulation.timeline),
@@ -66,32 +66,32 @@ def report(subject: Subject) -> str:
         data["links"] = _links_data(subject, traffic)
     if record is not None and record.steps:
         data["training"] = _training_data(record, subject.prediction.step_s)
-    return _fill("\n".join(filter(None, sections)), data, _title(subject), _navigation(subject))
+    return _fill_template("\n".join(filter(None, sections)), data, _page_title(subject), _navigation_links(subject))
 
 
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     """A file that ships beside this module."""
     return resources.files("pipefit.show").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _fill(body: str, data: dict[str, Any], title: str, navigation: str) -> str:
-    return Template(asset("template.html")).substitute(
+def _fill_template(body: str, data: dict[str, Any], title: str, navigation: str) -> str:
+    return Template(read_asset("template.html")).substitute(
         version=__version__,
-        title=text(title),
-        css=asset("report.css"),
+        title=escape_text(title),
+        css=read_asset("report.css"),
         navigation=navigation,
         body=body,
         footer=f"Made by pipefit {__version__}. The file is complete: it opens without a network.",
-        data=embed(data),
-        script="\n".join(map(asset, SCRIPTS)),
+        data=embed_json(data),
+        script="\n".join(map(read_asset, SCRIPTS)),
     )
 
 
-def _title(subject: Subject) -> str:
+def _page_title(subject: ReportSubject) -> str:
     return f"{subject.plan.model.name} on {subject.cluster.name}"
 
 
-def _navigation(subject: Subject) -> str:
+def _navigation_links(subject: ReportSubject) -> str:
     entries = [
         ("timeline-section", "Timeline"),
         ("breakdown", "Step"),
@@ -106,11 +106,11 @@ def _navigation(subject: Subject) -> str:
     return "".join(f'<a href="#{anchor}">{name}</a>' for anchor, name in entries)
 
 
-def _head(subject: Subject) -> str:
+def _page_head(subject: ReportSubject) -> str:
     plan, prediction = subject.plan, subject.prediction
     lanes = len(prediction.lanes)
     facts = [
-        ("Devices", str(len(plan.devices))),
+        ("Devices", str(len(plan.used_devices))),
         ("Lanes", str(lanes)),
         ("Stages", str(len(plan.stages))),
         ("Batch", f"{plan.job.batch} x {plan.job.sequence} tokens"),
@@ -119,24 +119,24 @@ def _head(subject: Subject) -> str:
         ("Schedule", plan.order.name),
         ("Precision", plan.job.precision),
     ]
-    listed = "".join(f"<span>{name} <b>{text(value)}</b></span>" for name, value in facts)
+    listed = "".join(f"<span>{name} <b>{escape_text(value)}</b></span>" for name, value in facts)
     extra = []
     if prediction.lower_bound_s > 0:
         above = prediction.step_s / prediction.lower_bound_s - 1.0
         extra.append(
             ("Lower bound", format_seconds(prediction.lower_bound_s), f"the plan is <b>{100 * above:.1f} %</b> above")
         )
-    return f'<h1>{text(_title(subject))}</h1><p class="sub">{listed}</p>' + tiles(
+    return f'<h1>{escape_text(_page_title(subject))}</h1><p class="sub">{listed}</p>' + headline_tiles(
         figures_of(plan, subject.record), subject.record, extra
     )
 
 
-def _kinds(traces: list[Trace]) -> set[str]:
+def _action_kinds(traces: list[StepTrace]) -> set[str]:
     kinds = {action.kind for trace in traces for row in trace.rows for action in set(row.actions)}
     return {kind if kind in "FIWB" else GROUP.get(kind, "O") for kind in kinds}
 
 
-def _timeline_data(subject: Subject, traces: list[Trace]) -> dict[str, Any]:
+def _timeline_data(subject: ReportSubject, traces: list[StepTrace]) -> dict[str, Any]:
     data = encode_traces(traces, len(subject.plan.order.slices))
     data["slices"] = len(subject.plan.order.slices)
     path = [(span.lane, span.action) for span in subject.simulation.timeline.critical_path]
@@ -144,26 +144,28 @@ def _timeline_data(subject: Subject, traces: list[Trace]) -> dict[str, Any]:
     return data
 
 
-def _memory_data(subject: Subject, peaks: Any) -> dict[str, Any]:
+def _memory_data(subject: ReportSubject, peaks: Any) -> dict[str, Any]:
     horizon_s = subject.simulation.timeline.makespan_s
     lanes = []
-    for number, (devices, lane) in enumerate(zip(subject.simulation.devices, subject.prediction.lanes, strict=True)):
+    for number, (devices, lane) in enumerate(
+        zip(subject.simulation.device_peaks, subject.prediction.lanes, strict=True)
+    ):
         curve = next((one for one in devices if one.kind == lane.kind), devices[0]).curve
-        own = [[device, peaks[device]] for device in subject.plan.lane_group(number).devices if device in peaks]
+        own = [[device, peaks[device]] for device in subject.plan.lane_mesh(number).devices if device in peaks]
         lanes.append(
             {**encode_curve(curve, horizon_s), "peak": curve.peak_bytes, "limit": lane.limit_bytes, "measured": own}
         )
     return {"horizon_s": horizon_s, "lanes": lanes}
 
 
-def _links_data(subject: Subject, traffic: Traffic) -> dict[str, Any]:
+def _links_data(subject: ReportSubject, traffic: StepTraffic) -> dict[str, Any]:
     network, cluster = subject.network, subject.cluster
-    used = sorted({device for pair in traffic.bytes for device in pair} | set(subject.plan.devices))
+    used = sorted({device for pair in traffic.bytes for device in pair} | set(subject.plan.used_devices))
     place = {device: index for index, device in enumerate(used)}
     hosts = sorted({network.host[device] for device in used})
     pairs = []
     for (source, target), parts in sorted(traffic.bytes.items()):
-        link = network.link(source, target)
+        link = network.find_link(source, target)
         sizes = [round(parts.get(reason, 0.0)) for reason in REASONS]
         pairs.append([place[source], place[target], sizes, link.bandwidth_bytes_per_s, link.latency_s])
     return {

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipefit.codec import write_file
 from pipefit.schedule.actions import TRANSFER, Action
-from pipefit.show.trace import Row, Trace, from_timeline
+from pipefit.show.trace import StepTrace, TraceRow, from_timeline
 from pipefit.simulate.timeline import Timeline
 
 Event = dict[str, Any]
@@ -23,9 +23,9 @@ LINK = (*TRANSFER, "REDUCE", "GATHER")
 """What a device's links do beside its computing."""
 
 
-def write_perfetto(path: Path, traces: Sequence[Trace], timeline: Timeline | None = None) -> None:
+def write_perfetto(path: Path, traces: Sequence[StepTrace], timeline: Timeline | None = None) -> None:
     """Write the traces, and the memory curves of `timeline` (the prediction's) as counters, to one file."""
-    write_file(path, json.dumps(perfetto(traces, timeline), separators=(",", ":")) + "\n", "trace")
+    write_file(path, json.dumps(perfetto_document(traces, timeline), separators=(",", ":")) + "\n", "trace")
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
@@ -33,30 +33,30 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
     write_perfetto(path, [from_timeline(timeline)], timeline)
 
 
-def perfetto(traces: Sequence[Trace], timeline: Timeline | None = None) -> dict[str, Any]:
+def perfetto_document(traces: Sequence[StepTrace], timeline: Timeline | None = None) -> dict[str, Any]:
     """The document; the actions of a row stand in the order of its lane."""
     events: list[Event] = []
     for process, trace in enumerate(traces, 1):
-        events += _process(process, trace)
+        events += _process_events(process, trace)
         if timeline is not None and trace.name == "predicted":
-            events += _memory(process, timeline)
+            events += _memory_events(process, timeline)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _process(process: int, trace: Trace) -> Iterator[Event]:
+def _process_events(process: int, trace: StepTrace) -> Iterator[Event]:
     name = trace.name if trace.step is None else f"{trace.name}, step {trace.step}"
-    yield _name("process_name", process, 0, name)
+    yield _name_event("process_name", process, 0, name)
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
     for index, row in enumerate(trace.rows):
         label = f"lane {row.lane}" + ("" if row.device is None else f", device {row.device}")
-        yield _name("thread_name", process, 2 * index + 1, label)
-        yield _name("thread_name", process, 2 * index + 2, f"{label}, links")
-        yield from _row(process, 2 * index + 1, row)
+        yield _name_event("thread_name", process, 2 * index + 1, label)
+        yield _name_event("thread_name", process, 2 * index + 2, f"{label}, links")
+        yield from _row_events(process, 2 * index + 1, row)
     if all(row.device is None for row in trace.rows):
-        yield from _flows(process, trace)
+        yield from _flow_events(process, trace)
 
 
-def _row(process: int, thread: int, row: Row) -> Iterator[Event]:
+def _row_events(process: int, thread: int, row: TraceRow) -> Iterator[Event]:
     """The row's actions; those of its links stand on the thread below."""
     for action, start_s, stop_s in zip(row.actions, row.start_s.tolist(), row.stop_s.tolist(), strict=True):
         yield {
@@ -67,11 +67,11 @@ def _row(process: int, thread: int, row: Row) -> Iterator[Event]:
             "tid": thread + (action.kind in LINK),
             "ts": start_s * 1e6,
             "dur": (stop_s - start_s) * 1e6,
-            "args": _arguments(action),
+            "args": _event_arguments(action),
         }
 
 
-def _flows(process: int, trace: Trace) -> Iterator[Event]:
+def _flow_events(process: int, trace: StepTrace) -> Iterator[Event]:
     """Arrows from each SEND to the compute action of the peer stage that uses what it brings."""
     sends: dict[tuple[str, int, int, int], list[tuple[int, float]]] = {}
     for index, row in enumerate(trace.rows):
@@ -92,8 +92,8 @@ def _flows(process: int, trace: Trace) -> Iterator[Event]:
                 yield {"ph": "f", "bp": "e", **common, "tid": 2 * index + 1, "ts": start_s * 1e6}
 
 
-def _memory(process: int, timeline: Timeline) -> Iterator[Event]:
-    for lane, curve in enumerate(timeline.memory):
+def _memory_events(process: int, timeline: Timeline) -> Iterator[Event]:
+    for lane, curve in enumerate(timeline.lane_memory):
         for time_s, size in zip(curve.time_s.tolist(), curve.bytes.tolist(), strict=True):
             yield {
                 "ph": "C",
@@ -105,7 +105,7 @@ def _memory(process: int, timeline: Timeline) -> Iterator[Event]:
             }
 
 
-def _arguments(action: Action) -> dict[str, Any]:
+def _event_arguments(action: Action) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if action.stage >= 0:
         found["stage"] = action.stage
@@ -118,5 +118,5 @@ def _arguments(action: Action) -> dict[str, Any]:
     return found
 
 
-def _name(what: str, process: int, thread: int, text: str) -> Event:
+def _name_event(what: str, process: int, thread: int, text: str) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}

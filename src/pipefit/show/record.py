@@ -16,14 +16,14 @@ from typing import Any
 from pipefit.codec import load_file
 from pipefit.errors import FormatError
 from pipefit.plan.types import Plan
-from pipefit.show.trace import Trace, read_trace
+from pipefit.show.trace import StepTrace, read_trace
 
 PLAN, METRICS, TRACE = "plan.json", "metrics.jsonl", "trace.json"
 CLUSTER, ENVIRONMENT = "cluster.json", "environment.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RecordedStep:
     """One line of the metrics. NaN stands for a figure that the line does not have."""
 
     step: int
@@ -40,24 +40,24 @@ class RunRecord:
 
     path: Path
     plan: Plan
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
     "In order; where a resumed run did a step again, the later one."
     evaluations: tuple[tuple[int, float], ...]
     "(step, mean loss over the held-out text)."
-    trace: Trace | None
+    trace: StepTrace | None
     environment: Mapping[str, str]
 
     @property
     def step_s(self) -> float:
         """The median time of a step without the warm-up: the first tenth, at least the first. NaN without steps."""
-        times = sorted(step.step_s for step in self.steps[self.warm_up :] if step.step_s > 0)
+        times = sorted(step.step_s for step in self.steps[self.warm_up_steps :] if step.step_s > 0)
         if not times:
             return math.nan
         middle = len(times) // 2
         return times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2
 
     @property
-    def warm_up(self) -> int:
+    def warm_up_steps(self) -> int:
         """How many first steps `step_s` leaves out."""
         return max(1, len(self.steps) // 10) if len(self.steps) > 1 else 0
 
@@ -68,8 +68,8 @@ class RunRecord:
         if self.trace is not None:
             peaks = {d: f.memory_bytes for d, f in self.trace.facts.items() if f.memory_bytes is not None}
         first = [step.memory_bytes for step in self.steps if step.memory_bytes > 0]
-        if first and self.plan.devices[0] not in peaks:
-            peaks[self.plan.devices[0]] = max(first)
+        if first and self.plan.used_devices[0] not in peaks:
+            peaks[self.plan.used_devices[0]] = max(first)
         return peaks
 
 
@@ -94,7 +94,7 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def _read_metrics(path: Path) -> tuple[tuple[Step, ...], tuple[tuple[int, float], ...]]:
+def _read_metrics(path: Path) -> tuple[tuple[RecordedStep, ...], tuple[tuple[int, float], ...]]:
     if not path.is_file():
         raise FormatError(
             "The run has no metrics; it may have stopped before its first step.",
@@ -105,19 +105,19 @@ def _read_metrics(path: Path) -> tuple[tuple[Step, ...], tuple[tuple[int, float]
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError("The metrics cannot be read.", where=str(path), seen=error) from None
-    steps: dict[int, Step] = {}
+    steps: dict[int, RecordedStep] = {}
     evaluations: dict[int, float] = {}
     for number, line in enumerate(lines, 1):
-        record = _parse(line, f"{path}, line {number}")
+        record = _parse_line(line, f"{path}, line {number}")
         if "eval_loss" in record:
-            evaluations[_integer(record, number, path)] = _number(record, "eval_loss", number, path)
+            evaluations[_read_integer(record, number, path)] = _read_number(record, "eval_loss", number, path)
         elif "broken_images" not in record:
             step = _read_step(record, number, path)
             steps[step.step] = step
     return tuple(steps[key] for key in sorted(steps)), tuple(sorted(evaluations.items()))
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
+def _parse_line(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
@@ -132,26 +132,26 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     return record
 
 
-def _read_step(record: Mapping[str, Any], number: int, path: Path) -> Step:
-    def optional(name: str) -> float:
-        return _number(record, name, number, path) if record.get(name) is not None else math.nan
+def _read_step(record: Mapping[str, Any], number: int, path: Path) -> RecordedStep:
+    def read_optional(name: str) -> float:
+        return _read_number(record, name, number, path) if record.get(name) is not None else math.nan
 
-    step_s = _number(record, "step_s", number, path)
+    step_s = _read_number(record, "step_s", number, path)
     if not step_s > 0:
         raise FormatError(
             "A step takes a positive time.", where=f"{path}, line {number}: step_s", seen=record["step_s"]
         )
-    return Step(
-        step=_integer(record, number, path),
-        loss=_number(record, "loss", number, path),
+    return RecordedStep(
+        step=_read_integer(record, number, path),
+        loss=_read_number(record, "loss", number, path),
         step_s=step_s,
-        tokens=optional("tokens"),
-        memory_bytes=optional("memory_bytes"),
-        grad_norm=optional("grad_norm"),
+        tokens=read_optional("tokens"),
+        memory_bytes=read_optional("memory_bytes"),
+        grad_norm=read_optional("grad_norm"),
     )
 
 
-def _number(record: Mapping[str, Any], name: str, number: int, path: Path) -> float:
+def _read_number(record: Mapping[str, Any], name: str, number: int, path: Path) -> float:
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise FormatError(
@@ -163,8 +163,8 @@ def _number(record: Mapping[str, Any], name: str, number: int, path: Path) -> fl
     return float(value)
 
 
-def _integer(record: Mapping[str, Any], number: int, path: Path) -> int:
-    value = _number(record, "step", number, path)
+def _read_integer(record: Mapping[str, Any], number: int, path: Path) -> int:
+    value = _read_number(record, "step", number, path)
     if value != int(value) or value < 0:
         raise FormatError("A step is a count.", where=f"{path}, line {number}: step", seen=record["step"])
     return int(value)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pipefit.layout import Group
+from pipefit.layout import Mesh
 from pipefit.plan.explain.text import risk_line
 from pipefit.plan.types import LanePrediction
-from pipefit.show.breakdown import PARTS, Breakdown
-from pipefit.show.figures import Figures, Pair, percent
-from pipefit.show.html import table, text
-from pipefit.show.record import RunRecord, Step
-from pipefit.show.subject import Subject
-from pipefit.show.trace import Row
-from pipefit.show.traffic import REASONS, Traffic
+from pipefit.show.breakdown import PARTS, StepBreakdown
+from pipefit.show.figures import FigurePair, RunFigures, format_percent
+from pipefit.show.html import escape_text, html_table
+from pipefit.show.record import RecordedStep, RunRecord
+from pipefit.show.subject import ReportSubject
+from pipefit.show.trace import TraceRow
+from pipefit.show.traffic import REASONS, StepTraffic
 from pipefit.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 KINDS = (
@@ -48,21 +48,21 @@ MOST_DEVICES = 128
 """Bars of the breakdown."""
 
 
-def card(identifier: str, title: str, body: str) -> str:
+def section_card(identifier: str, title: str, body: str) -> str:
     """A section of the page."""
     return (
         f'<section class="card" id="{identifier}" aria-labelledby="{identifier}-title">'
-        f'<h2 id="{identifier}-title">{text(title)}</h2>{body}</section>'
+        f'<h2 id="{identifier}-title">{escape_text(title)}</h2>{body}</section>'
     )
 
 
-def tiles(figures: Figures, record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()) -> str:
+def headline_tiles(figures: RunFigures, record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()) -> str:
     """The headline figures. Each says what was measured, and what was predicted; without a run, the prediction."""
     entries = [
-        _tile("Step time", figures.step_s, format_seconds),
-        _tile("Tokens per second", figures.tokens_per_s, format_count),
-        _tile("Peak memory of a device", figures.peak_bytes, format_bytes),
-        _tile("Idle share", figures.idle_share, percent, points=True),
+        _figure_tile("Step time", figures.step_s, format_seconds),
+        _figure_tile("Tokens per second", figures.tokens_per_s, format_count),
+        _figure_tile("Peak memory of a device", figures.peak_bytes, format_bytes),
+        _figure_tile("Idle share", figures.idle_share, format_percent, points=True),
         *(_plain_tile(*entry) for entry in extra),
     ]
     if record is not None and record.steps:
@@ -72,7 +72,7 @@ def tiles(figures: Figures, record: RunRecord | None, extra: Sequence[tuple[str,
     return f'<dl class="tiles">{"".join(entries)}</dl>'
 
 
-def _tile(name: str, pair: Pair, show: Callable[[float], str], points: bool = False) -> str:
+def _figure_tile(name: str, pair: FigurePair, show: Callable[[float], str], points: bool = False) -> str:
     if pair.measured is None:
         value = show(pair.predicted) if pair.predicted is not None else "not known"
         return _plain_tile(name, value, "predicted")
@@ -81,15 +81,18 @@ def _tile(name: str, pair: Pair, show: Callable[[float], str], points: bool = Fa
     if points:
         off = f"{100 * (pair.predicted - pair.measured):+.1f} points".replace("-", "−")
     else:
-        off = f"{100 * (pair.error or 0.0):+.1f} %".replace("-", "−")
+        off = f"{100 * (pair.relative_error or 0.0):+.1f} %".replace("-", "−")
     return _plain_tile(name, show(pair.measured), f"predicted <b>{show(pair.predicted)}</b> ({off})")
 
 
 def _plain_tile(name: str, value: str, small: str) -> str:
-    return f'<div class="tile"><dt>{text(name)}</dt><dd class="big">{value}</dd><dd class="small">{small}</dd></div>'
+    return (
+        f'<div class="tile"><dt>{escape_text(name)}</dt><dd class="big">{value}</dd><dd '
+        f'class="small">{small}</dd></div>'
+    )
 
 
-def timeline_section(subject: Subject, kinds: Iterable[str], left_out: int) -> str:
+def timeline_section(subject: ReportSubject, kinds: Iterable[str], left_out: int) -> str:
     """The timeline with its controls. `kinds` are the keys of KINDS that occur."""
     record = subject.record
     traced = record is not None and record.trace is not None
@@ -117,10 +120,10 @@ def timeline_section(subject: Subject, kinds: Iterable[str], left_out: int) -> s
             ("in", "Zoom in", "+"),
         )
     )
-    return card(
+    return section_card(
         "timeline-section",
         "Timeline of one step",
-        f'<p class="lead">{_timeline_lead(subject, traced)}{_shades(subject)}</p>{_left_out(left_out)}'
+        f'<p class="lead">{_timeline_lead(subject, traced)}{_shade_note(subject)}</p>{_omitted_rows_note(left_out)}'
         f'<div class="controls"><div class="group" role="group" aria-label="Kinds of action">{legend}</div></div>'
         f'<div class="controls"><div class="group" role="group" aria-label="What is shown">{switches}</div>'
         f'<span class="spring"></span><div class="group" role="group" aria-label="View">{moves}'
@@ -139,7 +142,7 @@ def timeline_section(subject: Subject, kinds: Iterable[str], left_out: int) -> s
     )
 
 
-def _timeline_lead(subject: Subject, traced: bool) -> str:
+def _timeline_lead(subject: ReportSubject, traced: bool) -> str:
     record = subject.record
     if traced and record is not None and record.trace is not None:
         return (
@@ -150,12 +153,12 @@ def _timeline_lead(subject: Subject, traced: bool) -> str:
     return "The plan has not run: this is the simulator's prediction, one row a lane."
 
 
-def _shades(subject: Subject) -> str:
+def _shade_note(subject: ReportSubject) -> str:
     schedule = subject.simulation.timeline.schedule
-    return " A lane's later stages are lighter." if schedule.stages > len(schedule.lanes) else ""
+    return " A lane's later stages are lighter." if schedule.num_stages > len(schedule.lanes) else ""
 
 
-def _left_out(count: int) -> str:
+def _omitted_rows_note(count: int) -> str:
     if not count:
         return ""
     return (
@@ -164,27 +167,29 @@ def _left_out(count: int) -> str:
     )
 
 
-def breakdown_section(subject: Subject, predicted: Sequence[Breakdown], measured: Sequence[Breakdown]) -> str:
+def breakdown_section(
+    subject: ReportSubject, predicted: Sequence[StepBreakdown], measured: Sequence[StepBreakdown]
+) -> str:
     """Bars and a table: where the step of every device goes."""
-    measured, left_out = _shown(measured)
+    measured, left_out = _extreme_devices(measured)
     lanes = {part.lane: part for part in predicted}
     longest = max((part.total_s for part in (*predicted, *measured)), default=0.0) or 1.0
-    rows: list[tuple[str, str, Breakdown, Breakdown | None]] = []
+    rows: list[tuple[str, str, StepBreakdown, StepBreakdown | None]] = []
     if measured:
         for part in measured:
             rows.append((f"Device {part.device}", f"lane {part.lane}", lanes[part.lane], part))
     else:
         for part in predicted:
-            rows.append((f"Lane {part.lane}", _devices(subject, part.lane), part, None))
+            rows.append((f"Lane {part.lane}", _lane_device_words(subject, part.lane), part, None))
     bars = "".join(
-        f'<div class="device"><div class="who">{text(name)}<small>{text(note)}</small></div>'
-        + _bar("predicted", before, longest)
-        + (_bar("measured", after, longest) if after else "")
+        f'<div class="device"><div class="who">{escape_text(name)}<small>{escape_text(note)}</small></div>'
+        + _breakdown_bar("predicted", before, longest)
+        + (_breakdown_bar("measured", after, longest) if after else "")
         + "</div>"
         for name, note, before, after in rows
     )
     used = [name for name in PARTS if any(part.seconds[name] for part in (*predicted, *measured))]
-    legend = "".join(f"<li>{_swatch(name)}{_part_name(name)}</li>" for name in used)
+    legend = "".join(f"<li>{_part_swatch(name)}{_part_name(name)}</li>" for name in used)
     many = " many" if len(rows) > 8 else ""
     lead = "The number at the right is the share of the step in which the device computes."
     if measured and not any(row.wait_s is not None for row in _trace_rows(subject)):
@@ -194,7 +199,7 @@ def breakdown_section(subject: Subject, predicted: Sequence[Breakdown], measured
         )
     if left_out:
         lead += f" {left_out} devices are left out: of each lane those that compute least and most are shown."
-    return card(
+    return section_card(
         "breakdown",
         "Where the step goes",
         f'<p class="lead">{lead}</p><ul class="legend">{legend}</ul>'
@@ -203,7 +208,7 @@ def breakdown_section(subject: Subject, predicted: Sequence[Breakdown], measured
     )
 
 
-def _shown(measured: Sequence[Breakdown]) -> tuple[Sequence[Breakdown], int]:
+def _extreme_devices(measured: Sequence[StepBreakdown]) -> tuple[Sequence[StepBreakdown], int]:
     """Of too many devices, for each lane those that compute least and most; and how many that leaves out."""
     if len(measured) <= MOST_DEVICES:
         return measured, 0
@@ -214,7 +219,7 @@ def _shown(measured: Sequence[Breakdown]) -> tuple[Sequence[Breakdown], int]:
     return kept, len(measured) - len(kept)
 
 
-def _bar(tag: str, part: Breakdown, longest: float) -> str:
+def _breakdown_bar(tag: str, part: StepBreakdown, longest: float) -> str:
     pieces = "".join(
         f'<span class="part {PART_STYLES[name][1]}" style="--c:var({PART_STYLES[name][0] or "--idle"});'
         f'width:{100 * part.seconds[name] / longest:.3f}%" title="{_part_name(name)}: '
@@ -222,14 +227,14 @@ def _bar(tag: str, part: Breakdown, longest: float) -> str:
         for name in PARTS
         if part.seconds[name] > 0
     )
-    share = percent(part.seconds["compute"] / part.total_s) if part.total_s else ""
+    share = format_percent(part.seconds["compute"] / part.total_s) if part.total_s else ""
     return (
         f'<div class="track"><span class="tag">{tag}</span><span class="whole">{pieces}</span>'
         f'<span class="share">{share}</span></div>'
     )
 
 
-def _breakdown_table(predicted: Sequence[Breakdown], measured: Sequence[Breakdown]) -> str:
+def _breakdown_table(predicted: Sequence[StepBreakdown], measured: Sequence[StepBreakdown]) -> str:
     rows = [
         [
             f"Lane {part.lane}" if part.device is None else f"Device {part.device}",
@@ -240,24 +245,24 @@ def _breakdown_table(predicted: Sequence[Breakdown], measured: Sequence[Breakdow
         for part in (*predicted, *measured)
     ]
     heads = ["Of", "How", *map(_part_name, PARTS), "Step"]
-    return table("Time of one step by what it is spent on", heads, rows, numeric=range(2, 8))
+    return html_table("Time of one step by what it is spent on", heads, rows, numeric=range(2, 8))
 
 
 def _part_name(name: str) -> str:
     return {"communication": "Exposed communication"}.get(name, name.capitalize())
 
 
-def _swatch(name: str) -> str:
+def _part_swatch(name: str) -> str:
     colour, pattern = PART_STYLES[name]
     return f'<span class="swatch {pattern}" style="--c:var({colour or "--idle"})"></span>'
 
 
-def memory_section(subject: Subject, peaks: Mapping[int, float]) -> str:
+def memory_section(subject: ReportSubject, peaks: Mapping[int, float]) -> str:
     """A curve for each lane, and a table of peaks against limits."""
     prediction = subject.prediction
     figures, rows = [], []
     for number, lane in enumerate(prediction.lanes):
-        group = subject.plan.lane_group(number)
+        group = subject.plan.lane_mesh(number)
         own = [peaks[device] for device in group.devices if device in peaks]
         over = ' <span class="over">over the limit</span>' if lane.peak_bytes > lane.limit_bytes else ""
         found = f", measured {format_bytes(max(own))}" if own else ""
@@ -265,7 +270,7 @@ def memory_section(subject: Subject, peaks: Mapping[int, float]) -> str:
             f'<figure data-memory="{number}"><figcaption><b>Lane {number}</b> peak {format_bytes(lane.peak_bytes)}'
             f'{found}{over}</figcaption><div class="holder"></div></figure>'
         )
-        rows.append(_memory_row(f"Lane {number}", _devices(subject, number), lane, own))
+        rows.append(_memory_row(f"Lane {number}", _lane_device_words(subject, number), lane, own))
     small = " small" if len(prediction.lanes) > 12 else ""
     parts = list(prediction.lanes[0].parts) if prediction.lanes else []
     heads = [
@@ -277,19 +282,19 @@ def memory_section(subject: Subject, peaks: Mapping[int, float]) -> str:
         "Used",
         "Measured peak",
     ]
-    choice = _segments("memory-scale", "Scale", (("peak", "To the peak"), ("limit", "To the limit")))
+    choice = _choice_buttons("memory-scale", "Scale", (("peak", "To the peak"), ("limit", "To the limit")))
     held = "; the line across is the measured peak" if peaks else ""
     if peaks and "cpu" in subject.cluster.kinds:
         held += " (on CPUs the resident memory of the process, Python and its libraries included)"
-    return card(
+    return section_card(
         "memory",
         "Memory",
         '<p class="lead">Predicted use over one step. The grey foot stays for the whole run: parameters, gradients, '
         f"optimizer state, workspace. The dashed line is the limit{held}.</p>"
-        + (f'<p class="risk">{text(risk_line(prediction))}.</p>' if prediction.risk is not None else "")
+        + (f'<p class="risk">{escape_text(risk_line(prediction))}.</p>' if prediction.risk is not None else "")
         + f'<div class="controls">{choice}</div><div class="charts{small}">{"".join(figures)}</div>'
         "<details><summary>Peaks and parts as a table</summary>"
-        + table("Memory of a device of each lane", heads, rows, numeric=range(2, len(heads)))
+        + html_table("Memory of a device of each lane", heads, rows, numeric=range(2, len(heads)))
         + "</details>",
     )
 
@@ -297,27 +302,29 @@ def memory_section(subject: Subject, peaks: Mapping[int, float]) -> str:
 def _memory_row(name: str, devices: str, lane: LanePrediction, own: Sequence[float]) -> list[str]:
     return [
         name,
-        text(devices),
+        escape_text(devices),
         *(format_bytes(value) for value in lane.parts.values()),
         format_bytes(lane.peak_bytes),
         format_bytes(lane.limit_bytes),
-        percent(lane.peak_bytes / lane.limit_bytes) if lane.limit_bytes else "",
+        format_percent(lane.peak_bytes / lane.limit_bytes) if lane.limit_bytes else "",
         format_bytes(max(own)) if own else "not recorded",
     ]
 
 
-def links_section(subject: Subject, traffic: Traffic) -> str:
+def links_section(subject: ReportSubject, traffic: StepTraffic) -> str:
     """The heat-map and its busiest links."""
     if not traffic.bytes:
-        return card(
+        return section_card(
             "links", "Links", '<p class="lead">One device, or devices that share nothing: no link carries anything.</p>'
         )
-    choices = _segments("links-metric", "Colour by", (("bytes", "Bytes"), ("time", "Time"), ("bandwidth", "Bandwidth")))
+    choices = _choice_buttons(
+        "links-metric", "Colour by", (("bytes", "Bytes"), ("time", "Time"), ("bandwidth", "Bandwidth"))
+    )
     if len(subject.cluster.hosts) > 1:
-        choices += _segments("links-level", "Between", (("devices", "Devices"), ("hosts", "Hosts")))
+        choices += _choice_buttons("links-level", "Between", (("devices", "Devices"), ("hosts", "Hosts")))
     rows = []
-    for (source, target), total in sorted(traffic.totals().items(), key=lambda item: -item[1])[:BUSIEST]:
-        link = subject.network.link(source, target)
+    for (source, target), total in sorted(traffic.pair_totals().items(), key=lambda item: -item[1])[:BUSIEST]:
+        link = subject.network.find_link(source, target)
         why = ", ".join(f"{reason} {format_bytes(traffic.bytes[source, target][reason])}" for reason in REASONS
                         if traffic.bytes[source, target].get(reason))  # fmt: skip
         rows.append(
@@ -326,11 +333,11 @@ def links_section(subject: Subject, traffic: Traffic) -> str:
                 format_bytes(total),
                 format_bandwidth(link.bandwidth_bytes_per_s),
                 format_seconds(total / link.bandwidth_bytes_per_s),
-                text(why),
+                escape_text(why),
             ]
         )
     heads = ["Devices", "Bytes a step", "Bandwidth", "Busy for", "What for"]
-    return card(
+    return section_card(
         "links",
         "Links",
         '<p class="lead">What the plan sends from each row to each column in one step. Point at a square for its '
@@ -340,7 +347,7 @@ def links_section(subject: Subject, traffic: Traffic) -> str:
         '<p class="scale"><span id="links-low"></span><span class="ramp" aria-hidden="true"></span>'
         '<span id="links-high"></span></p>'
         '<p class="status" id="links-status" role="status" aria-live="polite"></p></div>'
-        + table("The busiest links, by bytes of one step", heads, rows, numeric=(1, 2, 3), stack=True)
+        + html_table("The busiest links, by bytes of one step", heads, rows, numeric=(1, 2, 3), stack=True)
         + "</div>",
     )
 
@@ -351,10 +358,10 @@ def training_section(record: RunRecord, predicted_s: float) -> str:
     held = f"; held-out {record.evaluations[-1][1]:.3f}" if record.evaluations else ""
     rows = [
         [str(step.step), f"{step.loss:.4f}", format_seconds(step.step_s), f"{step.grad_norm:.3f}"]
-        for step in _sample(record.steps, 12)
+        for step in _sample_steps(record.steps, 12)
     ]
     points = ", circles: over held-out text" if record.evaluations else ""
-    return card(
+    return section_card(
         "training",
         "Training",
         '<div class="columns">'
@@ -364,30 +371,30 @@ def training_section(record: RunRecord, predicted_s: float) -> str:
         f"<output>median {format_seconds(record.step_s)}, predicted {format_seconds(predicted_s)}</output></figcaption>"
         '<div class="holder"></div></figure></div>'
         "<details><summary>Some steps as a table</summary>"
-        + table("Steps of the run", ["Step", "Loss", "Step time", "Gradient norm"], rows, numeric=(1, 2, 3))
+        + html_table("Steps of the run", ["Step", "Loss", "Step time", "Gradient norm"], rows, numeric=(1, 2, 3))
         + "</details>",
     )
 
 
-def _sample(items: Sequence[Step], most: int) -> list[Step]:
+def _sample_steps(items: Sequence[RecordedStep], most: int) -> list[RecordedStep]:
     if len(items) <= most:
         return list(items)
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
-def _segments(name: str, legend: str, choices: Sequence[tuple[str, str]]) -> str:
+def _choice_buttons(name: str, legend: str, choices: Sequence[tuple[str, str]]) -> str:
     inner = "".join(
         f'<label><input type="radio" name="{name}" value="{value}">{label}</label>' for value, label in choices
     )
     return f'<fieldset class="segments"><legend>{legend}</legend>{inner}</fieldset>'
 
 
-def _lane_groups(subject: Subject) -> list[Group]:
-    return [subject.plan.lane_group(lane) for lane in range(len(subject.prediction.lanes))]
+def _lane_groups(subject: ReportSubject) -> list[Mesh]:
+    return [subject.plan.lane_mesh(lane) for lane in range(len(subject.prediction.lanes))]
 
 
-def _devices(subject: Subject, lane: int) -> str:
-    devices = subject.plan.lane_group(lane).devices
+def _lane_device_words(subject: ReportSubject, lane: int) -> str:
+    devices = subject.plan.lane_mesh(lane).devices
     if len(devices) == 1:
         return f"device {devices[0]}"
     if devices == tuple(range(devices[0], devices[0] + len(devices))):
@@ -395,6 +402,6 @@ def _devices(subject: Subject, lane: int) -> str:
     return "devices " + ", ".join(map(str, devices[:6])) + (" ..." if len(devices) > 6 else "")
 
 
-def _trace_rows(subject: Subject) -> tuple[Row, ...]:
+def _trace_rows(subject: ReportSubject) -> tuple[TraceRow, ...]:
     record = subject.record
     return record.trace.rows if record is not None and record.trace is not None else ()

@@ -8,19 +8,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from pipefit import __version__
-from pipefit.plan.explain.text import choices, fullest_lane, headlines, stage_table
-from pipefit.plan.types import Alternative, Plan, Prediction
-from pipefit.show.figures import percent
-from pipefit.show.html import table, text
-from pipefit.show.sections import card
-from pipefit.show.subject import Subject, drift
+from pipefit.plan.explain.text import choice_cells, fullest_lane, search_notes, stage_table
+from pipefit.plan.types import AlternativePlan, Plan, PlanPrediction
+from pipefit.show.figures import format_percent
+from pipefit.show.html import escape_text, html_table
+from pipefit.show.sections import section_card
+from pipefit.show.subject import ReportSubject, prediction_drift
 from pipefit.units import format_bytes, format_flops, format_seconds
 
 DRIFT = 1e-6
 """Relative difference above which the report says that the plan's prediction is not what is simulated now."""
 
 
-def bound_section(prediction: Prediction) -> str:
+def bound_section(prediction: PlanPrediction) -> str:
     """How far the plan is from the least time that any plan could take, and what the time hangs on."""
     parts = ['<p class="lead">The plan carries no lower bound.</p>']
     if prediction.lower_bound_s > 0:
@@ -29,44 +29,49 @@ def bound_section(prediction: Prediction) -> str:
         parts = [
             f"<p>No plan in the space that was searched, its replicas in step, can take less than "
             f"<b>{format_seconds(prediction.lower_bound_s)}</b> a step (a lower bound, which may not be reachable). "
-            f"This one is predicted to take <b>{format_seconds(prediction.step_s)}</b>, {percent(above)} above it.</p>"
-            f'<div class="gauge" role="img" aria-label="The bound is {percent(share)} of the predicted step">'
+            f"This one is predicted to take <b>{format_seconds(prediction.step_s)}</b>, {format_percent(above)} "
+            "above it.</p>"
+            f'<div class="gauge" role="img" aria-label="The bound is {format_percent(share)} of the predicted step">'
             f'<i style="width:{100 * share:.2f}%"></i></div>'
             f'<p class="note">The filled part is the bound, the whole bar the predicted step.</p>'
         ]
     if prediction.binds:
-        parts.append(f"<p>What the step time hangs on, along the critical path: <b>{text(prediction.binds)}</b>.</p>")
+        parts.append(
+            f"<p>What the step time hangs on, along the critical path: <b>{escape_text(prediction.binds)}</b>.</p>"
+        )
     if prediction.sensitivity:
         rows = "".join(
-            f"<li>{text(one.change)}: <b>{format_seconds(one.step_s)}</b> ({text(one.how)})</li>"
+            f"<li>{escape_text(one.change)}: <b>{format_seconds(one.step_s)}</b> ({escape_text(one.how)})</li>"
             for one in prediction.sensitivity
         )
         parts.append(f'<h3>What more would give</h3><ul class="plain">{rows}</ul>')
-    return card("bound", "What limits it", "".join(parts))
+    return section_card("bound", "What limits it", "".join(parts))
 
 
-def decisions_section(plan: Plan, prediction: Prediction) -> str:
+def decisions_section(plan: Plan, prediction: PlanPrediction) -> str:
     """What was chosen, and the runners-up with why they lost or did not fit."""
     chosen = "".join(
-        f"<li><span>{text(name)}</span>{text(value)}</li>" for name, value in plan.decisions.items() if value
+        f"<li><span>{escape_text(name)}</span>{escape_text(value)}</li>"
+        for name, value in plan.decisions.items()
+        if value
     )
-    names = _varied(plan.decisions, plan.alternatives)
+    names = _varied_decisions(plan.decisions, plan.alternatives)
     fullest = fullest_lane(prediction)
-    figures = _figures(prediction.step_s, fullest.peak_bytes, fullest.limit_bytes)
-    rows = [["<b>this plan</b>", *_cells(plan.decisions, names), *figures, "chosen"]]
+    figures = _cost_cells(prediction.step_s, fullest.peak_bytes, fullest.limit_bytes)
+    rows = [["<b>this plan</b>", *_decision_cells(plan.decisions, names), *figures, "chosen"]]
     for number, other in enumerate(plan.alternatives, 2):
         rows.append(
             [
                 str(number),
-                *_cells(other.decisions, names),
-                *_figures(other.step_s, other.peak_bytes, other.limit_bytes),
-                f'<span class="why">{text(other.reason)}</span>',
+                *_decision_cells(other.decisions, names),
+                *_cost_cells(other.step_s, other.peak_bytes, other.limit_bytes),
+                f'<span class="why">{escape_text(other.reason)}</span>',
             ]
         )
     heads = ["", *names, "Step time", "Peak", "Of limit", "Why"]
     width = len(names)
     others = (
-        table(
+        html_table(
             "This plan and the alternatives that were looked at",
             heads,
             rows,
@@ -76,29 +81,34 @@ def decisions_section(plan: Plan, prediction: Prediction) -> str:
         if plan.alternatives
         else '<p class="note">The plan records no alternatives.</p>'
     )
-    why = "".join(f'<p class="note">{text(note[:1].upper() + note[1:])}.</p>' for note in headlines(prediction))
+    why = "".join(
+        f'<p class="note">{escape_text(note[:1].upper() + note[1:])}.</p>' for note in search_notes(prediction)
+    )
     stages = stage_table(replace(plan, prediction=prediction))
-    held = table(
+    held = html_table(
         "Who holds which layers",
         stages.columns,
-        [[text(cell) for cell in row] for row in stages.rows],
+        [[escape_text(cell) for cell in row] for row in stages.rows],
         numeric=range(len(stages.columns) - 2, len(stages.columns)),
         stack=True,
     )
-    return card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{why}{held}{others}')
+    return section_card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{why}{held}{others}')
 
 
-def provenance_section(subject: Subject) -> str:
+def provenance_section(subject: ReportSubject) -> str:
     """Which plan, model, cluster, versions and machine; what was assumed; whether the prediction still holds."""
     plan, cluster, record = subject.plan, subject.cluster, subject.record
     source, python = cluster.provenance, ".".join(map(str, sys.version_info[:3]))
     facts = [
         ("Plan", f"<code>{subject.plan_hash}</code>, format {plan.version}"),
-        ("Model", f"{text(plan.model.name)} ({text(plan.model.family)}), <code>{plan.hashes.model}</code>"),
+        (
+            "Model",
+            f"{escape_text(plan.model.name)} ({escape_text(plan.model.family)}), <code>{plan.hashes.model}</code>",
+        ),
         (
             "Cluster",
-            f"{text(cluster.name)}, <code>{plan.hashes.cluster}</code>; {text(source.source)}"
-            + "".join(f", {text(part)}" for part in (source.where, source.when) if part),
+            f"{escape_text(cluster.name)}, <code>{plan.hashes.cluster}</code>; {escape_text(source.source)}"
+            + "".join(f", {escape_text(part)}" for part in (source.where, source.when) if part),
         ),
         ("Model FLOPs of a step", f"{format_flops(subject.prediction.flops_per_step)} without recomputation"),
         (
@@ -107,16 +117,16 @@ def provenance_section(subject: Subject) -> str:
         ),
     ]
     if record is not None:
-        facts.append(("Run", f"<code>{text(record.path)}</code>, {len(record.steps)} steps"))
-        facts += [(f"Run: {text(key)}", text(value)) for key, value in record.environment.items()]
+        facts.append(("Run", f"<code>{escape_text(record.path)}</code>, {len(record.steps)} steps"))
+        facts += [(f"Run: {escape_text(key)}", escape_text(value)) for key, value in record.environment.items()]
     listed = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
-    notes = "".join(f"<li>{text(note)}</li>" for note in subject.prediction.assumptions)
+    notes = "".join(f"<li>{escape_text(note)}</li>" for note in subject.prediction.assumptions)
     assumed = f'<h3>What the prediction rests on</h3><ul class="plain">{notes}</ul>' if notes else ""
-    return card("provenance", "Provenance", f'{_drift_note(subject)}<dl class="facts">{listed}</dl>{assumed}')
+    return section_card("provenance", "Provenance", f'{_drift_note(subject)}<dl class="facts">{listed}</dl>{assumed}')
 
 
-def _drift_note(subject: Subject) -> str:
-    if drift(subject) <= DRIFT:
+def _drift_note(subject: ReportSubject) -> str:
+    if prediction_drift(subject) <= DRIFT:
         return ""
     now = format_seconds(subject.simulation.timeline.makespan_s)
     return (
@@ -125,7 +135,7 @@ def _drift_note(subject: Subject) -> str:
     )
 
 
-def _varied(chosen: Mapping[str, str], others: Sequence[Alternative]) -> list[str]:
+def _varied_decisions(chosen: Mapping[str, str], others: Sequence[AlternativePlan]) -> list[str]:
     """The decisions that alternatives name and in which some differ, in the plan's order; not the long list of cuts."""
     named = {name for other in others for name in other.decisions} - {"cuts"}
     names = [name for name in dict.fromkeys([*chosen, *sorted(named)]) if name in named]
@@ -134,13 +144,13 @@ def _varied(chosen: Mapping[str, str], others: Sequence[Alternative]) -> list[st
     ]
 
 
-def _cells(decisions: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    return [text(word) for word in choices(decisions, names)]
+def _decision_cells(decisions: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    return [escape_text(word) for word in choice_cells(decisions, names)]
 
 
-def _figures(step_s: float, peak: float, limit: float) -> list[str]:
+def _cost_cells(step_s: float, peak: float, limit: float) -> list[str]:
     return [
         ("" if peak <= limit else "at least ") + format_seconds(step_s) if step_s > 0 else "",
         format_bytes(peak) if peak > 0 else "",
-        percent(peak / limit) if limit and peak > 0 else "",
+        format_percent(peak / limit) if limit and peak > 0 else "",
     ]

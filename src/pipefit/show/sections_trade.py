@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipefit.plan.types import Prediction, TradePoint
-from pipefit.show.html import table, text
-from pipefit.show.labels import CHARACTER, Label, place_labels
-from pipefit.show.sections import card
+from pipefit.plan.types import PlanPrediction, TradePoint
+from pipefit.show.html import escape_text, html_table
+from pipefit.show.labels import CHARACTER, PlacedLabel, place_labels
+from pipefit.show.sections import section_card
 from pipefit.units import format_bytes, format_seconds
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 86, 46, 18, 16
@@ -27,43 +27,43 @@ CURVE = "--t"
 LIMIT_NAME = "a device"
 
 
-def trade_section(prediction: Prediction) -> str:
+def trade_section(prediction: PlanPrediction) -> str:
     """Memory against time on the plan's layout; nothing where the plan has no such points."""
     points = prediction.trade
     if not points:
         return ""
     limit = min(lane.least_limit_bytes for lane in prediction.lanes)
-    divided = _divides(points, limit)
+    divided = _limit_divides(points, limit)
     chosen = next((one for one in points if one.chosen), None)
     words = (
         '<p class="lead">The same layout with other orders and other recomputation: what a device would need, and how '
         "long a step would take. The line joins orders made for a memory limit (<b>fit</b>); the points are schedule "
         f"families; {'what lies right of the dashed line does' if divided else 'pale ones do'} not fit.</p>"
     )
-    picked = _words(chosen) if chosen is not None else ""
+    picked = _point_words(chosen) if chosen is not None else ""
     rows = [
         [
             f'<span data-trade-row="{index}">{format_bytes(one.memory_bytes)}</span>',
             format_seconds(one.step_s),
-            text(one.schedule),
-            text(recompute_words(one)),
-            _note(one),
+            escape_text(one.schedule),
+            escape_text(recompute_words(one)),
+            _point_note(one),
         ]
         for index, one in enumerate(points)
     ]
-    figures = table(
+    figures = html_table(
         "Memory and time of every point",
         ["Memory", "Step time", "Schedule", "Recomputed", ""],
         rows,
         numeric=(0, 1),
         stack=True,
     )
-    return card(
+    return section_card(
         "trade",
         "Memory against time",
         f'{words}<div class="scroll" tabindex="0" role="region" aria-label="Memory against time">'
-        f"{_drawing(points, limit if divided else None)}</div>"
-        f'<p class="note">{_legend()}</p><p id="trade-picked" aria-live="polite">{picked}</p>'
+        f"{_trade_drawing(points, limit if divided else None)}</div>"
+        f'<p class="note">{_draw_legend()}</p><p id="trade-picked" aria-live="polite">{picked}</p>'
         f"<details><summary>All points as a table</summary>{figures}</details>",
     )
 
@@ -75,37 +75,37 @@ def recompute_words(point: TradePoint) -> str:
     return kinds[0] if len(kinds) == 1 else ", ".join(f"{each.count(kind)} {kind}" for kind in kinds)
 
 
-def _note(one: TradePoint) -> str:
+def _point_note(one: TradePoint) -> str:
     if one.chosen:
         return "<b>this plan</b>"
     return "" if one.fits else "does not fit"
 
 
-def _divides(points: Sequence[TradePoint], limit: float) -> bool:
+def _limit_divides(points: Sequence[TradePoint], limit: float) -> bool:
     """Whether what fits and what does not lie on the two sides of a limit: not where a plan says otherwise."""
     return all(one.fits == (one.memory_bytes <= limit) for one in points)
 
 
-def _words(one: TradePoint) -> str:
+def _point_words(one: TradePoint) -> str:
     return (
-        f"{text(one.schedule)}, recompute {text(recompute_words(one))}: "
+        f"{escape_text(one.schedule)}, recompute {escape_text(recompute_words(one))}: "
         f"<b>{format_bytes(one.memory_bytes)}</b>, <b>{format_seconds(one.step_s)}</b>"
         + (" (this plan)" if one.chosen else "")
     )
 
 
-def _drawing(points: Sequence[TradePoint], limit: float | None) -> str:
+def _trade_drawing(points: Sequence[TradePoint], limit: float | None) -> str:
     """With a line at the limit, if there is one for all of them."""
     fastest = min(one.step_s for one in points)
     shown = [(index, one) for index, one in enumerate(points) if one.step_s <= SLOWEST * fastest or one.chosen]
     low = min(one.memory_bytes for _, one in shown)
     high = max(limit or 0.0, *(one.memory_bytes for _, one in shown))
     slow = max(one.step_s for _, one in shown)
-    x = _scale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
-    y = _scale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
+    x = _LinearScale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
+    y = _LinearScale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
     fitted = " ".join(f"{x(one.memory_bytes):.1f},{y(one.step_s):.1f}" for _, one in shown if one.schedule == "fit")
     parts = [
-        _axes(x, y, low, high, fastest, slow),
+        _draw_axes(x, y, low, high, fastest, slow),
         f'<polyline points="{fitted}" fill="none" stroke="var({CURVE})" stroke-width="2"/>',
     ]
     line = None if limit is None else x(limit)
@@ -123,15 +123,17 @@ def _drawing(points: Sequence[TradePoint], limit: float | None) -> str:
         named |= {one.schedule} if leads else set()
         names.append("this plan" if one.chosen else one.schedule if leads else "")
     places = [(x(one.memory_bytes), y(one.step_s)) for _, one in shown]
-    for (index, one), place, label in zip(shown, places, _labels(places, names, line), strict=True):
-        parts.append(_mark(index, one, *place, label))
+    for (index, one), place, label in zip(shown, places, _point_labels(places, names, line), strict=True):
+        parts.append(_point_mark(index, one, *place, label))
     return (
         f'<svg id="trade-drawing" viewBox="0 0 {WIDTH} {HEIGHT}" role="group" '
         f'aria-label="Memory of a device against step time">{"".join(parts)}</svg>'
     )
 
 
-def _labels(places: Sequence[tuple[float, float]], names: Sequence[str], line: float | None) -> list[Label | None]:
+def _point_labels(
+    places: Sequence[tuple[float, float]], names: Sequence[str], line: float | None
+) -> list[PlacedLabel | None]:
     """A place for every name; that of the plan is found first. The name of the line, if there is one, is in the way."""
     order = sorted(range(len(names)), key=lambda index: names[index] != "this plan")
     taken = [] if line is None else [(line - 5 - CHARACTER * len(LIMIT_NAME), float(TOP), line + 2, TOP + 14.0)]
@@ -141,7 +143,7 @@ def _labels(places: Sequence[tuple[float, float]], names: Sequence[str], line: f
     return [by_index[index] for index in range(len(names))]
 
 
-def _mark(index: int, one: TradePoint, x: float, y: float, label: Label | None) -> str:
+def _point_mark(index: int, one: TradePoint, x: float, y: float, label: PlacedLabel | None) -> str:
     """One point that can be picked; a fitted order is a square, the chosen point has a ring, a misfit is pale."""
     colour = f"var({COLOURS.get(one.recompute, CURVE)})"
     pale = "" if one.fits else ' fill-opacity="0.4"'
@@ -152,19 +154,20 @@ def _mark(index: int, one: TradePoint, x: float, y: float, label: Label | None) 
     if one.chosen:
         shape += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="var(--ink)" stroke-width="2"/>'
     if label is not None:
-        left, top, right, bottom = label.box
+        left, top, right, bottom = label.covered_box
         if label.apart:
             end = (left if left > x else right, bottom if bottom < y else top)
             shape += f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" stroke="var(--line)"/>'
-        shape += f'<text x="{label.x:.1f}" y="{label.y:.1f}" class="trade-name">{text(label.text)}</text>'
-    words = _words(one).replace("<b>", "").replace("</b>", "")
+        shape += f'<text x="{label.x:.1f}" y="{label.y:.1f}" class="trade-name">{escape_text(label.text)}</text>'
+    words = _point_words(one).replace("<b>", "").replace("</b>", "")
     return (
-        f'<g class="trade-point" tabindex="0" role="button" data-trade="{index}" data-words="{text(_words(one))}" '
+        f'<g class="trade-point" tabindex="0" role="button" data-trade="{index}" '
+        f'data-words="{escape_text(_point_words(one))}" '
         f'aria-label="{words}"><title>{words}</title>{shape}</g>'
     )
 
 
-class _scale:
+class _LinearScale:
     """A linear map from values to the drawing."""
 
     def __init__(self, low: float, high: float, start: float, stop: float) -> None:
@@ -175,7 +178,7 @@ class _scale:
         return self.start + (value - self.low) * self.slope
 
 
-def _axes(x: _scale, y: _scale, low: float, high: float, fast: float, slow: float) -> str:
+def _draw_axes(x: _LinearScale, y: _LinearScale, low: float, high: float, fast: float, slow: float) -> str:
     parts = []
     for index in range(TICKS):
         part = index / (TICKS - 1)
@@ -191,7 +194,9 @@ def _axes(x: _scale, y: _scale, low: float, high: float, fast: float, slow: floa
     return f'<g class="trade-axes">{"".join(parts)}</g>'
 
 
-def _legend() -> str:
+def _draw_legend() -> str:
     swatches = [(f"var({colour})", f"recompute {name}") for name, colour in COLOURS.items()]
     swatches.append((f"var({CURVE})", "fit, stages differ"))
-    return " ".join(f'<span><i class="trade-swatch" style="background:{c}"></i>{text(n)}</span>' for c, n in swatches)
+    return " ".join(
+        f'<span><i class="trade-swatch" style="background:{c}"></i>{escape_text(n)}</span>' for c, n in swatches
+    )

@@ -17,14 +17,14 @@ from pipefit.cost.comm.network import Network
 from pipefit.errors import FormatError
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
-from pipefit.plan.assemble.predict import Simulation, predict, simulate_plan
-from pipefit.plan.check.rules import check_fresh, check_plan
-from pipefit.plan.types import Plan, Prediction
+from pipefit.plan.assemble.predict import PlanSimulation, add_prediction, simulate_plan
+from pipefit.plan.check.rules import check_plan, check_staleness
+from pipefit.plan.types import Plan, PlanPrediction
 from pipefit.show.record import CLUSTER, RunRecord, read_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class ReportSubject:
     """A plan, simulated, and the run made from it, if there was one."""
 
     plan: Plan
@@ -34,11 +34,11 @@ class Subject:
     model: Model
     cluster: Cluster
     network: Network
-    simulation: Simulation
+    simulation: PlanSimulation
     record: RunRecord | None = None
 
     @property
-    def prediction(self) -> Prediction:
+    def prediction(self) -> PlanPrediction:
         assert self.plan.prediction is not None, "a subject's plan has its prediction"
         return self.plan.prediction
 
@@ -53,7 +53,7 @@ def open_plan_or_run(path: Path) -> tuple[Plan, RunRecord | None]:
     return load_file(Plan, path), None
 
 
-def open_subject(path: Path, cluster: str = "", model: str = "") -> Subject:
+def open_subject(path: Path, cluster: str = "", model: str = "") -> ReportSubject:
     """The subject at `path`. `cluster` and `model` are what the user named; '' is what the plan names.
 
     Raises FormatError for files that cannot be read, StalePlanError where the cluster or the model is not the one
@@ -66,13 +66,13 @@ def open_subject(path: Path, cluster: str = "", model: str = "") -> Subject:
     return make_subject(plan, opened, found, record)
 
 
-def make_subject(plan: Plan, model: Model, cluster: Cluster, record: RunRecord | None = None) -> Subject:
+def make_subject(plan: Plan, model: Model, cluster: Cluster, record: RunRecord | None = None) -> ReportSubject:
     """The subject of parts that are at hand. A plan without prediction (written by hand) gets one here."""
     network = Network(cluster)
-    simulation, plan_hash = simulate_plan(plan, model, cluster, network=network), plan.hash
+    simulation, plan_hash = simulate_plan(plan, model, cluster, network=network), plan.content_hash
     if plan.prediction is None:
-        plan = replace(plan, prediction=predict(plan, model, simulation).prediction)
-    return Subject(
+        plan = replace(plan, prediction=add_prediction(plan, model, simulation).prediction)
+    return ReportSubject(
         plan=plan,
         plan_hash=plan_hash,
         model=model,
@@ -89,7 +89,7 @@ def find_cluster(plan: Plan, path: Path, named: str) -> Cluster:
     if named:
         cluster = clusters.open_cluster(named)
     elif file.is_file():
-        cluster = clusters.load(file)
+        cluster = clusters.load_cluster(file)
     elif plan.cluster:
         cluster = clusters.open_cluster(plan.cluster)
     else:
@@ -98,7 +98,7 @@ def find_cluster(plan: Plan, path: Path, named: str) -> Cluster:
             where=str(path),
             next_step="give the cluster that the plan was made with: --cluster FILE.json or --cluster local:4",
         )
-    check_fresh(plan, cluster=cluster)
+    check_staleness(plan, cluster=cluster)
     return cluster
 
 
@@ -107,14 +107,14 @@ def find_model(plan: Plan, named: str) -> Model:
     if named:
         model = open_model(named)
     else:
-        from pipefit.model.capture.layers import capture
+        from pipefit.model.capture.layers import capture_family
 
-        model = capture(plan.model.family, plan.model.config)
-    check_fresh(plan, model=model)
+        model = capture_family(plan.model.family, plan.model.config)
+    check_staleness(plan, model=model)
     return model
 
 
-def drift(subject: Subject) -> float:
+def prediction_drift(subject: ReportSubject) -> float:
     """How far the step simulated now is from the prediction that the plan carries, as a share of it; 0 is equal."""
     promised = subject.prediction.step_s
     return abs(subject.simulation.timeline.makespan_s / promised - 1.0) if promised else math.nan

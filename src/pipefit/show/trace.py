@@ -2,7 +2,7 @@
 
 `trace.json` in a run directory is one object with `format`, `version`, `plan` (its hash), `step` and `ranks`; a rank's
 `spans` are its lane's actions in order: `["0F0", start_s, stop_s]`, or with a fourth number, the seconds at its
-beginning that the action waited for data. docs/report.md documents every field. Whatever draws, draws a `Trace`.
+beginning that the action waited for data. docs/report.md documents every field. Whatever draws, draws a `StepTrace`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TraceRow:
     """The actions of one lane (predicted) or one device (measured), in the order of its lane."""
 
     lane: int
@@ -54,12 +54,12 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class StepTrace:
     """One step in time. Seconds from the start of the first action."""
 
     name: str
     "`predicted` or `measured`."
-    rows: tuple[Row, ...]
+    rows: tuple[TraceRow, ...]
     step: int | None = None
     "Which step of the run, counted from 1; None for a prediction."
     facts: Mapping[int, DeviceFacts]
@@ -71,20 +71,20 @@ class Trace:
         return max((float(row.stop_s.max()) for row in self.rows if len(row.stop_s)), default=0.0)
 
 
-def from_timeline(timeline: Timeline) -> Trace:
+def from_timeline(timeline: Timeline) -> StepTrace:
     """The prediction as a trace: one row a lane, without the receives, whose transfers their SENDs draw."""
     rows = []
     for lane, actions in enumerate(timeline.schedule.lanes):
         drawn = [index for index, action in enumerate(actions) if not action.kind.startswith("RECV")]
         rows.append(
-            Row(
+            TraceRow(
                 lane=lane,
                 actions=tuple(actions[index] for index in drawn),
                 start_s=timeline.starts_s[lane][drawn],
                 stop_s=timeline.stops_s[lane][drawn],
             )
         )
-    return Trace(name="predicted", rows=tuple(rows), facts={})
+    return StepTrace(name="predicted", rows=tuple(rows), facts={})
 
 
 def trace_document(plan_hash: str, step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -92,30 +92,32 @@ def trace_document(plan_hash: str, step: int, ranks: Sequence[Mapping[str, Any]]
     return {"format": FORMAT, "version": VERSION, "plan": plan_hash, "step": step, "ranks": list(ranks)}
 
 
-def read_trace(path: Path, plan: Plan) -> Trace | None:
+def read_trace(path: Path, plan: Plan) -> StepTrace | None:
     """The traced step of a run, the ranks' clocks aligned; None if there is no such file.
 
     Raises FormatError, naming the place, for a file that is cut short, of another version or of another plan.
     """
     if not path.is_file():
         return None
-    data = _load(path)
+    data = _load_document(path)
     _check_head(data, path, plan)
-    schedule, lanes = plan.schedule(), _lanes_by_device(plan)
-    rows: list[Row] = []
+    schedule, lanes = plan.to_schedule(), _lanes_by_device(plan)
+    rows: list[TraceRow] = []
     facts: dict[int, DeviceFacts] = {}
     for index, entry in enumerate(data["ranks"]):
         where = f"{path}: ranks[{index}]"
-        device = _device(entry, where, plan)
+        device = _rank_device(entry, where, plan)
         if device in facts:
             raise FormatError("The trace has a rank twice.", where=where, seen=entry["rank"])
         lane = lanes[device]
         rows.append(_read_row(entry.get("spans"), where, lane, device, schedule.lanes[lane]))
         facts[device] = DeviceFacts(
-            rank=entry["rank"], data_s=_fact(entry, "data_s", where), memory_bytes=_fact(entry, "memory_bytes", where)
+            rank=entry["rank"],
+            data_s=_read_fact(entry, "data_s", where),
+            memory_bytes=_read_fact(entry, "memory_bytes", where),
         )
     rows.sort(key=lambda row: (row.lane, row.device or 0))
-    return Trace(name="measured", rows=_aligned(rows), step=data["step"], facts=facts)
+    return StepTrace(name="measured", rows=_align_rows(rows), step=data["step"], facts=facts)
 
 
 def _lanes_by_device(plan: Plan) -> dict[int, int]:
@@ -126,7 +128,7 @@ def _lanes_by_device(plan: Plan) -> dict[int, int]:
     }
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load_document(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -151,12 +153,12 @@ def _check_head(data: Mapping[str, Any], path: Path, plan: Plan) -> None:
         raise FormatError(
             "The trace is of another version.", where=str(path), seen=data.get("version"), allowed=str(VERSION)
         )
-    if data.get("plan") != plan.hash:
+    if data.get("plan") != plan.content_hash:
         raise FormatError(
             "The trace is of another plan.",
             where=str(path),
             seen=data.get("plan"),
-            allowed=f"plan {plan.hash}, the one beside it",
+            allowed=f"plan {plan.content_hash}, the one beside it",
             next_step="trace the run again, or delete the file to report without it",
         )
     if isinstance(data.get("step"), bool) or not isinstance(data.get("step"), int):
@@ -165,20 +167,20 @@ def _check_head(data: Mapping[str, Any], path: Path, plan: Plan) -> None:
         raise FormatError("The trace has no ranks.", where=f"{path}: ranks", allowed="a list with an entry a rank")
 
 
-def _device(entry: Any, where: str, plan: Plan) -> int:
+def _rank_device(entry: Any, where: str, plan: Plan) -> int:
     """The device of a rank's entry. FormatError if the plan has no such rank."""
     rank = entry.get("rank") if isinstance(entry, dict) else None
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < len(plan.devices):
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < len(plan.used_devices):
         raise FormatError(
             "The trace's rank is not one of the plan's.",
             where=where,
             seen=json.dumps(rank),
-            allowed=f"0 to {len(plan.devices) - 1}",
+            allowed=f"0 to {len(plan.used_devices) - 1}",
         )
-    return plan.devices[rank]
+    return plan.used_devices[rank]
 
 
-def _read_row(spans: Any, where: str, lane: int, device: int, actions: tuple[Action, ...]) -> Row:
+def _read_row(spans: Any, where: str, lane: int, device: int, actions: tuple[Action, ...]) -> TraceRow:
     if not isinstance(spans, list) or len(spans) != len(actions):
         raise FormatError(
             "The trace has another number of actions than the lane.",
@@ -204,7 +206,7 @@ def _read_row(spans: Any, where: str, lane: int, device: int, actions: tuple[Act
         numbers[index, : len(span) - 1] = span[1:]
         waits += len(span) == 4
     start_s, stop_s, wait_s = numbers.T
-    return Row(
+    return TraceRow(
         lane=lane,
         device=device,
         actions=actions,
@@ -218,14 +220,14 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
-def _fact(entry: Mapping[str, Any], name: str, where: str) -> float | None:
+def _read_fact(entry: Mapping[str, Any], name: str, where: str) -> float | None:
     value = entry.get(name)
     if value is not None and not _is_time(value):
         raise FormatError("The value is not a number from 0.", where=f"{where}.{name}", seen=json.dumps(value))
     return value
 
 
-def _aligned(rows: Sequence[Row]) -> tuple[Row, ...]:
+def _align_rows(rows: Sequence[TraceRow]) -> tuple[TraceRow, ...]:
     """The rows on one clock, the earliest start at 0.
 
     Every rank counts from where it began the step. NORM ends with an all-reduce over all ranks, and so at the same
@@ -243,7 +245,7 @@ def _aligned(rows: Sequence[Row]) -> tuple[Row, ...]:
     starts = [float(row.start_s.min()) + shift for row, shift in zip(rows, shifts, strict=True) if row.actions]
     first = min(starts, default=0.0)
     return tuple(
-        Row(
+        TraceRow(
             lane=row.lane,
             device=row.device,
             actions=row.actions,

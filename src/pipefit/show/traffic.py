@@ -14,15 +14,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipefit.cost.comm.collectives import passes_backwards
+from pipefit.cost.comm.collectives import runs_backwards
 from pipefit.cost.comm.lowerings import lowerings_over
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.shard_exchanges import exchanges_of
+from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.cost.pipeline.table import replica_rings, shard_rings
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.cost.work import PipelineWork, StageWork
-from pipefit.layout import split
-from pipefit.model.analysis.saved import kept
+from pipefit.layout import split_by_shares
+from pipefit.model.analysis.saved import kept_values
 from pipefit.model.graph import LOCAL
 from pipefit.model.ops.kind import Said
 from pipefit.model.ops.packed_attention import SQUARES
@@ -37,35 +37,35 @@ REASONS = ("activations", "gradients", "shards", "reduction", "parameters")
 
 
 @dataclass(slots=True)
-class Traffic:
+class StepTraffic:
     """Bytes of one step by (source device, target device), and by why they are sent."""
 
     bytes: dict[tuple[int, int], dict[str, float]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(float))
     )
 
-    def add(self, source: int, target: int, size: float, reason: str) -> None:
+    def add_bytes(self, source: int, target: int, size: float, reason: str) -> None:
         if source != target and size:
             self.bytes[source, target][reason] += size
 
-    def totals(self) -> Mapping[tuple[int, int], float]:
+    def pair_totals(self) -> Mapping[tuple[int, int], float]:
         """All bytes of each pair."""
         return {pair: sum(parts.values()) for pair, parts in self.bytes.items()}
 
 
-def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Traffic:
+def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> StepTraffic:
     """The traffic of one step of a pipeline."""
-    traffic = Traffic()
+    traffic = StepTraffic()
     for edge in work.edges:
         alike = ((*itertools.chain(*edge.forward),), (*itertools.chain(*edge.backward),))
         each = [(1, *pair) for pair in edge.ragged] or [(microbatches, *alike)]
         for times, forward, backward in each:
             for reason, messages in (("activations", forward), ("gradients", backward)):
                 for source, target, size in messages:
-                    traffic.add(source, target, size * times, reason)
+                    traffic.add_bytes(source, target, size * times, reason)
     for tied in work.tied:
         for source, target, size in tied.messages:
-            traffic.add(source, target, size, "reduction")
+            traffic.add_bytes(source, target, size, "reduction")
     for stage in work.stages:
         _add_shard_collectives(traffic, stage, work, network, microbatches)
         _add_reductions(traffic, stage, work, network)
@@ -73,64 +73,66 @@ def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Tra
 
 
 def _add_shard_collectives(
-    traffic: Traffic, stage: StageWork, work: PipelineWork, network: Network, microbatches: int
+    traffic: StepTraffic, stage: StageWork, work: PipelineWork, network: Network, microbatches: int
 ) -> None:
     for ring in shard_rings(stage):
         if len(ring) < 2:
             continue
-        for times, symbols in _sizes(stage, stage.group.position(ring[0], "replica"), microbatches):
+        for times, symbols in _slice_sizes(stage, stage.group.axis_position(ring[0], "replica"), microbatches):
             lowerings, passed = lowerings_over(network, [ring]), Counter[str]()
-            for shares, (kind, size, how, units) in _collectives(stage, symbols, work.precision):
+            for shares, (kind, size, how, units) in _layer_collectives(stage, symbols, work.precision):
                 if kind == RESHARE:  # of these the units are shares
                     parts: list[tuple[float, ...]] = [units[: len(ring)], units[len(ring) :]]
                 else:
-                    parts = [_fractions(count, shares) for count in units]
+                    parts = [_share_fractions(count, shares) for count in units]
                 if kind != "all_to_all" and how == "padded":
                     passes = 2 if kind == "reduce_scatter" and network.over_gloo else PASSES[kind]
                     passed[kind] += passes * size * (len(ring) * max(parts[0]) if parts else 1.0)
                 else:
-                    for i, j, part in lowerings.sent(kind, how, size * times, *parts):
-                        traffic.add(ring[i], ring[j], part, "shards")
+                    for i, j, part in lowerings.sent_messages(kind, how, size * times, *parts):
+                        traffic.add_bytes(ring[i], ring[j], part, "shards")
             for kind, size in passed.items():
                 _add_ring(traffic, ring, size * times, "shards", network, kind)
 
 
-def _sizes(stage: StageWork, replica: int, microbatches: int) -> Iterator[tuple[int, dict[str, int]]]:
+def _slice_sizes(stage: StageWork, replica: int, microbatches: int) -> Iterator[tuple[int, dict[str, int]]]:
     """How many microbatches have slices of which sizes; packed rows are others in every one."""
     for row in stage.packed:
         tokens, squares = row[replica]
         if tokens:
             yield 1, {"B": 1, "T": tokens, "P": 0, SQUARES: squares}
     if not stage.packed:
-        for tokens, past in zip(stage.slices, _starts(stage.slices), strict=True):
+        for tokens, past in zip(stage.slices, _slice_starts(stage.slices), strict=True):
             yield microbatches, {"B": stage.rows[replica], "T": tokens, "P": past, **dict(stage.symbols)}
 
 
-def _collectives(
+def _layer_collectives(
     stage: StageWork, sizes: Mapping[str, int], precision: Precision
 ) -> Iterator[tuple[tuple[int, ...], Said]]:
     """All collectives of a microbatch, each with the shares of its layer: forward, and of layers that have a backward
     that and what is recomputed."""
     for place, graphs in enumerate(stage.layers):
         graph, shares = graphs[0], stage.shares_of(place)
-        own = {str(part): split(sizes[str(size)], shares)[0][1] for size, part in LOCAL.items() if size in sizes}
+        own = {
+            str(part): split_by_shares(sizes[str(size)], shares)[0][1] for size, part in LOCAL.items() if size in sizes
+        }
         symbols = {**sizes, **own}
-        again = set(kept(graph, stage.recompute, COMPUTE_BYTES[precision]).again)
+        again = set(kept_values(graph, stage.recompute, COMPUTE_BYTES[precision]).again)
         for index, operator in enumerate(graph.operators):
-            ahead, back, late = exchanges_of(graph, operator, symbols, precision)
+            ahead, back, late = operator_exchanges(graph, operator, symbols, precision)
             behind = itertools.chain(ahead if index in again else (), back, late) if place >= stage.frozen else ()
             for said in itertools.chain(ahead, behind):
                 yield shares, said
 
 
-def _fractions(units: int, shares: Sequence[int]) -> tuple[float, ...]:
+def _share_fractions(units: int, shares: Sequence[int]) -> tuple[float, ...]:
     """What each has of so many units; of nothing, as where data have no images to generate, its share."""
     if not units:
         return tuple(share / sum(shares) for share in shares)
-    return tuple((stop - start) / units for start, stop in split(units, shares))
+    return tuple((stop - start) / units for start, stop in split_by_shares(units, shares))
 
 
-def _add_reductions(traffic: Traffic, stage: StageWork, work: PipelineWork, network: Network) -> None:
+def _add_reductions(traffic: StepTraffic, stage: StageWork, work: PipelineWork, network: Network) -> None:
     width, parameters = GRADIENT_BYTES[work.precision], stage.parameters
     for ring in shard_rings(stage):
         _add_ring(traffic, ring, 2 * max(parameters.whole) * width, "reduction", network, "all_reduce")
@@ -143,7 +145,9 @@ def _add_reductions(traffic: Traffic, stage: StageWork, work: PipelineWork, netw
             _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
 
 
-def _add_ring(traffic: Traffic, ring: Sequence[int], passed: float, reason: str, network: Network, kind: str) -> None:
+def _add_ring(
+    traffic: StepTraffic, ring: Sequence[int], passed: float, reason: str, network: Network, kind: str
+) -> None:
     """`passed` bytes of a collective, times (n - 1)/n, over every hop of a ring of its n devices."""
     hosts: dict[int, list[int]] = defaultdict(list)
     for device in sorted(ring):
@@ -156,14 +160,14 @@ def _add_ring(traffic: Traffic, ring: Sequence[int], passed: float, reason: str,
         for place in range(size):
             _add_hops(traffic, [devices[place] for devices in hosts.values()], passed / size, reason)
     else:
-        _add_hops(traffic, sorted(ring, reverse=passes_backwards(network, kind)), passed, reason)
+        _add_hops(traffic, sorted(ring, reverse=runs_backwards(network, kind)), passed, reason)
 
 
-def _add_hops(traffic: Traffic, ring: Sequence[int], passed: float, reason: str) -> None:
+def _add_hops(traffic: StepTraffic, ring: Sequence[int], passed: float, reason: str) -> None:
     size = passed * (len(ring) - 1) / len(ring)
     for source, target in zip(ring, (*ring[1:], ring[0]), strict=True):
-        traffic.add(source, target, size, reason)
+        traffic.add_bytes(source, target, size, reason)
 
 
-def _starts(slices: Sequence[int]) -> list[int]:
+def _slice_starts(slices: Sequence[int]) -> list[int]:
     return [sum(slices[:index]) for index in range(len(slices))]

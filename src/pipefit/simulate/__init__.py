@@ -1,5 +1,5 @@
 """What would happen: a timeline and a memory curve from a schedule and costs."""
 
-from pipefit.simulate.timeline import Span, Timeline, simulate
+from pipefit.simulate.timeline import Timeline, TimelineSpan, simulate_schedule
 
-__all__ = ["Span", "Timeline", "simulate"]
+__all__ = ["Timeline", "TimelineSpan", "simulate_schedule"]

@@ -20,7 +20,7 @@ import numpy as np
 from pipefit.cost.types import CostTable
 from pipefit.schedule.taskgraph.compile import TaskGraph, by_unit
 from pipefit.schedule.taskgraph.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints, W
-from pipefit.schedule.taskgraph.times import Times, edge_table, match_edges, spread
+from pipefit.schedule.taskgraph.times import TaskTimes, edge_table, match_edges, spread_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,26 @@ class MemoryCurve:
 
 
 def memory_curves(
-    graph: TaskGraph, costs: CostTable, times: Times, posted_s: Floats, reached_s: Floats
+    graph: TaskGraph, costs: CostTable, times: TaskTimes, posted_s: Floats, reached_s: Floats
 ) -> tuple[MemoryCurve, ...]:
     """One curve per lane. `posted_s`: of each transfer, when its receive is posted; `reached_s`: of each action, when
     its lane gets there."""
-    events = _Events()
+    events = _MemoryEvents()
     compute = np.flatnonzero(graph.kind <= B)
-    held, passing = (each[compute] for each in _held_and_passing(graph, costs))
+    held, passing = (each[compute] for each in _task_bytes(graph, costs))
     lane, place = graph.lane[compute], PLACES * graph.row[compute]
-    events.add(lane, times.start_s[compute], place + START, np.maximum(held, 0.0) + passing, passing=passing)
-    events.add(lane, times.stop_s[compute], place + STOP, np.minimum(held, 0.0) - passing, passing=-passing)
+    events.add_change(lane, times.start_s[compute], place + START, np.maximum(held, 0.0) + passing, passing=passing)
+    events.add_change(lane, times.stop_s[compute], place + STOP, np.minimum(held, 0.0) - passing, passing=-passing)
     transfers = np.flatnonzero(graph.consumer >= 0)
     if len(transfers):
         size, user = _edge_bytes(graph, costs, "bytes")[transfers], graph.consumer[transfers]
-        events.add(graph.lane[user], posted_s[transfers], _posted_place(graph)[transfers], size, RECEIVED)
-        events.add(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, RECEIVED)
+        events.add_change(graph.lane[user], posted_s[transfers], _posting_order(graph)[transfers], size, RECEIVED)
+        events.add_change(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, RECEIVED)
         _add_sent(events, graph, costs, times, reached_s)
     _add_handed_on(events, graph, costs, times)
-    _add_owed(events, graph, costs, times)
+    _add_kv_gradients(events, graph, costs, times)
     _add_reductions(events, graph, costs, times)
-    return events.curves(costs.static_bytes, len(graph.schedule.lanes), PLACES * len(graph.table.kind))
+    return events.lane_curves(costs.static_bytes, len(graph.schedule.lanes), PLACES * len(graph.table.kind))
 
 
 PLACES = 8
@@ -78,15 +78,15 @@ COMPUTE, RECEIVED, SENT = range(3)
 """What an event is about: what actions hold and need, receive buffers, what is handed on until it has left."""
 
 
-def _add_sent(events: _Events, graph: TaskGraph, costs: CostTable, times: Times, reached_s: Floats) -> None:
+def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes, reached_s: Floats) -> None:
     """What senders keep."""
     transfers = np.flatnonzero(graph.consumer >= 0)
     size = _edge_bytes(graph, costs, "sent_bytes")[transfers]
     if not size.any():
         return
     if graph.schedule.is_lowered:
-        maker = _producers(graph, transfers)
-        left = _left_with(graph, transfers)
+        maker = _producing_tasks(graph, transfers)
+        left = _releasing_sends(graph, transfers)
         known = left >= 0
         last_s = np.zeros(len(graph.schedule.lanes))
         own = graph.lane >= 0
@@ -97,19 +97,19 @@ def _add_sent(events: _Events, graph: TaskGraph, costs: CostTable, times: Times,
         maker = graph.task[graph.row[transfers]]
         gone_s, gone = times.arrival_s[transfers], PLACES * graph.row[transfers] + GIVE
     lane = graph.lane[transfers]
-    events.add(lane, times.stop_s[maker], PLACES * graph.row[maker] + GIVE, size, SENT)
-    events.add(lane, np.maximum(gone_s, times.stop_s[maker]), gone, -size, SENT)
+    events.add_change(lane, times.stop_s[maker], PLACES * graph.row[maker] + GIVE, size, SENT)
+    events.add_change(lane, np.maximum(gone_s, times.stop_s[maker]), gone, -size, SENT)
 
 
-def _producers(graph: TaskGraph, transfers: Ints) -> Ints:
+def _producing_tasks(graph: TaskGraph, transfers: Ints) -> Ints:
     """The task that makes what each transfer of a lowered schedule carries: of its own stage, microbatch and slice."""
-    forward, backward = _index(graph, (F,)), _index(graph, (I, B))
+    forward, backward = _task_index(graph, (F,)), _task_index(graph, (I, B))
     place = graph.stage[transfers], graph.microbatch[transfers], graph.slice[transfers]
     maker: Ints = np.where(graph.kind[transfers] == SEND_F, forward[place], backward[place])
     return maker
 
 
-def _left_with(graph: TaskGraph, transfers: Ints) -> Ints:
+def _releasing_sends(graph: TaskGraph, transfers: Ints) -> Ints:
     """The row of the SEND with which the tensor of each SEND is let go; -1: the end of the lane."""
     channel = 2 * graph.edge[transfers] + (graph.kind[transfers] == SEND_B)
     count, channels = len(transfers), int(channel.max()) + 1
@@ -132,13 +132,13 @@ def _left_with(graph: TaskGraph, transfers: Ints) -> Ints:
     return result
 
 
-def _add_handed_on(events: _Events, graph: TaskGraph, costs: CostTable, times: Times) -> None:
+def _add_handed_on(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
     """What one stage hands to another on its own lane: from the end of the one's action to the start of the other's."""
     placement = graph.schedule.placement
     local = [edge for edge in costs.edges if placement[edge.source] == placement[edge.target]]
     if not local:
         return
-    forward, backward = _index(graph, (F,)), _index(graph, (I, B))
+    forward, backward = _task_index(graph, (F,)), _task_index(graph, (I, B))
     for edge in local:
         for made, used, table in (
             (forward[edge.source], forward[edge.target], edge.forward_sent_bytes),
@@ -146,54 +146,56 @@ def _add_handed_on(events: _Events, graph: TaskGraph, costs: CostTable, times: T
         ):
             there = (made >= 0) & (used >= 0)
             size, made, used = np.broadcast_to(table, made.shape)[there], made[there], used[there]
-            events.add(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size, SENT)
-            events.add(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size, SENT)
+            events.add_change(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size, SENT)
+            events.add_change(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size, SENT)
 
 
-def _add_owed(events: _Events, graph: TaskGraph, costs: CostTable, times: Times) -> None:
+def _add_kv_gradients(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
     """What a backward leaves for the keys and values of earlier slices, until the next one of its microbatch starts."""
     if not costs.owed_bytes.any():
         return
-    backward = _index(graph, (I, B))
+    backward = _task_index(graph, (I, B))
     there = (backward[:, :, 1:] >= 0) & (backward[:, :, :-1] >= 0)
     size = np.broadcast_to(costs.owed_bytes, backward.shape)[:, :, 1:][there]
     made, used = backward[:, :, 1:][there], backward[:, :, :-1][there]
-    events.add(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size)
-    events.add(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size)
+    events.add_change(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size)
+    events.add_change(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size)
 
 
-def _add_reductions(events: _Events, graph: TaskGraph, costs: CostTable, times: Times) -> None:
+def _add_reductions(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
     """What the reduction of a stage holds from its last backward until the end; when it begins, that backward has not
     let go of its last tensors yet."""
-    for stage in np.flatnonzero(np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.stages)):
+    for stage in np.flatnonzero(np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.num_stages)):
         own = np.flatnonzero((graph.stage == stage) & ((graph.kind == B) | (graph.kind == W)))
         last = own[[int(graph.row[own].argmax())]]
-        size = np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.stages)[stage]
+        size = np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.num_stages)[stage]
         near = [edge for edge in costs.edges if stage in (edge.source, edge.target)]
         ends = [edge.forward_bytes if edge.target == stage else edge.forward_sent_bytes for edge in near]
         hidden = max((float(each.max()) for each in ends), default=0.0)
         for change in (size, REDUCING * hidden, -REDUCING * hidden):
-            events.add(graph.lane[last], times.stop_s[last], PLACES * graph.row[last] + GIVE, np.full(1, change), SENT)
+            events.add_change(
+                graph.lane[last], times.stop_s[last], PLACES * graph.row[last] + GIVE, np.full(1, change), SENT
+            )
 
 
-def _index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
+def _task_index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
     """Tasks by [stage, microbatch, slice] of actions of these kinds."""
     schedule = graph.schedule
     tasks = np.flatnonzero(np.isin(graph.kind, kinds))
-    found = np.full((schedule.stages, schedule.microbatches, schedule.slices), -1, dtype=np.int64)
+    found = np.full((schedule.num_stages, schedule.microbatches, schedule.slices), -1, dtype=np.int64)
     found[graph.stage[tasks], graph.microbatch[tasks], graph.slice[tasks]] = tasks
     return by_unit(found, schedule)
 
 
-def _held_and_passing(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
+def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
     """For every task, the bytes it leaves allocated, and the bytes it needs beside them while it runs."""
     held, passing = np.zeros(graph.size), np.zeros(graph.size)
     for name in ("F", "I", "W", "B"):
         code = CODE[name]
         if code in graph.groups:
             tasks, table = graph.groups[code].tasks, costs.actions[name]
-            held[tasks] = spread(graph, code, table.held_bytes)
-            passing[tasks] = spread(graph, code, table.peak_bytes)
+            held[tasks] = spread_table(graph, code, table.held_bytes)
+            passing[tasks] = spread_table(graph, code, table.peak_bytes)
     return held, passing
 
 
@@ -203,11 +205,11 @@ def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Floats:
     matched = match_edges(graph.table.edges, costs)
     for code, way in ((SEND_F, "forward"), (SEND_B, "backward")):
         if code in graph.groups:
-            size[graph.groups[code].tasks] = spread(graph, code, edge_table(matched, f"{way}_{field}"))
+            size[graph.groups[code].tasks] = spread_table(graph, code, edge_table(matched, f"{way}_{field}"))
     return size
 
 
-def _posted_place(graph: TaskGraph) -> Ints:
+def _posting_order(graph: TaskGraph) -> Ints:
     """For every transfer, the place of its posting among the events of one time: at its RECV, or before its user."""
     place = PLACES * graph.row[graph.consumer] - 1
     receives = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
@@ -215,13 +217,13 @@ def _posted_place(graph: TaskGraph) -> Ints:
     return place
 
 
-class _Events:
+class _MemoryEvents:
     """Changes of memory, collected in any order; each has a lane, a time, a place among events of that time."""
 
     def __init__(self) -> None:
         self.columns: list[tuple[Ints, Floats, Ints, Floats, Ints, Floats]] = []
 
-    def add(
+    def add_change(
         self,
         lane: Ints,
         time_s: Floats,
@@ -234,7 +236,7 @@ class _Events:
         none = np.zeros(len(change)) if passing is None else passing
         self.columns.append((lane, time_s, place, change, np.full(len(change), about), none))
 
-    def curves(self, static_bytes: Floats, lanes: int, end: int) -> tuple[MemoryCurve, ...]:
+    def lane_curves(self, static_bytes: Floats, lanes: int, end: int) -> tuple[MemoryCurve, ...]:
         """`end`: the place of what happens at the end of a lane."""
         lane, time_s, place, change, about, passing = (
             np.concatenate(column) for column in zip(*self.columns, strict=True)

@@ -6,10 +6,10 @@ import numpy as np
 
 from pipefit.schedule.taskgraph.compile import TaskGraph
 from pipefit.schedule.taskgraph.table import BARRIER
-from pipefit.schedule.taskgraph.times import Times
+from pipefit.schedule.taskgraph.times import TaskTimes
 
 
-def critical_tasks(graph: TaskGraph, times: Times) -> list[tuple[int, float]]:
+def critical_tasks(graph: TaskGraph, times: TaskTimes) -> list[tuple[int, float]]:
     """(task, moment until which it counts) along the path, first to last.
 
     The moment is the start of the next task: a task's stop, or a transfer's arrival, or, where the next transfer

@@ -16,15 +16,15 @@ from pipefit.cost.types import CostTable
 from pipefit.schedule.actions import Action, Kind, Schedule
 from pipefit.schedule.problem import Edge
 from pipefit.schedule.taskgraph.compile import TaskGraph
-from pipefit.schedule.taskgraph.contended import evaluate
+from pipefit.schedule.taskgraph.contended import evaluate_schedule
 from pipefit.schedule.taskgraph.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B, Floats, Ints
-from pipefit.schedule.taskgraph.times import Times
+from pipefit.schedule.taskgraph.times import TaskTimes
 from pipefit.simulate.memory import MemoryCurve, memory_curves
 from pipefit.simulate.path import critical_tasks
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """One action in time. A transfer spans from its start to the arrival of its data."""
 
     lane: int
@@ -34,7 +34,7 @@ class Span:
     stop_s: float
 
 
-def simulate(
+def simulate_schedule(
     schedule: Schedule, costs: CostTable, edges: tuple[Edge, ...] | None = None, compiled: bool | None = None
 ) -> Timeline:
     """The timeline of one iteration of a valid schedule, computed or lowered.
@@ -47,14 +47,14 @@ def simulate(
         edges = None
     elif edges is None and costs.edges:
         edges = tuple((edge.source, edge.target, edge.tensor) for edge in costs.edges)
-    graph, times = evaluate(schedule, edges, costs, compiled)
+    graph, times = evaluate_schedule(schedule, edges, costs, compiled)
     return Timeline(graph, costs, times)
 
 
 class Timeline:
     """What one iteration looks like. Times are in seconds from the start of the first action."""
 
-    def __init__(self, graph: TaskGraph, costs: CostTable, times: Times) -> None:
+    def __init__(self, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
         self.graph = graph
         self.costs = costs
         self.times = times
@@ -100,7 +100,7 @@ class Timeline:
         return self.makespan_s - self.busy_s
 
     @cached_property
-    def bubble(self) -> float:
+    def bubble_share(self) -> float:
         """Share of (lanes x time until the last compute action ends) in which nothing is computed.
 
         For 1F1B and GPipe on d equal stages it is (d - 1)/(m + d - 1).
@@ -127,7 +127,7 @@ class Timeline:
         return self._sum_by_lane(users, start_s - ready)
 
     @cached_property
-    def memory(self) -> tuple[MemoryCurve, ...]:
+    def lane_memory(self) -> tuple[MemoryCurve, ...]:
         """For each lane, its memory over time."""
         return self.memory_under(self.costs)
 
@@ -138,19 +138,19 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> Floats:
         """For each lane, the largest memory in use, static and passing memory included."""
-        return np.array([curve.peak_bytes for curve in self.memory])
+        return np.array([curve.peak_bytes for curve in self.lane_memory])
 
     @cached_property
-    def critical_path(self) -> tuple[Span, ...]:
+    def critical_path(self) -> tuple[TimelineSpan, ...]:
         """A chain of actions and transfers, first to last, that the makespan hangs on: each starts when the one
         before it ends, the first at 0, and the last ends at the makespan."""
         spans = []
         for task, reached in critical_tasks(self.graph, self.times):
             lane = int(self.graph.lane[task])
-            spans.append(Span(lane, self.action(task), float(self.times.start_s[task]), reached))
+            spans.append(TimelineSpan(lane, self.task_action(task), float(self.times.start_s[task]), reached))
         return tuple(spans)
 
-    def action(self, task: int) -> Action:
+    def task_action(self, task: int) -> Action:
         """The action that a task stands for; of an implied transfer, the SEND that lowering would insert."""
         graph = self.graph
         kind = int(graph.kind[task])
@@ -166,12 +166,14 @@ class Timeline:
         lane = int(graph.table.lane[row])
         return self.schedule.lanes[lane][row - int(graph.table.offset[lane])]
 
-    def spans(self) -> tuple[Span, ...]:
+    def all_spans(self) -> tuple[TimelineSpan, ...]:
         """Every task in time order: what a trace draws."""
         order = np.lexsort((np.arange(self.graph.size), self.times.start_s))
         stop = np.where(self.graph.consumer >= 0, self.times.arrival_s, self.times.stop_s)
         return tuple(
-            Span(int(self.graph.lane[task]), self.action(task), float(self.times.start_s[task]), float(stop[task]))
+            TimelineSpan(
+                int(self.graph.lane[task]), self.task_action(task), float(self.times.start_s[task]), float(stop[task])
+            )
             for task in order.tolist()
             if self.graph.kind[task] != BARRIER
         )

@@ -16,15 +16,15 @@ import numpy as np
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.operator_times import CollectiveTime
-from pipefit.cost.compute.roofline import LayerCost, Place, Recompute
+from pipefit.cost.compute.roofline import LayerCost, MicrobatchShape, Recompute
 from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array, CostTable
 from pipefit.model.graph import Graph
-from pipefit.validate.collectives import Collectives
-from pipefit.validate.fitting import fit, log_jacobian
-from pipefit.validate.gpt import GPT
-from pipefit.validate.kernels import Gpu, KernelCosts
-from pipefit.validate.megatron import Run, cluster_of, costs_of, time_of
+from pipefit.validate.collectives import MeasuredAllReduces
+from pipefit.validate.fitting import fit_constants, log_jacobian
+from pipefit.validate.gpt import GptSizes
+from pipefit.validate.kernels import GpuRates, KernelCosts
+from pipefit.validate.megatron import MegatronRun, cluster_of, costs_of, time_of
 
 Key = tuple[int, int, int, int, int]
 """(hidden, TP, micro-batch, PP, DP)."""
@@ -59,7 +59,7 @@ OUTLIER = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class PublishedSample:
     """One published row."""
 
     gpus: int
@@ -79,27 +79,27 @@ class Sample:
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
-    def shape(self) -> LayerShape:
+    def layer_shape(self) -> LayerShape:
         return self.hidden, self.tp, self.micro_batch
 
     @property
-    def key(self) -> Key:
+    def shape_key(self) -> Key:
         return self.hidden, self.tp, self.micro_batch, self.pp, self.dp
 
     @property
-    def group(self) -> tuple[int, ...]:
+    def comparison_group(self) -> tuple[int, ...]:
         """What comparable rows have in common: machine, batch and model."""
         return self.gpus, self.global_batch, self.hidden, self.heads, self.layers, self.sequence
 
     @property
-    def label(self) -> str:
+    def row_label(self) -> str:
         return (
             f"{self.gpus} GPUs, hidden {self.hidden}, {self.layers} layers, batch {self.global_batch}: "
             f"TP {self.tp}, DP {self.dp}, PP {self.pp}, micro-batch {self.micro_batch}"
         )
 
-    def run(self) -> Run:
-        model = GPT(
+    def megatron_run(self) -> MegatronRun:
+        model = GptSizes(
             hidden=self.hidden,
             feedforward=4 * self.hidden,
             heads=self.heads,
@@ -107,7 +107,7 @@ class Sample:
             sequence=self.sequence,
             vocabulary=VOCABULARY,
         )
-        return Run(
+        return MegatronRun(
             model=model,
             shards=self.tp,
             replicas=self.dp,
@@ -118,7 +118,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class FittedCalibration:
     """Fitted numbers."""
 
     constants: tuple[float, ...] = tuple(START.values())
@@ -129,56 +129,56 @@ class Calibration:
     "Factors of the head's and the embedding's time."
 
     @property
-    def count(self) -> int:
+    def fitted_count(self) -> int:
         """How many numbers were fitted."""
         return len(self.constants) + len(self.body) + len(self.ends)
 
-    def plain(self) -> Calibration:
+    def constants_only(self) -> FittedCalibration:
         """The physical constants alone."""
-        return Calibration(constants=self.constants)
+        return FittedCalibration(constants=self.constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jacobians:
+class LogJacobians:
     """d log(time) / d log(number) at the start, for every key's corner rows."""
 
-    constants: Mapping[Sample, Array]
-    factors: Mapping[Sample, Array]
+    constants: Mapping[PublishedSample, Array]
+    factors: Mapping[PublishedSample, Array]
     "Of the row's own two factors."
 
 
-class Evaluator:
+class SampleEvaluator:
     """Times of samples under a calibration, through the project's cost table and simulator."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: MeasuredAllReduces) -> None:
         self.collectives = collectives
 
-    def times_s(self, samples: Sequence[Sample], calibration: Calibration) -> Array:
+    def times_s(self, samples: Sequence[PublishedSample], calibration: FittedCalibration) -> Array:
         """Seconds of an iteration of every sample. Rows that differ in the batch alone share a cost table."""
         values = dict(zip(FITTED, calibration.constants, strict=True))
-        kernels: dict[str, Any] = {key: value for key, value in values.items() if key in Gpu.__dataclass_fields__}
+        kernels: dict[str, Any] = {key: value for key, value in values.items() if key in GpuRates.__dataclass_fields__}
         speed = values["stage_bytes_per_s"]
-        layers: dict[LayerShape, _Scaled] = {}
+        layers: dict[LayerShape, _ScaledCosts] = {}
         networks: dict[int, Network] = {}
         tables: dict[tuple[Key, int], CostTable] = {}
         times = []
         for sample in samples:
-            shape, table = sample.shape, (sample.key, sample.layers)
+            shape, table = sample.layer_shape, (sample.shape_key, sample.layers)
             if shape not in layers:
-                costs = KernelCosts(replace(Gpu(), **kernels), self.collectives)
-                layers[shape] = _Scaled(costs, calibration.body.get(shape, 1.0), calibration.ends.get(shape, 1.0))
-            run = sample.run()
-            if run.devices not in networks:
-                cluster = cluster_of(run.devices, inside_bytes_per_s=speed, between_bytes_per_s=speed)
-                networks[run.devices] = Network(cluster)
+                costs = KernelCosts(replace(GpuRates(), **kernels), self.collectives)
+                layers[shape] = _ScaledCosts(costs, calibration.body.get(shape, 1.0), calibration.ends.get(shape, 1.0))
+            run = sample.megatron_run()
+            if run.total_devices not in networks:
+                cluster = cluster_of(run.total_devices, inside_bytes_per_s=speed, between_bytes_per_s=speed)
+                networks[run.total_devices] = Network(cluster)
             if table not in tables:
                 step = values["step_s_per_parameter"]
-                tables[table] = costs_of(run, networks[run.devices], layers[shape], self.collectives, step)
+                tables[table] = costs_of(run, networks[run.total_devices], layers[shape], self.collectives, step)
             times.append(time_of(run, tables[table]).makespan_s)
         return np.array(times)
 
 
-class _Scaled:
+class _ScaledCosts:
     """Kernel costs with the factors of one shape: of the layer, known by its attention, and of the two ends."""
 
     def __init__(self, costs: KernelCosts, body: float, ends: float) -> None:
@@ -187,10 +187,10 @@ class _Scaled:
         self.body, self.ends = body, ends
         self._known: dict[int, LayerCost] = {}
 
-    def layer(
+    def layer_cost(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
@@ -199,7 +199,7 @@ class _Scaled:
     ) -> LayerCost:
         """The cost of `graph`, scaled. One object serves one shape, so the graph alone tells questions apart."""
         if id(graph) not in self._known:
-            cost = self.costs.layer(graph, place, kind, precision, recompute, collective, collective_key)
+            cost = self.costs.layer_cost(graph, place, kind, precision, recompute, collective, collective_key)
             factor = self.body if any(op.kind == "attention" for op in graph.operators) else self.ends
             self._known[id(graph)] = replace(
                 cost,
@@ -211,27 +211,29 @@ class _Scaled:
         return self._known[id(graph)]
 
 
-def jacobians(corners: Sequence[Sample], evaluator: Evaluator) -> Jacobians:
+def corner_jacobians(corners: Sequence[PublishedSample], evaluator: SampleEvaluator) -> LogJacobians:
     """Of these rows, from predictions alone."""
     start = tuple(START.values())
-    constants = log_jacobian(lambda v: evaluator.times_s(corners, Calibration(constants=tuple(v))), start)
-    shapes = {sample.shape for sample in corners}
+    constants = log_jacobian(lambda v: evaluator.times_s(corners, FittedCalibration(constants=tuple(v))), start)
+    shapes = {sample.layer_shape for sample in corners}
 
-    def scaled(values: Array) -> Array:
+    def scaled_times(values: Array) -> Array:
         body, ends = (dict.fromkeys(shapes, float(value)) for value in values)
-        return evaluator.times_s(corners, Calibration(body=body, ends=ends))
+        return evaluator.times_s(corners, FittedCalibration(body=body, ends=ends))
 
-    factors = log_jacobian(scaled, (1.0, 1.0))
-    return Jacobians(
+    factors = log_jacobian(scaled_times, (1.0, 1.0))
+    return LogJacobians(
         constants=dict(zip(corners, constants, strict=True)), factors=dict(zip(corners, factors, strict=True))
     )
 
 
-def calibrate(corners: Sequence[Sample], evaluator: Evaluator, known: Jacobians) -> Calibration:
+def fit_calibration(
+    corners: Sequence[PublishedSample], evaluator: SampleEvaluator, known: LogJacobians
+) -> FittedCalibration:
     """Constants, then factors, from these rows and no others."""
     published = [sample.published_s for sample in corners]
-    constants = fit(
-        lambda values: evaluator.times_s(corners, Calibration(constants=tuple(map(float, values)))),
+    constants = fit_constants(
+        lambda values: evaluator.times_s(corners, FittedCalibration(constants=tuple(map(float, values)))),
         published,
         tuple(START.values()),
         np.stack([known.constants[sample] for sample in corners]),
@@ -239,18 +241,18 @@ def calibrate(corners: Sequence[Sample], evaluator: Evaluator, known: Jacobians)
         most=MOST,
         pull=PULL,
     )
-    plain = Calibration(constants=tuple(map(float, constants)))
-    shapes = sorted({sample.shape for sample in corners})
+    plain = FittedCalibration(constants=tuple(map(float, constants)))
+    shapes = sorted({sample.layer_shape for sample in corners})
     matrix = np.zeros((len(corners), 2 * len(shapes)))
     for row, sample in enumerate(corners):
-        place = 2 * shapes.index(sample.shape)
+        place = 2 * shapes.index(sample.layer_shape)
         matrix[row, place : place + 2] = known.factors[sample]
 
-    def with_factors(values: Array) -> Calibration:
+    def with_factors(values: Array) -> FittedCalibration:
         body, ends = (dict(zip(shapes, map(float, values[side::2]), strict=True)) for side in (0, 1))
         return replace(plain, body=body, ends=ends)
 
-    factors = fit(
+    factors = fit_constants(
         lambda values: evaluator.times_s(corners, with_factors(values)), published, [1.0] * (2 * len(shapes)), matrix
     )
     return with_factors(factors)

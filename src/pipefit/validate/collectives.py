@@ -12,12 +12,12 @@ Points = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Collectives:
+class MeasuredAllReduces:
     """Measured all-reduces by the number of devices."""
 
     points: Mapping[int, Points]
 
-    def seconds(self, kind: str, devices: int, size_bytes: float) -> float:
+    def collective_s(self, kind: str, devices: int, size_bytes: float) -> float:
         """Of a collective whose whole tensor has that many bytes. An all-gather or a reduce-scatter is half an
         all-reduce: a ring sends the same bytes in each of its two passes."""
         if devices == 1:

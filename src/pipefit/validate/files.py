@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from pipefit.errors import FormatError
-from pipefit.validate.collectives import Collectives
+from pipefit.validate.collectives import MeasuredAllReduces
 
 ALL_REDUCE_COLUMNS = ("gpus", "bytes", "time_us", "bus_bandwidth_gb_per_s")
 
 
-def shipped(name: str) -> str:
+def shipped_text(name: str) -> str:
     """The text of a file that came with the package."""
     from importlib import resources  # takes 20 ms, and only predicting needs it
 
@@ -44,7 +44,7 @@ def read_table(text: str, columns: Sequence[str], where: str) -> list[Mapping[st
             )
         rows.append(
             {
-                name: _positive(cell, f"{where}, line {number}: {name}")
+                name: _positive_number(cell, f"{where}, line {number}: {name}")
                 for name, cell in zip(columns, cells, strict=True)
             }
         )
@@ -53,17 +53,17 @@ def read_table(text: str, columns: Sequence[str], where: str) -> list[Mapping[st
     return rows
 
 
-def read_collectives(text: str, where: str) -> Collectives:
+def read_collectives(text: str, where: str) -> MeasuredAllReduces:
     """The published all-reduces. Raises FormatError for a damaged table."""
     points: dict[int, list[tuple[float, float]]] = {}
     for row in read_table(text, ALL_REDUCE_COLUMNS, where):
         points.setdefault(int(row["gpus"]), []).append((row["bytes"], row["time_us"] * 1e-6))
-    return Collectives({devices: tuple(sorted(each)) for devices, each in points.items()})
+    return MeasuredAllReduces({devices: tuple(sorted(each)) for devices, each in points.items()})
 
 
-def shipped_collectives() -> Collectives:
+def shipped_collectives() -> MeasuredAllReduces:
     """The all-reduces on A100 that came with the package."""
-    return read_collectives(shipped("a100_nvlink_all_reduce.csv"), "a100_nvlink_all_reduce.csv")
+    return read_collectives(shipped_text("a100_nvlink_all_reduce.csv"), "a100_nvlink_all_reduce.csv")
 
 
 def check_positive(values: Mapping[str, float], where: str) -> None:
@@ -75,7 +75,7 @@ def check_positive(values: Mapping[str, float], where: str) -> None:
             )
 
 
-def _positive(cell: str, where: str) -> float:
+def _positive_number(cell: str, where: str) -> float:
     try:
         value = float(cell)
     except ValueError:

@@ -31,7 +31,7 @@ def log_jacobian(predict: Predict, start: Sequence[float]) -> Array:
     return np.stack(columns, axis=1)
 
 
-def fit(
+def fit_constants(
     predict: Predict,
     published: Sequence[float],
     start: Sequence[float],

@@ -5,7 +5,7 @@ with a start-up worth `PROLOGUE` elements of the inner dimension; it takes no le
 kernels move bytes. Fusion is that of Megatron-LM in 2022: bias with GELU, bias with dropout and residual, scale with
 mask and softmax; attention is not fused. A kernel takes no less time than launching it (eager PyTorch).
 Constants are of the vendor's documents or of NVIDIA's matrix-multiplication guide, and frozen; what a data set fits
-are fields of `Gpu`, and it says which.
+are fields of `GpuRates`, and it says which.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.compute.operator_times import CollectiveTime
-from pipefit.cost.compute.roofline import LayerCost, Place, Recompute
+from pipefit.cost.compute.roofline import LayerCost, MicrobatchShape, Recompute
 from pipefit.cost.compute.shard_exchanges import BACKWARD
 from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
-from pipefit.model.analysis.saved import call_of, kept, saved_bytes
+from pipefit.model.analysis.saved import kept_values, operator_call, saved_bytes
 from pipefit.model.graph import Graph
-from pipefit.model.ops.kind import Call
-from pipefit.validate.collectives import Collectives
+from pipefit.model.ops.kind import OperatorCall
+from pipefit.validate.collectives import MeasuredAllReduces
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 """Rows, columns, and the share of the ceiling that a kernel with such tiles reaches: larger tiles reuse more of what
@@ -47,7 +47,7 @@ LOSS_BACKWARD = (6, 22)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class GpuRates:
     """One GPU: its data sheet and what its kernels reach of it."""
 
     peak_flops_per_s: float = 312e12
@@ -67,7 +67,7 @@ class Gpu:
     "What starting a collective costs beyond its measured time."
 
 
-class Pass(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of one operator."""
 
     forward_s: float
@@ -78,7 +78,7 @@ class Pass(NamedTuple):
 class KernelCosts:
     """Layer costs for `cost_table`; equal questions are answered from memory."""
 
-    def __init__(self, gpu: Gpu, collectives: Collectives, attention_again: bool = False) -> None:
+    def __init__(self, gpu: GpuRates, collectives: MeasuredAllReduces, attention_again: bool = False) -> None:
         """`attention_again`: selective recomputation of arXiv 2205.05198, which makes the scores again in the
         backward pass and keeps what `recompute="none"` keeps in this project (queries, keys, values, output)."""
         self.gpu = gpu
@@ -88,10 +88,10 @@ class KernelCosts:
         self._known: dict[object, LayerCost] = {}
         self._graphs: dict[int, Graph] = {}
 
-    def layer(
+    def layer_cost(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
@@ -104,12 +104,14 @@ class KernelCosts:
         self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
         key = (id(graph), place, precision, recompute, devices)
         if key not in self._known:
-            self._known[key] = self._layer(graph, place, precision, recompute, devices)
+            self._known[key] = self._sum_cost(graph, place, precision, recompute, devices)
         return self._known[key]
 
-    def _layer(self, graph: Graph, place: Place, precision: Precision, recompute: Recompute, devices: int) -> LayerCost:
-        facts = _facts(graph, place, COMPUTE_BYTES[precision], recompute)
-        passes = [self._operator(kind, call, devices) for kind, call in facts.calls]
+    def _sum_cost(
+        self, graph: Graph, place: MicrobatchShape, precision: Precision, recompute: Recompute, devices: int
+    ) -> LayerCost:
+        facts = _layer_facts(graph, place, COMPUTE_BYTES[precision], recompute)
+        passes = [self._operator_times(kind, call, devices) for kind, call in facts.calls]
         again = sum(passes[index].forward_s for index in facts.again)
         if self.attention_again and recompute == "none":
             again = sum(p.forward_s for p, (kind, _) in zip(passes, facts.calls, strict=True) if kind == "attention")
@@ -121,32 +123,32 @@ class KernelCosts:
             pending_bytes=facts.pending_bytes,
         )
 
-    def _operator(self, kind: str, call: Call, devices: int) -> Pass:
+    def _operator_times(self, kind: str, call: OperatorCall, devices: int) -> PassTimes:
         if kind in BACKWARD:
             size = float(max(math.prod(call.inputs[0] or ()), math.prod(call.outputs[0])) * call.compute_bytes)
-            both = (self.collectives.seconds(each, devices, size) for each in (kind, BACKWARD[kind]))
+            both = (self.collectives.collective_s(each, devices, size) for each in (kind, BACKWARD[kind]))
             forward_s, backward_s = (time_s + self.gpu.collective_s for time_s in both)
             again_s = forward_s if kind == "all_gather" else 0.0  # kept as a shard, gathered again for the weights
-            return Pass(forward_s, backward_s, again_s)
+            return PassTimes(forward_s, backward_s, again_s)
         if kind == "linear":
-            return self._linear(call)
+            return self._linear_times(call)
         if kind == "attention":
-            return self._attention(call)
-        return self._moving(kind, call)
+            return self._attention_times(call)
+        return self._moving_times(kind, call)
 
-    def _linear(self, call: Call) -> Pass:
+    def _linear_times(self, call: OperatorCall) -> PassTimes:
         x, weight = call.inputs[0], call.inputs[1]
         assert x is not None and weight is not None
         rows, (out, inner) = math.prod(x[:-1]), weight
-        bias_s = self._move(rows * out * call.compute_bytes) if call.inputs[2] else 0.0
+        bias_s = self._move_s(rows * out * call.compute_bytes) if call.inputs[2] else 0.0
         width = call.compute_bytes
-        return Pass(
+        return PassTimes(
             self.matmul_s(rows, out, inner, width),
             self.matmul_s(rows, inner, out, width),
             self.matmul_s(out, inner, rows, width) + bias_s,
         )
 
-    def _attention(self, call: Call) -> Pass:
+    def _attention_times(self, call: OperatorCall) -> PassTimes:
         """Not fused: scores and context as batched products; scale, mask and softmax are one kernel, dropout is one."""
         q, width = call.inputs[0], call.compute_bytes
         assert q is not None
@@ -154,34 +156,40 @@ class KernelCosts:
         count, scores, values = rows * heads, rows * heads * tokens * tokens, rows * tokens * heads * dim
         product_s = self.matmul_s(tokens, tokens, dim, width, count)
         context_s = self.matmul_s(tokens, dim, tokens, width, count)
-        softmax_s = self._move(2 * width * scores)
-        dropout_s = self._move((2 * width + 1) * scores)
-        copies_s = self._move(2 * width * values)
+        softmax_s = self._move_s(2 * width * scores)
+        dropout_s = self._move_s((2 * width + 1) * scores)
+        copies_s = self._move_s(2 * width * values)
         forward_s = product_s + softmax_s + dropout_s + context_s + 2 * copies_s
         # Backward: two products each for scores and context; softmax reads its output besides the gradient.
-        backward_s = 2 * (product_s + context_s) + dropout_s + self._move(3 * width * scores) + 4 * copies_s
-        return Pass(forward_s, backward_s, 0.0)
+        backward_s = 2 * (product_s + context_s) + dropout_s + self._move_s(3 * width * scores) + 4 * copies_s
+        return PassTimes(forward_s, backward_s, 0.0)
 
-    def _moving(self, kind: str, call: Call) -> Pass:
+    def _moving_times(self, kind: str, call: OperatorCall) -> PassTimes:
         """Kernels that only move bytes."""
         count = math.prod(call.outputs[0]) * call.compute_bytes
         if kind == "layer_norm":  # its gradient pass is followed by the sum with the residual's gradient
-            return Pass(self._move(2 * count), self._move(3 * count) + self._move(3 * count), self._move(2 * count))
+            return PassTimes(
+                self._move_s(2 * count), self._move_s(3 * count) + self._move_s(3 * count), self._move_s(2 * count)
+            )
         if kind == "gelu":
-            return Pass(self._move(2 * count), self._move(3 * count), 0.0)
+            return PassTimes(self._move_s(2 * count), self._move_s(3 * count), 0.0)
         if kind == "add" and len(call.inputs[1] or ()) > 1:  # fused with bias and dropout: residual, value, mask
-            return Pass(self._move(3 * count + count / 2), self._move(2 * count + count / 2), self._move(count))
+            return PassTimes(
+                self._move_s(3 * count + count / 2), self._move_s(2 * count + count / 2), self._move_s(count)
+            )
         if kind == "embedding":
             weight = call.inputs[1]
             assert weight is not None
-            return Pass(self._move(2 * count), 0.0, self._move(2 * count + 2 * math.prod(weight) * call.compute_bytes))
+            return PassTimes(
+                self._move_s(2 * count), 0.0, self._move_s(2 * count + 2 * math.prod(weight) * call.compute_bytes)
+            )
         if kind == "cross_entropy":
             logits = call.inputs[0]
             assert logits is not None
             sizes = ((kernels, moved * math.prod(logits)) for kernels, moved in (LOSS_FORWARD, LOSS_BACKWARD))
-            forward_s, input_s = (kernels * self._move(size / kernels) for kernels, size in sizes)
-            return Pass(forward_s, input_s, 0.0)
-        return Pass(0.0, 0.0, 0.0)
+            forward_s, input_s = (kernels * self._move_s(size / kernels) for kernels, size in sizes)
+            return PassTimes(forward_s, input_s, 0.0)
+        return PassTimes(0.0, 0.0, 0.0)
 
     def matmul_s(self, rows: int, columns: int, inner: int, width: int, count: int = 1) -> float:
         """Seconds of `count` products (rows, inner) x (inner, columns) as one kernel."""
@@ -192,32 +200,32 @@ class KernelCosts:
         moved = width * count * (rows * inner + inner * columns + rows * columns)
         return max(waves_s + gpu.kernel_s, moved / (gpu.memory_bytes_per_s * gpu.memory_share), gpu.launch_s)
 
-    def _move(self, size: float) -> float:
+    def _move_s(self, size: float) -> float:
         gpu = self.gpu
         return max(size / (gpu.memory_bytes_per_s * gpu.memory_share) + gpu.kernel_s, gpu.launch_s)
 
 
-class _Facts(NamedTuple):
+class _LayerFacts(NamedTuple):
     """What a layer's cost is made from, whatever the GPU."""
 
-    calls: tuple[tuple[str, Call], ...]
+    calls: tuple[tuple[str, OperatorCall], ...]
     again: tuple[int, ...]
     saved_bytes: int
     pending_bytes: int
 
 
-_known: dict[object, tuple[Graph, _Facts]] = {}
+_known: dict[object, tuple[Graph, _LayerFacts]] = {}
 
 
-def _facts(graph: Graph, place: Place, width: int, recompute: Recompute) -> _Facts:
+def _layer_facts(graph: Graph, place: MicrobatchShape, width: int, recompute: Recompute) -> _LayerFacts:
     """Worked out once per graph object and place; the graph is kept, so that its id stays its own."""
     key = (id(graph), place, width, recompute)
     if key not in _known:
         symbols = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
-        calls = tuple((op.kind, call_of(graph, op, symbols, width)) for op in graph.operators)
+        calls = tuple((op.kind, operator_call(graph, op, symbols, width)) for op in graph.operators)
         saved = saved_bytes(graph, symbols, width, recompute)
-        again = kept(graph, recompute, width).again
-        _known[key] = (graph, _Facts(calls, again, saved.after_forward, saved.after_input_gradient))
+        again = kept_values(graph, recompute, width).again
+        _known[key] = (graph, _LayerFacts(calls, again, saved.after_forward, saved.after_input_gradient))
     return _known[key][1]
 
 

@@ -18,14 +18,14 @@ from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, Recompute, StageWork
-from pipefit.layout import Axis, Group
+from pipefit.layout import Mesh, MeshAxis
 from pipefit.model.graph import Graph, element_count
-from pipefit.schedule import Problem, family, lower, uniform_costs
+from pipefit.schedule import ScheduleProblem, find_family, lower_schedule, uniform_costs
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
-from pipefit.simulate import Timeline, simulate
-from pipefit.validate.collectives import Collectives
-from pipefit.validate.gpt import GPT, embedding_graph, head_graph, layer_graphs
+from pipefit.simulate import Timeline, simulate_schedule
+from pipefit.validate.collectives import MeasuredAllReduces
+from pipefit.validate.gpt import GptSizes, embedding_graph, head_graph, layer_graphs
 
 DEVICES_PER_HOST = 8
 WIDTH = 2
@@ -33,10 +33,10 @@ WIDTH = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class MegatronRun:
     """What a run's command line said."""
 
-    model: GPT
+    model: GptSizes
     shards: int
     "Tensor parallelism."
     replicas: int
@@ -51,11 +51,11 @@ class Run:
     recompute: Recompute = "none"
 
     @property
-    def stages(self) -> int:
+    def stage_count(self) -> int:
         return self.lanes * self.turns
 
     @property
-    def devices(self) -> int:
+    def total_devices(self) -> int:
         return self.shards * self.replicas * self.lanes
 
 
@@ -90,38 +90,40 @@ def schedule_of(lanes: int, turns: int, microbatches: int) -> Schedule:
     name = "1f1b" if turns == 1 else "interleaved-1f1b"
     placement = looped(lanes, turns)
     costs = uniform_costs(placement, forward_s=1.0, input_s=1.0, weight_s=1.0)
-    return lower(family(name)(Problem(placement=placement, microbatches=microbatches)), costs=costs)
+    return lower_schedule(
+        find_family(name)(ScheduleProblem(placement=placement, microbatches=microbatches)), costs=costs
+    )
 
 
-def work_of(run: Run) -> PipelineWork:
+def work_of(run: MegatronRun) -> PipelineWork:
     """The work of every stage and edge. AssertionError where the layers cannot be cut evenly: readers check that."""
     body = layer_graphs(run.model, run.shards, run.sequence_parallel)
-    each, rest = divmod(run.model.layers, run.stages)
-    assert not rest, f"{run.model.layers} layers on {run.stages} stages"
+    each, rest = divmod(run.model.layers, run.stage_count)
+    assert not rest, f"{run.model.layers} layers on {run.stage_count} stages"
     stages = []
-    for index in range(run.stages):
+    for index in range(run.stage_count):
         layers: list[tuple[Graph, ...]] = [body] * each
         if index == 0:
             layers.insert(0, (embedding_graph(run.model, run.shards),))
-        if index == run.stages - 1:
+        if index == run.stage_count - 1:
             layers.append((head_graph(run.model, run.shards),))
-        stages.append(_stage(run, index, layers))
-    edges = tuple(_edge(run, index) for index in range(run.stages - 1))
+        stages.append(_stage_work(run, index, layers))
+    edges = tuple(_edge_work(run, index) for index in range(run.stage_count - 1))
     return PipelineWork(stages=tuple(stages), edges=edges, precision="bfloat16")
 
 
 def costs_of(
-    run: Run,
+    run: MegatronRun,
     network: Network,
     layers: LayerCosts,
-    collectives: Collectives,
+    collectives: MeasuredAllReduces,
     step_s_per_parameter: float | None = None,
 ) -> CostTable:
     """The project's cost table for the run; gradients are reduced in half precision, as Megatron-LM did then.
     `step_s_per_parameter` replaces the optimizer's traffic over the memory bandwidth."""
     work = work_of(run)
     counts = [max(stage.parameters.trainable) for stage in work.stages]
-    reduce_s = [collectives.seconds("all_reduce", run.replicas, count * WIDTH) for count in counts]
+    reduce_s = [collectives.collective_s("all_reduce", run.replicas, count * WIDTH) for count in counts]
     costs = replace(cost_table(work, network, layers), reduce_s=np.array(reduce_s), overhead_s=0.0)
     if step_s_per_parameter is None:
         return costs
@@ -131,9 +133,9 @@ def costs_of(
     return replace(costs, step_s=steps)
 
 
-def time_of(run: Run, costs: CostTable) -> Timeline:
+def time_of(run: MegatronRun, costs: CostTable) -> Timeline:
     """The project's simulator on the run's schedule, gradient reductions and optimizer step included."""
-    return simulate(schedule_of(run.lanes, run.turns, run.microbatches), costs)
+    return simulate_schedule(schedule_of(run.lanes, run.turns, run.microbatches), costs)
 
 
 def with_waiting_sends(costs: CostTable, receives_too: bool = False) -> CostTable:
@@ -173,8 +175,8 @@ def parameter_count(graph: Graph) -> int:
 _counts: dict[int, tuple[Graph, int]] = {}
 
 
-def _stage(run: Run, index: int, layers: Sequence[tuple[Graph, ...]]) -> StageWork:
-    group = _group(run, index % run.lanes)
+def _stage_work(run: MegatronRun, index: int, layers: Sequence[tuple[Graph, ...]]) -> StageWork:
+    group = _lane_mesh(run, index % run.lanes)
     counts = sum(parameter_count(graphs[0]) for graphs in layers)
     return StageWork(
         lane=index % run.lanes,
@@ -188,15 +190,15 @@ def _stage(run: Run, index: int, layers: Sequence[tuple[Graph, ...]]) -> StageWo
     )
 
 
-def _group(run: Run, lane: int) -> Group:
+def _lane_mesh(run: MegatronRun, lane: int) -> Mesh:
     size = run.shards * run.replicas
-    axes = (Axis(name="replica", shares=(1,) * run.replicas), Axis(name="shard", shares=(1,) * run.shards))
-    return Group(axes=axes, devices=tuple(range(lane * size, (lane + 1) * size)))
+    axes = (MeshAxis(name="replica", shares=(1,) * run.replicas), MeshAxis(name="shard", shares=(1,) * run.shards))
+    return Mesh(axes=axes, devices=tuple(range(lane * size, (lane + 1) * size)))
 
 
-def _edge(run: Run, index: int) -> EdgeWork:
+def _edge_work(run: MegatronRun, index: int) -> EdgeWork:
     """Every device sends its part of the activation (the scatter of arXiv 2104.04473, section 4.1)."""
-    ahead, back = _group(run, index % run.lanes).devices, _group(run, (index + 1) % run.lanes).devices
+    ahead, back = _lane_mesh(run, index % run.lanes).devices, _lane_mesh(run, (index + 1) % run.lanes).devices
     size = run.micro_batch * run.model.sequence * run.model.hidden * WIDTH / run.shards
     forward = tuple((a, b, size) for a, b in zip(ahead, back, strict=True))
     backward = tuple((b, a, size) for a, b in zip(ahead, back, strict=True))

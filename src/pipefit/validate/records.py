@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ValidationRow:
     """One published number and its prediction."""
 
     name: str
@@ -17,13 +17,13 @@ class Row:
     "`predicted` counts towards the targets; anything else is reported apart, and says why."
 
     @property
-    def delta(self) -> float:
+    def relative_delta(self) -> float:
         """Predicted less published, as a share of the published."""
         return self.predicted / self.published - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ErrorTarget:
     """A figure that must not be larger than a limit."""
 
     what: str
@@ -36,7 +36,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class ValidationResult:
     """The predictions of one quantity of one data set."""
 
     set: str
@@ -49,17 +49,17 @@ class Result:
     "Fitted constant -> its value in every part of the split."
     constants: int
     "How many numbers one part of the split fits."
-    rows: tuple[Row, ...]
+    rows: tuple[ValidationRow, ...]
     summary: Mapping[str, float]
-    targets: tuple[Target, ...]
+    targets: tuple[ErrorTarget, ...]
     notes: tuple[str, ...] = field(default=())
 
 
-def errors(rows: Sequence[Row], part: str = "predicted") -> list[float]:
+def absolute_errors(rows: Sequence[ValidationRow], part: str = "predicted") -> list[float]:
     """Absolute relative errors of the rows of one part."""
-    return [abs(row.delta) for row in rows if row.part == part]
+    return [abs(row.relative_delta) for row in rows if row.part == part]
 
 
-def mean(values: Sequence[float]) -> float:
+def mean_or_zero(values: Sequence[float]) -> float:
     """The mean; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.validate.records import Result, Row, Target
+from pipefit.validate.records import ErrorTarget, ValidationResult, ValidationRow
 
 MANY = 60
 """A result with more rows shows its worst ones, unless all are asked for."""
@@ -13,7 +13,7 @@ MANY = 60
 WORST = 10
 
 
-def as_data(result: Result, rows: bool = True) -> dict[str, Any]:
+def as_data(result: ValidationResult, rows: bool = True) -> dict[str, Any]:
     """JSON data of a result, with or without its rows."""
     data: dict[str, Any] = {
         "set": result.set,
@@ -33,7 +33,7 @@ def as_data(result: Result, rows: bool = True) -> dict[str, Any]:
     return data
 
 
-def as_text(result: Result, show_all: bool = False) -> str:
+def as_text(result: ValidationResult, show_all: bool = False) -> str:
     """The result for people."""
     lines = [f"{result.set}: {result.quantity} in {result.unit}", f"  source: {result.source}"]
     lines += [f"  split: {result.split}", f"  fitted constants: {result.constants}"]
@@ -41,15 +41,15 @@ def as_text(result: Result, show_all: bool = False) -> str:
     lines += [f"  {note}" for note in result.notes]
     rows = list(result.rows)
     if len(rows) > MANY and not show_all:
-        rows = sorted(rows, key=lambda row: -abs(row.delta))[:WORST]
+        rows = sorted(rows, key=lambda row: -abs(row.relative_delta))[:WORST]
         lines.append(f"  the {WORST} worst of {len(result.rows)} rows; --all prints every one")
     width = max(len(row.name) for row in rows)
     lines.append(f"  {'row':{width}} {'published':>12} {'predicted':>12} {'delta':>8}")
     for row in rows:
         apart = "" if row.part == "predicted" else f"  ({row.part})"
-        numbers = f"{row.published:12.5g} {row.predicted:12.5g} {row.delta:+8.2%}"
+        numbers = f"{row.published:12.5g} {row.predicted:12.5g} {row.relative_delta:+8.2%}"
         lines.append(f"  {row.name:{width}} {numbers}{apart}")
-    lines += [f"  {key}: {_figure(key, value)}" for key, value in result.summary.items()]
+    lines += [f"  {key}: {_figure_text(key, value)}" for key, value in result.summary.items()]
     for target in result.targets:
         verdict = "met" if target.is_met else "MISSED"
         lines.append(f"  target {verdict}: {target.what} {target.reached:.2%}, at most {target.limit:.2%}")
@@ -61,22 +61,22 @@ def round_to(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def _figure(key: str, value: float) -> str:
+def _figure_text(key: str, value: float) -> str:
     counts = ("groups", "points", "distance")
     return f"{value:.3g}" if any(word in key for word in counts) else f"{value:.2%}"
 
 
-def _row_data(row: Row) -> Mapping[str, object]:
+def _row_data(row: ValidationRow) -> Mapping[str, object]:
     return {
         "name": row.name,
         "published": row.published,
         "predicted": round_to(row.predicted),
-        "delta": round_to(row.delta),
+        "delta": round_to(row.relative_delta),
         "part": row.part,
     }
 
 
-def _target_data(target: Target) -> Mapping[str, object]:
+def _target_data(target: ErrorTarget) -> Mapping[str, object]:
     return {
         "what": target.what,
         "reached": round_to(target.reached),

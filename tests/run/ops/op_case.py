@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 from pipefit.model.ops import KINDS
 
 ROWS, TOKENS = 2, 6
@@ -40,7 +40,7 @@ class OpCase:
         shapes = tuple(self.inputs.values())
         outputs = KINDS[self.kind].shapes(shapes, self.attributes)
         values = [
-            Tensor(
+            TensorSpec(
                 name=name,
                 shape=shape,
                 dtype="int64" if name in self.integers else "compute",
@@ -60,7 +60,7 @@ class OpCase:
             outputs=("y",),
             operators=(operator,),
             parameters=tuple(ParameterSpec(name=n, shape=self.inputs[n]) for n in self.inputs if n in self.parameters),
-            tensors=(Tensor(name="y", shape=outputs[0]),),
+            tensors=(TensorSpec(name="y", shape=outputs[0]),),
         )
 
     def values(self, seed: int = 0) -> dict[str, torch.Tensor | None]:

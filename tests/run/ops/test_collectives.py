@@ -139,7 +139,7 @@ def refusals(group, rank):
     ):
         with pytest.raises(PipefitError) as caught:
             call()
-        told.append(caught.value.text())
+        told.append(caught.value.full_text())
     return told
 
 

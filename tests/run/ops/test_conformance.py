@@ -12,9 +12,9 @@ from tests.run.ops.op_case import ROWS, TOKENS, OpCase
 from tests.run.ops.packed_cases import DATA
 
 from pipefit.model.ops import KINDS
-from pipefit.run.ops import builders
+from pipefit.run.ops import find_builders
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 ELSEWHERE = {
     "opaque": "test_opaque.py",
@@ -37,7 +37,7 @@ EXACT = 1e-12
 
 
 def test_every_kind_is_executed_and_tested():
-    assert set(builders()) == set(KINDS), "the runtime and model/ops know different operators"
+    assert set(find_builders()) == set(KINDS), "the runtime and model/ops know different operators"
     assert {case.kind for case in CASES} | set(ELSEWHERE) == set(KINDS), "an operator kind has no conformance case"
 
 
@@ -54,7 +54,7 @@ def run(case: OpCase, mode: str, recompute: str):
     program.begin_step(0, 1)
     fed = {name: values[name] for name in case.integers}
     data = {name: fed.pop(name) for name in DATA & set(fed)}
-    feed = Feed(**fed, data=data, rows=torch.arange(ROWS))
+    feed = StageInputs(**fed, data=data, rows=torch.arange(ROWS))
     if feed.positions is None:
         feed.positions = torch.arange(TOKENS).expand(ROWS, TOKENS).contiguous()
     activations = [tensor.name for tensor in graph.inputs if tensor.role == "activation"]

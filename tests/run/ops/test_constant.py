@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipefit.model.graph import Graph, Operator, Tensor
-from pipefit.run.ops import Context, build_step
+from pipefit.model.graph import Graph, Operator, TensorSpec
+from pipefit.run.ops import OperatorContext, build_step
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ from pipefit.run.ops import Context, build_step
 def test_the_numbers_and_their_type(values, shape, dtype, wanted):
     attributes = {"values": values, "shape": shape, "dtype": dtype}
     operator = Operator(kind="constant", inputs=(), outputs=("y",), attributes=attributes)
-    tensors = (Tensor(name="y", shape=tuple(shape), dtype=dtype),)
+    tensors = (TensorSpec(name="y", shape=tuple(shape), dtype=dtype),)
     graph = Graph(inputs=(), outputs=("y",), operators=(operator,), parameters=(), tensors=tensors)
-    context = Context(graph=graph, layer=0, model_layer=0, operator=0, dtype=torch.bfloat16,
+    context = OperatorContext(graph=graph, layer=0, model_layer=0, operator=0, dtype=torch.bfloat16,
                       device=torch.device("cpu"), seed=0, slices=1)  # fmt: skip
     found = build_step(operator, context).call()
     assert found.dtype == wanted.dtype and torch.equal(found, wanted)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from pipefit.errors import ModelError
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 
 class Wave(nn.Module):
@@ -30,11 +30,11 @@ def wave_layer() -> StageLayer:
         kind="opaque", inputs=("x", "mix.weight", "mix.bias"), outputs=("y",), attributes=attributes, source="wave"
     )
     graph = Graph(
-        inputs=(Tensor(name="x", shape=("B", "T", 4)),),
+        inputs=(TensorSpec(name="x", shape=("B", "T", 4)),),
         outputs=("y",),
         operators=(operator,),
         parameters=(ParameterSpec(name="mix.weight", shape=(4, 4)), ParameterSpec(name="mix.bias", shape=(4,))),
-        tensors=(Tensor(name="y", shape=("B", "T", 4)),),
+        tensors=(TensorSpec(name="y", shape=("B", "T", 4)),),
     )
     return StageLayer("wave", graph, {"mix.weight": "w.mix.weight", "mix.bias": "w.mix.bias"})
 
@@ -52,7 +52,7 @@ def test_a_users_module_runs_with_our_parameters(mode):
     wanted = module(leaf)
     wanted.sum().backward()
     program.begin_step(0, 1)
-    y = program.forward(0, 0, {"": x}, Feed())[""]
+    y = program.forward(0, 0, {"": x}, StageInputs())[""]
     ones = {"": torch.ones_like(x)}
     dx = program.backward(0, 0, ones) if mode == "B" else program.backward_input(0, 0, ones)
     if mode == "IW":

@@ -1,7 +1,7 @@
 """Reading what other tools know of machines. One file a tool; a file that defines `READER` is found by walking.
 
 A reader turns texts into a cluster. What the texts do not say (devices per host, bandwidth between hosts) the caller
-must give in `Given`: nothing is assumed silently.
+must give in `ReaderOptions`: nothing is assumed silently.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from pipefit.cluster.files import check
+from pipefit.cluster.files import check_cluster
 from pipefit.cluster.readers.plausible import check_plausible
-from pipefit.cluster.readers.reader import Given, Reader, Text
+from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions
 from pipefit.cluster.types import Cluster
 from pipefit.errors import FormatError, PipefitError
 
-__all__ = ["Given", "Reader", "Text", "check_plausible", "read_cluster", "readers"]
+__all__ = ["ClusterReader", "ReaderInput", "ReaderOptions", "check_plausible", "find_readers", "read_cluster"]
 
 
 @cache
-def readers() -> Mapping[str, Reader]:
+def find_readers() -> Mapping[str, ClusterReader]:
     """All readers by name, found by walking this package."""
-    found: dict[str, Reader] = {}
+    found: dict[str, ClusterReader] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         reader = getattr(module, "READER", None)
-        if isinstance(reader, Reader):
+        if isinstance(reader, ClusterReader):
             found[reader.name] = reader
     return found
 
@@ -40,7 +40,7 @@ def read_cluster(source: str, files: Sequence[str], *, devices: str = "", networ
     the files do not. Raises PipefitError (unknown tool, nothing to read), FormatError (cannot be read as that) or
     ClusterError (incomplete, contradictory, or in mistaken units).
     """
-    known = readers()
+    known = find_readers()
     if source not in known:
         raise PipefitError(
             "No reader has this name.",
@@ -55,17 +55,19 @@ def read_cluster(source: str, files: Sequence[str], *, devices: str = "", networ
             where=f"--from {source}",
             next_step=f"name the {reader.takes}",
         )
-    cluster = reader.read([_text(name, reader) for name in files], Given(devices=devices, network=network))
-    check(cluster, files[0])
+    cluster = reader.read(
+        [_read_input(name, reader) for name in files], ReaderOptions(devices=devices, network=network)
+    )
+    check_cluster(cluster, files[0])
     check_plausible(cluster, files[0])
     return cluster
 
 
-def _text(name: str, reader: Reader) -> Text:
+def _read_input(name: str, reader: ClusterReader) -> ReaderInput:
     path = Path(name)
     if reader.literal and not path.is_file():
-        return Text(where=repr(name), text=name)
+        return ReaderInput(where=repr(name), text=name)
     try:
-        return Text(where=name, text=path.read_text(encoding="utf-8"))
+        return ReaderInput(where=name, text=path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError("The file cannot be read.", where=name, seen=error) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pipefit.cluster.readers.reader import Given, Reader, Text, cluster_of_hosts
+from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions, cluster_of_hosts
 from pipefit.cluster.types import Cluster
 from pipefit.errors import FormatError
 
@@ -18,18 +18,18 @@ _OPTION = re.compile(r"^(?P<key>[A-Za-z_-]+)=(?P<value>\S+)$")
 _KEYS = ("slots", "max_slots", "max-slots")
 
 
-def read(texts: Sequence[Text], given: Given) -> Cluster:
+def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
     """The cluster of the hosts in these files; the kind of device comes from `--devices`."""
     slots: dict[str, int | None] = {}
     for text in texts:
-        for name, count in hosts(text).items():
+        for name, count in parse_hosts(text).items():
             if name in slots:
                 raise FormatError("A host is listed twice.", where=text.where, seen=name)
             slots[name] = count
     return cluster_of_hosts(list(slots), list(slots.values()), given, texts[0].where, "hostfile")
 
 
-def hosts(text: Text) -> dict[str, int | None]:
+def parse_hosts(text: ReaderInput) -> dict[str, int | None]:
     """Slots by host, None where the file does not say. FormatError naming the line."""
     found: dict[str, int | None] = {}
     bare: dict[str, int] = {}
@@ -38,7 +38,7 @@ def hosts(text: Text) -> dict[str, int | None]:
         if not line:
             continue
         where = f"{text.where}, line {number}"
-        name, count = _host(line, where)
+        name, count = _parse_host(line, where)
         if name in found and (count is not None or name not in bare):
             raise FormatError("A host is listed twice.", where=where, seen=name)
         if count is None:
@@ -49,15 +49,15 @@ def hosts(text: Text) -> dict[str, int | None]:
     return found | {name: count for name, count in bare.items() if count > 1}
 
 
-def _host(line: str, where: str) -> tuple[str, int | None]:
+def _parse_host(line: str, where: str) -> tuple[str, int | None]:
     match = _LINE.match(line)
     if match is None:
-        raise _wrong(line, where)
+        raise _line_error(line, where)
     options = {}
     for word in match["rest"].split():
         option = _OPTION.match(word)
         if option is None or option["key"] not in _KEYS:
-            raise _wrong(line, where)
+            raise _line_error(line, where)
         options[option["key"]] = option["value"]
     given = options.get("slots", match["mpich"])
     if given is None:
@@ -71,13 +71,13 @@ def _host(line: str, where: str) -> tuple[str, int | None]:
     return match["name"], int(given)
 
 
-def _wrong(line: str, where: str) -> FormatError:
+def _line_error(line: str, where: str) -> FormatError:
     return FormatError(
         "This is not a line of a hostfile.", where=where, seen=repr(line), allowed="host slots=8, host:8, or host"
     )
 
 
-READER = Reader(
+READER = ClusterReader(
     name="hostfile",
     summary="`host slots=8` lines of Open MPI, DeepSpeed or MPICH",
     takes="hostfile",

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from pipefit.cluster.kinds import data_sheet_kind
-from pipefit.cluster.readers.reader import RAIL_LATENCY_S, Given, Reader, Text, given_devices, sheet_name
+from pipefit.cluster.readers.reader import (
+    RAIL_LATENCY_S,
+    ClusterReader,
+    ReaderInput,
+    ReaderOptions,
+    given_devices,
+    sheet_name,
+)
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError, FormatError
 from pipefit.units import parse_bandwidth
@@ -50,7 +57,7 @@ class RankLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RowTiming:
     """One side of a row."""
 
     time_s: float
@@ -59,36 +66,36 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SizeRow:
     """One message size."""
 
     size_bytes: int
-    out_of_place: Timing
-    in_place: Timing | None
+    out_of_place: RowTiming
+    in_place: RowTiming | None
     "None where the test has no such thing (N/A)."
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class NcclTable:
     """One file."""
 
     where: str
     operation: str
     ranks: tuple[RankLine, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[SizeRow, ...]
 
     @property
-    def hosts(self) -> tuple[str, ...]:
+    def host_names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(rank.host for rank in self.ranks))
 
 
-def parse(text: str, where: str) -> Table:
+def parse_table(text: str, where: str) -> NcclTable:
     """The table of one file. FormatError where it is no such file, is cut short, or holds impossible figures."""
     lines = text.splitlines()
     ranks = tuple(
         RankLine(int(match[1]), match[2], int(match[3]), match[4]) for line in lines if (match := _RANK.match(line))
     )
-    header = next((i for i, line in enumerate(lines) if _words(line)[:2] == ["size", "count"]), None)
+    header = next((i for i, line in enumerate(lines) if _split_words(line)[:2] == ["size", "count"]), None)
     if header is None:
         raise FormatError(
             "There is no nccl-tests table in this file.",
@@ -96,12 +103,12 @@ def parse(text: str, where: str) -> Table:
             seen=repr(lines[0][:60]) if lines else "an empty file",
             allowed="the whole output of all_reduce_perf, sendrecv_perf, ... with the line: size count type ...",
         )
-    columns = _words(lines[header])
+    columns = _split_words(lines[header])
     _check_units(lines[header + 1] if header + 1 < len(lines) else "", columns, f"{where}, line {header + 2}")
     rows = []
     for number, line in enumerate(lines[header + 2 :], header + 3):
         if line.strip() and not line.lstrip().startswith("#"):
-            rows.append(_row(line.split(), columns, f"{where}, line {number}"))
+            rows.append(_parse_row(line.split(), columns, f"{where}, line {number}"))
     if not rows or not any("Avg bus bandwidth" in line for line in lines):
         raise FormatError(
             "The table ends without its summary: the file was cut short.",
@@ -116,13 +123,13 @@ def parse(text: str, where: str) -> Table:
             where=where,
             allowed="lines such as: #  Rank  0 ... on node1 device  0 [0x07] NVIDIA A100-SXM4-80GB",
         )
-    return Table(where, _operation(text, where), ranks, tuple(rows))
+    return NcclTable(where, _parse_operation(text, where), ranks, tuple(rows))
 
 
-def read(texts: Sequence[Text], given: Given) -> Cluster:
+def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
     """One cluster of several files: those within a host give its links, those on two hosts a pair, those on more
     hosts every pair that has no file of its own."""
-    tables = [parse(text.text, text.where) for text in texts]
+    tables = [parse_table(text.text, text.where) for text in texts]
     devices: dict[str, dict[int, str]] = {}
     for table in tables:
         for rank in table.ranks:
@@ -132,11 +139,11 @@ def read(texts: Sequence[Text], given: Given) -> Cluster:
     for name, found in devices.items():
         kind, sheet_link, count = _kind_of(name, found, given, tables[0].where)
         kinds[kind.name] = kind
-        own = [table for table in tables if table.hosts == (name,) and len(table.ranks) > 1]
+        own = [table for table in tables if table.host_names == (name,) and len(table.ranks) > 1]
         label = f"inside {name}" if own else f"inside {kind.name}"
         links[label] = link_of(own[-1]) if own else sheet_link
         hosts.append(Host(name=name, kind=kind.name, devices=count, link=label))
-    rails = _rails([host.name for host in hosts], tables, given)
+    rails = _build_rails([host.name for host in hosts], tables, given)
     return Cluster(
         name="nccl-tests of " + ", ".join(devices),
         kinds=kinds,
@@ -145,16 +152,16 @@ def read(texts: Sequence[Text], given: Given) -> Cluster:
         rails=rails,
         provenance=Provenance(
             source="measured",
-            where=f"nccl-tests: {'; '.join(map(_said, tables))}; what no file measures is from data sheets",
+            where=f"nccl-tests: {'; '.join(map(_table_words, tables))}; what no file measures is from data sheets",
         ),
     )
 
 
-def _said(table: Table) -> str:
-    return f"{table.operation} on {len(table.ranks)} ranks of {', '.join(table.hosts)} ({table.where})"
+def _table_words(table: NcclTable) -> str:
+    return f"{table.operation} on {len(table.ranks)} ranks of {', '.join(table.host_names)} ({table.where})"
 
 
-def link_of(table: Table) -> Link:
+def link_of(table: NcclTable) -> Link:
     """Latency: smallest out-of-place time over the steps of a ring. Bandwidth: the best bus bandwidth of the table."""
     ranks = len(table.ranks)
     steps = 1 if table.operation == "sendrecv" else STEPS[table.operation] * max(1, ranks - 1)
@@ -165,12 +172,12 @@ def link_of(table: Table) -> Link:
     )
 
 
-def _rails(names: Sequence[str], tables: Sequence[Table], given: Given) -> tuple[Rail, ...]:
+def _build_rails(names: Sequence[str], tables: Sequence[NcclTable], given: ReaderOptions) -> tuple[Rail, ...]:
     if len(names) < 2:
         return ()
     pairs: dict[tuple[str, str], Link] = {}
-    for table in sorted(tables, key=lambda table: -len(table.hosts)):
-        for a, b in combinations(table.hosts, 2):
+    for table in sorted(tables, key=lambda table: -len(table.host_names)):
+        for a, b in combinations(table.host_names, 2):
             pairs[a, b] = pairs[b, a] = link_of(table)
     missing = [f"{a} -- {b}" for a, b in combinations(names, 2) if (a, b) not in pairs]
     if missing and not given.network:
@@ -193,7 +200,7 @@ def _rails(names: Sequence[str], tables: Sequence[Table], given: Given) -> tuple
     )
 
 
-def _kind_of(host: str, devices: Mapping[int, str], given: Given, where: str) -> tuple[DeviceKind, Link, int]:
+def _kind_of(host: str, devices: Mapping[int, str], given: ReaderOptions, where: str) -> tuple[DeviceKind, Link, int]:
     names = set(devices.values())
     if len(names) > 1:
         raise ClusterError(
@@ -213,12 +220,12 @@ def _kind_of(host: str, devices: Mapping[int, str], given: Given, where: str) ->
     return kind, link, len(devices)
 
 
-def _words(line: str) -> list[str]:
+def _split_words(line: str) -> list[str]:
     return line.lstrip("# ").split()
 
 
 def _check_units(line: str, columns: Sequence[str], where: str) -> None:
-    units = [word.strip("()") for word in _words(line)]
+    units = [word.strip("()") for word in _split_words(line)]
     wanted = ["B", "elements", *(_FIELDS[column] for column in columns if column in _FIELDS)]
     if units != wanted:
         raise FormatError(
@@ -229,7 +236,7 @@ def _check_units(line: str, columns: Sequence[str], where: str) -> None:
         )
 
 
-def _row(words: Sequence[str], columns: Sequence[str], where: str) -> Row:
+def _parse_row(words: Sequence[str], columns: Sequence[str], where: str) -> SizeRow:
     names = list(columns)
     for optional in ("redop", "root"):  # blank in the rows of some tests of some versions
         if len(words) < len(names) and optional in names:
@@ -247,23 +254,25 @@ def _row(words: Sequence[str], columns: Sequence[str], where: str) -> Row:
     first = dict(zip(names[:second], words[:second], strict=True))
     if first.get("#wrong", "0") not in ("0", "N/A"):
         raise FormatError("The test itself found wrong results.", where=where, seen=f"{first['#wrong']} wrong values")
-    out_of_place = _timing(first, where)
+    out_of_place = _parse_timing(first, where)
     if out_of_place is None:
         raise FormatError("The row has no time.", where=where, seen="N/A")
     rest = dict(zip(names[second:], words[second:], strict=True))
-    return Row(int(_number(first, "size", where)), out_of_place, _timing(rest, where))
+    return SizeRow(int(_parse_number(first, "size", where)), out_of_place, _parse_timing(rest, where))
 
 
-def _timing(cells: Mapping[str, str], where: str) -> Timing | None:
+def _parse_timing(cells: Mapping[str, str], where: str) -> RowTiming | None:
     if cells["time"] == "N/A":
         return None
-    time_us = _number(cells, "time", where)
+    time_us = _parse_number(cells, "time", where)
     if time_us == 0:
         raise FormatError("A message cannot take no time.", where=where, seen=cells["time"])
-    return Timing(time_us * 1e-6, _number(cells, "algbw", where) * 1e9, _number(cells, "busbw", where) * 1e9)
+    return RowTiming(
+        time_us * 1e-6, _parse_number(cells, "algbw", where) * 1e9, _parse_number(cells, "busbw", where) * 1e9
+    )
 
 
-def _number(cells: Mapping[str, str], column: str, where: str) -> float:
+def _parse_number(cells: Mapping[str, str], column: str, where: str) -> float:
     try:
         value = float(cells[column])
     except ValueError:
@@ -277,7 +286,7 @@ def _number(cells: Mapping[str, str], column: str, where: str) -> float:
     return value
 
 
-def _operation(text: str, where: str) -> str:
+def _parse_operation(text: str, where: str) -> str:
     match = _TEST.search(text) or _FILE.search(where.lower())
     if match is None:
         raise FormatError(
@@ -289,7 +298,7 @@ def _operation(text: str, where: str) -> str:
     return match[1]
 
 
-READER = Reader(
+READER = ClusterReader(
     name="nccl-tests",
     summary="output of all_reduce_perf, sendrecv_perf and the like",
     takes="saved outputs, any number: of one host, of pairs of hosts, of all",

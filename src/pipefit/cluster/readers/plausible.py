@@ -16,25 +16,25 @@ from pipefit.units import format_bandwidth, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class PlausibleRange:
     """What is believable."""
 
     low: float
     high: float
 
 
-INSIDE = Range(1e9, 3e12)
+INSIDE = PlausibleRange(1e9, 3e12)
 """Bytes/s between two GPUs of one host: PCIe 2 x4 to well beyond NVLink 5."""
 
-INSIDE_OTHER = Range(2e6, 5e11)
+INSIDE_OTHER = PlausibleRange(2e6, 5e11)
 """Between processes of a host without known GPUs: down to an emulated link."""
 
-BETWEEN = Range(1e8, 5e11)
+BETWEEN = PlausibleRange(1e8, 5e11)
 """Bytes/s of a host with known GPUs on its network: gigabit Ethernet to ten 400 Gbit/s cards."""
 
-BETWEEN_OTHER = Range(1e5, 5e11)
+BETWEEN_OTHER = PlausibleRange(1e5, 5e11)
 
-LATENCY = Range(5e-8, 0.5)
+LATENCY = PlausibleRange(5e-8, 0.5)
 """Seconds: within a chip, to the other side of the earth. 0 stands for not known."""
 
 
@@ -43,18 +43,18 @@ def check_plausible(cluster: Cluster, where: str) -> None:
     known = all(host.kind in SHEETS for host in cluster.hosts)
     used = [cluster.links[host.link] for host in cluster.hosts if host.devices > 1 and host.link in cluster.links]
     inside = [link.bandwidth_bytes_per_s for link in used]
-    _bandwidths(inside, INSIDE if known else INSIDE_OTHER, "inside the hosts", f"{where}: links")
-    _latencies([link.latency_s for link in used], "inside the hosts", f"{where}: links")
+    _check_bandwidths(inside, INSIDE if known else INSIDE_OTHER, "inside the hosts", f"{where}: links")
+    _check_latencies([link.latency_s for link in used], "inside the hosts", f"{where}: links")
     for rail in cluster.rails:
         place = f"{where}: rails ({rail.name})"
-        _bandwidths(
+        _check_bandwidths(
             _off_diagonal(rail.bandwidth_bytes_per_s), BETWEEN if known else BETWEEN_OTHER, "between hosts", place
         )
-        _latencies(_off_diagonal(rail.latency_s), "between hosts", place)
+        _check_latencies(_off_diagonal(rail.latency_s), "between hosts", place)
 
 
-def _bandwidths(values: Sequence[float], allowed: Range, what: str, where: str) -> None:
-    _check(
+def _check_bandwidths(values: Sequence[float], allowed: PlausibleRange, what: str, where: str) -> None:
+    _check_values(
         values,
         allowed,
         f"bandwidth {what}",
@@ -64,8 +64,8 @@ def _bandwidths(values: Sequence[float], allowed: Range, what: str, where: str) 
     )
 
 
-def _latencies(values: Sequence[float], what: str, where: str) -> None:
-    _check(
+def _check_latencies(values: Sequence[float], what: str, where: str) -> None:
+    _check_values(
         [value for value in values if value > 0],
         LATENCY,
         f"latency {what}",
@@ -75,7 +75,7 @@ def _latencies(values: Sequence[float], what: str, where: str) -> None:
     )
 
 
-def _check(values: Sequence[float], allowed: Range, what: str, where: str, show, hint: str) -> None:  # type: ignore[no-untyped-def]
+def _check_values(values: Sequence[float], allowed: PlausibleRange, what: str, where: str, show, hint: str) -> None:  # type: ignore[no-untyped-def]
     if not values:
         return
     above, below = min(values) > allowed.high, max(values) < allowed.low

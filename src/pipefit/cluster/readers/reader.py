@@ -35,7 +35,7 @@ _DRIVER_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ReaderInput:
     """One input and its name for messages."""
 
     where: str
@@ -43,7 +43,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class ReaderOptions:
     """What the caller says beside the files."""
 
     devices: str = ""
@@ -53,19 +53,19 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
+class ClusterReader:
     """One tool's output, and how to read it."""
 
     name: str
     summary: str
     takes: str
     "What it wants, in words."
-    read: Callable[[Sequence[Text], Given], Cluster]
+    read: Callable[[Sequence[ReaderInput], ReaderOptions], Cluster]
     literal: bool = False
     "Whether the text itself may be given instead of a file."
 
 
-def given_devices(given: Given, where: str, count: int | None) -> tuple[DeviceKind, Link, int]:
+def given_devices(given: ReaderOptions, where: str, count: int | None) -> tuple[DeviceKind, Link, int]:
     """(kind, link inside a host, devices of a host) from `--devices`; `count` is what the files say, None if nothing.
 
     Raises ClusterError where it is missing, malformed, of an unknown kind, or contradicts the files.
@@ -95,7 +95,7 @@ def given_devices(given: Given, where: str, count: int | None) -> tuple[DeviceKi
     return kind, link, wanted
 
 
-def given_rail(given: Given, hosts: int, where: str) -> tuple[Rail, ...]:
+def given_rail(given: ReaderOptions, hosts: int, where: str) -> tuple[Rail, ...]:
     """One rail on which all hosts are alike, from `--network`; none for one host. ClusterError where it is missing."""
     if hosts < 2:
         return ()
@@ -109,7 +109,9 @@ def given_rail(given: Given, hosts: int, where: str) -> tuple[Rail, ...]:
     return (uniform_rail("network", hosts, RAIL_LATENCY_S, parse_bandwidth(given.network, "--network")),)
 
 
-def cluster_of_hosts(names: Sequence[str], slots: Sequence[int | None], given: Given, where: str, tool: str) -> Cluster:
+def cluster_of_hosts(
+    names: Sequence[str], slots: Sequence[int | None], given: ReaderOptions, where: str, tool: str
+) -> Cluster:
     """A data-sheet cluster of named hosts: `slots` are their devices as far as the input says."""
     hosts = []
     kinds: dict[str, DeviceKind] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pipefit.cluster.readers.reader import Given, Reader, Text, cluster_of_hosts
+from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions, cluster_of_hosts
 from pipefit.cluster.types import Cluster
 from pipefit.errors import FormatError
 
@@ -21,12 +21,12 @@ _VARIABLE = re.compile(r"^(?:export\s+)?(SLURM_\w+)=(.*)$", re.MULTILINE)
 _TASKS = re.compile(r"^(\d+)(?:\(x(\d+)\))?$")
 
 
-def read(texts: Sequence[Text], given: Given) -> Cluster:
+def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
     """The cluster of the nodes; what they hold comes from the variables, or from `--devices`."""
     names: list[str] = []
     slots: list[int | None] = []
     for text in texts:
-        found, counts = _nodes(text)
+        found, counts = _list_nodes(text)
         names += found
         slots += counts
     twice = {name for name in names if names.count(name) > 1} if len(names) < 4096 else set()
@@ -35,9 +35,9 @@ def read(texts: Sequence[Text], given: Given) -> Cluster:
     return cluster_of_hosts(names, slots, given, texts[0].where, "slurm")
 
 
-def expand(text: str, where: str = "node list") -> list[str]:
+def expand_nodes(text: str, where: str = "node list") -> list[str]:
     """The names that a node list stands for, in order. FormatError for anything that is none."""
-    names = [name for part in _split(text.strip(), where, text) for name in _expand_one(part, where, text)]
+    names = [name for part in _split_commas(text.strip(), where, text) for name in _expand_one(part, where, text)]
     for name in names:
         if not _NAME.match(name) or not name:
             raise FormatError(
@@ -46,7 +46,7 @@ def expand(text: str, where: str = "node list") -> list[str]:
     return names
 
 
-def _nodes(text: Text) -> tuple[list[str], list[int | None]]:
+def _list_nodes(text: ReaderInput) -> tuple[list[str], list[int | None]]:
     variables = dict(_VARIABLE.findall(text.text))
     if variables:
         listed = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST")
@@ -57,18 +57,18 @@ def _nodes(text: Text) -> tuple[list[str], list[int | None]]:
                 seen=", ".join(sorted(variables)),
                 allowed="a line SLURM_JOB_NODELIST=...",
             )
-        names = expand(_bare(listed), text.where)
-        return names, _slots(variables, len(names), text.where)
+        names = expand_nodes(_strip_quotes(listed), text.where)
+        return names, _node_slots(variables, len(names), text.where)
     lines = [line.strip() for line in text.text.splitlines() if line.strip() and not line.strip().startswith("#")]
     if not lines:
         raise FormatError("The node list is empty.", where=text.where, allowed="for example node[001-004,007]")
-    names = [name for line in lines for name in expand(line, text.where)]
+    names = [name for line in lines for name in expand_nodes(line, text.where)]
     return names, [None] * len(names)
 
 
-def _slots(variables: dict[str, str], nodes: int, where: str) -> list[int | None]:
+def _node_slots(variables: dict[str, str], nodes: int, where: str) -> list[int | None]:
     if "SLURM_GPUS_ON_NODE" in variables:
-        value = _bare(variables["SLURM_GPUS_ON_NODE"])
+        value = _strip_quotes(variables["SLURM_GPUS_ON_NODE"])
         if not value.isdigit() or int(value) < 1:
             raise FormatError(
                 "This is not a number of GPUs.",
@@ -81,7 +81,7 @@ def _slots(variables: dict[str, str], nodes: int, where: str) -> list[int | None
         return [None] * nodes
     place = f"{where}: SLURM_TASKS_PER_NODE"
     counts: list[int | None] = []
-    for part in _bare(variables["SLURM_TASKS_PER_NODE"]).split(","):
+    for part in _strip_quotes(variables["SLURM_TASKS_PER_NODE"]).split(","):
         match = _TASKS.match(part.strip())
         if match is None:
             raise FormatError("This is not a list of task counts.", where=place, seen=repr(part), allowed="8(x3),4")
@@ -93,22 +93,22 @@ def _slots(variables: dict[str, str], nodes: int, where: str) -> list[int | None
     return counts
 
 
-def _bare(value: str) -> str:
+def _strip_quotes(value: str) -> str:
     return value.strip().strip("'\"")
 
 
-def _split(text: str, where: str, whole: str) -> list[str]:
+def _split_commas(text: str, where: str, whole: str) -> list[str]:
     """Cut at the commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for place, character in enumerate(text):
         depth += (character == "[") - (character == "]")
         if depth < 0:
-            raise _unbalanced(where, whole, place)
+            raise _bracket_error(where, whole, place)
         if character == "," and depth == 0:
             parts.append(text[start:place])
             start = place + 1
     if depth:
-        raise _unbalanced(where, whole, len(text))
+        raise _bracket_error(where, whole, len(text))
     parts.append(text[start:])
     if any(not part for part in parts):
         raise FormatError(
@@ -127,14 +127,18 @@ def _expand_one(text: str, where: str, whole: str) -> list[str]:
         depth += (text[stop] == "[") - (text[stop] == "]")
         if depth == 0:
             break
-    inner = [item for part in _split(text[start + 1 : stop], where, whole) for item in _items(part, where, whole)]
+    inner = [
+        item
+        for part in _split_commas(text[start + 1 : stop], where, whole)
+        for item in _bracket_items(part, where, whole)
+    ]
     rest = _expand_one(text[stop + 1 :], where, whole)
     if len(inner) * len(rest) > MOST_HOSTS:
-        raise _too_many(where, whole)
+        raise _too_many_error(where, whole)
     return [f"{text[:start]}{item}{tail}" for item in inner for tail in rest]
 
 
-def _items(part: str, where: str, whole: str) -> list[str]:
+def _bracket_items(part: str, where: str, whole: str) -> list[str]:
     match = _RANGE.match(part)
     if match is None:
         items = _expand_one(part, where, whole)
@@ -151,18 +155,18 @@ def _items(part: str, where: str, whole: str) -> list[str]:
     if last < first:
         raise FormatError("The range runs backwards.", where=where, seen=f"{part!r} in {whole!r}")
     if last - first >= MOST_HOSTS:
-        raise _too_many(where, whole)
+        raise _too_many_error(where, whole)
     width = len(match[1]) if match[1].startswith("0") else 0
     return [str(number).zfill(width) for number in range(first, last + 1)]
 
 
-def _too_many(where: str, whole: str) -> FormatError:
+def _too_many_error(where: str, whole: str) -> FormatError:
     return FormatError(
         "The node list stands for too many nodes.", where=where, seen=repr(whole), allowed=f"at most {MOST_HOSTS}"
     )
 
 
-def _unbalanced(where: str, whole: str, place: int) -> FormatError:
+def _bracket_error(where: str, whole: str, place: int) -> FormatError:
     return FormatError(
         "The brackets of the node list do not match; it may have been cut short.",
         where=f"{where}, character {place + 1}",
@@ -171,7 +175,7 @@ def _unbalanced(where: str, whole: str, place: int) -> FormatError:
     )
 
 
-READER = Reader(
+READER = ClusterReader(
     name="slurm",
     summary="a node list, or a job's SLURM_ variables",
     takes="node list itself (in quotes) or a file that holds it",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipefit.cluster.readers.reader import Given, Reader, Text, given_devices, given_rail
+from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions, given_devices, given_rail
 from pipefit.cluster.types import Cluster, Host, Link, Provenance
 from pipefit.errors import ClusterError, FormatError
 
@@ -39,7 +39,7 @@ _NVLINK = re.compile(r"^NV(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class HostTopology:
     """The matrix of one host."""
 
     gpus: tuple[str, ...]
@@ -49,7 +49,7 @@ class Topology:
     "[gpu][gpu, then card]: X, NV12, PIX, PXB, PHB, NODE, SYS."
 
 
-def parse(text: str, where: str) -> Topology:
+def parse_topology(text: str, where: str) -> HostTopology:
     """The matrix in the output. FormatError where it is none, is cut short, or contradicts itself."""
     lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
     start = next((i for i, line in enumerate(lines) if re.match(r"^\s+GPU0\b", line)), None)
@@ -77,27 +77,27 @@ def parse(text: str, where: str) -> Topology:
     matrix = []
     for gpu in gpus:
         if gpu not in rows:
-            raise _cut_short(where, f"no row for {gpu}")
+            raise _truncation_error(where, f"no row for {gpu}")
         number, cells = rows[gpu]
         if len(cells) < len(columns):
-            raise _cut_short(f"{where}, line {number}", f"{len(cells)} of {len(columns)} entries")
-        matrix.append(tuple(_cell(cell, f"{where}, line {number}") for cell in cells[: len(columns)]))
+            raise _truncation_error(f"{where}, line {number}", f"{len(cells)} of {len(columns)} entries")
+        matrix.append(tuple(_parse_cell(cell, f"{where}, line {number}") for cell in cells[: len(columns)]))
     _check_matrix(gpus, matrix, where)
-    return Topology(gpus, cards, tuple(matrix))
+    return HostTopology(gpus, cards, tuple(matrix))
 
 
-def read(texts: Sequence[Text], given: Given) -> Cluster:
+def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
     """The cluster of these hosts: devices of the kind in `--devices`, links by the slowest way between two GPUs."""
     hosts, links, kinds, said = [], {}, {}, []
     for text in texts:
-        topology = parse(text.text, text.where)
+        topology = parse_topology(text.text, text.where)
         kind, _, count = given_devices(given, text.where, len(topology.gpus))
         kinds[kind.name] = kind
-        way = slowest(topology)
+        way = slowest_path(topology)
         name = f"{way} of {kind.name}"
-        links[name] = Link(latency_s=LATENCY_S, bandwidth_bytes_per_s=way_bytes_per_s(way, kind.name, text.where))
+        links[name] = Link(latency_s=LATENCY_S, bandwidth_bytes_per_s=path_bytes_per_s(way, kind.name, text.where))
         hosts.append(Host(name=Path(text.where).stem, kind=kind.name, devices=count, link=name))
-        said.append(f"{hosts[-1].name}: {describe(topology, way)}")
+        said.append(f"{hosts[-1].name}: {describe_topology(topology, way)}")
     names = [host.name for host in hosts]
     if len(set(names)) < len(names):
         raise ClusterError("Two files stand for the same host: their names are alike.", where=", ".join(names))
@@ -113,7 +113,7 @@ def read(texts: Sequence[Text], given: Given) -> Cluster:
     )
 
 
-def slowest(topology: Topology) -> str:
+def slowest_path(topology: HostTopology) -> str:
     """The slowest way between two GPUs: fewest NVLinks, else the longest way over PCIe."""
     order = list(WAYS)
     ways = [way for i, row in enumerate(topology.ways) for j, way in enumerate(row[: len(topology.gpus)]) if i != j]
@@ -125,7 +125,7 @@ def slowest(topology: Topology) -> str:
     return min(ways, key=lambda way: int(way[2:]))
 
 
-def way_bytes_per_s(way: str, kind: str, where: str) -> float:
+def path_bytes_per_s(way: str, kind: str, where: str) -> float:
     """The speed of a way for that kind of device. ClusterError for NVLinks on a kind that is not known to have them."""
     nvlink = _NVLINK.match(way)
     if nvlink is None:
@@ -141,13 +141,13 @@ def way_bytes_per_s(way: str, kind: str, where: str) -> float:
     return max(1, int(nvlink[1])) * NVLINK_BYTES_PER_S[kind]
 
 
-def describe(topology: Topology, way: str) -> str:
+def describe_topology(topology: HostTopology, way: str) -> str:
     """`8 GPUs, 4 network cards, slowest way SYS (the link between processors)`."""
     meaning = WAYS.get(way, f"{way[2:]} NVLinks")
     return f"{len(topology.gpus)} GPUs, {len(topology.cards)} network cards, slowest way {way} ({meaning})"
 
 
-def _cell(cell: str, where: str) -> str:
+def _parse_cell(cell: str, where: str) -> str:
     if cell == "X" or cell in WAYS or _NVLINK.match(cell):
         return cell
     raise FormatError(
@@ -170,7 +170,7 @@ def _check_matrix(gpus: Sequence[str], matrix: Sequence[Sequence[str]], where: s
                 )
 
 
-def _cut_short(where: str, seen: str) -> FormatError:
+def _truncation_error(where: str, seen: str) -> FormatError:
     return FormatError(
         "The matrix is incomplete: the file was cut short.",
         where=where,
@@ -179,7 +179,7 @@ def _cut_short(where: str, seen: str) -> FormatError:
     )
 
 
-READER = Reader(
+READER = ClusterReader(
     name="nvidia-smi-topo",
     summary="`nvidia-smi topo -m`, a file for each host",
     takes="saved output of nvidia-smi topo -m, one file a host",

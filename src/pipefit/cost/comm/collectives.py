@@ -22,12 +22,12 @@ Way = Sequence[tuple[Rings, int, RingTime]]
 
 def all_gather_s(network: Network, rings: Rings, total_bytes: float) -> float:
     """Seconds until every device of every ring has all `total_bytes`."""
-    return _one_way_s(network, "all_gather", rings, total_bytes)
+    return one_pass_s(network, "all_gather", rings, total_bytes)
 
 
 def reduce_scatter_s(network: Network, rings: Rings, total_bytes: float) -> float:
     """Seconds until every device has its part of the sum: an all-gather run backwards."""
-    return _one_way_s(network, "reduce_scatter", rings, total_bytes)
+    return one_pass_s(network, "reduce_scatter", rings, total_bytes)
 
 
 def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
@@ -36,64 +36,64 @@ def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
     Between hosts, the devices of a host first reduce among themselves, each then sums its part with its peers on the
     other hosts, and the parts are gathered inside the host.
     """
-    return 2 * _one_way_s(network, "all_reduce", rings, total_bytes)
+    return 2 * one_pass_s(network, "all_reduce", rings, total_bytes)
 
 
-def _one_way_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
+def one_pass_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
     """One pass, flat or in two levels."""
-    return _way_s(_fastest(network, operation, rings, total_bytes), total_bytes)
+    return _levels_s(_fastest_levels(network, operation, rings, total_bytes), total_bytes)
 
 
-def levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> list[tuple[Rings, float]]:
+def pass_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> list[tuple[Rings, float]]:
     """(rings, bytes of the whole tensor on each) of what one pass goes through, one after the other: the rings
     themselves, or rings inside hosts and rings between them, whichever is faster. An all-reduce is two passes."""
-    return [(each, total_bytes / parts) for each, parts, _ in _fastest(network, operation, rings, total_bytes)]
+    return [(each, total_bytes / parts) for each, parts, _ in _fastest_levels(network, operation, rings, total_bytes)]
 
 
-def _fastest(network: Network, operation: str, rings: Rings, total_bytes: float) -> Way:
+def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> Way:
     """The levels of one pass. What does not depend on the bytes is worked out once for rings."""
     key = operation, tuple(map(tuple, rings))
     if key not in network.ways:
         network.ways[key] = tuple(
             [(each, parts, _ring_time(network, operation, each)) for each, parts in way]
-            for way in _ways(network, rings)
+            for way in _level_choices(network, rings)
         )
-    return min(network.ways[key], key=lambda way: _way_s(way, total_bytes))
+    return min(network.ways[key], key=lambda way: _levels_s(way, total_bytes))
 
 
-def _way_s(way: Way, total_bytes: float) -> float:
+def _levels_s(way: Way, total_bytes: float) -> float:
     return sum(time.pass_s(total_bytes / parts) for _, parts, time in way)
 
 
-def _ways(network: Network, rings: Rings) -> list[list[tuple[Rings, int]]]:
+def _level_choices(network: Network, rings: Rings) -> list[list[tuple[Rings, int]]]:
     """The rings as they are, and in two levels where that can be; each level with what of the tensor it divides by."""
     flat: list[tuple[Rings, int]] = [(rings, 1)]
     if network.over_gloo:
         return [flat]
-    inside, between, parts = _levels(network, rings)
+    inside, between, parts = _two_levels(network, rings)
     if between is None or inside is None:
         return [flat]
     return [flat, [(between, parts), (inside, 1)]]
 
 
-def ring_of(network: Network, operation: str, rings: Rings) -> RingTime:
+def ring_step(network: Network, operation: str, rings: Rings) -> RingTime:
     """One step of the rings of a collective. gloo's sums go round from each device to the one before it, its gathers
     to the one behind it (gloo/allreduce.cc, gloo/allgather.cc)."""
-    return network.rings(rings, backwards=passes_backwards(network, operation))
+    return network.ring_time(rings, backwards=runs_backwards(network, operation))
 
 
-def passes_backwards(network: Network, operation: str) -> bool:
+def runs_backwards(network: Network, operation: str) -> bool:
     """Whether each device of a ring sends to the one before it."""
     return network.over_gloo and operation in ("all_reduce", "reduce_scatter")
 
 
 def _ring_time(network: Network, operation: str, rings: Rings) -> RingTime:
-    ring = ring_of(network, operation, rings)
-    latency, per_byte = network.collective_factors(operation, ring.hops, network.inside(rings))
+    ring = ring_step(network, operation, rings)
+    latency, per_byte = network.collective_factors(operation, ring.hops, network.stays_in_hosts(rings))
     return RingTime(ring.hops, ring.latency_s * latency, ring.s_per_byte * per_byte)
 
 
-def _levels(network: Network, rings: Rings) -> tuple[list[list[int]] | None, list[list[int]] | None, int]:
+def _two_levels(network: Network, rings: Rings) -> tuple[list[list[int]] | None, list[list[int]] | None, int]:
     """Rings inside hosts, rings between hosts, devices per host; None where a group is not k devices on each host."""
     inside: list[list[int]] = []
     between: list[list[int]] = []

@@ -33,22 +33,22 @@ class DirectCurve:
     @property
     def last_factor(self) -> float:
         """Of very large messages: seconds a byte, over what the links make of it."""
-        return max(LEAST, self._slope(len(self.places) - 1) / self.s_per_byte)
+        return max(LEAST, self._knot_slope(len(self.places) - 1) / self.s_per_byte)
 
-    def factor(self, part_bytes: float) -> float:
+    def time_factor(self, part_bytes: float) -> float:
         """Time beside the latency, over what the links make of parts of so many bytes."""
         size = max(1.0, part_bytes)
         knot = min(max(1, bisect.bisect_left(self.places, size)), len(self.places) - 1)
-        time_s = self.times[knot] + (size - self.places[knot]) * self._slope(knot)
+        time_s = self.times[knot] + (size - self.places[knot]) * self._knot_slope(knot)
         return max(LEAST, (time_s - self.times[0]) / (size * self.s_per_byte))
 
-    def _slope(self, knot: int) -> float:
+    def _knot_slope(self, knot: int) -> float:
         """Before a knot."""
         return (self.times[knot] - self.times[knot - 1]) / (self.places[knot] - self.places[knot - 1])
 
 
 @dataclass(frozen=True, slots=True)
-class Bend:
+class SizeCorrection:
     """By what a price leaves its straight line where the largest part is not that of an even cut."""
 
     curves: tuple[DirectCurve, ...]
@@ -60,14 +60,14 @@ class Bend:
     "How many cuts make a message: two of an all-to-all, whose messages are parts of parts."
 
     @property
-    def even(self) -> float:
+    def even_factor(self) -> float:
         """The factor of the seconds a byte of an even cut: the geometric mean over the measured groups."""
-        return self._factor(1.0 / self.size**self.cuts)
+        return self._fraction_factor(1.0 / self.size**self.cuts)
 
-    def times(self, *parts: Sequence[float]) -> float:
+    def relative_factor(self, *parts: Sequence[float]) -> float:
         """The factor of these parts (of every cut, fractions by position), over that of an even cut."""
-        return self._factor(math.prod(max(each) for each in parts[: self.cuts])) / self.even
+        return self._fraction_factor(math.prod(max(each) for each in parts[: self.cuts])) / self.even_factor
 
-    def _factor(self, fraction: float) -> float:
-        logs = [math.log(curve.factor(self.whole_bytes * fraction)) for curve in self.curves]
+    def _fraction_factor(self, fraction: float) -> float:
+        logs = [math.log(curve.time_factor(self.whole_bytes * fraction)) for curve in self.curves]
         return math.exp(sum(logs) / len(logs))

@@ -25,12 +25,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from pipefit.cost.comm.direct import Bend, DirectCurve
-from pipefit.cost.comm.network import Network, Port, opposite
+from pipefit.cost.comm.direct import DirectCurve, SizeCorrection
+from pipefit.cost.comm.network import Network, Port, opposite_port
 from pipefit.cost.compute.curves import collective_curves
 from pipefit.cost.compute.operator_times import CollectiveTime
 from pipefit.cost.types import Array
-from pipefit.layout import overlaps, split
+from pipefit.layout import overlap_lengths, split_by_shares
 
 Lowering = Literal["padded", "grouped", "alltoallv"]
 LOWERINGS: tuple[Lowering, ...] = ("padded", "grouped", "alltoallv")
@@ -74,7 +74,7 @@ Message = tuple[int, int, int]
 """(source, target, the position whose part it carries)."""
 
 
-class Rounds:
+class PortLoads:
     """What the ports of a group carry, in parts of the whole tensor: for every round an array [port, position], or
     [port, position, position] where two cuts meet (all-to-all), of seconds a byte."""
 
@@ -94,11 +94,11 @@ class Rounds:
             self._known[parts] = total
         return self._known[parts]
 
-    def between(self, matrix: Array) -> float:
+    def exchange_s_per_byte(self, matrix: Array) -> float:
         """Seconds for a byte of the whole tensor, of which [i, j] goes from i to j: of rounds where two cuts meet."""
         return sum(float((each * matrix).sum(axis=(1, 2)).max(initial=0.0)) for each in self.loads)
 
-    def lines(self, count: int) -> list[tuple[Array, float]]:
+    def as_lines(self, count: int) -> list[tuple[Array, float]]:
         """(load [port, position], constant) of every round as straight lines in the parts of `count` devices: the
         loads themselves; of two cuts, what touches them at even parts."""
         found: list[tuple[Array, float]] = []
@@ -112,26 +112,26 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredCollective:
     """One lowering of one collective of a tensor."""
 
     name: Lowering
     constant_s: float
     slope: float
     "Times what the rounds carry: bytes of the whole tensor; of padding, seconds for n times the longest part."
-    rounds: Rounds
-    bend: Bend | None = None
+    rounds: PortLoads
+    bend: SizeCorrection | None = None
     "Where it was measured."
 
-    def seconds(self, *parts: Parts) -> float:
+    def lowered_s(self, *parts: Parts) -> float:
         """With these parts: fractions by position; of two cuts, two lists."""
         if self.name == "padded" and len(parts) > 1:
             parts = tuple((max(each),) * len(each) for each in parts)
-        times = 1.0 if self.bend is None else self.bend.times(*parts)
+        times = 1.0 if self.bend is None else self.bend.relative_factor(*parts)
         return self.constant_s + self.slope * times * self.rounds.s_per_byte(*parts)
 
 
-class BothWays:
+class DuplexLoads:
     """What an exchange loads where what goes one way slows down what comes the other way.
 
     Over TCP, what acknowledges the messages that come into a port leaves it behind those that go out, which delays what
@@ -142,73 +142,77 @@ class BothWays:
     to all of it. What is still missing multiplies.
     """
 
-    def __init__(self, own: Array, back: Array, one_way: Rounds) -> None:
+    def __init__(self, own: Array, back: Array, one_way: PortLoads) -> None:
         """Loads [port, position] or [port, position, position] of what ports carry, and of what goes the other way."""
         self._own, self._back = own, back
-        self._even = _even(own), _even(back)
-        self._rounds: dict[int, Rounds] = {0: one_way}
+        self._even = _even_loads(own), _even_loads(back)
+        self._rounds: dict[int, PortLoads] = {0: one_way}
 
-    def at(self, factor: float) -> tuple[float, Rounds]:
+    def loads_at(self, factor: float) -> tuple[float, PortLoads]:
         """(what is left of the factor, the rounds) where even parts take `factor` times what they do one way."""
         own, back = self._even
         wanted = factor * float(own.max(initial=0.0))
         slowed = (wanted - own[back > 0]) / back[back > 0]
         turns = int(min(1.0, max(0.0, float(slowed.min(initial=1.0)))) / TURN)
         if turns not in self._rounds:
-            self._rounds[turns] = Rounds(self._own + turns * TURN * self._back)
+            self._rounds[turns] = PortLoads(self._own + turns * TURN * self._back)
         return wanted / float((own + turns * TURN * back).max(initial=0.0)), self._rounds[turns]
 
 
-class Lowerings:
+class CollectiveLowerings:
     """The lowerings of collectives over groups that do the same at the same time; loads are worked out once. Of groups
     beside the first, every device has the part of the first one's device at its position."""
 
     def __init__(self, network: Network, rings: Sequence[Sequence[int]]) -> None:
         self.network, self.rings = network, tuple(tuple(ring) for ring in rings)
         self.size = len(self.rings[0])
-        self._known: dict[tuple[str, Lowering], tuple[float, Rounds]] = {}
-        self._ways: dict[tuple[str, Lowering], BothWays] = {}
-        self._padding = Rounds(self.size * np.eye(self.size))
+        self._known: dict[tuple[str, Lowering], tuple[float, PortLoads]] = {}
+        self._ways: dict[tuple[str, Lowering], DuplexLoads] = {}
+        self._padding = PortLoads(self.size * np.eye(self.size))
 
-    def of(self, operation: str, total_bytes: float) -> tuple[Lowered, ...]:
+    def all_of(self, operation: str, total_bytes: float) -> tuple[LoweredCollective, ...]:
         """All lowerings of all_gather, reduce_scatter or all_to_all of a tensor that has so many bytes in all."""
-        return tuple(self.one(operation, name, total_bytes) for name in LOWERINGS)
+        return tuple(self.one_named(operation, name, total_bytes) for name in LOWERINGS)
 
-    def one(self, operation: str, name: Lowering, total_bytes: float) -> Lowered:
+    def one_named(self, operation: str, name: Lowering, total_bytes: float) -> LoweredCollective:
         """One of them."""
         if name == "padded" and operation in EVEN:
             one, two = (EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes))
-            return Lowered(name, 2 * one - two, two - one, self._padding)
+            return LoweredCollective(name, 2 * one - two, two - one, self._padding)
         if (operation, name) not in self._known:
-            self._known[operation, name] = self.plain(operation, name)
+            self._known[operation, name] = self.plain_lowering(operation, name)
         steps_s, rounds = self._known[operation, name]
-        latency, per_byte, bend = self._measured(operation, name, total_bytes)
+        latency, per_byte, bend = self._measured_factors(operation, name, total_bytes)
         if bend is not None and self.network.over_gloo and name != "grouped" and self.size > 1:
             if (operation, name) not in self._ways:
-                self._ways[operation, name] = BothWays(*self._both(operation), rounds)
-            per_byte, rounds = self._ways[operation, name].at(per_byte)
-        return Lowered(name, latency * steps_s, per_byte * total_bytes, rounds, bend)
+                self._ways[operation, name] = DuplexLoads(*self._duplex_loads(operation), rounds)
+            per_byte, rounds = self._ways[operation, name].loads_at(per_byte)
+        return LoweredCollective(name, latency * steps_s, per_byte * total_bytes, rounds, bend)
 
     def reshare_s(self, total_bytes: float, old: Sequence[float], new: Sequence[float]) -> float:
         """A dimension that is cut by some shares is cut by others: straight, each what both have (`reshare`)."""
-        one = self.one("all_to_all", "alltoallv", total_bytes)
-        times = 1.0 if one.bend is None else one.bend.times(_fractions(old), _fractions(new))
-        return one.constant_s + one.slope * times * one.rounds.between(np.array(overlaps(_runs(old), _runs(new))))
+        one = self.one_named("all_to_all", "alltoallv", total_bytes)
+        times = 1.0 if one.bend is None else one.bend.relative_factor(_as_fractions(old), _as_fractions(new))
+        return one.constant_s + one.slope * times * one.rounds.exchange_s_per_byte(
+            np.array(overlap_lengths(_share_intervals(old), _share_intervals(new)))
+        )
 
-    def seconds(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> float:
+    def collective_time_s(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> float:
         """What one of them takes with these parts; an all_reduce has none."""
         if operation == "all_reduce":
             return all_reduce_s(self.network, self.rings, total_bytes)
         if name == "padded" and operation in EVEN:
             return EVEN[operation](self.network, self.rings, total_bytes * self.size * max(parts[0]))
         assert name in LOWERINGS, f"no lowering {name!r}"
-        return self.one(operation, name, total_bytes).seconds(*parts)
+        return self.one_named(operation, name, total_bytes).lowered_s(*parts)
 
-    def sent(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> Iterator[tuple[int, int, float]]:
+    def sent_messages(
+        self, operation: str, name: str, total_bytes: float, *parts: Parts
+    ) -> Iterator[tuple[int, int, float]]:
         """(source, target, bytes) by position of what one of them sends; not of a padded ring."""
         n = self.size
         if operation == "reshare":
-            both = overlaps(*map(_runs, parts))
+            both = overlap_lengths(*map(_share_intervals, parts))
             yield from ((i, j, total_bytes * both[i][j]) for i, j in itertools.permutations(range(n), 2) if both[i][j])
             return
         if operation == "all_to_all" and name != "grouped":
@@ -216,89 +220,93 @@ class Lowerings:
             yield from ((i, j, total_bytes * old[i] * new[j]) for i, j in itertools.permutations(range(n), 2))
             return
         operation = "all_gather" if operation == "all_to_all" else operation
-        for messages, share in self._messages(operation, name):
+        for messages, share in self._message_rounds(operation, name):
             yield from ((i, j, total_bytes * share * parts[0][part]) for i, j, part in messages)
 
-    def _measured(self, operation: str, name: Lowering, total_bytes: float) -> tuple[float, float, Bend | None]:
+    def _measured_factors(
+        self, operation: str, name: Lowering, total_bytes: float
+    ) -> tuple[float, float, SizeCorrection | None]:
         """(latency factor, factor of the seconds a byte of even parts, of other parts) for a tensor of this size."""
         gathers = "all_gather" if operation == "all_to_all" else operation
         called = GROUPED[gathers] if name == "grouped" else "all_to_all"
-        inside = self.network.inside(self.rings)
+        inside = self.network.stays_in_hosts(self.rings)
         curves = _direct_curves(self.network, called, self.size, inside)
         if not curves:
             unknown = name == "grouped" and not self.network.over_gloo
             return 1.0, GROUPED_OVER_EVEN[gathers, inside] if unknown else 1.0, None
-        bend = Bend(curves, total_bytes, self.size, 2 if operation == "all_to_all" and name != "grouped" else 1)
-        return self.network.collective_factors(called, self.size, inside)[0], bend.even, bend
+        bend = SizeCorrection(
+            curves, total_bytes, self.size, 2 if operation == "all_to_all" and name != "grouped" else 1
+        )
+        return self.network.collective_factors(called, self.size, inside)[0], bend.even_factor, bend
 
-    def plain(self, operation: str, name: Lowering) -> tuple[float, Rounds]:
+    def plain_lowering(self, operation: str, name: Lowering) -> tuple[float, PortLoads]:
         """The same by the links alone: an all-to-all posts its messages one after the other, NCCL's ring has n - 1 hops
         one after the other, gloo does one round after the other."""
         if operation == "all_to_all":
-            return self._exchange() if name != "grouped" else self._gathered()
-        rounds = self._messages(operation, name)
+            return self._exchange_rounds() if name != "grouped" else self._grouped_all_gather()
+        rounds = self._message_rounds(operation, name)
         steps = sum(self._latency_s(messages) for messages, _ in rounds)
         if len(rounds) == 1:
             steps *= self.size - 1
-        return steps, Rounds(*(share * self._loads(messages, (self.size,)) for messages, share in rounds))
+        return steps, PortLoads(*(share * self._port_loads(messages, (self.size,)) for messages, share in rounds))
 
-    def _exchange(self) -> tuple[float, Rounds]:
+    def _exchange_rounds(self) -> tuple[float, PortLoads]:
         """All-to-all between two cuts: the part of one, of the part of the other."""
         pairs = list(itertools.permutations(range(self.size), 2))
         carried = [(i, j, (i, j)) for i, j in pairs]
         steps = (self.size - 1) * self._latency_s([(i, j, i) for i, j in pairs])
-        return steps, Rounds(self._loads(carried, (self.size, self.size)))
+        return steps, PortLoads(self._port_loads(carried, (self.size, self.size)))
 
-    def _both(self, operation: str) -> tuple[Array, Array]:
+    def _duplex_loads(self, operation: str) -> tuple[Array, Array]:
         """What the ports carry when everyone sends everyone what it needs, [port, position] or, of an all-to-all,
         [port, position, position]; and what goes the other way at the same time, port by port."""
         pairs = list(itertools.permutations(range(self.size), 2))
         if operation == "all_to_all":
-            load = self._ports([(i, j, (i, j)) for i, j in pairs], (self.size, self.size))
+            load = self._loads_by_port([(i, j, (i, j)) for i, j in pairs], (self.size, self.size))
         else:
-            load = self._ports(self._messages(operation, "alltoallv")[0][0], (self.size,))
+            load = self._loads_by_port(self._message_rounds(operation, "alltoallv")[0][0], (self.size,))
         back = [
-            load.get(opposite(port, len(self.network.cluster.hosts)), np.zeros_like(each))
+            load.get(opposite_port(port, len(self.network.cluster.hosts)), np.zeros_like(each))
             for port, each in load.items()
         ]
         return np.stack([*load.values()]), np.stack(back)
 
-    def _gathered(self) -> tuple[float, Rounds]:
+    def _grouped_all_gather(self) -> tuple[float, PortLoads]:
         """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
-        constant, rounds = self.plain("all_gather", "grouped")
-        return constant, Rounds(*(np.repeat(each[:, :, None], self.size, axis=2) for each in rounds.loads))
+        constant, rounds = self.plain_lowering("all_gather", "grouped")
+        return constant, PortLoads(*(np.repeat(each[:, :, None], self.size, axis=2) for each in rounds.loads))
 
-    def _messages(self, operation: str, name: str) -> list[tuple[list[Message], float]]:
+    def _message_rounds(self, operation: str, name: str) -> list[tuple[list[Message], float]]:
         """The rounds of an all-gather or a reduce-scatter: messages that go at the same time, and which share of a part
         each carries."""
         n, gathers = self.size, operation == "all_gather"
         if name == "alltoallv":
             return [([(i, j, i if gathers else j) for i, j in itertools.permutations(range(n), 2)], 1.0)]
         if not self.network.over_gloo:  # along the ring, all parts at once: a hop carries all but one
-            hops = self._hops()
+            hops = self._ring_hops()
             return [([(*hop, part) for hop in hops for part in range(n) if part != hop[1 if gathers else 0]], 1.0)]
-        return [each for root in range(n) for each in (_tree(n, root) if gathers else self._reduce(root))]
+        return [each for root in range(n) for each in (_binomial_tree(n, root) if gathers else self._gloo_reduce(root))]
 
-    def _reduce(self, root: int) -> list[tuple[list[Message], float]]:
+    def _gloo_reduce(self, root: int) -> list[tuple[list[Message], float]]:
         """One gloo reduce: n - 1 steps of a part of it round the ring, then every other member's to the root."""
-        ring = [(b, a, root) for a, b in self._hops()]  # backwards, as gloo's sums go
+        ring = [(b, a, root) for a, b in self._ring_hops()]  # backwards, as gloo's sums go
         gather = [(position, root, root) for position in range(self.size) if position != root]
         return [(ring, 1.0 / self.size)] * (self.size - 1) + [(gather, 1.0 / self.size)]
 
-    def _hops(self) -> list[tuple[int, int]]:
+    def _ring_hops(self) -> list[tuple[int, int]]:
         order = sorted(range(self.size), key=lambda position: self.rings[0][position])
         return list(zip(order, (*order[1:], order[0]), strict=True))
 
     def _latency_s(self, messages: Iterable[Message]) -> float:
         ends = {(i, j) for i, j, _ in messages}
-        return max((self.network.link(self.rings[0][i], self.rings[0][j]).latency_s for i, j in ends), default=0.0)
+        return max((self.network.find_link(self.rings[0][i], self.rings[0][j]).latency_s for i, j in ends), default=0.0)
 
-    def _loads(self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...]) -> Array:
+    def _port_loads(self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...]) -> Array:
         """[port, position] or [port, position, position]: seconds that a byte of what each message carries keeps a port
         busy."""
-        return _stack(self._ports(carried, shape).values(), shape)
+        return _drop_dominated(self._loads_by_port(carried, shape).values(), shape)
 
-    def _ports(
+    def _loads_by_port(
         self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...]
     ) -> dict[Port, Array]:
         """The same by port."""
@@ -307,8 +315,8 @@ class Lowerings:
             for ring in self.rings:
                 if max(i, j) >= len(ring):  # a smaller group beside
                     continue
-                link = self.network.link(ring[i], ring[j])
-                for port, seconds in self.network.loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s):
+                link = self.network.find_link(ring[i], ring[j])
+                for port, seconds in self.network.port_loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s):
                     load[port][part] += seconds
         return dict(load)
 
@@ -318,24 +326,26 @@ def shard_collective(network: Network, rings: Sequence[Sequence[int]], shares: S
     known = lowerings_over(network, rings)
     exact = tuple(share / sum(shares) for share in shares)
 
-    def collective(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
+    def shard_time_s(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
         if kind == "reshare":
             return known.reshare_s(total_bytes, units[: known.size], units[known.size :])
-        parts = [tuple((stop - start) / max(1, count) for start, stop in split(count, shares)) for count in units]
-        return known.seconds(kind, how, total_bytes, *(parts or (exact,)))
+        parts = [
+            tuple((stop - start) / max(1, count) for start, stop in split_by_shares(count, shares)) for count in units
+        ]
+        return known.collective_time_s(kind, how, total_bytes, *(parts or (exact,)))
 
-    return collective
+    return shard_time_s
 
 
-_OVER: WeakKeyDictionary[Network, dict[tuple[tuple[int, ...], ...], Lowerings]] = WeakKeyDictionary()
+_OVER: WeakKeyDictionary[Network, dict[tuple[tuple[int, ...], ...], CollectiveLowerings]] = WeakKeyDictionary()
 
 
-def lowerings_over(network: Network, rings: Sequence[Sequence[int]]) -> Lowerings:
+def lowerings_over(network: Network, rings: Sequence[Sequence[int]]) -> CollectiveLowerings:
     """The lowerings over these groups, remembered as long as the network."""
     known = _OVER.setdefault(network, {})
     key = tuple(tuple(ring) for ring in rings)
     if key not in known:
-        known[key] = Lowerings(network, key)
+        known[key] = CollectiveLowerings(network, key)
     return known[key]
 
 
@@ -364,29 +374,29 @@ def direct_curve(
 ) -> DirectCurve:
     """Measured times of whole tensors of even parts, by the bytes of a part."""
     count = len(devices)
-    latency_s, rounds = Lowerings(network, [devices]).plain(*DIRECT[called])
+    latency_s, rounds = CollectiveLowerings(network, [devices]).plain_lowering(*DIRECT[called])
     s_per_byte = count * rounds.s_per_byte((1 / count,) * count)
     return DirectCurve(latency_factor * latency_s, [size / count for size in sizes_bytes], time_s, s_per_byte)
 
 
-def _even(load: Array) -> Array:
+def _even_loads(load: Array) -> Array:
     """What ports carry of even parts."""
     for _ in range(load.ndim - 1):
         load = load.mean(axis=-1)
     return load
 
 
-def _fractions(shares: Sequence[float]) -> Parts:
+def _as_fractions(shares: Sequence[float]) -> Parts:
     return tuple(share / sum(shares) for share in shares)
 
 
-def _runs(shares: Sequence[float]) -> list[tuple[float, float]]:
+def _share_intervals(shares: Sequence[float]) -> list[tuple[float, float]]:
     """Everyone's run of [0, 1]."""
-    stops = list(itertools.accumulate(_fractions(shares)))
+    stops = list(itertools.accumulate(_as_fractions(shares)))
     return list(zip([0.0, *stops[:-1]], stops, strict=True))
 
 
-def _tree(size: int, root: int) -> list[tuple[list[Message], float]]:
+def _binomial_tree(size: int, root: int) -> list[tuple[list[Message], float]]:
     """The rounds of a binomial tree: in round i everyone who has the part sends it to the one 2^i further."""
     rounds = []
     reach = 1
@@ -397,7 +407,7 @@ def _tree(size: int, root: int) -> list[tuple[list[Message], float]]:
     return rounds
 
 
-def _stack(rows: Iterable[Array], shape: tuple[int, ...]) -> Array:
+def _drop_dominated(rows: Iterable[Array], shape: tuple[int, ...]) -> Array:
     """Rows without those that are nowhere more than another one."""
     found: dict[bytes, Array] = {row.tobytes(): row for row in rows}
     return np.stack(list(found.values())) if found else np.zeros((0, *shape))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pipefit.cluster.measured import Sharing
+from pipefit.cluster.measured import PortSharing
 from pipefit.cluster.topology import SELF, device_count, link_between, rail_index
 from pipefit.cluster.types import Cluster, DeviceKind, Link, is_processor
 from pipefit.cost.compute.curves import collective_factors, message_time_s, rail_message_time_s
@@ -28,7 +28,7 @@ or "rack down", uplink, rail)."""
 OTHER_WAY = {"host out": "host in", "host in": "host out", "rack up": "rack down", "rack down": "rack up"}
 
 
-def opposite(port: Port, hosts: int) -> Port:
+def opposite_port(port: Port, hosts: int) -> Port:
     """What carries the other way, on a cluster of so many hosts; inside a host there is nothing apart for it, and the
     port itself stands for that."""
     name, number, rail = port
@@ -96,7 +96,7 @@ class Network:
         measured = self.cluster.measured is not None and "cpu" in known and "device" not in known
         return measured or all(map(is_processor, self.kinds))
 
-    def link(self, source: int, target: int) -> Link:
+    def find_link(self, source: int, target: int) -> Link:
         """The way from one device to another."""
         if source == target:
             return SELF
@@ -105,32 +105,32 @@ class Network:
             self._links[key] = link_between(self.cluster, source, target)
         return self._links[key]
 
-    def transfer(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
+    def transfer_time(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
         """The time of messages (source, target, bytes) that start together. Messages to oneself are free."""
         if len(messages) != 1:
-            return self._together(messages)
+            return self._concurrent_time(messages)
         source, target, size = messages[0]
         if source == target:
             return FREE
         key = (self.host[source], self.host[target], self.rail[source], size)
         if key not in self._alone:
-            self._alone[key] = self._together(messages)
+            self._alone[key] = self._concurrent_time(messages)
         return self._alone[key]
 
-    def _together(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
+    def _concurrent_time(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
         busy: dict[Port, float] = defaultdict(float)
         latency_s = 0.0
         for source, target, size in messages:
-            link = self.link(source, target)
+            link = self.find_link(source, target)
             if link is SELF or size == 0:
                 continue
             latency_s = max(latency_s, link.latency_s)
-            for port, seconds in self.loads(source, target, size, self.busy_s(source, target, size)):
+            for port, seconds in self.port_loads(source, target, size, self.busy_s(source, target, size)):
                 busy[port] += seconds
         port_s = max(busy.values(), default=0.0)
         return TransferTime(latency_s + port_s, port_s)
 
-    def rings(self, rings: Sequence[Sequence[int]], backwards: bool = False) -> RingTime:
+    def ring_time(self, rings: Sequence[Sequence[int]], backwards: bool = False) -> RingTime:
         """One step of rings that run at the same time, each through its devices in ascending order, host by host, or
         in descending order."""
         key = tuple(tuple(sorted(ring, reverse=backwards)) for ring in rings if len(ring) > 1)
@@ -140,8 +140,8 @@ class Network:
 
     def collective_factors(self, operation: str, size: int, inside: bool = False) -> tuple[float, float]:
         """What the latency and the seconds per byte of a ring of `size` devices are multiplied by, where collectives
-        were measured: rings `inside` hosts by what rings inside a host showed, the others by what those between hosts
-        did, and each by those of the nearest size."""
+        were measured: rings `stays_in_hosts` hosts by what rings inside a host showed, the others by what those
+        between hosts did, and each by those of the nearest size."""
         key = (operation, size, inside)
         if key not in self._factors:
             measured = self.cluster.measured
@@ -158,14 +158,14 @@ class Network:
         measured = self.cluster.measured
         return measured is not None and any(curve.operation == operation for curve in measured.collectives)
 
-    def way(self, source: int, target: int) -> Port:
+    def port_between(self, source: int, target: int) -> Port:
         """What messages go over one after the other: the link between two hosts, or between two devices of one."""
         a, b = self.host[source], self.host[target]
         if a == b:
             return ("device", source, target)
         return ("link", a * len(self.cluster.hosts) + b, self.rail[source])
 
-    def inside(self, rings: Sequence[Sequence[int]]) -> bool:
+    def stays_in_hosts(self, rings: Sequence[Sequence[int]]) -> bool:
         """Whether each of these groups stands on one host."""
         return all(len({self.host[device] for device in ring}) == 1 for ring in rings)
 
@@ -174,16 +174,16 @@ class Network:
         latency_s = 0.0
         for ring in rings:
             for source, target in zip(ring, (*ring[1:], ring[0]), strict=True):
-                link = self.link(source, target)
+                link = self.find_link(source, target)
                 latency_s = max(latency_s, link.latency_s)
-                for port, seconds in self.loads(source, target, 1.0, 1.0 / link.bandwidth_bytes_per_s):
+                for port, seconds in self.port_loads(source, target, 1.0, 1.0 / link.bandwidth_bytes_per_s):
                     load[port] += seconds
         return RingTime(max(map(len, rings), default=1), latency_s, max(load.values(), default=0.0))
 
     def busy_s(self, source: int, target: int, size: float) -> float:
         """Seconds that a message keeps its port busy, without the latency: by the measured curve of its link where
         there is one, because bandwidth depends on the size; else bytes / bandwidth."""
-        link = self.link(source, target)
+        link = self.find_link(source, target)
         whole_s = self._measured_s(source, target, size)
         return size / link.bandwidth_bytes_per_s if whole_s is None else max(0.0, whole_s - link.latency_s)
 
@@ -198,7 +198,7 @@ class Network:
         between = measured.rails.get(self.cluster.rails[self.rail[source]].name)
         return None if between is None else rail_message_time_s(between, a, b, size)
 
-    def loads(self, source: int, target: int, size: float, link_s: float) -> list[tuple[Port, float]]:
+    def port_loads(self, source: int, target: int, size: float, link_s: float) -> list[tuple[Port, float]]:
         """What a message loads, and for how many seconds: `link_s` is what it takes on its link alone.
 
         Where `pipefit profile` found what messages share, the link itself, and the ports and uplinks that carry less
@@ -208,7 +208,7 @@ class Network:
         if a == b:
             return [(("device", source, 0), link_s)]
         rail = self.rail[source]
-        shared = self._sharing(rail)
+        shared = self._shared_rail(rail)
         if shared is None:
             if not self.cluster.rails[rail].shared_ports:
                 return [(("device", source, 1), link_s)]
@@ -227,7 +227,7 @@ class Network:
                 found.append((("rack down", number, rail), size / uplink.down_bytes_per_s))
         return found
 
-    def _sharing(self, rail: int) -> Sharing | None:
+    def _shared_rail(self, rail: int) -> PortSharing | None:
         measured = self.cluster.measured
         curve = measured.rails.get(self.cluster.rails[rail].name) if measured is not None else None
         return None if curve is None else curve.sharing

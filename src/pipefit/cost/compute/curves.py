@@ -15,13 +15,28 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve, Setting
+from pipefit.cluster.measured import (
+    ActionCurve,
+    ClusterMeasurements,
+    CollectiveCurve,
+    LayerCurve,
+    LinkCurve,
+    RailCurve,
+    Setting,
+)
 from pipefit.cluster.types import Cluster, DeviceKind
-from pipefit.codec import digest
-from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free
-from pipefit.cost.compute.packed_rows import alike_rows
-from pipefit.cost.compute.roofline import LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
-from pipefit.cost.compute.roofline_correction import Ratios, Whole, corrected, mean_ratios, ratios_of, whole_place
+from pipefit.codec import content_digest
+from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free_collective
+from pipefit.cost.compute.packed_rows import equivalent_rows
+from pipefit.cost.compute.roofline import LayerCost, LayerCosts, LayerSeconds, MicrobatchShape, Recompute, RooflineCosts
+from pipefit.cost.compute.roofline_correction import (
+    LayerLookup,
+    RooflineRatios,
+    apply_ratios,
+    mean_ratios,
+    measured_ratios,
+    unsharded_shape,
+)
 from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
@@ -87,7 +102,7 @@ def action_times_s(
     """Seconds of one action for `rows` rows of `tokens` tokens with `past` earlier tokens, arrays of one shape; 0 rows
     cost nothing. `earlier`: see `attention_features`."""
     b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
-    time_s = along_all_knots(curve.tokens, curve.time_s, b * t)
+    time_s = interpolate_many(curve.tokens, curve.time_s, b * t)
     if curve.attention_s:
         known = len(curve.attention_s)
         time_s = time_s + attention_features(b, t, p, earlier)[..., :known] @ np.asarray(curve.attention_s)
@@ -99,7 +114,7 @@ def action_time_s(curve: ActionCurve, rows: float, tokens: float, past: int = 0,
     return float(action_times_s(curve, [rows], [tokens], [past], None if earlier is None else [earlier])[0])
 
 
-def along_all_knots(places: Sequence[float], values: Sequence[float], wanted: Array) -> Array:
+def interpolate_many(places: Sequence[float], values: Sequence[float], wanted: Array) -> Array:
     """Linear interpolation; beyond the last knot the last slope goes on, below the first its value stays."""
     inside = np.interp(wanted, places, values)
     if len(places) == 1:
@@ -108,9 +123,9 @@ def along_all_knots(places: Sequence[float], values: Sequence[float], wanted: Ar
     return np.asarray(inside + slope * np.maximum(wanted - places[-1], 0.0))
 
 
-def along_knots(places: Sequence[float], values: Sequence[float], place: float) -> float:
-    """`along_all_knots` of one place."""
-    return float(along_all_knots(places, values, np.asarray([place], dtype=np.float64))[0])
+def interpolate_one(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """`interpolate_many` of one place."""
+    return float(interpolate_many(places, values, np.asarray([place], dtype=np.float64))[0])
 
 
 def layer_times(curve: LayerCurve, rows: float, tokens: float, past: int = 0, earlier: int | None = None) -> LayerTimes:
@@ -121,7 +136,7 @@ def layer_times(curve: LayerCurve, rows: float, tokens: float, past: int = 0, ea
 
 
 def find_layer(
-    measured: Measured, graph_signature: str, kind: str, dtype: str, setting: Setting = "together"
+    measured: ClusterMeasurements, graph_signature: str, kind: str, dtype: str, setting: Setting = "together"
 ) -> LayerCurve | None:
     """The curve of that layer on that kind of device; the other setting's where the wished one was not measured."""
     found = {
@@ -132,7 +147,7 @@ def find_layer(
     return found.get(setting) or next(iter(found.values()), None)
 
 
-def signature(graph: Graph) -> str:
+def digest_graph(graph: Graph) -> str:
     """A digest of what a graph computes: kinds, shapes, attributes and connections, not names and source lines."""
     places = {tensor.name: f"in{i}" for i, tensor in enumerate(graph.inputs)}
     places |= {parameter.name: f"p{i}" for i, parameter in enumerate(graph.parameters)}
@@ -140,7 +155,7 @@ def signature(graph: Graph) -> str:
         places |= {name: f"{i}.{j}" for j, name in enumerate(operator.outputs)}
     operators: list[Any] = []
     for operator in graph.operators:
-        results = [graph.tensor(name) for name in operator.outputs]
+        results = [graph.find_tensor(name) for name in operator.outputs]
         operators.append(
             [
                 operator.kind,
@@ -151,21 +166,21 @@ def signature(graph: Graph) -> str:
         )
     inputs = [[list(tensor.shape), tensor.dtype, tensor.role] for tensor in graph.inputs]
     parameters = [[list(parameter.shape), parameter.trainable] for parameter in graph.parameters]
-    return digest([inputs, parameters, operators, [places[name] for name in graph.outputs]])
+    return content_digest([inputs, parameters, operators, [places[name] for name in graph.outputs]])
 
 
 def message_time_s(curve: LinkCurve, size_bytes: float) -> float:
     """Seconds of one message of that size inside a host."""
-    return along_knots(curve.sizes_bytes, curve.time_s, size_bytes)
+    return interpolate_one(curve.sizes_bytes, curve.time_s, size_bytes)
 
 
 def rail_message_time_s(curve: RailCurve, source: int, target: int, size_bytes: float) -> float:
     """Seconds of one message of that size from one host to another."""
-    return along_knots(curve.sizes_bytes, [matrix[source][target] for matrix in curve.time_s], size_bytes)
+    return interpolate_one(curve.sizes_bytes, [matrix[source][target] for matrix in curve.time_s], size_bytes)
 
 
 def collective_factors(
-    measured: Measured, operation: str, host: Sequence[int], size: int, inside: bool
+    measured: ClusterMeasurements, operation: str, host: Sequence[int], size: int, inside: bool
 ) -> tuple[float, float]:
     """(latency factor, bandwidth factor) of a collective on groups of `size` devices against a ring over its links: the
     geometric mean over `collective_curves`; (1, 1) where it was not measured."""
@@ -178,7 +193,7 @@ def collective_factors(
 
 
 def collective_curves(
-    measured: Measured, operation: str, host: Sequence[int], size: int, inside: bool
+    measured: ClusterMeasurements, operation: str, host: Sequence[int], size: int, inside: bool
 ) -> tuple[CollectiveCurve, ...]:
     """The measured groups that are most like groups of `size` devices inside one host, or on several: those of that
     reach (all where there are none of these), and of them those whose size is nearest, as a ratio. `host` is the host
@@ -186,16 +201,16 @@ def collective_curves(
     curves = [curve for curve in measured.collectives if curve.operation == operation]
     alike = [curve for curve in curves if (len({host[device] for device in curve.devices}) == 1) == inside] or curves
 
-    def away(curve: CollectiveCurve) -> Fraction:
+    def size_distance(curve: CollectiveCurve) -> Fraction:
         return max(Fraction(size, len(curve.devices)), Fraction(len(curve.devices), size))
 
-    nearest = min(map(away, alike), default=None)
-    return tuple(curve for curve in alike if away(curve) == nearest)
+    nearest = min(map(size_distance, alike), default=None)
+    return tuple(curve for curve in alike if size_distance(curve) == nearest)
 
 
-def times_at(curve: LayerCurve, place: Place) -> LayerTimes:
+def times_at(curve: LayerCurve, place: MicrobatchShape) -> LayerTimes:
     """`layer_times` at a place, of a packed row by its images."""
-    rows, tokens = alike_rows(place)
+    rows, tokens = equivalent_rows(place)
     return layer_times(curve, rows, tokens, place.past, place.earlier)
 
 
@@ -211,7 +226,7 @@ def best_costs(cluster: Cluster, setting: Setting = "together", graphs: Iterable
     parts of them are corrected."""
     if cluster.measured is not None and cluster.measured.layers:
         return MeasuredCosts(cluster, setting, graphs)
-    return Roofline()
+    return RooflineCosts()
 
 
 class MeasuredCosts:
@@ -225,10 +240,10 @@ class MeasuredCosts:
     notes: tuple[str, ...]
 
     def __init__(self, cluster: Cluster, setting: Setting = "together", graphs: Iterable[Graph] = ()) -> None:
-        self.measured = cluster.measured or Measured()
-        self._whole = Whole(graphs)
+        self.measured = cluster.measured or ClusterMeasurements()
+        self._whole = LayerLookup(graphs)
         self.setting: Setting = setting
-        self.roofline = Roofline()
+        self.roofline = RooflineCosts()
         self.notes = ()
         self._signatures: dict[int, tuple[Graph, str]] = {}
         self._origins: dict[str, None] = {}
@@ -236,83 +251,87 @@ class MeasuredCosts:
         self._seconds: dict[object, LayerSeconds] = {}
         overhead_s = stage_overhead_s(cluster)
         if overhead_s:
-            self._note(f"running a stage costs {overhead_s * 1e6:.0f} us beside its layers: measured")
+            self._add_note(f"running a stage costs {overhead_s * 1e6:.0f} us beside its layers: measured")
 
-    def times(self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision) -> LayerTimes | None:
+    def measured_times(
+        self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision
+    ) -> LayerTimes | None:
         """Measured times of one layer, or None if it was not measured."""
-        curve = find_layer(self.measured, self._signature(graph), kind.name, precision, self.setting)
+        curve = find_layer(self.measured, self._digest_of(graph), kind.name, precision, self.setting)
         if curve is None:
             return None
-        self._note(
+        self._add_note(
             f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
             f"{curve.setting} ({curve.processes} processes), curves within {curve.fit_error:.1%} of them"
         )
         return times_at(curve, place)
 
-    def layer(
+    def layer_cost(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerCost:
-        """The cost of `graph`; arguments as for `Roofline.layer`."""
-        key = (self._signature(graph), place, kind.name, precision, recompute, collective_key)
+        """The cost of `graph`; arguments as for `Roofline.layer_cost`."""
+        key = (self._digest_of(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:
-            self._known[key] = self._layer(graph, place, kind, precision, recompute, collective, collective_key)
+            self._known[key] = self._work_out_cost(graph, place, kind, precision, recompute, collective, collective_key)
         return self._known[key]
 
-    def seconds(
+    def layer_durations(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerSeconds:
-        """The times of `layer` alone; arguments as there."""
-        key = (self._signature(graph), place, kind.name, precision, recompute, collective_key)
+        """The times of `layer_cost` alone; arguments as there."""
+        key = (self._digest_of(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._seconds:
-            self._seconds[key] = self._times(graph, place, kind, precision, recompute, collective, collective_key)
+            self._seconds[key] = self._lookup_times(
+                graph, place, kind, precision, recompute, collective, collective_key
+            )
         return self._seconds[key]
 
-    def _layer(
+    def _work_out_cost(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
         collective: CollectiveTime | None,
         collective_key: object,
     ) -> LayerCost:
-        guess = self.roofline.layer(graph, place, kind, precision, recompute, collective, collective_key)
-        times = self.seconds(graph, place, kind, precision, recompute, collective, collective_key)
+        guess = self.roofline.layer_cost(graph, place, kind, precision, recompute, collective, collective_key)
+        times = self.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
         return replace(guess, **times._asdict())
 
-    def _times(
+    def _lookup_times(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
         collective: CollectiveTime | None,
         collective_key: object,
     ) -> LayerSeconds:
-        guess = self.roofline.seconds(graph, place, kind, precision, recompute, collective, collective_key)
-        times = self.times(graph, place, kind, precision)
+        guess = self.roofline.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
+        times = self.measured_times(graph, place, kind, precision)
         if place.rows == 0:
             return guess
-        silent = self.roofline.seconds(graph, place, kind, precision, recompute, free, SILENT)
+        silent = self.roofline.layer_durations(graph, place, kind, precision, recompute, free_collective, SILENT)
         if times is None:
-            return corrected(guess, silent, self._ratios(graph, place, kind, precision))
-        plain = self.roofline.seconds(graph, place, kind, precision, "none", free, SILENT)
+            return apply_ratios(guess, silent, self._correction_ratios(graph, place, kind, precision))
+        plain = self.roofline.layer_durations(graph, place, kind, precision, "none", free_collective, SILENT)
         ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
         more_s = guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio
         return LayerSeconds(
@@ -322,30 +341,32 @@ class MeasuredCosts:
             fused_s=times.fused_s + more_s + guess.weight_s - silent.weight_s,
         )
 
-    def _ratios(self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision) -> Ratios:
+    def _correction_ratios(
+        self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision
+    ) -> RooflineRatios:
         """By how much the roofline is to be corrected for a layer that was not measured."""
         what = f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: not measured"
-        for whole in self._whole.alike(graph):
-            curve = find_layer(self.measured, self._signature(whole), kind.name, precision, self.setting)
+        for whole in self._whole.similar_layers(graph):
+            curve = find_layer(self.measured, self._digest_of(whole), kind.name, precision, self.setting)
             if curve is not None:
-                at = whole_place(graph, place)
+                at = unsharded_shape(graph, place)
                 times = LayerSeconds(*astuple(times_at(curve, at)))
-                self._note(f"{what}; roofline, corrected as {curve.name} was measured at the same sizes")
-                return ratios_of(times, self.roofline.seconds(whole, at, kind, precision, "none"))
+                self._add_note(f"{what}; roofline, corrected as {curve.name} was measured at the same sizes")
+                return measured_ratios(times, self.roofline.layer_durations(whole, at, kind, precision, "none"))
         own = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]
         ratios = mean_ratios([curve for curve in own if curve.setting == self.setting] or own)
         if ratios != (1.0, 1.0, 1.0, 1.0):
             forward, back, weight, _ = ratios
             what += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), as measured layers showed"
-        self._note(what)
+        self._add_note(what)
         return ratios
 
-    def _signature(self, graph: Graph) -> str:
+    def _digest_of(self, graph: Graph) -> str:
         if id(graph) not in self._signatures:
-            self._signatures[id(graph)] = (graph, signature(graph))
+            self._signatures[id(graph)] = (graph, digest_graph(graph))
         return self._signatures[id(graph)][1]
 
-    def _note(self, text: str) -> None:
+    def _add_note(self, text: str) -> None:
         if text not in self._origins:
             self._origins[text] = None
             unmeasured = any(": not measured" in note for note in self._origins)

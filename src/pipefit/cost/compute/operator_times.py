@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.compute.shard_exchanges import BACKWARD, Exchanges, exchanges_of
+from pipefit.cost.compute.shard_exchanges import BACKWARD, OperatorExchanges, operator_exchanges
 from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
-from pipefit.model.analysis.totals import from_data, operator_flops, operator_traffic_bytes
+from pipefit.model.analysis.totals import made_from_data, operator_flops, operator_traffic_bytes
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS
-from pipefit.model.ops.unshard import weights
+from pipefit.model.ops.unshard import stored_weights
 
 MERGING = (5, 4)
 """Kernels that attention runs for each earlier slice beside those for its own keys, forward and backward: over that
@@ -30,10 +30,10 @@ class CollectiveTime(Protocol):
 
 
 SILENT = "no collectives"
-"""The key of layer costs with collectives that are `free`."""
+"""The key of layer costs with collectives that are `free_collective`."""
 
 
-def free(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
+def free_collective(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
     """Collectives that cost nothing."""
     return 0.0
 
@@ -47,12 +47,12 @@ def operator_times(
     symbols: Mapping[str, int],
 ) -> Times:
     """An operator's time, of attention without what it takes to merge earlier slices."""
-    said_s = exchanges_s(exchanges_of(graph, operator, symbols, precision), collective)
+    said_s = exchanges_s(operator_exchanges(graph, operator, symbols, precision), collective)
     if operator.kind == "unshard" or operator.kind in BACKWARD:
         return said_s
     rate = kind.peak_flops_per_s[precision] * kind.efficiency
     forward_s, input_s, weight_s = (
-        _roof(work, rate, kind) + more_s
+        _roofline_s(work, rate, kind) + more_s
         for work, more_s in zip(operator_work(graph, operator, symbols, precision), said_s, strict=True)
     )
     return forward_s, input_s, weight_s
@@ -64,7 +64,7 @@ def with_merging(times: Times, chunks: int, kind: DeviceKind) -> Times:
     return times[0] + more_s, times[1] + back_s, times[2]
 
 
-def exchanges_s(exchanges: Exchanges, collective: CollectiveTime | None) -> Times:
+def exchanges_s(exchanges: OperatorExchanges, collective: CollectiveTime | None) -> Times:
     """Seconds of the collectives of an operator."""
     if not any(exchanges):
         return 0.0, 0.0, 0.0
@@ -76,7 +76,7 @@ def exchanges_s(exchanges: Exchanges, collective: CollectiveTime | None) -> Time
     return forward_s, input_s, weight_s
 
 
-class Work(NamedTuple):
+class PassWork(NamedTuple):
     """What one pass of an operator computes and moves."""
 
     flops: float
@@ -85,45 +85,45 @@ class Work(NamedTuple):
 
 def operator_work(
     graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
-) -> tuple[Work | None, Work | None, Work | None]:
+) -> tuple[PassWork | None, PassWork | None, PassWork | None]:
     """Forward, input gradient and weight gradient of an operator; None for a pass that it does not have."""
     if KINDS[operator.kind].view:
         return None, None, None
     width = COMPUTE_BYTES[precision]
     flops = operator_flops(graph, operator, symbols)
     traffic = operator_traffic_bytes(graph, operator, symbols, width)
-    outputs = sum(element_count(graph.tensor(name).shape, symbols) * width for name in operator.outputs)
+    outputs = sum(element_count(graph.find_tensor(name).shape, symbols) * width for name in operator.outputs)
     parameters = _parameter_elements(graph, operator.inputs)
     # The gradient pass of a product reads and writes as much as its forward; of anything else, its output's gradient
     # comes on top. A weight gradient is added into a buffer: read and written once each.
     back = traffic if flops.input_gradient else traffic + outputs
-    forward = Work(flops.forward, traffic)
-    input_ = Work(flops.input_gradient, back) if _differentiable(graph, operator) else None
+    forward = PassWork(flops.forward, traffic)
+    input_ = PassWork(flops.input_gradient, back) if _has_input_gradient(graph, operator) else None
     if not parameters:
         return forward, input_, None
     gradient = 2 * parameters * max(4, width)
-    weight = Work(flops.weight_gradient, (traffic if flops.weight_gradient else 0) + gradient)
+    weight = PassWork(flops.weight_gradient, (traffic if flops.weight_gradient else 0) + gradient)
     return forward, input_, weight
 
 
-def _roof(work: Work | None, rate: float, kind: DeviceKind) -> float:
+def _roofline_s(work: PassWork | None, rate: float, kind: DeviceKind) -> float:
     if work is None:
         return 0.0
     return max(work.flops / rate, work.moved_bytes / kind.memory_bandwidth_bytes_per_s) + kind.overhead_s
 
 
-def _differentiable(graph: Graph, operator: Operator) -> bool:
+def _has_input_gradient(graph: Graph, operator: Operator) -> bool:
     """Whether a gradient flows to an activation input: not for what only reads tokens or positions, or is made of data
     alone."""
-    if from_data(graph, operator):
+    if made_from_data(graph, operator):
         return False
     roles = {tensor.name: tensor.role for tensor in graph.inputs}
-    parameters = weights(graph)
+    parameters = stored_weights(graph)
     return any(
         name and name not in parameters and roles.get(name, "activation") == "activation" for name in operator.inputs
     )
 
 
 def _parameter_elements(graph: Graph, names: Sequence[str]) -> int:
-    found = weights(graph)
+    found = stored_weights(graph)
     return sum(element_count(found[name].shape, {}) for name in {*names} & {*found} if found[name].trainable)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipefit.cost.compute.roofline import Place
+from pipefit.cost.compute.roofline import MicrobatchShape
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.model.ops.packed_attention import SQUARES
@@ -22,7 +22,7 @@ CostsAt = Callable[[StageWork], Mapping[str, tuple[float, ...]]]
 """The costs of a stage whose rows are alike, by kind of device."""
 
 
-def as_sizes(stage: StageWork, tokens: int, squares: int) -> StageWork:
+def with_equal_rows(stage: StageWork, tokens: int, squares: int) -> StageWork:
     """The stage with the same row in every microbatch and on every replica."""
     symbols = (*stage.symbols, (SQUARES, squares))
     return replace(stage, rows=(1,) * len(stage.rows), slices=(tokens,), packed=(), symbols=symbols)
@@ -30,11 +30,11 @@ def as_sizes(stage: StageWork, tokens: int, squares: int) -> StageWork:
 
 def packed_costs(stage: StageWork, costs_at: CostsAt) -> list[Mapping[str, tuple[float, ...]]]:
     """For every microbatch, the costs of the fullest replica, by kind of device."""
-    grid = _Grid(lambda tokens, each: costs_at(as_sizes(stage, tokens, round(tokens * each))))
-    return [grid.at(max(t for t, _ in row), max(s for _, s in row)) for row in stage.packed]
+    grid = _PackedCostGrid(lambda tokens, each: costs_at(with_equal_rows(stage, tokens, round(tokens * each))))
+    return [grid.interpolate_at(max(t for t, _ in row), max(s for _, s in row)) for row in stage.packed]
 
 
-def alike_rows(place: Place) -> tuple[float, float]:
+def equivalent_rows(place: MicrobatchShape) -> tuple[float, float]:
     """(rows, tokens of each) that take as much as the place's: of a packed row its images as rows of one length, whose
     tokens and squared tokens add up to the same."""
     squares = dict(place.symbols).get(SQUARES, 0)
@@ -44,7 +44,7 @@ def alike_rows(place: Place) -> tuple[float, float]:
     return every**2 / squares, squares / every
 
 
-class _Grid:
+class _PackedCostGrid:
     """Costs by kind of device, by (tokens of a row, tokens of an image on average), looked up at most once."""
 
     def __init__(self, look_up: Callable[[int, float], Mapping[str, tuple[float, ...]]]) -> None:
@@ -52,33 +52,33 @@ class _Grid:
         self._known: dict[tuple[int, float], dict[str, Array]] = {}
         self._answers: dict[tuple[int, int], Mapping[str, tuple[float, ...]]] = {}
 
-    def at(self, tokens: int, squares: int) -> Mapping[str, tuple[float, ...]]:
+    def interpolate_at(self, tokens: int, squares: int) -> Mapping[str, tuple[float, ...]]:
         """Interpolated costs of a row of so many tokens whose images' squares add up to `squares`."""
         if (tokens, squares) not in self._answers:
             each = squares / tokens if tokens else 1.0
             found: dict[str, Array] = {}
-            for row, row_part in _between(tokens, _half_octaves(tokens)):
-                for image, image_part in _between(each, _octaves(each)):
-                    for kind, costs in self._corner(int(row), image).items():
+            for row, row_part in _bracket_weights(tokens, _half_octave_knots(tokens)):
+                for image, image_part in _bracket_weights(each, _octave_knots(each)):
+                    for kind, costs in self._corner_costs(int(row), image).items():
                         found[kind] = found.get(kind, 0.0) + row_part * image_part * costs
             self._answers[tokens, squares] = {kind: tuple(costs.tolist()) for kind, costs in found.items()}
         return self._answers[tokens, squares]
 
-    def _corner(self, tokens: int, each: float) -> dict[str, Array]:
+    def _corner_costs(self, tokens: int, each: float) -> dict[str, Array]:
         key = (tokens, each)
         if key not in self._known:
             self._known[key] = {kind: np.array(costs) for kind, costs in self._look_up(tokens, each).items()}
         return self._known[key]
 
 
-def _between(value: float, ends: tuple[float, float]) -> Iterator[tuple[float, float]]:
+def _bracket_weights(value: float, ends: tuple[float, float]) -> Iterator[tuple[float, float]]:
     """(end, part of it) of the two ends that a value lies between."""
     low, high = ends
     part = (value - low) / (high - low) if high > low else 0.0
     yield from ((end, own) for end, own in ((low, 1.0 - part), (high, part)) if own > 0.0)
 
 
-def _half_octaves(tokens: int) -> tuple[float, float]:
+def _half_octave_knots(tokens: int) -> tuple[float, float]:
     """The numbers 2^n and 1.5 x 2^n around a number of tokens; small ones by themselves."""
     if tokens < 4:
         return float(tokens), float(tokens)
@@ -87,7 +87,7 @@ def _half_octaves(tokens: int) -> tuple[float, float]:
     return (float(low), float(middle)) if tokens < middle else (float(middle), float(2 * low))
 
 
-def _octaves(each: float) -> tuple[float, float]:
+def _octave_knots(each: float) -> tuple[float, float]:
     if each <= 1.0:
         return 1.0, 1.0
     low = 2.0 ** math.floor(math.log2(each))

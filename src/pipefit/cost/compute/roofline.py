@@ -14,16 +14,16 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from pipefit.cluster.types import DeviceKind, is_processor
 from pipefit.cost.compute.operator_times import CollectiveTime, Times, operator_times, with_merging
-from pipefit.cost.compute.symbol_memo import KeptByReads
+from pipefit.cost.compute.symbol_memo import SymbolMemo
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
-from pipefit.model.analysis.passing import Passing, passing_bytes
-from pipefit.model.analysis.saved import kept, owed_bytes, saved_bytes
+from pipefit.model.analysis.passing import TransientMemory, transient_bytes
+from pipefit.model.analysis.saved import kept_values, kv_gradient_bytes, saved_bytes
 from pipefit.model.graph import LOCAL, Graph
 
 Recompute = Literal["none", "selective", "full"]
 
 
-class Place(NamedTuple):
+class MicrobatchShape(NamedTuple):
     """The sizes of one microbatch and slice on one device."""
 
     rows: int
@@ -44,12 +44,12 @@ class Place(NamedTuple):
     "Other sizes that graphs name."
 
     @property
-    def sliced(self) -> bool:
+    def is_sliced(self) -> bool:
         """Whether the microbatch comes in several slices, of which this is one."""
         return self.past + self.later > 0
 
     @property
-    def chunks(self) -> int:
+    def earlier_chunks(self) -> int:
         """Earlier slices that attention goes through one by one."""
         if not self.past:
             return 0
@@ -68,7 +68,7 @@ class LayerCost:
     "Alive from F to its B or I."
     pending_bytes: float
     "Alive from I to its W."
-    passing: Passing | None = None
+    passing: TransientMemory | None = None
     "The worst moments of its actions; None: what only passes is not counted."
     fused_s: float | None = None
     "A fused backward, where it was measured by itself; None: it takes the time of both parts."
@@ -88,7 +88,7 @@ class LayerCost:
         return min(self.input_s + self.weight_s, self.backward_s)
 
 
-def forward_alone(cost: LayerCost) -> LayerCost:
+def without_backward(cost: LayerCost) -> LayerCost:
     """Of a layer without a backward: nothing is kept for one, what would be passes."""
     return LayerCost(cost.forward_s, 0.0, 0.0, 0.0, 0.0, cost.passing)
 
@@ -113,10 +113,10 @@ class LayerCosts(Protocol):
 
     notes: tuple[str, ...]
 
-    def layer(
+    def layer_cost(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
@@ -130,28 +130,28 @@ class LayerCosts(Protocol):
 def layer_seconds(
     layers: LayerCosts,
     graph: Graph,
-    place: Place,
+    place: MicrobatchShape,
     kind: DeviceKind,
     precision: Precision,
     recompute: Recompute,
     collective: CollectiveTime | None = None,
     collective_key: object = None,
 ) -> LayerSeconds:
-    """The times of `LayerCosts.layer`, without working out its memory where the source of costs can do without."""
-    if isinstance(layers, SecondsAlone):
-        return layers.seconds(graph, place, kind, precision, recompute, collective, collective_key)
-    cost = layers.layer(graph, place, kind, precision, recompute, collective, collective_key)
+    """The times of `LayerCosts.layer_cost`, without working out its memory where the source of costs can do without."""
+    if isinstance(layers, LayerTimeSource):
+        return layers.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
+    cost = layers.layer_cost(graph, place, kind, precision, recompute, collective, collective_key)
     return LayerSeconds(cost.forward_s, cost.input_s, cost.weight_s, cost.fused_s)
 
 
 @runtime_checkable
-class SecondsAlone(Protocol):
+class LayerTimeSource(Protocol):
     """Layer costs that know times without memory."""
 
-    def seconds(
+    def layer_durations(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
@@ -162,7 +162,7 @@ class SecondsAlone(Protocol):
         ...
 
 
-class Roofline:
+class RooflineCosts:
     """Layer costs from device data sheets; equal questions are answered from memory."""
 
     notes: tuple[str, ...] = (
@@ -176,14 +176,14 @@ class Roofline:
         "Without times: what layers hold, whatever the kind of device and its rings."
         self._operators: dict[object, list[Times]] = {}
         "Of every operator of a graph in one place."
-        self._times: dict[object, list[KeptByReads[Times]]] = {}
+        self._times: dict[object, list[SymbolMemo[Times]]] = {}
         "Of every operator of a graph, before what earlier slices add to attention, in all places."
         self._graphs: dict[int, Graph] = {}
 
-    def layer(
+    def layer_cost(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
@@ -194,12 +194,12 @@ class Roofline:
         self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
         key = (id(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:
-            times = self.seconds(graph, place, kind, precision, recompute, collective, collective_key)
-            self._known[key] = replace(self._held(graph, place, kind, precision, recompute), **times._asdict())
+            times = self.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
+            self._known[key] = replace(self._memory_of(graph, place, kind, precision, recompute), **times._asdict())
         return self._known[key]
 
-    def _held(
-        self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision, recompute: Recompute
+    def _memory_of(
+        self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision, recompute: Recompute
     ) -> LayerCost:
         """The memory of a layer."""
         widens = is_processor(kind) and GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
@@ -208,33 +208,33 @@ class Roofline:
             self._memory[key] = _layer_memory(graph, place, precision, recompute, widens)
         return self._memory[key]
 
-    def seconds(
+    def layer_durations(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerSeconds:
-        """The times of `layer` alone; arguments as there."""
+        """The times of `layer_cost` alone; arguments as there."""
         self._graphs[id(graph)] = graph
         if place.rows == 0:
             return LayerSeconds(0.0, 0.0, 0.0)
         key = (id(graph), place, kind.name, precision, collective_key)
         if key not in self._operators:
-            self._operators[key] = self._each(graph, place, kind, precision, collective, collective_key)
+            self._operators[key] = self._times_by_operator(graph, place, kind, precision, collective, collective_key)
         times = self._operators[key]
         sums = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
         forward_s, input_s, weight_s = sums
-        again_s = sum(times[index][0] for index in kept(graph, recompute, COMPUTE_BYTES[precision]).again)
+        again_s = sum(times[index][0] for index in kept_values(graph, recompute, COMPUTE_BYTES[precision]).again)
         return LayerSeconds(forward_s, input_s + again_s, weight_s)
 
-    def _each(
+    def _times_by_operator(
         self,
         graph: Graph,
-        place: Place,
+        place: MicrobatchShape,
         kind: DeviceKind,
         precision: Precision,
         collective: CollectiveTime | None,
@@ -244,17 +244,17 @@ class Roofline:
         sizes = None if collective is None else place._replace(past=0, earlier=None, later=0)  # these tell shares apart
         key = (id(graph), kind.name, precision, collective_key, sizes)
         if key not in self._times:
-            self._times[key] = [KeptByReads() for _ in graph.operators]
-        symbols = _symbols(place)
+            self._times[key] = [SymbolMemo() for _ in graph.operators]
+        symbols = _shape_symbols(place)
         found = []
         for operator, kept_times in zip(graph.operators, self._times[key], strict=True):
             work_out = partial(operator_times, graph, operator, kind, precision, collective)
-            times = kept_times.answer(symbols, work_out)
-            found.append(with_merging(times, place.chunks, kind) if operator.kind == "attention" else times)
+            times = kept_times.get_or_compute(symbols, work_out)
+            found.append(with_merging(times, place.earlier_chunks, kind) if operator.kind == "attention" else times)
         return found
 
 
-def _symbols(place: Place) -> dict[str, int]:
+def _shape_symbols(place: MicrobatchShape) -> dict[str, int]:
     own = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
     parts = {
         str(LOCAL[symbol]): -(-count * place.own_tokens // max(1, place.tokens))
@@ -264,20 +264,24 @@ def _symbols(place: Place) -> dict[str, int]:
     return {**own, **parts, **dict(place.symbols)}
 
 
-def _layer_memory(graph: Graph, place: Place, precision: Precision, recompute: Recompute, widens: bool) -> LayerCost:
+def _layer_memory(
+    graph: Graph, place: MicrobatchShape, precision: Precision, recompute: Recompute, widens: bool
+) -> LayerCost:
     """A layer's cost without its times."""
-    symbols = _symbols(place)
+    symbols = _shape_symbols(place)
     width = COMPUTE_BYTES[precision]
     if place.rows == 0:
         return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
-    saved = saved_bytes(graph, symbols, width, recompute, place.sliced)
+    saved = saved_bytes(graph, symbols, width, recompute, place.is_sliced)
     return LayerCost(
         forward_s=0.0,
         input_s=0.0,
         weight_s=0.0,
         saved_bytes=saved.after_forward,
         pending_bytes=saved.after_input_gradient,
-        passing=passing_bytes(graph, symbols, width, recompute, widens, place.sliced),
-        owed_before=owed_bytes(graph, {**symbols, "T": place.past + place.tokens}, width) if place.later else 0.0,
-        owed_behind=owed_bytes(graph, {**symbols, "T": place.past}, width) if place.past else 0.0,
+        passing=transient_bytes(graph, symbols, width, recompute, widens, place.is_sliced),
+        owed_before=kv_gradient_bytes(graph, {**symbols, "T": place.past + place.tokens}, width)
+        if place.later
+        else 0.0,
+        owed_behind=kv_gradient_bytes(graph, {**symbols, "T": place.past}, width) if place.past else 0.0,
     )

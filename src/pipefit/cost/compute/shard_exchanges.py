@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
-from pipefit.model.analysis.saved import call_of
+from pipefit.model.analysis.saved import operator_call
 from pipefit.model.graph import Graph, Operator, element_count, size_value
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.exchange import lowering_of
 from pipefit.model.ops.kind import Said
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.reshare import shares_of
-from pipefit.model.ops.unshard import gathers_of, weights
+from pipefit.model.ops.unshard import gathers_of, stored_weights
 
 BACKWARD = {
     "all_gather": "reduce_scatter",
@@ -29,7 +29,7 @@ BACKWARD = {
 """What a collective of the forward pass does in the backward pass; `shard_slice` moves nothing between devices."""
 
 
-class Exchanges(NamedTuple):
+class OperatorExchanges(NamedTuple):
     """The collectives of one operator by pass, each (kind, bytes of the whole tensor, lowering, units)."""
 
     forward: tuple[Said, ...] = ()
@@ -37,49 +37,55 @@ class Exchanges(NamedTuple):
     weight_gradient: tuple[Said, ...] = ()
 
 
-NOTHING = Exchanges()
+NOTHING = OperatorExchanges()
 
 
-def exchanges_of(graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision) -> Exchanges:
+def operator_exchanges(
+    graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
+) -> OperatorExchanges:
     """The collectives of an operator, for these sizes."""
     if operator.kind == "unshard":
-        return _unshard(graph, operator, precision)
+        return _unshard_exchanges(graph, operator, precision)
     if operator.kind == RESHARE:
-        return _reshare(graph, operator, symbols, precision)
+        return _reshare_exchange(graph, operator, symbols, precision)
     if operator.kind in BACKWARD:
-        return _between(graph, operator, symbols, precision)
+        return _between_operators(graph, operator, symbols, precision)
     talks = KINDS[operator.kind].talks
     if talks is None:
         return NOTHING
-    talk = talks(call_of(graph, operator, symbols, COMPUTE_BYTES[precision]))
-    return Exchanges(talk.forward, talk.input_gradient, talk.weight_gradient)
+    talk = talks(operator_call(graph, operator, symbols, COMPUTE_BYTES[precision]))
+    return OperatorExchanges(talk.forward, talk.input_gradient, talk.weight_gradient)
 
 
-def _between(graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision) -> Exchanges:
+def _between_operators(
+    graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
+) -> OperatorExchanges:
     """A collective between operators, and the one of its backward."""
-    elements, units = _moved(graph, operator, symbols)
+    elements, units = _moved_elements(graph, operator, symbols)
     whole = float(elements * COMPUTE_BYTES[precision])
     ahead, back = lowering_of(operator)
-    return Exchanges(
+    return OperatorExchanges(
         forward=((operator.kind, whole, ahead, units),),
         input_gradient=((BACKWARD[operator.kind], whole, back, units[::-1]),),
     )
 
 
-def _reshare(graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision) -> Exchanges:
+def _reshare_exchange(
+    graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
+) -> OperatorExchanges:
     """What is cut by some shares is cut by others; the units of a `Said` are the shares here, before and after."""
     (old, new), at = shares_of(operator), operator.attributes
-    shape = graph.tensor(operator.outputs[0]).shape
+    shape = graph.find_tensor(operator.outputs[0]).shape
     whole = (*shape[: at["dim"]], at["whole"], *shape[at["dim"] + 1 :])
     size = float(element_count(whole, symbols) * COMPUTE_BYTES[precision])
     there, back = ((RESHARE, size, "alltoallv", each) for each in ((*old, *new), (*new, *old)))
-    return Exchanges(forward=(there,), input_gradient=(back,))
+    return OperatorExchanges(forward=(there,), input_gradient=(back,))
 
 
-def _moved(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
+def _moved_elements(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
     """The elements of the whole tensor, and the units in which it is cut (of an all_to_all, before and afterwards; of
     an all_reduce, none)."""
-    shapes = [graph.tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
+    shapes = [graph.find_tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
     units: tuple[int, ...] = ()
     if operator.kind == "all_to_all":
         old, new = operator.attributes["from"], operator.attributes["dim"]
@@ -94,12 +100,12 @@ def _moved(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> tupl
     return max(element_count(shape, symbols) for shape in shapes), units
 
 
-def _unshard(graph: Graph, operator: Operator, precision: Precision) -> Exchanges:
+def _unshard_exchanges(graph: Graph, operator: Operator, precision: Precision) -> OperatorExchanges:
     """A parameter that is stored split: gathered in the forward and, where the input gradient needs it, again; its
     gradient reduced in every microbatch, with the weight's. Where autograd keeps it, it is gathered once, and its
     gradient reduced as it comes."""
     name = operator.outputs[0]
-    weight = weights(graph)[name]
+    weight = stored_weights(graph)[name]
     elements, times = float(element_count(weight.shape, {})), gathers_of(graph, name)
     ahead, back = lowering_of(operator)
     units = (operator.attributes.get("units") or weight.shape[operator.attributes["dim"]],)
@@ -107,5 +113,5 @@ def _unshard(graph: Graph, operator: Operator, precision: Precision) -> Exchange
     width = (GRADIENT_BYTES if times else COMPUTE_BYTES)[precision]
     reduce = (("reduce_scatter", elements * width, back, units),) if weight.trainable else ()
     if not times:
-        return Exchanges((gather,), reduce)
-    return Exchanges((gather,), (gather,) * (times - 1), reduce)
+        return OperatorExchanges((gather,), reduce)
+    return OperatorExchanges((gather,), (gather,) * (times - 1), reduce)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 Answer = TypeVar("Answer")
 
 
-class Reading(Mapping[str, int]):
+class TrackedSymbols(Mapping[str, int]):
     """Sizes by symbol, and which of them were asked for."""
 
     __slots__ = ("read", "symbols")
@@ -33,7 +33,7 @@ class Reading(Mapping[str, int]):
         return len(self.symbols)
 
 
-class KeptByReads(Generic[Answer]):
+class SymbolMemo(Generic[Answer]):
     """The answers to one question. Two mappings that agree in all that was read get the same answer: whoever works it
     out reads the same again, as long as it looks at nothing else that changes."""
 
@@ -41,13 +41,13 @@ class KeptByReads(Generic[Answer]):
         self._known: dict[tuple[str, ...], dict[tuple[int | None, ...], Answer]] = {}
         "Symbols that were read -> their values -> the answer."
 
-    def answer(self, symbols: Mapping[str, int], work_out: Callable[[Mapping[str, int]], Answer]) -> Answer:
+    def get_or_compute(self, symbols: Mapping[str, int], work_out: Callable[[Mapping[str, int]], Answer]) -> Answer:
         """What `work_out` says of these symbols, or said when it read the same values."""
         for names, answers in self._known.items():
             values = tuple(map(symbols.get, names))
             if values in answers:
                 return answers[values]
-        reading = Reading(symbols)
+        reading = TrackedSymbols(symbols)
         answer = work_out(reading)
         names = tuple(reading.read)
         self._known.setdefault(names, {})[tuple(map(symbols.get, names))] = answer

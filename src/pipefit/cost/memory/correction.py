@@ -80,20 +80,20 @@ class MemoryCorrection:
     configurations: int
     most_devices: int
 
-    def estimate(self, parts: Mapping[str, float]) -> MemoryEstimate:
+    def estimate_rank(self, parts: Mapping[str, float]) -> MemoryEstimate:
         """What a rank with these parts takes."""
         expected = float(sum(self.coefficients[name] * parts[name] for name in PARTS))
-        return MemoryEstimate(self, expected, self.distance(parts, expected))
+        return MemoryEstimate(self, expected, self.band_factor(parts, expected))
 
-    def distance(self, parts: Mapping[str, float], expected_bytes: float) -> float:
+    def band_factor(self, parts: Mapping[str, float], expected_bytes: float) -> float:
         """How much wider the band is than in the middle of what was measured: 1 or more."""
-        mix = _mix(parts, expected_bytes)
+        mix = _part_shares(parts, expected_bytes)
         leverage = float(mix @ np.asarray(self.precision) @ mix)
         smallest, largest = self.range_bytes
         beyond = max(expected_bytes / largest, smallest / expected_bytes, 1.0)
         return math.sqrt(1.0 + max(0.0, leverage)) * (1.0 + math.log(beyond))
 
-    def exceeds(self, error: float) -> float:
+    def exceedance_probability(self, error: float) -> float:
         """The probability that a relative error, its distance taken out, is above `error`."""
         from scipy.special import stdtr
 
@@ -101,7 +101,7 @@ class MemoryCorrection:
         tail = float(stdtr(max(1, self.configurations - 1), -error / self.spread))
         return min(1.0, max(worse, tail))
 
-    def quantile(self, probability: float) -> float:
+    def error_quantile(self, probability: float) -> float:
         """The least relative error that is exceeded with at most this probability."""
         from scipy.special import stdtrit
 
@@ -122,15 +122,15 @@ class MemoryEstimate:
     @property
     def margin_bytes(self) -> float:
         """What may come on top: more only with the probability STATED, by the spread of the errors and their worst."""
-        worst = max(self.correction.errors[-1], self.correction.spread * _student(self.correction))
+        worst = max(self.correction.errors[-1], self.correction.spread * _student_quantile(self.correction))
         return self.expected_bytes * worst * self.distance
 
-    def risk(self, limit_bytes: float) -> float:
+    def oom_probability(self, limit_bytes: float) -> float:
         """The probability that it takes more than the limit."""
-        return self.correction.exceeds((limit_bytes / self.expected_bytes - 1.0) / self.distance)
+        return self.correction.exceedance_probability((limit_bytes / self.expected_bytes - 1.0) / self.distance)
 
 
-def learn(runs: Sequence[MemoryRun], kind: str) -> MemoryCorrection:
+def learn_correction(runs: Sequence[MemoryRun], kind: str) -> MemoryCorrection:
     """The correction that these runs teach for a kind of device. ClusterError where they are too few to have a band."""
     own = [run for run in runs if run.kind == kind]
     names = sorted({run.configuration for run in own})
@@ -145,21 +145,21 @@ def learn(runs: Sequence[MemoryRun], kind: str) -> MemoryCorrection:
     errors: list[float] = []
     for name in names:
         rest = [run for run in own if run.configuration != name]
-        without = _fitted(rest, kind, (0.0,), LEAST_SPREAD, len(names) - 1)
+        without = _fit_coefficients(rest, kind, (0.0,), LEAST_SPREAD, len(names) - 1)
         for run in own:
             if run.configuration == name:
-                estimate = without.estimate(run.parts)
+                estimate = without.estimate_rank(run.parts)
                 errors.append((run.measured_bytes / estimate.expected_bytes - 1.0) / estimate.distance)
     spread = max(LEAST_SPREAD, math.sqrt(sum(error**2 for error in errors) / len(errors)))
-    return _fitted(own, kind, tuple(sorted(errors)), spread, len(names))
+    return _fit_coefficients(own, kind, tuple(sorted(errors)), spread, len(names))
 
 
-def _fitted(
+def _fit_coefficients(
     runs: Sequence[MemoryRun], kind: str, errors: tuple[float, ...], spread: float, configurations: int
 ) -> MemoryCorrection:
     from scipy.optimize import nnls
 
-    mixes = np.array([_mix(run.parts, run.measured_bytes) for run in runs])
+    mixes = np.array([_part_shares(run.parts, run.measured_bytes) for run in runs])
     ridge = np.diag([math.sqrt(RIDGE[name]) for name in PARTS])
     coefficients, _ = nnls(np.vstack((mixes, ridge)), np.concatenate((np.ones(len(runs)), ridge.sum(axis=1))))
     precision = np.linalg.inv(mixes.T @ mixes + ridge.T @ ridge)
@@ -176,11 +176,11 @@ def _fitted(
     )
 
 
-def _mix(parts: Mapping[str, float], whole_bytes: float) -> Floats:
+def _part_shares(parts: Mapping[str, float], whole_bytes: float) -> Floats:
     return np.array([parts[name] for name in PARTS]) / whole_bytes
 
 
-def _student(correction: MemoryCorrection) -> float:
+def _student_quantile(correction: MemoryCorrection) -> float:
     from scipy.special import stdtrit
 
     return -float(stdtrit(max(1, correction.configurations - 1), STATED))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipefit.codec import dump_text, load_file, write_file
-from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PARTS, MemoryCorrection, MemoryRun, learn
+from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PARTS, MemoryCorrection, MemoryRun, learn_correction
 from pipefit.errors import ClusterError, FormatError
 
 
@@ -29,7 +29,7 @@ def load_memory(path: Path) -> MemoryFacts:
     """The facts in a file. FormatError where it is none, or where a number in it cannot be."""
     facts = load_file(MemoryFacts, path)
     for kind, correction in facts.corrections.items():
-        if not _possible(correction):
+        if not _is_usable(correction):
             raise FormatError(
                 "A correction is not one that runs can teach.",
                 where=f"{path}: corrections.{kind}",
@@ -54,7 +54,7 @@ def load_memory(path: Path) -> MemoryFacts:
     return facts
 
 
-def _possible(correction: MemoryCorrection) -> bool:
+def _is_usable(correction: MemoryCorrection) -> bool:
     """Whether estimates can be made with these numbers."""
     coefficients, matrix = correction.coefficients, correction.precision
     smallest, largest = correction.range_bytes
@@ -70,20 +70,20 @@ def _possible(correction: MemoryCorrection) -> bool:
     )
 
 
-def record(path: Path, runs: Sequence[MemoryRun]) -> MemoryFacts:
+def record_runs(path: Path, runs: Sequence[MemoryRun]) -> MemoryFacts:
     """Add runs to a file (made where it is not there), in place of earlier ones of the same ranks, and learn again."""
     before = load_memory(path).runs if path.exists() else ()
     new = {(run.configuration, run.kind, run.rank) for run in runs}
     kept = [run for run in before if (run.configuration, run.kind, run.rank) not in new]
-    facts = facts_of((*kept, *runs))
+    facts = learn_facts((*kept, *runs))
     write_file(path, dump_text(facts), "memory file", ClusterError)
     return facts
 
 
-def facts_of(runs: Sequence[MemoryRun]) -> MemoryFacts:
+def learn_facts(runs: Sequence[MemoryRun]) -> MemoryFacts:
     """Runs with what they teach. Kinds with too few of them have no correction yet."""
     configurations: dict[str, set[str]] = {}
     for run in runs:
         configurations.setdefault(run.kind, set()).add(run.configuration)
     enough = [kind for kind, names in configurations.items() if len(names) >= LEAST_CONFIGURATIONS]
-    return MemoryFacts(runs=tuple(runs), corrections={kind: learn(runs, kind) for kind in enough})
+    return MemoryFacts(runs=tuple(runs), corrections={kind: learn_correction(runs, kind) for kind in enough})

@@ -18,7 +18,7 @@ from pipefit.cost.work import PipelineWork, StageWork
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class StageHolding:
     """What the devices of one kind hold of a stage: the most of any of them."""
 
     rows: int
@@ -29,20 +29,20 @@ class Holding:
     "Of the optimizer state of the stage's parameters."
 
 
-def holdings(stage: StageWork, network: Network) -> Mapping[str, Holding]:
+def stage_holdings(stage: StageWork, network: Network) -> Mapping[str, StageHolding]:
     """By the name of every kind of device in the stage's group."""
     names = [axis.name for axis in stage.group.axes]
-    shares = stage.group.axis("replica").shares
-    even = stage.group.axis("shard").is_even
-    found: dict[str, Holding] = {}
+    shares = stage.group.find_axis("replica").shares
+    even = stage.group.find_axis("shard").is_even
+    found: dict[str, StageHolding] = {}
     places = itertools.product(*(range(axis.size) for axis in stage.group.axes))
     for device, place in zip(stage.group.devices, places, strict=True):
         replica = place[names.index("replica")] if "replica" in names else 0
         position = () if even else (place[names.index("shard")],)
         share = shares[replica] / sum(shares) if stage.split_state else 1.0
-        known = found.get(network.kinds[device].name, Holding(0, (), 0.0))
+        known = found.get(network.kinds[device].name, StageHolding(0, (), 0.0))
         positions = known.positions if {*position} <= {*known.positions} else (*known.positions, *position)
-        found[network.kinds[device].name] = Holding(
+        found[network.kinds[device].name] = StageHolding(
             max(known.rows, stage.rows[replica]), positions, max(known.share, share)
         )
     return found
@@ -52,13 +52,13 @@ def lanes_differ(work: PipelineWork, network: Network) -> bool:
     """Whether devices of some lane hold different amounts because they are of different kinds."""
     if len(network.cluster.kinds) == 1:
         return False
-    return any(len({*holdings(stage, network).values()}) > 1 for stage in work.stages)
+    return any(len({*stage_holdings(stage, network).values()}) > 1 for stage in work.stages)
 
 
 def lane_limits(work: PipelineWork, network: Network, kind: str = "") -> tuple[float, ...]:
     """Bytes that a process may use on every lane: of its smallest device, or of its devices of one kind (infinite
     where it has none)."""
-    limits = [float("inf")] * work.lanes
+    limits = [float("inf")] * work.num_lanes
     for stage in work.stages:
         own = [network.kinds[device] for device in stage.group.devices]
         sizes = (each.memory_bytes for each in own if not kind or each.name == kind)
@@ -68,14 +68,14 @@ def lane_limits(work: PipelineWork, network: Network, kind: str = "") -> tuple[f
 
 def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "") -> tuple[Mapping[str, float], ...]:
     """Static bytes of every lane by part, on its fullest device, or on the fullest one of a kind."""
-    held = [_held(stage, network, kind) for stage in work.stages]
+    held = [_kind_holding(stage, network, kind) for stage in work.stages]
     lanes = []
-    for lane in range(work.lanes):
+    for lane in range(work.num_lanes):
         stages = [pair for pair in zip(work.stages, held, strict=True) if pair[0].lane == lane]
         most = max(len(stage.parameters.trainable) for stage, _ in stages)
         own = {position for _, each in stages for position in each.positions} or range(most)
         places = [
-            [static_parts(*_stored(stage, position), each.share, work.precision) for stage, each in stages]
+            [static_parts(*_stored_elements(stage, position), each.share, work.precision) for stage, each in stages]
             for position in own
         ]
         sums = [{name: sum(parts[name] for parts in place) for name in place[0]} for place in places]
@@ -89,17 +89,17 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
 
 def state_shares(work: PipelineWork, network: Network, kind: str) -> list[float]:
     """Of every stage, the largest part of the optimizer state that a device of this kind keeps."""
-    return [_held(stage, network, kind).share for stage in work.stages]
+    return [_kind_holding(stage, network, kind).share for stage in work.stages]
 
 
-def _held(stage: StageWork, network: Network | None, kind: str) -> Holding:
-    everything = Holding(max(stage.rows), (), state_share(stage))
+def _kind_holding(stage: StageWork, network: Network | None, kind: str) -> StageHolding:
+    everything = StageHolding(max(stage.rows), (), state_share(stage))
     if network is None or not kind:
         return everything
-    return holdings(stage, network).get(kind, everything)
+    return stage_holdings(stage, network).get(kind, everything)
 
 
-def _tied_parts(work: PipelineWork, lane: int, held: Sequence[Holding]) -> Mapping[str, float]:
+def _tied_parts(work: PipelineWork, lane: int, held: Sequence[StageHolding]) -> Mapping[str, float]:
     """Static bytes of a lane that shared parameters add: a buffer for the gradient of each other lane that uses them;
     less what is stored once although several stages of the lane use it."""
     changes = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
@@ -116,7 +116,7 @@ def _tied_parts(work: PipelineWork, lane: int, held: Sequence[Holding]) -> Mappi
     return changes
 
 
-def _stored(stage: StageWork, position: int) -> tuple[int, int]:
+def _stored_elements(stage: StageWork, position: int) -> tuple[int, int]:
     counts = stage.parameters
     index = min(position, len(counts.trainable) - 1)
     return counts.trainable[index], counts.frozen[index]

@@ -26,25 +26,27 @@ def order_limits(costs: CostTable, placement: Sequence[int], least_bytes: Sequen
     limits = np.full(len(least_bytes), np.inf)
     for kind in costs.kinds:
         for lane in np.flatnonzero(np.isfinite(kind.limit_bytes)).tolist():
-            share = max(NOTHING, _share(_held(kind.table, placement, lane), _held(costs, placement, lane)))
-            passing = _passing(kind.table, placement, lane) - share * _passing(costs, placement, lane)
-            copied = _stages(costs.reduce_copy_bytes, placement, lane).sum()
+            share = max(
+                NOTHING, _largest_ratio(_held_row(kind.table, placement, lane), _held_row(costs, placement, lane))
+            )
+            passing = _passing_bytes(kind.table, placement, lane) - share * _passing_bytes(costs, placement, lane)
+            copied = _lane_stages(costs.reduce_copy_bytes, placement, lane).sum()
             excess = max(0.0, float(passing.max())) + (1.0 - share) * float(copied)
             left = float(kind.limit_bytes[lane] - kind.table.static_bytes[lane]) - excess
             limits[lane] = min(limits[lane], float(costs.static_bytes[lane]) + left / share)
     return tuple(limits.tolist())
 
 
-def _share(own: Array, most: Array) -> float:
+def _largest_ratio(own: Array, most: Array) -> float:
     """The largest part that one has of the other, entry by entry."""
     some = most > 0
     return float((own[some] / most[some]).max(initial=0.0))
 
 
-def _held(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
+def _held_row(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
     """Everything that a lane holds between actions or has on its way, in one row."""
     saved, pending = costs.actions["F"].held_bytes, -costs.actions["W"].held_bytes
-    parts = [_stages(saved, placement, lane), _stages(pending, placement, lane)]
+    parts = [_lane_stages(saved, placement, lane), _lane_stages(pending, placement, lane)]
     for edge in costs.edges:
         if placement[edge.target] == lane:
             parts += [edge.forward_bytes, edge.backward_sent_bytes]
@@ -53,12 +55,12 @@ def _held(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
     return np.concatenate([part.ravel() for part in parts])
 
 
-def _passing(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
-    each = [_stages(costs.actions[kind].peak_bytes, placement, lane) for kind in ("F", "I", "W", "B")]
+def _passing_bytes(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
+    each = [_lane_stages(costs.actions[kind].peak_bytes, placement, lane) for kind in ("F", "I", "W", "B")]
     return np.concatenate([part.ravel() for part in each])
 
 
-def _stages(table: Array, placement: Sequence[int], lane: int) -> Array:
+def _lane_stages(table: Array, placement: Sequence[int], lane: int) -> Array:
     """The stages of a lane from an array over stages, which may have one entry for all."""
     own: Array = np.broadcast_to(table, (len(placement), *table.shape[1:]))[np.asarray(placement) == lane]
     return own

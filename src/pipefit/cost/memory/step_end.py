@@ -23,8 +23,8 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     width = GRADIENT_BYTES[work.precision]
     found = []
     for index, stage in enumerate(work.stages):
-        copies = gloo and stage.split_state and stage.group.axis("replica").size > 1 and stage.turns == 1
-        own = [tied for tied in work.tied if index in tied.stages and stage.group.axis("shard").size == 1]
+        copies = gloo and stage.split_state and stage.group.find_axis("replica").size > 1 and stage.turns == 1
+        own = [tied for tied in work.tied if index in tied.stages and stage.group.find_axis("shard").size == 1]
         shared = sum(tied.elements for tied in own if len({work.stages[other].lane for other in tied.stages}) > 1)
         found.append(float((max(stage.parameters.trainable) - shared) * width) if copies else 0.0)
     return tuple(found)
@@ -32,7 +32,7 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
 
 def state_share(stage: StageWork) -> float:
     """The largest part of the optimizer state that a replica keeps."""
-    shares = stage.group.axis("replica").shares
+    shares = stage.group.find_axis("replica").shares
     return max(shares) / sum(shares) if stage.split_state else 1.0
 
 
@@ -40,7 +40,7 @@ def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = N
     """Of every lane, on its fullest device, or on one that keeps these `shares` of the stages' optimizer state.
     Devices that talk over `gloo` are processors."""
     width = GRADIENT_BYTES[work.precision]
-    run, exchanged = ([0.0] * work.lanes for _ in range(2))
+    run, exchanged = ([0.0] * work.num_lanes for _ in range(2))
     for index, stage in enumerate(work.stages):
         shared = [tied.elements for tied in work.tied if index in tied.stages]
         largest = _largest_bucket(stage, shared) * (state_share(stage) if shares is None else shares[index])
@@ -56,7 +56,7 @@ def _largest_bucket(stage: StageWork, shared: Sequence[int]) -> int:
     """At most so many elements are reduced and updated together: shared parameters have buckets of their own, and what
     is split over the shard axis has others than what is whole there (`run/update/buckets.py`)."""
     elements = max(stage.parameters.trainable)
-    if stage.group.axis("shard").size == 1:
+    if stage.group.find_axis("shard").size == 1:
         return max(elements - sum(shared), *shared, 0)
     whole = max(stage.parameters.whole)
     return max(elements - whole, whole - sum(shared) if whole >= sum(shared) else whole, *shared)

@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pipefit.cost.comm.collectives import levels, passes_backwards
+from pipefit.cost.comm.collectives import pass_levels, runs_backwards
 from pipefit.cost.comm.network import Network, Port
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.edges import edge_times
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables
-from pipefit.cost.pipeline.table import alike, collective_shares, replica_rings, shard_rings, stage_costs
+from pipefit.cost.pipeline.table import collective_shares, replica_rings, shard_rings, stage_cost_key, stage_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
-from pipefit.cost.types import ActionTable, Contention, CostTable, Flow, FlowKey
+from pipefit.cost.types import ActionTable, CostTable, FlowKey, PortContention, PortFlow
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
-from pipefit.layout import Axis, Group
+from pipefit.layout import Mesh, MeshAxis
 
 MOST_PIPELINES = 16
 """Replicas that are followed one by one; more of them go in step, each stage as slow as its slowest replica."""
@@ -36,7 +36,7 @@ Rings = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _UnnumberedFlow:
     """A flow before its ports have numbers."""
 
     seconds: dict[Port, float]
@@ -45,7 +45,7 @@ class _Load:
     queue: Port | None
 
 
-class Pipelines(NamedTuple):
+class PipelineCosts(NamedTuple):
     """Replicas that go at their own pace, one after the other; or all of them as one."""
 
     works: Sequence[PipelineWork]
@@ -58,12 +58,12 @@ def with_contention(
     work: PipelineWork,
     network: Network,
     layers: LayerCosts,
-    alone: Pipelines | None = None,
+    alone: PipelineCosts | None = None,
 ) -> CostTable:
     """These costs with what transfers do to each other. `costs` is `cost_table(work, network, layers)`, `alone` what
-    `pipelines` says, where that is known."""
-    works, tables = alone or pipelines(costs, work, network, layers)
-    loads: dict[FlowKey, _Load] = {}
+    `split_pipelines` says, where that is known."""
+    works, tables = alone or split_pipelines(costs, work, network, layers)
+    loads: dict[FlowKey, _UnnumberedFlow] = {}
     for pipeline, (one, table) in enumerate(zip(works, tables, strict=True)):
         for index, edge in enumerate(one.edges):
             cost = table.edges[index]
@@ -72,39 +72,39 @@ def with_contention(
                 ("B", edge.backward, cost.backward_port_s),
             ):
                 for slice_, messages in enumerate(slices):
-                    found = _transfer(messages, float(port_s[:, slice_].max()), network)
+                    found = _transfer_flow(messages, float(port_s[:, slice_].max()), network)
                     if found is not None:
                         loads[f"SEND_{way}", index, slice_, pipeline] = found
     alone_on = Counter(stage.lane for stage in work.stages)
     lanes: dict[FlowKey, int] = {}
     for index, stage in enumerate(work.stages):
-        own = _collectives(index, stage, work, network, costs)
+        own = _reduction_flows(index, stage, work, network, costs)
         if alone_on[stage.lane] == 1:
             lanes |= dict.fromkeys(own, stage.lane)
-        beside = _beside(stage, network) if len(works) > 1 else [shard_rings(stage)]
+        beside = _competing_groups(stage, network) if len(works) > 1 else [shard_rings(stage)]
         actions = {
             key: load
             for pipeline, one in enumerate(works)
-            for key, load in _actions(index, pipeline, one, beside[pipeline], network, layers).items()
+            for key, load in _action_flows(index, pipeline, one, beside[pipeline], network, layers).items()
         }
         lanes |= dict.fromkeys(actions, stage.lane)
         loads |= own | actions
-    return replace(costs, contention=_numbered(tables, loads, lanes))
+    return replace(costs, contention=_number_ports(tables, loads, lanes))
 
 
-def pipelines(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> Pipelines:
+def split_pipelines(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> PipelineCosts:
     """Every pipeline by itself; `costs` is that of all of them."""
-    works = _pipelines(work)
-    return Pipelines(works, _each_alone(works, work, costs, network, layers) if len(works) > 1 else (costs,))
+    works = _replica_works(work)
+    return PipelineCosts(works, _times_alone(works, work, costs, network, layers) if len(works) > 1 else (costs,))
 
 
-def _pipelines(work: PipelineWork) -> list[PipelineWork]:
+def _replica_works(work: PipelineWork) -> list[PipelineWork]:
     """The work of every replica by itself; of all together where there are too many, or where they exchange rows."""
-    counts = {stage.group.axis("replica").size for stage in work.stages}
+    counts = {stage.group.find_axis("replica").size for stage in work.stages}
     if len(counts) > 1 or not 1 < max(counts) <= MOST_PIPELINES:
         return [work]
     count = max(counts)
-    place = [stage.group.positions("replica") for stage in work.stages]
+    place = [stage.group.axis_positions("replica") for stage in work.stages]
     for edge in work.edges:
         source, target = place[edge.source], place[edge.target]
         ahead, back = zip(*edge.ragged, strict=True) if edge.ragged else (edge.forward, edge.backward)
@@ -125,10 +125,10 @@ def _pipelines(work: PipelineWork) -> list[PipelineWork]:
 
 
 def _of_replica(stage: StageWork, place: Mapping[int, int], k: int) -> StageWork:
-    axes = tuple(Axis(name=axis.name, shares=(1,)) if axis.name == "replica" else axis for axis in stage.group.axes)
+    axes = tuple(MeshAxis(name=axis.name, shares=(1,)) if axis.name == "replica" else axis for axis in stage.group.axes)
     devices = tuple(device for device in stage.group.devices if place[device] == k)
     packed = tuple((row[k],) for row in stage.packed)
-    return replace(stage, group=Group(axes=axes, devices=devices), rows=(stage.rows[k],), packed=packed)
+    return replace(stage, group=Mesh(axes=axes, devices=devices), rows=(stage.rows[k],), packed=packed)
 
 
 def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[EdgeWork]:
@@ -156,12 +156,15 @@ def _by_replica(messages: Messages, place: Mapping[int, int], sent: bool, count:
     return [tuple(each) for each in found]
 
 
-def _each_alone(
+def _times_alone(
     works: Sequence[PipelineWork], work: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts
 ) -> tuple[CostTable, ...]:
     """The times of every pipeline of `work`. Those of stages on devices of the same kinds, with as many rows and the
     same rings beside them, are worked out once."""
-    beside, keys = [_beside(stage, network) for stage in work.stages], [alike(stage, network) for stage in work.stages]
+    beside, keys = (
+        [_competing_groups(stage, network) for stage in work.stages],
+        [stage_cost_key(stage, network) for stage in work.stages],
+    )
     known: dict[object, list[StageCost]] = {}
     actions: dict[tuple[int, ...], Mapping[str, ActionTable]] = {}
     tables = []
@@ -175,21 +178,21 @@ def _each_alone(
             found.append(known[key])
         same = tuple(map(id, found))
         if same not in actions:
-            actions[same] = action_tables(found, work.ragged)
+            actions[same] = action_tables(found, work.distinct_microbatches)
         edges = tuple(edge_times(edge, network) for edge in one.edges)
         tables.append(replace(costs, actions=actions[same], edges=edges))
     return tuple(tables)
 
 
-def _beside(stage: StageWork, network: Network) -> list[Rings]:
+def _competing_groups(stage: StageWork, network: Network) -> list[Rings]:
     """By replica, the shard groups whose collectives slow down its own: its own ones, and those of other replicas that
     use one of their ports, which do the same at about the same time."""
-    if stage.group.axis("shard").size == 1:
-        return [()] * stage.group.axis("replica").size
+    if stage.group.find_axis("shard").size == 1:
+        return [()] * stage.group.find_axis("replica").size
     rings = shard_rings(stage)
     ports = [_ring_ports(ring, network) for ring in rings]
-    replica = [stage.group.position(ring[0], "replica") for ring in rings]
-    own: list[set[Port]] = [set() for _ in range(stage.group.axis("replica").size)]
+    replica = [stage.group.axis_position(ring[0], "replica") for ring in rings]
+    own: list[set[Port]] = [set() for _ in range(stage.group.find_axis("replica").size)]
     for k, used in zip(replica, ports, strict=True):
         own[k] |= used
     return [tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used)) for mine in own]
@@ -199,32 +202,32 @@ def _ring_ports(ring: tuple[int, ...], network: Network) -> set[Port]:
     """What a ring loads, whichever way it goes round."""
     order = sorted(ring)
     hops = [*zip(order, (*order[1:], order[0]), strict=True)]
-    return {port for a, b in (*hops, *((b, a) for a, b in hops)) for port, _ in network.loads(a, b, 1.0, 1.0)}
+    return {port for a, b in (*hops, *((b, a) for a, b in hops)) for port, _ in network.port_loads(a, b, 1.0, 1.0)}
 
 
-def _transfer(messages: Messages, port_s: float, network: Network) -> _Load | None:
+def _transfer_flow(messages: Messages, port_s: float, network: Network) -> _UnnumberedFlow | None:
     """Messages that start together; None where nothing moves."""
     if port_s <= 0.0:
         return None
     if len(messages) == 1:
         source, target, size = messages[0]
-        links = network.loads(source, target, size, network.busy_s(source, target, size))
-        return _Load(dict(links), port_s, size / port_s, network.way(source, target))
+        links = network.port_loads(source, target, size, network.busy_s(source, target, size))
+        return _UnnumberedFlow(dict(links), port_s, size / port_s, network.port_between(source, target))
     seconds: dict[Port, float] = defaultdict(float)
     queues = set()
     for source, target, size in messages:
         if source != target and size:
-            links = network.loads(source, target, size, network.busy_s(source, target, size))
+            links = network.port_loads(source, target, size, network.busy_s(source, target, size))
             for port, load_s in links:
                 seconds[port] += load_s
-            queues.add(network.way(source, target))
+            queues.add(network.port_between(source, target))
     largest = max(size for _, _, size in messages)
-    return _Load(dict(seconds), port_s, largest / port_s, queues.pop() if len(queues) == 1 else None)
+    return _UnnumberedFlow(dict(seconds), port_s, largest / port_s, queues.pop() if len(queues) == 1 else None)
 
 
-def _collectives(
+def _reduction_flows(
     index: int, stage: StageWork, work: PipelineWork, network: Network, costs: CostTable
-) -> dict[FlowKey, _Load]:
+) -> dict[FlowKey, _UnnumberedFlow]:
     """The reduction of a stage, and its gather, as flows."""
     rings = [ring for ring in replica_rings(stage) if len(ring) > 1]
     if not rings:
@@ -235,21 +238,21 @@ def _collectives(
     once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}
     if stage.split_state:
         jobs.append(("GATHER", "all_gather", 1, count * COMPUTE_BYTES[work.precision]))
-    found: dict[FlowKey, _Load] = {}
+    found: dict[FlowKey, _UnnumberedFlow] = {}
     for kind, operation, passes, total in jobs:
-        seconds, hop_bytes = _hops(network, operation, rings, total, passes)
+        seconds, hop_bytes = _hop_loads(network, operation, rings, total, passes)
         if once_s[kind] > 0.0 and hop_bytes > 0.0:
-            found[kind, index, 0, 0] = _Load(seconds, once_s[kind], hop_bytes / once_s[kind], None)
+            found[kind, index, 0, 0] = _UnnumberedFlow(seconds, once_s[kind], hop_bytes / once_s[kind], None)
     return found
 
 
-def _actions(
+def _action_flows(
     index: int, pipeline: int, work: PipelineWork, beside: Rings, network: Network, layers: LayerCosts
-) -> dict[FlowKey, _Load]:
+) -> dict[FlowKey, _UnnumberedFlow]:
     """The actions of a stage whose shards speak to each other, as one ring at a time through each shard group; `beside`
     are those whose collectives run at the same time, which the times of the actions allow for."""
     stage = work.stages[index]
-    if stage.group.axis("shard").size == 1:
+    if stage.group.find_axis("shard").size == 1:
         return {}
     rings = shard_rings(stage)
     _, loads = _loads_of(network, "all_gather", rings)
@@ -258,7 +261,7 @@ def _actions(
         return {}
     bytes_per_s = (1.0 - 1.0 / max(map(len, rings))) / slowest
     return {
-        (kind, index, slice_, pipeline): _Load(
+        (kind, index, slice_, pipeline): _UnnumberedFlow(
             {port: part * load_s / slowest for port, load_s in loads}, 1.0, bytes_per_s, None
         )
         for slice_, parts in enumerate(collective_shares(stage, work, network, layers, beside))
@@ -267,7 +270,7 @@ def _actions(
     }
 
 
-def _hops(
+def _hop_loads(
     network: Network, operation: str, rings: Sequence[Sequence[int]], total_bytes: float, passes: int
 ) -> tuple[dict[Port, float], float]:
     """(for how many seconds every port is loaded, bytes of one hop) by so many passes over `total_bytes`: in each a hop
@@ -275,7 +278,7 @@ def _hops(
     exchange, one between hosts a device's part; the hop that is told is one between hosts."""
     seconds: dict[Port, float] = defaultdict(float)
     told = 0.0
-    for each, level_bytes in levels(network, operation, rings, total_bytes):
+    for each, level_bytes in pass_levels(network, operation, rings, total_bytes):
         factor, loads = _loads_of(network, operation, each)
         moved = passes * level_bytes * factor
         told = told or next((len(ring) - 1) / len(ring) * moved for ring in each)
@@ -293,19 +296,21 @@ def _loads_of(
     if key not in network.hops:
         seconds: dict[Port, float] = defaultdict(float)
         for ring in rings:
-            members = sorted(ring, reverse=passes_backwards(network, operation))
+            members = sorted(ring, reverse=runs_backwards(network, operation))
             part = (len(ring) - 1) / len(ring)
             for source, target in zip(members, (*members[1:], members[0]), strict=True):
-                link_s = part / network.link(source, target).bandwidth_bytes_per_s
-                for port, load_s in network.loads(source, target, part, link_s):
+                link_s = part / network.find_link(source, target).bandwidth_bytes_per_s
+                for port, load_s in network.port_loads(source, target, part, link_s):
                     seconds[port] += load_s
         longest = max(map(len, rings), default=1)
-        _, factor = network.collective_factors(operation, longest, network.inside(rings))
+        _, factor = network.collective_factors(operation, longest, network.stays_in_hosts(rings))
         network.hops[key] = factor, list(seconds.items())
     return network.hops[key]
 
 
-def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load], lanes: Mapping[FlowKey, int]) -> Contention:
+def _number_ports(
+    tables: tuple[CostTable, ...], loads: dict[FlowKey, _UnnumberedFlow], lanes: Mapping[FlowKey, int]
+) -> PortContention:
     """Ports that several flows use, by number; who is alone on a port has nobody to share it with. Flows of the same
     one of `lanes` are never there at the same time, or allow for each other. Those that neither share nor take turns
     are left out."""
@@ -320,10 +325,10 @@ def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load], lanes:
         shared = [(port, s) for port, s in load.seconds.items() if s > 0.0 and port in numbers]
         if not shared and load.queue is None:
             continue
-        flows[key] = Flow(
+        flows[key] = PortFlow(
             ports=tuple([numbers[port] for port, _ in shared]),
             use=tuple([min(1.0, s / load.duration_s) for _, s in shared]),
             bytes_per_s=load.bytes_per_s,
             queue=-1 if load.queue is None else queues.setdefault(load.queue, len(queues)),
         )
-    return Contention(tables, flows, len(numbers), len(queues))
+    return PortContention(tables, flows, len(numbers), len(queues))

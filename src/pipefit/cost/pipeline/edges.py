@@ -22,7 +22,7 @@ def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
 
 def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
     """The times of `edge_cost`, without its bytes."""
-    ahead, back = [[[network.transfer(each) for each in row] for row in way] for way in _by_microbatch(edge)]
+    ahead, back = [[[network.transfer_time(each) for each in row] for row in way] for way in _by_microbatch(edge)]
     return EdgeCost(
         source=edge.source,
         target=edge.target,
@@ -49,16 +49,16 @@ def _by_microbatch(edge: EdgeWork) -> tuple[Sequence[Sequence[Messages]], Sequen
 def with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None = None) -> EdgeCost:
     """With the bytes of the devices that receive and send most: of all of them, or of `members` alone."""
 
-    def most(each: Sequence[Sequence[Messages]], sending: bool) -> Array:
+    def largest_buffer(each: Sequence[Sequence[Messages]], sending: bool) -> Array:
         return np.array([[_most_bytes(messages, sending, members) for messages in row] for row in each])
 
     ahead, back = _by_microbatch(edge)
     return replace(
         cost,
-        forward_bytes=most(ahead, False),
-        backward_bytes=most(back, False),
-        forward_sent_bytes=most(ahead, True),
-        backward_sent_bytes=most(back, True),
+        forward_bytes=largest_buffer(ahead, False),
+        backward_bytes=largest_buffer(back, False),
+        forward_sent_bytes=largest_buffer(ahead, True),
+        backward_sent_bytes=largest_buffer(back, True),
     )
 
 

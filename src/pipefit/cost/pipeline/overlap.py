@@ -20,16 +20,16 @@ def hidden_s(reduce_s: float, layers: Sequence[Piece], bucket_bytes: float = BUC
 
     Seconds are shared out over the buckets by their bytes. 0 where nothing is reduced or all is one bucket.
     """
-    left = left_lines(layers, bucket_bytes)
+    left = remaining_lines(layers, bucket_bytes)
     if not left:
         return 0.0
     return reduce_s - max(0.0, *(share * reduce_s - beside_s for share, beside_s in left))
 
 
-def left_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[tuple[float, float]]:
+def remaining_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[tuple[float, float]]:
     """(share, seconds) of every bucket: at least share x the whole reduction - seconds of it are left after the
     backward, because the bucket and those behind it cannot start sooner. Empty where nothing is reduced."""
-    pieces = buckets(layers, bucket_bytes)
+    pieces = bucket_finish_times(layers, bucket_bytes)
     whole = sum(size for size, _ in pieces)
     if not whole:
         return []
@@ -42,7 +42,7 @@ def left_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> l
     return found
 
 
-def buckets(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[Piece]:
+def bucket_finish_times(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[Piece]:
     """(bytes, when in the backward it is complete) of every bucket, in the order in which they start."""
     found: list[Piece] = []
     size, complete_s, elapsed_s = 0.0, 0.0, 0.0

@@ -37,39 +37,39 @@ def action_tables(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -
     """Tables of stages with an entry for each slice; or, for several `microbatches` that differ, for each of these, or
     one that holds for all."""
 
-    def array(value: Callable[[StageCost], float]) -> Array:
-        return _array(costs, value, microbatches)
+    def field_array(value: Callable[[StageCost], float]) -> Array:
+        return _cost_array(costs, value, microbatches)
 
     return {
         "F": ActionTable(
-            time_s=array(lambda c: c.forward_s),
-            held_bytes=array(lambda c: c.saved_bytes),
-            peak_bytes=array(lambda c: c.forward_passing_bytes),
+            time_s=field_array(lambda c: c.forward_s),
+            held_bytes=field_array(lambda c: c.saved_bytes),
+            peak_bytes=field_array(lambda c: c.forward_passing_bytes),
         ),
         "I": ActionTable(
-            time_s=array(lambda c: c.input_s),
-            held_bytes=array(lambda c: c.pending_bytes - c.saved_bytes),
-            peak_bytes=array(lambda c: c.input_passing_bytes),
+            time_s=field_array(lambda c: c.input_s),
+            held_bytes=field_array(lambda c: c.pending_bytes - c.saved_bytes),
+            peak_bytes=field_array(lambda c: c.input_passing_bytes),
         ),
         "W": ActionTable(
-            time_s=array(lambda c: c.weight_s),
-            held_bytes=array(lambda c: -c.pending_bytes),
-            peak_bytes=array(lambda c: c.weight_passing_bytes),
+            time_s=field_array(lambda c: c.weight_s),
+            held_bytes=field_array(lambda c: -c.pending_bytes),
+            peak_bytes=field_array(lambda c: c.weight_passing_bytes),
         ),
         "B": ActionTable(
-            time_s=array(lambda c: c.backward_s),
-            held_bytes=array(lambda c: -c.saved_bytes),
-            peak_bytes=array(lambda c: c.fused_passing_bytes),
+            time_s=field_array(lambda c: c.backward_s),
+            held_bytes=field_array(lambda c: -c.saved_bytes),
+            peak_bytes=field_array(lambda c: c.fused_passing_bytes),
         ),
     }
 
 
-def owed_table(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -> Array:
+def kv_gradient_table(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -> Array:
     """`CostTable.owed_bytes`; arguments as of `action_tables`."""
-    return _array(costs, lambda cost: cost.owed_bytes, microbatches)
+    return _cost_array(costs, lambda cost: cost.owed_bytes, microbatches)
 
 
-def _array(costs: Sequence[Sequence[StageCost]], value: Callable[[StageCost], float], microbatches: int) -> Array:
+def _cost_array(costs: Sequence[Sequence[StageCost]], value: Callable[[StageCost], float], microbatches: int) -> Array:
     if microbatches == 1:
         return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
     own = [row if len(row) == microbatches else [row[0]] * microbatches for row in costs]

@@ -19,20 +19,20 @@ from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_sca
 from pipefit.cost.comm.lowerings import shard_collective
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import stage_overhead_s
-from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free
+from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free_collective
 from pipefit.cost.compute.packed_rows import packed_costs
-from pipefit.cost.compute.roofline import LayerCost, LayerCosts, Place, forward_alone
+from pipefit.cost.compute.roofline import LayerCost, LayerCosts, MicrobatchShape, without_backward
 from pipefit.cost.memory.lanes import lane_limits, lane_parts, lanes_differ, state_shares
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, state_share
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
 from pipefit.cost.pipeline.overlap import Piece, hidden_s
-from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, owed_table, worst_stage
-from pipefit.cost.pipeline.turns import with_turns
+from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
+from pipefit.cost.pipeline.turns import add_turn_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes
 from pipefit.cost.types import Array, CostTable, KindMemory
 from pipefit.cost.work import PipelineWork, StageWork
-from pipefit.layout import AxisName, Group, split
+from pipefit.layout import AxisName, Mesh, split_by_shares
 from pipefit.model.graph import Graph
 
 ACTION_OVERHEAD_S = 20e-6
@@ -48,33 +48,33 @@ NOTES = (
 
 def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
     """All costs of one iteration. Every entry comes from `layers` (compute, activations) or `network` (the rest)."""
-    keys = [alike(stage, network) for stage in work.stages]
+    keys = [stage_cost_key(stage, network) for stage in work.stages]
     of_each: dict[object, list[Mapping[str, StageCost]]] = {}
     beside: dict[object, tuple[float, Mapping[str, Sequence[Piece]]]] = {}
     for key, stage in zip(keys, work.stages, strict=True):
         if key not in of_each:
-            of_each[key] = _columns(stage, work, network, layers)
-            beside[key] = beside_backward(stage, work, network, layers)
+            of_each[key] = _stage_columns(stage, work, network, layers)
+            beside[key] = overlap_share(stage, work, network, layers)
     by_kind = [of_each[key] for key in keys]
     statics = lane_parts(work)
     worst = [[worst_stage(each.values()) for each in row] for row in by_kind]
     summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
     hidden = [_hidden_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
     costs = CostTable(
-        actions=action_tables(worst, work.ragged),
+        actions=action_tables(worst, work.distinct_microbatches),
         edges=tuple(edge_cost(edge, network) for edge in work.edges),
         reduce_s=summed_s + _tied_s(work, network),
         reduce_hidden_s={kind: np.array([each[kind] for each in hidden]) for kind in ("B", "W")},
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
-        step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
+        step_s=np.array([_step_s(lane, work, network) for lane in range(work.num_lanes)]),
         static_bytes=np.array([sum(parts.values()) for parts in statics]),
-        owed_bytes=owed_table(worst, work.ragged),
+        owed_bytes=kv_gradient_table(worst, work.distinct_microbatches),
         reduce_copy_bytes=np.array(reduce_copy_bytes(work, network.over_gloo)),
         overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
         receives_ahead=network.over_gloo,
-        notes=(*_provenance(network), *layers.notes, *NOTES),
+        notes=(*_cost_provenance(network), *layers.notes, *NOTES),
     )
-    costs = with_turns(costs, work, network)
+    costs = add_turn_costs(costs, work, network)
     if not lanes_differ(work, network):
         return costs
     kinds = tuple(_kind_memory(name, costs, by_kind, work, network) for name in network.cluster.kinds)
@@ -108,10 +108,10 @@ def stage_costs(
     rings: tuple[tuple[int, ...], ...] | None = None,
 ) -> list[StageCost]:
     """`stage_cost` of every slice, or of every microbatch where they differ."""
-    return [worst_stage(each.values()) for each in _columns(stage, work, network, layers, rings)]
+    return [worst_stage(each.values()) for each in _stage_columns(stage, work, network, layers, rings)]
 
 
-def _columns(
+def _stage_columns(
     stage: StageWork,
     work: PipelineWork,
     network: Network,
@@ -165,12 +165,12 @@ def layer_costs(
 
 def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     """The devices of every shard group of a stage."""
-    return _rings(stage.group, "shard")
+    return _axis_rings(stage.group, "shard")
 
 
 def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     """The devices that hold the same shard, one ring per shard position."""
-    return _rings(stage.group, "replica")
+    return _axis_rings(stage.group, "replica")
 
 
 def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
@@ -180,9 +180,9 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
         return 0.0
     width = GRADIENT_BYTES[work.precision]
     total = 0.0
-    if stage.group.axis("shard").size > 1:
+    if stage.group.find_axis("shard").size > 1:
         total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * width)
-    if stage.group.axis("replica").size > 1:
+    if stage.group.find_axis("replica").size > 1:
         collective = reduce_scatter_s if stage.split_state else all_reduce_s
         total += collective(network, replica_rings(stage), max(stage.parameters.trainable) * width)
     return total
@@ -192,7 +192,7 @@ def reduce_hidden_s(
     stage: StageWork, once_s: float, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> Mapping[str, float]:
     """Seconds of the stage's reduction (`once_s`) that run beside its last backward, if that is a B or a W."""
-    return _hidden_s(once_s, work, beside_backward(stage, work, network, layers))
+    return _hidden_s(once_s, work, overlap_share(stage, work, network, layers))
 
 
 def _hidden_s(
@@ -204,7 +204,7 @@ def _hidden_s(
     return {kind: share * hidden_s(once_s, pieces[kind], work.bucket_bytes) for kind in ("B", "W")}
 
 
-def beside_backward(
+def overlap_share(
     stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> tuple[float, Mapping[str, Sequence[Piece]]]:
     """The share of the stage's reduction beside its last backward that is free; and, where it is not 0, of every layer
@@ -215,40 +215,40 @@ def beside_backward(
     by_place = [costs for _, costs in _costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers)]
     each = _worst_layers(by_place)
     width = GRADIENT_BYTES[work.precision]
-    sizes = [max(_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
+    sizes = [max(_is_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
     times = {"B": [cost.backward_s for cost in each], "W": [cost.weight_s for cost in each]}
     return share, {kind: list(zip(sizes, seconds, strict=True)) for kind, seconds in times.items()}
 
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Seconds to gather the stepped parameters under ZeRO-1."""
-    if not stage.split_state or stage.group.axis("replica").size == 1:
+    if not stage.split_state or stage.group.find_axis("replica").size == 1:
         return 0.0
     return all_gather_s(network, replica_rings(stage), max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
 
 
-def alike(stage: StageWork, network: Network) -> object:
+def stage_cost_key(stage: StageWork, network: Network) -> object:
     """Equal for stages whose layers cost the same: equal graphs on devices of the same kinds with as many rows. Of
     stages with a shard axis only for the very devices, whose links count."""
     own: object = stage.group
-    if stage.group.axis("shard").size == 1:
-        places = zip(stage.group.devices, stage.group.positions("replica").values(), strict=True)
+    if stage.group.find_axis("shard").size == 1:
+        places = zip(stage.group.devices, stage.group.axis_positions("replica").values(), strict=True)
         own = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
     more = stage.symbols, stage.packed, stage.frozen
     return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute, stage.shares, *more
 
 
 @lru_cache(maxsize=4096)
-def _rings(group: Group, name: AxisName) -> tuple[tuple[int, ...], ...]:
+def _axis_rings(group: Mesh, name: AxisName) -> tuple[tuple[int, ...], ...]:
     """The runs of devices that differ along one axis only: all of them, in grid order."""
     rings: dict[tuple[int, ...], list[int]] = {}
-    for device, place in _grid(group):
+    for device, place in _grid_positions(group):
         others = tuple(-1 if axis.name == name else at for axis, at in zip(group.axes, place, strict=True))
         rings.setdefault(others, []).append(device)
     return tuple(map(tuple, rings.values()))
 
 
-def _grid(group: Group) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _grid_positions(group: Mesh) -> Iterator[tuple[int, tuple[int, ...]]]:
     """(device, its position along every axis), in grid order."""
     return zip(group.devices, itertools.product(*(range(axis.size) for axis in group.axes)), strict=True)
 
@@ -256,9 +256,9 @@ def _grid(group: Group) -> Iterator[tuple[int, tuple[int, ...]]]:
 def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
     """(device, replica, shard position) of devices that differ in kind, rows or program: one for each combination."""
     names = [axis.name for axis in stage.group.axes]
-    even = stage.shards_alike
+    even = stage.has_equal_shards
     found: dict[object, tuple[int, int, int]] = {}
-    for device, place in _grid(stage.group):
+    for device, place in _grid_positions(stage.group):
         replica = place[names.index("replica")] if "replica" in names else 0
         position = place[names.index("shard")] if "shard" in names else 0
         key = (network.kinds[device].name, stage.rows[replica], 0 if even else position)
@@ -277,28 +277,30 @@ def _costs_by_place(
     silent: bool = False,
 ) -> Iterator[tuple[str, list[LayerCost]]]:
     """(kind, the cost of every layer), for each distinct device of the group. `silent`: as if collectives were free."""
-    rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
+    rings = (rings or shard_rings(stage)) if stage.group.find_axis("shard").size > 1 else None
     every = {stage.shares_of(index) for index in range(len(stage.layers))}
     collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(every)
     if rings:
-        collectives = {shares: free if silent else shard_collective(network, rings, shares) for shares in every}
+        collectives = {
+            shares: free_collective if silent else shard_collective(network, rings, shares) for shares in every
+        }
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
         rows, later, places, costs = stage.rows[replica], sum(stage.slices) - past - tokens, {}, []
         for shares in collectives:
-            own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, rows))
-            places[shares] = Place(rows, tokens, past, own_tokens, earlier, own_rows, later, stage.symbols)
+            own_tokens, own_rows = (_share_of(length, shares, position) for length in (tokens, rows))
+            places[shares] = MicrobatchShape(rows, tokens, past, own_tokens, earlier, own_rows, later, stage.symbols)
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, place = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
-            cost = layers.layer(graph, place, kind, precision, stage.recompute, collectives[shares], key)
-            costs.append(forward_alone(cost) if index < stage.frozen else cost)
+            cost = layers.layer_cost(graph, place, kind, precision, stage.recompute, collectives[shares], key)
+            costs.append(without_backward(cost) if index < stage.frozen else cost)
         yield kind.name, costs
 
 
-def _part(length: int, shares: Sequence[int], position: int) -> int:
-    start, stop = split(length, shares)[position]
+def _share_of(length: int, shares: Sequence[int], position: int) -> int:
+    start, stop = split_by_shares(length, shares)[position]
     return stop - start
 
 
@@ -332,8 +334,8 @@ def _kind_memory(
     parts = lane_parts(work, network, name)
     table = replace(
         costs,
-        actions=action_tables(own, work.ragged),
-        owed_bytes=owed_table(own, work.ragged),
+        actions=action_tables(own, work.distinct_microbatches),
+        owed_bytes=kv_gradient_table(own, work.distinct_microbatches),
         edges=tuple(with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
         static_bytes=np.array([sum(each.values()) for each in parts]),
     )
@@ -347,16 +349,16 @@ def _kind_memory(
     )
 
 
-def _trainable(graph: Graph) -> int:
+def _is_trainable(graph: Graph) -> int:
     return sum(prod(map(int, one.shape)) for one in graph.parameters if one.trainable)
 
 
 def _worst_layers(by_place: Sequence[list[LayerCost]]) -> list[LayerCost]:
     """Of every layer, over places."""
-    return by_place[0] if len(by_place) == 1 else [_worst(each) for each in zip(*by_place, strict=True)]
+    return by_place[0] if len(by_place) == 1 else [_worst_cost(each) for each in zip(*by_place, strict=True)]
 
 
-def _worst(each: Sequence[LayerCost]) -> LayerCost:
+def _worst_cost(each: Sequence[LayerCost]) -> LayerCost:
     fullest = max(each, key=lambda cost: cost.passing.forward if cost.passing else 0)
     return LayerCost(
         forward_s=max(cost.forward_s for cost in each),
@@ -390,7 +392,7 @@ def _tied_s(work: PipelineWork, network: Network) -> Array:
     total = np.zeros(len(work.stages))
     for tied in work.tied:
         if not tied.rings:
-            total[list(tied.stages)] += network.transfer(tied.messages).whole_s
+            total[list(tied.stages)] += network.transfer_time(tied.messages).whole_s
     return total
 
 
@@ -404,7 +406,7 @@ def _step_s(lane: int, work: PipelineWork, network: Network) -> float:
     return total
 
 
-def _provenance(network: Network) -> tuple[str, ...]:
+def _cost_provenance(network: Network) -> tuple[str, ...]:
     cluster = network.cluster
     notes = [f"cluster {cluster.name}: {cluster.provenance.source}; {cluster.provenance.where}"]
     for kind in cluster.kinds.values():

@@ -18,7 +18,7 @@ from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.cost.work import PipelineWork
 
 
-def with_turns(costs: CostTable, work: PipelineWork, network: Network) -> CostTable:
+def add_turn_costs(costs: CostTable, work: PipelineWork, network: Network) -> CostTable:
     """These costs with what stages that take turns add."""
     width = GRADIENT_BYTES[work.precision]
     summed_s = np.zeros(len(work.stages))
@@ -31,19 +31,19 @@ def with_turns(costs: CostTable, work: PipelineWork, network: Network) -> CostTa
         source, target = work.stages[edge.source], work.stages[edge.target]
         if source.lane == target.lane and (source.group != target.group or own.ragged):
             waits = edge.target if target.turns > 1 else edge.source
-            costs = _waiting(costs, edge, waits, len(work.stages))
+            costs = _add_exchange_time(costs, edge, waits, len(work.stages))
     return costs
 
 
-def _waiting(costs: CostTable, edge: EdgeCost, stage: int, stages: int) -> CostTable:
+def _add_exchange_time(costs: CostTable, edge: EdgeCost, stage: int, stages: int) -> CostTable:
     """With the exchange of an edge within a lane as part of the forward and the backward of one stage."""
     actions = dict(costs.actions)
     for kind, seconds in (("F", edge.forward_s), ("B", edge.backward_s), ("I", edge.backward_s)):
-        actions[kind] = _longer(actions[kind], seconds, stage, stages)
+        actions[kind] = _lengthen_actions(actions[kind], seconds, stage, stages)
     return replace(costs, actions=actions)
 
 
-def _longer(table: ActionTable, seconds: Array, stage: int, stages: int) -> ActionTable:
+def _lengthen_actions(table: ActionTable, seconds: Array, stage: int, stages: int) -> ActionTable:
     microbatches = max(table.time_s.shape[1], len(seconds))
     time_s = np.broadcast_to(table.time_s, (stages, microbatches, table.time_s.shape[2])).copy()
     time_s[stage] += seconds

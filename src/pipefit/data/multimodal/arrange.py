@@ -11,26 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.data.multimodal.balance import balanced
-from pipefit.data.multimodal.loads import Block, Ints, block_of, forward_ns, stage_times_ns
-from pipefit.data.multimodal.ordering import Pipeline, ordered
+from pipefit.data.multimodal.balance import balance_rows
+from pipefit.data.multimodal.loads import Ints, MicrobatchBlock, block_of, forward_ns, stage_times_ns
+from pipefit.data.multimodal.ordering import PipelineTimes, order_microbatches
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.stepplan import BatchShape
 from pipefit.schedule.actions import Schedule
 
 
-def arranged(shape: BatchShape, rows: SampleRows, chosen: Ints) -> Ints:
+def arrange_rows(shape: BatchShape, rows: SampleRows, chosen: Ints) -> Ints:
     """(batch,): the position in `chosen`, the rows of a step, of the row that is to stand at each position, as
     `shape.arranging` says."""
     result = np.arange(len(chosen), dtype=np.int64)
     arranging = shape.arranging
     if arranging is None:
         return result
-    block, times = _block(shape), _times_ns(shape, rows, chosen)
+    block, times = _cached_block(shape), _times_ns(shape, rows, chosen)
     if arranging.balance:
-        result = balanced(block, times, [load.space for load in arranging.loads])
+        result = balance_rows(block, times, [load.space for load in arranging.loads])
     if arranging.order and block.blocks > 1:
-        result = result[_reordered(shape, block, [time[result] for time in times])]
+        result = result[_reorder_blocks(shape, block, [time[result] for time in times])]
     return result
 
 
@@ -38,8 +38,8 @@ def block_times_ns(shape: BatchShape, rows: SampleRows, chosen: Ints) -> tuple[I
     """(forward, backward), each (stages, blocks): what the rows, as they stand at the positions of the batch, take on
     the slowest replica of every stage. A block is a microbatch, unless stages take several together."""
     times = enumerate(_times_ns(shape, rows, chosen))
-    forward = np.stack([stage_times_ns(_block(shape), stage, time) for stage, time in times])
-    return forward, _backward(shape, forward)
+    forward = np.stack([stage_times_ns(_cached_block(shape), stage, time) for stage, time in times])
+    return forward, _estimate_backward(shape, forward)
 
 
 def _times_ns(shape: BatchShape, rows: SampleRows, chosen: Ints) -> list[Ints]:
@@ -48,25 +48,25 @@ def _times_ns(shape: BatchShape, rows: SampleRows, chosen: Ints) -> list[Ints]:
     return [forward_ns(load, rows, chosen) for load in shape.arranging.loads]
 
 
-def _reordered(shape: BatchShape, block: Block, times: list[Ints]) -> Ints:
+def _reorder_blocks(shape: BatchShape, block: MicrobatchBlock, times: list[Ints]) -> Ints:
     """Blocks change places within every component by itself."""
     assert shape.arranging is not None
     schedule = shape.schedule
     if schedule is not None and schedule.microbatches != block.blocks:
         schedule = None  # stages that take several microbatches: the chain of blocks stands for them
     components = int(block.component.max()) + 1
-    pipeline = _pipeline(len(times), block.blocks, schedule, components * shape.arranging.swaps)
+    pipeline = _cached_pipeline(len(times), block.blocks, schedule, components * shape.arranging.swaps)
     positions = np.arange(block.rows * block.blocks, dtype=np.int64).reshape(block.blocks, block.rows)
     result = positions.copy()
     for component in range(components):
         where = block.component == component
         forward = np.stack([stage_times_ns(block, stage, time, where) for stage, time in enumerate(times)])
-        order = ordered(pipeline, forward, _backward(shape, forward), shape.arranging.swaps)
+        order = order_microbatches(pipeline, forward, _estimate_backward(shape, forward), shape.arranging.swaps)
         result[:, where] = positions[order][:, where]
     return result.reshape(-1)
 
 
-def _backward(shape: BatchShape, forward: Ints) -> Ints:
+def _estimate_backward(shape: BatchShape, forward: Ints) -> Ints:
     assert shape.arranging is not None
     factors = np.array([load.backward for load in shape.arranging.loads])
     times: Ints = np.rint(forward * factors[:, None]).astype(np.int64)
@@ -77,20 +77,20 @@ _recent: OrderedDict[Any, Any] = OrderedDict()
 """The last few blocks and pipelines: they are the same for all steps of a run."""
 
 
-def _block(shape: BatchShape) -> Block:
-    found: Block = _kept(shape, lambda: block_of(shape))
+def _cached_block(shape: BatchShape) -> MicrobatchBlock:
+    found: MicrobatchBlock = _get_cached(shape, lambda: block_of(shape))
     return found
 
 
-def _pipeline(stages: int, microbatches: int, schedule: Schedule | None, tries: int) -> Pipeline:
+def _cached_pipeline(stages: int, microbatches: int, schedule: Schedule | None, tries: int) -> PipelineTimes:
     key = (stages, microbatches, id(schedule))
-    made: tuple[Schedule | None, Pipeline] = _kept(
-        key, lambda: (schedule, Pipeline(stages, microbatches, schedule, tries))
+    made: tuple[Schedule | None, PipelineTimes] = _get_cached(
+        key, lambda: (schedule, PipelineTimes(stages, microbatches, schedule, tries))
     )
     return made[1]
 
 
-def _kept(key: Any, make: Any) -> Any:
+def _get_cached(key: Any, make: Any) -> Any:
     if key not in _recent:
         _recent[key] = make()
         if len(_recent) > 8:

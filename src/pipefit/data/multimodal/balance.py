@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.multimodal.loads import NONE, Block, Ints
-from pipefit.data.permutation import make_key, permute
+from pipefit.data.multimodal.loads import NONE, Ints, MicrobatchBlock
+from pipefit.data.permutation import make_key, permute_indices
 
 _SPREAD = 0xBA1A
 """Part of the key of the permutation that spreads blocks: rows are placed by size, and a pipeline that takes the
@@ -24,7 +24,7 @@ largest first is slower than one in random order."""
 Floats = NDArray[np.float64]
 
 
-class _Kind(NamedTuple):
+class _LoadKind(NamedTuple):
     """One kind of load: rows' excess over the smallest row, and who bears it."""
 
     cost: Floats
@@ -39,25 +39,25 @@ class _Kind(NamedTuple):
     replicas: int
 
 
-def balanced(block: Block, forward_ns: Sequence[Ints], spaces: Sequence[str]) -> Ints:
+def balance_rows(block: MicrobatchBlock, forward_ns: Sequence[Ints], spaces: Sequence[str]) -> Ints:
     """(batch,): the position, before, of the row that is to stand at each position.
 
     `forward_ns`: for every stage the (batch,) times of the rows by position; `spaces`: what each stage's rows are.
     """
     batch = block.blocks * block.rows
     _, first, room = np.unique(block.cell, return_index=True, return_counts=True)
-    kinds = _kinds(block, forward_ns, spaces, first)
+    kinds = _load_kinds(block, forward_ns, spaces, first)
     if not kinds:
         return np.arange(batch, dtype=np.int64)
     size = np.sqrt(sum((kind.cost**2 for kind in kinds), np.zeros(batch)))
     largest_first = np.lexsort((np.arange(batch), -size)).tolist()
-    cell = _to_replicas(kinds, room * block.blocks, largest_first)
-    at = _to_microbatches(kinds, cell, np.tile(room, (block.blocks, 1)), largest_first)
+    cell = _assign_replicas(kinds, room * block.blocks, largest_first)
+    at = _assign_microbatches(kinds, cell, np.tile(room, (block.blocks, 1)), largest_first)
     key = make_key(_SPREAD, *(int(times.sum()) for times in forward_ns))
-    return _positions(block, permute(at, block.blocks, key), cell)
+    return _row_positions(block, permute_indices(at, block.blocks, key), cell)
 
 
-def _to_replicas(kinds: Sequence[_Kind], room: Ints, rows: Sequence[int]) -> Ints:
+def _assign_replicas(kinds: Sequence[_LoadKind], room: Ints, rows: Sequence[int]) -> Ints:
     """(batch,) the cell of every row, so that the sums over all microbatches are alike. `room`: rows of each cell."""
     free, cell = room.copy(), np.empty(len(rows), dtype=np.int64)
     loads = [np.zeros(kind.replicas) for kind in kinds]
@@ -72,7 +72,7 @@ def _to_replicas(kinds: Sequence[_Kind], room: Ints, rows: Sequence[int]) -> Int
     return cell
 
 
-def _to_microbatches(kinds: Sequence[_Kind], cell: Ints, room: Ints, rows: Sequence[int]) -> Ints:
+def _assign_microbatches(kinds: Sequence[_LoadKind], cell: Ints, room: Ints, rows: Sequence[int]) -> Ints:
     """(batch,) the block of every row, so that the bins within each replica are alike. `room`: (blocks, cells)."""
     free, at = room.copy(), np.empty(len(cell), dtype=np.int64)
     loads = [np.zeros((len(room), kind.bins)) for kind in kinds]
@@ -87,7 +87,9 @@ def _to_microbatches(kinds: Sequence[_Kind], cell: Ints, room: Ints, rows: Seque
     return at
 
 
-def _kinds(block: Block, forward_ns: Sequence[Ints], spaces: Sequence[str], first: Ints) -> list[_Kind]:
+def _load_kinds(
+    block: MicrobatchBlock, forward_ns: Sequence[Ints], spaces: Sequence[str], first: Ints
+) -> list[_LoadKind]:
     """One for every set of stages with the same space and owners, by the slowest of them; those whose rows are all
     alike are left out. `first`: a row of each cell."""
     groups: dict[tuple[str, bytes], int] = {}
@@ -102,7 +104,7 @@ def _kinds(block: Block, forward_ns: Sequence[Ints], spaces: Sequence[str], firs
         if excess.any():
             owner = block.owner[stage][first]
             kinds.append(
-                _Kind(
+                _LoadKind(
                     cost=excess / scale,
                     owner=owner,
                     replica=np.maximum(owner, 0) % block.replicas[stage],
@@ -114,7 +116,7 @@ def _kinds(block: Block, forward_ns: Sequence[Ints], spaces: Sequence[str], firs
     return kinds
 
 
-def _positions(block: Block, at: Ints, cell: Ints) -> Ints:
+def _row_positions(block: MicrobatchBlock, at: Ints, cell: Ints) -> Ints:
     """From the block and the cell of every row to the row of every position. Rows that could change places stand in
     the order in which they stood before."""
     slot = np.repeat(np.arange(block.blocks, dtype=np.int64), block.rows) * block.rows + np.tile(

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
+from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.data.multimodal.sequence import images_of, samples_of, sequence_of
 from pipefit.data.multimodal.step import with_labels
@@ -26,7 +26,7 @@ OnBroken = Literal["fail", "skip"]
 """What an image does that has broken since: end the run, or have its sample left out from then on."""
 
 
-class Broken(NamedTuple):
+class BrokenImage(NamedTuple):
     """An image that was found broken."""
 
     sample: int
@@ -42,15 +42,15 @@ class BrokenSinceError(DataError):
     """Images are broken that were not when they were indexed, and the run was told to fail."""
 
 
-def merged(found: Iterable[Broken]) -> list[Broken]:
+def merge_broken(found: Iterable[BrokenImage]) -> list[BrokenImage]:
     """What several ranks found: every image once, in the order of samples; whoever comes first says why."""
-    first: dict[tuple[int, str], Broken] = {}
+    first: dict[tuple[int, str], BrokenImage] = {}
     for each in found:
         first.setdefault((each.sample, each.image), each)
     return [first[key] for key in sorted(first)]
 
 
-def broken_since(found: list[Broken], when: str) -> BrokenSinceError:
+def broken_since_error(found: list[BrokenImage], when: str) -> BrokenSinceError:
     """The error for images that were found when `when` was prepared."""
     others = f"; and {len(found) - 1} more" if len(found) > 1 else ""
     return BrokenSinceError(
@@ -62,12 +62,12 @@ def broken_since(found: list[Broken], when: str) -> BrokenSinceError:
     )
 
 
-def without(made: StepPlan, index: Index, rows: SampleRows, left_out: Set[int]) -> StepPlan:
+def remove_samples(made: StepPlan, index: SampleIndex, rows: SampleRows, left_out: Set[int]) -> StepPlan:
     """The same step without these samples (numbers in the index): counts and divisors of what is left."""
-    labels = rows.labels(made.rows)
+    labels = rows.count_labels(made.rows)
     counts = {space: values.copy() for space, values in made.counts.items()}
     images = {space: [*values] for space, values in made.images.items()}
-    for place in places_with(rows, made.rows.tolist(), left_out):
+    for place in find_places(rows, made.rows.tolist(), left_out):
         kept = sequence_of(index, rows, int(made.rows[place]), left_out)
         labels[place] = np.count_nonzero(kept.labels_T != IGNORE)
         counts[PATCHES][place], counts[LATENTS][place] = len(kept.image_places), len(kept.condition_places)
@@ -77,7 +77,7 @@ def without(made: StepPlan, index: Index, rows: SampleRows, left_out: Set[int]) 
     return with_labels(replace(made, counts=counts, images=images), rows, labels)
 
 
-def places_with(rows: SampleRows, chosen: Iterable[int], samples: Set[int]) -> list[int]:
+def find_places(rows: SampleRows, chosen: Iterable[int], samples: Set[int]) -> list[int]:
     """Which of the chosen rows hold some of these samples."""
     if not samples:
         return []

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.multimodal.broken import Broken
+from pipefit.data.multimodal.broken import BrokenImage
 from pipefit.data.multimodal.images import BrokenImageError, ImageSize, grid_places, read_patches
-from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
-from pipefit.data.multimodal.manifest import shown
+from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex
+from pipefit.data.multimodal.manifest import printable_name
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
 from pipefit.data.multimodal.sequence import NONE, ImageUse, images_of, sequence_of
 from pipefit.data.permutation import make_key
@@ -36,11 +36,11 @@ NORMAL_SCALE = 127.5
 
 
 @dataclass(slots=True, kw_only=True)
-class Arrays:
+class ModuleArrays:
     """The arrays of one action, by the names that the model's graphs give their inputs."""
 
     arrays: dict[str, NDArray[Any]]
-    broken: tuple[Broken, ...] = ()
+    broken: tuple[BrokenImage, ...] = ()
     "Images that could not be read; zeros stand for them, so these arrays are not to be trained on."
     image_lengths: tuple[int, ...] = ()
     "Tokens of every image of a packed row, in their order."
@@ -51,26 +51,28 @@ class Arrays:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SampleSource:
     """Where the arrays come from."""
 
-    index: Index
+    index: SampleIndex
     rows: SampleRows
     seed: int
 
 
-def module_feed(source: Source, plan: StepPlan, stage: int, space: str, microbatch: int, replica: int) -> Arrays:
+def module_feed(
+    source: SampleSource, plan: StepPlan, stage: int, space: str, microbatch: int, replica: int
+) -> ModuleArrays:
     """The arrays for F of (stage, microbatch) on one replica of the stage's group, whose module lives in `space`.
 
     See `run_feed` for what they are.
     """
-    start, stop = plan.run(stage, microbatch, replica)
+    start, stop = plan.batch_run(stage, microbatch, replica)
     some = plan.image_run(stage, space, microbatch, replica)
     return run_feed(source, space, plan.step, plan.rows[start:stop], start, some=some)
 
 
 def run_feed(
-    source: Source,
+    source: SampleSource,
     space: str,
     step: int,
     rows: NDArray[np.int64],
@@ -78,7 +80,7 @@ def run_feed(
     left_out: Set[int] = NONE,
     some: Run | None = None,
     decode: bool = True,
-) -> Arrays:
+) -> ModuleArrays:
     """The arrays of `rows`, which stand at the positions of the batch from `first` on, without the samples that are
     `left_out` of them; of a packed space, with this run of their images alone, and without `DECODED` unless `decode`.
     B rows, T = the sequence.
@@ -92,8 +94,8 @@ def run_feed(
     P and L may be 0. `Arrays.broken` names the images that could not be read.
     """
     if space == SAMPLES:
-        return _samples(source, step, rows, first, left_out)
-    images = _images(source, rows, IMAGE if space == PATCHES else GENERATE, left_out)
+        return _sample_arrays(source, step, rows, first, left_out)
+    images = _images_of_rows(source, rows, IMAGE if space == PATCHES else GENERATE, left_out)
     return _PACKED[space](source, step, images if some is None else images[slice(*some)], decode)
 
 
@@ -106,18 +108,20 @@ def feed_bytes(
     decode: bool = True,
 ) -> int:
     """What `run_feed` will give for these rows, in bytes, from metadata alone."""
-    tokens = rows.of(rows.counts[space], step_rows)
+    tokens = rows.values_of(rows.counts[space], step_rows)
     if some is not None:
         tokens = np.array([*chain.from_iterable(rows.images_in(space, step_rows))][slice(*some)], dtype=np.int64)
     if space == SAMPLES:
-        places = rows.of(rows.counts[PATCHES], step_rows) + rows.of(rows.counts[LATENTS], step_rows)
+        places = rows.values_of(rows.counts[PATCHES], step_rows) + rows.values_of(rows.counts[LATENTS], step_rows)
         return int(8 * (4 * tokens + places + 1).sum())
     grid_and_documents, time = 8 * 5, 0 if space == PATCHES else 4
     decoded = 0 if not decode else patch_values if space == PATCHES else 8 * patch_values
     return int(tokens.sum()) * (grid_and_documents + time + decoded)
 
 
-def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int]) -> Arrays:
+def _sample_arrays(
+    source: SampleSource, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int]
+) -> ModuleArrays:
     sequence = source.rows.sequence
     shape = (len(rows), sequence)
     tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
@@ -128,7 +132,7 @@ def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int, lef
         tokens_BT[place], labels_BT[place], documents_BT[place] = made.tokens_T, made.labels_T, made.starts_T
         seen.append(made.image_places + place * sequence)
         generated.append(made.condition_places + place * sequence)
-    return Arrays(
+    return ModuleArrays(
         arrays={
             "tokens": tokens_BT,
             "labels": labels_BT,
@@ -141,39 +145,39 @@ def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int, lef
     )
 
 
-def _patches(source: Source, step: int, images: list[ImageUse], decode: bool) -> Arrays:
+def _patch_arrays(source: SampleSource, step: int, images: list[ImageUse], decode: bool) -> ModuleArrays:
     if not decode:
-        return _packed(source, images, IMAGE, [])
-    pixels, broken = _pixels(source, images)
-    result = _packed(source, images, IMAGE, broken)
-    width = source.index.rule(IMAGE).patch_values
+        return _pack_images(source, images, IMAGE, [])
+    pixels, broken = _read_pixels(source, images)
+    result = _pack_images(source, images, IMAGE, broken)
+    width = source.index.image_rule(IMAGE).patch_values
     result.arrays["pixels"] = np.concatenate([np.zeros((0, width), np.uint8), *pixels])[None]
     return result
 
 
-def _latents(source: Source, step: int, images: list[ImageUse], decode: bool) -> Arrays:
+def _latent_arrays(source: SampleSource, step: int, images: list[ImageUse], decode: bool) -> ModuleArrays:
     if not decode:
-        result = _packed(source, images, GENERATE, [])
-        times = [np.full(use.tokens, draw(source.seed, step, use, 0)[0]) for use in images]
+        result = _pack_images(source, images, GENERATE, [])
+        times = [np.full(use.tokens, draw_noise(source.seed, step, use, 0)[0]) for use in images]
         result.arrays["time"] = np.concatenate([np.zeros(0, np.float32), *times])[None]
         return result
-    pixels, broken = _pixels(source, images)
-    result = _packed(source, images, GENERATE, broken)
-    tokens, width = sum(use.tokens for use in images), source.index.rule(GENERATE).patch_values
+    pixels, broken = _read_pixels(source, images)
+    result = _pack_images(source, images, GENERATE, broken)
+    tokens, width = sum(use.tokens for use in images), source.index.image_rule(GENERATE).patch_values
     noisy, target = (np.empty((1, tokens, width), dtype=np.float32) for _ in range(2))
     time = np.empty((1, tokens), dtype=np.float32)
     at = 0
     for use, of_image in zip(images, pixels, strict=True):
         here = slice(at, at + use.tokens)
         x = of_image.astype(np.float32) / np.float32(NORMAL_SCALE) - np.float32(1)
-        t, noise = draw(source.seed, step, use, width)
+        t, noise = draw_noise(source.seed, step, use, width)
         noisy[0, here], target[0, here], time[0, here] = (1 - t) * noise + t * x, x - noise, t
         at += use.tokens
     result.arrays |= {"noisy": noisy, "target": target, "time": time}
     return result
 
 
-def draw(seed: int, step: int, use: ImageUse, width: int) -> tuple[np.float32, NDArray[np.float32]]:
+def draw_noise(seed: int, step: int, use: ImageUse, width: int) -> tuple[np.float32, NDArray[np.float32]]:
     """(time, uniform in [0, 1); noise (tokens, width), standard normal) of an image in a step."""
     key = make_key(_NOISE, seed, step, use.sample, use.place)
     generator = np.random.Generator(np.random.Philox(key=key))
@@ -182,36 +186,39 @@ def draw(seed: int, step: int, use: ImageUse, width: int) -> tuple[np.float32, N
     )
 
 
-def _images(source: Source, rows: NDArray[np.int64], kind: int, left_out: Set[int]) -> list[ImageUse]:
+def _images_of_rows(source: SampleSource, rows: NDArray[np.int64], kind: int, left_out: Set[int]) -> list[ImageUse]:
     return [use for row in rows.tolist() for use in images_of(source.index, source.rows, row, kind, left_out)]
 
 
-def _packed(source: Source, images: list[ImageUse], kind: int, broken: list[Broken]) -> Arrays:
+def _pack_images(source: SampleSource, images: list[ImageUse], kind: int, broken: list[BrokenImage]) -> ModuleArrays:
     """documents (1, P) and grid (1, P, 4) of images one behind the other."""
     documents, grids, at = [np.zeros(0, np.int64)], [np.zeros((0, 4), np.int64)], 0
     for use in images:
         width, height, _ = source.index.images[use.image].tolist()
-        grids.append(grid_places(width, height, source.index.rule(kind)))
+        grids.append(grid_places(width, height, source.index.image_rule(kind)))
         documents.append(np.full(use.tokens, at, dtype=np.int64))
         at += use.tokens
-    return Arrays(
+    return ModuleArrays(
         arrays={"documents": np.concatenate(documents)[None], "grid": np.concatenate(grids)[None]},
         image_lengths=tuple(use.tokens for use in images),
         broken=tuple(broken),
     )
 
 
-def _pixels(source: Source, images: list[ImageUse]) -> tuple[list[NDArray[np.uint8]], list[Broken]]:
+def _read_pixels(source: SampleSource, images: list[ImageUse]) -> tuple[list[NDArray[np.uint8]], list[BrokenImage]]:
     """(tokens, channels * patch**2) of every image, zeros of those that are broken, and which are."""
-    index, pixels, broken = source.index, list[NDArray[np.uint8]](), list[Broken]()
+    index, pixels, broken = source.index, list[NDArray[np.uint8]](), list[BrokenImage]()
     for use in images:
-        rule, path = index.rule(use.kind), index.image_path(use.image)
+        rule, path = index.image_rule(use.kind), index.image_path(use.image)
         try:
             pixels.append(read_patches(path, ImageSize(*index.images[use.image].tolist()), rule))
         except BrokenImageError as error:
-            broken.append(Broken(use.sample, index.name(use.sample), shown(str(path)), str(error)))
+            broken.append(BrokenImage(use.sample, index.sample_name(use.sample), printable_name(str(path)), str(error)))
             pixels.append(np.zeros((use.tokens, rule.patch_values), dtype=np.uint8))
     return pixels, broken
 
 
-_PACKED: dict[str, Callable[[Source, int, list[ImageUse], bool], Arrays]] = {PATCHES: _patches, LATENTS: _latents}
+_PACKED: dict[str, Callable[[SampleSource, int, list[ImageUse], bool], ModuleArrays]] = {
+    PATCHES: _patch_arrays,
+    LATENTS: _latent_arrays,
+}

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.data.multimodal.images import CHANNELS, ImageRule
-from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
+from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.errors import DataError
 from pipefit.model.families.multimodal.config import MultimodalConfig
-from pipefit.model.graph import Layer, Model, Tensor
-from pipefit.model.registry import resolve, typed_config
+from pipefit.model.graph import Layer, Model, TensorSpec
+from pipefit.model.registry import resolve_model, typed_config
 
 FLAGS = {
     IMAGE: {"patch": "--patch", "max_patches": "--max-patches", "side": "--side", "start_token": "--start-token"},
@@ -29,7 +29,7 @@ FAMILY = "multimodal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class SampleRequirements:
     """How a model takes samples."""
 
     images: ImageRule | None
@@ -39,17 +39,17 @@ class Taken:
     vocabulary: int
     "Token ids that it knows."
 
-    def rule(self, kind: int) -> ImageRule | None:
+    def image_rule(self, kind: int) -> ImageRule | None:
         return self.generated if kind == GENERATE else self.images
 
 
-def taken_by(model: str) -> Taken:
+def requirements_of_model(model: str) -> SampleRequirements:
     """What `--model` names, asked how it takes images: as large as its tables of positions, at most.
 
-    Raises ModelError or FormatError as `resolve` does, and DataError where it is no model of images or of images of
-    other than three channels.
+    Raises ModelError or FormatError as `resolve_model` does, and DataError where it is no model of images or of images
+    of other than three channels.
     """
-    described = resolve(model)
+    described = resolve_model(model)
     if described.family != FAMILY:
         raise DataError(
             "This model does not say how it takes images.",
@@ -58,11 +58,11 @@ def taken_by(model: str) -> Taken:
             allowed="a model with an image encoder or an image generator",
             next_step="leave --model out, and say --patch and the like",
         )
-    return taken(typed_config(described.family, described.config, model))
+    return sample_requirements(typed_config(described.family, described.config, model))
 
 
-def taken(config: Any) -> Taken:
-    """How the model of this configuration takes samples. Raises DataError as `taken_by` does."""
+def sample_requirements(config: Any) -> SampleRequirements:
+    """How the model of this configuration takes samples. Raises DataError as `requirements_of_model` does."""
     assert isinstance(config, MultimodalConfig)
     vision, generator = config.vision, config.generator
     if vision is not None and vision.num_channels != CHANNELS:
@@ -74,9 +74,9 @@ def taken(config: Any) -> Taken:
         )
     looked = None
     if vision is not None:
-        looked = ImageRule(patch=vision.patch_size, max_patches=vision.side**2, start_token=vision.start_token)
+        looked = ImageRule(patch=vision.patch_size, max_patches=vision.grid_side**2, start_token=vision.start_token)
     drawn = pixel_side(generator.latent_size) if generator is not None else 0
-    return Taken(
+    return SampleRequirements(
         images=looked,
         generated=ImageRule(patch=drawn, max_patches=generator.grid_size**2)
         if generator is not None and drawn
@@ -91,10 +91,10 @@ def pixel_side(values: int) -> int:
     return side if CHANNELS * side**2 == values else 0
 
 
-def rule_for(found: Taken | None, kind: int, given: Mapping[str, Any]) -> ImageRule:
+def rule_for(found: SampleRequirements | None, kind: int, given: Mapping[str, Any]) -> ImageRule:
     """The rule for images of a kind: as the model takes them, or by default, but for what was `given` (None: was not).
     Raises DataError where that cannot be with this model."""
-    known = found.rule(kind) if found is not None else None
+    known = found.image_rule(kind) if found is not None else None
     asked = {name: value for name, value in given.items() if value is not None}
     for name in FIXED:
         if known is not None and name in asked and asked[name] != getattr(known, name):
@@ -119,7 +119,7 @@ def check_vocabulary(vocabulary: int, known: int, where: str) -> None:
         )
 
 
-def check_index(model: Model, index: Index, rows: SampleRows) -> None:
+def check_index(model: Model, index: SampleIndex, rows: SampleRows) -> None:
     """Raises DataError where samples have what the model has no module for, or cut otherwise than it takes them."""
     spaces = {module.space for module in model.modules}
     widths = {
@@ -139,7 +139,7 @@ def check_index(model: Model, index: Index, rows: SampleRows) -> None:
                 seen=f"{count} tokens of {space}",
                 allowed=f"samples without images {words}, or a model with that module",
             )
-        values = index.rule(kind).patch_values
+        values = index.image_rule(kind).patch_values
         if space in spaces and name in widths and widths[name][0] != values:
             side = pixel_side(int(widths[name][0]))
             raise DataError(
@@ -152,12 +152,12 @@ def check_index(model: Model, index: Index, rows: SampleRows) -> None:
                 else "a model whose patches are square and of three channels",
             )
     if model.family == FAMILY:
-        _check_rules(taken(typed_config(model.family, model.config)), index, rows)
+        _check_rules(sample_requirements(typed_config(model.family, model.config)), index, rows)
 
 
-def _check_rules(found: Taken, index: Index, rows: SampleRows) -> None:
+def _check_rules(found: SampleRequirements, index: SampleIndex, rows: SampleRows) -> None:
     """What the widths of inputs do not tell: start tokens, and token ids."""
-    rule = index.rule(IMAGE)
+    rule = index.image_rule(IMAGE)
     if found.images is not None and rows.counts[PATCHES].any() and rule.start_token != found.images.start_token:
         raise DataError(
             "Images begin with a token of their own in the index and not in the model, or the other way round.",
@@ -183,7 +183,7 @@ def _start_token(some: bool) -> str:
     return "with a start token" if some else "without a start token"
 
 
-def data_inputs(model: Model, layers: Iterable[Layer]) -> dict[str, Tensor]:
+def data_inputs(model: Model, layers: Iterable[Layer]) -> dict[str, TensorSpec]:
     """What these layers take from the step plan, by name."""
     return {
         tensor.name: tensor

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pipefit.data.multimodal.manifest import Part, Sample, is_manifest, read_manifest, shown
+from pipefit.data.multimodal.manifest import ManifestSample, SamplePart, is_manifest, printable_name, read_manifest
 from pipefit.errors import DataError
 
 Task = Literal["caption", "generate"]
@@ -21,10 +21,10 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", 
 """Names of files that are taken for images, in small or capital letters."""
 
 
-def read_samples(source: Path, task: Task = "caption") -> Iterator[Sample]:
+def read_samples(source: Path, task: Task = "caption") -> Iterator[ManifestSample]:
     """The samples of a manifest, or of a folder. Raises DataError for a source that is neither, or is broken."""
     if source.is_dir():
-        return _of_folder(source, task)
+        return _read_folder(source, task)
     if source.is_file() and is_manifest(source):
         return read_manifest(source)
     raise DataError(
@@ -43,7 +43,7 @@ def write_manifest(folder: Path, target: Path, task: Task = "caption") -> int:
     if not folder.is_dir():
         raise DataError("A manifest is made of a folder of images.", where=str(folder), seen="no folder")
     base = os.path.relpath(folder.absolute(), target.absolute().parent)
-    lines = [_line(_row(sample, base)) for sample in _of_folder(folder, task)]
+    lines = [_json_line(_manifest_row(sample, base)) for sample in _read_folder(folder, task)]
     try:
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
@@ -51,7 +51,7 @@ def write_manifest(folder: Path, target: Path, task: Task = "caption") -> int:
     return len(lines)
 
 
-def _of_folder(folder: Path, task: Task) -> Iterator[Sample]:
+def _read_folder(folder: Path, task: Task) -> Iterator[ManifestSample]:
     paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not paths:
         raise DataError("There is no image in the folder.", where=str(folder), allowed=", ".join(sorted(SUFFIXES)))
@@ -68,18 +68,18 @@ def _of_folder(folder: Path, task: Task) -> Iterator[Sample]:
                 next_step="add it, or write a manifest that says what the samples are",
             ) from None
         caption = task == "caption"
-        parts = [Part(kind="image" if caption else "generate", value=path.as_posix())]
-        parts.insert(1 if caption else 0, Part(kind="text", value=text, learn=caption))
-        yield Sample(name=path.with_suffix("").as_posix(), parts=tuple(parts), where=str(folder / path))
+        parts = [SamplePart(kind="image" if caption else "generate", value=path.as_posix())]
+        parts.insert(1 if caption else 0, SamplePart(kind="text", value=text, learn=caption))
+        yield ManifestSample(name=path.with_suffix("").as_posix(), parts=tuple(parts), where=str(folder / path))
 
 
-def _line(row: dict[str, Any]) -> str:
+def _json_line(row: dict[str, Any]) -> str:
     """Readable where the names of files are text, escaped where they hold other bytes."""
     line = json.dumps(row, ensure_ascii=False)
-    return line if shown(line) == line else json.dumps(row)
+    return line if printable_name(line) == line else json.dumps(row)
 
 
-def _row(sample: Sample, base: str) -> dict[str, Any]:
+def _manifest_row(sample: ManifestSample, base: str) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     for part in sample.parts:
         if part.kind == "text":

@@ -83,12 +83,12 @@ class ImageRule:
         """Values of one patch, channels included."""
         return CHANNELS * self.patch**2
 
-    def tokens(self, width: int, height: int) -> int:
+    def token_count(self, width: int, height: int) -> int:
         """How many tokens an image of this size becomes."""
-        rows, columns = self.grid(width, height)
+        rows, columns = self.patch_grid(width, height)
         return rows * columns + self.start_token
 
-    def grid(self, width: int, height: int) -> tuple[int, int]:
+    def patch_grid(self, width: int, height: int) -> tuple[int, int]:
         """(rows, columns) of patches of an image of this size: at least one, at most `max_patches` in all."""
         if self.side:
             return self.side // self.patch, self.side // self.patch
@@ -103,18 +103,18 @@ def read_size(path: Path, check: bool) -> ImageSize:
 
     Raises BrokenImageError, and MemoryError: where memory runs out, the image may be whole.
     """
-    return _patiently(lambda: _size(path, check))
+    return _retry_read(lambda: _decoded_size(path, check))
 
 
-def _size(path: Path, check: bool) -> ImageSize:
-    with _opened(path) as image:
+def _decoded_size(path: Path, check: bool) -> ImageSize:
+    with _open_image(path) as image:
         width, height = image.size
-        if _orientation(image) in _TURNED:
+        if _exif_orientation(image) in _TURNED:
             width, height = height, width
         if check:
-            _loaded(image)
+            _load_pixels(image)
         if image.mode == "F" or (check and image.mode in _GREY_16):
-            _rgb(image)
+            _convert_to_rgb(image)
     return ImageSize(width, height, os.path.getsize(path))
 
 
@@ -124,29 +124,29 @@ def read_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.
 
     Raises BrokenImageError if the file is no image any more, or is not as large as it was `indexed`, and MemoryError.
     """
-    return _patiently(lambda: _patches(path, indexed, rule))
+    return _retry_read(lambda: _decode_patches(path, indexed, rule))
 
 
-def _patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.uint8]:
+def _decode_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.uint8]:
     from PIL import Image
 
     width, height, file_bytes = indexed
-    rows, columns = rule.grid(width, height)
+    rows, columns = rule.patch_grid(width, height)
     target = columns * rule.patch, rows * rule.patch
-    with _opened(path) as image:
-        orientation = _orientation(image)
+    with _open_image(path) as image:
+        orientation = _exif_orientation(image)
         turned = orientation in _TURNED
         if image.size != ((height, width) if turned else (width, height)):
             raise BrokenImageError(f"{image.size[0]} x {image.size[1]} pixels where {width} x {height} were indexed")
         image.draft("RGB", target[::-1] if turned else target)  # JPEG decodes to half or a quarter at once
-        _loaded(image)
-        seen = _rgb(image)
+        _load_pixels(image)
+        seen = _convert_to_rgb(image)
         if orientation in _TRANSPOSED:
             seen = seen.transpose(Image.Transpose[_TRANSPOSED[orientation]])
         pixels_HWC = np.asarray(seen.resize(target, Image.Resampling.BICUBIC))
     if (seen_bytes := os.path.getsize(path)) != file_bytes:
         raise BrokenImageError(f"another file: {seen_bytes} bytes where {file_bytes} were indexed")
-    return _with_start(to_patches(pixels_HWC, rule.patch), rule)
+    return _prepend_start(to_patches(pixels_HWC, rule.patch), rule)
 
 
 def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
@@ -158,7 +158,7 @@ def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
 
 def grid_places(width: int, height: int, rule: ImageRule) -> NDArray[np.int64]:
     """(tokens, 4): row, column, rows, columns of every patch; row -1 is the start token."""
-    rows, columns = rule.grid(width, height)
+    rows, columns = rule.patch_grid(width, height)
     row, column = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
     if rule.start_token:
         row, column = np.append(-1, row), np.append(0, column)
@@ -175,7 +175,7 @@ def require_pillow() -> None:
         ) from None
 
 
-def versions() -> str:
+def decoder_versions() -> str:
     """Of what the bytes of a decoded image depend on, as installed here."""
     try:
         import PIL
@@ -184,7 +184,7 @@ def versions() -> str:
     return f"Pillow {PIL.__version__}, numpy {np.__version__}"
 
 
-def _patiently(read: Callable[[], Read]) -> Read:
+def _retry_read(read: Callable[[], Read]) -> Read:
     """What `read` gives. An error of the operating system may pass, so it is tried again before the image counts as one
     that cannot be read."""
     for pause_s in _PAUSES_S:
@@ -195,20 +195,20 @@ def _patiently(read: Callable[[], Read]) -> Read:
     try:
         return read()
     except OSError as error:
-        raise BrokenImageError(_reason(error)) from None
+        raise BrokenImageError(_error_reason(error)) from None
 
 
-def _with_start(patches: NDArray[np.uint8], rule: ImageRule) -> NDArray[np.uint8]:
+def _prepend_start(patches: NDArray[np.uint8], rule: ImageRule) -> NDArray[np.uint8]:
     return np.concatenate([np.zeros_like(patches[:1]), patches]) if rule.start_token else patches
 
 
-def _opened(path: Path) -> Any:
+def _open_image(path: Path) -> Any:
     """A PIL image whose header has been read."""
     from PIL import Image
 
     if not _is_file(path):
         raise BrokenImageError("there is no such file")
-    with _decoding(), warnings.catch_warnings():
+    with _decode_errors(), warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         return Image.open(path)
 
@@ -221,7 +221,7 @@ def _is_file(path: Path) -> bool:
 
 
 @contextmanager
-def _decoding() -> Iterator[None]:
+def _decode_errors() -> Iterator[None]:
     """Errors of a decoder, which raises whatever its format makes it, say that the image is broken. Those of the
     operating system, which have a number, and the lack of memory do not."""
     try:
@@ -231,26 +231,26 @@ def _decoding() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise BrokenImageError(_reason(error)) from None
+        raise BrokenImageError(_error_reason(error)) from None
 
 
-def _orientation(image: Any) -> int:
+def _exif_orientation(image: Any) -> int:
     """The EXIF tag, 1 where there is none in front of the pixels: Pillow would decode a PNG to look behind them."""
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     try:
-        with _decoding():
+        with _decode_errors():
             return int(image.getexif().get(_ORIENTATION, 1))
     except BrokenImageError:  # a tag that is damaged is none
         return 1
 
 
-def _loaded(image: Any) -> None:
-    with _decoding():
+def _load_pixels(image: Any) -> None:
+    with _decode_errors():
         image.load()
 
 
-def _rgb(image: Any) -> Any:
+def _convert_to_rgb(image: Any) -> Any:
     """A decoded image with 8 bits a channel. What is transparent has the colour that the file gives it."""
     from PIL import Image
 
@@ -261,11 +261,11 @@ def _rgb(image: Any) -> Any:
         if grey_HW.min() < 0 or grey_HW.max() > 65535:
             raise BrokenImageError("grey of more than 16 bits")
         image = Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
-    with _decoding():  # there are modes that Pillow reads and does not convert
+    with _decode_errors():  # there are modes that Pillow reads and does not convert
         return image.convert("RGB")
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     lines = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     return "not an image that Pillow knows" if text.startswith("cannot identify") else text[:120]

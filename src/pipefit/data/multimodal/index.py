@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pipefit.codec import dump_text, from_data
 from pipefit.data.multimodal.folder import Task, read_samples
 from pipefit.data.multimodal.images import BrokenImageError, ImageRule, ImageSize, read_size, require_pillow
-from pipefit.data.multimodal.manifest import Part, Sample, shown
+from pipefit.data.multimodal.manifest import ManifestSample, SamplePart, printable_name
 from pipefit.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from pipefit.errors import DataError, FormatError
 
@@ -68,7 +68,7 @@ class IndexRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class SkippedSample:
     """A sample that is not in the index, and why."""
 
     sample: str
@@ -94,13 +94,13 @@ class IndexSummary:
     separator: int | None
     left_out: int
     "Samples whose image is broken or absent."
-    reported: tuple[LeftOut, ...]
+    reported: tuple[SkippedSample, ...]
     "The first thousand of them."
     digest: str
     "Of all arrays and rules: equal data have equal ones."
 
 
-class Index:
+class SampleIndex:
     """The metadata of all samples, mapped."""
 
     def __init__(self, folder: Path, summary: IndexSummary) -> None:
@@ -125,19 +125,19 @@ class Index:
     def samples(self) -> int:
         return self.summary.samples
 
-    def name(self, sample: int) -> str:
+    def sample_name(self, sample: int) -> str:
         """The `id` of a sample."""
-        return self._text(sample)
+        return self._read_text(sample)
 
     def image_path(self, image: int) -> Path:
         """Where the file of an image lies."""
-        return Path(self.summary.root) / self._text(self.samples + image)
+        return Path(self.summary.root) / self._read_text(self.samples + image)
 
-    def rule(self, kind: int) -> ImageRule:
+    def image_rule(self, kind: int) -> ImageRule:
         """How images of this kind become patches."""
         return self.summary.request.generated if kind == GENERATE else self.summary.request.images
 
-    def _text(self, number: int) -> str:
+    def _read_text(self, number: int) -> str:
         start = int(self._text_ends[number - 1]) if number else 0
         return bytes(self._texts[start : int(self._text_ends[number])]).decode("utf-8", "surrogatepass")
 
@@ -154,23 +154,23 @@ def make_index(request: IndexRequest, folder: Path, threads: int = 8) -> IndexSu
     source = Path(request.source).expanduser()
     tokenizer = load_tokenizer(request.tokenizer)
     root = source if source.is_dir() else source.parent
-    builder = _Builder(request, tokenizer, root.absolute())
+    builder = _IndexBuilder(request, tokenizer, root.absolute())
     with ThreadPoolExecutor(threads) as pool:
-        for block in _blocks(read_samples(source, request.task)):
-            builder.add(block, list(pool.map(builder.sizes, block)))
-    summary = builder.summary(str(source))
-    _write(folder, builder.arrays(), summary)
+        for block in _sample_blocks(read_samples(source, request.task)):
+            builder.add_samples(block, list(pool.map(builder.read_sizes, block)))
+    summary = builder.make_summary(str(source))
+    _write_index(folder, builder.to_arrays(), summary)
     return summary
 
 
-def open_index(folder: Path) -> Index:
+def open_index(folder: Path) -> SampleIndex:
     """The index that `make_index` wrote. Raises DataError if it is absent, of another version or damaged."""
     try:
         data = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         summary = from_data(IndexSummary, data, str(folder / "index.json"))
         if summary.format != _FORMAT:
             raise ValueError(f"format {summary.format}, not {_FORMAT}")
-        return Index(folder, summary)
+        return SampleIndex(folder, summary)
     except (OSError, ValueError, EOFError, FormatError) as error:
         raise DataError(
             "This is no index of samples, or a damaged one.",
@@ -180,36 +180,36 @@ def open_index(folder: Path) -> Index:
         ) from None
 
 
-Sizes = list[ImageSize | LeftOut | None]
+Sizes = list[ImageSize | SkippedSample | None]
 """For every part of a sample: the size of its image, why it has none, or None for a text."""
 
 
-class _Builder:
+class _IndexBuilder:
     def __init__(self, request: IndexRequest, tokenizer: Tokenizer, root: Path) -> None:
         self._request, self._tokenizer, self._root = request, tokenizer, root
         self._tokens: list[NDArray[np.int64]] = []
         self._token_count = 0
         self._sample_parts, self._parts = [0], list[tuple[int, int, int]]()
         self._images, self._names, self._paths = list[ImageSize](), list[str](), list[str]()
-        self._left_out, self._reported = 0, list[LeftOut]()
+        self._left_out, self._reported = 0, list[SkippedSample]()
 
-    def sizes(self, sample: Sample) -> Sizes:
+    def read_sizes(self, sample: ManifestSample) -> Sizes:
         """The sizes of a sample's images. Pure: may run beside others."""
-        return [None if part.kind == "text" else self._size(sample, part) for part in sample.parts]
+        return [None if part.kind == "text" else self._read_size(sample, part) for part in sample.parts]
 
-    def add(self, samples: list[Sample], sizes: list[Sizes]) -> None:
+    def add_samples(self, samples: list[ManifestSample], sizes: list[Sizes]) -> None:
         """Append samples in their order. Raises DataError at a broken image, unless those are skipped."""
         for sample, of_parts in zip(samples, sizes, strict=True):
-            broken = next((size for size in of_parts if isinstance(size, LeftOut)), None)
+            broken = next((size for size in of_parts if isinstance(size, SkippedSample)), None)
             if broken is None:
-                self._append(sample, of_parts)
+                self._append_sample(sample, of_parts)
             elif self._request.on_broken == "fail":
-                raise _broken_image(broken)
+                raise _broken_image_error(broken)
             else:
                 self._left_out += 1
                 self._reported += [broken] if len(self._reported) < _REPORTED else []
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
         texts = [name.encode("utf-8", "surrogatepass") for name in (*self._names, *self._paths)]
         vocabulary = self._tokenizer.vocabulary
         kind = np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32
@@ -222,7 +222,7 @@ class _Builder:
             "text_ends": np.cumsum([len(text) for text in texts], dtype=np.int64),
         }
 
-    def summary(self, source: str) -> IndexSummary:
+    def make_summary(self, source: str) -> IndexSummary:
         if not self._names:
             raise DataError(
                 "There is not one sample to train on.",
@@ -232,7 +232,7 @@ class _Builder:
             )
         state = hashlib.sha256(f"{_FORMAT} {self._tokenizer.digest} {self._request.image_token}".encode())
         state.update(f"{self._request.images} {self._request.generated} {self._request.generation_token}".encode())
-        for name, array in self.arrays().items():
+        for name, array in self.to_arrays().items():
             state.update(f"{name} {array.shape}".encode() + array.tobytes())
         return IndexSummary(
             format=_FORMAT,
@@ -249,29 +249,34 @@ class _Builder:
             digest=state.hexdigest()[:24],
         )
 
-    def _size(self, sample: Sample, part: Part) -> ImageSize | LeftOut:
+    def _read_size(self, sample: ManifestSample, part: SamplePart) -> ImageSize | SkippedSample:
         try:
             return read_size(self._root / part.value, check=self._request.check == "decode")
         except BrokenImageError as error:
-            return LeftOut(
-                sample=shown(sample.name), where=shown(sample.where), image=shown(part.value), reason=str(error)
+            return SkippedSample(
+                sample=printable_name(sample.name),
+                where=printable_name(sample.where),
+                image=printable_name(part.value),
+                reason=str(error),
             )
 
-    def _append(self, sample: Sample, sizes: Sizes) -> None:
+    def _append_sample(self, sample: ManifestSample, sizes: Sizes) -> None:
         for part, size in zip(sample.parts, sizes, strict=True):
             if isinstance(size, ImageSize):
                 self._append_image(part, size)
             else:
-                self._append_text(TEXT if part.learn else PROMPT, self._encoded(part.value))
+                self._append_text(TEXT if part.learn else PROMPT, self._encode_text(part.value))
         if self._tokenizer.separator is not None:
             self._append_text(END, np.array([self._tokenizer.separator], dtype=np.int64))
         self._sample_parts.append(len(self._parts))
-        self._names.append(shown(sample.name))
+        self._names.append(printable_name(sample.name))
 
-    def _append_image(self, part: Part, size: ImageSize) -> None:
+    def _append_image(self, part: SamplePart, size: ImageSize) -> None:
         generate = part.kind == "generate"
         rule = self._request.generated if generate else self._request.images
-        self._parts.append((GENERATE if generate else IMAGE, len(self._images), rule.tokens(size.width, size.height)))
+        self._parts.append(
+            (GENERATE if generate else IMAGE, len(self._images), rule.token_count(size.width, size.height))
+        )
         self._images.append(size)
         self._paths.append(part.value)
 
@@ -281,14 +286,14 @@ class _Builder:
             self._tokens.append(ids)
             self._token_count += len(ids)
 
-    def _encoded(self, text: str) -> NDArray[np.int64]:
+    def _encode_text(self, text: str) -> NDArray[np.int64]:
         """Without the separator, which stands once, after the whole sample."""
         ids = self._tokenizer.encode(text.encode("utf-8", errors="replace"))
         return ids if self._tokenizer.separator is None else ids[:-1]
 
 
-def _blocks(samples: Iterable[Sample]) -> Iterable[list[Sample]]:
-    block: list[Sample] = []
+def _sample_blocks(samples: Iterable[ManifestSample]) -> Iterable[list[ManifestSample]]:
+    block: list[ManifestSample] = []
     for sample in samples:
         block.append(sample)
         if len(block) == _SAMPLES_AT_ONCE:
@@ -297,7 +302,7 @@ def _blocks(samples: Iterable[Sample]) -> Iterable[list[Sample]]:
     yield block
 
 
-def _broken_image(broken: LeftOut) -> DataError:
+def _broken_image_error(broken: SkippedSample) -> DataError:
     absent = broken.reason == "there is no such file"
     return DataError(
         "The manifest names an image whose file is not there." if absent else "An image is broken.",
@@ -308,7 +313,7 @@ def _broken_image(broken: LeftOut) -> DataError:
     )
 
 
-def _write(folder: Path, arrays: dict[str, NDArray[Any]], summary: IndexSummary) -> None:
+def _write_index(folder: Path, arrays: dict[str, NDArray[Any]], summary: IndexSummary) -> None:
     import shutil
 
     if folder.exists() and not (folder / "index.json").is_file():

@@ -25,14 +25,14 @@ NONE = -1
 
 def forward_ns(load: SampleLoad, rows: SampleRows, chosen: Ints) -> Ints:
     """(len(chosen),) nanoseconds of the forward pass of each of these rows on a stage with this load."""
-    tokens = rows.of(rows.counts[load.space], chosen).astype(np.float64)
-    squares = rows.of(rows.squares[load.space], chosen).astype(np.float64)
+    tokens = rows.values_of(rows.counts[load.space], chosen).astype(np.float64)
+    squares = rows.values_of(rows.squares[load.space], chosen).astype(np.float64)
     time_s = load.row_s + load.token_s * tokens + load.square_s * squares
     return np.rint(time_s * 1e9).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class MicrobatchBlock:
     """The positions of the batch that repeat: as many microbatches as every stage takes a whole number of."""
 
     blocks: int
@@ -49,7 +49,7 @@ class Block:
     "(rows,): rows of different components never meet on a replica; each component is a pipeline of its own."
 
 
-def block_of(shape: BatchShape) -> Block:
+def block_of(shape: BatchShape) -> MicrobatchBlock:
     """The block of a plan's cut."""
     length = math.lcm(*shape.multiples)
     rows = shape.batch // shape.microbatches * length
@@ -61,24 +61,24 @@ def block_of(shape: BatchShape) -> Block:
         counts = np.zeros(length // shape.multiples[stage] * len(shares), dtype=np.int64)
         for microbatch in range(length // shape.multiples[stage]):
             for replica in range(len(shares)):
-                start, stop = shape.run(stage, microbatch, replica)
+                start, stop = shape.batch_run(stage, microbatch, replica)
                 owner[start:stop] = microbatch * len(shares) + replica
                 counts[microbatch * len(shares) + replica] = stop - start
         owners.append(owner)
         weights.append(counts[counts > 0].mean() / np.maximum(counts, 1) * len(shares) / len(shape.shares[stage]))
     _, cell = np.unique(np.stack(owners), axis=1, return_inverse=True)
-    return Block(
+    return MicrobatchBlock(
         blocks=shape.batch // rows,
         rows=rows,
         owner=tuple(owners),
         replicas=tuple(map(len, owning)),
         weight=tuple(weights),
         cell=np.asarray(cell, dtype=np.int64).reshape(-1),
-        component=_components(owners, [len(shares) for shares in owning]),
+        component=_connected_components(owners, [len(shares) for shares in owning]),
     )
 
 
-def stage_times_ns(block: Block, stage: int, times_ns: Ints, where: NDArray[np.bool_] | None = None) -> Ints:
+def stage_times_ns(block: MicrobatchBlock, stage: int, times_ns: Ints, where: NDArray[np.bool_] | None = None) -> Ints:
     """(blocks,): what a block takes on a stage, its slowest replica; microbatches of the block one after the other.
 
     `times_ns`: (batch,) of the rows, by position. `where`: (rows,) the positions of a block that count.
@@ -98,12 +98,14 @@ def microbatch_sums(
     """What a cost model needs of the rows at the positions of a batch, by (microbatch of the stage, replica):
     `rows`, `tokens`, `squares` and `images`, each an array of that shape."""
     microbatches, replicas = shape.stage_microbatches(stage), len(shape.shares[stage])
-    runs = [shape.run(stage, microbatch, replica) for microbatch in range(microbatches) for replica in range(replicas)]
+    runs = [
+        shape.batch_run(stage, microbatch, replica) for microbatch in range(microbatches) for replica in range(replicas)
+    ]
     columns = {
         "rows": np.ones_like(chosen),
-        "tokens": rows.of(rows.counts[space], chosen),
-        "squares": rows.of(rows.squares[space], chosen),
-        "images": rows.of(rows.images, chosen),
+        "tokens": rows.values_of(rows.counts[space], chosen),
+        "squares": rows.values_of(rows.squares[space], chosen),
+        "images": rows.values_of(rows.images, chosen),
     }
     return {name: _run_sums(values, runs).reshape(microbatches, replicas) for name, values in columns.items()}
 
@@ -115,7 +117,7 @@ def _run_sums(values: Ints, runs: Sequence[tuple[int, int]]) -> Ints:
     return found
 
 
-def _components(owners: Sequence[Ints], replicas: Sequence[int]) -> Ints:
+def _connected_components(owners: Sequence[Ints], replicas: Sequence[int]) -> Ints:
     """(rows,) numbers of connected rows, counted from 0 in order of their first row: two rows are connected where one
     replica of some stage works on both, in the same or in different microbatches."""
     label = np.arange(len(owners[0]), dtype=np.int64)

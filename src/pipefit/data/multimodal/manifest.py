@@ -23,7 +23,7 @@ _JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SamplePart:
     """A piece of a sample, in the order of its sequence."""
 
     kind: PartKind
@@ -34,16 +34,16 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ManifestSample:
     """One row of a manifest."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[SamplePart, ...]
     where: str
     "File and line or row, for messages."
 
 
-def shown(text: str) -> str:
+def printable_name(text: str) -> str:
     """A name that can be printed and written as UTF-8: names of files may hold bytes that are none."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
@@ -53,20 +53,20 @@ def is_manifest(path: Path) -> bool:
     return path.suffix in _JSONL + _PARQUET
 
 
-def read_manifest(path: Path) -> Iterator[Sample]:
+def read_manifest(path: Path) -> Iterator[ManifestSample]:
     """The samples in their order. Raises DataError for a row that is not what a manifest has."""
     if path.suffix in _PARQUET:
         columns = column_values(path, ("id", "parts"), optional=("id",))
         for number, row in enumerate(columns):
-            yield _sample(row, f"{path}, row {number}", str(number))
+            yield _parse_sample(row, f"{path}, row {number}", str(number))
         return
     if path.suffix not in _JSONL:
         raise DataError("This is no manifest.", where=str(path), allowed=", ".join(_JSONL + _PARQUET))
     for number, row in json_lines(path, allowed=_LINE):
-        yield _sample(row, f"{path}, line {number}", str(number))
+        yield _parse_sample(row, f"{path}, line {number}", str(number))
 
 
-def _sample(row: Any, where: str, number: str) -> Sample:
+def _parse_sample(row: Any, where: str, number: str) -> ManifestSample:
     if not isinstance(row, Mapping) or not isinstance(row.get("parts"), (list, tuple)) or not len(row["parts"]):
         raise DataError(
             "The row of the manifest has no parts.",
@@ -74,12 +74,12 @@ def _sample(row: Any, where: str, number: str) -> Sample:
             seen=", ".join(map(repr, row)) if isinstance(row, Mapping) else type(row).__name__,
             allowed='a field "parts" with a list of texts and images that is not empty',
         )
-    parts = tuple(_part(part, f"{where}, part {index}") for index, part in enumerate(row["parts"]))
+    parts = tuple(_parse_part(part, f"{where}, part {index}") for index, part in enumerate(row["parts"]))
     name = row.get("id")
-    return Sample(name=number if name is None else str(name), parts=parts, where=where)
+    return ManifestSample(name=number if name is None else str(name), parts=parts, where=where)
 
 
-def _part(part: Any, where: str) -> Part:
+def _parse_part(part: Any, where: str) -> SamplePart:
     """Absent fields may stand there as null, as parquet has them."""
     known = {str(key): value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     kinds = [kind for kind in _KINDS if kind in known]
@@ -92,4 +92,4 @@ def _part(part: Any, where: str) -> Part:
             seen=repr(part)[:80],
             allowed='{"text": ...} (with "learn": false where it is no label), {"image": PATH} or {"generate": PATH}',
         )
-    return Part(kind=kinds[0], value=known[kinds[0]], learn=learn)
+    return SamplePart(kind=kinds[0], value=known[kinds[0]], learn=learn)

@@ -1,8 +1,9 @@
 """Ordering: in which order a pipeline takes its microbatches, where their times differ.
 
 `fill_intervals` is DistTrain's rule (Zhang et al., 2024, section 5.3, as its follow-ups read it): under 1F1B the first
-stage does one forward between two backwards, so each is chosen to fill its interval. `improved` then tries exchanges
-on the simulator's task graph, which knows the plan's own order of actions. Both are functions of the times alone.
+stage does one forward between two backwards, so each is chosen to fill its interval. `improve_order` then tries
+exchanges on the simulator's task graph, which knows the plan's own order of actions. Both are functions of the times
+alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipefit.data.multimodal.loads import Ints
 from pipefit.data.permutation import make_key
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.problem import Problem, linear
+from pipefit.schedule.problem import ScheduleProblem, linear_placement
 from pipefit.schedule.taskgraph.compile import TaskGraph, compile_graph
 from pipefit.schedule.taskgraph.table import B, F, I, W
 from pipefit.schedule.taskgraph.times import run_sweep
@@ -29,14 +30,16 @@ _COMPILED_FROM = 500_000
 """Waits of tasks that are looked at, over all tries, from which it pays to import numba."""
 
 
-class Pipeline:
+class PipelineTimes:
     """The makespan of one iteration, by the simulator's task graph; transfers take no time here."""
 
     def __init__(self, stages: int, microbatches: int, schedule: Schedule | None = None, tries: int = 0) -> None:
         """`schedule`: computed or lowered; None is 1F1B with a lane for every stage. `tries`: how often, about, the
         makespan of one batch will be asked for: whether compiling pays."""
         if schedule is None:
-            schedule = FAMILIES["1f1b"].build(Problem(placement=linear(stages), microbatches=microbatches))
+            schedule = FAMILIES["1f1b"].build(
+                ScheduleProblem(placement=linear_placement(stages), microbatches=microbatches)
+            )
         graph = compile_graph(schedule)
         self._graph: TaskGraph = graph
         self._slices = schedule.slices
@@ -54,22 +57,22 @@ class Pipeline:
         return float(run_sweep(self._graph, duration, self._transit, self._compiled).moment_s.max())
 
 
-def ordered(pipeline: Pipeline, forward_ns: Ints, backward_ns: Ints, swaps: int) -> Ints:
+def order_microbatches(pipeline: PipelineTimes, forward_ns: Ints, backward_ns: Ints, swaps: int) -> Ints:
     """The order, as positions before, in which to take the microbatches: the better of the one they have and
     `fill_intervals`, then `swaps` exchanges. `forward_ns`, `backward_ns`: (stages, microbatches)."""
 
-    def makespan(order: Ints) -> float:
+    def order_makespan(order: Ints) -> float:
         return pipeline.makespan_ns(forward_ns[:, order], backward_ns[:, order])
 
     count = forward_ns.shape[1]
     as_it_is = np.arange(count, dtype=np.int64)
     if (forward_ns == forward_ns[:, :1]).all() and (backward_ns == backward_ns[:, :1]).all():
         return as_it_is
-    start = min(as_it_is, fill_intervals(forward_ns, backward_ns), key=makespan)
-    return improved(start, makespan, swaps)
+    start = min(as_it_is, fill_intervals(forward_ns, backward_ns), key=order_makespan)
+    return improve_order(start, order_makespan, swaps)
 
 
-def improved(order: Ints, makespan: Makespan, tries: int) -> Ints:
+def improve_order(order: Ints, makespan: Makespan, tries: int) -> Ints:
     """The order after `tries` exchanges of two places, each kept if it shortens the iteration. Which places is a
     function of the number of the try."""
     best, best_s = order.copy(), makespan(order)
@@ -97,28 +100,28 @@ def fill_intervals(forward_ns: Ints, backward_ns: Ints) -> Ints:
     sizes = forward_ns[0]
     by_size = np.lexsort((np.arange(count), sizes)).tolist()
     tail = by_size[1 : min(stages, count)]
-    chain = _Chain(forward_ns, backward_ns)
-    chain.take(by_size[0])
+    chain = _StageChain(forward_ns, backward_ns)
+    chain.take_microbatch(by_size[0])
     left = by_size[min(stages, count) :]
     warm = min(stages - 1, len(left))
     room = float((forward_ns + backward_ns)[1:, by_size[0]].sum())
     for remaining in range(warm, 0, -1):
-        chain.take(_closest(left, sizes, room / remaining))
+        chain.take_microbatch(_pop_closest(left, sizes, room / remaining))
         room -= float(sizes[chain.order[-1]])
     while left:
         interval = len(chain.order) - stages + 1
         room = chain.gradient_arrives(interval) - chain.backward_ends(interval - 1)
-        chain.take(_closest(left, sizes, room))
+        chain.take_microbatch(_pop_closest(left, sizes, room))
     return np.array([*chain.order, *reversed(tail)], dtype=np.int64)
 
 
-def _closest(left: list[int], sizes: Ints, wanted: float) -> int:
+def _pop_closest(left: list[int], sizes: Ints, wanted: float) -> int:
     """Take out of `left`, which ascends by size, the one that is closest; the smaller on a tie."""
     place = int(np.argmin(np.abs(sizes[left] - wanted)))
     return left.pop(place)
 
 
-class _Chain:
+class _StageChain:
     """1F1B on a chain, as far as its microbatches are known: ends of forwards and backwards by stage and place."""
 
     def __init__(self, forward_ns: Ints, backward_ns: Ints) -> None:
@@ -127,7 +130,7 @@ class _Chain:
         self.order: list[int] = []
         self._ends: dict[tuple[str, int, int], float] = {}
 
-    def take(self, microbatch: int) -> None:
+    def take_microbatch(self, microbatch: int) -> None:
         self.order.append(microbatch)
 
     def forward_ends(self, place: int, stage: int = 0) -> float:

@@ -8,30 +8,35 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipefit.data.multimodal.arrange import arranged
+from pipefit.data.multimodal.arrange import arrange_rows
 from pipefit.data.multimodal.loads import Ints
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
 from pipefit.data.stepplan import BatchShape
-from pipefit.plan.request.sampled_batches import Samples, Shares
-from pipefit.plan.types import Arranging
+from pipefit.plan.request.sampled_batches import SampledBatches, Shares
+from pipefit.plan.types import SampleArrangement
 from pipefit.schedule.actions import Schedule
 
 
-def sampled(rows: SampleRows, batch: int, batches: int, seed: int = 0, where: str = "data") -> Samples:
+def sample_batches(rows: SampleRows, batch: int, batches: int, seed: int = 0, where: str = "data") -> SampledBatches:
     """The first `batches` global batches of a run with this seed. Raises DataError if the rows do not fill one."""
     rows.require_batch(batch, where)
     chosen = rows.training_rows(np.arange(batch * batches, dtype=np.int64), seed).reshape(batches, batch)
     spaces = [space for space in (PATCHES, LATENTS) if rows.counts[space].any()]
-    return Samples(
-        tokens={space: rows.of(rows.counts[space], chosen) for space in spaces},
-        squares={space: rows.of(rows.squares[space], chosen) for space in spaces},
+    return SampledBatches(
+        tokens={space: rows.values_of(rows.counts[space], chosen) for space in spaces},
+        squares={space: rows.values_of(rows.squares[space], chosen) for space in spaces},
         images={space: [rows.images_in(space, each) for each in chosen] for space in spaces if rows.image_tokens},
         note=f"samples: {batches} global batches of {where}",
     )
 
 
 def arranged_samples(
-    samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int, schedule: Schedule | None = None
+    samples: SampledBatches,
+    batch: int,
+    arranging: SampleArrangement,
+    shares: Shares,
+    count: int,
+    schedule: Schedule | None = None,
 ) -> Ints:
     """For every position of the batch, which of its samples stands there (see
     `pipefit.plan.request.sampled_batches.Arrange`): as a run arranges it whose stages have these shares, with this
@@ -48,10 +53,10 @@ def arranged_samples(
         arranging=arranging,
         schedule=schedule,
     )
-    return arranged(shape, rows_of_samples(samples, batch), np.arange(size, dtype=np.int64))
+    return arrange_rows(shape, rows_of_samples(samples, batch), np.arange(size, dtype=np.int64))
 
 
-def rows_of_samples(samples: Samples, batch: int) -> SampleRows:
+def rows_of_samples(samples: SampledBatches, batch: int) -> SampleRows:
     """The samples of one batch as rows by number."""
     size = next((table.shape[1] for table in samples.tokens.values()), 0)
     zeros = np.zeros(size, dtype=np.int64)

@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, Index
-from pipefit.data.rows import NO_ROW, Rows, check_held_out
+from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, SampleIndex
+from pipefit.data.rows import NO_ROW, RowSplit, check_held_out
 from pipefit.errors import DataError
 
 SAMPLES, PATCHES, LATENTS = "samples", "patches", "latents"
@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampleRows(Rows):
+class SampleRows(RowSplit):
     """Rows by number, with what is known of each."""
 
     samples: Ints
@@ -48,11 +48,11 @@ class SampleRows(Rows):
     too_long: int
     "Samples that were left out because they are longer than the sequence."
 
-    def labels(self, rows: Ints) -> Ints:
+    def count_labels(self, rows: Ints) -> Ints:
         """See Rows.labels."""
-        return self.of(self.label_counts, rows)
+        return self.values_of(self.label_counts, rows)
 
-    def of(self, values: Ints, rows: Ints) -> Ints:
+    def values_of(self, values: Ints, rows: Ints) -> Ints:
         """The values of these rows; 0 for NO_ROW."""
         return np.where(rows == NO_ROW, 0, values[np.maximum(rows, 0)]).astype(np.int64)
 
@@ -63,7 +63,7 @@ class SampleRows(Rows):
 
 
 def rows_of_index(
-    index: Index,
+    index: SampleIndex,
     sequence: int,
     *,
     batch: int = 1,
@@ -78,17 +78,19 @@ def rows_of_index(
     samples into a row as fit; `images`: the tokens of every image are to be known, too. Raises DataError for a sample
     that is longer than the sequence, unless `on_long` is `skip`, and where no rows are left to train on.
     """
-    per_sample = _PerSample(index)
+    per_sample = _SampleCounts(index)
     fits = per_sample.lengths <= sequence
     if not fits.all() and on_long == "fail":
-        raise _too_long(index, per_sample.lengths, sequence)
+        raise _too_long_error(index, per_sample.lengths, sequence)
     samples = np.flatnonzero(fits)
-    starts = _packed(per_sample.lengths[samples], sequence) if pack else np.arange(len(samples) + 1, dtype=np.int64)
+    starts = (
+        _packed_starts(per_sample.lengths[samples], sequence) if pack else np.arange(len(samples) + 1, dtype=np.int64)
+    )
     count = len(starts) - 1
-    kept = _held_out(count, batch, held_out, str(index.folder))
+    kept = _held_out_count(count, batch, held_out, str(index.folder))
 
     def by_row(values: Ints) -> Ints:
-        return _sums(values[samples], starts)
+        return _run_sums(values[samples], starts)
 
     return SampleRows(
         count=count,
@@ -109,36 +111,36 @@ def rows_of_index(
         },
         images=by_row(per_sample.images),
         label_counts=by_row(per_sample.labels),
-        latent_values=index.rule(GENERATE).patch_values,
+        latent_values=index.image_rule(GENERATE).patch_values,
         image_tokens={
-            space: (per_sample.image_tokens(kind, samples), _starts(by_row(per_sample.images_of[kind])))
+            space: (per_sample.image_tokens(kind, samples), _run_starts(by_row(per_sample.images_of[kind])))
             for space, kind in (((PATCHES, IMAGE), (LATENTS, GENERATE)) if images else ())
         },
         too_long=int((~fits).sum()),
     )
 
 
-def lengths_of(index: Index) -> Ints:
+def lengths_of(index: SampleIndex) -> Ints:
     """(samples,) tokens of every sample, a token for each patch among them."""
-    return _PerSample(index).lengths
+    return _SampleCounts(index).lengths
 
 
-class _PerSample:
+class _SampleCounts:
     """Sums over the parts of every sample, (samples,) each."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: SampleIndex) -> None:
         starts = np.asarray(index.sample_parts)
         kinds, _, tokens = np.asarray(index.parts).T
-        self.lengths = _sums(tokens, starts)
-        self.tokens = {kind: _sums(np.where(kinds == kind, tokens, 0), starts) for kind in (IMAGE, GENERATE)}
-        self.squares = {kind: _sums(np.where(kinds == kind, tokens**2, 0), starts) for kind in (IMAGE, GENERATE)}
-        self.images_of = {kind: _sums((kinds == kind).astype(np.int64), starts) for kind in (IMAGE, GENERATE)}
+        self.lengths = _run_sums(tokens, starts)
+        self.tokens = {kind: _run_sums(np.where(kinds == kind, tokens, 0), starts) for kind in (IMAGE, GENERATE)}
+        self.squares = {kind: _run_sums(np.where(kinds == kind, tokens**2, 0), starts) for kind in (IMAGE, GENERATE)}
+        self.images_of = {kind: _run_sums((kinds == kind).astype(np.int64), starts) for kind in (IMAGE, GENERATE)}
         self.images = self.images_of[IMAGE] + self.images_of[GENERATE]
         self._parts = starts, kinds, tokens
         learned = np.where((kinds == TEXT) | (kinds == END), tokens, 0)
         # Nothing asks for the first token of a sample.
         first = np.append(learned, 0)[starts[:-1]] > 0
-        self.labels = _sums(learned, starts) - (first & (starts[:-1] < starts[1:]))
+        self.labels = _run_sums(learned, starts) - (first & (starts[:-1] < starts[1:]))
 
     def image_tokens(self, kind: int, samples: Ints) -> Ints:
         """The tokens of every image of a kind in these samples, which ascend."""
@@ -149,19 +151,19 @@ class _PerSample:
         return found
 
 
-def _starts(counts: Ints) -> Ints:
+def _run_starts(counts: Ints) -> Ints:
     """Sums of those before each, and of all."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-def _sums(values: Ints, starts: Ints) -> Ints:
+def _run_sums(values: Ints, starts: Ints) -> Ints:
     """The sum over every run [starts[i], starts[i + 1])."""
-    total = _starts(values)
+    total = _run_starts(values)
     found: Ints = total[starts[1:]] - total[starts[:-1]]
     return found
 
 
-def _packed(lengths: Ints, sequence: int) -> Ints:
+def _packed_starts(lengths: Ints, sequence: int) -> Ints:
     """Where rows start when each takes samples for as long as they fit."""
     ends = np.cumsum(lengths)
     starts = [0]
@@ -171,7 +173,7 @@ def _packed(lengths: Ints, sequence: int) -> Ints:
     return np.array(starts, dtype=np.int64)
 
 
-def _held_out(count: int, batch: int, held_out: float, where: str) -> int:
+def _held_out_count(count: int, batch: int, held_out: float, where: str) -> int:
     check_held_out(held_out, "--held-out")
     kept = int(held_out) if held_out >= 1 else int(count * held_out) // batch * batch
     if kept >= count:
@@ -184,12 +186,12 @@ def _held_out(count: int, batch: int, held_out: float, where: str) -> int:
     return kept
 
 
-def _too_long(index: Index, lengths: Ints, sequence: int) -> DataError:
+def _too_long_error(index: SampleIndex, lengths: Ints, sequence: int) -> DataError:
     long = np.flatnonzero(lengths > sequence)
     first = int(long[0])
     return DataError(
         "A sample is longer than the sequence.",
-        where=f"{index.folder}, sample {index.name(first)}",
+        where=f"{index.folder}, sample {index.sample_name(first)}",
         seen=f"{lengths[first]} tokens, images among them, for a sequence of {sequence}; "
         f"{len(long)} of {len(lengths)} samples are too long, the longest has {lengths.max()}",
         allowed=f"at most {sequence} tokens",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, Index
+from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, SampleIndex
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.rows import NO_ROW
 
@@ -32,7 +32,7 @@ class ImageUse(NamedTuple):
     tokens: int
 
 
-class Sequence(NamedTuple):
+class RowSequence(NamedTuple):
     """One row, T = the sequence; places beyond its samples are empty."""
 
     tokens_T: Ints
@@ -47,7 +47,7 @@ class Sequence(NamedTuple):
     "Where the latent patches that are generated stand, in their order."
 
 
-def sequence_of(index: Index, rows: SampleRows, row: int, left_out: Set[int] = NONE) -> Sequence:
+def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[int] = NONE) -> RowSequence:
     """The arrays of one row without the samples that are `left_out`; NO_ROW is an empty one."""
     sequence = rows.sequence
     tokens_T, labels_T = np.zeros(sequence, dtype=np.int64), np.full(sequence, IGNORE, dtype=np.int64)
@@ -56,10 +56,10 @@ def sequence_of(index: Index, rows: SampleRows, row: int, left_out: Set[int] = N
     at = 0
     for sample in samples_of(rows, row, left_out):
         begin = at
-        for kind, first, count in _parts(index, sample):
+        for kind, first, count in _sample_parts(index, sample):
             stop = at + count
             if kind in places:
-                tokens_T[at:stop] = _placeholder(index, kind)
+                tokens_T[at:stop] = _placeholder_token(index, kind)
                 places[kind].append(np.arange(at, stop, dtype=np.int64))
             else:
                 tokens_T[at:stop] = index.tokens[first : first + count]
@@ -68,16 +68,16 @@ def sequence_of(index: Index, rows: SampleRows, row: int, left_out: Set[int] = N
                 labels_T[asked - 1 : stop - 1] = tokens_T[asked:stop]
             at = stop
         starts_T[begin:] = begin
-    return Sequence(
+    return RowSequence(
         tokens_T, labels_T, starts_T, np.concatenate(places[IMAGE]), np.concatenate(places[GENERATE])
     )  # fmt: skip
 
 
-def images_of(index: Index, rows: SampleRows, row: int, kind: int, left_out: Set[int] = NONE) -> list[ImageUse]:
+def images_of(index: SampleIndex, rows: SampleRows, row: int, kind: int, left_out: Set[int] = NONE) -> list[ImageUse]:
     """The images of this kind in a row, in their order, without those of samples that are `left_out`."""
     found = []
     for sample in samples_of(rows, row, left_out):
-        pictures = [part for part in _parts(index, sample) if part[0] in (IMAGE, GENERATE)]
+        pictures = [part for part in _sample_parts(index, sample) if part[0] in (IMAGE, GENERATE)]
         found += [
             ImageUse(of_kind, image, sample, place, tokens)
             for place, (of_kind, image, tokens) in enumerate(pictures)
@@ -94,12 +94,12 @@ def samples_of(rows: SampleRows, row: int, left_out: Set[int] = NONE) -> list[in
     return [sample for sample in found if sample not in left_out] if left_out else found
 
 
-def _parts(index: Index, sample: int) -> list[list[int]]:
+def _sample_parts(index: SampleIndex, sample: int) -> list[list[int]]:
     start, stop = index.sample_parts[sample : sample + 2]
     found: list[list[int]] = index.parts[start:stop].tolist()
     return found
 
 
-def _placeholder(index: Index, kind: int) -> int:
+def _placeholder_token(index: SampleIndex, kind: int) -> int:
     request = index.summary.request
     return request.image_token if kind == IMAGE else request.generation_token

@@ -1,7 +1,7 @@
 """The step of a multimodal run: which samples it has, in which order, and how many tokens of each space.
 
 The samples of a step are a function of (index, seed, step); their order within the batch, which says who takes which,
-of that and the plan. `arranged` permutes: the samples of a batch stay what they are, under any plan.
+of that and the plan. `arrange_rows` permutes: the samples of a batch stay what they are, under any plan.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipefit.data.multimodal.arrange import arranged
+from pipefit.data.multimodal.arrange import arrange_rows
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, Ints, SampleRows
 from pipefit.data.stepplan import BatchShape, StepPlan, evaluation_plan, step_plan
 from pipefit.plan.types import Plan
@@ -24,28 +24,28 @@ def multimodal_step(plan: Plan | BatchShape, rows: SampleRows, step: int) -> Ste
     Raises DataError if the samples do not fill one batch.
     """
     made = step_plan(plan, rows, step)
-    return counted(replace(made, rows=made.rows[arranged(made.shape, rows, made.rows)]), rows)
+    return count_step(replace(made, rows=made.rows[arrange_rows(made.shape, rows, made.rows)]), rows)
 
 
 def multimodal_evaluation(plan: Plan | BatchShape, rows: SampleRows, index: int) -> StepPlan:
     """Batch `index` of an evaluation over the held-out rows; see `evaluation_plan`."""
-    return counted(evaluation_plan(plan, rows, index), rows)
+    return count_step(evaluation_plan(plan, rows, index), rows)
 
 
-def counted(made: StepPlan, rows: SampleRows) -> StepPlan:
+def count_step(made: StepPlan, rows: SampleRows) -> StepPlan:
     """The same step with its counts and divisors."""
-    counts = {space: rows.of(values, made.rows) for space, values in rows.counts.items()}
+    counts = {space: rows.values_of(values, made.rows) for space, values in rows.counts.items()}
     counts[SAMPLES] = np.full(len(made.rows), rows.sequence, dtype=np.int64)
     images = (
         {space: rows.images_in(space, made.rows) for space in (PATCHES, LATENTS)}
         if "images" in made.shape.divides
         else {}
     )
-    return with_labels(replace(made, counts=counts, images=images), rows, rows.labels(made.rows))
+    return with_labels(replace(made, counts=counts, images=images), rows, rows.count_labels(made.rows))
 
 
 def with_labels(made: StepPlan, rows: SampleRows, labels: Ints) -> StepPlan:
-    """The same step, whose rows have so many `labels` (batch,), with the divisors of its counts."""
+    """The same step, whose rows have so many `count_labels` (batch,), with the divisors of its counts."""
     divisor = max(1, int(labels.sum()))
     latents = int(np.sum(made.counts[LATENTS]))
     divisors = {SAMPLES: divisor, LATENTS: max(1, latents * rows.latent_values)}

@@ -18,21 +18,28 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.multimodal.broken import Broken, OnBroken, broken_since, merged, places_with, without
-from pipefit.data.multimodal.feeds import Arrays, Source, feed_bytes, run_feed
-from pipefit.data.multimodal.images import versions
+from pipefit.data.multimodal.broken import (
+    BrokenImage,
+    OnBroken,
+    broken_since_error,
+    find_places,
+    merge_broken,
+    remove_samples,
+)
+from pipefit.data.multimodal.feeds import ModuleArrays, SampleSource, feed_bytes, run_feed
+from pipefit.data.multimodal.images import decoder_versions
 from pipefit.data.multimodal.index import GENERATE, IMAGE, open_index
 from pipefit.data.multimodal.sample_rows import LATENTS, OnLong, rows_of_index
 from pipefit.data.multimodal.sequence import images_of, samples_of
 from pipefit.data.multimodal.step import multimodal_evaluation, multimodal_step
-from pipefit.data.preparation.pool import Pool
+from pipefit.data.preparation.pool import WorkerPool
 from pipefit.data.stepplan import BatchShape, StepPlan
 from pipefit.errors import DataError
 from pipefit.layout import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class BatchRecipe:
     """All that decides what a run is fed: the plan's cut and arrangement, the index, and how it becomes rows."""
 
     index: str
@@ -47,7 +54,7 @@ class Recipe:
     versions: str = ""
     "What decodes images in the run; where it stands here, a worker that has others refuses."
 
-    def source(self) -> Source:
+    def open_source(self) -> SampleSource:
         """The index and its rows. Raises DataError as `open_index` and `rows_of_index` do, and for another index."""
         index = open_index(Path(self.index))
         if self.digest and index.summary.digest != self.digest:
@@ -60,34 +67,34 @@ class Recipe:
             )
         rows = rows_of_index(
             index,
-            self.shape.sequence,
+            self.shape.sequence_length,
             batch=self.shape.batch,
             held_out=self.held_out,
             pack=self.pack,
             on_long=self.on_long,
             images="images" in self.shape.divides,
         )
-        return Source(index=index, rows=rows, seed=self.shape.seed)
+        return SampleSource(index=index, rows=rows, seed=self.shape.seed)
 
     def open(self) -> Callable[[Any], Any]:
-        """What a worker does with a request (see Maker). Raises DataError as `source` does, and where images would be
-        decoded by other versions."""
-        if self.versions and self.versions != versions():
+        """What a worker does with a request (see Maker). Raises DataError as `open_source` does, and where images
+        would be decoded by other versions."""
+        if self.versions and self.versions != decoder_versions():
             raise DataError(
                 "A worker decodes images with other versions than the run, so their bytes may differ.",
                 where=f"a worker on {platform.node()}",
-                seen=versions(),
+                seen=decoder_versions(),
                 allowed=self.versions,
                 next_step="install the same versions on all hosts",
             )
-        source = self.source()
+        source = self.open_source()
 
-        def make(request: StepRequest | FeedRequest) -> Any:
+        def make_result(request: StepRequest | FeedRequest) -> Any:
             if isinstance(request, StepRequest):
                 return multimodal_step(self.shape, source.rows, request.step)
             return run_feed(source, *request)
 
-        return make
+        return make_result
 
 
 class StepRequest(NamedTuple):
@@ -108,10 +115,10 @@ class FeedRequest(NamedTuple):
     some: Run | None = None
     "Of a stage that divides images: which of those of these rows, without what is left out."
     decode: bool = True
-    "Whether images are decoded; see `Place`."
+    "Whether images are decoded; see `HeldStage`."
 
 
-class Place(NamedTuple):
+class HeldStage(NamedTuple):
     """A stage that this device holds."""
 
     stage: int
@@ -126,14 +133,14 @@ class PreparedStep:
     """One step as one device takes it."""
 
     plan: StepPlan
-    feeds: Mapping[tuple[int, int], Arrays]
+    feeds: Mapping[tuple[int, int], ModuleArrays]
     "(stage, microbatch of the stage) -> its arrays."
 
 
 _ALL_BROKEN = 4
 """So many samples with images, and none of them whole, are no accident."""
 
-Together = Callable[[list[Broken]], list[Broken]]
+Together = Callable[[list[BrokenImage]], list[BrokenImage]]
 """What this device found broken -> what all devices of the run did, the same everywhere. All call it together, once or
 more a step."""
 
@@ -141,27 +148,27 @@ Key = tuple[int, int]
 """(stage, microbatch of the stage)."""
 
 
-class Ahead:
+class StepPrefetcher:
     """The steps of one device's places. `pool` None prepares in the trainer's own process when it asks."""
 
     def __init__(
         self,
-        recipe: Recipe,
-        places: tuple[Place, ...],
-        pool: Pool | None,
+        recipe: BatchRecipe,
+        places: tuple[HeldStage, ...],
+        pool: WorkerPool | None,
         *,
         window: int = 2,
         stop: int | None = None,
         on_broken: OnBroken = "fail",
-        together: Together = merged,
+        together: Together = merge_broken,
     ) -> None:
         """`window`: steps that are prepared ahead, at most, credits permitting; `stop`: there is no such step any more;
         `on_broken` and `together`: what images do that have broken since they were indexed, and how devices agree.
 
-        Raises DataError as `Recipe.source` does. The pool's workers must have been told the same recipe.
+        Raises DataError as `Recipe.open_source` does. The pool's workers must have been told the same recipe.
         """
         self.recipe, self.places = recipe, places
-        self.source = recipe.source()
+        self.source = recipe.open_source()
         self._pool, self._window, self._stop = pool, window, stop
         self._on_broken, self._together = on_broken, together
         self._next: int | None = None
@@ -172,57 +179,57 @@ class Ahead:
         "Seconds that the trainer waited for each step that it took."
         self.left_out: frozenset[int] = frozenset()
         "Samples that the run goes on without, for their images are broken: the same on all devices."
-        self.found: list[Broken] = []
+        self.found: list[BrokenImage] = []
         "The images for which samples were left out since this began."
 
-    def prepare_by(self, pool: Pool | None) -> None:
+    def prepare_by(self, pool: WorkerPool | None) -> None:
         """Have the steps to come made by this pool, whose workers know the same recipe."""
         self._pool = pool
 
-    def leave_out(self, samples: Collection[int]) -> None:
+    def skip_samples(self, samples: Collection[int]) -> None:
         """Go on without these samples, too, as a run did before its checkpoint."""
         self.left_out |= frozenset(samples)
 
-    def take(self, step: int) -> PreparedStep:
+    def take_step(self, step: int) -> PreparedStep:
         """A step. The one after the last is ready soonest; any other starts preparation there. Raises
         BrokenSinceError, on all devices, where any of them has found a broken image and `on_broken` is `fail`."""
         began_s = time.perf_counter()
         if self._pool is None:
             plan = multimodal_step(self.recipe.shape, self.source.rows, step)
-            requested = dict(self._requests(plan))
+            requested = dict(self._feed_requests(plan))
             feeds = {key: run_feed(self.source, *request) for key, request in requested.items()}
         else:
-            plan, requested, feeds = self._pooled(step, self._pool)
-        prepared = self._settled(plan, requested, feeds, f"step {step + 1}")
+            plan, requested, feeds = self._take_from_pool(step, self._pool)
+        prepared = self._agree_on_broken(plan, requested, feeds, f"step {step + 1}")
         self.waited_s.append(time.perf_counter() - began_s)
         return prepared
 
     def evaluation(self, index: int) -> PreparedStep:
-        """Batch `index` of an evaluation, made here: its images are the same every time. Raises as `take` does."""
+        """Batch `index` of an evaluation, made here: its images are the same every time. Raises as `take_step` does."""
         plan = multimodal_evaluation(self.recipe.shape, self.source.rows, index)
-        requested = dict(self._requests(plan))
+        requested = dict(self._feed_requests(plan))
         feeds = {key: run_feed(self.source, *request) for key, request in requested.items()}
-        return self._settled(plan, requested, feeds, f"batch {index + 1} of the evaluation")
+        return self._agree_on_broken(plan, requested, feeds, f"batch {index + 1} of the evaluation")
 
-    def _settled(
-        self, plan: StepPlan, requested: dict[Key, FeedRequest], feeds: dict[Key, Arrays], when: str
+    def _agree_on_broken(
+        self, plan: StepPlan, requested: dict[Key, FeedRequest], feeds: dict[Key, ModuleArrays], when: str
     ) -> PreparedStep:
         """The step without the samples that are left out, once no device finds any more. What was asked for before one
         of its samples was left out is made again, here."""
         while True:
-            for key, request in self._requests(plan):
+            for key, request in self._feed_requests(plan):
                 if (request.left_out, request.some) != (requested[key].left_out, requested[key].some):
                     requested[key], feeds[key] = request, run_feed(self.source, *request)
             found = self._together([each for arrays in feeds.values() for each in arrays.broken])
             if not found:
-                return PreparedStep(plan=self._without(plan), feeds=feeds)
+                return PreparedStep(plan=self._without_skipped(plan), feeds=feeds)
             if self._on_broken == "fail":
-                raise broken_since(found, when)
+                raise broken_since_error(found, when)
             self.found += found
-            self.leave_out([each.sample for each in found])
-            self._require_some(plan, found, when)
+            self.skip_samples([each.sample for each in found])
+            self._require_readable(plan, found, when)
 
-    def _require_some(self, plan: StepPlan, found: list[Broken], when: str) -> None:
+    def _require_readable(self, plan: StepPlan, found: list[BrokenImage], when: str) -> None:
         """Raises BrokenSinceError, on all devices, where not one image of several samples can be read: a disk is gone,
         or the index was moved without its images."""
         index, rows = self.source.index, self.source.rows
@@ -233,12 +240,14 @@ class Ahead:
             for use in images_of(index, rows, row, kind)
         }
         if len(with_images) >= _ALL_BROKEN and with_images <= self.left_out:
-            raise broken_since(found, f"{when}, whose samples with images are all broken")
+            raise broken_since_error(found, f"{when}, whose samples with images are all broken")
 
-    def _without(self, plan: StepPlan) -> StepPlan:
-        return without(plan, self.source.index, self.source.rows, self.left_out) if self.left_out else plan
+    def _without_skipped(self, plan: StepPlan) -> StepPlan:
+        return remove_samples(plan, self.source.index, self.source.rows, self.left_out) if self.left_out else plan
 
-    def _pooled(self, step: int, pool: Pool) -> tuple[StepPlan, dict[Key, FeedRequest], dict[Key, Arrays]]:
+    def _take_from_pool(
+        self, step: int, pool: WorkerPool
+    ) -> tuple[StepPlan, dict[Key, FeedRequest], dict[Key, ModuleArrays]]:
         if self._next != step:
             pool.clear()
             self._plans.clear()
@@ -255,32 +264,32 @@ class Ahead:
         self._feed_to(last, pool, step)  # what was put in order meanwhile is made while the trainer is at this step
         return self._plans.pop(step), requested, feeds
 
-    def _feed_to(self, last: int, pool: Pool, step: int) -> None:
+    def _feed_to(self, last: int, pool: WorkerPool, step: int) -> None:
         """Ask for the arrays of all steps up to `last` that are in order; `step` is waited for."""
         while self._fed <= last and (self._fed == step or pool.is_done(("step", self._fed))):
             self._plans[self._fed] = pool.take(("step", self._fed))
             self._add_feeds(pool, self._plans[self._fed])
             self._fed += 1
 
-    def _add_feeds(self, pool: Pool, plan: StepPlan) -> None:
-        self._requested[plan.step] = dict(self._requests(plan))
+    def _add_feeds(self, pool: WorkerPool, plan: StepPlan) -> None:
+        self._requested[plan.step] = dict(self._feed_requests(plan))
         for key, request in self._requested[plan.step].items():
-            rule = self.source.index.rule(GENERATE if request.space == LATENTS else IMAGE)
+            rule = self.source.index.image_rule(GENERATE if request.space == LATENTS else IMAGE)
             size_bytes = feed_bytes(
                 self.source.rows, request.space, request.rows, rule.patch_values, request.some, request.decode
             )
             pool.add(("feed", plan.step, *key), request, size_bytes, request.space)
 
-    def _requests(self, plan: StepPlan) -> Iterator[tuple[Key, FeedRequest]]:
-        plan = self._without(plan)
+    def _feed_requests(self, plan: StepPlan) -> Iterator[tuple[Key, FeedRequest]]:
+        plan = self._without_skipped(plan)
         for stage, space, replica, decode in self.places:
-            for microbatch in plan.shape.units(stage):
-                start, stop = plan.run(stage, microbatch, replica)
+            for microbatch in plan.shape.own_units(stage):
+                start, stop = plan.batch_run(stage, microbatch, replica)
                 rows, some = plan.rows[start:stop], plan.image_run(stage, space, microbatch, replica)
-                left_out = self._left_out_of(rows)
+                left_out = self._skipped_in(rows)
                 yield (stage, microbatch), FeedRequest(space, plan.step, rows, start, left_out, some, decode)
 
-    def _left_out_of(self, rows: NDArray[np.int64]) -> frozenset[int]:
+    def _skipped_in(self, rows: NDArray[np.int64]) -> frozenset[int]:
         known, chosen = self.source.rows, rows.tolist()
-        places = places_with(known, chosen, self.left_out)
+        places = find_places(known, chosen, self.left_out)
         return self.left_out & {sample for place in places for sample in samples_of(known, chosen[place])}

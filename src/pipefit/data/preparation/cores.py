@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipefit.data.multimodal.feeds import DECODED
 from pipefit.data.multimodal.fits import data_inputs
 from pipefit.data.multimodal.images import BrokenImageError, ImageSize, read_patches
-from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
+from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex
 from pipefit.data.multimodal.sample_rows import PATCHES, SampleRows
 from pipefit.data.stepplan import batch_shape
 from pipefit.model.graph import Model
@@ -39,14 +39,14 @@ class ImageRate:
     measured: int = 0
     "Images that it was fitted to."
 
-    def seconds(self, pixels: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    def decode_seconds(self, pixels: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """For images of so many pixels in their files, which become so many tokens."""
         result: NDArray[np.float64] = self.image_s + self.pixel_s * pixels + self.patch_s * tokens
         return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
+class CoreDemand:
     """What preparation needs, to stand beside the devices of a plan."""
 
     cores: int
@@ -58,7 +58,7 @@ class Cores:
     copies: float = 1.0
     "Devices that decode an image, each for itself, on average."
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """In a line."""
         often = f", each decoded by {self.copies:.3g} devices," if self.copies != 1 else ""
         return (
@@ -67,30 +67,30 @@ class Cores:
         )
 
 
-def image_sizes(index: Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def image_sizes(index: SampleIndex) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(pixels of the file, tokens) of every use of an image in the index."""
-    uses = _uses(index)
+    uses = _image_uses(index)
     sizes = np.asarray(index.images)[uses[:, 1]]
     return sizes[:, 0] * sizes[:, 1], uses[:, 2]
 
 
-def measured_rate(index: Index, images: int = 64) -> ImageRate:
+def measured_rate(index: SampleIndex, images: int = 64) -> ImageRate:
     """Decode some images of the index, evenly spread, on one core, and fit the rate (least squares, none below 0).
 
     Images that cannot be read are passed over; without any, all rates are 0.
     """
-    uses = _uses(index)
+    uses = _image_uses(index)
     rows = []
     for place in np.unique(np.linspace(0, len(uses) - 1, min(images, len(uses))).astype(np.int64)):
         kind, image, tokens = uses[place].tolist()
         size = ImageSize(*index.images[image].tolist())
         began_s = time.process_time()
         try:
-            read_patches(index.image_path(image), size, index.rule(kind))
+            read_patches(index.image_path(image), size, index.image_rule(kind))
         except BrokenImageError:
             continue
         rows.append((1.0, float(size.width * size.height), float(tokens), time.process_time() - began_s))
-    return _fitted(np.array(rows)) if rows else ImageRate(image_s=0, pixel_s=0, patch_s=0)
+    return _fit_rate(np.array(rows)) if rows else ImageRate(image_s=0, pixel_s=0, patch_s=0)
 
 
 def takes_decoded(model: Model, stage: Stage) -> bool:
@@ -99,35 +99,35 @@ def takes_decoded(model: Model, stage: Stage) -> bool:
     return not data_inputs(model, module.layers[slice(*stage.layers)]).keys().isdisjoint(DECODED.get(stage.space, ()))
 
 
-def copies(plan: Plan, model: Model) -> dict[str, float]:
+def decoding_copies(plan: Plan, model: Model) -> dict[str, float]:
     """Packed space -> how many devices decode an image of it: the shards of a replica, in every stage that takes its
     pixels. Where stages take turns, each has its part of the images."""
     shape, found = batch_shape(plan), dict.fromkeys(DECODED, 0.0)
     for number, stage in enumerate(plan.stages):
         if takes_decoded(model, stage):
-            group, part = plan.stage_group(number), len(shape.units(number)) / shape.stage_microbatches(number)
-            found[stage.space] += part * group.size / group.axis("replica").size
+            group, part = plan.stage_mesh(number), len(shape.own_units(number)) / shape.stage_microbatches(number)
+            found[stage.space] += part * group.size / group.find_axis("replica").size
     return found
 
 
 def cores_needed(
-    index: Index,
+    index: SampleIndex,
     rows: SampleRows,
     batch: int,
     step_s: float,
     rate: ImageRate,
     copies: Mapping[str, float] | None = None,
-) -> Cores:
-    """The cores with which preparation keeps up with steps of `step_s` seconds of `batch` rows, on average; `copies`:
-    see there, once each where it is None."""
-    seconds = rate.seconds(*image_sizes(index))
+) -> CoreDemand:
+    """The cores with which preparation keeps up with steps of `step_s` seconds of `batch` rows, on average;
+    `decoding_copies`: see there, once each where it is None."""
+    seconds = rate.decode_seconds(*image_sizes(index))
     times = np.ones(len(seconds))
     for space, often in (copies or {}).items():
-        times[_uses(index)[:, 0] == (IMAGE if space == PATCHES else GENERATE)] = often
+        times[_image_uses(index)[:, 0] == (IMAGE if space == PATCHES else GENERATE)] = often
     images = batch * float(rows.images.mean())
     image_s = float(seconds.mean()) if len(seconds) else 0.0
     work_s = float((seconds * times).mean()) if len(seconds) else 0.0
-    return Cores(
+    return CoreDemand(
         cores=cores_for(images, work_s, step_s),
         images=images,
         image_s=image_s,
@@ -141,14 +141,14 @@ def cores_for(images: float, image_s: float, step_s: float) -> int:
     return math.ceil(images * image_s / step_s * MARGIN - 1e-9) if images else 0
 
 
-def _uses(index: Index) -> NDArray[np.int64]:
+def _image_uses(index: SampleIndex) -> NDArray[np.int64]:
     """(uses of images, 3) of the index's parts."""
     parts = np.asarray(index.parts)
     found: NDArray[np.int64] = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)]
     return found
 
 
-def _fitted(rows: NDArray[np.float64]) -> ImageRate:
+def _fit_rate(rows: NDArray[np.float64]) -> ImageRate:
     """Non-negative least squares of the last column by the others, each scaled to its mean."""
     from scipy.optimize import nnls
 

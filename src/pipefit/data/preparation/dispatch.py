@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.data.preparation.executor import Died, Event, Finished, Key, Starting, Up
+from pipefit.data.preparation.executor import Event, Key, TaskFinished, WorkerDied, WorkerReady, WorkerStarting
 from pipefit.errors import DataError, PipefitError
 
 _REMEMBERED = 64
@@ -22,7 +22,7 @@ _REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class DispatchLimits:
     """How much and how long."""
 
     credit_bytes: int = 1 << 30
@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartTask:
     """Give this worker this task."""
 
     worker: int
@@ -49,17 +49,17 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillWorker:
     """End this worker."""
 
     worker: int
 
 
-Instruction = Start | Kill
+Instruction = StartTask | KillWorker
 
 
 @dataclass(slots=True)
-class _Task:
+class _PreparationTask:
     key: Key
     request: Any
     size_bytes: int
@@ -73,7 +73,7 @@ class _Task:
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
+class TaskCounts:
     """What happened, for reports."""
 
     done: int = 0
@@ -83,16 +83,17 @@ class Counts:
     killed: int = 0
 
 
-class Dispatcher:
-    """Tasks and workers. `handle` and `add` change the state; `instructions` says what is to be done next."""
+class TaskDispatcher:
+    """Tasks and workers. `handle_event` and `add_task` change the state; `next_instructions` says what is to be done
+    next."""
 
-    def __init__(self, limits: Limits, workers: int) -> None:
+    def __init__(self, limits: DispatchLimits, workers: int) -> None:
         """`workers`: how many there are when none is being replaced."""
-        self.limits, self.counts, self._workers = limits, Counts(), workers
-        self._tasks: dict[Key, _Task] = {}
-        self._waiting: deque[_Task] = deque()
+        self.limits, self.counts, self._workers = limits, TaskCounts(), workers
+        self._tasks: dict[Key, _PreparationTask] = {}
+        self._waiting: deque[_PreparationTask] = deque()
         self._idle: list[int] = []
-        self._busy: dict[int, _Task | None] = {}
+        self._busy: dict[int, _PreparationTask | None] = {}
         "What each worker does; None for a task that nobody wants any more."
         self._began_s: dict[int, float] = {}
         "When each worker began what it does."
@@ -106,17 +107,17 @@ class Dispatcher:
         self._deaths = 0
         "Since a worker was last there, or did a task."
 
-    def add(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
+    def add_task(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
         """A task, behind all others. What a task takes is expected from others of its kind."""
         assert key not in self._tasks, f"task {key} twice"
-        task = _Task(key, request, size_bytes, kind)
+        task = _PreparationTask(key, request, size_bytes, kind)
         self._tasks[key] = task
         self._waiting.append(task)
 
     def is_done(self, key: Key) -> bool:
         return self._tasks[key].done
 
-    def take(self, key: Key) -> Any:
+    def take_result(self, key: Key) -> Any:
         """The result of a task that is done, whose credits are free again. Raises the task's error."""
         task = self._tasks.pop(key)
         assert task.done, f"task {key} is not done"
@@ -125,49 +126,49 @@ class Dispatcher:
             raise task.error
         return task.result
 
-    def clear(self) -> None:
+    def forget_tasks(self) -> None:
         """Forget all tasks. Workers that are busy finish what they do, for nobody."""
         self._tasks.clear()
         self._waiting.clear()
         self._busy = dict.fromkeys(self._busy)
         self._used_bytes = 0
 
-    def handle(self, event: Event, now_s: float) -> None:
+    def handle_event(self, event: Event, now_s: float) -> None:
         """Take up what happened."""
-        if isinstance(event, Starting):
+        if isinstance(event, WorkerStarting):
             self._starting_s[event.worker] = now_s
             return
         self._starting_s.pop(event.worker, None)
-        if isinstance(event, Up):
+        if isinstance(event, WorkerReady):
             self._idle.append(event.worker)
             self._deaths = 0
             return
         task, began_s = self._busy.pop(event.worker, None), self._began_s.pop(event.worker, now_s)
         if task is not None:
             task.runs.discard(event.worker)
-        if isinstance(event, Died):
+        if isinstance(event, WorkerDied):
             self._after_death(event, task)
             return
         self._idle.append(event.worker)
         self._deaths = 0
         if task is None:
             return
-        if isinstance(event, Finished):
+        if isinstance(event, TaskFinished):
             if not task.done:
                 rates_s = self._rates_s.setdefault(task.kind, deque(maxlen=_REMEMBERED))
                 rates_s.append((now_s - began_s) / max(1, task.size_bytes))
                 self.counts.done += 1
-                self._finish(task, event.result, None)
+                self._finish_task(task, event.result, None)
         elif isinstance(event.error, PipefitError):
-            self._finish(task, None, event.error)
+            self._finish_task(task, None, event.error)
         else:
-            self._again(task, _fails(task.key, event.error, self.limits))
+            self._retry_task(task, _failing_task_error(task.key, event.error, self.limits))
 
-    def instructions(self, now_s: float) -> list[Instruction]:
+    def next_instructions(self, now_s: float) -> list[Instruction]:
         """What is to be done now: tasks to start, in order, second tries, workers to end."""
         found: list[Instruction] = [
-            *self._kill(self._starting_s, self.limits.start_timeout_s, "not there", now_s),
-            *self._kill(self._began_s, self.limits.timeout_s, "not done", now_s),
+            *self._kill_overdue(self._starting_s, self.limits.start_timeout_s, "not there", now_s),
+            *self._kill_overdue(self._began_s, self.limits.timeout_s, "not done", now_s),
         ]
         while self._idle and self._waiting and self._has_credits(self._waiting[0]):
             task = self._waiting.popleft()
@@ -175,13 +176,13 @@ class Dispatcher:
                 continue
             if not task.attempts:
                 self._used_bytes += task.size_bytes
-            found.append(self._start(task, now_s))
+            found.append(self._start_task(task, now_s))
         while self._idle:
-            late = self._latest(now_s)
+            late = self._most_overdue(now_s)
             if late is None:
                 break
             self.counts.hedged += 1
-            found.append(self._start(late, now_s))
+            found.append(self._start_task(late, now_s))
         return found
 
     @property
@@ -189,27 +190,27 @@ class Dispatcher:
         """Credits in use."""
         return self._used_bytes
 
-    def _kill(self, since_s: dict[int, float], limit_s: float, what: str, now_s: float) -> list[Kill]:
+    def _kill_overdue(self, since_s: dict[int, float], limit_s: float, what: str, now_s: float) -> list[KillWorker]:
         """Those who are beyond a limit: killed once, and again if that did not help."""
         late_ones = [worker for worker, began_s in since_s.items() if now_s - began_s > limit_s]
         since_s |= dict.fromkeys(late_ones, now_s)
         self._overdue |= dict.fromkeys(late_ones, f"killed, for it was {what} after {limit_s:g} s")
         self.counts.killed += len(late_ones)
-        return [Kill(worker) for worker in late_ones]
+        return [KillWorker(worker) for worker in late_ones]
 
-    def _has_credits(self, task: _Task) -> bool:
+    def _has_credits(self, task: _PreparationTask) -> bool:
         return task.attempts > 0 or not self._used_bytes or self._used_bytes + task.size_bytes <= (
             self.limits.credit_bytes
         )  # fmt: skip
 
-    def _start(self, task: _Task, now_s: float) -> Start:
+    def _start_task(self, task: _PreparationTask, now_s: float) -> StartTask:
         worker = self._idle.pop()
         task.attempts += 1
         task.runs.add(worker)
         self._busy[worker], self._began_s[worker] = task, now_s
-        return Start(worker, task.key, task.request)
+        return StartTask(worker, task.key, task.request)
 
-    def _latest(self, now_s: float) -> _Task | None:
+    def _most_overdue(self, now_s: float) -> _PreparationTask | None:
         """The task that has been running alone for the longest beyond its time."""
         late = []
         for task in self._tasks.values():
@@ -219,7 +220,7 @@ class Dispatcher:
                     late.append((took_s, task))
         return max(late, key=lambda each: each[0])[1] if late else None
 
-    def _patience_s(self, task: _Task) -> float:
+    def _patience_s(self, task: _PreparationTask) -> float:
         """How long a task may run before it is given to a second worker."""
         rates_s = self._rates_s.get(task.kind)
         if not rates_s:
@@ -227,39 +228,39 @@ class Dispatcher:
         expected_s = float(np.median(rates_s)) * max(1, task.size_bytes)
         return max(self.limits.hedge_after_s, self.limits.hedge_factor * expected_s)
 
-    def _after_death(self, event: Died, task: _Task | None) -> None:
+    def _after_death(self, event: WorkerDied, task: _PreparationTask | None) -> None:
         self.counts.died += 1
         self._deaths += 1
         reason = self._overdue.pop(event.worker, event.reason)
         if event.worker in self._idle:
             self._idle.remove(event.worker)
         if task is not None:
-            self._again(task, _lost(task.key, reason, self.limits))
+            self._retry_task(task, _lost_worker_error(task.key, reason, self.limits))
         elif self._deaths > self.limits.attempts * self._workers and not self._busy and not self._idle:
             for other in self._tasks.values():
-                self._finish(other, None, _no_workers(reason, self._deaths, self.limits))
+                self._finish_task(other, None, _no_workers_error(reason, self._deaths, self.limits))
 
-    def _again(self, task: _Task, error: Exception) -> None:
+    def _retry_task(self, task: _PreparationTask, error: Exception) -> None:
         """Try a task again, in front of all others, unless it is done or has been tried often enough."""
         if task.done or task.runs:
             return
         if task.attempts >= self.limits.attempts:
-            self._finish(task, None, error)
+            self._finish_task(task, None, error)
         else:
             self.counts.retried += 1
             self._waiting.appendleft(task)
 
-    def _finish(self, task: _Task, result: Any, error: Exception | None) -> None:
+    def _finish_task(self, task: _PreparationTask, result: Any, error: Exception | None) -> None:
         if not task.done:
             if not task.attempts:
                 self._used_bytes += task.size_bytes
             task.done, task.result, task.error = True, result, error
 
 
-def _lost(key: Key, reason: str, limits: Limits) -> DataError:
+def _lost_worker_error(key: Key, reason: str, limits: DispatchLimits) -> DataError:
     return DataError(
         "A preparation task has lost its worker every time.",
-        where=_named(key),
+        where=_describe_key(key),
         seen=f"{limits.attempts} workers, the last one: {reason}",
         allowed=f"a worker that lives and has done it within {limits.timeout_s:g} s",
         next_step="look for a shortage of memory on the host (fewer --workers need less), for storage that stands"
@@ -267,10 +268,10 @@ def _lost(key: Key, reason: str, limits: Limits) -> DataError:
     )
 
 
-def _fails(key: Key, error: Exception, limits: Limits) -> DataError:
+def _failing_task_error(key: Key, error: Exception, limits: DispatchLimits) -> DataError:
     return DataError(
         "A preparation task fails every time.",
-        where=_named(key),
+        where=_describe_key(key),
         seen=f"{type(error).__name__}: {error}",
         allowed=f"one success in {limits.attempts} attempts",
         next_step="if it is about files, see whether the workers' host can read them; otherwise run with --workers 0,"
@@ -278,7 +279,7 @@ def _fails(key: Key, error: Exception, limits: Limits) -> DataError:
     )
 
 
-def _no_workers(reason: str, deaths: int, limits: Limits) -> DataError:
+def _no_workers_error(reason: str, deaths: int, limits: DispatchLimits) -> DataError:
     return DataError(
         "Preparation workers die before they have done anything.",
         where=f"the {deaths} workers that were started last",
@@ -288,7 +289,7 @@ def _no_workers(reason: str, deaths: int, limits: Limits) -> DataError:
     )
 
 
-def _named(key: Key) -> str:
+def _describe_key(key: Key) -> str:
     """A task for people: the keys of `ahead` tell the step."""
     match key:
         case ("step", int(step)):

@@ -10,7 +10,7 @@ Key = Hashable
 """The name of a task; tasks start in the order of their addition."""
 
 
-class Maker(Protocol):
+class HandlerFactory(Protocol):
     """What workers are told once: how to do any task. It travels by pickle."""
 
     def open(self) -> Callable[[Any], Any]:
@@ -20,21 +20,21 @@ class Maker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Starting:
-    """A worker has been asked for; `Up` or `Died` follows."""
+class WorkerStarting:
+    """A worker has been asked for; `WorkerReady` or `WorkerDied` follows."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class WorkerReady:
     """A worker is there and idle."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class TaskFinished:
     """A worker has done its task and is idle."""
 
     worker: int
@@ -43,7 +43,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class TaskFailed:
     """A task raised an error; its worker is idle."""
 
     worker: int
@@ -52,17 +52,17 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class WorkerDied:
     """A worker is gone, and what it did is lost. Another one, of another number, takes its place."""
 
     worker: int
     reason: str
 
 
-Event = Starting | Up | Finished | Failed | Died
+Event = WorkerStarting | WorkerReady | TaskFinished | TaskFailed | WorkerDied
 
 
-class Executor(Protocol):
+class WorkerExecutor(Protocol):
     """Workers. All methods are called from one thread, `wake` from any."""
 
     count: int
@@ -81,7 +81,7 @@ class Executor(Protocol):
         ...
 
     def kill(self, worker: int) -> None:
-        """End a worker; `Died` follows."""
+        """End a worker; `WorkerDied` follows."""
         ...
 
     def close(self) -> None:

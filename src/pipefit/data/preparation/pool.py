@@ -6,37 +6,37 @@ import threading
 import time
 from typing import Any
 
-from pipefit.data.preparation.dispatch import Counts, Dispatcher, Kill, Limits, Start
-from pipefit.data.preparation.executor import Executor, Key
+from pipefit.data.preparation.dispatch import DispatchLimits, KillWorker, StartTask, TaskCounts, TaskDispatcher
+from pipefit.data.preparation.executor import Key, WorkerExecutor
 
 _TICK_S = 0.1
 """How often lateness is looked at when nothing happens."""
 
 
-class Pool:
+class WorkerPool:
     """Tasks in, results out. Methods are safe from any thread."""
 
-    def __init__(self, executor: Executor, limits: Limits | None = None) -> None:
+    def __init__(self, executor: WorkerExecutor, limits: DispatchLimits | None = None) -> None:
         self._executor = executor
-        self._dispatcher = Dispatcher(limits or Limits(), executor.count)
+        self._dispatcher = TaskDispatcher(limits or DispatchLimits(), executor.count)
         self._changed = threading.Condition()
         self._closed = False
         self._crash: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="preparation", daemon=True)
         self._thread.start()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> TaskCounts:
         return self._dispatcher.counts
 
     def add(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
         """A task, behind all others. `size_bytes`: of its result, about."""
         with self._changed:
-            self._dispatcher.add(key, request, size_bytes, kind)
+            self._dispatcher.add_task(key, request, size_bytes, kind)
         self._executor.wake()
 
     def is_done(self, key: Key) -> bool:
-        """Whether `take` would not wait."""
+        """Whether `take_result` would not wait."""
         with self._changed:
             return self._dispatcher.is_done(key)
 
@@ -47,14 +47,14 @@ class Pool:
             if self._crash is not None:
                 raise self._crash
             assert not self._closed, "the pool is closed"
-            result = self._dispatcher.take(key)
+            result = self._dispatcher.take_result(key)
         self._executor.wake()
         return result
 
     def clear(self) -> None:
         """Forget all tasks."""
         with self._changed:
-            self._dispatcher.clear()
+            self._dispatcher.forget_tasks()
 
     def close(self) -> None:
         """End the thread and all workers."""
@@ -65,10 +65,10 @@ class Pool:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             while not self._closed:
-                self._turn(self._executor.wait(_TICK_S))
+                self._handle_events(self._executor.wait(_TICK_S))
         except BaseException as error:  # raised where results are waited for
             with self._changed:
                 self._crash = error
@@ -76,16 +76,16 @@ class Pool:
         finally:
             self._executor.close()
 
-    def _turn(self, events: list[Any]) -> None:
+    def _handle_events(self, events: list[Any]) -> None:
         with self._changed:
             now_s = time.monotonic()
             for event in events:
-                self._dispatcher.handle(event, now_s)
+                self._dispatcher.handle_event(event, now_s)
             if events:
                 self._changed.notify_all()
-            instructions = self._dispatcher.instructions(now_s)
+            instructions = self._dispatcher.next_instructions(now_s)
         for instruction in instructions:
-            if isinstance(instruction, Start):
+            if isinstance(instruction, StartTask):
                 self._executor.submit(instruction.worker, instruction.key, instruction.request)
-            elif isinstance(instruction, Kill):
+            elif isinstance(instruction, KillWorker):
                 self._executor.kill(instruction.worker)

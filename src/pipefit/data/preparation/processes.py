@@ -15,8 +15,17 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipefit.data.preparation.executor import Died, Event, Failed, Finished, Key, Maker, Starting, Up
-from pipefit.data.preparation.wire import receive, send
+from pipefit.data.preparation.executor import (
+    Event,
+    HandlerFactory,
+    Key,
+    TaskFailed,
+    TaskFinished,
+    WorkerDied,
+    WorkerReady,
+    WorkerStarting,
+)
+from pipefit.data.preparation.wire import receive_object, send_object
 
 if TYPE_CHECKING:  # both take longer to import than all else here
     import socket
@@ -31,23 +40,23 @@ _ENDS_WITHIN_S = 1.0
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerProcess:
     process: subprocess.Popen[bytes]
     connection: socket.socket
     thread: threading.Thread
 
 
-class Processes:
+class ProcessWorkers:
     """An Executor of `count` processes."""
 
-    def __init__(self, maker: Maker, count: int) -> None:
+    def __init__(self, maker: HandlerFactory, count: int) -> None:
         self._maker, self.count = maker, count
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _WorkerProcess] = {}
         self._closed = False
         for _ in range(count):
-            self._spawn()
+            self._spawn_worker()
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -57,7 +66,7 @@ class Processes:
     def submit(self, worker: int, key: Key, request: Any) -> None:
         if worker in self._workers:
             try:
-                send(self._workers[worker].connection, (key, request))
+                send_object(self._workers[worker].connection, (key, request))
             except OSError:
                 return  # it has just ended: its thread says so
 
@@ -72,8 +81,8 @@ class Processes:
         except queue.Empty:
             pass
         for event in found:
-            if isinstance(event, Died):
-                self._replace(event.worker)
+            if isinstance(event, WorkerDied):
+                self._replace_worker(event.worker)
         return found
 
     def wake(self) -> None:
@@ -94,7 +103,7 @@ class Processes:
             worker.connection.close()
         self._workers.clear()
 
-    def _spawn(self) -> None:
+    def _spawn_worker(self) -> None:
         import socket
         import subprocess
 
@@ -110,42 +119,42 @@ class Processes:
             )
         finally:
             theirs.close()
-        thread = threading.Thread(target=self._read, args=(number, ours, process), daemon=True)
-        self._workers[number] = _Worker(process, ours, thread)
-        self._events.put(Starting(number))
+        thread = threading.Thread(target=self._read_answers, args=(number, ours, process), daemon=True)
+        self._workers[number] = _WorkerProcess(process, ours, thread)
+        self._events.put(WorkerStarting(number))
         thread.start()
 
-    def _replace(self, number: int) -> None:
+    def _replace_worker(self, number: int) -> None:
         worker = self._workers.pop(number)
         worker.process.kill()
         worker.process.wait()
         worker.thread.join()
         worker.connection.close()
         if not self._closed:
-            self._spawn()
+            self._spawn_worker()
 
-    def _read(self, number: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    def _read_answers(self, number: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
         """What a worker says, as events, until it ends."""
         refused = ""
         try:
-            send(connection, self._maker)
+            send_object(connection, self._maker)
             while True:
-                kind, key, value = receive(connection)
+                kind, key, value = receive_object(connection)
                 if kind == "up":
-                    self._events.put(Up(number))
+                    self._events.put(WorkerReady(number))
                 elif kind == "refused":
                     refused = value
                 elif kind == "done":
-                    self._events.put(Finished(number, key, value))
+                    self._events.put(TaskFinished(number, key, value))
                 else:
-                    self._events.put(Failed(number, key, value))
+                    self._events.put(TaskFailed(number, key, value))
         except (EOFError, OSError):
-            self._events.put(Died(number, refused or _ending(process)))
+            self._events.put(WorkerDied(number, refused or _describe_exit(process)))
         except Exception as error:  # what came is no message, or too large: this worker cannot be understood any more
-            self._events.put(Died(number, f"{type(error).__name__}: {error}"))
+            self._events.put(WorkerDied(number, f"{type(error).__name__}: {error}"))
 
 
-def _ending(process: subprocess.Popen[bytes]) -> str:
+def _describe_exit(process: subprocess.Popen[bytes]) -> str:
     """How a process ended that has closed its socket."""
     import subprocess
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NUMBER = struct.Struct("<Q")
 
 
-def send(connection: socket.socket, value: Any) -> None:
+def send_object(connection: socket.socket, value: Any) -> None:
     """Send one object; returns when the other side has read all but what the socket holds."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
@@ -27,15 +27,15 @@ def send(connection: socket.socket, value: Any) -> None:
         connection.sendall(part)
 
 
-def receive(connection: socket.socket) -> Any:
+def receive_object(connection: socket.socket) -> Any:
     """The next object. Raises EOFError when the other side has ended, OSError when it broke off."""
-    count = _NUMBER.unpack(_read(connection, _NUMBER.size))[0]
-    lengths = struct.unpack(f"<{count}Q", _read(connection, _NUMBER.size * count))
-    head, *buffers = [_read(connection, length) for length in lengths]
+    count = _NUMBER.unpack(_read_exactly(connection, _NUMBER.size))[0]
+    lengths = struct.unpack(f"<{count}Q", _read_exactly(connection, _NUMBER.size * count))
+    head, *buffers = [_read_exactly(connection, length) for length in lengths]
     return pickle.loads(head, buffers=buffers)
 
 
-def _read(connection: socket.socket, length: int) -> bytearray:
+def _read_exactly(connection: socket.socket, length: int) -> bytearray:
     """Writable, as the arrays that lie in it must be."""
     data = bytearray(length)
     view, at = memoryview(data), 0

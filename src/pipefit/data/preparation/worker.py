@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from pipefit.data.preparation.wire import receive, send
+from pipefit.data.preparation.wire import receive_object, send_object
 from pipefit.errors import PipefitError
 
 _PR_SET_PDEATHSIG = 1
@@ -21,27 +21,27 @@ def main(descriptor: int, trainer: int) -> None:
     import socket
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes the socket
-    _end_with(trainer)
+    _die_with_parent(trainer)
     connection = socket.socket(fileno=descriptor)
     try:
         try:
-            make = receive(connection).open()
+            make = receive_object(connection).open()
         except Exception as error:  # told to the trainer, which says it where results are waited for
-            send(connection, ("refused", None, f"{type(error).__name__}: {error}"))
+            send_object(connection, ("refused", None, f"{type(error).__name__}: {error}"))
             return
-        send(connection, ("up", None, None))
+        send_object(connection, ("up", None, None))
         while True:
-            key, request = receive(connection)
+            key, request = receive_object(connection)
             try:
                 answer = ("done", key, make(request))
             except Exception as error:  # told to the trainer, which raises it where the result is wanted
-                answer = ("error", key, error if isinstance(error, PipefitError) else _plain(error))
-            send(connection, answer)
+                answer = ("error", key, error if isinstance(error, PipefitError) else _picklable_error(error))
+            send_object(connection, answer)
     except (EOFError, OSError):
         return
 
 
-def _end_with(trainer: int) -> None:
+def _die_with_parent(trainer: int) -> None:
     """Have the kernel end this process with its parent, where it can: also one that stands still or has a long task."""
     import ctypes
     import os
@@ -57,7 +57,7 @@ def _end_with(trainer: int) -> None:
         sys.exit()
 
 
-def _plain(error: Exception) -> Exception:
+def _picklable_error(error: Exception) -> Exception:
     """What can travel, whatever the error holds."""
     return RuntimeError(f"{type(error).__name__}: {error}")
 

@@ -14,7 +14,7 @@ from pipefit.model.graph import Shape
 Labels = tuple[str | None, ...]
 
 
-class Splits(NamedTuple):
+class SplitLabels(NamedTuple):
     """The labels of a call."""
 
     inputs: tuple[Labels, ...]
@@ -25,94 +25,100 @@ class Splits(NamedTuple):
     "The number of the argument that says how many, which a part has fewer of."
 
 
-def splits(attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> Splits | None:
+def split_labels(attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> SplitLabels | None:
     """The labels of a call; None where nothing is known of its function."""
     function = str(attributes["target"]).rsplit(".", 1)[0]
     known = _TABLE.get(function)
     return None if known is None else known(attributes, tuple(inputs), tuple(attributes["shape"]))
 
 
-def _pointwise(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+def _label_pointwise(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
     """Element by element, with broadcasting: a dimension that is broadcast stays whole in its operand."""
 
-    def labels(shape: Shape) -> Labels:
+    def label_shape(shape: Shape) -> Labels:
         offset = len(out) - len(shape)
         return tuple(
             f"d{i + offset}" if size == out[i + offset] and size != 1 else None for i, size in enumerate(shape)
         )
 
-    return Splits(tuple(map(labels, inputs)), tuple(None if size == 1 else f"d{i}" for i, size in enumerate(out)))
+    return SplitLabels(
+        tuple(map(label_shape, inputs)), tuple(None if size == 1 else f"d{i}" for i, size in enumerate(out))
+    )
 
 
-def _along(place: int, default: Any = None) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]:
+def _label_along(
+    place: int, default: Any = None
+) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], SplitLabels]:
     """Along one dimension of the first value (argument number `place`, or `dim`): all others go by themselves. The
     result has this dimension too, as long or not, or lacks it."""
 
-    def labels(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+    def label_call(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
         arguments = attributes["arguments"]
         given = arguments[place] if len(arguments) > place else attributes["keywords"].get("dim", default)
         rank = len(inputs[0])
         if given is None or isinstance(given, dict):
-            return Splits(tuple((None,) * len(shape) for shape in inputs), (None,) * len(out))
+            return SplitLabels(tuple((None,) * len(shape) for shape in inputs), (None,) * len(out))
         dims = {dim % rank for dim in ([given] if isinstance(given, int) else given)}
         before = tuple(None if i in dims else f"d{i}" for i in range(rank))
         after = before if len(out) == rank else tuple(label for i, label in enumerate(before) if i not in dims)
         same = tuple(before if len(shape) == rank else (None,) * len(shape) for shape in inputs)
-        return Splits(same, after)
+        return SplitLabels(same, after)
 
-    return labels
+    return label_call
 
 
-def _images(spatial: int, together: int = 0) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]:
+def _label_images(
+    spatial: int, together: int = 0
+) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], SplitLabels]:
     """Rows and channels by themselves, in front of so many spatial dimensions: pooling, resizing. Of the dimensions in
     front, the last `together` are seen with them."""
 
-    def labels(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+    def label_call(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
         apart = len(inputs[0]) - spatial - together
         each = (*(f"d{i}" for i in range(apart)), *(None,) * (spatial + together))
-        return Splits((each,), each)
+        return SplitLabels((each,), each)
 
-    return labels
+    return label_call
 
 
-def _channels(spatial: bool) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]:
+def _label_channels(spatial: bool) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], SplitLabels]:
     """Rows and channels by themselves, and with `spatial` all behind them; other values are one number a channel."""
 
-    def labels(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+    def label_call(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
         each = tuple(f"d{i}" if i < 2 or spatial else None for i in range(len(out)))
         others = tuple(("d1",) if shape == out[1:2] and shape != (1,) else (None,) * len(shape) for shape in inputs[1:])
-        return Splits((each, *others), each)
+        return SplitLabels((each, *others), each)
 
-    return labels
+    return label_call
 
 
-def _group_norm(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+def _label_group_norm(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
     """Rows by themselves, and channels in whole groups; weight and bias go with the channels."""
     label = "groups" if isinstance(out[1], int) else None  # rows there would be seen together
     labels: Labels = ("d0", label, *(None,) * (len(out) - 2))
     groups = int(attributes["arguments"][1]) if label else 0
-    return Splits((labels, *((label,) for _ in inputs[1:])), labels, groups, 1)
+    return SplitLabels((labels, *((label,) for _ in inputs[1:])), labels, groups, 1)
 
 
-def _pad(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+def _label_pad(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
     """What is not padded: widths come in pairs, those of the last dimension first. One more in front and one less
     behind keeps the length and moves all elements."""
     widths = attributes["arguments"][1]
     still = [widths[place : place + 2] == [0, 0] for place in range(0, len(widths), 2)]
     still = [*[True] * (len(out) - len(still)), *reversed(still)]
     labels = tuple(f"d{i}" if stays else None for i, stays in enumerate(still))
-    return Splits((labels,), labels)
+    return SplitLabels((labels,), labels)
 
 
-def _by_size(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+def _label_by_size(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
     """A result whose sizes are arguments: whole, whatever becomes of the value that says its type."""
-    return Splits(tuple((None,) * len(shape) for shape in inputs), (None,) * len(out))
+    return SplitLabels(tuple((None,) * len(shape) for shape in inputs), (None,) * len(out))
 
 
-def _one_more(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+def _label_one_hot(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
     """A dimension behind all others: one-hot."""
     labels = tuple(f"d{i}" for i in range(len(inputs[0])))
-    return Splits((labels,), (*labels, None))
+    return SplitLabels((labels,), (*labels, None))
 
 
 _POINTWISE = """
@@ -127,23 +133,23 @@ _POINTWISE = """
 
 _IMAGES = "max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample_nearest _upsample_nearest_exact"
 
-_TABLE: Mapping[str, Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]] = {
-    **{f"aten.{name}": _pointwise for name in _POINTWISE.split()},
-    **{f"aten.{name}": _along(1) for name in ("cumsum", "cumprod", "log_softmax", "logsumexp", "amax", "amin", "mean",
-                                              "prod", "flip", "argmax", "argmin", "any", "all", "var", "std",
+_TABLE: Mapping[str, Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], SplitLabels]] = {
+    **{f"aten.{name}": _label_pointwise for name in _POINTWISE.split()},
+    **{f"aten.{name}": _label_along(1) for name in ("cumsum", "cumprod", "log_softmax", "logsumexp", "amax", "amin",
+    "mean", "prod", "flip", "argmax", "argmin", "any", "all", "var", "std",
                                               "max", "min")},
-    "aten.sort": _along(1, -1),
-    "aten.topk": _along(2, -1),
-    "aten.one_hot": _one_more,
-    **{f"aten.new_{name}": _by_size for name in ("full", "ones", "zeros")},
-    "aten.pad": _pad,
-    "aten.constant_pad_nd": _pad,
-    "aten.glu": _along(1, -1),
-    "aten.group_norm": _group_norm,
-    "aten.instance_norm": _channels(False),
-    "aten.prelu": _channels(True),
-    **{f"aten.{name}{n}d": _images(n) for name in _IMAGES.split() for n in (1, 2, 3)},
-    **{f"aten.upsample_{name}": _images(n) for name, n in (("linear1d", 1), ("bilinear2d", 2), ("bicubic2d", 2),
+    "aten.sort": _label_along(1, -1),
+    "aten.topk": _label_along(2, -1),
+    "aten.one_hot": _label_one_hot,
+    **{f"aten.new_{name}": _label_by_size for name in ("full", "ones", "zeros")},
+    "aten.pad": _label_pad,
+    "aten.constant_pad_nd": _label_pad,
+    "aten.glu": _label_along(1, -1),
+    "aten.group_norm": _label_group_norm,
+    "aten.instance_norm": _label_channels(False),
+    "aten.prelu": _label_channels(True),
+    **{f"aten.{name}{n}d": _label_images(n) for name in _IMAGES.split() for n in (1, 2, 3)},
+    **{f"aten.upsample_{name}": _label_images(n) for name, n in (("linear1d", 1), ("bilinear2d", 2), ("bicubic2d", 2),
                                                            ("trilinear3d", 3))},
-    **{f"aten.pixel_{name}": _images(2, together=1) for name in ("shuffle", "unshuffle")},
+    **{f"aten.pixel_{name}": _label_images(2, together=1) for name in ("shuffle", "unshuffle")},
 }  # fmt: skip

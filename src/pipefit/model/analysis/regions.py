@@ -13,7 +13,7 @@ from pipefit.model.ops.table import KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class OperatorRegion:
     """Connected pointwise operators that can run at one point of the layer."""
 
     operators: tuple[int, ...]
@@ -23,7 +23,7 @@ class Region:
     "Values that something outside uses."
 
 
-def arrange(graph: Graph, members: Sequence[int]) -> list[int | Region]:
+def arrange_regions(graph: Graph, members: Sequence[int]) -> list[int | OperatorRegion]:
     """The operators of a graph in an order of execution in which `members` (none of them a boundary) stand together
     in regions as large as possible.
 
@@ -31,12 +31,12 @@ def arrange(graph: Graph, members: Sequence[int]) -> list[int | Region]:
     not depend on pointwise operators that are no members, unless a boundary lies between.
     """
     chosen = set(members)
-    level = levels(graph)
+    level = boundary_levels(graph)
     boundary = [KINDS[operator.kind].boundary for operator in graph.operators]
     produced = {name: i for i, operator in enumerate(graph.operators) for name in operator.outputs}
     root = {place: place for place in chosen}
 
-    def find(place: int) -> int:
+    def find_root(place: int) -> int:
         while root[place] != place:
             place = root[place]
         return place
@@ -45,11 +45,11 @@ def arrange(graph: Graph, members: Sequence[int]) -> list[int | Region]:
         for name in graph.operators[place].inputs:
             source = produced.get(name, -1)
             if source in chosen and level[source] == level[place]:
-                root[find(place)] = find(source)
+                root[find_root(place)] = find_root(source)
     groups: dict[int, list[int]] = {}
     for place in sorted(chosen):
-        groups.setdefault(find(place), []).append(place)
-    items: list[tuple[tuple[int, int, int], int | Region]] = []
+        groups.setdefault(find_root(place), []).append(place)
+    items: list[tuple[tuple[int, int, int], int | OperatorRegion]] = []
     for group in groups.values():
         items.append(((level[group[0]], 0, group[0]), make_region(graph, group)))
     for place in range(len(graph.operators)):
@@ -58,7 +58,7 @@ def arrange(graph: Graph, members: Sequence[int]) -> list[int | Region]:
     return [item for _, item in sorted(items, key=lambda item: item[0])]
 
 
-def levels(graph: Graph) -> list[int]:
+def boundary_levels(graph: Graph) -> list[int]:
     """For every operator, the largest number of boundaries on a path that leads to it."""
     height: dict[str, int] = {}
     result = []
@@ -70,7 +70,7 @@ def levels(graph: Graph) -> list[int]:
     return result
 
 
-def make_region(graph: Graph, places: Sequence[int]) -> Region:
+def make_region(graph: Graph, places: Sequence[int]) -> OperatorRegion:
     inside = set(places)
     made = [name for place in places for name in graph.operators[place].outputs]
     used = [name for place in places for name in graph.operators[place].inputs if name]
@@ -78,7 +78,7 @@ def make_region(graph: Graph, places: Sequence[int]) -> Region:
         name for i, operator in enumerate(graph.operators) if i not in inside for name in operator.inputs if name
     }
     outside |= set(graph.outputs)
-    return Region(
+    return OperatorRegion(
         operators=tuple(places),
         inputs=tuple(dict.fromkeys(name for name in used if name not in made)),
         outputs=tuple(name for name in made if name in outside),

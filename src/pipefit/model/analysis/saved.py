@@ -13,15 +13,15 @@ from math import prod
 from typing import Literal
 
 from pipefit.model.graph import Graph, Operator, Shape, size_factors, size_value
-from pipefit.model.ops.kind import Call
+from pipefit.model.ops.kind import OperatorCall
 from pipefit.model.ops.table import KINDS
-from pipefit.model.ops.unshard import weights
+from pipefit.model.ops.unshard import stored_weights
 
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedBytes:
     """Bytes, of one layer, microbatch and slice."""
 
     after_forward: int
@@ -31,7 +31,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptValues:
     """What stays of one forward, by name."""
 
     values: tuple[str, ...]
@@ -44,18 +44,18 @@ class Kept:
 
 def saved_bytes(
     graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute, sliced: bool = False
-) -> Saved:
+) -> SavedBytes:
     """Bytes kept after a forward and after an input-gradient pass of `graph`, for `symbols` B, T (and P).
 
     `sliced`: the microbatch comes in several slices, so that what later slices read stays whatever is recomputed.
     """
-    analysis = analysis_of(graph, compute_bytes)
-    held = kept(graph, recompute, compute_bytes, sliced)
+    analysis = analyse_graph(graph, compute_bytes)
+    held = kept_values(graph, recompute, compute_bytes, sliced)
     values = sum(analysis.value_bytes(name, symbols) for name in held.values)
     for index in held.statistics:
         operator = graph.operators[index]
-        values += KINDS[operator.kind].own_bytes(call_of(graph, operator, symbols, compute_bytes))
-    return Saved(values, _pending_bytes(analysis, symbols))
+        values += KINDS[operator.kind].own_bytes(operator_call(graph, operator, symbols, compute_bytes))
+    return SavedBytes(values, _pending_bytes(analysis, symbols))
 
 
 def effective_recompute(graph: Graph, recompute: Recompute) -> Recompute:
@@ -66,66 +66,68 @@ def effective_recompute(graph: Graph, recompute: Recompute) -> Recompute:
     return recompute
 
 
-def owed_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -> int:
+def kv_gradient_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -> int:
     """Bytes of the gradients that later slices owe to the T tokens of one slice: of the keys and values that they
     read, in float32 or wider. Alive from the first backward of such a later slice to the slice's own B or I."""
-    analysis = analysis_of(graph, compute_bytes)
-    own = sum(analysis.value_bytes(name, symbols) for name in _read_later(graph))
+    analysis = analyse_graph(graph, compute_bytes)
+    own = sum(analysis.value_bytes(name, symbols) for name in _slice_state(graph))
     return own // compute_bytes * max(4, compute_bytes)
 
 
-def _read_later(graph: Graph) -> list[str]:
+def _slice_state(graph: Graph) -> list[str]:
     """The values of one slice that later slices read."""
     return [operator.inputs[index] for operator in graph.operators for index in KINDS[operator.kind].read_later]
 
 
-def kept(graph: Graph, recompute: Recompute, compute_bytes: int, sliced: bool = False) -> Kept:
+def kept_values(graph: Graph, recompute: Recompute, compute_bytes: int, sliced: bool = False) -> KeptValues:
     """Which values, statistics and reruns `recompute` means for this graph. `sliced`: see `saved_bytes`."""
-    analysis = analysis_of(graph, compute_bytes)
+    analysis = analyse_graph(graph, compute_bytes)
     if (recompute, sliced) not in analysis.kept:
-        held = _kept(graph, recompute, analysis)
-        analysis.kept[recompute, sliced] = _and_read_later(held, graph, recompute, analysis) if sliced else held
+        held = _select_kept(graph, recompute, analysis)
+        analysis.kept[recompute, sliced] = _add_slice_state(held, graph, recompute, analysis) if sliced else held
     return analysis.kept[recompute, sliced]
 
 
-def _and_read_later(held: Kept, graph: Graph, recompute: Recompute, analysis: Analysis) -> Kept:
+def _add_slice_state(held: KeptValues, graph: Graph, recompute: Recompute, analysis: GraphAnalysis) -> KeptValues:
     """With what later slices read. Under full recomputation these are copies where they are parts of a storage that
     does not stay; else the storage stays."""
-    names = [name for name in _read_later(graph) if analysis.counts(name)]
+    names = [name for name in _slice_state(graph) if analysis.is_activation(name)]
     if effective_recompute(graph, recompute) != "full":
-        names = list(analysis.roots(names))
+        names = list(analysis.storage_roots(names))
     values = (*held.values, *(name for name in names if name not in held.values))
-    return Kept(values, held.statistics, held.again)
+    return KeptValues(values, held.statistics, held.again)
 
 
-def _kept(graph: Graph, recompute: Recompute, analysis: Analysis) -> Kept:
+def _select_kept(graph: Graph, recompute: Recompute, analysis: GraphAnalysis) -> KeptValues:
     choice = effective_recompute(graph, recompute)
     everything = range(len(graph.operators))
     if choice == "full":
-        inputs = [tensor.name for tensor in graph.inputs if analysis.counts(tensor.name)]
-        return Kept(tuple(inputs), (), tuple(everything))
-    needed = [name for operator in graph.operators for name in analysis.saves(operator)]
+        inputs = [tensor.name for tensor in graph.inputs if analysis.is_activation(tensor.name)]
+        return KeptValues(tuple(inputs), (), tuple(everything))
+    needed = [name for operator in graph.operators for name in analysis.saved_values(operator)]
     with_gradient = [index for index in everything if analysis.needs_gradient(graph.operators[index].outputs[0])]
     if choice == "none":
-        return Kept(analysis.roots(needed), tuple(index for index in with_gradient if analysis.has_own(index)), ())
+        return KeptValues(
+            analysis.storage_roots(needed), tuple(index for index in with_gradient if analysis.has_own_bytes(index)), ()
+        )
     again: set[int] = set()
-    leaves = [leaf for name in needed for leaf in analysis.leaves(name, again)]
-    statistics = [index for index in with_gradient if analysis.own_stays(index) and analysis.has_own(index)]
-    return Kept(analysis.roots(leaves), tuple(statistics), tuple(sorted(again)))
+    leaves = [leaf for name in needed for leaf in analysis.find_sources(name, again)]
+    statistics = [index for index in with_gradient if analysis.keeps_own_bytes(index) and analysis.has_own_bytes(index)]
+    return KeptValues(analysis.storage_roots(leaves), tuple(statistics), tuple(sorted(again)))
 
 
-def call_of(graph: Graph, operator: Operator, symbols: Mapping[str, int], compute_bytes: int) -> Call:
+def operator_call(graph: Graph, operator: Operator, symbols: Mapping[str, int], compute_bytes: int) -> OperatorCall:
     """The operator with numbers for its sizes."""
     parameters = {parameter.name: parameter.shape for parameter in graph.parameters}
 
-    def shape(name: str) -> tuple[int, ...] | None:
+    def shape_of(name: str) -> tuple[int, ...] | None:
         if not name:
             return None
-        symbolic: Shape = parameters[name] if name in parameters else graph.tensor(name).shape
+        symbolic: Shape = parameters[name] if name in parameters else graph.find_tensor(name).shape
         return tuple(size_value(size, symbols) for size in symbolic)
 
-    outputs = tuple(shape(name) or () for name in operator.outputs)
-    return Call(tuple(map(shape, operator.inputs)), outputs, operator.attributes, symbols, compute_bytes)
+    outputs = tuple(shape_of(name) or () for name in operator.outputs)
+    return OperatorCall(tuple(map(shape_of, operator.inputs)), outputs, operator.attributes, symbols, compute_bytes)
 
 
 def element_bytes(dtype: str, compute_bytes: int) -> int:
@@ -135,29 +137,29 @@ def element_bytes(dtype: str, compute_bytes: int) -> int:
     return {"float32": max(4, compute_bytes), "int64": 8, "int32": 4, "uint8": 1, "bool": 1}[dtype]
 
 
-_ANALYSES: dict[tuple[int, int], Analysis] = {}
+_ANALYSES: dict[tuple[int, int], GraphAnalysis] = {}
 """By the identity of the graph, which each of them keeps alive, and the width."""
 
 MOST_ANALYSES = 1024
 
 
-def analysis_of(graph: Graph, compute_bytes: int) -> Analysis:
+def analyse_graph(graph: Graph, compute_bytes: int) -> GraphAnalysis:
     """The analysis of a graph, made once: the costs of every size of a layer ask for it."""
     key = (id(graph), compute_bytes)
     if key not in _ANALYSES:
         if len(_ANALYSES) >= MOST_ANALYSES:
             _ANALYSES.clear()
-        _ANALYSES[key] = Analysis(graph, compute_bytes)
+        _ANALYSES[key] = GraphAnalysis(graph, compute_bytes)
     return _ANALYSES[key]
 
 
-class Analysis:
+class GraphAnalysis:
     """Storages and gradients of one graph: who aliases whom, and what needs what."""
 
     def __init__(self, graph: Graph, compute_bytes: int) -> None:
         self.graph = graph
         self.compute_bytes = compute_bytes
-        self.parameters = weights(graph)
+        self.parameters = stored_weights(graph)
         self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
         self.producer = {name: index for index, op in enumerate(graph.operators) for name in op.outputs}
         self.consumers: dict[str, list[int]] = {}
@@ -165,8 +167,8 @@ class Analysis:
             for name in op.inputs:
                 self.consumers.setdefault(name, []).append(index)
         self.root: dict[str, str] = {}
-        self.kept: dict[tuple[Recompute, bool], Kept] = {}
-        "What `kept` has found."
+        self.kept: dict[tuple[Recompute, bool], KeptValues] = {}
+        "What `kept_values` has found."
         self._gradient: dict[str, bool] = {"": False}
         self._saves: dict[str, tuple[str, ...]] = {}
         self._factors: dict[str, tuple[int, tuple[str, ...]]] = {}
@@ -192,12 +194,12 @@ class Analysis:
     def _shares_storage(self, operator: Operator) -> bool:
         if operator.kind == "cast":
             before, after = self.tensors[operator.inputs[0]], self.tensors[operator.outputs[0]]
-            return self._width(before.dtype) == self._width(after.dtype)
+            return self._element_bytes(before.dtype) == self._element_bytes(after.dtype)
         return KINDS[operator.kind].view
 
     def _find_gradients(self) -> None:
         for tensor in self.graph.inputs:
-            self._gradient[tensor.name] = self.counts(tensor.name)
+            self._gradient[tensor.name] = self.is_activation(tensor.name)
         for parameter in self.graph.parameters:
             self._gradient[parameter.name] = parameter.trainable
         for operator in self.graph.operators:
@@ -205,44 +207,44 @@ class Analysis:
             for name in operator.outputs:
                 self._gradient[name] = flows
 
-    def _width(self, dtype: str) -> int:
+    def _element_bytes(self, dtype: str) -> int:
         return element_bytes(dtype, self.compute_bytes)
 
     def needs_gradient(self, name: str) -> bool:
         return self._gradient[name]
 
-    def counts(self, name: str) -> bool:
+    def is_activation(self, name: str) -> bool:
         """False for parameters and for inputs from the step plan."""
         if name in self.parameters:
             return False
         return name in self.producer or self.tensors[name].role == "activation"
 
-    def saves(self, operator: Operator) -> tuple[str, ...]:
+    def saved_values(self, operator: Operator) -> tuple[str, ...]:
         """The values that the backward of an operator of this graph needs."""
         result = operator.outputs[0]
         if result not in self._saves:
             needed = self.needs_gradient(result)
             names = KINDS[operator.kind].saves(operator, self.needs_gradient) if needed else ()
-            self._saves[result] = tuple(name for name in names if name and self.counts(name))
+            self._saves[result] = tuple(name for name in names if name and self.is_activation(name))
         return self._saves[result]
 
-    def has_own(self, index: int) -> bool:
+    def has_own_bytes(self, index: int) -> bool:
         kind = KINDS[self.graph.operators[index].kind]
         return kind.own_bytes is not KINDS["add"].own_bytes
 
-    def own_stays(self, index: int) -> bool:
+    def keeps_own_bytes(self, index: int) -> bool:
         return self.is_boundary(index) or KINDS[self.graph.operators[index].kind].own_bytes_stay
 
     def is_boundary(self, index: int) -> bool:
         return KINDS[self.graph.operators[index].kind].boundary
 
-    def leaves(self, name: str, again: set[int]) -> list[str]:
+    def find_sources(self, name: str, again: set[int]) -> list[str]:
         """The boundary outputs and layer inputs that `name` is made from; the operators between go into `again`."""
         found: list[str] = []
         stack, seen = [name], set()
         while stack:
             value = stack.pop()
-            if value in seen or not value or not self.counts(value):
+            if value in seen or not value or not self.is_activation(value):
                 continue
             seen.add(value)
             index = self.producer.get(value)
@@ -253,7 +255,7 @@ class Analysis:
             stack += self.graph.operators[index].inputs
         return found
 
-    def roots(self, names: list[str]) -> tuple[str, ...]:
+    def storage_roots(self, names: list[str]) -> tuple[str, ...]:
         """Distinct storages of these values in order of production, outputs of the layer left out."""
         inputs = {tensor.name for tensor in self.graph.inputs}
         outputs = {self.root[name] for name in self.graph.outputs} - inputs
@@ -266,7 +268,7 @@ class Analysis:
             parts = [size_factors(str(size)) for size in tensor.shape]
             number = prod(each for each, _ in parts)
             letters = tuple(letter for _, each in parts for letter in each)
-            self._factors[name] = (number * self._width(tensor.dtype), letters)
+            self._factors[name] = (number * self._element_bytes(tensor.dtype), letters)
         number, letters = self._factors[name]
         return number * prod(map(symbols.__getitem__, letters))
 
@@ -276,9 +278,9 @@ class Analysis:
         if name in self.graph.outputs or len(users) != 1:
             return name
         operator = self.graph.operators[users[0]]
-        return self.gradient_root(operator.outputs[0]) if self.hands_gradient_on(operator, name) else name
+        return self.gradient_root(operator.outputs[0]) if self.shares_gradient(operator, name) else name
 
-    def hands_gradient_on(self, operator: Operator, name: str) -> bool:
+    def shares_gradient(self, operator: Operator, name: str) -> bool:
         """Whether the gradient of the operator's output is, as a storage, that of its input `name`."""
         return operator.kind in ("reshape", "transpose") or (
             (operator.kind == "add" or (operator.kind == "sub" and operator.inputs[0] == name))
@@ -286,7 +288,7 @@ class Analysis:
             and operator.inputs.count(name) == 1
         )
 
-    def trains(self, operator: Operator) -> bool:
+    def is_trainable(self, operator: Operator) -> bool:
         """Whether a trainable parameter goes into the operator."""
         return any(self.parameters[name].trainable for name in operator.inputs if name in self.parameters)
 
@@ -295,17 +297,17 @@ class Analysis:
         return {
             self.gradient_root(operator.outputs[0])
             for operator in self.graph.operators
-            if self.trains(operator) and KINDS[operator.kind].pending_gradients
+            if self.is_trainable(operator) and KINDS[operator.kind].pending_gradients
         }
 
 
-def _pending_bytes(analysis: Analysis, symbols: Mapping[str, int]) -> int:
+def _pending_bytes(analysis: GraphAnalysis, symbols: Mapping[str, int]) -> int:
     values: set[str] = set()
     total = 0
     for operator in analysis.graph.operators:
-        if analysis.trains(operator):
+        if analysis.is_trainable(operator):
             kind = KINDS[operator.kind]
             values |= {analysis.root[operator.inputs[i]] for i in kind.pending_values}
-            total += kind.pending_bytes(call_of(analysis.graph, operator, symbols, analysis.compute_bytes))
-    counted = [name for name in values if analysis.counts(name)]
+            total += kind.pending_bytes(operator_call(analysis.graph, operator, symbols, analysis.compute_bytes))
+    counted = [name for name in values if analysis.is_activation(name)]
     return total + sum(analysis.value_bytes(name, symbols) for name in (*counted, *analysis.pending_gradients()))

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipefit.model.analysis.saved import Recompute, analysis_of, call_of, effective_recompute, element_bytes
+from pipefit.model.analysis.saved import Recompute, analyse_graph, effective_recompute, element_bytes, operator_call
 from pipefit.model.graph import Graph, Operator, Shape, size_value
 from pipefit.model.ops.kind import Flops
 from pipefit.model.ops.table import KINDS
-from pipefit.model.ops.unshard import weights
+from pipefit.model.ops.unshard import stored_weights
 
 
-def infer(kind: str, inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def infer_shapes(kind: str, inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     """Output shapes of an operator from its input shapes (None for an absent optional input)."""
     return KINDS[kind].shapes(inputs, attributes)
 
@@ -29,22 +29,22 @@ def graph_flops(graph: Graph, symbols: Mapping[str, int]) -> Flops:
 def operator_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> Flops:
     """FLOPs of one operator of `graph`. No weight gradient of frozen parameters, no gradient of what is made from the
     step plan alone (pixels)."""
-    flops = KINDS[operator.kind].flops(call_of(graph, operator, symbols, 4))
+    flops = KINDS[operator.kind].flops(operator_call(graph, operator, symbols, 4))
     if flops.weight_gradient:
-        found = weights(graph)
+        found = stored_weights(graph)
         read = [found[name] for name in operator.inputs if name in found]
         if read and not any(spec.trainable for spec in read):
             flops = replace(flops, weight_gradient=0)
-        if from_data(graph, operator):
+        if made_from_data(graph, operator):
             flops = replace(flops, input_gradient=0)
     return flops
 
 
-def from_data(graph: Graph, operator: Operator) -> bool:
+def made_from_data(graph: Graph, operator: Operator) -> bool:
     """Whether no input of an operator but its parameters wants a gradient: all is made from the model's data."""
     if not any(tensor.role == "data" for tensor in graph.inputs):
         return False
-    analysis = analysis_of(graph, 4)
+    analysis = analyse_graph(graph, 4)
     return not any(analysis.needs_gradient(name) for name in operator.inputs if name not in analysis.parameters)
 
 
@@ -66,7 +66,7 @@ def operator_traffic_bytes(graph: Graph, operator: Operator, symbols: Mapping[st
     if KINDS[operator.kind].view:
         return 0
     names = [name for name in (*operator.inputs, *operator.outputs) if name]
-    parameters = weights(graph)
+    parameters = stored_weights(graph)
     total = 0
     for name in names:
         shape, width = _shape_and_width(graph, parameters, name, compute_bytes)
@@ -76,7 +76,7 @@ def operator_traffic_bytes(graph: Graph, operator: Operator, symbols: Mapping[st
         total += count * width
     if operator.kind == "embedding":
         weight = parameters[operator.inputs[1]]
-        rows = call_of(graph, operator, symbols, compute_bytes).inputs[0]
+        rows = operator_call(graph, operator, symbols, compute_bytes).inputs[0]
         assert rows is not None
         read = weight.shape[1]
         for size in rows:
@@ -88,5 +88,5 @@ def operator_traffic_bytes(graph: Graph, operator: Operator, symbols: Mapping[st
 def _shape_and_width(graph: Graph, parameters: Mapping[str, Any], name: str, compute_bytes: int) -> tuple[Shape, int]:
     if name in parameters:
         return parameters[name].shape, compute_bytes
-    tensor = graph.tensor(name)
+    tensor = graph.find_tensor(name)
     return tensor.shape, element_bytes(tensor.dtype, compute_bytes)

@@ -1,7 +1,7 @@
 """From the nodes of an exported program to operators: one small converter an ATen operator.
 
 Nodes are read by their attributes only, so that nothing here needs torch. A node without a converter, or with
-arguments that we cannot express, raises `Unconvertible` with the reason; the layer then becomes opaque.
+arguments that we cannot express, raises `UnconvertibleError` with the reason; the layer then becomes opaque.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from pipefit.model.capture import convert_any, convert_compute, convert_losses, convert_shape
-from pipefit.model.capture.emitter import CONVERTERS, Emitter, Unconvertible, is_number, line_of
+from pipefit.model.capture.emitter import CONVERTERS, GraphEmitter, UnconvertibleError, is_number, line_of
+from pipefit.model.capture.source_labels import source_label
 
-__all__ = ["Emitter", "Unconvertible", "convert"]
+__all__ = ["GraphEmitter", "UnconvertibleError", "convert_node"]
 
 REGISTERED_BY = (convert_compute, convert_losses, convert_shape)
 """The modules whose import fills `CONVERTERS` and `convert_any.ANY`."""
@@ -24,7 +25,7 @@ _IGNORED = {
 }
 
 
-def convert(emitter: Emitter, node: Any, layer: str) -> None:
+def convert_node(emitter: GraphEmitter, node: Any, layer: str) -> None:
     """Append the operators of one exported `call_function` node."""
     target = str(node.target)
     base = ".".join(target.split(".")[:2])
@@ -39,14 +40,14 @@ def convert(emitter: Emitter, node: Any, layer: str) -> None:
             return
         emitter.names[node] = emitter.parts[source][index]
         return
-    emitter.source = _source(node) or layer
+    emitter.source = _module_source(node) or layer
     if emitter.whole:
         convert_any.convert_any(emitter, node, base, convert_known)
     else:
         convert_known(emitter, node, base)
 
 
-def convert_known(emitter: Emitter, node: Any, base: str) -> None:
+def convert_known(emitter: GraphEmitter, node: Any, base: str) -> None:
     """A node whose function (`base`) has a converter. Raises Unconvertible where it has none."""
     arguments = list(node.args)
     if base in convert_shape.SPLITTERS:
@@ -56,14 +57,14 @@ def convert_known(emitter: Emitter, node: Any, base: str) -> None:
     else:
         hint = " (it works in place)" if base.endswith("_") else ""
         target = str(node.target).removeprefix("aten.")
-        raise Unconvertible(f"there is no operator for {target}{hint}{line_of(node)}")
+        raise UnconvertibleError(f"there is no operator for {target}{hint}{line_of(node)}")
 
 
-def _source(node: Any) -> str:
+def _module_source(node: Any) -> str:
     """The module path within the layer, and its class."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
     path, kind = stack[-1]
-    name = str(kind).rsplit(".", 1)[-1]
+    name = source_label(kind)
     return f"{path} ({name})" if path else name

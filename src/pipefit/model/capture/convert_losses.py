@@ -6,39 +6,39 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.errors import ModelError
-from pipefit.model.capture.convert_any import of_any, written
-from pipefit.model.capture.emitter import Emitter, Unconvertible, line_of
+from pipefit.model.capture.convert_any import converts_any, to_json_argument
+from pipefit.model.capture.emitter import GraphEmitter, UnconvertibleError, line_of
 from pipefit.model.graph import Shape
 
 
-@of_any("aten.cross_entropy_loss", "aten.nll_loss_nd", "aten.nll_loss")
-def _cross_entropy(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+@converts_any("aten.cross_entropy_loss", "aten.nll_loss_nd", "aten.nll_loss")
+def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     """The sum; where the model takes the mean, the run divides by the labels of the step."""
     logits, labels = args[:2]
     names = ("weight", "reduction", "ignore_index", "label_smoothing")
     given = {**dict(zip(names, args[2:], strict=False)), **kwargs}
     if "nll" in str(node.target):
-        if not str(logits.target).startswith("aten.log_softmax") or emitter.dim(logits, logits.args[1]) != 1:
-            raise Unconvertible(f"a negative log-likelihood of something else than log_softmax{line_of(node)}")
+        if not str(logits.target).startswith("aten.log_softmax") or emitter.normalized_dim(logits, logits.args[1]) != 1:
+            raise UnconvertibleError(f"a negative log-likelihood of something else than log_softmax{line_of(node)}")
         logits = logits.args[0]
     if given.get("weight") is not None or given.get("label_smoothing"):
-        raise _no_sum(node, "cross-entropy with class weights or label smoothing")
-    if given.get("reduction", 1) == 0 or emitter.dtype(labels) != "int64":
-        raise _no_sum(node, "cross-entropy without a sum, or of probabilities")
-    value, shape = emitter.value(logits), emitter.shape(logits)
+        raise _no_sum_error(node, "cross-entropy with class weights or label smoothing")
+    if given.get("reduction", 1) == 0 or emitter.node_dtype(labels) != "int64":
+        raise _no_sum_error(node, "cross-entropy without a sum, or of probabilities")
+    value, shape = emitter.value_name(logits), emitter.node_shape(logits)
     if len(shape) > 2:  # classes are dimension 1
         dims = [0, *range(2, len(shape)), 1]
         value = emitter.emit(
-            "transpose", (value,), tuple(shape[dim] for dim in dims), emitter.dtype(logits), {"dims": dims}
+            "transpose", (value,), tuple(shape[dim] for dim in dims), emitter.node_dtype(logits), {"dims": dims}
         )
     ignore = int(given.get("ignore_index", -100))
-    name = emitter.emit("cross_entropy", (value, emitter.value(labels)), (), "float32", {"ignore_index": ignore})
+    name = emitter.emit("cross_entropy", (value, emitter.value_name(labels)), (), "float32", {"ignore_index": ignore})
     if given.get("reduction", 1) == 1:
         emitter.means.add(name)
     return name
 
 
-def _no_sum(node: Any, what: str) -> ModelError:
+def _no_sum_error(node: Any, what: str) -> ModelError:
     return ModelError(
         "This loss cannot be added up over rows that are spread over devices and microbatches.",
         where=line_of(node).removeprefix(", at ") or "loss",
@@ -53,39 +53,39 @@ _REDUCTION = {"mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2,
 """Losses of each element -> the place of the argument that says how they are put together."""
 
 
-@of_any(*(f"aten.{name}" for name in _REDUCTION))
-def _of_each(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+@converts_any(*(f"aten.{name}" for name in _REDUCTION))
+def _convert_elementwise_loss(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     """The loss of every element, and their sum; where the model takes the mean, the run divides by their number."""
     place = _REDUCTION[str(node.target).split(".")[1]]
     reduction = kwargs.get("reduction", args[place] if len(args) > place else 1)
-    shape = emitter.shape(args[0])
-    if reduction == 0 or shape != emitter.shape(args[1]):
-        raise Unconvertible(f"{node.target} without a sum, or of another shape than its target{line_of(node)}")
+    shape = emitter.node_shape(args[0])
+    if reduction == 0 or shape != emitter.node_shape(args[1]):
+        raise UnconvertibleError(f"{node.target} without a sum, or of another shape than its target{line_of(node)}")
     inputs: list[str] = []
     values = [*[*args, *([None] * place)][:place], 0, *args[place + 1 :]]
     attributes = {
         "target": str(node.target),
-        "arguments": [written(emitter, item, inputs) for item in values],
-        "keywords": {n: written(emitter, item, inputs) for n, item in kwargs.items() if n != "reduction"},
+        "arguments": [to_json_argument(emitter, item, inputs) for item in values],
+        "keywords": {n: to_json_argument(emitter, item, inputs) for n, item in kwargs.items() if n != "reduction"},
         "result": None,
         "shape": list(shape),
-        "dtype": emitter.dtype(args[0]),
+        "dtype": emitter.node_dtype(args[0]),
     }
-    each = emitter.emit("aten", inputs, shape, emitter.dtype(args[0]), attributes)
-    return _added_up(emitter, node, each, shape, mean=reduction == 1)
+    each = emitter.emit("aten", inputs, shape, emitter.node_dtype(args[0]), attributes)
+    return _emit_sum(emitter, node, each, shape, mean=reduction == 1)
 
 
-@of_any("aten.mean")
-def _mean_of_all(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+@converts_any("aten.mean")
+def _convert_mean(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     """A mean over rows and all else, which may only be the loss (`capture_whole._check_loss`)."""
-    shape = emitter.shape(args[0])
-    if len(args) > 1 or shape[:1] != ("B",) or emitter.dtype(args[0]) != emitter.dtype(node):
-        raise Unconvertible("a mean along dimensions")
-    return _added_up(emitter, node, emitter.value(args[0]), shape, mean=True)
+    shape = emitter.node_shape(args[0])
+    if len(args) > 1 or shape[:1] != ("B",) or emitter.node_dtype(args[0]) != emitter.node_dtype(node):
+        raise UnconvertibleError("a mean along dimensions")
+    return _emit_sum(emitter, node, emitter.value_name(args[0]), shape, mean=True)
 
 
-def _added_up(emitter: Emitter, node: Any, value: str, shape: Shape, mean: bool) -> str:
-    name = emitter.like(node, "sum", (value,), {"dims": list(range(len(shape))), "keepdim": False})
+def _emit_sum(emitter: GraphEmitter, node: Any, value: str, shape: Shape, mean: bool) -> str:
+    name = emitter.emit_like(node, "sum", (value,), {"dims": list(range(len(shape))), "keepdim": False})
     if mean:
         emitter.means.add(name)
     return name

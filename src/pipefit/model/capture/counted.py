@@ -17,7 +17,7 @@ PASSING = {"cast", "reshape", "mul", "div", "neg"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class LossDivisor:
     """How to count what a step's loss is divided by."""
 
     per_row: int = 0
@@ -28,7 +28,7 @@ class Counted:
     "The label that does not count."
 
 
-def counted(model: Model) -> Counted:
+def loss_divisor(model: Model) -> LossDivisor:
     """How to count for the model's last layer. Raises ModelError where its labels are made of hidden states."""
     graph = model.layer_graph(model.layers[-1])
     made = {name: operator for operator in graph.operators for name in operator.outputs}
@@ -37,13 +37,15 @@ def counted(model: Model) -> Counted:
         name = made[name].inputs[0]
     last = made.get(name)
     if last is not None and last.kind == "cross_entropy":
-        return Counted(labels=_labels(graph, last.inputs[1]), ignore_index=int(last.attributes["ignore_index"]))
+        return LossDivisor(
+            labels=_label_graph(graph, last.inputs[1]), ignore_index=int(last.attributes["ignore_index"])
+        )
     if last is not None and last.kind == "sum":
-        return Counted(per_row=max(1, element_count(graph.tensor(last.inputs[0]).shape, {"B": 1})))
-    return Counted(per_row=1)
+        return LossDivisor(per_row=max(1, element_count(graph.find_tensor(last.inputs[0]).shape, {"B": 1})))
+    return LossDivisor(per_row=1)
 
 
-def _labels(graph: Graph, name: str) -> Graph:
+def _label_graph(graph: Graph, name: str) -> Graph:
     """What makes the value `name`."""
     wanted, operators = {name}, []
     for operator in reversed(graph.operators):
@@ -64,5 +66,5 @@ def _labels(graph: Graph, name: str) -> Graph:
         outputs=(name,),
         operators=tuple(operators),
         parameters=(),
-        tensors=tuple(graph.tensor(output) for operator in operators for output in operator.outputs),
+        tensors=tuple(graph.find_tensor(output) for operator in operators for output in operator.outputs),
     )

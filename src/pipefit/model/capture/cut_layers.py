@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipefit.codec import digest
-from pipefit.model.capture.rewrite import canonical_names, unlike
-from pipefit.model.graph import Graph, Layer, Operator, ParameterSpec, Tensor
+from pipefit.codec import content_digest
+from pipefit.model.capture.rewrite import canonical_names, unused_name
+from pipefit.model.graph import Graph, Layer, Operator, ParameterSpec, TensorSpec
 from pipefit.model.ops import KINDS
 
 WHOLE = "model"
@@ -24,17 +24,19 @@ WHOLE = "model"
 
 def cut_layers(graph: Graph) -> tuple[tuple[Layer, ...], dict[str, Graph]]:
     """(the chain, its graphs by hash). Parameters keep their names in the model as global ones."""
-    shared = _made_anywhere(graph) if graph.parameters else {}
-    parts = _joined(_pieces(graph, shared))
+    shared = _shared_operators(graph) if graph.parameters else {}
+    parts = _join_parts(_finest_parts(graph, shared))
     layers: list[Layer] = []
     graphs: dict[str, Graph] = {}
     known: dict[str, str] = {}
-    names = [part.name or ("head" if part is parts[-1] else "front" if part is parts[0] else "part") for part in parts]
-    names = _unique(names) if len(parts) > 1 else [WHOLE]
+    names = [
+        part.layer_name or ("head" if part is parts[-1] else "front" if part is parts[0] else "part") for part in parts
+    ]
+    names = _make_unique(names) if len(parts) > 1 else [WHOLE]
     takes = ""
     for part, name in zip(parts, names, strict=True):
         made, parameters = _layer_graph(graph, shared, part, takes)
-        same = known.setdefault(digest(_without_sources(made)), made.hash)
+        same = known.setdefault(content_digest(_without_sources(made)), made.hash)
         graphs.setdefault(same, made)
         layers.append(Layer(name=name, graph=same, parameters=parameters))
         takes = part.gives
@@ -42,7 +44,7 @@ def cut_layers(graph: Graph) -> tuple[tuple[Layer, ...], dict[str, Graph]]:
 
 
 @dataclass(slots=True)
-class _Part:
+class _LayerPart:
     """Consecutive operators behind which one value passes on."""
 
     operators: list[Operator]
@@ -52,16 +54,16 @@ class _Part:
     "The numbered name that all its parameters stand under; '' where there is none."
 
     @property
-    def light(self) -> bool:
+    def is_light(self) -> bool:
         """Whether it does no matrix product: norms, tables."""
         return not any(KINDS[operator.kind].heavy for operator in self.operators)
 
     @property
-    def name(self) -> str:
-        return self.key or _common(spec.name.rpartition(".")[0] for spec in self.parameters)
+    def layer_name(self) -> str:
+        return self.key or _common_prefix(spec.name.rpartition(".")[0] for spec in self.parameters)
 
 
-def _made_anywhere(graph: Graph) -> dict[str, Operator]:
+def _shared_operators(graph: Graph) -> dict[str, Operator]:
     """Values that need no parameters, no random numbers and no heavy work -> what makes them."""
     known = {tensor.name for tensor in graph.inputs}
     found: dict[str, Operator] = {}
@@ -73,7 +75,7 @@ def _made_anywhere(graph: Graph) -> dict[str, Operator]:
     return found
 
 
-def _pieces(graph: Graph, shared: Mapping[str, Operator]) -> list[_Part]:
+def _finest_parts(graph: Graph, shared: Mapping[str, Operator]) -> list[_LayerPart]:
     """The finest parts."""
     chain = [operator for operator in graph.operators if operator.outputs[0] not in shared]
     specs = {spec.name: spec for spec in graph.parameters}
@@ -81,48 +83,48 @@ def _pieces(graph: Graph, shared: Mapping[str, Operator]) -> list[_Part]:
     made = {name for operator in chain for name in operator.outputs}
     last = {name: place for place, operator in enumerate(chain) for name in operator.inputs if name in made}
     last |= dict.fromkeys(graph.outputs, len(chain))
-    pieces: list[_Part] = []
+    pieces: list[_LayerPart] = []
     alive: set[str] = set()
     begun = 0
     for place, operator in enumerate(chain):
         alive |= {name for name in operator.outputs if name in last}
         alive -= {name for name in operator.inputs if last.get(name) == place}
         end = place == len(chain) - 1
-        if end or (specs and len(alive) == 1 and _passes(tensors[next(iter(alive))])):
-            piece = _Part(chain[begun : place + 1], graph.outputs[0] if end else next(iter(alive)))
+        if end or (specs and len(alive) == 1 and _can_cross_stages(tensors[next(iter(alive))])):
+            piece = _LayerPart(chain[begun : place + 1], graph.outputs[0] if end else next(iter(alive)))
             read = {name for each in piece.operators for name in each.inputs}
             piece.parameters = [specs[name] for name in specs if name in read]
-            piece.key = _numbered(_common(spec.name for spec in piece.parameters))
+            piece.key = _block_name(_common_prefix(spec.name for spec in piece.parameters))
             pieces.append(piece)
             begun = place + 1
     return pieces
 
 
-def _passes(tensor: Tensor) -> bool:
+def _can_cross_stages(tensor: TensorSpec) -> bool:
     """Whether stages can hand a value on: rows in front, in the type of computing."""
     return tensor.dtype == "compute" and tensor.shape[:1] == ("B",) and "B" not in str(tensor.shape[1:])
 
 
-def _joined(pieces: Sequence[_Part]) -> list[_Part]:
+def _join_parts(pieces: Sequence[_LayerPart]) -> list[_LayerPart]:
     """Layers: pieces under one numbered name together, unless they use a parameter again (layers that are applied
     several times); other pieces with what is beside them where one of both has no matrix product."""
-    parts: list[_Part] = []
+    parts: list[_LayerPart] = []
     for piece in _without_empty(pieces):
-        if parts and _belongs(parts[-1], piece):
-            _append(parts[-1], piece)
+        if parts and _belongs_to(parts[-1], piece):
+            _append_part(parts[-1], piece)
         else:
             parts.append(piece)
     return parts
 
 
-def _belongs(before: _Part, piece: _Part) -> bool:
+def _belongs_to(before: _LayerPart, piece: _LayerPart) -> bool:
     again = {spec.name for spec in before.parameters} & {spec.name for spec in piece.parameters}
-    return not again and before.key == piece.key and (bool(piece.key) or before.light or piece.light)
+    return not again and before.key == piece.key and (bool(piece.key) or before.is_light or piece.is_light)
 
 
-def _without_empty(pieces: Sequence[_Part]) -> list[_Part]:
+def _without_empty(pieces: Sequence[_LayerPart]) -> list[_LayerPart]:
     """Pieces without parameters go to a neighbour: rather to one that is no numbered block, whose like are many."""
-    kept: list[_Part] = []
+    kept: list[_LayerPart] = []
     waiting: list[Operator] = []
     for place, piece in enumerate(pieces):
         if piece.parameters or len(pieces) == 1:
@@ -132,19 +134,19 @@ def _without_empty(pieces: Sequence[_Part]) -> list[_Part]:
             continue
         after = next((one for one in pieces[place + 1 :] if one.parameters), None)
         if after is None or (kept and not waiting and (not kept[-1].key or after.key)):
-            _append(kept[-1], piece)
+            _append_part(kept[-1], piece)
         else:
             waiting += piece.operators
     return kept
 
 
-def _append(part: _Part, piece: _Part) -> None:
+def _append_part(part: _LayerPart, piece: _LayerPart) -> None:
     part.operators += piece.operators
     part.parameters += piece.parameters
     part.gives = piece.gives
 
 
-def _common(names: Iterable[str]) -> str:
+def _common_prefix(names: Iterable[str]) -> str:
     """The longest front, in whole words between dots, that all names share."""
     words = [name.split(".") for name in names]
     front = []
@@ -155,9 +157,9 @@ def _common(names: Iterable[str]) -> str:
     return ".".join(front)
 
 
-def _numbered(name: str) -> str:
-    """`name` up to its last number (`h.3.attn` -> `h.3`); where it has none, up to its first word that ends with one
-    (`conv3.weight` -> `conv3`)."""
+def _block_name(name: str) -> str:
+    """`layer_name` up to its last number (`h.3.attn` -> `h.3`); where it has none, up to its first word that ends with
+    one (`conv3.weight` -> `conv3`)."""
     words = name.split(".")
     numbers = [place for place, word in enumerate(words) if word.isdigit()]
     if numbers:
@@ -166,7 +168,9 @@ def _numbered(name: str) -> str:
     return ".".join(words[: numbers[0] + 1]) if numbers else ""
 
 
-def _layer_graph(graph: Graph, shared: Mapping[str, Operator], part: _Part, takes: str) -> tuple[Graph, dict[str, str]]:
+def _layer_graph(
+    graph: Graph, shared: Mapping[str, Operator], part: _LayerPart, takes: str
+) -> tuple[Graph, dict[str, str]]:
     """The graph of one layer, and its parameters' local -> global names. `takes` passes from the layer before."""
     operators = _with_shared(part.operators, shared)
     read = {name for operator in operators for name in operator.inputs}
@@ -175,7 +179,7 @@ def _layer_graph(graph: Graph, shared: Mapping[str, Operator], part: _Part, take
     local = _local_names([spec.name for spec in graph.parameters if spec.name in read], part.key)
     renamed = dict(local)
     if takes:
-        hidden = unlike("x", {*local.values(), *(tensor.name for tensor in inputs)}, "hidden")
+        hidden = unused_name("x", {*local.values(), *(tensor.name for tensor in inputs)}, "hidden")
         renamed[takes] = hidden
         inputs.insert(0, replace(tensors[takes], name=hidden, role="activation"))
     dropouts = 0
@@ -189,7 +193,7 @@ def _layer_graph(graph: Graph, shared: Mapping[str, Operator], part: _Part, take
                 operator,
                 inputs=tuple(renamed.get(name, name) for name in operator.inputs),
                 attributes=attributes,
-                source=_within(operator.source, part.key),
+                source=_strip_block(operator.source, part.key),
             )
         )
     made = Graph(
@@ -207,18 +211,18 @@ def _with_shared(operators: Sequence[Operator], shared: Mapping[str, Operator]) 
     found: list[Operator] = []
     there: set[str] = set()
 
-    def bring(name: str) -> None:
+    def add_needed(name: str) -> None:
         operator = shared.get(name)
         if operator is None or name in there:
             return
         for each in operator.inputs:
-            bring(each)
+            add_needed(each)
         there.update(operator.outputs)
         found.append(operator)
 
     for operator in operators:
         for name in operator.inputs:
-            bring(name)
+            add_needed(name)
         found.append(operator)
     return found
 
@@ -231,7 +235,7 @@ def _local_names(names: Sequence[str], key: str) -> dict[str, str]:
     return short
 
 
-def _within(source: str, key: str) -> str:
+def _strip_block(source: str, key: str) -> str:
     """A module path without the block's own: `model.h.3.attn (Attention)` -> `attn (Attention)`."""
     path = source.removeprefix("model.")
     if not key or not path.startswith(key):
@@ -244,7 +248,7 @@ def _without_sources(graph: Graph) -> Graph:
     return replace(graph, operators=tuple(replace(operator, source="") for operator in graph.operators))
 
 
-def _unique(names: Sequence[str]) -> list[str]:
+def _make_unique(names: Sequence[str]) -> list[str]:
     """Names made unlike by a number behind those that came before (a layer that is applied again)."""
     found: list[str] = []
     times: dict[str, int] = {}

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipefit.model.capture.rewrite import unlike
-from pipefit.model.graph import Operator, Shape, Size, Tensor, multiply_sizes
+from pipefit.model.capture.rewrite import unused_name
+from pipefit.model.graph import Operator, Shape, Size, TensorSpec, multiply_sizes
 
 LAYER_CONSTANT, WHOLE_CONSTANT = 1 << 16, 1 << 22
 """Numbers of a constant that a graph may hold: one of a layer, one of a whole model."""
 
 
-class Unconvertible(Exception):
+class UnconvertibleError(Exception):
     """Why a layer cannot be expressed in our operators, and where."""
 
 
-class Emitter:
+class GraphEmitter:
     """Collects operators. `names` maps exported nodes to values; an absent node has no value of ours."""
 
     def __init__(self, symbols: Mapping[str, str], compute_dtype: str, prefix: str, whole: bool = False) -> None:
@@ -31,7 +31,7 @@ class Emitter:
         self.inner: dict[Any, Sequence[Any]] = {}
         "Nodes that stand for a graph inside: the nodes of its results."
         self.compute_dtype = compute_dtype
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, TensorSpec] = {}
         self.given: dict[str, Shape] = {}
         "Shapes of inputs and parameters."
         self.operators: list[Operator] = []
@@ -44,32 +44,32 @@ class Emitter:
         self.largest = WHOLE_CONSTANT if whole else LAYER_CONSTANT
         self.source = prefix
 
-    def value(self, node: Any) -> str:
+    def value_name(self, node: Any) -> str:
         """The name of the value of `node`; a constant enters the graph when it is first read."""
         if node is None:
             return ""
         if node in self.names:
             return self.names[node]
         if node in self.constants:
-            self.names[node] = self._constant(node)
+            self.names[node] = self._emit_constant(node)
             return self.names[node]
-        raise Unconvertible(f"the value of {node} is not a tensor that a layer can hand on")
+        raise UnconvertibleError(f"the value of {node} is not a tensor that a layer can hand on")
 
     def stand_for(self, node: Any, other: Any) -> None:
         """Let `node` have the value of the node `other`."""
         if other in self.constants:
             self.constants[node] = self.constants[other]
         else:
-            self.names[node] = self.value(other)
+            self.names[node] = self.value_name(other)
 
-    def _constant(self, node: Any) -> str:
+    def _emit_constant(self, node: Any) -> str:
         numbers = self.constants[node]
-        shape, dtype = tuple(numbers.shape), self.dtype(node) if self.whole else self.dtype_name(numbers.dtype)
+        shape, dtype = tuple(numbers.shape), self.node_dtype(node) if self.whole else self.dtype_name(numbers.dtype)
         values: Any
         if len(shape) == 2 and shape[0] == shape[1] and numbers.numel() > LAYER_CONSTANT and is_causal(numbers):
             values = "causal"
         elif numbers.numel() > self.largest:
-            raise Unconvertible(f"a constant of {numbers.numel()} numbers")
+            raise UnconvertibleError(f"a constant of {numbers.numel()} numbers")
         else:
             values = numbers.double().flatten().tolist()
         return self.emit("constant", (), shape, dtype, {"values": values, "shape": list(shape), "dtype": dtype})
@@ -78,11 +78,11 @@ class Emitter:
         """The shape of a value, an input or a parameter."""
         return self.tensors[name].shape if name in self.tensors else self.given[name]
 
-    def shape(self, node: Any) -> Shape:
+    def node_shape(self, node: Any) -> Shape:
         """The shape of the exported node in our symbols."""
-        return tuple(self.size(size) for size in node.meta["val"].shape)
+        return tuple(self.convert_size(size) for size in node.meta["val"].shape)
 
-    def size(self, size: Any) -> Size:
+    def convert_size(self, size: Any) -> Size:
         """A size of the export: a number, or a product of symbols. Anything else cannot be converted."""
         if isinstance(size, int):
             return size
@@ -95,10 +95,10 @@ class Emitter:
             elif factor.is_Integer and power == 1:
                 factors.append(int(factor))
             else:
-                raise Unconvertible(f"the size {expression} is not a product of rows, tokens and numbers")
+                raise UnconvertibleError(f"the size {expression} is not a product of rows, tokens and numbers")
         return multiply_sizes(*factors)
 
-    def dtype(self, node: Any) -> str:
+    def node_dtype(self, node: Any) -> str:
         return self.dtype_name(node.meta["val"].dtype)
 
     def dtype_name(self, dtype: Any) -> str:
@@ -110,14 +110,14 @@ class Emitter:
             return "float32"
         if name in ("int64", "int32", "uint8", "bool"):
             return name
-        raise Unconvertible(f"the number type {name}")
+        raise UnconvertibleError(f"the number type {name}")
 
     def emit(
         self, kind: str, inputs: Sequence[str], shape: Shape, dtype: str, attributes: Mapping[str, Any] | None = None
     ) -> str:
         """Append an operator; gives the name of its value."""
-        name = unlike(f"t{len(self.tensors)}", self.given)
-        self.tensors[name] = Tensor(name=name, shape=shape, dtype=dtype)
+        name = unused_name(f"t{len(self.tensors)}", self.given)
+        self.tensors[name] = TensorSpec(name=name, shape=shape, dtype=dtype)
         self.operators.append(
             Operator(
                 kind=kind, inputs=tuple(inputs), outputs=(name,), attributes=dict(attributes or {}), source=self.source
@@ -125,24 +125,26 @@ class Emitter:
         )
         return name
 
-    def like(self, node: Any, kind: str, inputs: Sequence[str], attributes: Mapping[str, Any] | None = None) -> str:
+    def emit_like(
+        self, node: Any, kind: str, inputs: Sequence[str], attributes: Mapping[str, Any] | None = None
+    ) -> str:
         """Append an operator whose value has the shape and type of `node`."""
-        return self.emit(kind, inputs, self.shape(node), self.dtype(node), attributes)
+        return self.emit(kind, inputs, self.node_shape(node), self.node_dtype(node), attributes)
 
-    def rank(self, node: Any) -> int:
+    def node_rank(self, node: Any) -> int:
         return len(node.meta["val"].shape)
 
-    def dim(self, node: Any, dim: int) -> int:
+    def normalized_dim(self, node: Any, dim: int) -> int:
         """A dimension of `node`, not negative."""
-        return dim + self.rank(node) if dim < 0 else dim
+        return dim + self.node_rank(node) if dim < 0 else dim
 
 
-Converter = Callable[[Emitter, Any, list[Any], Mapping[str, Any]], str]
+Converter = Callable[[GraphEmitter, Any, list[Any], Mapping[str, Any]], str]
 """(emitter, node, arguments, keywords) -> the name of the node's value."""
 CONVERTERS: dict[str, Converter] = {}
 
 
-def converts(*targets: str) -> Callable[[Converter], Converter]:
+def register_converter(*targets: str) -> Callable[[Converter], Converter]:
     def register(function: Converter) -> Converter:
         for target in targets:
             CONVERTERS[target] = function

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from pipefit.model.capture.convert import Emitter
+from pipefit.model.capture.convert import GraphEmitter
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ MODULE = "language"
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_torch() -> Iterator[None]:
     """Without torch's own warnings, logs and printed graphs: what they say of a failure stands in the reason."""
     import logging
 
@@ -81,22 +81,22 @@ def on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _replace_leaves(module: nn.Module) -> None:
     """Let every Leaf call the custom operator `pipefit::leaf` instead of its own forward."""
-    from pipefit.model.families.common import Leaf
-    from pipefit.model.families.leaf import leaf
+    from pipefit.model.families.common import OperatorModule
+    from pipefit.model.families.leaf import call_operator
 
     for child in module.modules():
-        if not isinstance(child, Leaf):
+        if not isinstance(child, OperatorModule):
             continue
         attributes = json.dumps(child.operator_attributes(), sort_keys=True)
 
-        def forward(*args: Any, _child: Leaf = child, _attributes: str = attributes) -> Any:
+        def forward(*args: Any, _child: OperatorModule = child, _attributes: str = attributes) -> Any:
             parameters = [_child.get_parameter(name) for name in _child.operator_parameters()]
-            return leaf([*args, *parameters], _child.kind, _attributes)
+            return call_operator([*args, *parameters], _child.kind, _attributes)
 
         child.forward = forward
 
 
-def fold(emitter: Emitter, node: Any) -> bool:
+def fold_constant(emitter: GraphEmitter, node: Any) -> bool:
     """Compute a node whose inputs are all known numbers (frequencies of rotary embeddings, scales)."""
     import torch
 
@@ -108,19 +108,19 @@ def fold(emitter: Emitter, node: Any) -> bool:
     if "rand" in str(node.target) or "dropout" in str(node.target):
         return False
 
-    def known(item: Any) -> Any:
+    def known_value(item: Any) -> Any:
         if isinstance(item, torch.fx.Node):
-            return _precise(emitter.constants[item]) if emitter.whole else emitter.constants[item].clone()
+            return _to_float64(emitter.constants[item]) if emitter.whole else emitter.constants[item].clone()
         if emitter.whole and isinstance(item, torch.dtype) and item.is_floating_point:
             return torch.float64  # no number is rounded to the types of the export
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
-    arguments = torch.fx.node.map_aggregate(node.args, known)
-    keywords = torch.fx.node.map_aggregate(dict(node.kwargs), known)
+    arguments = torch.fx.node.map_aggregate(node.args, known_value)
+    keywords = torch.fx.node.map_aggregate(dict(node.kwargs), known_value)
     emitter.constants[node] = node.target(*arguments, **keywords)
     return True
 
 
-def _precise(numbers: torch.Tensor) -> torch.Tensor:
+def _to_float64(numbers: torch.Tensor) -> torch.Tensor:
     """A copy, in float64 where it is no integers."""
     return numbers.double() if numbers.is_floating_point() else numbers.clone()

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
-from pipefit.model.capture.convert import Emitter, Unconvertible, convert
+from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.export import MODULE as MODULE
-from pipefit.model.capture.export import export_reason, fold, on_meta, quiet
-from pipefit.model.capture.lift import lift
-from pipefit.model.capture.rewrite import unlike
+from pipefit.model.capture.export import export_reason, fold_constant, on_meta, quiet_torch
+from pipefit.model.capture.lift import lift_graph
+from pipefit.model.capture.rewrite import unused_name
+from pipefit.model.capture.source_labels import source_label
 from pipefit.model.example import Example
 from pipefit.model.families.build import USER, build_layers, typed_config
-from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Shape, Tensor
+from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, Shape, TensorSpec
 from pipefit.model.ops import KINDS
-from pipefit.model.user import make
+from pipefit.model.user import make_user_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,28 +40,28 @@ class OpaqueLayerWarning(UserWarning):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _LayerCall:
     """How a layer is called: argument name -> graph input."""
 
-    arguments: Mapping[str, Tensor]
+    arguments: Mapping[str, TensorSpec]
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[TensorSpec, ...]:
         return tuple(self.arguments.values())
 
 
-def capture(family: str, config: Mapping[str, Any]) -> Model:
+def capture_family(family: str, config: Mapping[str, Any]) -> Model:
     """The model of a family as operator graphs. Raises ModelError for bad fields or an unknown family."""
     if family == USER:
         source = str(config.get("source", ""))
-        made = make(source)
+        made = make_user_model(source)
         if isinstance(made, Example):
             from pipefit.model.capture.whole import capture_whole
 
             return capture_whole(made, source)
-        from pipefit.model.families.finish import finish
+        from pipefit.model.families.finish import finish_layers
 
-        return capture_layers(finish(made, "meta", None), family=family, config=config)
+        return capture_layers(finish_layers(made, "meta", None), family=family, config=config)
     layers = build_layers(family, config)
     rotary = getattr(typed_config(family, config), "rotary", None)
     return capture_layers(layers, family=family, config=config, rotary=[rotary] if rotary else [])
@@ -82,12 +83,12 @@ def capture_layers(
     how their x looks (`x_shape`) where it comes out of another space. Raises ModelError for a chain that does not fit
     together.
     """
-    from pipefit.model.families.finish import finish
+    from pipefit.model.families.finish import finish_layers
 
     if not layers:
         raise ModelError("The model has no layers.", where="layers", allowed="a list of nn.Modules")
     if any(not hasattr(layer, "parameter_names") for layer in layers):
-        finish(layers, _device_of(layers), None)
+        finish_layers(layers, _device_of(layers), None)
     x_shape: Shape | None = None if x_features is None else ("B", "T", x_features)
     graphs: dict[str, Graph] = {}
     known: dict[Any, str] = {}
@@ -95,24 +96,24 @@ def capture_layers(
     for layer in layers:
         name = str(layer.layer_name)
         call = _call_of(layer, name, getattr(layer, "x_shape", x_shape))
-        fingerprint = (_fingerprint(layer), call.inputs)
+        fingerprint = (_layer_fingerprint(layer), call.inputs)
         if fingerprint not in known:
             graph = _capture_layer(layer, name, call, rotary)
             known[fingerprint] = graph.hash
             graphs[graph.hash] = graph
         graph = graphs[known[fingerprint]]
         if graph.operators[0].kind == "opaque" and graph.operators[0].attributes["key"] != name:
-            graph = _opaque(layer, name, call, str(graph.operators[0].attributes["reason"]))
+            graph = _opaque_graph(layer, name, call, str(graph.operators[0].attributes["reason"]))
             graphs[graph.hash] = graph
         names = {parameter.name: layer.parameter_names[parameter.name] for parameter in graph.parameters}
         chain.append(Layer(name=name, graph=graph.hash, parameters=names))
         x_shape = _output_shape(graph)
     keys = {layer.graph for layer in chain}
     used = {key: graph for key, graph in graphs.items() if key in keys}
-    return Model(family=family, config=dict(config or {}), modules=_modules(layers, chain), graphs=used)
+    return Model(family=family, config=dict(config or {}), modules=_group_modules(layers, chain), graphs=used)
 
 
-def _modules(layers: Sequence[nn.Module], chain: Sequence[Layer]) -> tuple[Module, ...]:
+def _group_modules(layers: Sequence[nn.Module], chain: Sequence[Layer]) -> tuple[ModelModule, ...]:
     """Runs of layers of one module, in order. Raises ModelError where a module comes twice."""
     found: dict[str, tuple[str, list[Layer]]] = {}
     before = ""
@@ -127,7 +128,7 @@ def _modules(layers: Sequence[nn.Module], chain: Sequence[Layer]) -> tuple[Modul
             )
         found.setdefault(name, (str(getattr(layer, "space", "samples")), []))[1].append(captured)
         before = name
-    return tuple(Module(name=name, space=space, layers=tuple(run)) for name, (space, run) in found.items())
+    return tuple(ModelModule(name=name, space=space, layers=tuple(run)) for name, (space, run) in found.items())
 
 
 def _device_of(layers: Sequence[nn.Module]) -> str:
@@ -136,18 +137,18 @@ def _device_of(layers: Sequence[nn.Module]) -> str:
 
 
 def _output_shape(graph: Graph) -> Shape:
-    return graph.tensor(graph.outputs[0]).shape
+    return graph.find_tensor(graph.outputs[0]).shape
 
 
-def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _Call:
+def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _LayerCall:
     """The graph inputs that the arguments of forward stand for."""
-    arguments: dict[str, Tensor] = {}
+    arguments: dict[str, TensorSpec] = {}
     given = {tensor.name: tensor for tensor in getattr(layer, "data_inputs", ())}
     for argument in inspect.signature(layer.forward).parameters.values():
         if argument.name in given:
             tensor = given[argument.name]
         elif argument.name in _ROLES:
-            tensor = Tensor(name=argument.name, shape=("B", "T"), dtype="int64", role=argument.name)  # type: ignore[arg-type]
+            tensor = TensorSpec(name=argument.name, shape=("B", "T"), dtype="int64", role=argument.name)  # type: ignore[arg-type]
         elif not any(tensor.role == "activation" for tensor in arguments.values()) and not arguments:
             if x_shape is None:
                 raise ModelError(
@@ -156,7 +157,7 @@ def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _Call:
                     seen=f"forward({argument.name}, ...)",
                     allowed="a first layer that takes `tokens`, or capture_layers(..., x_features=D)",
                 )
-            tensor = Tensor(name=unlike("x", dict(layer.named_parameters())), shape=x_shape)
+            tensor = TensorSpec(name=unused_name("x", dict(layer.named_parameters())), shape=x_shape)
         elif argument.default is not argument.empty or argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
             continue
         else:
@@ -167,16 +168,16 @@ def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _Call:
                 allowed=f"the hidden state first, then {', '.join((*_ROLES, *given))}",
             )
         arguments[argument.name] = tensor
-    return _Call(arguments)
+    return _LayerCall(arguments)
 
 
-def _capture_layer(layer: nn.Module, name: str, call: _Call, rotary: Sequence[Mapping[str, Any]]) -> Graph:
+def _capture_layer(layer: nn.Module, name: str, call: _LayerCall, rotary: Sequence[Mapping[str, Any]]) -> Graph:
     """The graph of one layer; an opaque one where it cannot be captured."""
     reason = ""
     for dtype in ("bfloat16", "float32"):
         try:
-            graph = lift(_export(layer, call, dtype), rotary)
-        except Unconvertible as error:
+            graph = lift_graph(_export_graph(layer, call, dtype), rotary)
+        except UnconvertibleError as error:
             reason = str(error)
             continue
         unknown = [operator for operator in graph.operators if operator.kind not in KINDS]
@@ -188,10 +189,10 @@ def _capture_layer(layer: nn.Module, name: str, call: _Call, rotary: Sequence[Ma
         OpaqueLayerWarning,
         stacklevel=3,
     )
-    return _opaque(layer, name, call, reason)
+    return _opaque_graph(layer, name, call, reason)
 
 
-def _export(layer: nn.Module, call: _Call, dtype: str) -> Graph:
+def _export_graph(layer: nn.Module, call: _LayerCall, dtype: str) -> Graph:
     """The graph before lifting. Raises Unconvertible with the reason."""
     import torch
 
@@ -206,46 +207,46 @@ def _export(layer: nn.Module, call: _Call, dtype: str) -> Graph:
         arguments[argument] = torch.empty(sizes, dtype=kind, device="meta")
         dynamic[argument] = {i: dims[size] for i, size in enumerate(tensor.shape) if isinstance(size, str)}
     try:
-        with quiet():
+        with quiet_torch():
             program = torch.export.export(module, (), arguments, dynamic_shapes=dynamic, strict=False)
     except Exception as error:  # whatever user code raises under export
-        raise Unconvertible(export_reason(error, layer)) from error
+        raise UnconvertibleError(export_reason(error, layer)) from error
     if program.graph_signature.buffers_to_mutate:
-        raise Unconvertible("it changes a buffer in its forward")
-    return _convert(program, layer, call, dtype, buffers)
+        raise UnconvertibleError("it changes a buffer in its forward")
+    return _convert_program(program, layer, call, dtype, buffers)
 
 
-def _convert(program: Any, layer: nn.Module, call: _Call, dtype: str, buffers: Mapping[str, Any]) -> Graph:
+def _convert_program(program: Any, layer: nn.Module, call: _LayerCall, dtype: str, buffers: Mapping[str, Any]) -> Graph:
     """Operators of an exported program, not yet lifted."""
     signature = program.graph_signature
     inputs = {spec.arg.name: spec for spec in signature.input_specs}
     nodes = list(program.graph.nodes)
-    emitter = Emitter(_symbols(nodes, inputs, call), dtype, type(layer).__name__)
+    emitter = GraphEmitter(_match_symbols(nodes, inputs, call), dtype, source_label(type(layer)))
     for node in nodes:
         if node.op == "placeholder":
-            _place(emitter, node, inputs[node.name], call, program, buffers)
+            _place_input(emitter, node, inputs[node.name], call, program, buffers)
         elif node.op == "call_function":
-            if not fold(emitter, node):
-                convert(emitter, node, type(layer).__name__)
+            if not fold_constant(emitter, node):
+                convert_node(emitter, node, source_label(type(layer)))
         elif node.op == "output":
             outputs = node.args[0]
-    ranks = [emitter.rank(output) if hasattr(output, "meta") else -1 for output in outputs]
+    ranks = [emitter.node_rank(output) if hasattr(output, "meta") else -1 for output in outputs]
     if -1 in ranks or not (len(ranks) == 1 or (len(ranks) == 2 and ranks[0] and not ranks[1])):
-        raise Unconvertible(f"its forward returns {len(outputs)} values, not one tensor, nor one and a loss")
+        raise UnconvertibleError(f"its forward returns {len(outputs)} values, not one tensor, nor one and a loss")
     specs = tuple(
         ParameterSpec(name=local, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
         for local, parameter in layer.named_parameters()
     )
     return Graph(
         inputs=call.inputs,
-        outputs=tuple(emitter.value(output) for output in outputs),
+        outputs=tuple(emitter.value_name(output) for output in outputs),
         operators=tuple(emitter.operators),
         parameters=specs,
         tensors=tuple(emitter.tensors.values()),
     )
 
 
-def _symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _Call) -> dict[str, str]:
+def _match_symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _LayerCall) -> dict[str, str]:
     """The export's symbols -> B and T, from the shapes of the inputs. Unconvertible where one was frozen."""
     found: dict[str, str] = {}
     placeholders = [node for node in nodes if node.op == "placeholder" and inputs[node.name].kind.name == "USER_INPUT"]
@@ -254,12 +255,14 @@ def _symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _Call) -> di
             if not isinstance(ours, str):
                 continue
             if isinstance(size, int):
-                raise Unconvertible(f"it works for one number of {'rows' if ours == 'B' else 'tokens'} only")
+                raise UnconvertibleError(f"it works for one number of {'rows' if ours == 'B' else 'tokens'} only")
             found[str(size.node.expr)] = ours
     return found
 
 
-def _place(emitter: Emitter, node: Any, spec: Any, call: _Call, program: Any, buffers: Mapping[str, Any]) -> None:
+def _place_input(
+    emitter: GraphEmitter, node: Any, spec: Any, call: _LayerCall, program: Any, buffers: Mapping[str, Any]
+) -> None:
     """Give an exported input its value: a graph input, a parameter, or a constant."""
     kind = spec.kind.name
     if kind == "USER_INPUT":
@@ -277,7 +280,7 @@ def _place(emitter: Emitter, node: Any, spec: Any, call: _Call, program: Any, bu
             emitter.constants[node] = constant.detach().cpu()
 
 
-def _suspects(layer: nn.Module) -> list[list[str]]:
+def _suspect_modules(layer: nn.Module) -> list[list[str]]:
     """[`random` or `mixes`, name and class] of PyTorch's own modules inside that draw random numbers or mix tokens."""
     from torch import nn
 
@@ -294,7 +297,7 @@ def _suspects(layer: nn.Module) -> list[list[str]]:
     return found
 
 
-def _opaque(layer: nn.Module, name: str, call: _Call, reason: str) -> Graph:
+def _opaque_graph(layer: nn.Module, name: str, call: _LayerCall, reason: str) -> Graph:
     """The whole layer as one opaque operator. Its output has the shape of x, or is the loss where it takes labels."""
     values = [tensor.name for tensor in call.inputs]
     parameters = tuple(
@@ -323,22 +326,22 @@ def _opaque(layer: nn.Module, name: str, call: _Call, reason: str) -> Graph:
         "kept_factor": float(getattr(layer, "kept_factor", 4.0)),
         "reason": reason,
         "tokenwise": bool(getattr(layer, "tokenwise", False)),
-        "suspects": _suspects(layer),
+        "suspects": _suspect_modules(layer),
     }
-    output = Tensor(name="opaque_0", shape=shape, dtype="float32" if shape == () else "compute")
+    output = TensorSpec(name="opaque_0", shape=shape, dtype="float32" if shape == () else "compute")
     operator = Operator(
         kind="opaque",
         inputs=(*values, *(parameter.name for parameter in parameters)),
         outputs=(output.name,),
         attributes=attributes,
-        source=type(layer).__name__,
+        source=source_label(type(layer)),
     )
     return Graph(
         inputs=call.inputs, outputs=(output.name,), operators=(operator,), parameters=parameters, tensors=(output,)
     )
 
 
-def _fingerprint(layer: nn.Module) -> Any:
+def _layer_fingerprint(layer: nn.Module) -> Any:
     """Equal for layers that compute the same function of their inputs and parameters: classes, plain attributes,
     shapes. Anything that we cannot compare counts as different."""
     import torch
@@ -346,7 +349,7 @@ def _fingerprint(layer: nn.Module) -> Any:
     parts: list[Any] = []
     own = {"layer_name", "parameter_names", "_parameters", "_buffers", "_modules"}
     for path, module in layer.named_modules(remove_duplicate=False):
-        plain = tuple((key, _plain(value)) for key, value in sorted(vars(module).items()) if key not in own)
+        plain = tuple((key, _plain_value(value)) for key, value in sorted(vars(module).items()) if key not in own)
         parameters = tuple((key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False))
         buffers = tuple(
             (key, "meta" if b.device.type == "meta" else tuple(b.detach().flatten().tolist()))
@@ -357,13 +360,13 @@ def _fingerprint(layer: nn.Module) -> Any:
     return tuple(parts)
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_plain(item) for item in value)
+        return tuple(_plain_value(item) for item in value)
     if isinstance(value, Mapping):
-        return tuple((str(key), _plain(item)) for key, item in value.items())
+        return tuple((str(key), _plain_value(item)) for key, item in value.items())
     if isinstance(value, set):
         return tuple(sorted(map(str, value)))
     return id(value)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipefit.model.capture.lift_rotary import lift_rotary
-from pipefit.model.capture.rewrite import Editor, canonical_names
+from pipefit.model.capture.rewrite import GraphEditor, canonical_names
 from pipefit.model.graph import Graph, Operator
 from pipefit.model.ops import KINDS
 
@@ -21,7 +21,7 @@ _SWAP = [0, 2, 1, 3]
 "(rows, tokens, heads, features) to (rows, heads, tokens, features) and back."
 
 
-def lift(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()) -> Graph:
+def lift_graph(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()) -> Graph:
     """All passes in order, then canonical names. `rotary_candidates` are attribute sets to prefer for rotary
     operators whose frequencies they match."""
     graph = merge_equal_operators(remove_dead(graph))
@@ -34,174 +34,182 @@ def lift(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()) -> G
 
 def merge_equal_operators(graph: Graph) -> Graph:
     """Two cheap operators of one kind, inputs and attributes -> one. Boundaries stay: their number is the cost."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     seen: dict[str, str] = {}
     for operator in graph.operators:
         if operator.kind in KINDS and KINDS[operator.kind].boundary:
             continue
-        inputs = [editor.resolve(name) if name else "" for name in operator.inputs]
+        inputs = [editor.resolve_name(name) if name else "" for name in operator.inputs]
         key = json.dumps([operator.kind, inputs, dict(operator.attributes)], sort_keys=True)
-        if key in seen and editor.shape(seen[key]) == editor.shape(operator.outputs[0]):
-            editor.alias(operator.outputs[0], seen[key])
+        if key in seen and editor.value_shape(seen[key]) == editor.value_shape(operator.outputs[0]):
+            editor.alias_value(operator.outputs[0], seen[key])
         else:
             seen.setdefault(key, operator.outputs[0])
-    return editor.graph_now()
+    return editor.build_graph()
 
 
 def remove_casts_of_equal_types(graph: Graph) -> Graph:
     """cast(x) to x's own type -> x; a cast of a cast -> one cast."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "cast":
             continue
         source = operator.inputs[0]
-        if editor.dtype(source) == operator.attributes["dtype"]:
-            editor.alias(operator.outputs[0], source)
-    return editor.graph_now()
+        if editor.value_dtype(source) == operator.attributes["dtype"]:
+            editor.alias_value(operator.outputs[0], source)
+    return editor.build_graph()
 
 
 def merge_reshapes(graph: Graph) -> Graph:
     """reshape of a reshape -> one reshape; reshape to the same shape -> nothing."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "reshape":
             continue
-        source = editor.through(operator.inputs[0], ("reshape",))
-        if tuple(editor.shape(source)) == tuple(operator.attributes["shape"]):
-            editor.alias(operator.outputs[0], source)
-        elif source != editor.resolve(operator.inputs[0]):
-            editor.replace(operator, "reshape", (source,), operator.attributes)
-    return editor.graph_now()
+        source = editor.skip_kinds(operator.inputs[0], ("reshape",))
+        if tuple(editor.value_shape(source)) == tuple(operator.attributes["shape"]):
+            editor.alias_value(operator.outputs[0], source)
+        elif source != editor.resolve_name(operator.inputs[0]):
+            editor.replace_operator(operator, "reshape", (source,), operator.attributes)
+    return editor.build_graph()
 
 
 def merge_transposes(graph: Graph) -> Graph:
     """transpose of a transpose -> one transpose, or nothing."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "transpose":
             continue
         dims, source = list(operator.attributes["dims"]), operator.inputs[0]
-        inner = editor.match(source, "transpose")
+        inner = editor.match_kind(source, "transpose")
         if inner is not None:
             dims, source = [inner.attributes["dims"][dim] for dim in dims], inner.inputs[0]
         if dims == list(range(len(dims))):
-            editor.alias(operator.outputs[0], source)
+            editor.alias_value(operator.outputs[0], source)
         elif inner is not None:
-            editor.replace(operator, "transpose", (source,), {"dims": dims})
-    return editor.graph_now()
+            editor.replace_operator(operator, "transpose", (source,), {"dims": dims})
+    return editor.build_graph()
 
 
 def lift_linear(graph: Graph) -> Graph:
     """matmul(x, transpose(parameter)) -> linear(x, parameter); add(linear without bias, parameter) -> its bias."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "matmul":
             continue
-        flipped = editor.match(operator.inputs[1], "transpose")
-        if flipped is not None and flipped.inputs[0] in editor.parameters and len(editor.shape(flipped.inputs[0])) == 2:
-            editor.replace(operator, "linear", (operator.inputs[0], flipped.inputs[0], ""))
+        flipped = editor.match_kind(operator.inputs[1], "transpose")
+        if (
+            flipped is not None
+            and flipped.inputs[0] in editor.parameters
+            and len(editor.value_shape(flipped.inputs[0])) == 2
+        ):
+            editor.replace_operator(operator, "linear", (operator.inputs[0], flipped.inputs[0], ""))
     for operator in list(editor.operators):
         if operator.kind == "add" and operator.inputs[1] in editor.parameters:
-            linear = editor.match(operator.inputs[0], "linear")
+            linear = editor.match_kind(operator.inputs[0], "linear")
             bias = operator.inputs[1]
-            if linear is None or linear.inputs[2] or len(editor.users(linear.outputs[0])) != 1:
+            if linear is None or linear.inputs[2] or len(editor.find_users(linear.outputs[0])) != 1:
                 continue
-            if editor.shape(bias) == editor.shape(linear.inputs[1])[:1]:
-                editor.replace(operator, "linear", (linear.inputs[0], linear.inputs[1], bias))
-    return editor.graph_now()
+            if editor.value_shape(bias) == editor.value_shape(linear.inputs[1])[:1]:
+                editor.replace_operator(operator, "linear", (linear.inputs[0], linear.inputs[1], bias))
+    return editor.build_graph()
 
 
 def lift_rms_norm(graph: Graph) -> Graph:
     """x * rsqrt(mean(x^2) + eps) [* weight], with casts anywhere -> rms_norm(x, weight?)."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
-        found = _normalized(editor, operator)
+        found = _match_normalized(editor, operator)
         if found is None:
             continue
         source, eps = found
-        editor.replace(operator, "rms_norm", (source, ""), {"eps": eps})
+        editor.replace_operator(operator, "rms_norm", (source, ""), {"eps": eps})
     for operator in list(editor.operators):
         if operator.kind != "mul" or not operator.inputs[1]:
             continue
         for value, weight in (operator.inputs, operator.inputs[::-1]):
-            norm = editor.match(editor.through(value, ("cast",)), "rms_norm")
-            scale = editor.through(weight, ("cast",))
+            norm = editor.match_kind(editor.skip_kinds(value, ("cast",)), "rms_norm")
+            scale = editor.skip_kinds(weight, ("cast",))
             if norm is None or norm.inputs[1] or scale not in editor.parameters:
                 continue
-            if editor.shape(scale) == editor.shape(norm.inputs[0])[-1:]:
-                editor.replace(operator, "rms_norm", (norm.inputs[0], scale), norm.attributes)
+            if editor.value_shape(scale) == editor.value_shape(norm.inputs[0])[-1:]:
+                editor.replace_operator(operator, "rms_norm", (norm.inputs[0], scale), norm.attributes)
                 break
-    return _norms_in_their_input_type(editor.graph_now())
+    return _norms_in_their_input_type(editor.build_graph())
 
 
-def _normalized(editor: Editor, operator: Operator) -> tuple[str, float] | None:
+def _match_normalized(editor: GraphEditor, operator: Operator) -> tuple[str, float] | None:
     """(x, eps) where `operator` is x * rsqrt(mean(x^2) + eps) or x / sqrt(mean(x^2) + eps)."""
     if operator.kind not in ("mul", "div") or not operator.inputs[1]:
         return None
     pairs = (operator.inputs, operator.inputs[::-1]) if operator.kind == "mul" else (operator.inputs,)
     for value, factor in pairs:
-        root = editor.match(factor, "rsqrt" if operator.kind == "mul" else "sqrt")
+        root = editor.match_kind(factor, "rsqrt" if operator.kind == "mul" else "sqrt")
         if root is None:
             continue
-        shifted = editor.match(root.inputs[0], "add")
+        shifted = editor.match_kind(root.inputs[0], "add")
         if shifted is None or shifted.inputs[1] or "scalar" not in shifted.attributes:
             continue
-        mean = editor.match(shifted.inputs[0], "mean")
+        mean = editor.match_kind(shifted.inputs[0], "mean")
         if mean is None or not mean.attributes["keepdim"]:
             continue
-        squared = _squared(editor, mean.inputs[0])
-        source = editor.through(value, ("cast",))
-        last = len(editor.shape(source)) - 1
-        if squared is not None and editor.through(squared, ("cast",)) == source and mean.attributes["dims"] == [last]:
+        squared = _match_squared(editor, mean.inputs[0])
+        source = editor.skip_kinds(value, ("cast",))
+        last = len(editor.value_shape(source)) - 1
+        if (
+            squared is not None
+            and editor.skip_kinds(squared, ("cast",)) == source
+            and mean.attributes["dims"] == [last]
+        ):
             return source, float(shifted.attributes["scalar"])
     return None
 
 
-def _squared(editor: Editor, name: str) -> str | None:
-    power = editor.match(name, "pow")
+def _match_squared(editor: GraphEditor, name: str) -> str | None:
+    power = editor.match_kind(name, "pow")
     if power is not None and power.attributes["exponent"] == 2:
-        return editor.resolve(power.inputs[0])
-    product = editor.match(name, "mul")
+        return editor.resolve_name(power.inputs[0])
+    product = editor.match_kind(name, "mul")
     if product is not None and product.inputs[1] and product.inputs[0] == product.inputs[1]:
-        return editor.resolve(product.inputs[0])
+        return editor.resolve_name(product.inputs[0])
     return None
 
 
 def _norms_in_their_input_type(graph: Graph) -> Graph:
     """A norm's value has the type of its input; a cast back to that type is gone by the next cast pass."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind == "rms_norm":
             name = operator.outputs[0]
             tensor = editor.tensors[name]
             editor.tensors[name] = type(tensor)(
-                name=name, shape=tensor.shape, dtype=editor.dtype(operator.inputs[0]), role=tensor.role
+                name=name, shape=tensor.shape, dtype=editor.value_dtype(operator.inputs[0]), role=tensor.role
             )
-    return editor.graph_now()
+    return editor.build_graph()
 
 
 def lift_repeated_keys(graph: Graph) -> Graph:
     """Keys and values that are repeated for every head of their group (unsqueeze, expand, reshape) -> the originals:
     attention reads groups itself."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "attention_bhtk":
             continue
         inputs = [operator.inputs[0], *(_before_repeat(editor, name) for name in operator.inputs[1:])]
-        if len({editor.shape(name)[1] for name in inputs[1:]}) == 1:
-            editor.replace(operator, "attention_bhtk", tuple(inputs), operator.attributes)
-    return editor.graph_now()
+        if len({editor.value_shape(name)[1] for name in inputs[1:]}) == 1:
+            editor.replace_operator(operator, "attention_bhtk", tuple(inputs), operator.attributes)
+    return editor.build_graph()
 
 
-def _before_repeat(editor: Editor, name: str) -> str:
+def _before_repeat(editor: GraphEditor, name: str) -> str:
     """k (B,G,T,K) where `name` is reshape(expand(reshape(k, (B,G,1,T,K)), (B,G,n,T,K)), (B,G*n,T,K))."""
-    merged = editor.match(name, "reshape")
-    expanded = editor.match(merged.inputs[0], "expand") if merged is not None else None
+    merged = editor.match_kind(name, "reshape")
+    expanded = editor.match_kind(merged.inputs[0], "expand") if merged is not None else None
     if expanded is None:
         return name
-    wide, narrow = editor.shape(expanded.outputs[0]), editor.shape(expanded.inputs[0])
-    source = editor.through(expanded.inputs[0], ("reshape",))
-    if len(wide) == 5 and narrow == (*wide[:2], 1, *wide[3:]) and editor.shape(source) == (*wide[:2], *wide[3:]):
+    wide, narrow = editor.value_shape(expanded.outputs[0]), editor.value_shape(expanded.inputs[0])
+    source = editor.skip_kinds(expanded.inputs[0], ("reshape",))
+    if len(wide) == 5 and narrow == (*wide[:2], 1, *wide[3:]) and editor.value_shape(source) == (*wide[:2], *wide[3:]):
         return source
     return name
 
@@ -209,42 +217,52 @@ def _before_repeat(editor: Editor, name: str) -> str:
 def lift_attention(graph: Graph) -> Graph:
     """Attention in (rows, heads, tokens, features) -> attention in (rows, tokens, heads, features) between transposes,
     which `merge_transposes` then cancels against those of the model."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
-        if operator.kind != "attention_bhtk" or len(editor.shape(operator.inputs[0])) != 4:
+        if operator.kind != "attention_bhtk" or len(editor.value_shape(operator.inputs[0])) != 4:
             continue
         swapped = []
         for name in operator.inputs:
-            shape = editor.shape(name)
+            shape = editor.value_shape(name)
             turned = (shape[0], shape[2], shape[1], shape[3])
-            swapped.append(editor.insert(operator, "transpose", (name,), turned, editor.dtype(name), {"dims": _SWAP}))
-        heads, groups = editor.shape(operator.inputs[0])[1], editor.shape(operator.inputs[1])[1]
+            swapped.append(
+                editor.insert_operator(
+                    operator, "transpose", (name,), turned, editor.value_dtype(name), {"dims": _SWAP}
+                )
+            )
+        heads, groups = editor.value_shape(operator.inputs[0])[1], editor.value_shape(operator.inputs[1])[1]
         if isinstance(heads, str) or isinstance(groups, str) or heads % groups:
             continue
-        out_shape = editor.shape(swapped[0])
+        out_shape = editor.value_shape(swapped[0])
         attributes = {**operator.attributes, "window": None}
-        inner = editor.insert(operator, "attention", tuple(swapped), out_shape, editor.dtype(swapped[0]), attributes)
-        editor.replace(operator, "transpose", (inner,), {"dims": _SWAP})
-    return editor.graph_now()
+        inner = editor.insert_operator(
+            operator, "attention", tuple(swapped), out_shape, editor.value_dtype(swapped[0]), attributes
+        )
+        editor.replace_operator(operator, "transpose", (inner,), {"dims": _SWAP})
+    return editor.build_graph()
 
 
 def lift_cross_entropy(graph: Graph) -> Graph:
     """cross_entropy over flattened (B*T, V) logits, with casts -> over (B, T, V) logits and (B, T) labels."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "cross_entropy":
             continue
-        logits = editor.through(operator.inputs[0], ("cast", "reshape"))
-        labels = editor.through(operator.inputs[1], ("reshape",))
-        flat = len(editor.shape(operator.inputs[0])) == 2
-        if flat and len(editor.shape(logits)) == 3 and editor.shape(logits)[:2] == editor.shape(labels):
-            editor.replace(operator, "cross_entropy", (logits, labels), operator.attributes)
-    return editor.graph_now()
+        logits = editor.skip_kinds(operator.inputs[0], ("cast", "reshape"))
+        labels = editor.skip_kinds(operator.inputs[1], ("reshape",))
+        flat = len(editor.value_shape(operator.inputs[0])) == 2
+        if (
+            flat
+            and len(editor.value_shape(logits)) == 3
+            and editor.value_shape(logits)[:2] == editor.value_shape(labels)
+        ):
+            editor.replace_operator(operator, "cross_entropy", (logits, labels), operator.attributes)
+    return editor.build_graph()
 
 
 def remove_dead(graph: Graph) -> Graph:
     """Operators that no output needs."""
-    return Editor(graph).graph_now()
+    return GraphEditor(graph).build_graph()
 
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (

@@ -1,6 +1,6 @@
 """Editing an operator graph: find what makes a value, put other operators in its place, drop what nobody reads.
 
-Pure: an `Editor` is made from a graph, changed, and gives a new graph. The rewrites stand in `lift.py`.
+Pure: an `GraphEditor` is made from a graph, changed, and gives a new graph. The rewrites stand in `lift.py`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from pipefit.model.graph import Graph, Operator, Shape, Tensor
+from pipefit.model.graph import Graph, Operator, Shape, TensorSpec
 
 
-class Editor:
+class GraphEditor:
     """A graph under change. Values are known by name; every value has one producer."""
 
     def __init__(self, graph: Graph) -> None:
@@ -24,57 +24,57 @@ class Editor:
         self._producers: dict[str, Operator] = {}
         self._aliases: dict[str, str] = {}
         self._fresh = 0
-        self._index()
+        self._rebuild_index()
 
-    def _index(self) -> None:
+    def _rebuild_index(self) -> None:
         self._producers = {name: operator for operator in self.operators for name in operator.outputs}
 
-    def resolve(self, name: str) -> str:
+    def resolve_name(self, name: str) -> str:
         """The name that stands for `name` now."""
         while name in self._aliases:
             name = self._aliases[name]
         return name
 
-    def producer(self, name: str) -> Operator | None:
+    def find_producer(self, name: str) -> Operator | None:
         """The operator that makes this value; None for inputs and parameters."""
-        return self._producers.get(self.resolve(name))
+        return self._producers.get(self.resolve_name(name))
 
-    def match(self, name: str, kind: str) -> Operator | None:
+    def match_kind(self, name: str, kind: str) -> Operator | None:
         """The producer of `name` if it is of this kind."""
-        operator = self.producer(name)
+        operator = self.find_producer(name)
         return operator if operator is not None and operator.kind == kind else None
 
-    def through(self, name: str, kinds: Iterable[str]) -> str:
+    def skip_kinds(self, name: str, kinds: Iterable[str]) -> str:
         """The value behind any chain of one-input operators of these kinds."""
-        name = self.resolve(name)
+        name = self.resolve_name(name)
         allowed = tuple(kinds)
-        operator = self.producer(name)
+        operator = self.find_producer(name)
         while operator is not None and operator.kind in allowed:
-            name = self.resolve(operator.inputs[0])
-            operator = self.producer(name)
+            name = self.resolve_name(operator.inputs[0])
+            operator = self.find_producer(name)
         return name
 
-    def shape(self, name: str) -> Shape:
+    def value_shape(self, name: str) -> Shape:
         """The shape of a value or parameter."""
-        name = self.resolve(name)
+        name = self.resolve_name(name)
         return self.parameters[name].shape if name in self.parameters else self.tensors[name].shape
 
-    def dtype(self, name: str) -> str:
-        name = self.resolve(name)
+    def value_dtype(self, name: str) -> str:
+        name = self.resolve_name(name)
         return "compute" if name in self.parameters else self.tensors[name].dtype
 
-    def users(self, name: str) -> list[Operator]:
+    def find_users(self, name: str) -> list[Operator]:
         """The operators that read this value."""
-        name = self.resolve(name)
-        return [op for op in self.operators if any(self.resolve(item) == name for item in op.inputs)]
+        name = self.resolve_name(name)
+        return [op for op in self.operators if any(self.resolve_name(item) == name for item in op.inputs)]
 
-    def alias(self, name: str, target: str) -> None:
+    def alias_value(self, name: str, target: str) -> None:
         """Let `target` stand for `name` everywhere."""
-        name, target = self.resolve(name), self.resolve(target)
+        name, target = self.resolve_name(name), self.resolve_name(target)
         if name != target:
             self._aliases[name] = target
 
-    def insert(
+    def insert_operator(
         self,
         before: Operator,
         kind: str,
@@ -89,34 +89,34 @@ class Editor:
         operator = Operator(
             kind=kind, inputs=inputs, outputs=(name,), attributes=dict(attributes or {}), source=before.source
         )
-        self.tensors[name] = Tensor(name=name, shape=shape, dtype=dtype)
-        self.operators.insert(self._position(before), operator)
+        self.tensors[name] = TensorSpec(name=name, shape=shape, dtype=dtype)
+        self.operators.insert(self._find_position(before), operator)
         self._producers[name] = operator
         return name
 
-    def replace(
+    def replace_operator(
         self, old: Operator, kind: str, inputs: tuple[str, ...], attributes: Mapping[str, Any] | None = None
     ) -> Operator:
         """Put another operator in the place of `old`; it makes the same value."""
         new = Operator(
             kind=kind, inputs=inputs, outputs=old.outputs, attributes=dict(attributes or {}), source=old.source
         )
-        self.operators[self._position(old)] = new
+        self.operators[self._find_position(old)] = new
         for name in new.outputs:
             self._producers[name] = new
         return new
 
-    def _position(self, operator: Operator) -> int:
+    def _find_position(self, operator: Operator) -> int:
         return next(i for i, candidate in enumerate(self.operators) if candidate is operator)
 
-    def graph_now(self) -> Graph:
+    def build_graph(self) -> Graph:
         """The graph as it is: aliases resolved, dead operators dropped."""
-        outputs = tuple(self.resolve(name) for name in self.outputs)
+        outputs = tuple(self.resolve_name(name) for name in self.outputs)
         alive, operators = set(outputs), []
         for operator in reversed(self.operators):
             if not any(name in alive for name in operator.outputs):
                 continue
-            inputs = tuple(self.resolve(name) if name else "" for name in operator.inputs)
+            inputs = tuple(self.resolve_name(name) if name else "" for name in operator.inputs)
             alive.update(inputs)
             operators.append(
                 Operator(
@@ -167,12 +167,12 @@ def canonical_names(graph: Graph) -> Graph:
         ),
         parameters=graph.parameters,
         tensors=tuple(
-            Tensor(name=names[tensor.name], shape=tensor.shape, dtype=tensor.dtype) for tensor in graph.tensors
+            TensorSpec(name=names[tensor.name], shape=tensor.shape, dtype=tensor.dtype) for tensor in graph.tensors
         ),
     )
 
 
-def unlike(name: str, taken: Collection[str], instead: str = "") -> str:
+def unused_name(name: str, taken: Collection[str], instead: str = "") -> str:
     """A name that is not among those that are taken: itself, else `instead`, else one with underscores behind."""
     name = instead if instead and name in taken else name
     while name in taken:

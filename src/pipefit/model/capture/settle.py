@@ -1,7 +1,7 @@
 """Last rewrites of a whole model's graph: what lifting left over becomes operators that run.
 
-`unflatten` undoes what models do for a library's sake: rows and tokens laid together before a product and taken apart
-after it. Splitting needs rows as a dimension of their own.
+`move_reshapes` undoes what models do for a library's sake: rows and tokens laid together before a product and taken
+apart after it. Splitting needs rows as a dimension of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from pipefit.model.capture.rewrite import Editor, canonical_names
+from pipefit.model.capture.rewrite import GraphEditor, canonical_names
 from pipefit.model.graph import Graph, Operator, Shape
 
 _CALLS: Mapping[str, str] = {
@@ -24,57 +24,64 @@ _CALLS: Mapping[str, str] = {
 }
 
 
-def settle(graph: Graph) -> Graph:
+def settle_graph(graph: Graph) -> Graph:
     """What lifting left over, as sums where it is a mean over numbers of known count, else as calls of PyTorch."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
-        if operator.kind == "mean" and _count(editor, operator) is not None:
+        if operator.kind == "mean" and _reduced_count(editor, operator) is not None:
             _sum_and_divide(editor, operator)
         elif operator.kind in _CALLS:
-            _call(editor, operator)
-    return canonical_names(_constants_at_their_users(editor.graph_now()))
+            _replace_by_call(editor, operator)
+    return canonical_names(_duplicate_constants(editor.build_graph()))
 
 
-def _constants_at_their_users(graph: Graph) -> Graph:
+def _duplicate_constants(graph: Graph) -> Graph:
     """Every user of a constant gets one of its own, in front of it: a value that lives through the whole model in one
     form or another multiplies the states of a search."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
-        made = {name: editor.match(name, "constant") for name in operator.inputs if name}
+        made = {name: editor.match_kind(name, "constant") for name in operator.inputs if name}
         new = {
-            name: editor.insert(operator, "constant", (), editor.shape(name), editor.dtype(name), one.attributes)
+            name: editor.insert_operator(
+                operator, "constant", (), editor.value_shape(name), editor.value_dtype(name), one.attributes
+            )
             for name, one in made.items()
             if one is not None
         }
         if new:
             inputs = tuple(new.get(name, name) for name in operator.inputs)
-            editor.replace(operator, operator.kind, inputs, operator.attributes)
-    return editor.graph_now()
+            editor.replace_operator(operator, operator.kind, inputs, operator.attributes)
+    return editor.build_graph()
 
 
-def _count(editor: Editor, operator: Operator) -> int | None:
-    sizes = [editor.shape(operator.inputs[0])[dim] for dim in operator.attributes["dims"]]
+def _reduced_count(editor: GraphEditor, operator: Operator) -> int | None:
+    sizes = [editor.value_shape(operator.inputs[0])[dim] for dim in operator.attributes["dims"]]
     return prod(int(size) for size in sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
-def _sum_and_divide(editor: Editor, operator: Operator) -> None:
+def _sum_and_divide(editor: GraphEditor, operator: Operator) -> None:
     """mean -> sum, times one over the count: a sum may be partial."""
-    count = _count(editor, operator)
+    count = _reduced_count(editor, operator)
     assert count is not None
     name = operator.outputs[0]
-    total = editor.insert(
-        operator, "sum", operator.inputs, editor.shape(name), editor.dtype(name), dict(operator.attributes)
+    total = editor.insert_operator(
+        operator, "sum", operator.inputs, editor.value_shape(name), editor.value_dtype(name), dict(operator.attributes)
     )
-    editor.replace(operator, "mul", (total, ""), {"scalar": 1.0 / count})
+    editor.replace_operator(operator, "mul", (total, ""), {"scalar": 1.0 / count})
 
 
-def _call(editor: Editor, operator: Operator) -> None:
+def _replace_by_call(editor: GraphEditor, operator: Operator) -> None:
     at = operator.attributes
     more: dict[str, list[Any]] = {
         "pow": [at.get("exponent")],
         "mean": [at.get("dims"), at.get("keepdim")],
         "repeat_interleave": [at.get("repeats"), -1],
-        "strided_slice": [at.get("dim"), _size(at.get("start")), _size(at.get("stop")), at.get("step")],
+        "strided_slice": [
+            at.get("dim"),
+            _size_argument(at.get("start")),
+            _size_argument(at.get("stop")),
+            at.get("step"),
+        ],
     }
     name = operator.outputs[0]
     attributes: dict[str, Any] = {
@@ -82,13 +89,13 @@ def _call(editor: Editor, operator: Operator) -> None:
         "arguments": [{"input": 0}, *more.get(operator.kind, [])],
         "keywords": {},
         "result": None,
-        "shape": list(editor.shape(name)),
-        "dtype": editor.dtype(name),
+        "shape": list(editor.value_shape(name)),
+        "dtype": editor.value_dtype(name),
     }
-    editor.replace(operator, "aten", operator.inputs, attributes)
+    editor.replace_operator(operator, "aten", operator.inputs, attributes)
 
 
-def _size(value: Any) -> Any:
+def _size_argument(value: Any) -> Any:
     return {"size": value} if isinstance(value, str) else value
 
 
@@ -97,29 +104,29 @@ _ROWWISE = {"linear", "matmul", "add", "sub", "mul", "div", "silu", "gelu", "rel
 """Kinds that do the same with every row of the last dimension."""
 
 
-def unflatten(graph: Graph) -> Graph:
+def move_reshapes(graph: Graph) -> Graph:
     """op(reshape(x)) -> reshape(op(x)), where the reshape lays dimensions in front of the last one together."""
-    editor = Editor(graph)
+    editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind in _ROWWISE:
-            _sink(editor, operator)
-    return editor.graph_now()
+            _sink_reshape(editor, operator)
+    return editor.build_graph()
 
 
-def _sink(editor: Editor, operator: Operator) -> None:
+def _sink_reshape(editor: GraphEditor, operator: Operator) -> None:
     sources: list[str] = []
     front: Shape | None = None
     for place, name in enumerate(operator.inputs):
         if not name or (name in editor.parameters and (place or operator.kind == "linear")):
             sources.append(name)
             continue
-        flat = editor.match(name, "reshape")
+        flat = editor.match_kind(name, "reshape")
         if flat is None:
-            if len(editor.shape(name)) > 1:
+            if len(editor.value_shape(name)) > 1:
                 return
             sources.append(name)
             continue
-        shape, source = editor.shape(name), editor.shape(flat.inputs[0])
+        shape, source = editor.value_shape(name), editor.value_shape(flat.inputs[0])
         if len(shape) != 2 or len(source) < 3 or shape[-1] != source[-1] or front not in (None, source[:-1]):
             return
         front = source[:-1]
@@ -127,10 +134,14 @@ def _sink(editor: Editor, operator: Operator) -> None:
     if front is None or (operator.kind == "matmul" and operator.inputs[1] not in editor.parameters):
         return
     for name in sources:
-        if name in editor.parameters and operator.kind not in ("linear", "matmul") and len(editor.shape(name)) > 1:
+        if (
+            name in editor.parameters
+            and operator.kind not in ("linear", "matmul")
+            and len(editor.value_shape(name)) > 1
+        ):
             return
     out = operator.outputs[0]
-    shape = (*front, editor.shape(out)[-1])
+    shape = (*front, editor.value_shape(out)[-1])
     attributes = dict(operator.attributes)
-    made = editor.insert(operator, operator.kind, tuple(sources), shape, editor.dtype(out), attributes)
-    editor.replace(operator, "reshape", (made,), {"shape": list(editor.shape(out))})
+    made = editor.insert_operator(operator, operator.kind, tuple(sources), shape, editor.value_dtype(out), attributes)
+    editor.replace_operator(operator, "reshape", (made,), {"shape": list(editor.value_shape(out))})

@@ -14,16 +14,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
-from pipefit.model.capture.convert import Emitter, Unconvertible, convert
+from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.counted import PASSING
 from pipefit.model.capture.cut_layers import cut_layers
-from pipefit.model.capture.export import MODULE, export_reason, fold, on_meta, quiet
-from pipefit.model.capture.lift import lift
-from pipefit.model.capture.rewrite import unlike
-from pipefit.model.capture.settle import settle, unflatten
+from pipefit.model.capture.export import MODULE, export_reason, fold_constant, on_meta, quiet_torch
+from pipefit.model.capture.lift import lift_graph
+from pipefit.model.capture.rewrite import unused_name
+from pipefit.model.capture.settle import move_reshapes, settle_graph
 from pipefit.model.example import Example
 from pipefit.model.families.build import USER
-from pipefit.model.graph import Graph, Model, Module, ParameterSpec, Tensor
+from pipefit.model.graph import Graph, Model, ModelModule, ParameterSpec, TensorSpec
 from pipefit.model.ops import KINDS
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class UnknownOperatorWarning(UserWarning):
 def capture_whole(example: Example, source: str = "") -> Model:
     """The model of an example. Raises ModelError with one reason where it cannot be captured; warns of functions that
     are computed whole on every device."""
-    names, tensors = _tensors(example)
+    names, tensors = _tensor_inputs(example)
     reason = ""
     for dtype in ("bfloat16", "float32"):
         try:
-            graph = _captured(example, names, tensors, dtype)
+            graph = _capture_graph(example, names, tensors, dtype)
             break
-        except Unconvertible as error:
+        except UnconvertibleError as error:
             reason = str(error)
     else:
         raise ModelError(
@@ -58,11 +58,11 @@ def capture_whole(example: Example, source: str = "") -> Model:
             next_step="write that line without it, or give the model as a list of layers (docs/models.md)",
         )
     layers, graphs = cut_layers(graph)
-    module = Module(name=MODULE, layers=layers)
+    module = ModelModule(name=MODULE, layers=layers)
     return Model(family=USER, config={"source": source} if source else {}, modules=(module,), graphs=graphs)
 
 
-def _tensors(example: Example) -> tuple[list[str], list[torch.Tensor]]:
+def _tensor_inputs(example: Example) -> tuple[list[str], list[torch.Tensor]]:
     """The inputs that are tensors. Raises ModelError where they have no common rows."""
     import torch
 
@@ -89,7 +89,7 @@ def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> 
     """forward(values) -> the loss."""
     from torch import nn
 
-    class Loss(nn.Module):  # type: ignore[misc]
+    class LossModule(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = module
@@ -99,12 +99,12 @@ def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> 
             if example.loss is not None:
                 labels = given.pop(example.labels)
                 return example.loss(self.model(**given), labels)
-            return _loss_in(self.model(**given), module)
+            return _find_loss(self.model(**given), module)
 
-    return Loss()
+    return LossModule()
 
 
-def _loss_in(result: Any, module: nn.Module) -> Any:
+def _find_loss(result: Any, module: nn.Module) -> Any:
     """The scalar among what forward returns."""
     import torch
 
@@ -124,7 +124,7 @@ def _loss_in(result: Any, module: nn.Module) -> Any:
     )
 
 
-def _captured(example: Example, names: Sequence[str], tensors: Sequence[torch.Tensor], dtype: str) -> Graph:
+def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[torch.Tensor], dtype: str) -> Graph:
     """The graph. Raises Unconvertible with the reason."""
     import torch
 
@@ -136,7 +136,7 @@ def _captured(example: Example, names: Sequence[str], tensors: Sequence[torch.Te
     )
     rows = torch.export.Dim("B", min=2, max=1 << 24)
     try:
-        with quiet():
+        with quiet_torch():
             program = torch.export.export(
                 whole, (values,), dynamic_shapes=(tuple({0: rows} for _ in values),), strict=False
             )
@@ -145,11 +145,11 @@ def _captured(example: Example, names: Sequence[str], tensors: Sequence[torch.Te
     except ModelError:
         raise
     except Exception as error:  # whatever user code raises under export
-        raise Unconvertible(export_reason(error, example.module)) from error
+        raise UnconvertibleError(export_reason(error, example.module)) from error
     if program.graph_signature.buffers_to_mutate:
         changed = next(iter(program.graph_signature.buffers_to_mutate.values()))
-        raise Unconvertible(_changes_buffer(example.module, changed.removeprefix("model.")))
-    return _converted(program, example, names, tensors, dtype, buffers)
+        raise UnconvertibleError(_changes_buffer(example.module, changed.removeprefix("model.")))
+    return _convert_export(program, example, names, tensors, dtype, buffers)
 
 
 def _changes_buffer(module: nn.Module, name: str) -> str:
@@ -169,7 +169,7 @@ def _works_in_place(program: Any) -> bool:
     return any(t._schema.is_mutable and t._schema.name.split("::")[-1] not in HARMLESS for t in targets)
 
 
-def _converted(
+def _convert_export(
     program: Any,
     example: Example,
     names: Sequence[str],
@@ -183,18 +183,20 @@ def _converted(
     assert len(given) == len(names), f"{len(given)} inputs of {len(names)}"
     sizes = [node.meta["val"].shape[0] for node in given]
     if any(isinstance(size, int) for size in sizes):
-        raise Unconvertible("it works for one number of rows only")
-    emitter = Emitter({str(size.node.expr): "B" for size in sizes}, dtype, type(example.module).__name__, whole=True)
-    fed = fed_as(example)
-    inputs = [replace(fed[name], dtype=emitter.dtype(node)) for name, node in zip(names, given, strict=True)]
+        raise UnconvertibleError("it works for one number of rows only")
+    emitter = GraphEmitter(
+        {str(size.node.expr): "B" for size in sizes}, dtype, type(example.module).__name__, whole=True
+    )
+    fed = input_tensors(example)
+    inputs = [replace(fed[name], dtype=emitter.node_dtype(node)) for name, node in zip(names, given, strict=True)]
     for tensor, node in zip(inputs, given, strict=True):
         emitter.names[node], emitter.given[tensor.name] = tensor.name, tensor.shape
-    parameters = _parameters(example.module)
+    parameters = _parameter_specs(example.module)
     for node in nodes:
         if node.op == "placeholder" and node not in emitter.names:
-            _place(emitter, node, specs[node.name], program, buffers, parameters)
-    _walk(emitter, program.graph_module, [node for node in nodes if node.op == "call_function"])
-    result = emitter.value(next(node for node in nodes if node.op == "output").args[0][0])
+            _place_input(emitter, node, specs[node.name], program, buffers, parameters)
+    _convert_nodes(emitter, program.graph_module, [node for node in nodes if node.op == "call_function"])
+    result = emitter.value_name(next(node for node in nodes if node.op == "output").args[0][0])
     graph = Graph(
         inputs=tuple(inputs),
         outputs=(result,),
@@ -203,20 +205,20 @@ def _converted(
         tensors=tuple(emitter.tensors.values()),
     )
     _check_loss(graph, emitter.means)
-    graph = _without_unused(settle(lift(unflatten(graph))))
-    _report(emitter.unknown, graph)
+    graph = _without_unused(settle_graph(lift_graph(move_reshapes(graph))))
+    _warn_unknown(emitter.unknown, graph)
     missing = [operator for operator in graph.operators if operator.kind not in KINDS]
     if missing:
-        raise Unconvertible(f"there is no operator for {missing[0].kind}, in {missing[0].source}")
+        raise UnconvertibleError(f"there is no operator for {missing[0].kind}, in {missing[0].source}")
     return graph
 
 
-def fed_as(example: Example) -> dict[str, Tensor]:
+def input_tensors(example: Example) -> dict[str, TensorSpec]:
     """Name of every input that is a tensor -> its name, role and shape in the graphs: fed as the step plan says where
     it is tokens, positions or labels, else by its own name."""
     import torch
 
-    found: dict[str, Tensor] = {}
+    found: dict[str, TensorSpec] = {}
     others = {name for name, _ in example.module.named_parameters(remove_duplicate=False)}
     for name, value in example.inputs.items():
         if not isinstance(value, torch.Tensor):
@@ -227,13 +229,13 @@ def fed_as(example: Example) -> dict[str, Tensor]:
         role = role if fits and not taken else "data"
         dtype = "compute" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
         shape = ("B", *value.shape[1:])
-        own = unlike(name if role == "data" else role, others)
+        own = unused_name(name if role == "data" else role, others)
         others.add(own)
-        found[name] = Tensor(name=own, shape=shape, dtype=dtype, role=role)
+        found[name] = TensorSpec(name=own, shape=shape, dtype=dtype, role=role)
     return found
 
 
-def _parameters(module: nn.Module) -> dict[str, ParameterSpec]:
+def _parameter_specs(module: nn.Module) -> dict[str, ParameterSpec]:
     """Every name of a parameter -> what it is, under the first of its names."""
     first: dict[int, str] = {}
     found = {}
@@ -243,8 +245,8 @@ def _parameters(module: nn.Module) -> dict[str, ParameterSpec]:
     return found
 
 
-def _place(
-    emitter: Emitter,
+def _place_input(
+    emitter: GraphEmitter,
     node: Any,
     spec: Any,
     program: Any,
@@ -263,16 +265,16 @@ def _place(
         emitter.constants[node] = known.new_empty(known.shape, device="cpu")
 
 
-def _walk(emitter: Emitter, owner: Any, nodes: Sequence[Any]) -> None:
+def _convert_nodes(emitter: GraphEmitter, owner: Any, nodes: Sequence[Any]) -> None:
     """Convert nodes in order; parts that stand in a graph of their own are taken out of it."""
     for node in nodes:
         if str(node.target).startswith("wrap_with_"):
-            _inside(emitter, owner, node)
-        elif not fold(emitter, node):
-            convert(emitter, node, emitter.source)
+            _convert_inner(emitter, owner, node)
+        elif not fold_constant(emitter, node):
+            convert_node(emitter, node, emitter.source)
 
 
-def _inside(emitter: Emitter, owner: Any, node: Any) -> None:
+def _convert_inner(emitter: GraphEmitter, owner: Any, node: Any) -> None:
     """The nodes of a part without gradients, or with another autocast."""
     place = next(i for i, item in enumerate(node.args) if getattr(item, "op", "") == "get_attr")
     inner = getattr(owner, node.args[place].target)
@@ -280,7 +282,7 @@ def _inside(emitter: Emitter, owner: Any, node: Any) -> None:
     for within, value in zip((n for n in nodes if n.op == "placeholder"), node.args[place + 1 :], strict=True):
         if value in emitter.names or value in emitter.constants:
             emitter.stand_for(within, value)
-    _walk(emitter, inner, [one for one in nodes if one.op == "call_function"])
+    _convert_nodes(emitter, inner, [one for one in nodes if one.op == "call_function"])
     results = next(one for one in nodes if one.op == "output").args[0]
     emitter.inner[node] = results if isinstance(results, (list, tuple)) else (results,)
     if "grad" in str(node.target) and node.args[0] is False:
@@ -288,9 +290,9 @@ def _inside(emitter: Emitter, owner: Any, node: Any) -> None:
             if one in emitter.names and one not in emitter.constants:
                 attributes: dict[str, Any] = {
                     "target": "aten.detach.default", "arguments": [{"input": 0}], "keywords": {}, "result": None,
-                    "shape": list(emitter.shape(one)), "dtype": emitter.dtype(one),
+                    "shape": list(emitter.node_shape(one)), "dtype": emitter.node_dtype(one),
                 }  # fmt: skip
-                emitter.names[one] = emitter.like(one, "aten", (emitter.names[one],), attributes)
+                emitter.names[one] = emitter.emit_like(one, "aten", (emitter.names[one],), attributes)
 
 
 def _check_loss(graph: Graph, means: set[str]) -> None:
@@ -299,7 +301,9 @@ def _check_loss(graph: Graph, means: set[str]) -> None:
     name = graph.outputs[0]
     while name in made and name not in means and made[name].kind in PASSING and not any(made[name].inputs[1:]):
         name = made[name].inputs[0]
-    averaged = next((op for op in graph.operators if op.kind == "mean" and not graph.tensor(op.outputs[0]).shape), None)
+    averaged = next(
+        (op for op in graph.operators if op.kind == "mean" and not graph.find_tensor(op.outputs[0]).shape), None
+    )
     if (means and name not in means) or averaged is not None:
         raise ModelError(
             "The loss is made of means: over rows that are spread over devices and microbatches, a mean is no sum.",
@@ -322,7 +326,7 @@ def _without_unused(graph: Graph) -> Graph:
     )
 
 
-def _report(unknown: Mapping[str, str], graph: Graph) -> None:
+def _warn_unknown(unknown: Mapping[str, str], graph: Graph) -> None:
     """Warn of the functions that are computed whole on every device."""
     left = {str(operator.attributes["target"]) for operator in graph.operators if operator.kind == "aten"}
     for target, place in unknown.items():

@@ -11,18 +11,18 @@ import pkgutil
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from pipefit.model.families.family import Family, Initial, ModelConfig, Stored
+from pipefit.model.families.family import InitialValue, ModelConfig, ModelFamily, WeightTensor
 
-__all__ = ["FAMILIES", "Family", "Initial", "ModelConfig", "Stored"]
+__all__ = ["FAMILIES", "InitialValue", "ModelConfig", "ModelFamily", "WeightTensor"]
 
 
-def _discover() -> Mapping[str, Family]:
-    found: dict[str, Family] = {}
+def _discover_families() -> Mapping[str, ModelFamily]:
+    found: dict[str, ModelFamily] = {}
     for info in pkgutil.iter_modules(__path__):
         if info.ispkg:
-            family: Family = importlib.import_module(f"{__name__}.{info.name}.config").FAMILY
+            family: ModelFamily = importlib.import_module(f"{__name__}.{info.name}.config").FAMILY
             found[family.name] = family
     return MappingProxyType(found)
 
 
-FAMILIES: Mapping[str, Family] = _discover()
+FAMILIES: Mapping[str, ModelFamily] = _discover_families()

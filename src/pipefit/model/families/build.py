@@ -33,13 +33,13 @@ def build_layers(
     """
     import torch
 
-    from pipefit.model.families.finish import finish
+    from pipefit.model.families.finish import finish_layers
 
     if family == USER:
-        from pipefit.model.user import make
+        from pipefit.model.user import make_user_model
 
         source = str(config.get("source", ""))
-        made = make(source)
+        made = make_user_model(source)
         if not isinstance(made, list):
             raise ModelError(
                 "This command needs a model in layers, and the function gives a whole model.",
@@ -47,9 +47,9 @@ def build_layers(
                 seen=type(made.module).__name__,
                 next_step="plan and search it with `pipefit shard`, or return its parts as a list of nn.Modules",
             )
-        return finish(made, device, dtype)
+        return finish_layers(made, device, dtype)
     typed = typed_config(family, config)
     builder = importlib.import_module(FAMILIES[family].builder)
     with torch.device(device):
         layers = builder.build(typed)
-    return finish(layers, device, dtype, typed)
+    return finish_layers(layers, device, dtype, typed)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipefit.model.ops.rotary import frequencies
+from pipefit.model.ops.rotary import rotary_frequencies
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -24,12 +24,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of statistics: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-class Leaf(nn.Module):
+class OperatorModule(nn.Module):
     """A module that is one operator of a graph by its own word, because its inside cannot be exported.
 
     A subclass sets `kind`, and gives the operator's attributes and its parameters in the operator's input order, where
@@ -58,18 +58,18 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Loss(nn.Module):
+class TokenLoss(nn.Module):
     """Sum of the cross-entropy over the labels other than -100."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits_NV = x.flatten(0, 1).to(wide(x.dtype))
+        logits_NV = x.flatten(0, 1).to(statistics_dtype(x.dtype))
         return F.cross_entropy(logits_NV, labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-def rotate(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]) -> Tensor:
+def apply_rotary(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]) -> Tensor:
     """Rotary embedding in style `half`: feature i of a head is paired with feature i + dim/2 (rotary operator)."""
-    values, factor = frequencies(rotary)
-    frequency_P = _constant(tuple(values), wide(x_BTHK.dtype), x_BTHK.device)
+    values, factor = rotary_frequencies(rotary)
+    frequency_P = _constant_vector(tuple(values), statistics_dtype(x_BTHK.dtype), x_BTHK.device)
     angle_BTP = positions_BT.unsqueeze(-1).to(frequency_P.dtype) * frequency_P
     angle_BT1K = torch.cat((angle_BTP, angle_BTP), dim=-1).unsqueeze(2)
     cos, sin = angle_BT1K.cos(), angle_BT1K.sin()
@@ -82,7 +82,7 @@ def rotate(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]) -> T
     return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
 
 
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _constant_vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant vector, made once per device outside of export and compilation."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return torch.tensor(values, dtype=dtype).to(device)
@@ -113,7 +113,7 @@ class CausalAttention(nn.Module):
         return o_BHTK.transpose(1, 2)
 
 
-class WindowAttention(Leaf):
+class WindowAttention(OperatorModule):
     """Causal attention in which a token sees only the last `window` tokens, itself included."""
 
     kind = "attention"
@@ -140,7 +140,7 @@ class WindowAttention(Leaf):
         return o_BHTK.transpose(1, 2)
 
 
-def attention(head_dim: int, window: int | None) -> nn.Module:
+def make_attention(head_dim: int, window: int | None) -> nn.Module:
     """Causal attention with the usual scale, windowed or not."""
     scale = 1.0 / math.sqrt(head_dim)
     return CausalAttention(scale) if window is None else WindowAttention(scale, window)

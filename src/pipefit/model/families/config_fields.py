@@ -8,23 +8,23 @@ from typing import Any
 from pipefit.errors import ModelError
 
 
-class Fields:
+class ConfigFields:
     """The fields of one config.json."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config = config
         self.where = where
 
-    def value(self, *names: str, default: Any = None) -> Any:
+    def first_value(self, *names: str, default: Any = None) -> Any:
         """The first of `names` that is present and not null."""
         for name in names:
             if self.config.get(name) is not None:
                 return self.config[name]
         return default
 
-    def count(self, *names: str, default: int | None = None) -> int:
+    def read_count(self, *names: str, default: int | None = None) -> int:
         """A positive integer."""
-        value = self.value(*names, default=default)
+        value = self.first_value(*names, default=default)
         if value is None:
             raise ModelError(
                 f"The configuration lacks the field {names[0]!r}.",
@@ -33,33 +33,33 @@ class Fields:
                 next_step=f"add {names[0]!r} to the config.json",
             )
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(names[0], value, "a positive integer")
+            raise self.wrong_field(names[0], value, "a positive integer")
         return value
 
-    def number(self, *names: str, default: float) -> float:
+    def read_number(self, *names: str, default: float) -> float:
         """A number, zero or more."""
-        value = self.value(*names, default=default)
+        value = self.first_value(*names, default=default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise self.wrong(names[0], value, "a number, zero or more")
+            raise self.wrong_field(names[0], value, "a number, zero or more")
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.value(name, default=default)
+    def read_flag(self, name: str, default: bool) -> bool:
+        value = self.first_value(name, default=default)
         if not isinstance(value, bool):
-            raise self.wrong(name, value, "true or false")
+            raise self.wrong_field(name, value, "true or false")
         return value
 
-    def choice(self, *names: str, default: str, allowed: Mapping[str, str]) -> str:
+    def read_choice(self, *names: str, default: str, allowed: Mapping[str, str]) -> str:
         """One of the keys of `allowed`; gives its value."""
-        value = self.value(*names, default=default)
+        value = self.first_value(*names, default=default)
         if value not in allowed:
-            raise self.wrong(names[0], value, ", ".join(allowed))
+            raise self.wrong_field(names[0], value, ", ".join(allowed))
         return allowed[value]
 
     def width_of_heads(self, width: Sequence[str], heads: Sequence[str]) -> tuple[int, int]:
         """(the hidden size, the attention heads that share it evenly), each by the first of its names that is there."""
-        found, count = self.count(*width), self.count(*heads)
-        self.check(
+        found, count = self.read_count(*width), self.read_count(*heads)
+        self.check_fields(
             found % count == 0,
             "The hidden size is no multiple of the attention heads.",
             f"{width[0]} {found}, {heads[0]} {count}",
@@ -67,12 +67,12 @@ class Fields:
         )
         return found, count
 
-    def check(self, holds: bool, what: str, seen: object, allowed: str) -> None:
+    def check_fields(self, holds: bool, what: str, seen: object, allowed: str) -> None:
         """ModelError where fields contradict each other."""
         if not holds:
             raise ModelError(what, where=self.where, seen=seen, allowed=allowed)
 
-    def wrong(self, name: str, value: Any, allowed: str) -> ModelError:
+    def wrong_field(self, name: str, value: Any, allowed: str) -> ModelError:
         return ModelError(
             f"The field {name!r} of the configuration has a wrong value.",
             where=self.where,

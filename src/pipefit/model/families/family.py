@@ -13,15 +13,15 @@ class ModelConfig(Protocol):
     def to_config(self) -> dict[str, Any]:
         """In the words of a Hugging Face config.json; reading it back gives an equal configuration."""
 
-    def stored(self, name: str) -> tuple[Stored, ...]:
+    def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
         """How the parameter of that global name stands in Hugging Face's safetensors files."""
 
-    def initial(self, name: str) -> Initial:
+    def initial(self, name: str) -> InitialValue:
         """What the parameter of that global name is before training."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class WeightTensor:
     """One tensor of a weights file, and which part of a parameter it is."""
 
     name: str
@@ -34,7 +34,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Initial:
+class InitialValue:
     """The first value of a parameter."""
 
     kind: Literal["ones", "zeros", "normal"]
@@ -43,7 +43,7 @@ class Initial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """A kind of model that we can build."""
 
     name: str

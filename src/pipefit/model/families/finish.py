@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from pipefit.errors import ModelError
-from pipefit.model.families import Initial, ModelConfig
+from pipefit.model.families import InitialValue, ModelConfig
 
 
-def finish(
+def finish_layers(
     layers: Sequence[nn.Module], device: str, dtype: torch.dtype | None, config: ModelConfig | None = None
 ) -> list[nn.Module]:
     """Name layers and parameters, move them, and give parameters of a family their first values.
@@ -44,12 +44,12 @@ def finish(
         if dtype is not None:
             layer.to(dtype=dtype)
     if config is not None and device != "meta":
-        initialize(layers, lambda name: config.initial(name))
+        initialize_parameters(layers, lambda name: config.initial(name))
     return list(layers)
 
 
 @torch.no_grad()
-def initialize(layers: Sequence[nn.Module], rule: Callable[[str], Initial]) -> None:
+def initialize_parameters(layers: Sequence[nn.Module], rule: Callable[[str], InitialValue]) -> None:
     """First values of all parameters by their global names, from torch's default generator."""
     seen: set[str] = set()
     for layer in layers:

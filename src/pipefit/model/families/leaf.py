@@ -11,13 +11,13 @@ from pipefit.model.ops import KINDS
 
 
 @torch.library.custom_op("pipefit::leaf", mutates_args=())
-def leaf(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
+def call_operator(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
     """An operator of kind `kind`: its tensor inputs in order (absent ones last, left out), its attributes as JSON. Its
     value has the shape and type that the kind says."""
     raise AssertionError("pipefit::leaf exists for export only")
 
 
-@leaf.register_fake
+@call_operator.register_fake
 def _(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
     known = KINDS[kind]
     absent = [None] * (len(known.inputs) - len(inputs))

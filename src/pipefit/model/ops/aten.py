@@ -15,11 +15,11 @@ from pipefit.model.graph import Operator, Shape
 from pipefit.model.ops.kind import OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     return (tuple(attributes["shape"]),)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return (*operator.inputs, *operator.outputs) if any(map(needs_gradient, operator.inputs)) else ()
 
 
@@ -36,8 +36,8 @@ OPERATORS = (
             "shape": "of the result",
             "dtype": "of the result",
         },
-        shapes=_shapes,
-        saves=_saves,
+        shapes=_output_shapes,
+        saves=_saved_values,
         boundary=True,
         output_dtype="attribute",
     ),

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from math import prod
 
 from pipefit.model.graph import Operator
-from pipefit.model.ops.kind import Call, Flops, OperatorKind, same_shape
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind, same_shape
 
 
-def _flops(call: Call) -> Flops:
+def _count_flops(call: OperatorCall) -> Flops:
     q, k = call.inputs[0], call.inputs[1]
     assert q is not None and k is not None
     rows, queries, heads, dim = q
@@ -27,23 +27,23 @@ def _flops(call: Call) -> Flops:
     return Flops(2 * product, 4 * product, 0)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return (*operator.inputs, operator.outputs[0])
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     q = call.inputs[0]
     assert q is not None
     rows, queries, heads, _ = q
     return rows * heads * queries * call.wide_bytes
 
 
-def _forward_extra(call: Call) -> int:
+def _forward_extra(call: OperatorCall) -> int:
     """The masks; with earlier tokens the sum so far and the next chunk's result, in the wide type."""
     return _mask_bytes(call) + _merged_bytes(call)
 
 
-def _backward_extra(call: Call) -> int:
+def _backward_extra(call: OperatorCall) -> int:
     """The masks; with earlier tokens one chunk's gradients of q, k and v (chunks as long as the slice), and the sum
     of those of q where it is wider."""
     if not call.symbols.get("P", 0):
@@ -53,14 +53,14 @@ def _backward_extra(call: Call) -> int:
     return _mask_bytes(call) + chunk + prod(call.outputs[0]) * wider
 
 
-def _merged_bytes(call: Call) -> int:
+def _merged_bytes(call: OperatorCall) -> int:
     if not call.symbols.get("P", 0):
         return 0
     passing = 2 * call.wide_bytes if call.wide_bytes != call.compute_bytes else call.compute_bytes
     return prod(call.outputs[0]) * passing + 3 * _own_bytes(call)
 
 
-def _mask_bytes(call: Call) -> int:
+def _mask_bytes(call: OperatorCall) -> int:
     q, window = call.inputs[0], call.attributes.get("window")
     assert q is not None
     queries, earlier = q[1], call.symbols.get("P", 0)
@@ -84,8 +84,8 @@ OPERATORS = (
             "cut": "of queries that are split along tokens: [1, the first one's place (-1: by shares), all tokens]",
         },
         shapes=same_shape,
-        flops=_flops,
-        saves=_saves,
+        flops=_count_flops,
+        saves=_saved_values,
         read_later=(1, 2),
         own_bytes=_own_bytes,
         forward_extra=_forward_extra,

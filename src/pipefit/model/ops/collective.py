@@ -14,7 +14,7 @@ from pipefit.model.graph import Shape
 from pipefit.model.ops.kind import OperatorKind, same_shape
 
 
-def _resized(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _resized_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x, dim = inputs[0], attributes["dim"]
     assert x is not None
     return ((*x[:dim], attributes["size"], *x[dim + 1 :]),)
@@ -24,13 +24,28 @@ _SIZED = {"dim": "the dimension that grows or shrinks", "size": "its size on thi
 
 OPERATORS = (
     OperatorKind(
-        kind="all_gather", summary="G(dim) to I.", inputs=("x",), attributes=_SIZED, shapes=_resized, boundary=True
+        kind="all_gather",
+        summary="G(dim) to I.",
+        inputs=("x",),
+        attributes=_SIZED,
+        shapes=_resized_shapes,
+        boundary=True,
     ),
     OperatorKind(
-        kind="reduce_scatter", summary="P to G(dim).", inputs=("x",), attributes=_SIZED, shapes=_resized, boundary=True
+        kind="reduce_scatter",
+        summary="P to G(dim).",
+        inputs=("x",),
+        attributes=_SIZED,
+        shapes=_resized_shapes,
+        boundary=True,
     ),
     OperatorKind(kind="all_reduce", summary="P to I.", inputs=("x",), shapes=same_shape, boundary=True),
     OperatorKind(
-        kind="shard_slice", summary="I to G(dim).", inputs=("x",), attributes=_SIZED, shapes=_resized, boundary=True
+        kind="shard_slice",
+        summary="I to G(dim).",
+        inputs=("x",),
+        attributes=_SIZED,
+        shapes=_resized_shapes,
+        boundary=True,
     ),
 )

@@ -9,7 +9,7 @@ from pipefit.model.graph import Shape
 from pipefit.model.ops.kind import OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     return (tuple(attributes["shape"]),)
 
 
@@ -23,7 +23,7 @@ OPERATORS = (
             "shape": "list of integers",
             "dtype": "`compute`, `float32`, `int64`, `int32` or `bool`",
         },
-        shapes=_shapes,
+        shapes=_output_shapes,
         output_dtype="attribute",
     ),
 )

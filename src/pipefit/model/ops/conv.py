@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.kind import Call, Flops, OperatorKind
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x, weight = inputs[0], inputs[1]
     assert x is not None and weight is not None
     spatial = [
@@ -52,22 +52,22 @@ def _transposed_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str
     return ((x[0], int(weight[1]) * int(attributes["groups"]), *spatial),)
 
 
-def _flops(call: Call) -> Flops:
-    return _products(call.outputs[0], call.inputs[1])
+def _count_flops(call: OperatorCall) -> Flops:
+    return _product_flops(call.outputs[0], call.inputs[1])
 
 
-def _transposed_flops(call: Call) -> Flops:
-    return _products(call.inputs[0], call.inputs[1])
+def _transposed_flops(call: OperatorCall) -> Flops:
+    return _product_flops(call.inputs[0], call.inputs[1])
 
 
-def _products(places: Sequence[int] | None, weight: Sequence[int] | None) -> Flops:
+def _product_flops(places: Sequence[int] | None, weight: Sequence[int] | None) -> Flops:
     """At every one of these places all of a weight but its first dimension."""
     assert places is not None and weight is not None
     product = 2 * math.prod(places) * math.prod(weight[1:])
     return Flops(product, product, product)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return operator.inputs[:1] if needs_gradient(operator.inputs[1]) else ()
 
 
@@ -79,7 +79,7 @@ _ATTRIBUTES = {
 }
 
 _ALIKE: Mapping[str, Any] = {
-    "inputs": ("x", "weight", "bias?"), "saves": _saves, "gathers": {1: 2, 2: 1}, "pending_values": (0,),
+    "inputs": ("x", "weight", "bias?"), "saves": _saved_values, "gathers": {1: 2, 2: 1}, "pending_values": (0,),
     "pending_gradients": True, "boundary": True, "heavy": True,
 }  # fmt: skip
 """What both kinds have."""
@@ -89,8 +89,8 @@ OPERATORS = (
         kind="conv",
         summary="Convolution over all dimensions behind rows and channels; weight is (out, in / groups, kernel...).",
         attributes=_ATTRIBUTES,
-        shapes=_shapes,
-        flops=_flops,
+        shapes=_output_shapes,
+        flops=_count_flops,
         **_ALIKE,
     ),
     OperatorKind(

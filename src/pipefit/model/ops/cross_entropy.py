@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.kind import Call, OperatorKind, Talk, reduces
+from pipefit.model.ops.kind import InternalCollectives, OperatorCall, OperatorKind, all_reduces
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     return ((),)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return operator.inputs[:1]
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     logits = call.inputs[0]
     assert logits is not None
     return math.prod(logits[:-1]) * call.wide_bytes
@@ -33,25 +33,25 @@ CHUNK_NUMBERS = 1 << 26
 """Logits that are widened at once."""
 
 
-def _chunk_bytes(call: Call) -> int:
+def _chunk_bytes(call: OperatorCall) -> int:
     logits = call.inputs[0]
     assert logits is not None
     return min(math.prod(logits), max(CHUNK_NUMBERS, logits[-1])) * call.wide_bytes
 
 
-def _forward_extra(call: Call) -> int:
+def _forward_extra(call: OperatorCall) -> int:
     """Of some rows: the logits less their maximum, and the logits in the wide type where that is another one."""
     return _chunk_bytes(call) * (1 if call.wide_bytes == call.compute_bytes else 2)
 
 
-def _backward_extra(call: Call) -> int:
+def _backward_extra(call: OperatorCall) -> int:
     """Of some rows: the softmax in the wide type, where that is another one than the gradient's."""
     return 0 if call.wide_bytes == call.compute_bytes else _chunk_bytes(call)
 
 
-def _talks(call: Call) -> Talk:
+def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     """The largest logit of every token, then the sum of the exponentials."""
-    return Talk(forward=reduces(_own_bytes(call), 2))
+    return InternalCollectives(forward=all_reduces(_own_bytes(call), 2))
 
 
 OPERATORS = (
@@ -60,8 +60,8 @@ OPERATORS = (
         summary="Sum (not mean) of the cross-entropy over labels other than ignore_index.",
         inputs=("logits", "labels"),
         attributes={"ignore_index": "label that does not count; -100"},
-        shapes=_shapes,
-        saves=_saves,
+        shapes=_output_shapes,
+        saves=_saved_values,
         own_bytes=_own_bytes,
         forward_extra=_forward_extra,
         backward_extra=_backward_extra,
@@ -73,10 +73,10 @@ OPERATORS = (
         summary="Addend of the sum where every device has the logits of a run of the vocabulary.",
         inputs=("logits", "labels"),
         attributes={"ignore_index": "label that does not count; -100", "first": "the first label of this device"},
-        shapes=_shapes,
-        saves=_saves,
+        shapes=_output_shapes,
+        saves=_saved_values,
         own_bytes=_own_bytes,
-        talks=_talks,
+        talks=_inner_collectives,
         forward_extra=_forward_extra,
         backward_extra=_backward_extra,
         boundary=True,

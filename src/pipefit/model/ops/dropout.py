@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from pipefit.model.ops.kind import Call, OperatorKind, same_shape
+from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     x = call.inputs[0]
     assert x is not None
     return 4 * math.prod(x[:2])

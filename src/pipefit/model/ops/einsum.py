@@ -10,37 +10,37 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape, Size
-from pipefit.model.ops.kind import Call, Flops, OperatorKind
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
-def labels(attributes: Mapping[str, Any]) -> tuple[list[str], str]:
+def einsum_labels(attributes: Mapping[str, Any]) -> tuple[list[str], str]:
     """(the letters of every operand, those of the result)."""
     before, _, after = str(attributes["equation"]).replace(" ", "").partition("->")
     return before.split(","), after
 
 
-def sizes(attributes: Mapping[str, Any], shapes: tuple[Shape | None, ...]) -> dict[str, Size]:
+def label_sizes(attributes: Mapping[str, Any], shapes: tuple[Shape | None, ...]) -> dict[str, Size]:
     """The size of every letter."""
     found: dict[str, Size] = {}
-    for letters, shape in zip(labels(attributes)[0], shapes, strict=False):
+    for letters, shape in zip(einsum_labels(attributes)[0], shapes, strict=False):
         assert shape is not None and len(letters) == len(shape)
         found.update(zip(letters, shape, strict=True))
     return found
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
-    found = sizes(attributes, inputs)
-    return (tuple(found[letter] for letter in labels(attributes)[1]),)
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    found = label_sizes(attributes, inputs)
+    return (tuple(found[letter] for letter in einsum_labels(attributes)[1]),)
 
 
-def _flops(call: Call) -> Flops:
+def _count_flops(call: OperatorCall) -> Flops:
     if call.inputs[1] is None:
         return Flops()
-    product = 2 * math.prod(int(size) for size in sizes(call.attributes, call.inputs).values())
+    product = 2 * math.prod(int(size) for size in label_sizes(call.attributes, call.inputs).values())
     return Flops(product, 2 * product, 0)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     a, b = operator.inputs
     if not b:
         return ()
@@ -53,9 +53,9 @@ OPERATORS = (
         summary="Einstein summation of one or two activations or parameters; every letter once an operand.",
         inputs=("a", "b?"),
         attributes={"equation": "letters of the operands and of the result, such as `bsd,bsec->becd`"},
-        shapes=_shapes,
-        flops=_flops,
-        saves=_saves,
+        shapes=_output_shapes,
+        flops=_count_flops,
+        saves=_saved_values,
         boundary=True,
         heavy=True,
     ),

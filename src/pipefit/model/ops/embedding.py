@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Shape
-from pipefit.model.ops.kind import Call, OperatorKind
+from pipefit.model.ops.kind import OperatorCall, OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     tokens, weight = inputs[0], inputs[1]
     assert tokens is not None and weight is not None
     return ((*tokens, weight[1]),)
 
 
-def _widened_bytes(call: Call) -> int:
+def _widened_bytes(call: OperatorCall) -> int:
     """The gradient of the rows, as wide as the table's buffer."""
     return math.prod(call.outputs[0]) * call.wide_bytes
 
@@ -27,7 +27,7 @@ OPERATORS = (
         summary="weight[tokens]; weight is (vocabulary, features). Also position tables: embedding(positions, weight).",
         inputs=("tokens", "weight"),
         attributes={"padding": "a row that gets no gradient; absent where there is none"},
-        shapes=_shapes,
+        shapes=_output_shapes,
         gathers={1: 1},
         pending_gradients=True,
         widened_bytes=_widened_bytes,

@@ -20,7 +20,7 @@ def lowering_of(operator: Operator) -> tuple[str, str]:
     return forward, backward or forward
 
 
-def _exchanged(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _exchanged_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x = inputs[0]
     assert x is not None
     new: dict[int, Size] = {attributes["from"]: attributes["whole"], attributes["dim"]: attributes["size"]}
@@ -38,7 +38,7 @@ OPERATORS = (
             "from": "the dimension that becomes whole",
             "whole": "its size afterwards",
         },
-        shapes=_exchanged,
+        shapes=_exchanged_shapes,
         boundary=True,
     ),
 )

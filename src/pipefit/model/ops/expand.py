@@ -9,7 +9,7 @@ from pipefit.model.graph import Shape
 from pipefit.model.ops.kind import OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     return (tuple(attributes["shape"]),)
 
 
@@ -19,7 +19,7 @@ OPERATORS = (
         summary="x repeated along new dimensions in front and along dimensions of one, without a copy.",
         inputs=("x",),
         attributes={"shape": "list of sizes"},
-        shapes=_shapes,
+        shapes=_output_shapes,
         view=True,
     ),
 )

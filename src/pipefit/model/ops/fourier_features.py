@@ -11,21 +11,21 @@ from math import prod
 from typing import Any
 
 from pipefit.model.graph import Shape
-from pipefit.model.ops.kind import Call, OperatorKind
+from pipefit.model.ops.kind import OperatorCall, OperatorKind
 
 
-def frequencies(count: int) -> list[float]:
+def fourier_frequencies(count: int) -> list[float]:
     """The K frequencies, in radians per unit of time, highest first."""
     return [1000.0 * 10000.0 ** (-k / count) for k in range(count)]
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     time = inputs[0]
     assert time is not None
     return ((*time, 2 * int(attributes["frequencies"])),)
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     """The angles, where somebody wants the gradient of a time."""
     return prod(call.outputs[0]) // 2 * call.wide_bytes
 
@@ -36,7 +36,7 @@ OPERATORS = (
         summary="Cosines and sines of a time at fixed frequencies.",
         inputs=("time",),
         attributes={"frequencies": "how many"},
-        shapes=_shapes,
+        shapes=_output_shapes,
         own_bytes=_own_bytes,
         output_dtype="float32",
     ),

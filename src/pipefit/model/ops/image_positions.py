@@ -12,10 +12,10 @@ Keeps nothing: the sixteen entries of the table that a patch reads follow from i
 
 from __future__ import annotations
 
-from pipefit.model.ops.kind import Call, OperatorKind, same_shape
+from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 
-def _forward_extra(call: Call) -> int:
+def _forward_extra(call: OperatorCall) -> int:
     """The sum of the entries in the wide type, and one entry a token."""
     tokens = call.outputs[0][0] * call.outputs[0][1]
     return tokens * call.outputs[0][2] * (call.wide_bytes + call.compute_bytes)

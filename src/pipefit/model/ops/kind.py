@@ -34,12 +34,12 @@ class Flops:
         )
 
     @property
-    def total(self) -> int:
+    def total_flops(self) -> int:
         return self.forward + self.input_gradient + self.weight_gradient
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """One operator with numbers for its sizes: what the FLOP and byte formulas read."""
 
     inputs: tuple[Sizes | None, ...]
@@ -62,7 +62,7 @@ Said = tuple[str, float, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class InternalCollectives:
     """The collectives that an operator of which every device computes a part does inside."""
 
     forward: tuple[Said, ...] = ()
@@ -70,20 +70,20 @@ class Talk:
     weight_gradient: tuple[Said, ...] = ()
 
 
-def reduces(size: float, times: int) -> tuple[Said, ...]:
+def all_reduces(size: float, times: int) -> tuple[Said, ...]:
     """So many all-reduces, as a Talk has them."""
     return (("all_reduce", size, "padded", ()),) * times
 
 
-def _no_flops(call: Call) -> Flops:
+def _no_flops(call: OperatorCall) -> Flops:
     return Flops()
 
 
-def _nothing(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _save_nothing(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return ()
 
 
-def _no_bytes(call: Call) -> int:
+def _no_bytes(call: OperatorCall) -> int:
     return 0
 
 
@@ -99,10 +99,10 @@ class OperatorKind:
     "Name -> meaning."
     shapes: Callable[[tuple[Shape | None, ...], Mapping[str, Any]], tuple[Shape, ...]]
     "Output shapes from input shapes and attributes."
-    flops: Callable[[Call], Flops] = _no_flops
-    saves: Callable[[Operator, Callable[[str], bool]], tuple[str, ...]] = _nothing
+    flops: Callable[[OperatorCall], Flops] = _no_flops
+    saves: Callable[[Operator, Callable[[str], bool]], tuple[str, ...]] = _save_nothing
     "Names of the inputs and outputs that the forward keeps for the backward. Parameters may be named; they are free."
-    own_bytes: Callable[[Call], int] = _no_bytes
+    own_bytes: Callable[[OperatorCall], int] = _no_bytes
     "Bytes kept beside those: statistics, keys."
     read_later: tuple[int, ...] = ()
     "Indices of inputs that later slices of the microbatch read: kept whatever is recomputed, where there are slices."
@@ -111,22 +111,22 @@ class OperatorKind:
     gathers: Mapping[int, int] = field(default_factory=dict)
     "Weights (indices of inputs) that the operator gathers for itself where they are stored split: once, in the"
     " forward, or twice, for the input gradient again. It lets go of them at once; others are gathered once and kept."
-    talks: Callable[[Call], Talk] | None = None
+    talks: Callable[[OperatorCall], InternalCollectives] | None = None
     "What the devices of a shard axis say to each other inside the operator."
     pending_values: tuple[int, ...] = ()
     "Indices of inputs that a pending W holds."
     pending_gradients: bool = False
     "Whether a pending W holds the gradient of output 0."
-    pending_bytes: Callable[[Call], int] = _no_bytes
+    pending_bytes: Callable[[OperatorCall], int] = _no_bytes
     "Bytes that a pending W holds beside those."
-    forward_extra: Callable[[Call], int] = _no_bytes
+    forward_extra: Callable[[OperatorCall], int] = _no_bytes
     "Bytes that the forward allocates for itself: alive at its worst moment beside inputs, outputs and own bytes."
-    backward_extra: Callable[[Call], int] = _no_bytes
+    backward_extra: Callable[[OperatorCall], int] = _no_bytes
     "The same of the backward, beside the gradients of outputs and inputs."
-    widened_bytes: Callable[[Call], int] = _no_bytes
+    widened_bytes: Callable[[OperatorCall], int] = _no_bytes
     "What adding the weight gradient allocates where its factors are made wider first: on processors, which do not sum"
     " products in a wider type than theirs."
-    deferred_extra: Callable[[Call], int] = _no_bytes
+    deferred_extra: Callable[[OperatorCall], int] = _no_bytes
     "What is added to that where weight gradients are put off."
     boundary: bool = False
     "Under selective recomputation the outputs and own bytes of a boundary stay; all else is made again."

@@ -10,29 +10,29 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from pipefit.model.ops.kind import Call, OperatorKind, Talk, reduces, same_shape, save_input
+from pipefit.model.ops.kind import InternalCollectives, OperatorCall, OperatorKind, all_reduces, same_shape, save_input
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     x = call.inputs[0]
     assert x is not None
     return 2 * math.prod(x[:-1]) * call.wide_bytes
 
 
-def _talks(call: Call) -> Talk:
+def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     """The sum of every token, then that of the squared distances from the mean; two sums at once in the backward."""
     size = float(_own_bytes(call))
-    return Talk(forward=reduces(size / 2, 2), input_gradient=reduces(size, 1))
+    return InternalCollectives(forward=all_reduces(size / 2, 2), input_gradient=all_reduces(size, 1))
 
 
-def _shard_forward_extra(call: Call) -> int:
+def _shard_forward_extra(call: OperatorCall) -> int:
     """Of plain PyTorch: the distances from the mean, their squares, and the normed x in the wide type."""
     x = call.inputs[0]
     assert x is not None
     return 2 * math.prod(x) * call.wide_bytes
 
 
-def _shard_backward_extra(call: Call) -> int:
+def _shard_backward_extra(call: OperatorCall) -> int:
     x = call.inputs[0]
     assert x is not None
     return math.prod(x) * (4 * call.wide_bytes - call.compute_bytes)
@@ -55,7 +55,7 @@ OPERATORS = (
         kind="layer_norm_shard",
         summary="The same where every device has a run of the features: sums are reduced.",
         attributes={"eps": "added to the variance", "whole": "the number of all features"},
-        talks=_talks,
+        talks=_inner_collectives,
         forward_extra=_shard_forward_extra,
         backward_extra=_shard_backward_extra,
         boundary=True,

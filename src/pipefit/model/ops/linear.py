@@ -7,27 +7,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.kind import Call, Flops, OperatorKind
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x, weight = inputs[0], inputs[1]
     assert x is not None and weight is not None
     return ((*x[:-1], weight[0]),)
 
 
-def _flops(call: Call) -> Flops:
+def _count_flops(call: OperatorCall) -> Flops:
     x, weight = call.inputs[0], call.inputs[1]
     assert x is not None and weight is not None
     product = 2 * math.prod(x) * weight[0]
     return Flops(product, product, product)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return operator.inputs[:1] if needs_gradient(operator.inputs[1]) else ()
 
 
-def _widened_bytes(call: Call) -> int:
+def _widened_bytes(call: OperatorCall) -> int:
     """x and the gradient of the output, as wide as the gradient's buffer."""
     x = call.inputs[0]
     assert x is not None
@@ -39,9 +39,9 @@ OPERATORS = (
         kind="linear",
         summary="x weight^T + bias over the last dimension of x; weight is (out, in).",
         inputs=("x", "weight", "bias?"),
-        shapes=_shapes,
-        flops=_flops,
-        saves=_saves,
+        shapes=_output_shapes,
+        flops=_count_flops,
+        saves=_saved_values,
         gathers={1: 2, 2: 1},
         pending_values=(0,),
         pending_gradients=True,

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipefit.model.graph import Graph, Operator, Shape, size_value
 from pipefit.model.ops.exchange import lowering_of
-from pipefit.model.ops.kind import Call, Flops, OperatorKind, Talk
+from pipefit.model.ops.kind import Flops, InternalCollectives, OperatorCall, OperatorKind
 
 KIND = "linear_factors"
 
@@ -24,49 +24,51 @@ def reduced_nowhere(graph: Graph) -> frozenset[str]:
     return frozenset(name for operator in users for name in operator.inputs[1:] if name)
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x, weight = inputs[0], inputs[1]
     assert x is not None and weight is not None
     return ((*x[:-1], weight[0]),)
 
 
-def _times(call: Call) -> float:
+def _split_factor(call: OperatorCall) -> float:
     """The whole of the split dimension over this device's part of it."""
     x, dim = call.inputs[0], call.attributes["dim"]
     assert x is not None
     return float(size_value(call.attributes["whole"], call.symbols) / max(1, x[dim]))
 
 
-def _flops(call: Call) -> Flops:
+def _count_flops(call: OperatorCall) -> Flops:
     x, weight = call.inputs[0], call.inputs[1]
     assert x is not None and weight is not None
     product = 2 * math.prod(x) * weight[0]
-    return Flops(product, product, round(product * _times(call)))
+    return Flops(product, product, round(product * _split_factor(call)))
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return operator.inputs[:1] if needs_gradient(operator.inputs[1]) else ()
 
 
-def _factors_bytes(call: Call) -> int:
+def _factors_bytes(call: OperatorCall) -> int:
     """Both factors, whole."""
     x = call.inputs[0]
     assert x is not None
-    return round((math.prod(x) + math.prod(call.outputs[0])) * _times(call)) * call.compute_bytes
+    return round((math.prod(x) + math.prod(call.outputs[0])) * _split_factor(call)) * call.compute_bytes
 
 
-def _widened_bytes(call: Call) -> int:
+def _widened_bytes(call: OperatorCall) -> int:
     return _factors_bytes(call) // call.compute_bytes * call.wide_bytes
 
 
-def _talks(call: Call) -> Talk:
+def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     x = call.inputs[0]
     assert x is not None
     how, other = lowering_of(Operator(kind=KIND, inputs=(), outputs=(), attributes=call.attributes))
     units = (size_value(call.attributes["whole"], call.symbols),)
-    sizes = (math.prod(x) * _times(call), math.prod(call.outputs[0]) * _times(call))
+    sizes = (math.prod(x) * _split_factor(call), math.prod(call.outputs[0]) * _split_factor(call))
     gathers = zip(sizes, (how, other), strict=True)
-    return Talk(weight_gradient=tuple(("all_gather", size * call.compute_bytes, way, units) for size, way in gathers))
+    return InternalCollectives(
+        weight_gradient=tuple(("all_gather", size * call.compute_bytes, way, units) for size, way in gathers)
+    )
 
 
 OPERATORS = (
@@ -75,10 +77,10 @@ OPERATORS = (
         summary="linear on a part of the rows or tokens; the factors of the weight's gradient are gathered.",
         inputs=("x", "weight", "bias?"),
         attributes={"dim": "the dimension of x that is split", "whole": "its size over all devices"},
-        shapes=_shapes,
-        flops=_flops,
-        saves=_saves,
-        talks=_talks,
+        shapes=_output_shapes,
+        flops=_count_flops,
+        saves=_saved_values,
+        talks=_inner_collectives,
         pending_values=(0,),
         pending_gradients=True,
         backward_extra=_factors_bytes,

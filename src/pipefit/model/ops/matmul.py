@@ -6,24 +6,24 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipefit.model.graph import Operator, Shape, broadcast
-from pipefit.model.ops.kind import Call, Flops, OperatorKind
+from pipefit.model.graph import Operator, Shape, broadcast_shapes
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     a, b = inputs[0], inputs[1]
     assert a is not None and b is not None and len(a) >= 2 and len(b) >= 2
-    return ((*broadcast(a[:-2], b[:-2]), a[-2], b[-1]),)
+    return ((*broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1]),)
 
 
-def _flops(call: Call) -> Flops:
+def _count_flops(call: OperatorCall) -> Flops:
     a = call.inputs[0]
     assert a is not None
     product = 2 * math.prod(call.outputs[0]) * a[-1]
     return Flops(product, 2 * product, 0)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     a, b = operator.inputs
     return tuple(kept for kept, other in ((a, b), (b, a)) if needs_gradient(other))
 
@@ -33,9 +33,9 @@ OPERATORS = (
         kind="matmul",
         summary="Product of the last two dimensions of two activations; leading dimensions broadcast.",
         inputs=("a", "b"),
-        shapes=_shapes,
-        flops=_flops,
-        saves=_saves,
+        shapes=_output_shapes,
+        flops=_count_flops,
+        saves=_saved_values,
         boundary=True,
         heavy=True,
     ),

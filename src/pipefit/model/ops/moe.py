@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipefit.model.graph import Operator
-from pipefit.model.ops.kind import Call, Flops, OperatorKind, Talk, same_shape
+from pipefit.model.ops.kind import Flops, InternalCollectives, OperatorCall, OperatorKind, same_shape
 
 
-def _sizes(call: Call) -> tuple[int, int, int, int, int]:
+def _expert_sizes(call: OperatorCall) -> tuple[int, int, int, int, int]:
     """tokens, features, experts that are routed to, features of an expert, selected pairs of the experts here (as many
     for each expert: routing is taken to be balanced)."""
     x, router, down = call.inputs[0], call.inputs[1], call.inputs[3]
@@ -34,54 +34,54 @@ def _sizes(call: Call) -> tuple[int, int, int, int, int]:
     return tokens, x[-1], router[0], down[2], everyone * top * down[0] // experts
 
 
-def _flops(call: Call) -> Flops:
-    tokens, features, experts, inner, pairs = _sizes(call)
+def _count_flops(call: OperatorCall) -> Flops:
+    tokens, features, experts, inner, pairs = _expert_sizes(call)
     product = 2 * tokens * features * experts + 2 * pairs * features * 3 * inner
     return Flops(product, product, product)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return operator.inputs
 
 
-def _own_bytes(call: Call) -> int:
-    tokens, features, experts, inner, pairs = _sizes(call)
+def _own_bytes(call: OperatorCall) -> int:
+    tokens, features, experts, inner, pairs = _expert_sizes(call)
     statistics = tokens * experts + (pairs + tokens if call.attributes["normalize"] else 0)
     return statistics * call.wide_bytes + 3 * pairs * 8 + pairs * (1 + 3 * features + 3 * inner) * call.compute_bytes
 
 
-def _pending_bytes(call: Call) -> int:
-    tokens, features, experts, inner, pairs = _sizes(call)
+def _pending_bytes(call: OperatorCall) -> int:
+    tokens, features, experts, inner, pairs = _expert_sizes(call)
     return (tokens * experts + pairs * (2 * features + 3 * inner)) * call.compute_bytes
 
 
-def _forward_extra(call: Call) -> int:
+def _forward_extra(call: OperatorCall) -> int:
     """The zeros that the weighted outputs are added to: the sum is another tensor."""
-    tokens, features, _, _, _ = _sizes(call)
+    tokens, features, _, _, _ = _expert_sizes(call)
     return tokens * features * call.compute_bytes
 
 
-def _backward_extra(call: Call) -> int:
+def _backward_extra(call: OperatorCall) -> int:
     """The larger of two moments, before x has its gradient: the gradient of the output before and after its weight (2 D
     per pair); or the gate run again and its gradients (5 F), when output and weighted output (2 D) are gone."""
-    tokens, features, _, inner, pairs = _sizes(call)
+    tokens, features, _, inner, pairs = _expert_sizes(call)
     return (pairs * max(2 * features, 5 * inner - 2 * features) - tokens * features) * call.compute_bytes
 
 
-def _deferred_extra(call: Call) -> int:
+def _deferred_extra(call: OperatorCall) -> int:
     """At the second moment a pending W holds the output's gradient and h."""
-    _, features, _, inner, pairs = _sizes(call)
+    _, features, _, inner, pairs = _expert_sizes(call)
     gate = max(2 * features, 6 * inner - features) - max(2 * features, 5 * inner - 2 * features)
     return pairs * gate * call.compute_bytes
 
 
-def _talks(call: Call) -> Talk:
+def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     """The pairs' inputs to the experts and their outputs back; the gradients of both."""
-    _, features, experts, _, _ = _sizes(call)
+    _, features, experts, _, _ = _expert_sizes(call)
     tokens = call.symbols["B"] * call.symbols["T"]
     size = float(tokens * int(call.attributes["top_k"]) * features * call.compute_bytes)
     way = "all_to_all", size, "alltoallv", (tokens, experts)
-    return Talk(forward=(way, way), input_gradient=(way, way))
+    return InternalCollectives(forward=(way, way), input_gradient=(way, way))
 
 
 _MOE = OperatorKind(
@@ -97,8 +97,8 @@ _MOE = OperatorKind(
     },
     shapes=same_shape,
     gathers={1: 2, 2: 2, 3: 2},
-    flops=_flops,
-    saves=_saves,
+    flops=_count_flops,
+    saves=_saved_values,
     own_bytes=_own_bytes,
     pending_values=(0,),
     pending_bytes=_pending_bytes,
@@ -116,6 +116,6 @@ OPERATORS = (
         kind="moe_shard",
         summary="The same of this device's tokens and this device's experts: tokens are sent to their experts.",
         gathers={},
-        talks=_talks,
+        talks=_inner_collectives,
     ),
 )

@@ -11,24 +11,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.kind import Call, Flops, OperatorKind
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     return (tuple(attributes["shape"]),)
 
 
-def _flops(call: Call) -> Flops:
+def _count_flops(call: OperatorCall) -> Flops:
     tokens = call.symbols["B"] * call.symbols["T"]
     forward = 2 * tokens * int(call.attributes["parameter_count"])
     return Flops(forward, 2 * forward, 0)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return tuple(name for name in operator.inputs if name)
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     return math.ceil(float(call.attributes["kept_factor"]) * math.prod(call.outputs[0]) * call.compute_bytes)
 
 
@@ -47,9 +47,9 @@ OPERATORS = (
             "tokenwise": "whether the layer's class says that a token's output depends on that token alone",
             "suspects": "PyTorch's modules inside that draw random numbers or mix tokens: [`random`, `mixes`; which]",
         },
-        shapes=_shapes,
-        flops=_flops,
-        saves=_saves,
+        shapes=_output_shapes,
+        flops=_count_flops,
+        saves=_saved_values,
         own_bytes=_own_bytes,
         boundary=True,
         heavy=True,

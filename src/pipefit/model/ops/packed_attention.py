@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipefit.model.graph import Operator
-from pipefit.model.ops.kind import Call, Flops, OperatorKind, same_shape
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind, same_shape
 
 SQUARES = "squares"
 "The symbol: the sum over images of their tokens, squared."
 
 
-def _flops(call: Call) -> Flops:
+def _count_flops(call: OperatorCall) -> Flops:
     q, k = call.inputs[0], call.inputs[1]
     assert q is not None and k is not None
     rows, queries, heads, features = q
@@ -30,11 +30,11 @@ def _flops(call: Call) -> Flops:
     return Flops(2 * product, 4 * product, 0)
 
 
-def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     return (*operator.inputs[:3], operator.outputs[0])
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     q = call.inputs[0]
     assert q is not None
     rows, queries, heads, _ = q
@@ -51,8 +51,8 @@ OPERATORS = (
             "cut": "of queries that are split along tokens: [1, the first one's place (-1: by shares), all tokens]",
         },
         shapes=same_shape,
-        flops=_flops,
-        saves=_saves,
+        flops=_count_flops,
+        saves=_saved_values,
         own_bytes=_own_bytes,
         boundary=True,
         heavy=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipefit.model.graph import Operator, Shape, broadcast
+from pipefit.model.graph import Operator, Shape, broadcast_shapes
 from pipefit.model.ops.kind import OperatorKind, same_shape, save_input, save_output
 
 
@@ -13,7 +13,7 @@ def _binary_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, An
     a = inputs[0]
     assert a is not None
     b = inputs[1] if len(inputs) > 1 else None
-    return (a if b is None else broadcast(a, b),)
+    return (a if b is None else broadcast_shapes(a, b),)
 
 
 def _save_for_mul(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ def _save_for_div(operator: Operator, needs_gradient: Callable[[str], bool]) -> 
     return (a, b) if needs_gradient(b) else (b,)
 
 
-def _binary(kind: str, summary: str, saves: Callable[..., tuple[str, ...]] | None = None) -> OperatorKind:
+def _binary_kind(kind: str, summary: str, saves: Callable[..., tuple[str, ...]] | None = None) -> OperatorKind:
     attributes = {"scalar": "the second operand where input b is absent"}
     if saves is None:
         return OperatorKind(
@@ -41,7 +41,7 @@ def _binary(kind: str, summary: str, saves: Callable[..., tuple[str, ...]] | Non
     )
 
 
-def _unary(
+def _unary_kind(
     kind: str, summary: str, saves: Callable[..., tuple[str, ...]] | None, attributes: Mapping[str, str] | None = None
 ) -> OperatorKind:
     if saves is None:
@@ -52,16 +52,16 @@ def _unary(
 
 
 OPERATORS = (
-    _binary("add", "a + b, or a + scalar; broadcasts."),
-    _binary("sub", "a - b, or a - scalar; broadcasts."),
-    _binary("mul", "a * b, or a * scalar; broadcasts.", _save_for_mul),
-    _binary("div", "a / b, or a / scalar; broadcasts.", _save_for_div),
-    _unary("silu", "x * sigmoid(x).", save_input),
-    _unary("gelu", "Gaussian error linear unit.", save_input, {"approximate": "`none` or `tanh`"}),
-    _unary("relu", "max(x, 0).", save_output),
-    _unary("sigmoid", "1 / (1 + exp(-x)).", save_output),
-    _unary("tanh", "Hyperbolic tangent.", save_output),
-    _unary("exp", "e to the x.", save_output),
-    _unary("rsqrt", "1 / sqrt(x).", save_output),
-    _unary("neg", "-x.", None),
+    _binary_kind("add", "a + b, or a + scalar; broadcasts."),
+    _binary_kind("sub", "a - b, or a - scalar; broadcasts."),
+    _binary_kind("mul", "a * b, or a * scalar; broadcasts.", _save_for_mul),
+    _binary_kind("div", "a / b, or a / scalar; broadcasts.", _save_for_div),
+    _unary_kind("silu", "x * sigmoid(x).", save_input),
+    _unary_kind("gelu", "Gaussian error linear unit.", save_input, {"approximate": "`none` or `tanh`"}),
+    _unary_kind("relu", "max(x, 0).", save_output),
+    _unary_kind("sigmoid", "1 / (1 + exp(-x)).", save_output),
+    _unary_kind("tanh", "Hyperbolic tangent.", save_output),
+    _unary_kind("exp", "e to the x.", save_output),
+    _unary_kind("rsqrt", "1 / sqrt(x).", save_output),
+    _unary_kind("neg", "-x.", None),
 )

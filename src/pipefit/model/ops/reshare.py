@@ -21,7 +21,7 @@ def shares_of(operator: Operator) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(operator.attributes["from"]), tuple(operator.attributes["to"])
 
 
-def _reshared(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _reshared_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x, dim = inputs[0], attributes["dim"]
     assert x is not None
     return ((*x[:dim], attributes["size"], *x[dim + 1 :]),)
@@ -39,7 +39,7 @@ OPERATORS = (
             "from": "everyone's shares before",
             "to": "and afterwards",
         },
-        shapes=_reshared,
+        shapes=_reshared_shapes,
         boundary=True,
     ),
 )

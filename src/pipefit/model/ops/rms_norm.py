@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from pipefit.model.ops.kind import Call, OperatorKind, Talk, reduces, same_shape, save_input
+from pipefit.model.ops.kind import InternalCollectives, OperatorCall, OperatorKind, all_reduces, same_shape, save_input
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     x = call.inputs[0]
     assert x is not None
     return math.prod(x[:-1]) * call.wide_bytes
 
 
-def _forward_extra(call: Call) -> int:
+def _forward_extra(call: OperatorCall) -> int:
     x = call.inputs[0]
     assert x is not None
     wide = call.wide_bytes
@@ -29,16 +29,16 @@ def _forward_extra(call: Call) -> int:
     return 2 * math.prod(x) * wide
 
 
-def _backward_extra(call: Call) -> int:
+def _backward_extra(call: OperatorCall) -> int:
     x = call.inputs[0]
     assert x is not None
     return math.prod(x) * (4 * call.wide_bytes - call.compute_bytes)
 
 
-def _talks(call: Call) -> Talk:
+def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     """The sum of squares of every token; the product of the gradient and the normed x, summed."""
     size = float(_own_bytes(call))
-    return Talk(forward=reduces(size, 1), input_gradient=reduces(size, 1))
+    return InternalCollectives(forward=all_reduces(size, 1), input_gradient=all_reduces(size, 1))
 
 
 _RMS_NORM = OperatorKind(
@@ -60,7 +60,7 @@ OPERATORS = (
         kind="rms_norm_shard",
         summary="The same where every device has a run of the features: sums are reduced.",
         attributes={"eps": "added to the mean square", "whole": "the number of all features"},
-        talks=_talks,
+        talks=_inner_collectives,
         boundary=True,
     ),
 )

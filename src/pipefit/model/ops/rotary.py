@@ -1,7 +1,7 @@
 """rotary(x_BTHK, positions_BT): rotary position embedding (Su et al., 2021) of the first `dim` features of each head.
 
 Pairs are (i, i + dim/2) in style `half` (GPT-NeoX, Hugging Face) and (2i, 2i + 1) in style `interleaved` (Meta, GPT-J).
-Pair i turns by positions * frequency[i]; `frequencies` gives them for every scaling we know. Keeps nothing: the
+Pair i turns by positions * frequency[i]; `rotary_frequencies` gives them for every scaling we know. Keeps nothing: the
 backward pass turns the other way, and the cos/sin table is cached with the step plan's positions.
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.errors import ModelError
-from pipefit.model.ops.kind import Call, OperatorKind, same_shape
+from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "frequencies")
 
 
-def frequencies(attributes: Mapping[str, Any]) -> tuple[list[float], float]:
+def rotary_frequencies(attributes: Mapping[str, Any]) -> tuple[list[float], float]:
     """(radians per position of each of the dim/2 pairs, factor of cos and sin) for the attributes of a rotary operator.
 
     `attributes["scaling"]` is null or the object that Hugging Face calls rope_scaling, or
@@ -34,17 +34,17 @@ def frequencies(attributes: Mapping[str, Any]) -> tuple[list[float], float]:
     if kind == "frequencies":
         return [float(value) for value in scaling["values"]], float(scaling.get("attention_factor", 1.0))
     if kind == "linear":
-        return [frequency / _need(scaling, "factor") for frequency in base], 1.0
+        return [frequency / _require_field(scaling, "factor") for frequency in base], 1.0
     if kind == "llama3":
-        return [_llama3(frequency, scaling) for frequency in base], 1.0
+        return [_llama3_frequency(frequency, scaling) for frequency in base], 1.0
     if kind == "yarn":
-        return _yarn(base, theta, dim, scaling)
+        return _yarn_frequencies(base, theta, dim, scaling)
     raise ModelError(
         "The rotary scaling is unknown.", where="rope_scaling", seen=repr(kind), allowed=", ".join(SCALINGS[:-1])
     )
 
 
-def _need(scaling: Mapping[str, Any], name: str) -> float:
+def _require_field(scaling: Mapping[str, Any], name: str) -> float:
     if scaling.get(name) is None:
         raise ModelError(
             f"The rotary scaling needs the field {name!r}.",
@@ -55,11 +55,15 @@ def _need(scaling: Mapping[str, Any], name: str) -> float:
     return float(scaling[name])
 
 
-def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
+def _llama3_frequency(frequency: float, scaling: Mapping[str, Any]) -> float:
     """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear blend between (Meta's
     `apply_scaling`)."""
-    factor, low, high = _need(scaling, "factor"), _need(scaling, "low_freq_factor"), _need(scaling, "high_freq_factor")
-    old_length = _need(scaling, "original_max_position_embeddings")
+    factor, low, high = (
+        _require_field(scaling, "factor"),
+        _require_field(scaling, "low_freq_factor"),
+        _require_field(scaling, "high_freq_factor"),
+    )
+    old_length = _require_field(scaling, "original_max_position_embeddings")
     wavelength = 2 * math.pi / frequency
     if wavelength > old_length / low:
         return frequency / factor
@@ -69,11 +73,13 @@ def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def _yarn(base: list[float], theta: float, dim: int, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
+def _yarn_frequencies(
+    base: list[float], theta: float, dim: int, scaling: Mapping[str, Any]
+) -> tuple[list[float], float]:
     """YaRN (Peng et al., 2023, section 3.2): a ramp over the pairs between kept and interpolated frequencies, and
     cos/sin scaled by 0.1 ln(factor) + 1."""
-    factor = _need(scaling, "factor")
-    old_length = _need(scaling, "original_max_position_embeddings")
+    factor = _require_field(scaling, "factor")
+    old_length = _require_field(scaling, "original_max_position_embeddings")
     beta_fast, beta_slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
 
     def pair_of(rotations: float) -> float:
@@ -95,15 +101,15 @@ def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
-    def mscale(weight: float) -> float:
+    def mscale_of(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(float(scaling["mscale"])) / mscale(float(scaling["mscale_all_dim"]))
-    return mscale(1.0)
+        return mscale_of(float(scaling["mscale"])) / mscale_of(float(scaling["mscale_all_dim"]))
+    return mscale_of(1.0)
 
 
-def _extra(call: Call) -> int:
+def _extra_bytes(call: OperatorCall) -> int:
     """The two halves of the features that turn, before they are put together."""
     x = call.inputs[0]
     assert x is not None
@@ -118,11 +124,11 @@ OPERATORS = (
         attributes={
             "theta": "base of the frequencies",
             "dim": "features of a head that turn (the first ones); the others pass",
-            "scaling": "null or the rope_scaling object; see `frequencies`",
+            "scaling": "null or the rope_scaling object; see `rotary_frequencies`",
             "style": "`half` pairs (i, i + dim/2), `interleaved` pairs (2i, 2i + 1)",
         },
         shapes=same_shape,
-        forward_extra=_extra,
-        backward_extra=_extra,
+        forward_extra=_extra_bytes,
+        backward_extra=_extra_bytes,
     ),
 )

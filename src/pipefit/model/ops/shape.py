@@ -9,23 +9,23 @@ from pipefit.model.graph import Shape, add_sizes, subtract_sizes
 from pipefit.model.ops.kind import OperatorKind, same_shape
 
 
-def _reshape(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _reshape_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     return (tuple(attributes["shape"]),)
 
 
-def _transpose(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _transpose_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x = inputs[0]
     assert x is not None
     return (tuple(x[dim] for dim in attributes["dims"]),)
 
 
-def _slice(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _slice_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x, dim = inputs[0], attributes["dim"]
     assert x is not None
     return ((*x[:dim], subtract_sizes(attributes["stop"], attributes["start"]), *x[dim + 1 :]),)
 
 
-def _concat(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _concat_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     first, dim = inputs[0], attributes["dim"]
     assert first is not None
     total = add_sizes(*(shape[dim] for shape in inputs if shape is not None))
@@ -38,7 +38,7 @@ OPERATORS = (
         summary="The same numbers in order under another shape.",
         inputs=("x",),
         attributes={"shape": "list of sizes"},
-        shapes=_reshape,
+        shapes=_reshape_shapes,
         view=True,
     ),
     OperatorKind(
@@ -46,7 +46,7 @@ OPERATORS = (
         summary="Dimensions permuted.",
         inputs=("x",),
         attributes={"dims": "permutation of all dimensions: output dimension i is input dimension dims[i]"},
-        shapes=_transpose,
+        shapes=_transpose_shapes,
         view=True,
     ),
     OperatorKind(
@@ -54,7 +54,7 @@ OPERATORS = (
         summary="x[start:stop] along one dimension.",
         inputs=("x",),
         attributes={"dim": "not negative", "start": "first index", "stop": "one past the last"},
-        shapes=_slice,
+        shapes=_slice_shapes,
         view=True,
     ),
     OperatorKind(
@@ -62,7 +62,7 @@ OPERATORS = (
         summary="Inputs joined along one dimension.",
         inputs=("x*",),
         attributes={"dim": "not negative"},
-        shapes=_concat,
+        shapes=_concat_shapes,
     ),
     OperatorKind(
         kind="cast",

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from pipefit.model.ops.kind import Call, OperatorKind, Talk, reduces, same_shape, save_output
+from pipefit.model.ops.kind import InternalCollectives, OperatorCall, OperatorKind, all_reduces, same_shape, save_output
 
 
-def _talks(call: Call) -> Talk:
+def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     """One number for every place of the other dimensions, in x's type: twice forward, once backward."""
     x, dim = call.inputs[0], int(call.attributes["dim"])
     assert x is not None
     size = float(math.prod(x) // max(1, x[dim]) * call.compute_bytes)
-    return Talk(forward=reduces(size, 2), input_gradient=reduces(size, 1))
+    return InternalCollectives(forward=all_reduces(size, 2), input_gradient=all_reduces(size, 1))
 
 
-def _products(call: Call) -> int:
+def _product_bytes(call: OperatorCall) -> int:
     """The output times its gradient, in the backward."""
     return math.prod(call.outputs[0]) * call.compute_bytes
 
@@ -40,8 +40,8 @@ OPERATORS = (
         _SOFTMAX,
         kind="softmax_shard",
         summary="The same where every device has a run of the dimension: maximum and sum are reduced.",
-        talks=_talks,
-        backward_extra=_products,
+        talks=_inner_collectives,
+        backward_extra=_product_bytes,
         boundary=True,
     ),
 )

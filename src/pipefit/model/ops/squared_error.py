@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Shape
-from pipefit.model.ops.kind import Call, OperatorKind
+from pipefit.model.ops.kind import OperatorCall, OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     return ((),)
 
 
-def _own_bytes(call: Call) -> int:
+def _own_bytes(call: OperatorCall) -> int:
     """The difference."""
     prediction = call.inputs[0]
     assert prediction is not None
@@ -31,7 +31,7 @@ OPERATORS = (
         kind="squared_error",
         summary="Sum (not mean) of squared differences.",
         inputs=("prediction", "target"),
-        shapes=_shapes,
+        shapes=_output_shapes,
         own_bytes=_own_bytes,
         forward_extra=_own_bytes,
         backward_extra=_own_bytes,

@@ -9,7 +9,7 @@ from pipefit.model.graph import Shape
 from pipefit.model.ops.kind import OperatorKind
 
 
-def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     x, dims, keepdim = inputs[0], attributes["dims"], attributes["keepdim"]
     assert x is not None
     return (tuple(1 if dim in dims else size for dim, size in enumerate(x) if keepdim or dim not in dims),)
@@ -21,6 +21,6 @@ OPERATORS = (
         summary="The sum over dimensions.",
         inputs=("x",),
         attributes={"dims": "dimensions, not negative", "keepdim": "whether they stay, with size 1"},
-        shapes=_shapes,
+        shapes=_output_shapes,
     ),
 )

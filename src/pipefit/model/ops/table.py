@@ -12,7 +12,7 @@ from pipefit.model.ops.kind import OperatorKind
 _MACHINERY = {"kind", "table"}
 
 
-def _discover() -> Mapping[str, OperatorKind]:
+def _discover_kinds() -> Mapping[str, OperatorKind]:
     package = importlib.import_module(__package__)
     found: dict[str, OperatorKind] = {}
     for info in pkgutil.iter_modules(package.__path__):
@@ -24,4 +24,4 @@ def _discover() -> Mapping[str, OperatorKind]:
     return MappingProxyType(found)
 
 
-KINDS: Mapping[str, OperatorKind] = _discover()
+KINDS: Mapping[str, OperatorKind] = _discover_kinds()

@@ -13,24 +13,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.kind import Call, OperatorKind, same_shape
+from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 _CUT = {"cut": "of a sequence that is split: [0 or 1, the first row's or token's place (-1: by shares), all of them]"}
 
 
-def _placed(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+def _saved_for_put(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     """x: what comes into a stage stays until its backward has its gradient."""
     return operator.inputs[1:2] if needs_gradient(operator.inputs[1]) else ()
 
 
-def _spare_bytes(call: Call) -> int:
+def _spare_bytes(call: OperatorCall) -> int:
     """Of a part of the sequence: a copy with one row more."""
     h = call.inputs[0]
     assert h is not None
     return math.prod(h) * call.compute_bytes if "cut" in call.attributes else 0
 
 
-def _taken(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _taken_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     h, places = inputs
     assert h is not None and places is not None
     return ((*places, h[-1]),)
@@ -43,7 +43,7 @@ OPERATORS = (
         inputs=("h", "x", "places"),
         attributes=_CUT,
         shapes=same_shape,
-        saves=_placed,
+        saves=_saved_for_put,
         forward_extra=_spare_bytes,
         backward_extra=_spare_bytes,
         boundary=True,
@@ -53,7 +53,7 @@ OPERATORS = (
         summary="The rows of h (B,T,D) at the places (1,L), counted b T + t: (1,L,D).",
         inputs=("h", "places"),
         attributes=_CUT,
-        shapes=_taken,
+        shapes=_taken_shapes,
         forward_extra=_spare_bytes,
         backward_extra=_spare_bytes,
         boundary=True,

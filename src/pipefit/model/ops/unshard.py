@@ -15,26 +15,26 @@ from pipefit.model.graph import Graph, ParameterSpec, Shape
 from pipefit.model.ops.kind import OperatorKind
 
 _WEIGHTS: dict[int, tuple[Graph, Mapping[str, ParameterSpec]]] = {}
-"""What `weights` has found, by the identity of the graph, which is kept alive."""
+"""What `stored_weights` has found, by the identity of the graph, which is kept alive."""
 
 MOST_KNOWN = 1024
 
 
-def weights(graph: Graph) -> Mapping[str, ParameterSpec]:
+def stored_weights(graph: Graph) -> Mapping[str, ParameterSpec]:
     """The parameters of a graph, and under the names that operators read them by those that are gathered for use."""
     if id(graph) not in _WEIGHTS:
         if len(_WEIGHTS) >= MOST_KNOWN:
             _WEIGHTS.clear()
-        _WEIGHTS[id(graph)] = graph, _weights(graph)
+        _WEIGHTS[id(graph)] = graph, _find_weights(graph)
     return _WEIGHTS[id(graph)][1]
 
 
-def _weights(graph: Graph) -> Mapping[str, ParameterSpec]:
+def _find_weights(graph: Graph) -> Mapping[str, ParameterSpec]:
     found = {spec.name: spec for spec in graph.parameters}
     for operator in graph.operators:
         if operator.kind == "unshard":
             name, stored = operator.outputs[0], found[operator.inputs[0]]
-            shape = tuple(int(size) for size in graph.tensor(name).shape)
+            shape = tuple(int(size) for size in graph.find_tensor(name).shape)
             found[name] = ParameterSpec(name=name, shape=shape, trainable=stored.trainable)
     return found
 
@@ -48,7 +48,7 @@ def gathers_of(graph: Graph, name: str) -> int:
     return KINDS[users[0].kind].gathers.get(users[0].inputs.index(name), 0) if len(users) == 1 else 0
 
 
-def _whole(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _whole_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     weight, dim = inputs[0], attributes["dim"]
     assert weight is not None
     return ((*weight[:dim], attributes["size"], *weight[dim + 1 :]),)
@@ -60,7 +60,7 @@ OPERATORS = (
         summary="A parameter that is stored split along dim, gathered for one operator.",
         inputs=("weight",),
         attributes={"dim": "the dimension along which it is stored split", "size": "all of it"},
-        shapes=_whole,
+        shapes=_whole_shapes,
         boundary=True,
     ),
 )

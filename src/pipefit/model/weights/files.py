@@ -1,7 +1,7 @@
 """Weights in Hugging Face's safetensors files: read by global name, whole or a box of it, and written back.
 
 A parameter of ours may be several tensors of the files (one per expert) or stand there transposed (GPT-2's Conv1D);
-`ModelConfig.stored` says how. Nothing is unpickled. Torch is imported inside the functions.
+`ModelConfig.stored_tensors` says how. Nothing is unpickled. Torch is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipefit.errors import ModelError, most_like
-from pipefit.model.families import Stored
+from pipefit.model.families import WeightTensor
 from pipefit.model.families.build import USER, typed_config
 
 if TYPE_CHECKING:
@@ -30,22 +30,22 @@ PREFIXES = ("model", "transformer", "vit", "vision_model")
 """What Hugging Face's classes for a task put before the names of the model inside."""
 
 
-class NamesWeights(Protocol):
+class WeightNames(Protocol):
     """What knows how parameters stand in files."""
 
-    def stored(self, name: str) -> tuple[Stored, ...]:
+    def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
         """The tensors of the files that hold the parameter of that name."""
 
 
 class WeightFiles:
     """The safetensors files of one model, opened for reading. Use as a context manager or let it go."""
 
-    def __init__(self, source: Path, family: str, config: Mapping[str, Any], typed: NamesWeights | None = None) -> None:
+    def __init__(self, source: Path, family: str, config: Mapping[str, Any], typed: WeightNames | None = None) -> None:
         """`source`: a directory (with an index or single file) or one safetensors file. `typed` says how parameters
         stand in the files, instead of the family's configuration. Raises ModelError."""
         self.source = source
         self._typed = typed if typed is not None or family == USER else typed_config(family, config)
-        self._files = {path: _open(path) for path in _list_files(source)}
+        self._files = {path: _open_file(path) for path in _list_files(source)}
         self._where = {name: handle for handle in self._files.values() for name in handle.keys()}  # noqa: SIM118
 
     @property
@@ -61,15 +61,15 @@ class WeightFiles:
         import torch
 
         box = [(0, size) for size in shape] if box is None else list(box)
-        blocks = self._blocks(name)
+        blocks = self._stored_blocks(name)
         if len(blocks) == 1 and not blocks[0].index:
-            return self._part(blocks[0], name, shape, box)
+            return self._read_part(blocks[0], name, shape, box)
         out: Tensor | None = None
         for block in blocks:
-            target, inner, block_shape = _overlap(block, shape, box)
+            target, inner, block_shape = _overlap_box(block, shape, box)
             if target is None:
                 continue
-            part = self._part(block, name, block_shape, inner)
+            part = self._read_part(block, name, block_shape, inner)
             if out is None:
                 out = torch.empty([stop - start for start, stop in box], dtype=part.dtype)
             out[target] = part
@@ -77,21 +77,21 @@ class WeightFiles:
             out = torch.empty([stop - start for start, stop in box])
         return out
 
-    def _blocks(self, name: str) -> tuple[Stored, ...]:
+    def _stored_blocks(self, name: str) -> tuple[WeightTensor, ...]:
         """The stored tensors of a parameter; the parameter's own name where the file holds it in one piece."""
-        blocks = self._typed.stored(name) if self._typed is not None else (Stored(name),)
-        if self._find(blocks[0].name) is None and self._find(name) is not None:
-            return (Stored(name),)
+        blocks = self._typed.stored_tensors(name) if self._typed is not None else (WeightTensor(name),)
+        if self._find_spelling(blocks[0].name) is None and self._find_spelling(name) is not None:
+            return (WeightTensor(name),)
         return blocks
 
-    def _find(self, name: str) -> str | None:
+    def _find_spelling(self, name: str) -> str | None:
         """The file's spelling of a name: as it is, or without or with the prefix of the whole model."""
         plain = name.split(".", 1)[-1]
         known = (name, plain, *(f"{prefix}.{name}" for prefix in PREFIXES))
         return next((item for item in known if item in self._where), None)
 
-    def _part(self, block: Stored, name: str, shape: Sequence[int], box: Box) -> Tensor:
-        spelled = self._find(block.name)
+    def _read_part(self, block: WeightTensor, name: str, shape: Sequence[int], box: Box) -> Tensor:
+        spelled = self._find_spelling(block.name)
         if spelled is None:
             near = most_like(block.name, self._where)
             raise ModelError(
@@ -166,28 +166,30 @@ def save_weights(
     dtype = ""
     for name, tensor in pairs:
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
-        for block in typed.stored(name) if typed is not None else (Stored(name),):
+        for block in typed.stored_tensors(name) if typed is not None else (WeightTensor(name),):
             piece = tensor.detach()[_as_index(block)] if block.index else tensor.detach()
             piece = (piece.t() if block.transposed else piece).to("cpu", copy=True).contiguous()
             piece = piece.reshape(block.shape) if block.shape else piece
-            if pending and _bytes(pending.values()) + _bytes([piece]) > max_file_bytes:
-                shards.append(_write(directory, len(shards), pending))
+            if pending and _total_bytes(pending.values()) + _total_bytes([piece]) > max_file_bytes:
+                shards.append(_write_shard(directory, len(shards), pending))
                 pending = {}
             pending[block.name] = piece
-    shards.append(_write(directory, len(shards), pending))
-    paths = _rename(directory, shards)
+    shards.append(_write_shard(directory, len(shards), pending))
+    paths = _rename_shards(directory, shards)
     if typed is not None:
         text = json.dumps({**typed.to_config(), "torch_dtype": dtype}, indent=2) + "\n"
-        _replace(directory / "config.json", text)
+        _replace_file(directory / "config.json", text)
         paths.append(directory / "config.json")
     return paths
 
 
-def _as_index(block: Stored) -> tuple[Any, ...]:
+def _as_index(block: WeightTensor) -> tuple[Any, ...]:
     return tuple(item if isinstance(item, int) else slice(*item) for item in block.index)
 
 
-def _overlap(block: Stored, shape: Sequence[int], box: Box) -> tuple[tuple[Any, ...] | None, list[Any], list[int]]:
+def _overlap_box(
+    block: WeightTensor, shape: Sequence[int], box: Box
+) -> tuple[tuple[Any, ...] | None, list[Any], list[int]]:
     """(where the block's part goes in the box, which part of the block, shape of the block); None: no overlap."""
     target: list[Any] = []
     inner: list[tuple[int, int]] = []
@@ -235,7 +237,7 @@ def _list_files(source: Path) -> list[Path]:
     )
 
 
-def _open(path: Path) -> Any:
+def _open_file(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -244,18 +246,18 @@ def _open(path: Path) -> Any:
         raise ModelError("The weights file is damaged or no safetensors file.", where=str(path), seen=error) from None
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _total_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _write(directory: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+def _write_shard(directory: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, int]:
     from safetensors.torch import save_file
 
     save_file(tensors, directory / f".{number}.partial", metadata={"format": "pt"})
-    return {name: _bytes([tensor]) for name, tensor in tensors.items()}
+    return {name: _total_bytes([tensor]) for name, tensor in tensors.items()}
 
 
-def _rename(directory: Path, shards: list[dict[str, int]]) -> list[Path]:
+def _rename_shards(directory: Path, shards: list[dict[str, int]]) -> list[Path]:
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for i, name in enumerate(names):
@@ -267,11 +269,11 @@ def _rename(directory: Path, shards: list[dict[str, int]]) -> list[Path]:
     weight_map = {name: names[i] for i, shard in enumerate(shards) for name in shard}
     total = sum(size for shard in shards for size in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _replace(directory / INDEX, json.dumps(index, indent=2) + "\n")
+    _replace_file(directory / INDEX, json.dumps(index, indent=2) + "\n")
     return [*paths, directory / INDEX]
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace_file(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

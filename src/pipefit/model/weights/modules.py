@@ -23,7 +23,7 @@ Read = Callable[[str, Sequence[int], Box], Any]
 """(global name, shape, box) -> that part of the parameter, a tensor."""
 
 
-def names_parts(text: str) -> bool:
+def is_parts_text(text: str) -> bool:
     """Whether `text` is of the form `vision=DIR`, and not one directory of a whole model."""
     return any(text.startswith(f"{part}=") for part in PARTS)
 
@@ -60,23 +60,23 @@ def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, 
                 seen=f"{part}={directory}",
                 allowed=", ".join(name for name in PARTS if getattr(typed, name, None)) or "one directory",
             )
-        _same_config(part, directory, typed)
+        _check_same_config(part, directory, typed)
         files[part] = WeightFiles(directory, family, config, inner)
 
-    def read(name: str, shape: Sequence[int], box: Box) -> Any:
+    def read_parameter(name: str, shape: Sequence[int], box: Box) -> Any:
         part, _, inner = name.partition(".")
         if part not in files or name.startswith("vision.projector."):
             return otherwise(name, shape, box)
         return files[part].read(inner, shape, box)
 
-    return read
+    return read_parameter
 
 
 _EITHER = {"initializer_range", "image_mean", "image_std", "max_position_embeddings", "architectures"}
 """Fields that weights do not depend on."""
 
 
-def _same_config(part: str, directory: Path, typed: Any) -> None:
+def _check_same_config(part: str, directory: Path, typed: Any) -> None:
     """Raise ModelError where the config.json of a directory is of another module than the model's, FormatError where
     it is damaged."""
     from pipefit.model.families.llama import config as llama

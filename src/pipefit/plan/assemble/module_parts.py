@@ -1,7 +1,7 @@
 """Groups, stages, edges and parameters of a plan of several modules: each module's own, joined into one chain.
 
 Where a packed row lies at either end of an edge, replicas hold the tokens of their own samples: form `G1` along the
-replica axis. Between modules the shard axes have to fit as between any two stages (`structure.can_pass`).
+replica axis. Between modules the shard axes have to fit as between any two stages (`structure.can_transfer`).
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.pipeline_work import Parts
-from pipefit.plan.assemble.shard_programs import LayerProgram, Programs, sharding_key
+from pipefit.plan.assemble.pipeline_work import PlanSkeleton
+from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache, sharding_key
 from pipefit.plan.assemble.structure import (
     FormsError,
-    can_pass,
-    dual,
+    can_transfer,
+    gradient_form,
     make_groups,
     make_parameters,
     make_stages,
     shard_shares,
 )
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.request.module_decisions import ModuleDecisions
-from pipefit.plan.types import Edge, GroupPlan, Job, Parameter, Space, Stage, Wire
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, ParameterPlan, SampleSpace, Stage
 
 
-def module_parts(
-    model: Model, programs: Programs, job: Job, decisions: ModuleDecisions, spaces: Sequence[Space]
-) -> Parts:
+def module_skeleton(
+    model: Model, programs: ProgramCache, job: Job, decisions: MultiModuleConfig, spaces: Sequence[SampleSpace]
+) -> PlanSkeleton:
     """The parts of these decisions. Raises FormsError where neighbouring stages hold the hidden state in forms that do
     not go together."""
-    groups: list[GroupPlan] = []
+    groups: list[MeshPlan] = []
     stages: list[Stage] = []
     split_state: list[bool] = []
     modules = {module.name: module for module in model.modules}
@@ -44,14 +44,14 @@ def module_parts(
         if name in decisions.inline:
             (stage,) = make_stages(modules[name], own, (), programs)
             runs[-1].append(len(stages))
-            end = decisions.end_of(name)
+            end = decisions.inline_lane(name)
             grid = first + end if decisions.in_grid(name) else len(groups)
             stages.append(replace(stage, group=grid, divide=decisions.divide_of(name)))
             split_state.append(decisions.zero1 and len(own.replicas) > 1)
             if not decisions.in_grid(name):
                 groups += make_groups(replace(own, devices=lies[decisions.backbone].lane_devices()[end]))
             continue
-        for turn, placed in enumerate(_placed(decisions, name, own)):
+        for turn, placed in enumerate(_module_instances(decisions, name, own)):
             for stage in make_stages(modules[name], placed, placed.cuts, programs):
                 runs[-1].append(len(stages))
                 stages.append(
@@ -59,21 +59,25 @@ def module_parts(
                         stage,
                         group=stage.group + len(groups),
                         turn=turn,
-                        turns=decisions.copies(name),
+                        turns=decisions.copy_count(name),
                         microbatch_multiple=decisions.multiple_of(name),
                         divide=decisions.divide_of(name),
                     )
                 )
                 split_state.append(decisions.zero1 and len(own.replicas) > 1)
             groups += make_groups(placed)
-    return Parts(
+    return PlanSkeleton(
         job=job,
         groups=tuple(groups),
         spaces=tuple(spaces),
         stages=tuple(stages),
         edges=tuple(
             module_edges(
-                _pairs(decisions, runs), stages, groups, programs, {space.name for space in spaces if space.tokens == 0}
+                _stage_pairs(decisions, runs),
+                stages,
+                groups,
+                programs,
+                {space.name for space in spaces if space.tokens == 0},
             )
         ),
         placement=decisions.lane_of_stage,
@@ -83,25 +87,25 @@ def module_parts(
     )
 
 
-def _first_group(decisions: ModuleDecisions) -> int:
+def _first_group(decisions: MultiModuleConfig) -> int:
     """Where the groups of the backbone begin, which modules in line with it use if they lie in its grid."""
     names = [name for name, _ in decisions.modules]
     before = decisions.modules[: names.index(decisions.backbone)] if decisions.inline else ()
     return sum(
-        own.stage_count * decisions.copies(name)
+        own.stage_count * decisions.copy_count(name)
         for name, own in before
         if name not in decisions.inline or not decisions.in_grid(name)
     )
 
 
-def _placed(decisions: ModuleDecisions, name: str, own: Decisions) -> list[Decisions]:
+def _module_instances(decisions: MultiModuleConfig, name: str, own: ParallelConfig) -> list[ParallelConfig]:
     """How a module lies: once, or for a guest on every lane of the backbone."""
     if name not in decisions.guests:
         return [own]
     return [replace(own, devices=lane) for lane in dict(decisions.modules)[decisions.backbone].lane_devices()]
 
 
-def _pairs(decisions: ModuleDecisions, runs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def _stage_pairs(decisions: MultiModuleConfig, runs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Which stage hands to which; `runs` are the stages of every module. Those of a guest take turns: each is fed by,
     or feeds, the end of the module beside it."""
     guest = [name in decisions.guests for name, _ in decisions.modules]
@@ -117,8 +121,8 @@ def _pairs(decisions: ModuleDecisions, runs: Sequence[Sequence[int]]) -> list[tu
 def module_edges(
     pairs: Sequence[tuple[int, int]],
     stages: Sequence[Stage],
-    groups: Sequence[GroupPlan],
-    programs: Programs,
+    groups: Sequence[MeshPlan],
+    programs: ProgramCache,
     packed: set[str],
 ) -> list[Edge]:
     """The hidden state from stage to stage, within modules and from one to the other."""
@@ -128,7 +132,7 @@ def module_edges(
         ahead, behind = (shard_shares(groups[stage.group]) for stage in (one, two))
         gives = end_program(programs, one, ahead, -1).gives
         takes = end_program(programs, two, behind, 0).takes
-        if not can_pass((gives, len(ahead)), (takes, len(behind))):
+        if not can_transfer((gives, len(ahead)), (takes, len(behind))):
             raise FormsError(
                 "Neighbouring stages hold the hidden state in forms that do not go together.",
                 where=f"{one.module}, then {two.module}",
@@ -140,19 +144,19 @@ def module_edges(
             Edge(
                 source=source,
                 target=target,
-                forward=_wire(rows, str(gives), str(takes)),
-                gradient=_wire(rows, dual(takes, len(behind)), dual(gives, len(ahead))),
+                forward=_make_transfer(rows, str(gives), str(takes)),
+                gradient=_make_transfer(rows, gradient_form(takes, len(behind)), gradient_form(gives, len(ahead))),
             )
         )
     return edges
 
 
-def end_program(programs: Programs, stage: Stage, shares: tuple[int, ...], end: int) -> LayerProgram:
+def end_program(programs: ProgramCache, stage: Stage, shares: tuple[int, ...], end: int) -> LayerProgram:
     """The program of the first (0) or last (-1) layer of a stage."""
-    return programs.program(programs.layers(stage.module, stage.layers)[end], sharding_key(stage), shares)
+    return programs.layer_program(programs.module_layers(stage.module, stage.layers)[end], sharding_key(stage), shares)
 
 
-def module_parameters(model: Model, parts: Parts, programs: Programs) -> tuple[Parameter, ...]:
+def module_parameters(model: Model, parts: PlanSkeleton, programs: ProgramCache) -> tuple[ParameterPlan, ...]:
     """Every parameter once, module by module, by the numbers of the plan's stages."""
     found = []
     for module in model.modules:
@@ -183,7 +187,7 @@ def host_order(sizes: Sequence[tuple[int, int]], host_devices: Sequence[int]) ->
     return tuple(found)
 
 
-def within_hosts(decisions: ModuleDecisions, host_devices: Sequence[int]) -> bool:
+def within_hosts(decisions: MultiModuleConfig, host_devices: Sequence[int]) -> bool:
     """Whether the shard groups of guests, runs of the backbone's lanes, lie within hosts."""
     hosts = [host for host, count in enumerate(host_devices) for _ in range(count)]
     for name, own in decisions.modules:
@@ -195,5 +199,5 @@ def within_hosts(decisions: ModuleDecisions, host_devices: Sequence[int]) -> boo
     return True
 
 
-def _wire(rows: str, sent: str, received: str) -> Wire:
-    return Wire(sent=(rows, sent), wire=(rows, sent), received=(rows, received))
+def _make_transfer(rows: str, sent: str, received: str) -> EdgeTransfer:
+    return EdgeTransfer(sent=(rows, sent), wire=(rows, sent), received=(rows, received))

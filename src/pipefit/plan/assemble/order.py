@@ -7,48 +7,50 @@ from collections.abc import Collection, Iterator, Sequence
 from pipefit.cost.types import CostTable
 from pipefit.errors import PipefitError, PlanError, ScheduleError
 from pipefit.layout import FLAT, parse_form
-from pipefit.plan.assemble.pipeline_work import Parts
-from pipefit.plan.types import Edge, GroupPlan, Order, Parameter, Plan, Stage, turns_of
+from pipefit.plan.assemble.pipeline_work import PlanSkeleton
+from pipefit.plan.types import Edge, MeshPlan, ParameterPlan, Plan, SchedulePlan, Stage, collect_turns
 from pipefit.schedule.actions import Schedule, format_lanes
-from pipefit.schedule.families import family
+from pipefit.schedule.families import find_family
 from pipefit.schedule.lowering.frozen import frozen_stages, with_backward, without_backward
-from pipefit.schedule.lowering.lower import lower
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.lowering.lower import lower_schedule
+from pipefit.schedule.problem import ScheduleProblem
 
 
 def computed_schedule(
-    family_name: str, parts: Parts, costs: CostTable | None, limit_bytes: Sequence[float] | None = None
+    family_name: str, parts: PlanSkeleton, costs: CostTable | None, limit_bytes: Sequence[float] | None = None
 ) -> Schedule:
     """The named family's order for these parts: compute actions only. `limit_bytes` of every lane matter to families
     that fit to memory. Raises ScheduleError where it has none."""
-    return family(family_name)(order_problem(parts, costs, limit_bytes))
+    return find_family(family_name)(order_problem(parts, costs, limit_bytes))
 
 
-def order_problem(parts: Parts, costs: CostTable | None, limit_bytes: Sequence[float] | None = None) -> Problem:
+def order_problem(
+    parts: PlanSkeleton, costs: CostTable | None, limit_bytes: Sequence[float] | None = None
+) -> ScheduleProblem:
     """What a schedule family is asked for these parts."""
-    return Problem(
+    return ScheduleProblem(
         placement=parts.placement,
         microbatches=parts.microbatches,
         slices=len(parts.slices),
         edges=edge_keys(parts.edges),
         costs=costs,
         limit_bytes=None if limit_bytes is None else tuple(limit_bytes),
-        turns=turns_of(parts.stages),
+        turns=collect_turns(parts.stages),
     )
 
 
-def lower_for(
+def lower_for_plan(
     computed: Schedule,
-    groups: Sequence[GroupPlan],
+    groups: Sequence[MeshPlan],
     stages: Sequence[Stage],
     edges: Sequence[Edge],
-    parameters: Sequence[Parameter],
+    parameters: Sequence[ParameterPlan],
     costs: CostTable | None = None,
     frozen: Collection[int] = (),
 ) -> Schedule:
     """The lowered form of a computed schedule with the reductions and gathers that the parameters need, and without the
-    backward of the `frozen` stages (`frozen_in`)."""
-    return lower(
+    backward of the `frozen` stages (`find_frozen_stages`)."""
+    return lower_schedule(
         without_backward(computed, frozen),
         edge_keys(edges),
         costs,
@@ -58,9 +60,9 @@ def lower_for(
     )
 
 
-def order_of(schedule: Schedule, slices: Sequence[int]) -> Order:
+def make_schedule_plan(schedule: Schedule, slices: Sequence[int]) -> SchedulePlan:
     """A lowered schedule as it stands in a plan file; `slices` are the token counts."""
-    return Order(
+    return SchedulePlan(
         name=schedule.name,
         placement=schedule.placement,
         microbatches=schedule.microbatches,
@@ -74,13 +76,13 @@ def edge_keys(edges: Sequence[Edge]) -> tuple[tuple[int, int, str], ...]:
     return tuple((edge.source, edge.target, edge.tensor) for edge in edges)
 
 
-def reduced_stages(groups: Sequence[GroupPlan], stages: Sequence[Stage]) -> tuple[int, ...]:
+def reduced_stages(groups: Sequence[MeshPlan], stages: Sequence[Stage]) -> tuple[int, ...]:
     """The stages held by several devices: gradients are summed over replicas, and over shards where whole."""
     return tuple(index for index, stage in enumerate(stages) if len(groups[stage.group].devices) > 1)
 
 
 def gathered_stages(
-    groups: Sequence[GroupPlan], stages: Sequence[Stage], parameters: Sequence[Parameter]
+    groups: Sequence[MeshPlan], stages: Sequence[Stage], parameters: Sequence[ParameterPlan]
 ) -> tuple[int, ...]:
     """The stages that use a trained parameter whose optimizer state is split over an axis of more than one position."""
     found: set[int] = set()
@@ -94,13 +96,13 @@ def gathered_stages(
     return tuple(sorted(found))
 
 
-def frozen_in(stages: int, edges: Sequence[Edge], parameters: Sequence[Parameter]) -> frozenset[int]:
+def find_frozen_stages(stages: int, edges: Sequence[Edge], parameters: Sequence[ParameterPlan]) -> frozenset[int]:
     """The stages, of so many, that need no backward: neither they nor any before them hold what is trained."""
     trained = {use for parameter in parameters if parameter.trainable for use in parameter.uses}
     return frozen_stages(stages, edge_keys(edges), trained)
 
 
-def tied_buckets(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
+def tied_buckets(parameters: Sequence[ParameterPlan]) -> dict[str, tuple[int, ...]]:
     """Bucket name -> stages, for parameters that several stages use. Stages 0 and 3 share the bucket `tied.0.3`."""
     uses = {parameter.uses for parameter in parameters if len(parameter.uses) > 1 and parameter.trainable}
     return {"tied." + ".".join(map(str, stages)): stages for stages in sorted(uses)}
@@ -109,7 +111,7 @@ def tied_buckets(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
 def order_problems(plan: Plan) -> Iterator[PipefitError]:
     """Every breach of the lanes: they parse, have each unit of work once, match the edges, and cannot hang."""
     try:
-        schedule = plan.schedule()
+        schedule = plan.to_schedule()
     except ScheduleError as error:
         yield error
         return
@@ -117,7 +119,7 @@ def order_problems(plan: Plan) -> Iterator[PipefitError]:
         yield PlanError(
             "The lanes of a plan are lowered: with transfers, reductions, NORM and STEP.",
             where="order.lanes",
-            next_step="lower them with pipefit.plan.assemble.order.lower_for",
+            next_step="lower them with pipefit.plan.assemble.order.lower_for_plan",
         )
         return
     yield from _schedule_problems(schedule, plan)
@@ -125,10 +127,12 @@ def order_problems(plan: Plan) -> Iterator[PipefitError]:
 
 def _schedule_problems(schedule: Schedule, plan: Plan) -> Iterator[PipefitError]:
     from pipefit.schedule.check.deadlock import find_deadlock
-    from pipefit.schedule.check.rules import check
+    from pipefit.schedule.check.rules import check_schedule
 
     try:
-        check(schedule, edge_keys(plan.edges), frozen_in(len(plan.stages), plan.edges, plan.parameters))
+        check_schedule(
+            schedule, edge_keys(plan.edges), find_frozen_stages(len(plan.stages), plan.edges, plan.parameters)
+        )
     except ScheduleError as error:
         yield error
         return

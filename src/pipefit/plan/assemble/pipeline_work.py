@@ -10,12 +10,23 @@ from math import prod
 
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
-from pipefit.layout import IDENTITY, Axis, Form, Group, Run, box_size, holding, moves, parse_form, split
+from pipefit.layout import (
+    IDENTITY,
+    Mesh,
+    MeshAxis,
+    Run,
+    TensorForm,
+    box_size,
+    held_box,
+    parse_form,
+    split_by_shares,
+    transfer_moves,
+)
 from pipefit.model.graph import Layer, size_value
-from pipefit.plan.assemble.packed_rows import conditions, edge_sizes, frozen_layers, packed_sizes, taking
-from pipefit.plan.assemble.shard_programs import Programs, check_handing, own_shares, sharding_key
-from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
-from pipefit.schedule.actions import Turn
+from pipefit.plan.assemble.packed_rows import edge_sizes, frozen_layers, packed_sizes, packed_symbols, stage_grouping
+from pipefit.plan.assemble.shard_programs import ProgramCache, check_layer_shares, layer_shares, sharding_key
+from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, Plan, SampleSpace, Stage
+from pipefit.schedule.actions import RoundRobin
 
 Message = tuple[int, int, float]
 
@@ -25,12 +36,12 @@ the others are taken to be in proportion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class PlanSkeleton:
     """What of a plan decides its costs."""
 
     job: Job
-    groups: tuple[GroupPlan, ...]
-    spaces: tuple[Space, ...]
+    groups: tuple[MeshPlan, ...]
+    spaces: tuple[SampleSpace, ...]
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     placement: tuple[int, ...]
@@ -40,9 +51,9 @@ class Parts:
     "Of each stage: whether ZeRO-1 splits its optimizer state."
 
 
-def parts_of(plan: Plan) -> Parts:
+def skeleton_from_plan(plan: Plan) -> PlanSkeleton:
     """The parts of a plan that stands."""
-    return Parts(
+    return PlanSkeleton(
         job=plan.job,
         groups=plan.groups,
         spaces=plan.spaces,
@@ -58,40 +69,40 @@ def parts_of(plan: Plan) -> Parts:
     )
 
 
-def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
+def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
     """The work of every stage and edge. Raises PlanError where the plan names what the model does not have."""
-    groups = [group.group() for group in parts.groups]
+    groups = [group.to_mesh() for group in parts.groups]
     spaces = {space.name: space for space in parts.spaces}
     frozen = frozen_layers(programs.model)
     stages = []
     uses: dict[str, list[tuple[int, int]]] = {}
     for index, stage in enumerate(parts.stages):
         group, space = groups[stage.group], spaces[stage.space]
-        layers = programs.layers(stage.module, stage.layers)
-        shares = group.axis("shard").shares
-        made = [programs.program(layer, sharding_key(stage), shares) for layer in layers]
-        check_handing(made, shares, f"stages[{index}]")
-        replicas = group.axis("replica").shares
+        layers = programs.module_layers(stage.module, stage.layers)
+        shares = group.find_axis("shard").shares
+        made = [programs.layer_program(layer, sharding_key(stage), shares) for layer in layers]
+        check_layer_shares(made, shares, f"stages[{index}]")
+        replicas = group.find_axis("replica").shares
         stages.append(
             StageWork(
                 lane=parts.placement[index],
                 group=group,
                 layers=tuple(program.graphs for program in made),
-                rows=_rows(stage, space, parts.microbatches, group),
-                slices=_slices(space, parts),
+                rows=_replica_rows(stage, space, parts.microbatches, group),
+                slices=_space_slices(space, parts),
                 recompute=stage.recompute,
-                parameters=programs.counts(layers, sharding_key(stage), shares),
+                parameters=programs.parameter_counts(layers, sharding_key(stage), shares),
                 split_state=parts.split_state[index],
-                shares=own_shares(made, shares),
-                symbols=conditions(
+                shares=layer_shares(made, shares),
+                symbols=packed_symbols(
                     parts.spaces, parts.microbatches // stage.microbatch_multiple, max(replicas) / sum(replicas)
                 ),
-                packed=packed_sizes(space, parts.microbatches, replicas, taking(stage)),
+                packed=packed_sizes(space, parts.microbatches, replicas, stage_grouping(stage)),
                 frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),
                 turns=stage.turns,
             )
         )
-        for name, count in programs.named(layers, sharding_key(stage), shares).items():
+        for name, count in programs.named_parameters(layers, sharding_key(stage), shares).items():
             if count.trainable:
                 uses.setdefault(name, []).append((index, max(count.elements)))
     return PipelineWork(
@@ -103,7 +114,7 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
 
 
 def _tied_work(
-    uses: Mapping[str, Sequence[tuple[int, int]]], parts: Parts, groups: Sequence[Group]
+    uses: Mapping[str, Sequence[tuple[int, int]]], parts: PlanSkeleton, groups: Sequence[Mesh]
 ) -> tuple[TiedWork, ...]:
     """The exchange of every set of stages that share parameters; `uses` gives (stage, elements on a device) by name."""
     elements: dict[tuple[int, ...], int] = {}
@@ -115,52 +126,52 @@ def _tied_work(
     result = []
     for stages, count in elements.items():
         if all(parts.stages[stage].turns > 1 for stage in stages):
-            rings = _rings([groups[parts.stages[stage].group] for stage in stages])
+            rings = _shard_rings([groups[parts.stages[stage].group] for stage in stages])
             result.append(TiedWork(stages=stages, messages=(), elements=count, rings=rings))
             continue
         held = [groups[parts.stages[stage].group] for stage in stages]
         messages = [
             (move.source, move.target, float(count * width))
             for one, other in itertools.permutations(held, 2)
-            for move in moves((1,), one, (IDENTITY,) * len(one.axes), other, (IDENTITY,) * len(other.axes))
+            for move in transfer_moves((1,), one, (IDENTITY,) * len(one.axes), other, (IDENTITY,) * len(other.axes))
         ]
         result.append(TiedWork(stages=stages, messages=tuple(messages), elements=count))
     return tuple(result)
 
 
-def _rings(groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
+def _shard_rings(groups: Sequence[Mesh]) -> tuple[tuple[int, ...], ...]:
     """By shard position, the devices of all groups there."""
-    shards = groups[0].axis("shard").size
-    at = [(device, group.position(device, "shard")) for group in groups for device in group.devices]
+    shards = groups[0].find_axis("shard").size
+    at = [(device, group.axis_position(device, "shard")) for group in groups for device in group.devices]
     return tuple(tuple(device for device, place in at if place == position) for position in range(shards))
 
 
-def _rows(stage: Stage, space: Space, microbatches: int, group: Group) -> tuple[int, ...]:
+def _replica_rows(stage: Stage, space: SampleSpace, microbatches: int, group: Mesh) -> tuple[int, ...]:
     """Rows of what the stage takes at once on each replica; where it divides images each has a packed row, at least."""
-    runs = split(space.rows // (microbatches // stage.microbatch_multiple), group.axis("replica").shares)
+    runs = split_by_shares(space.rows // (microbatches // stage.microbatch_multiple), group.find_axis("replica").shares)
     least = 1 if stage.divide == "images" else 0
     return tuple(max(least, stop - start) for start, stop in runs)
 
 
-def _slices(space: Space, parts: Parts) -> tuple[int, ...]:
+def _space_slices(space: SampleSpace, parts: PlanSkeleton) -> tuple[int, ...]:
     """Tokens of each slice of a row of this space: the job's own slices, or the same proportions of its length; of rows
     that differ, those of an average one."""
     if space.counts:
         return (round(sum(space.counts) / len(space.counts)),)
     if space.tokens in (0, parts.job.sequence):
         return parts.slices
-    return tuple(stop - start for start, stop in split(space.tokens, parts.slices))
+    return tuple(stop - start for start, stop in split_by_shares(space.tokens, parts.slices))
 
 
-def _edge_work(edge: Edge, parts: Parts, groups: list[Group], programs: Programs) -> EdgeWork:
+def _edge_work(edge: Edge, parts: PlanSkeleton, groups: list[Mesh], programs: ProgramCache) -> EdgeWork:
     source, target = parts.stages[edge.source], parts.stages[edge.target]
     spaces = [next(space for space in parts.spaces if space.name == stage.space) for stage in (source, target)]
-    layer = programs.layers(source.module, source.layers)[-1]
+    layer = programs.module_layers(source.module, source.layers)[-1]
     width = COMPUTE_BYTES[parts.job.precision]
     ahead, back = groups[source.group], groups[target.group]
     packed = next((space for space in spaces if space.counts), None)
     if packed is not None:
-        ragged = _ragged(edge, packed, parts, (ahead, back), _features(layer, programs), width)
+        ragged = _packed_messages(edge, packed, parts, (ahead, back), _output_features(layer, programs), width)
         largest = max(ragged, key=lambda each: sum(size for _, _, size in each[0]))
         return EdgeWork(
             source=edge.source,
@@ -171,26 +182,28 @@ def _edge_work(edge: Edge, parts: Parts, groups: list[Group], programs: Programs
             ragged=ragged,
         )
     rows = spaces[0].rows // parts.microbatches
-    shapes = [_shape(layer, rows, tokens, programs) for tokens in _slices(spaces[0], parts)]
+    shapes = [_output_shape(layer, rows, tokens, programs) for tokens in _space_slices(spaces[0], parts)]
     return EdgeWork(
         source=edge.source,
         target=edge.target,
         tensor=edge.tensor,
-        forward=tuple(_messages(shape, ahead, back, edge.forward, width) for shape in shapes),
-        backward=tuple(_messages(shape, back, ahead, edge.gradient, width) for shape in shapes),
+        forward=tuple(_edge_messages(shape, ahead, back, edge.forward, width) for shape in shapes),
+        backward=tuple(_edge_messages(shape, back, ahead, edge.gradient, width) for shape in shapes),
     )
 
 
-def _ragged(
-    edge: Edge, packed: Space, parts: Parts, groups: tuple[Group, Group], features: int, width: int
+def _packed_messages(
+    edge: Edge, packed: SampleSpace, parts: PlanSkeleton, groups: tuple[Mesh, Mesh], features: int, width: int
 ) -> tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]:
     """The messages of every microbatch, forward and backward: each replica holds the tokens of its own samples, or of
     its own images. None of microbatches that one of the stages does not take."""
     ahead, back = groups
     ends = [parts.stages[stage] for stage in (edge.source, edge.target)]
-    sizes = list(edge_sizes(packed, parts.microbatches, ahead, back, (taking(ends[0]), taking(ends[1]))))
-    turns = [Turn(stage.turn, stage.turns, stage.microbatch_multiple) for stage in ends]
-    live = [all(turn.takes(index) for turn in turns) for index in range(len(sizes))]
+    sizes = list(
+        edge_sizes(packed, parts.microbatches, ahead, back, (stage_grouping(ends[0]), stage_grouping(ends[1])))
+    )
+    turns = [RoundRobin(stage.turn, stage.turns, stage.microbatch_multiple) for stage in ends]
+    live = [all(turn.takes_microbatch(index) for turn in turns) for index in range(len(sizes))]
     exact = len(ahead.devices) * len(back.devices) <= PAIRS
     largest = max(itertools.compress(range(len(sizes)), live), key=lambda index: sizes[index][0])
     found: dict[int, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
@@ -200,51 +213,57 @@ def _ragged(
         elif exact or index == largest:
             shape = (1, total, features)
             found[index] = (
-                _messages(shape, ahead, back, edge.forward, width, (sent, taken)),
-                _messages(shape, back, ahead, edge.gradient, width, (taken, sent)),
+                _edge_messages(shape, ahead, back, edge.forward, width, (sent, taken)),
+                _edge_messages(shape, back, ahead, edge.gradient, width, (taken, sent)),
             )
     whole = max(1, sizes[largest][0])
-    return tuple(found.get(index) or _scaled(found[largest], total / whole) for index, (total, _) in enumerate(sizes))
+    return tuple(
+        found.get(index) or _scale_messages(found[largest], total / whole) for index, (total, _) in enumerate(sizes)
+    )
 
 
-def _scaled(both: tuple[tuple[Message, ...], ...], part: float) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def _scale_messages(
+    both: tuple[tuple[Message, ...], ...], part: float
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     ahead, back = (tuple((source, target, part * size) for source, target, size in way) for way in both)
     return ahead, back
 
 
-def _features(layer: Layer, programs: Programs) -> int:
+def _output_features(layer: Layer, programs: ProgramCache) -> int:
     """The width of what a layer hands on."""
     graph = programs.model.graphs[layer.graph]
-    return size_value(graph.tensor(graph.outputs[0]).shape[-1], {})
+    return size_value(graph.find_tensor(graph.outputs[0]).shape[-1], {})
 
 
-def _shape(layer: Layer, rows: int, tokens: int, programs: Programs) -> tuple[int, ...]:
+def _output_shape(layer: Layer, rows: int, tokens: int, programs: ProgramCache) -> tuple[int, ...]:
     """The global shape of what a layer hands on."""
     graph = programs.model.graphs[layer.graph]
     symbols = {"B": rows, "T": tokens}
-    return tuple(size_value(size, symbols) for size in graph.tensor(graph.outputs[0]).shape)
+    return tuple(size_value(size, symbols) for size in graph.find_tensor(graph.outputs[0]).shape)
 
 
 @lru_cache(maxsize=4096)
-def _sizes(shape: tuple[int, ...], axes: tuple[Axis, ...], forms: tuple[Form, ...], width: int) -> tuple[float, ...]:
+def _position_bytes(
+    shape: tuple[int, ...], axes: tuple[MeshAxis, ...], forms: tuple[TensorForm, ...], width: int
+) -> tuple[float, ...]:
     """Bytes that each place of a grid holds, in grid order."""
-    grid = Group(axes=axes, devices=tuple(range(prod(axis.size for axis in axes))))
-    return tuple(float(width * box_size(holding(shape, grid, forms, place))) for place in grid.devices)
+    grid = Mesh(axes=axes, devices=tuple(range(prod(axis.size for axis in axes))))
+    return tuple(float(width * box_size(held_box(shape, grid, forms, place))) for place in grid.devices)
 
 
-def _messages(
+def _edge_messages(
     shape: tuple[int, ...],
-    source: Group,
-    target: Group,
-    wire: Wire,
+    source: Mesh,
+    target: Mesh,
+    wire: EdgeTransfer,
     width: int,
     replica_runs: tuple[Sequence[Run], Sequence[Run]] | None = None,
 ) -> tuple[Message, ...]:
     sent, received = [tuple(map(parse_form, texts)) for texts in (wire.wire, wire.received)]
     if source.axes == target.axes and sent == received and replica_runs is None:
         # Equal grids and forms: plain point-to-point between equal places, without comparing all boxes.
-        return tuple(zip(source.devices, target.devices, _sizes(shape, source.axes, sent, width), strict=True))
+        return tuple(zip(source.devices, target.devices, _position_bytes(shape, source.axes, sent, width), strict=True))
     return tuple(
         (move.source, move.target, float(width * box_size(move.box)))
-        for move in moves(shape, source, sent, target, received, replica_runs=replica_runs)
+        for move in transfer_moves(shape, source, sent, target, received, replica_runs=replica_runs)
     )

@@ -21,11 +21,11 @@ from pipefit.cost.work import BUCKET_BYTES, PipelineWork
 from pipefit.model.analysis.totals import graph_flops
 from pipefit.model.graph import Model
 from pipefit.model.ops.kind import Flops
-from pipefit.plan.assemble.packed_rows import conditions, frozen_layers
-from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
-from pipefit.plan.assemble.shard_programs import Programs
-from pipefit.plan.types import KindPrediction, LanePrediction, Plan, Prediction, Space, Stage
-from pipefit.simulate import Timeline, simulate
+from pipefit.plan.assemble.packed_rows import frozen_layers, packed_symbols
+from pipefit.plan.assemble.pipeline_work import pipeline_work, skeleton_from_plan
+from pipefit.plan.assemble.shard_programs import ProgramCache
+from pipefit.plan.types import KindPrediction, LanePrediction, Plan, PlanPrediction, SampleSpace, Stage
+from pipefit.simulate import Timeline, simulate_schedule
 from pipefit.simulate.memory import MemoryCurve
 from pipefit.units import format_seconds
 
@@ -52,7 +52,7 @@ class DevicePeak:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class PlanSimulation:
     """A plan's timeline with what it was computed from."""
 
     timeline: Timeline
@@ -62,12 +62,12 @@ class Simulation:
     "Per lane: the memory of its smallest device."
 
     @cached_property
-    def devices(self) -> tuple[tuple[DevicePeak, ...], ...]:
+    def device_peaks(self) -> tuple[tuple[DevicePeak, ...], ...]:
         """Per lane: what its devices need, the kind that is fullest for its limit first; one entry where all hold the
         same."""
         if not self.costs.kinds:
             ends = end_bytes(self.work, gloo=self.costs.receives_ahead)
-            all_ = zip(self.least_bytes, lane_parts(self.work), self.timeline.memory, ends, strict=True)
+            all_ = zip(self.least_bytes, lane_parts(self.work), self.timeline.lane_memory, ends, strict=True)
             return tuple((_device_peak("", *one),) for one in all_)
         lanes: list[list[DevicePeak]] = [[] for _ in self.least_bytes]
         for kind in self.costs.kinds:
@@ -81,16 +81,16 @@ class Simulation:
     @property
     def peaks_bytes(self) -> tuple[float, ...]:
         """Per lane: of the device that is fullest for its limit."""
-        return tuple(lane[0].peak_bytes for lane in self.devices)
+        return tuple(lane[0].peak_bytes for lane in self.device_peaks)
 
     @property
     def limits_bytes(self) -> tuple[float, ...]:
         """Per lane: of the device that is fullest for its limit."""
-        return tuple(lane[0].limit_bytes for lane in self.devices)
+        return tuple(lane[0].limit_bytes for lane in self.device_peaks)
 
     @property
-    def fits(self) -> bool:
-        return all(one.peak_bytes <= one.limit_bytes for lane in self.devices for one in lane)
+    def fits_in_memory(self) -> bool:
+        return all(one.peak_bytes <= one.limit_bytes for lane in self.device_peaks for one in lane)
 
 
 def _device_peak(
@@ -105,47 +105,50 @@ def simulate_plan(
     model: Model,
     cluster: Cluster,
     *,
-    programs: Programs | None = None,
+    programs: ProgramCache | None = None,
     network: Network | None = None,
     layers: LayerCosts | None = None,
     bucket_bytes: float = BUCKET_BYTES,
-) -> Simulation:
+) -> PlanSimulation:
     """Run the plan's own lowered lanes through the simulator, with costs for its own stages and links.
 
     `programs`, `network` and `layers` are made from the model and the cluster where they are not handed in.
     """
     network = network or Network(cluster)
-    work = replace(pipeline_work(parts_of(plan), programs or Programs(model, plan.recipes)), bucket_bytes=bucket_bytes)
+    work = replace(
+        pipeline_work(skeleton_from_plan(plan), programs or ProgramCache(model, plan.recipes)),
+        bucket_bytes=bucket_bytes,
+    )
     layers = layers or best_costs(cluster, graphs=model.graphs.values())
     costs = with_contention(cost_table(work, network, layers), work, network, layers)
-    timeline = simulate(plan.schedule(), costs)
-    return Simulation(timeline, costs, work, lane_limits(work, network))
+    timeline = simulate_schedule(plan.to_schedule(), costs)
+    return PlanSimulation(timeline, costs, work, lane_limits(work, network))
 
 
-def predict(plan: Plan, model: Model, simulation: Simulation, lower_bound_s: float = 0.0) -> Plan:
+def add_prediction(plan: Plan, model: Model, simulation: PlanSimulation, lower_bound_s: float = 0.0) -> Plan:
     """The plan with its prediction filled in."""
     timeline = simulation.timeline
     step_s = timeline.makespan_s
     lanes = tuple(
-        lane_prediction(plan, simulation, lane, devices[0]) for lane, devices in enumerate(simulation.devices)
+        lane_prediction(plan, simulation, lane, devices[0]) for lane, devices in enumerate(simulation.device_peaks)
     )
-    prediction = Prediction(
+    prediction = PlanPrediction(
         step_s=step_s,
         compute_s=max(float(busy) for busy in timeline.busy_s),
         tokens_per_s=plan.job.batch * plan.job.sequence / step_s if step_s else 0.0,
         flops_per_step=step_flops(plan, model),
         lanes=lanes,
         lower_bound_s=lower_bound_s,
-        binds=what_binds(timeline, plan.stages),
+        binds=describe_critical_path(timeline, plan.stages),
         assumptions=(*simulation.costs.notes, *([APART] if plan.job.documents == "apart" else [])),
     )
     return replace(plan, prediction=prediction)
 
 
-def lane_prediction(plan: Plan, simulation: Simulation, lane: int, device: DevicePeak) -> LanePrediction:
+def lane_prediction(plan: Plan, simulation: PlanSimulation, lane: int, device: DevicePeak) -> LanePrediction:
     """What is said of a lane: of one of its kinds of devices, the others beside it where they hold other amounts."""
     members = {one.name: one.devices for one in simulation.costs.kinds}
-    others = [one for one in simulation.devices[lane] if one.kind != device.kind]
+    others = [one for one in simulation.device_peaks[lane] if one.kind != device.kind]
     return LanePrediction(
         peak_bytes=device.peak_bytes,
         limit_bytes=device.limit_bytes,
@@ -160,7 +163,7 @@ def lane_prediction(plan: Plan, simulation: Simulation, lane: int, device: Devic
         others=tuple(
             KindPrediction(
                 kind=one.kind,
-                devices=tuple(each for each in plan.lane_group(lane).devices if each in members[one.kind]),
+                devices=tuple(each for each in plan.lane_mesh(lane).devices if each in members[one.kind]),
                 peak_bytes=one.peak_bytes,
                 limit_bytes=one.limit_bytes,
             )
@@ -192,18 +195,18 @@ def step_flops(plan: Plan, model: Model) -> float:
     return total
 
 
-def _flop_sizes(space: Space, plan: Plan) -> tuple[Mapping[str, int], int]:
+def _flop_sizes(space: SampleSpace, plan: Plan) -> tuple[Mapping[str, int], int]:
     """(sizes, how often): one row of the space, or where rows differ all tokens of the step at once."""
     if space.counts:
         return {"B": 1, "T": sum(space.counts), "squares": sum(space.squares)}, 1
     symbols = {"B": 1, "T": space.tokens or plan.job.sequence}
-    return {**symbols, **dict(conditions(plan.spaces, plan.job.batch, 1.0))}, space.rows
+    return {**symbols, **dict(packed_symbols(plan.spaces, plan.job.batch, 1.0))}, space.rows
 
 
-def what_binds(timeline: Timeline, stages: Sequence[Stage]) -> str:
-    """What the step time hangs on: the largest shares of the simulated critical path, in words. `stages`: the plan's,
-    told with their modules where there are several."""
-    shares = path_shares(timeline, stages)
+def describe_critical_path(timeline: Timeline, stages: Sequence[Stage]) -> str:
+    """What the step time hangs on: the largest shares of the simulated critical path, in words. `num_stages`: the
+    plan's, told with their modules where there are several."""
+    shares = critical_path_shares(timeline, stages)
     whole = sum(shares.values())
     if not whole:
         return ""
@@ -211,12 +214,12 @@ def what_binds(timeline: Timeline, stages: Sequence[Stage]) -> str:
     return ", ".join(f"{name} {value / whole:.0%} ({format_seconds(value)})" for name, value in top if value > 0)
 
 
-def path_shares(timeline: Timeline, stages: Sequence[Stage] = ()) -> Mapping[str, float]:
+def critical_path_shares(timeline: Timeline, stages: Sequence[Stage] = ()) -> Mapping[str, float]:
     """Seconds of the critical path by what they are: compute of each stage, transfers, reductions, optimizer."""
     shares: dict[str, float] = defaultdict(float)
     several = len({stage.module for stage in stages}) > 1
     names = [f"stage {index}{f' ({stage.module})' if several else ''}" for index, stage in enumerate(stages)]
-    names = names or [f"stage {index}" for index in range(timeline.graph.schedule.stages)]
+    names = names or [f"stage {index}" for index in range(timeline.graph.schedule.num_stages)]
     for span in timeline.critical_path:
         action = span.action
         if action.kind in ("F", "I", "W", "B"):

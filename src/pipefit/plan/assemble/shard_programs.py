@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from pipefit.codec import digest
+from pipefit.codec import content_digest
 from pipefit.cost.work import ParameterCounts
 from pipefit.errors import PlanError
-from pipefit.layout import Form
-from pipefit.model.graph import Graph, Layer, Model, Module
+from pipefit.layout import TensorForm
+from pipefit.model.graph import Graph, Layer, Model, ModelModule
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.plan.types import Stage
 from pipefit.shard.program import ShardedGraph
@@ -24,11 +24,11 @@ class LayerProgram:
     "One per position of the shard axis; one entry where nothing is sharded."
     hash: str
     "Of all of them."
-    parameters: Mapping[str, Form]
+    parameters: Mapping[str, TensorForm]
     "Local parameter name -> form along the shard axis."
-    takes: Form
+    takes: TensorForm
     "Form of the hidden state along the shard axis as the layer takes it."
-    gives: Form
+    gives: TensorForm
     "And as it hands it on."
     shares: tuple[int, ...] = ()
     "Along the shard axis; empty where nothing is sharded."
@@ -39,7 +39,7 @@ class LayerProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class StoredParameter:
     """Of one parameter as the devices of a stage store it."""
 
     elements: tuple[int, ...]
@@ -49,20 +49,20 @@ class Count:
     "Whether every position stores all of it, and the gradient is summed over them."
 
 
-class Programs:
+class ProgramCache:
     """The layer programs of a model under every sharding that is asked for, each made once and kept."""
 
     def __init__(self, model: Model, recipes: Mapping[str, str] | None = None) -> None:
         """`recipes` of searched shardings, as a plan has them."""
         self.model = model
         self.recipes: dict[str, str] = dict(recipes or {})
-        self.modules: Mapping[str, Module] = {module.name: module for module in model.modules}
+        self.modules: Mapping[str, ModelModule] = {module.name: module for module in model.modules}
         self._programs: dict[tuple[str, str, tuple[int, ...]], LayerProgram] = {}
-        self._counts: dict[tuple[str, str, tuple[int, ...]], Mapping[str, Count]] = {}
+        self._counts: dict[tuple[str, str, tuple[int, ...]], Mapping[str, StoredParameter]] = {}
 
-    def add(self, recipes: Mapping[str, str]) -> str:
+    def add_recipes(self, recipes: Mapping[str, str]) -> str:
         """Take up a set of recipes, by graph; its name, which follows from what is in it."""
-        name = digest(dict(sorted(recipes.items())))[:8]
+        name = content_digest(dict(sorted(recipes.items())))[:8]
         self.recipes.update({f"{name}/{graph}": text for graph, text in recipes.items()})
         return name
 
@@ -70,7 +70,7 @@ class Programs:
         """The recipes of the sets with these names."""
         return {key: text for key, text in self.recipes.items() if key.rpartition("/")[0] in names}
 
-    def program(self, layer: Layer, sharding: str, shares: tuple[int, ...]) -> LayerProgram:
+    def layer_program(self, layer: Layer, sharding: str, shares: tuple[int, ...]) -> LayerProgram:
         """The program of a layer; `shares` are those of the shard axis, `sharding` one of the words of plans, or
         `searched/NAME` for a set of recipes that has a name.
 
@@ -80,14 +80,16 @@ class Programs:
         if key not in self._programs:
             graph = self.model.graphs[layer.graph]
             if len(shares) == 1:
-                self._programs[key] = _whole(graph)
+                self._programs[key] = _replicated_program(graph)
             elif sharding.partition("/")[0] == "searched":
-                self._programs[key] = _searched(graph, shares, self._recipe(layer, sharding.partition("/")[2]))
+                self._programs[key] = _searched_program(
+                    graph, shares, self._recipe_for(layer, sharding.partition("/")[2])
+                )
             else:
-                self._programs[key] = _megatron(graph, shares, sharding == "megatron-sp")
+                self._programs[key] = _megatron_program(graph, shares, sharding == "megatron-sp")
         return self._programs[key]
 
-    def _recipe(self, layer: Layer, name: str) -> str:
+    def _recipe_for(self, layer: Layer, name: str) -> str:
         key = f"{name}/{layer.graph}" if name else layer.graph
         if key not in self.recipes:
             raise PlanError(
@@ -99,7 +101,7 @@ class Programs:
             )
         return self.recipes[key]
 
-    def layers(self, module: str, run: tuple[int, int]) -> tuple[Layer, ...]:
+    def module_layers(self, module: str, run: tuple[int, int]) -> tuple[Layer, ...]:
         """Layers [start, stop) of a module. Raises PlanError for a module that the model does not have."""
         if module not in self.modules:
             raise PlanError(
@@ -107,20 +109,22 @@ class Programs:
             )
         return self.modules[module].layers[run[0] : run[1]]
 
-    def named(self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]) -> Mapping[str, Count]:
+    def named_parameters(
+        self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]
+    ) -> Mapping[str, StoredParameter]:
         """The parameters of these layers by global name, a tensor that two layers share once."""
-        named: dict[str, Count] = {}
+        named: dict[str, StoredParameter] = {}
         for layer in layers:
             key = (layer.graph, sharding, shares)
             if key not in self._counts:
-                self._counts[key] = _counts(self.program(layer, sharding, shares))
+                self._counts[key] = _stored_parameters(self.layer_program(layer, sharding, shares))
             for local, count in self._counts[key].items():
                 named[layer.parameters[local]] = count
         return named
 
-    def counts(self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]) -> ParameterCounts:
+    def parameter_counts(self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]) -> ParameterCounts:
         """Elements that the devices of a stage with these layers store."""
-        found = list(self.named(layers, sharding, shares).values())
+        found = list(self.named_parameters(layers, sharding, shares).values())
         places = range(len(shares))
         return ParameterCounts(
             trainable=tuple(sum(c.elements[p] for c in found if c.trainable) for p in places),
@@ -130,20 +134,20 @@ class Programs:
 
 
 def sharding_key(stage: Stage) -> str:
-    """The sharding of a stage as `Programs` know it: with the name of its set of recipes, where that has one."""
+    """The sharding of a stage as `ProgramCache` know it: with the name of its set of recipes, where that has one."""
     return f"{stage.sharding}/{stage.recipes}" if stage.recipes else stage.sharding
 
 
 def program_hash(programs: Sequence[LayerProgram]) -> str:
     """The digest of a stage's programs in layer order: ranks with equal digests run the same thing."""
-    return digest([program.hash for program in programs])
+    return content_digest([program.hash for program in programs])
 
 
-def _counts(program: LayerProgram) -> Mapping[str, Count]:
+def _stored_parameters(program: LayerProgram) -> Mapping[str, StoredParameter]:
     alike = reduced_nowhere(program.graphs[0])
     return {
-        spec.name: Count(
-            elements=tuple(prod(graph.parameter(spec.name).shape) for graph in program.graphs),
+        spec.name: StoredParameter(
+            elements=tuple(prod(graph.find_parameter(spec.name).shape) for graph in program.graphs),
             trainable=spec.trainable,
             whole=program.parameters[spec.name].kind == "I" and spec.name not in alike,
         )
@@ -151,28 +155,28 @@ def _counts(program: LayerProgram) -> Mapping[str, Count]:
     }
 
 
-def _whole(graph: Graph) -> LayerProgram:
-    whole = Form("I")
+def _replicated_program(graph: Graph) -> LayerProgram:
+    whole = TensorForm("I")
     forms = {parameter.name: whole for parameter in graph.parameters}
     return LayerProgram(graphs=(graph,), hash=graph.hash, parameters=forms, takes=whole, gives=whole)
 
 
-def _megatron(graph: Graph, shares: tuple[int, ...], sequence_parallel: bool) -> LayerProgram:
+def _megatron_program(graph: Graph, shares: tuple[int, ...], sequence_parallel: bool) -> LayerProgram:
     from pipefit.shard.megatron import shard_program
 
-    return _program(shard_program(graph, shares, sequence_parallel))
+    return _to_layer_program(shard_program(graph, shares, sequence_parallel))
 
 
-def _searched(graph: Graph, shares: tuple[int, ...], recipe: str) -> LayerProgram:
-    from pipefit.shard.recipe import parse_recipe, write
+def _searched_program(graph: Graph, shares: tuple[int, ...], recipe: str) -> LayerProgram:
+    from pipefit.shard.recipe import parse_recipe, write_program
 
-    return _program(write(graph, shares, parse_recipe(recipe)))
+    return _to_layer_program(write_program(graph, shares, parse_recipe(recipe)))
 
 
-def _program(sharded: ShardedGraph) -> LayerProgram:
+def _to_layer_program(sharded: ShardedGraph) -> LayerProgram:
     return LayerProgram(
         graphs=tuple(sharded.graphs),
-        hash=digest([part.hash for part in sharded.graphs]),
+        hash=content_digest([part.hash for part in sharded.graphs]),
         parameters=dict(sharded.parameter_forms),
         takes=sharded.input_form,
         gives=sharded.output_form,
@@ -182,26 +186,26 @@ def _program(sharded: ShardedGraph) -> LayerProgram:
     )
 
 
-def own_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def layer_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The shares of every layer of a stage; none where all have the group's."""
     found = tuple(program.shares or shares for program in programs)
     return () if {*found} <= {shares} else found
 
 
-def check_handing(programs: Sequence[LayerProgram], shares: tuple[int, ...], where: str) -> None:
+def check_layer_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...], where: str) -> None:
     """Raises PlanError where a layer of a stage takes what is cut by other shares than the one before hands it on: at
     both ends of a stage it is cut by the group's."""
     given = shares
     for place, program in enumerate(programs if len(shares) > 1 else ()):
         before = programs[place - 1].gives if place else program.takes
         if program.takes.kind == before.kind == "G" and program.taken_shares != given:
-            raise _cut_otherwise(f"{where}, layer {place} of the stage", program.taken_shares, given)
+            raise _share_mismatch(f"{where}, layer {place} of the stage", program.taken_shares, given)
         given = program.given_shares
     if programs and len(shares) > 1 and programs[-1].gives.kind == "G" and given != shares:
-        raise _cut_otherwise(f"{where}, its end", given, shares)
+        raise _share_mismatch(f"{where}, its end", given, shares)
 
 
-def _cut_otherwise(where: str, seen: Sequence[int], allowed: Sequence[int]) -> PlanError:
+def _share_mismatch(where: str, seen: Sequence[int], allowed: Sequence[int]) -> PlanError:
     return PlanError(
         "The shares by which a layer takes the hidden state are not those by which it comes.",
         where=where,

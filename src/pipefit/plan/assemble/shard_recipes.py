@@ -15,20 +15,20 @@ from typing import Any
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import EVEN, lowerings_over, shard_collective
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.roofline import LayerCosts, Place, Roofline
-from pipefit.layout import split
-from pipefit.model.graph import Model, Module
-from pipefit.plan.request.decisions import Decisions
+from pipefit.cost.compute.roofline import LayerCosts, MicrobatchShape, RooflineCosts
+from pipefit.layout import split_by_shares
+from pipefit.model.graph import Model, ModelModule
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Precision
-from pipefit.shard.chain import Chains
-from pipefit.shard.pricing import Setting
-from pipefit.shard.synthesize import leanest
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.pricing import ShardSetting
+from pipefit.shard.synthesize import leanest_program
 
 COLLECTIVES = EVEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RecipeRequest:
     """What of a plan its shard programs depend on."""
 
     shares: tuple[int, ...]
@@ -41,19 +41,19 @@ class Asked:
     "At most so many share the layers."
 
 
-def asked_by(decisions: Decisions, batch: int) -> Asked:
+def request_from_config(decisions: ParallelConfig, batch: int) -> RecipeRequest:
     """What these decisions say: the replica with the fewest rows."""
-    rows = min(stop - start for start, stop in split(batch // decisions.microbatches, decisions.replicas))
-    return Asked(
+    rows = min(stop - start for start, stop in split_by_shares(batch // decisions.microbatches, decisions.replicas))
+    return RecipeRequest(
         shares=decisions.shards,
         devices=decisions.lane_devices()[0][: len(decisions.shards)],
         rows=rows,
         microbatches=decisions.microbatches,
-        lanes=decisions.lanes,
+        lanes=decisions.lane_count,
     )
 
 
-def asked_in(pins: Mapping[str, Any], job: Job, devices: int) -> Asked:
+def request_from_constraints(pins: Mapping[str, Any], job: Job, devices: int) -> RecipeRequest:
     """What the pins say, on a cluster of so many devices. A mapping that the cluster cannot have is left to those who
     refuse it."""
     shares = pins["shards"]
@@ -65,20 +65,20 @@ def asked_in(pins: Mapping[str, Any], job: Job, devices: int) -> Asked:
     microbatches = pins.get("microbatches", max(1, job.batch // len(pins.get("replicas", (1,)))))
     rows = 1
     if known and job.batch % microbatches == 0:
-        rows = max(1, min(stop - start for start, stop in split(job.batch // microbatches, pins["replicas"])))
+        rows = max(1, min(stop - start for start, stop in split_by_shares(job.batch // microbatches, pins["replicas"])))
     lanes = devices // (len(shares) * len(pins.get("replicas", (1,))))
     if "placement" in pins:
         lanes = max(pins["placement"]) + 1
     elif "stages" in pins or "cuts" in pins:
         lanes = min(lanes, pins.get("stages", len(pins.get("cuts", ())) + 1))
-    return Asked(shares=shares, devices=first, rows=rows, microbatches=microbatches, lanes=max(1, lanes))
+    return RecipeRequest(shares=shares, devices=first, rows=rows, microbatches=microbatches, lanes=max(1, lanes))
 
 
 def searched_recipes(
-    model: Model, module: Module, network: Network, layers: LayerCosts, job: Job, asked: Asked
+    model: Model, module: ModelModule, network: Network, layers: LayerCosts, job: Job, asked: RecipeRequest
 ) -> Mapping[str, str]:
     """The recipe of every graph of a module, as text. Raises PlanError where there is no program for these shares."""
-    setting = setting_of(
+    setting = shard_setting(
         model,
         network,
         layers,
@@ -89,11 +89,11 @@ def searched_recipes(
         microbatches=asked.microbatches,
         lanes=asked.lanes,
     )
-    found = leanest(Chains(model, setting), module.layers, asked.shares)
-    return {layer.graph: link.recipe.text for layer, link in zip(module.layers, found.links, strict=True)}
+    found = leanest_program(ChainSearch(model, setting), module.layers, asked.shares)
+    return {layer.graph: link.layer_recipe.recipe_text for layer, link in zip(module.layers, found.links, strict=True)}
 
 
-def setting_of(
+def shard_setting(
     model: Model,
     network: Network,
     layers: LayerCosts,
@@ -105,26 +105,26 @@ def setting_of(
     microbatches: int,
     lanes: int = 1,
     beside: Sequence[tuple[int, ...]] = (),
-) -> Setting:
+) -> ShardSetting:
     """The devices of a shard axis with what their links and their measured layers say; `beside` are other groups that
     do the same at the same time."""
     kinds = tuple(network.kinds[device] for device in devices)
     rings = [devices, *beside]
 
-    place = Place(rows, tokens, 0, tokens)
+    place = MicrobatchShape(rows, tokens, 0, tokens)
 
     def whole_s(source: LayerCosts, kind: DeviceKind) -> float:
-        costs = [source.layer(graph, place, kind, precision, "none") for graph in model.graphs.values()]
+        costs = [source.layer_cost(graph, place, kind, precision, "none") for graph in model.graphs.values()]
         return sum(cost.forward_s + cost.input_s + cost.weight_s for cost in costs)
 
     slowness = {
-        kind.name: whole_s(layers, kind) / whole_s(Roofline(), kind)
+        kind.name: whole_s(layers, kind) / whole_s(RooflineCosts(), kind)
         for kind in {kind.name: kind for kind in kinds}.values()
     }
-    return Setting(
+    return ShardSetting(
         kinds=kinds,
         collective=shard_collective(network, rings, (1,) * len(devices)),
-        lowered=lowerings_over(network, rings).of,
+        lowered=lowerings_over(network, rings).all_of,
         reshare_s=lowerings_over(network, rings).reshare_s,
         rows=rows,
         tokens=tokens,

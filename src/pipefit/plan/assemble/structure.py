@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipefit.errors import PlanError
-from pipefit.layout import Form
-from pipefit.model.graph import Module
-from pipefit.plan.assemble.shard_programs import LayerProgram, Programs, program_hash, sharding_key
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.types import AxisPlan, Edge, GroupPlan, Parameter, Stage, Wire
+from pipefit.layout import TensorForm
+from pipefit.model.graph import ModelModule
+from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache, program_hash, sharding_key
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.types import AxisPlan, Edge, EdgeTransfer, MeshPlan, ParameterPlan, Stage
 
 
 class FormsError(PlanError):
@@ -19,16 +19,18 @@ class FormsError(PlanError):
     not go together: no plan, but others of the same groups may be."""
 
 
-def make_groups(decisions: Decisions) -> tuple[GroupPlan, ...]:
+def make_groups(decisions: ParallelConfig) -> tuple[MeshPlan, ...]:
     """One group per lane, always with the axes `replica` and `shard`, the shard axis fastest."""
     replicas = AxisPlan(name="replica", shares=decisions.replicas)
     return tuple(
-        GroupPlan(axes=(replicas, AxisPlan(name="shard", shares=decisions.shards_of(lane))), devices=devices)
+        MeshPlan(axes=(replicas, AxisPlan(name="shard", shares=decisions.shards_of(lane))), devices=devices)
         for lane, devices in enumerate(decisions.lane_devices())
     )
 
 
-def make_stages(module: Module, decisions: Decisions, cuts: Sequence[int], programs: Programs) -> tuple[Stage, ...]:
+def make_stages(
+    module: ModelModule, decisions: ParallelConfig, cuts: Sequence[int], programs: ProgramCache
+) -> tuple[Stage, ...]:
     """The stages of one module, in chain order."""
     stages = []
     for index, run in enumerate(pairwise((0, *cuts, len(module.layers)))):
@@ -43,26 +45,26 @@ def make_stages(module: Module, decisions: Decisions, cuts: Sequence[int], progr
             recipes=decisions.recipes_of(lane),
         )
         how, shares = sharding_key(stage), decisions.shards_of(lane)
-        each = [programs.program(layer, how, shares) for layer in module.layers[slice(*run)]]
+        each = [programs.layer_program(layer, how, shares) for layer in module.layers[slice(*run)]]
         stages.append(replace(stage, program=program_hash(each)))
     return tuple(stages)
 
 
 def make_edges(
-    module: Module, stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs
+    module: ModelModule, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache
 ) -> tuple[Edge, ...]:
     """The hidden state from each stage to the next: rows split over replicas, the shard axes as the programs say.
 
-    Either side holds it in its own form; what moves are the overlaps (`layout.moves`). The gradient is partial over a
-    shard axis where the hidden state is whole on every shard (reference: HAP's duality of forms), and split where it
-    is split. Raises FormsError where two neighbours' forms do not go together.
+    Either side holds it in its own form; what moves are the overlaps (`layout.transfer_moves`). The gradient is
+    partial over a shard axis where the hidden state is whole on every shard (reference: HAP's duality of forms), and
+    split where it is split. Raises FormsError where two neighbours' forms do not go together.
     """
     edges = []
     for source, (one, two) in enumerate(pairwise(stages)):
         ahead, behind = (shard_shares(groups[stage.group]) for stage in (one, two))
-        gives = programs.program(module.layers[one.layers[1] - 1], sharding_key(one), ahead).gives
-        takes = programs.program(module.layers[two.layers[0]], sharding_key(two), behind).takes
-        if not can_pass((gives, len(ahead)), (takes, len(behind)), one.group == two.group):
+        gives = programs.layer_program(module.layers[one.layers[1] - 1], sharding_key(one), ahead).gives
+        takes = programs.layer_program(module.layers[two.layers[0]], sharding_key(two), behind).takes
+        if not can_transfer((gives, len(ahead)), (takes, len(behind)), one.group == two.group):
             raise FormsError(
                 "Neighbouring stages hold the hidden state in forms that do not go together.",
                 where=f"cuts: layer {two.layers[0]}",
@@ -71,19 +73,19 @@ def make_edges(
                 "as many have it whole",
                 next_step="cut between layers that hand it over in one form",
             )
-        back = [dual(gives, len(ahead)), dual(takes, len(behind))]
+        back = [gradient_form(gives, len(ahead)), gradient_form(takes, len(behind))]
         edges.append(
             Edge(
                 source=source,
                 target=source + 1,
-                forward=_wire(str(gives), str(takes)),
-                gradient=_wire(back[1], back[0]),
+                forward=_make_transfer(str(gives), str(takes)),
+                gradient=_make_transfer(back[1], back[0]),
             )
         )
     return tuple(edges)
 
 
-def can_pass(one: tuple[Form, int], two: tuple[Form, int], same: bool = False) -> bool:
+def can_transfer(one: tuple[TensorForm, int], two: tuple[TensorForm, int], same: bool = False) -> bool:
     """Whether a tensor can go from its form on so many devices to another on others (or on the `same` ones). What
     several devices are to have whole would come back as partial sums, which nobody adds up between the groups: only
     as many that hold it whole take these."""
@@ -93,19 +95,19 @@ def can_pass(one: tuple[Form, int], two: tuple[Form, int], same: bool = False) -
     return behind == 1 or takes.kind == "G" or (gives == takes and ahead == behind)
 
 
-def dual(form: Form, devices: int) -> str:
+def gradient_form(form: TensorForm, devices: int) -> str:
     """The form of the gradient of what so many devices hold so."""
     return "P" if form.kind == "I" and devices > 1 else str(form)
 
 
-def shard_shares(group: GroupPlan) -> tuple[int, ...]:
+def shard_shares(group: MeshPlan) -> tuple[int, ...]:
     """The shares of a group's shard axis; (1,) where it has none."""
-    return group.group().axis("shard").shares
+    return group.to_mesh().find_axis("shard").shares
 
 
 def make_parameters(
-    module: Module, stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs, zero1: bool
-) -> tuple[Parameter, ...]:
+    module: ModelModule, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache, zero1: bool
+) -> tuple[ParameterPlan, ...]:
     """Every parameter once, in order of first use; a tied one has all the stages that use it, owned by the first.
 
     Under ZeRO-1 the state of what a device stores is split flat over the replicas.
@@ -114,7 +116,7 @@ def make_parameters(
     facts: dict[str, tuple[tuple[int, ...], bool, str]] = {}
     for index, stage in enumerate(stages):
         for layer in module.layers[stage.layers[0] : stage.layers[1]]:
-            program = programs.program(layer, sharding_key(stage), shard_shares(groups[stage.group]))
+            program = programs.layer_program(layer, sharding_key(stage), shard_shares(groups[stage.group]))
             for spec in program.graphs[0].parameters:
                 name = layer.parameters[spec.name]
                 fact = (_whole_shape(program, spec.name), spec.trainable, str(program.parameters[spec.name]))
@@ -128,7 +130,7 @@ def make_parameters(
                 if index not in uses.setdefault(name, []):
                     uses[name].append(index)
     return tuple(
-        Parameter(
+        ParameterPlan(
             name=name,
             shape=facts[name][0],
             trainable=facts[name][1],
@@ -143,13 +145,13 @@ def make_parameters(
 
 def _whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:
     """The global shape: the sum of the positions' local ones along the split dimension."""
-    shape = list(program.graphs[0].parameter(name).shape)
+    shape = list(program.graphs[0].find_parameter(name).shape)
     form = program.parameters[name]
     if form.kind == "G" and form.dim is not None:
-        shape[form.dim] = sum(graph.parameter(name).shape[form.dim] for graph in program.graphs)
+        shape[form.dim] = sum(graph.find_parameter(name).shape[form.dim] for graph in program.graphs)
     return tuple(shape)
 
 
-def _wire(sent: str, received: str) -> Wire:
+def _make_transfer(sent: str, received: str) -> EdgeTransfer:
     """Rows over the replicas, and along the shard axes these forms."""
-    return Wire(sent=("G0", sent), wire=("G0", sent), received=("G0", received))
+    return EdgeTransfer(sent=("G0", sent), wire=("G0", sent), received=("G0", received))

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan.bounds.step_bounds import facts_of
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.bounds.step_bounds import schedule_facts
+from pipefit.plan.request.decisions import ParallelConfig
 
 Idle = Callable[[int | Array, Array, Array, Array], Array]
 """(lanes, F, I, W of one stage in seconds) -> seconds that the busiest lane idles."""
@@ -37,27 +37,27 @@ def idle_s(schedule: str, lanes: int | Array, held: Array, f: Array, i: Array, w
     """A guess at what the busiest lane idles: for a V by the stage-microbatches `held` on the fullest lane."""
     if schedule in IDLE:
         return IDLE[schedule](lanes, f, i, w)
-    if facts_of(schedule).fused:
+    if schedule_facts(schedule).fused:
         return (lanes - 1) * (f + i + w)
     return np.maximum(0, 6 * lanes - 3 * held - 1) * (f + i + w) / 3
 
 
-def most_held(schedule: str, placement: tuple[int, ...], microbatches: int) -> int:
+def peak_in_flight(schedule: str, placement: tuple[int, ...], microbatches: int) -> int:
     """Stage-microbatches on the fullest lane, at least."""
-    rule, lanes = facts_of(schedule).in_flight, max(placement) + 1
+    rule, lanes = schedule_facts(schedule).in_flight, max(placement) + 1
     return max(rule(lane, lanes, placement.count(lane), microbatches) for lane in (0, lanes - 1))
 
 
-def sliced_guess_s(forward_s: Array, backward_s: Array, decisions: Decisions) -> float:
+def sliced_guess_s(forward_s: Array, backward_s: Array, decisions: ParallelConfig) -> float:
     """What a candidate with slices and cuts likely takes, transfers apart: arrays [slice, stage], as
     `plan/bounds/sliced_bounds.py` has them. The busiest lane's work, and what a lane like it idles, a mean slice of a
     stage being the unit."""
-    lanes, count, units = decisions.lane_of_stage, decisions.microbatches, decisions.units
+    lanes, count, units = decisions.lane_of_stage, decisions.microbatches, decisions.unit_count
     load, ahead = np.bincount(lanes, (forward_s + backward_s).sum(axis=0)), np.bincount(lanes, forward_s.sum(axis=0))
     lane = int(load.argmax())
     each = lanes.count(lane) * len(decisions.slices)
     f, back = ahead[lane] / each, (load[lane] - ahead[lane]) / each
     w = min(WEIGHT_SHARE * back, f)
-    held = np.asarray(most_held(decisions.schedule, lanes, units), dtype=float)
-    idle = idle_s(decisions.schedule, decisions.lanes, held, *map(np.asarray, (f, back - w, w)))
+    held = np.asarray(peak_in_flight(decisions.schedule, lanes, units), dtype=float)
+    idle = idle_s(decisions.schedule, decisions.lane_count, held, *map(np.asarray, (f, back - w, w)))
     return count * float(load[lane]) + float(idle)

@@ -14,19 +14,21 @@ from pipefit.errors import ScheduleError
 from pipefit.plan.bounds.step_bounds import Ints, order_floor_bytes
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.problem import ScheduleProblem
 
 PERIODS = 4
 """After so many microbatches a lane, all patterns of what lanes hold have been seen; more repeat the steady state."""
 
 
-def held_bytes(schedule: str, placement: Sequence[int], microbatches: int, saved_bytes: Sequence[float]) -> list[float]:
+def in_flight_bytes(
+    schedule: str, placement: Sequence[int], microbatches: int, saved_bytes: Sequence[float]
+) -> list[float]:
     """The most that every lane keeps at once for backwards, where a microbatch keeps `saved_bytes` on each stage.
 
     What a W that is put off keeps is not counted. Zero where the schedule cannot be made: its own error says why.
     """
     lanes = max(placement) + 1
-    found = peaks(schedule, tuple(placement), min(microbatches, PERIODS * lanes))
+    found = in_flight_peaks(schedule, tuple(placement), min(microbatches, PERIODS * lanes))
     if found is None:
         return [0.0] * lanes
     saved = np.asarray(saved_bytes)
@@ -45,11 +47,11 @@ def order_needs(schedule: Schedule, costs: CostTable, least_bytes: Sequence[floa
 
 
 @lru_cache(maxsize=4096)
-def peaks(schedule: str, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
+def in_flight_peaks(schedule: str, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
     """For every lane the largest counts of microbatches that its stages hold at one time, [moment, stage of the lane]:
     every other moment holds no more of any stage than one of these. None where the schedule cannot be made."""
     try:
-        made = FAMILIES[schedule](Problem(placement=placement, microbatches=microbatches))
+        made = FAMILIES[schedule](ScheduleProblem(placement=placement, microbatches=microbatches))
     except ScheduleError:
         return None
     found = []
@@ -63,11 +65,11 @@ def peaks(schedule: str, placement: tuple[int, ...], microbatches: int) -> tuple
                 seen.add(tuple(held))
             elif action.kind in ("B", "I"):
                 held[column[action.stage]] -= 1
-        found.append(_largest(np.array(sorted(seen), dtype=np.int64)))
+        found.append(_maximal_rows(np.array(sorted(seen), dtype=np.int64)))
     return tuple(found)
 
 
-def _largest(rows: Ints) -> Ints:
+def _maximal_rows(rows: Ints) -> Ints:
     """The rows that no other row reaches in every column."""
     kept: list[Ints] = []
     for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:

@@ -51,15 +51,15 @@ def sliced_bound_s(
     back = np.zeros((slices, stages - 1)) if back_s is None else back_s
     lanes = np.asarray(placement)
     forward, backward = forward_s.sum(axis=0), backward_s.sum(axis=0)
-    heads = _before(forward_s[0], ahead[0])
-    tails = _before(backward_s[0], back[0]) if fused else np.zeros(stages)
+    heads = _prefix_paths_s(forward_s[0], ahead[0])
+    tails = _prefix_paths_s(backward_s[0], back[0]) if fused else np.zeros(stages)
     first = np.array([placement.index(lane) for lane in range(max(placement) + 1)])
     loads = np.bincount(lanes, weights=forward + backward)
     bound = float((heads[first] + microbatches * loads + tails[first]).max())
     if left_s is not None:
         bound = max(bound, float((heads + microbatches * (forward + backward) + left_s).max()))
     if fused:
-        onward, homeward = _behind(forward_s[-1], ahead[-1]), _behind(backward_s[-1], back[-1])
+        onward, homeward = _suffix_paths_s(forward_s[-1], ahead[-1]), _suffix_paths_s(backward_s[-1], back[-1])
         there = float((heads + forward + onward).max())
         home = float((homeward + backward + tails).max())
         bound = max(bound, float((heads + microbatches * forward + onward).max()) + home)
@@ -67,17 +67,17 @@ def sliced_bound_s(
     return bound
 
 
-def _before(times_s: Array, edges_s: Array) -> Array:
+def _prefix_paths_s(times_s: Array, edges_s: Array) -> Array:
     """Of every stage the way through those before it."""
     return np.concatenate(([0.0], np.cumsum(times_s[:-1] + edges_s)))
 
 
-def _behind(times_s: Array, edges_s: Array) -> Array:
+def _suffix_paths_s(times_s: Array, edges_s: Array) -> Array:
     """Of every stage the way through those behind it."""
     return np.concatenate((np.cumsum((times_s[1:] + edges_s)[::-1])[::-1], [0.0]))
 
 
-def sliced_flights(
+def min_sliced_in_flight(
     schedule: str, placement: Sequence[int], microbatches: int, slices: Sequence[int]
 ) -> tuple[float, ...]:
     """The least number of stage-microbatches whose activations each lane holds at once, slices as parts of them.

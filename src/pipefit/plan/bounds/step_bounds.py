@@ -31,7 +31,7 @@ InFlight = Callable[[int, int, int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ScheduleFacts:
     """What is certain of a schedule family on its own placement."""
 
     in_flight: InFlight
@@ -39,42 +39,42 @@ class Facts:
     "Whether every backward is a B, so that a lane's last action is one."
 
 
-FACTS: Mapping[str, Facts] = {
-    "gpipe": Facts(lambda lane, lanes, turns, m: m * turns, fused=True),
-    "1f1b": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane), fused=True),
-    "eager-1f1b": Facts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - 1 - lane) + 1), fused=True),
-    "interleaved-1f1b": Facts(
+FACTS: Mapping[str, ScheduleFacts] = {
+    "gpipe": ScheduleFacts(lambda lane, lanes, turns, m: m * turns, fused=True),
+    "1f1b": ScheduleFacts(lambda lane, lanes, turns, m: min(m, lanes - lane), fused=True),
+    "eager-1f1b": ScheduleFacts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - 1 - lane) + 1), fused=True),
+    "interleaved-1f1b": ScheduleFacts(
         lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + 2 * (lanes - 1 - lane) + 1),
         fused=True,
     ),
-    "svpp": Facts(
+    "svpp": ScheduleFacts(
         lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + (lanes - 1 - lane) + 1), fused=True
     ),
-    "1f1b-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 4 * lanes // 3), fused=True),
-    "zb-h1": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane)),
-    "zb-h2": Facts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - lane) - 1)),
-    "zb-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
-    "v-zb": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
-    "v-half": Facts(lambda lane, lanes, turns, m: min(m + 1, lanes)),
-    "v-min": Facts(lambda lane, lanes, turns, m: min(m + 1, -(-2 * lanes // 3) + 1)),
-    "dualpipe-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
+    "1f1b-v": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 4 * lanes // 3), fused=True),
+    "zb-h1": ScheduleFacts(lambda lane, lanes, turns, m: min(m, lanes - lane)),
+    "zb-h2": ScheduleFacts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - lane) - 1)),
+    "zb-v": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
+    "v-zb": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
+    "v-half": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, lanes)),
+    "v-min": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, -(-2 * lanes // 3) + 1)),
+    "dualpipe-v": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
 }
 """Sources: Narayanan et al. 2021, arXiv 2104.04473; Zhuang et al. 2022, arXiv 2211.05322; Qi et al. 2023 and 2024,
 arXiv 2401.10241 and 2405.15362. A test compares each with what the family's own orders hold. Families that are not
 listed are bounded by what holds for any order."""
 
-_ANY = Facts(lambda lane, lanes, turns, m: 1)
+_ANY = ScheduleFacts(lambda lane, lanes, turns, m: 1)
 
 
-def facts_of(schedule: str) -> Facts:
+def schedule_facts(schedule: str) -> ScheduleFacts:
     """What is certain of a family; of one that is not listed, what holds for any order."""
     return FACTS.get(schedule, _ANY)
 
 
-def flights(schedule: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
+def min_in_flight(schedule: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
     """The least number of stage-microbatches whose activations each lane holds at once."""
     lanes = max(placement) + 1
-    rule = facts_of(schedule).in_flight
+    rule = schedule_facts(schedule).in_flight
     return tuple(rule(lane, lanes, placement.count(lane), microbatches) for lane in range(lanes))
 
 
@@ -102,11 +102,11 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
     slices = max(table.time_s.shape[2] for table in costs.actions.values())
     fused = _per_slice(costs, "B", stages, slices)
     parted = _per_slice(costs, "I", stages, slices) + _per_slice(costs, "W", stages, slices)
-    facts, hidden = facts_of(schedule), costs.reduce_hidden_s
+    facts, hidden = schedule_facts(schedule), costs.reduce_hidden_s
     left = costs.reduce_s
     if hidden:
         left = left - (hidden["B"] if facts.fused else np.maximum(hidden["B"], hidden["W"]))
-    ahead, back = _transfers(costs, placement, slices)
+    ahead, back = _transfer_times(costs, placement, slices)
     bound = sliced_bound_s(
         _per_slice(costs, "F", stages, slices),
         fused if facts.fused else np.minimum(fused, parted),
@@ -123,7 +123,7 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
 def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
     """The least memory of every lane under this very order of its actions: what it holds, without buffers and what
     passes. Needs no times."""
-    shape = (schedule.stages, schedule.microbatches, schedule.slices)
+    shape = (schedule.num_stages, schedule.microbatches, schedule.slices)
     change = {kind: np.broadcast_to(table.held_bytes, shape).tolist() for kind, table in costs.actions.items()}
     floors = []
     for lane, actions in enumerate(schedule.lanes):
@@ -143,7 +143,7 @@ def _per_slice(costs: CostTable, kind: str, stages: int, slices: int) -> Array:
     return per_slice
 
 
-def _transfers(costs: CostTable, placement: Sequence[int], slices: int) -> tuple[Array, Array]:
+def _transfer_times(costs: CostTable, placement: Sequence[int], slices: int) -> tuple[Array, Array]:
     """[slice, edge]: least seconds from each stage to the next, and back; nothing where both are on one lane."""
     edges = len(placement) - 1
     ahead, back = np.zeros((slices, edges)), np.zeros((slices, edges))

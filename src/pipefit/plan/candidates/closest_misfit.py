@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from pipefit.plan.bounds.step_bounds import flights
-from pipefit.plan.cutting.cutter import Cut, Cutter
-from pipefit.plan.evaluate.outcome import Misfit
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.bounds.step_bounds import min_in_flight
+from pipefit.plan.cutting.cutter import LayerCut, LayerCutter
+from pipefit.plan.evaluate.outcome import InfeasiblePlan
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
 
-def closest(cutter: Cutter, job: Job, choices: Iterable[Decisions]) -> tuple[int, Cut] | None:
+def find_closest(cutter: LayerCutter, job: Job, choices: Iterable[ParallelConfig]) -> tuple[int, LayerCut] | None:
     """(index of the choice, its leanest cut) whose fullest lane lacks the fewest bytes; the first of equal ones.
 
     Exact over the closed form of the leanest cut of every choice: the bounds only spare cuts. None without choices.
@@ -22,37 +22,41 @@ def closest(cutter: Cutter, job: Job, choices: Iterable[Decisions]) -> tuple[int
     choices = list(choices)
     heap = [(least_missing_bytes(cutter, job, choice), index) for index, choice in enumerate(choices)]
     heapq.heapify(heap)
-    best: tuple[float, int, Cut] | None = None
+    best: tuple[float, int, LayerCut] | None = None
     while heap and (best is None or heap[0][0] <= best[0]):
         _, index = heapq.heappop(heap)
-        cut = cutter.leanest(job, choices[index])
+        cut = cutter.leanest_cut(job, choices[index])
         missing = missing_bytes(cut)
         if best is None or (missing, index) < best[:2]:
             best = missing, index, cut
     return None if best is None else (best[1], best[2])
 
 
-def missing_bytes(cut: Cut) -> float:
+def missing_bytes(cut: LayerCut) -> float:
     """What the fullest lane of a cut needs at least beyond its memory; below zero where it has some left."""
-    return cut.floor_bytes[cut.fullest] - cut.limit_bytes[cut.fullest]
+    return cut.floor_bytes[cut.fullest_lane] - cut.limit_bytes[cut.fullest_lane]
 
 
-def misfit_of(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:
+def misfit_of(bound_s: float, decisions: ParallelConfig, cut: LayerCut) -> InfeasiblePlan:
     """A candidate that does not fit, with what the fullest lane of this cut of it needs."""
-    lane = cut.fullest
-    return Misfit(replace(decisions, cuts=cut.cuts), bound_s, *cut.needs[lane], lane)
+    lane = cut.fullest_lane
+    return InfeasiblePlan(replace(decisions, cuts=cut.cuts), bound_s, *cut.needs[lane], lane)
 
 
-def least_missing_bytes(cutter: Cutter, job: Job, decisions: Decisions) -> float:
+def least_missing_bytes(cutter: LayerCutter, job: Job, decisions: ParallelConfig) -> float:
     """No cut of these decisions lacks less: the lanes' equal parts of what stays, and, with one stage a lane, of what
     the fewest microbatches in flight keep, less the memory of the largest device."""
     static, saved, limit = cutter.floor_bytes(job, decisions)
-    lanes, held = decisions.lanes, 0
+    lanes, held = decisions.lane_count, 0
     if decisions.stage_count == lanes:
-        held = 1 if decisions.slices else _fewest(decisions.schedule, decisions.lane_of_stage, decisions.microbatches)
+        held = (
+            1
+            if decisions.slices
+            else _fewest_in_flight(decisions.schedule, decisions.lane_of_stage, decisions.microbatches)
+        )
     return (static + held * saved) / lanes - limit
 
 
 @lru_cache(maxsize=65536)
-def _fewest(schedule: str, placement: tuple[int, ...], microbatches: int) -> int:
-    return min(flights(schedule, placement, microbatches))
+def _fewest_in_flight(schedule: str, placement: tuple[int, ...], microbatches: int) -> int:
+    return min(min_in_flight(schedule, placement, microbatches))

@@ -17,16 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.work import Recompute
-from pipefit.plan.devices.device_kinds import Pattern, laid_out
-from pipefit.plan.devices.fleet import Fleet, Runs
-from pipefit.plan.request.decisions import Decisions, Inner, Sharding
+from pipefit.plan.devices.device_kinds import Pattern, assign_devices
+from pipefit.plan.devices.fleet import DeviceFleet, Runs
+from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 
 Count = tuple[int, tuple[int, ...]]
 """(microbatches, shares of the replicas)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class CandidateGrid:
     """Candidates, in a fixed order: by microbatches and slices, recomputation, ZeRO-1, `inner`."""
 
     lanes: int
@@ -46,47 +46,47 @@ class Panel:
     cuts: tuple[int, ...] = ()
     slices: tuple[tuple[int, ...], ...] = ()
     "Tokens of each slice, for each of the counts; empty: sequences are not cut."
-    fleet: Fleet | None = None
+    fleet: DeviceFleet | None = None
     runs: tuple[Runs, ...] = ()
     "The kinds of every lane's replicas in the pattern."
-    _devices: dict[str, Decisions] = field(default_factory=dict, compare=False)
+    _devices: dict[str, ParallelConfig] = field(default_factory=dict, compare=False)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def grid_shape(self) -> tuple[int, int, int, int]:
         """Candidates along every dimension, schedules apart."""
         return len(self.counts), len(self.recompute), len(self.zero1), len(self.inner)
 
     @property
-    def replicas(self) -> int:
+    def replica_count(self) -> int:
         return len(self.counts[0][1])
 
     @property
-    def turns(self) -> int:
+    def stages_per_lane(self) -> int:
         """Stages of a lane, at most."""
-        return _turns(self.placement)
+        return _most_stages_per_lane(self.placement)
 
     @property
-    def candidates(self) -> int:
+    def candidate_count(self) -> int:
         """How many there are, schedules told apart."""
-        able = sum(units >= least for units in self.units for least in self.least)
+        able = sum(units >= least for units in self.unit_counts for least in self.least)
         return able * len(self.recompute) * len(self.zero1) * len(self.inner)
 
     @property
-    def units(self) -> tuple[int, ...]:
+    def unit_counts(self) -> tuple[int, ...]:
         """Microbatches times slices, for each of the counts."""
         if not self.slices:
             return tuple(count for count, _ in self.counts)
         return tuple(count * len(slices) for (count, _), slices in zip(self.counts, self.slices, strict=True))
 
-    def able(self, units: int) -> tuple[str, ...]:
+    def feasible_schedules(self, units: int) -> tuple[str, ...]:
         """The schedules that so few microbatches, or slices of them, are enough for."""
         return tuple(name for name, least in zip(self.names, self.least, strict=True) if units >= least)
 
-    def decisions(self, index: int) -> Decisions:
+    def decisions_at(self, index: int) -> ParallelConfig:
         """The candidate with this number, with the first of its schedules."""
-        which, way, zero1, inner = (int(place) for place in np.unravel_index(index, self.shape))
+        which, way, zero1, inner = (int(place) for place in np.unravel_index(index, self.grid_shape))
         microbatches, shares = self.counts[which]
-        chosen = Decisions(
+        chosen = ParallelConfig(
             stages=len(self.placement),
             cuts=self.cuts,
             placement=() if self.placement == tuple(range(self.lanes)) else self.placement,
@@ -94,7 +94,7 @@ class Panel:
             shards=self.shards,
             sharding=self.sharding,
             microbatches=microbatches,
-            schedule=self.able(microbatches * (len(self.slices[which]) if self.slices else 1))[0],
+            schedule=self.feasible_schedules(microbatches * (len(self.slices[which]) if self.slices else 1))[0],
             slices=self.slices[which] if self.slices else (),
             recompute=self.recompute[way],
             zero1=self.zero1[zero1],
@@ -103,40 +103,40 @@ class Panel:
         if self.pattern is None:
             return chosen
         if chosen.inner not in self._devices:
-            self._devices[chosen.inner] = chosen.on(self._laid_out(chosen.inner), chosen.inner)
+            self._devices[chosen.inner] = chosen.with_devices(self._device_layout(chosen.inner), chosen.inner)
         known = self._devices[chosen.inner]
         return replace(chosen, devices=known.devices, inner=known.inner)
 
     def first_of(self, which: int) -> int:
         """The number of the first candidate with one of the counts."""
-        return int(np.ravel_multi_index((which, 0, 0, 0), self.shape))
+        return int(np.ravel_multi_index((which, 0, 0, 0), self.grid_shape))
 
-    def _laid_out(self, inner: Inner) -> tuple[int, ...]:
+    def _device_layout(self, inner: Inner) -> tuple[int, ...]:
         """The device of every place."""
         assert self.fleet is not None and self.pattern is not None, "a pattern is one of a fleet's kinds"
-        return laid_out(self.pattern, inner, self.fleet.devices, len(self.shards))
+        return assign_devices(self.pattern, inner, self.fleet.devices, len(self.shards))
 
     def lane_runs(self) -> Sequence[Runs]:
         """The kinds of every lane's replicas. Of devices in their own order a panel has one `inner`."""
         assert self.fleet is not None
         if self.pattern is None:
-            if not self.fleet.mixed:
-                return [((self.fleet.names[0], self.replicas),)] * self.lanes
-            return self.fleet.lane_runs((), self.inner[0], self.lanes, self.replicas)
+            if not self.fleet.is_mixed:
+                return [((self.fleet.names[0], self.replica_count),)] * self.lanes
+            return self.fleet.lane_runs((), self.inner[0], self.lanes, self.replica_count)
         return self.runs
 
-    def all(self) -> Iterator[Decisions]:
+    def all_decisions(self) -> Iterator[ParallelConfig]:
         """Every candidate, schedules told apart."""
-        return itertools.chain.from_iterable(map(self.told_apart, range(int(np.prod(self.shape)))))
+        return itertools.chain.from_iterable(map(self.decisions_by_schedule, range(int(np.prod(self.grid_shape)))))
 
-    def told_apart(self, index: int) -> Iterator[Decisions]:
+    def decisions_by_schedule(self, index: int) -> Iterator[ParallelConfig]:
         """The candidates with this number, one for each schedule."""
-        decisions = self.decisions(index)
-        return (replace(decisions, schedule=name) for name in self.able(decisions.units))
+        decisions = self.decisions_at(index)
+        return (replace(decisions, schedule=name) for name in self.feasible_schedules(decisions.unit_count))
 
 
 @lru_cache(maxsize=4096)
-def _turns(placement: tuple[int, ...]) -> int:
+def _most_stages_per_lane(placement: tuple[int, ...]) -> int:
     return max(map(placement.count, {*placement}))
 
 
@@ -144,8 +144,8 @@ Cells = NDArray[np.float64]
 """A figure of every candidate of a panel: [microbatches, recomputation, ZeRO-1, inner], or what broadcasts to it."""
 
 
-def spread(figure: Any, panel: Panel) -> Cells:
+def broadcast_cells(figure: Any, panel: CandidateGrid) -> Cells:
     """One flat array over the candidates of a panel, from one that has fewer dimensions at the end."""
     array = np.asarray(figure, dtype=np.float64)
     padded = array.reshape(array.shape + (1,) * (4 - array.ndim))
-    return np.broadcast_to(padded, panel.shape).ravel()
+    return np.broadcast_to(padded, panel.grid_shape).ravel()

@@ -16,34 +16,34 @@ import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
-from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, idle_s, most_held
+from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, idle_s, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
-from pipefit.plan.candidates.grid import Panel
-from pipefit.plan.candidates.grid_figures import Floor, PanelFloor, Stack, filled, stacked
-from pipefit.plan.candidates.slicings import Slicer
-from pipefit.plan.cutting.cutter import Cutter
+from pipefit.plan.candidates.grid import CandidateGrid
+from pipefit.plan.candidates.grid_figures import BoundsStack, GridBounds, LayerBounds, fill_lanes, stack_bounds
+from pipefit.plan.candidates.slicings import SequenceSlicer
+from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
 Class = tuple[LayerRow, ...]
 """What the stages of a lane cost: lanes of one class are alike."""
 
 
-class Floors:
+class LowerBounds:
     """The floors of the panels of one search."""
 
-    def __init__(self, cutter: Cutter, job: Job, slicer: Slicer | None = None) -> None:
+    def __init__(self, cutter: LayerCutter, job: Job, slicer: SequenceSlicer | None = None) -> None:
         self.cutter = cutter
         self.job = job
-        self.slicer = slicer or Slicer(cutter, job, {})
-        self._known: dict[tuple[tuple[int, ...], ...], Floor] = {}
-        self._stacks: dict[object, Stack] = {}
+        self.slicer = slicer or SequenceSlicer(cutter, job, {})
+        self._known: dict[tuple[tuple[int, ...], ...], LayerBounds] = {}
+        self._stacks: dict[object, BoundsStack] = {}
         self._statics: dict[float, float] = {}
-        self._counted: dict[object, tuple[Panel, Mapping[Runs, int]]] = {}
+        self._counted: dict[object, tuple[CandidateGrid, Mapping[Runs, int]]] = {}
         "How many lanes have which kinds of replicas, with a panel that keeps the key its own."
-        self._counts: dict[int, tuple[Panel, object]] = {}
+        self._counts: dict[int, tuple[CandidateGrid, object]] = {}
         "By the identity of a panel's counts: what tells them apart."
         self._flights: dict[object, Array] = {}
         self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
@@ -52,31 +52,31 @@ class Floors:
         self._shares: dict[int, float] = {}
         "Of sliced rows, the least part that a first slice takes."
 
-    def panel(self, panel: Panel) -> PanelFloor:
+    def bound_grid(self, panel: CandidateGrid) -> GridBounds:
         """The floor of all its candidates."""
-        stack, lanes = self._stack(panel)
-        return self._together([panel], stack, [lanes])
+        stack, lanes = self._lane_stack(panel)
+        return self._bound_stack([panel], stack, [lanes])
 
-    def batches(self, space: Sequence[Panel]) -> Iterator[tuple[list[int], PanelFloor]]:
+    def bound_batches(self, space: Sequence[CandidateGrid]) -> Iterator[tuple[list[int], GridBounds]]:
         """(places in `space`, floor) of panels that differ in nothing but their lanes."""
-        each = [self._stack(panel) for panel in space]
+        each = [self._lane_stack(panel) for panel in space]
         alike: dict[object, list[int]] = {}
         for place, (panel, (stack, _)) in enumerate(zip(space, each, strict=True)):
             key = (id(stack), panel.names, panel.zero1, panel.slices, panel.shards, panel.sharding)
             alike.setdefault(key, []).append(place)
         for places in alike.values():
             lanes = [each[place][1] for place in places]
-            yield places, self._together([space[place] for place in places], each[places[0]][0], lanes)
+            yield places, self._bound_stack([space[place] for place in places], each[places[0]][0], lanes)
 
-    def _together(self, panels: Sequence[Panel], stack: Stack, lanes: Sequence[Array]) -> PanelFloor:
+    def _bound_stack(self, panels: Sequence[CandidateGrid], stack: BoundsStack, lanes: Sequence[Array]) -> GridBounds:
         """Of panels with one stack; `lanes` of each."""
         panel, each = panels[0], np.array(lanes)
         whole, forward, backward = stack.even[:, None] / np.einsum("kcmr,pc->kpmr", stack.rates, each)
         static = [
-            [[self._static(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
+            [[self._static_bytes(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
             for _, shares in panel.counts
         ]
-        return PanelFloor(
+        return GridBounds(
             panels=tuple(panels),
             stack=stack,
             lane_s=whole,
@@ -84,16 +84,16 @@ class Floors:
             lane_backward_s=backward,
             static_bytes=np.array(static),
             lanes=each,
-            turns=np.array([one.turns for one in panels], dtype=float)[:, None, None],
+            turns=np.array([one.stages_per_lane for one in panels], dtype=float)[:, None, None],
             count=np.array([count for count, _ in panel.counts], dtype=float)[:, None],
             slices=np.array([len(cut) for cut in panel.slices] or [1] * len(panel.counts), dtype=float)[:, None],
         )
 
-    def _stack(self, panel: Panel) -> tuple[Stack, Array]:
+    def _lane_stack(self, panel: CandidateGrid) -> tuple[BoundsStack, Array]:
         """The stack of a panel, and how many lanes it has of every class."""
         if len(panel.shards) > 1 or any(len(way) > 1 for way in panel.recompute):
-            floors, lanes = self._told(panel)
-            return stacked(floors), lanes
+            floors, lanes = self._bounds_per_stage(panel)
+            return stack_bounds(floors), lanes
         counted = self._lanes_by_runs(panel)
         key = (panel.recompute, tuple(counted), self._counts_key(panel), panel.slices)
         if key not in self._stacks:
@@ -101,119 +101,123 @@ class Floors:
             even = all(max(shares) == 1 for _, shares in panel.counts)
             floors = [
                 [
-                    self._floor([(self._row(runs, rows, way[0], even, cut),) for runs in counted])
+                    self._class_bounds([(self._layer_row(runs, rows, way[0], even, cut),) for runs in counted])
                     for way in panel.recompute
                 ]
                 for rows, cut in zip(each, panel.slices or [()] * len(each), strict=True)
             ]
-            self._stacks[key] = stacked(floors)
+            self._stacks[key] = stack_bounds(floors)
         return self._stacks[key], np.array([*counted.values()], dtype=float)
 
-    def _lanes_by_runs(self, panel: Panel) -> Mapping[Runs, int]:
+    def _lanes_by_runs(self, panel: CandidateGrid) -> Mapping[Runs, int]:
         """How many lanes have these kinds of replicas."""
-        key: object = id(panel.runs) if panel.pattern is not None else (panel.lanes, panel.replicas, panel.inner[0])
+        key: object = (
+            id(panel.runs) if panel.pattern is not None else (panel.lanes, panel.replica_count, panel.inner[0])
+        )
         if key not in self._counted:
             self._counted[key] = panel, Counter(panel.lane_runs())
         return self._counted[key][1]
 
-    def _counts_key(self, panel: Panel) -> object:
+    def _counts_key(self, panel: CandidateGrid) -> object:
         """Equal for equal counts; cheaper to compare than shares of a thousand replicas."""
         if id(panel.counts) not in self._counts:
             even = all(max(shares) == 1 for _, shares in panel.counts)
-            key = (panel.replicas, tuple(count for count, _ in panel.counts)) if even else panel.counts
+            key = (panel.replica_count, tuple(count for count, _ in panel.counts)) if even else panel.counts
             self._counts[id(panel.counts)] = panel, key
         return self._counts[id(panel.counts)][1]
 
-    def _row(
+    def _layer_row(
         self, runs: Runs, rows: tuple[int, ...], recompute: Recompute, even: bool, slices: tuple[int, ...] = ()
     ) -> LayerRow:
         pairs = pairs_of(runs, rows)
         if slices:
-            stage = self.slicer.stage(pairs, recompute)
-            return self._cut(self.cutter.row(self.job, pairs, recompute, 1.0), stage, slices)
+            stage = self.slicer.stage_work(pairs, recompute)
+            return self._slice_row(self.cutter.layer_row(self.job, pairs, recompute, 1.0), stage, slices)
         if even:
-            return self.cutter.row(self.job, pairs, recompute, 1.0)
+            return self.cutter.layer_row(self.job, pairs, recompute, 1.0)
         key = (pairs, recompute)
         if key not in self._near:
-            self._near[key] = self.cutter.near(self.job, *key)
+            self._near[key] = self.cutter.interpolated_row(self.job, *key)
         return self._near[key]
 
-    def _cut(self, row: LayerRow, stage: StageWork, slices: tuple[int, ...]) -> LayerRow:
-        """The row with the times of all slices of its layers; `stage` is what it is the row of."""
+    def _slice_row(self, row: LayerRow, stage: StageWork, slices: tuple[int, ...]) -> LayerRow:
+        """The row with the times of all slices of its layers; `stage_work` is what it is the row of."""
         key = (id(row), id(stage), slices)
         if key not in self._sliced:
-            found = self.slicer.rows.row(stage, slices, self.job.precision)
+            found = self.slicer.rows.slice_row(stage, slices, self.job.precision)
             times = {"forward_s": found.forward_s.sum(axis=0), "backward_s": found.backward_s.sum(axis=0)}
             self._sliced[key] = (stage, replace(row, **times))
             self._shares[id(self._sliced[key][1])] = found.first_share
         return self._sliced[key][1]
 
-    def bound_s(self, floor: PanelFloor) -> Array:
+    def bound_s(self, floor: GridBounds) -> Array:
         """A lower bound of every candidate's step, whatever its cut: [panel, microbatches, recomputation].
 
         With fused backwards the slowest stage has at least its equal part of the forwards, and of the backwards. With
         one stage a lane as well, all lanes alike and W being the sum, the largest of prefix + m w over the stages is
         least where all are equal, which gives T = W / (1 - (1 - 1/m)^lanes).
         """
-        stack, count, depth = floor.stack, floor.count, floor.depth
+        stack, count, depth = floor.stack, floor.count, floor.lane_count
         least: Array = count * np.maximum(floor.lane_s, stack.largest_s)
-        if not floor.fused:
+        if not floor.is_fused:
             return least
         total, single = stack.forward_s + stack.backward_s, floor.turns == 1
         if floor.panels[0].slices:
-            if floor.alike and single.any():
+            if floor.is_uniform and single.any():
                 shared_s = first_share_bound_s(total, stack.first_share, count, depth)
                 least = np.where(single, np.maximum(least, shared_s), least)
             return least
         way = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / floor.turns
         least = np.maximum(least, way)
-        if floor.alike and single.any():
+        if floor.is_uniform and single.any():
             least = np.where(single, np.maximum(least, total / (1 - (1 - 1 / count) ** depth)), least)
         return least
 
-    def fills(self, panel: Panel) -> Array:
+    def memory_fractions(self, panel: CandidateGrid) -> Array:
         """What all layers need as a part of the memory of all lanes, were it shared evenly and every lane as full as
         the fullest: [schedule, microbatches, recomputation, ZeRO-1]."""
-        floor = self.panel(panel)
-        whole: Array = self._filling(floor)[0] / float(floor.memory_bytes[0])
+        floor = self.bound_grid(panel)
+        whole: Array = self._memory_demand(floor)[0] / float(floor.memory_bytes[0])
         return whole
 
-    def guesses_s(self, floor: PanelFloor) -> Array:
+    def guesses_s(self, floor: GridBounds) -> Array:
         """What steps likely take (`plan/bounds/estimates.py`): [panel, schedule, microbatches, recomputation,
         ZeRO-1]."""
         parts = floor.turns * floor.slices
         w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / parts
         f, i = floor.lane_forward_s / parts, floor.lane_backward_s / parts - w
-        held = self._held(floor)
-        idle = [idle_s(name, floor.depth, held[:, which], f, i, w) for which, name in enumerate(floor.panels[0].names)]
-        filled_s, lack = filled(floor, self._filling(floor))
+        held = self._held_microbatches(floor)
+        idle = [
+            idle_s(name, floor.lane_count, held[:, which], f, i, w) for which, name in enumerate(floor.panels[0].names)
+        ]
+        filled_s, lack = fill_lanes(floor, self._memory_demand(floor))
         guess: Array = (floor.count[:, :, None] * filled_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)
         return guess
 
-    def _filling(self, floor: PanelFloor) -> Array:
+    def _memory_demand(self, floor: GridBounds) -> Array:
         """What all layers need, every lane as full as the fullest: [panel, schedule, microbatches, recomputation,
         ZeRO-1]."""
-        kept = self._held(floor) * (floor.stack.saved_bytes / (floor.turns * floor.slices))[:, None]
+        kept = self._held_microbatches(floor) * (floor.stack.saved_bytes / (floor.turns * floor.slices))[:, None]
         whole: Array = floor.static_bytes + kept[..., None]
         return whole
 
-    def _held(self, floor: PanelFloor) -> Array:
+    def _held_microbatches(self, floor: GridBounds) -> Array:
         """[panel, schedule, microbatches, 1]: stage-microbatches on the fullest lane, or slices of them."""
-        return np.stack([self._flights_of(panel) for panel in floor.panels])
+        return np.stack([self._in_flight_of(panel) for panel in floor.panels])
 
-    def _flights_of(self, panel: Panel) -> Array:
-        key = (panel.names, panel.placement, panel.units)
+    def _in_flight_of(self, panel: CandidateGrid) -> Array:
+        key = (panel.names, panel.placement, panel.unit_counts)
         if key not in self._flights:
-            held = [[most_held(name, panel.placement, each) for each in panel.units] for name in panel.names]
+            held = [[peak_in_flight(name, panel.placement, each) for each in panel.unit_counts] for name in panel.names]
             self._flights[key] = np.array(held, dtype=float)[:, :, None]
         return self._flights[key]
 
-    def _told(self, panel: Panel) -> tuple[list[list[Floor]], Array]:
+    def _bounds_per_stage(self, panel: CandidateGrid) -> tuple[list[list[LayerBounds]], Array]:
         """Where stages differ in more than kinds: from the rows of every stage. Lanes are of one class if they are
         alike in all of the panel's candidates."""
         ways = [
             [
-                self._lanes(panel.decisions(int(np.ravel_multi_index((which, way, 0, 0), panel.shape))))
+                self._lane_classes(panel.decisions_at(int(np.ravel_multi_index((which, way, 0, 0), panel.grid_shape))))
                 for way in range(len(panel.recompute))
             ]
             for which in range(len(panel.counts))
@@ -222,21 +226,21 @@ class Floors:
         for lane in range(len(ways[0][0])):
             alike = tuple(tuple(map(id, each[lane])) for line in ways for each in line)
             members.setdefault(alike, []).append(lane)
-        floors = [[self._floor([each[same[0]] for same in members.values()]) for each in line] for line in ways]
+        floors = [[self._class_bounds([each[same[0]] for same in members.values()]) for each in line] for line in ways]
         return floors, np.array([len(same) for same in members.values()], dtype=float)
 
-    def _lanes(self, decisions: Decisions) -> list[Class]:
+    def _lane_classes(self, decisions: ParallelConfig) -> list[Class]:
         """Of every lane of a candidate, what its stages cost, each row once."""
         held: dict[int, dict[int, LayerRow]] = {}
-        rows = self.cutter.rows(self.job, decisions)
+        rows = self.cutter.stage_rows(self.job, decisions)
         if decisions.slices:
             stages = self.slicer.stages_of(decisions)
-            rows = [self._cut(row, stage, decisions.slices) for row, stage in zip(rows, stages, strict=True)]
+            rows = [self._slice_row(row, stage, decisions.slices) for row, stage in zip(rows, stages, strict=True)]
         for row, lane in zip(rows, decisions.lane_of_stage, strict=True):
             held.setdefault(lane, {})[id(row)] = row
         return [tuple(held[lane][key] for key in sorted(held[lane])) for lane in sorted(held)]
 
-    def _floor(self, classes: Sequence[Class]) -> Floor:
+    def _class_bounds(self, classes: Sequence[Class]) -> LayerBounds:
         key = tuple(tuple(map(id, one)) for one in classes)
         if key not in self._known:
             forward = np.stack([np.minimum.reduce([row.forward_s for row in one]) for one in classes])
@@ -246,7 +250,7 @@ class Floors:
             with np.errstate(divide="ignore", invalid="ignore"):
                 parts = np.nan_to_num(each / whole[:, :, None])
                 rates = 1.0 / whole
-            self._known[key] = Floor(
+            self._known[key] = LayerBounds(
                 forward_s=float(forward.min(axis=0).sum()),
                 backward_s=float(backward.min(axis=0).sum()),
                 largest_s=float(each[0].min(axis=0).max()),
@@ -258,7 +262,7 @@ class Floors:
             )
         return self._known[key]
 
-    def _static(self, share: float, panel: Panel) -> float:
+    def _static_bytes(self, share: float, panel: CandidateGrid) -> float:
         if share not in self._statics:
             self._statics[share] = self.cutter.static_bytes(self.job, share, panel.sharding, panel.shards)
         return self._statics[share]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan.bounds.step_bounds import facts_of
-from pipefit.plan.candidates.grid import Panel
+from pipefit.plan.bounds.step_bounds import schedule_facts
+from pipefit.plan.candidates.grid import CandidateGrid
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class LayerBounds:
     """All layers of a microbatch on lanes of some classes: seconds, and what an even cut needs."""
 
     forward_s: float
@@ -37,7 +37,7 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class BoundsStack:
     """The floors of every count of microbatches and way of recomputing on lanes of the same classes:
     [microbatches, recomputation], and what comes before."""
 
@@ -55,12 +55,12 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class PanelFloor:
+class GridBounds:
     """Of panels that differ in nothing but their lanes: [panel, microbatches, recomputation], and what broadcasts to
     it."""
 
-    panels: tuple[Panel, ...]
-    stack: Stack
+    panels: tuple[CandidateGrid, ...]
+    stack: BoundsStack
     lane_s: Array
     "The busiest lane of an even cut."
     lane_forward_s: Array
@@ -77,17 +77,17 @@ class PanelFloor:
     "[microbatches, 1]: how many slices."
 
     @property
-    def alike(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether all lanes of a panel are of one class."""
         return bool(self.lanes.shape[1] == 1)
 
     @property
-    def fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether every backward of their schedules is a B."""
-        return facts_of(self.panels[0].names[0]).fused
+        return schedule_facts(self.panels[0].names[0]).fused
 
     @property
-    def depth(self) -> Array:
+    def lane_count(self) -> Array:
         """[panel, 1, 1]: how many lanes there are."""
         lanes: Array = self.lanes.sum(axis=1)[:, None, None]
         return lanes
@@ -99,31 +99,31 @@ class PanelFloor:
         return whole
 
 
-def stacked(floors: Sequence[Sequence[Floor]]) -> Stack:
+def stack_bounds(floors: Sequence[Sequence[LayerBounds]]) -> BoundsStack:
     """The floors [microbatches][recomputation] as arrays."""
 
-    def array(value: Callable[[Floor], Any]) -> Array:
+    def stack_field(value: Callable[[LayerBounds], Any]) -> Array:
         """What is told of classes comes first."""
         each = np.array([[value(floor) for floor in line] for line in floors], dtype=float)
         return np.moveaxis(each, (0, 1), (-2, -1))
 
-    return Stack(
-        forward_s=array(lambda floor: floor.forward_s),
-        backward_s=array(lambda floor: floor.backward_s),
-        largest_s=array(lambda floor: floor.largest_s),
-        even=array(lambda floor: floor.even),
-        rates=array(lambda floor: floor.rates),
-        saved_bytes=array(lambda floor: floor.saved_bytes),
+    return BoundsStack(
+        forward_s=stack_field(lambda floor: floor.forward_s),
+        backward_s=stack_field(lambda floor: floor.backward_s),
+        largest_s=stack_field(lambda floor: floor.largest_s),
+        even=stack_field(lambda floor: floor.even),
+        rates=stack_field(lambda floor: floor.rates),
+        saved_bytes=stack_field(lambda floor: floor.saved_bytes),
         limit_bytes=floors[0][0].limit_bytes,
-        first_share=array(lambda floor: floor.first_share),
+        first_share=stack_field(lambda floor: floor.first_share),
     )
 
 
-def filled(floor: PanelFloor, whole_bytes: Array) -> tuple[Array, Array]:
+def fill_lanes(floor: GridBounds, whole_bytes: Array) -> tuple[Array, Array]:
     """(seconds of the busiest lane, what the memory lacks as a part of itself), where `whole_bytes` is what all layers
     need: every lane takes layers by its speed, up to its memory, and the others take what is left over."""
     lane_s = floor.lane_s[:, None, :, :, None]
-    if floor.alike:
+    if floor.is_uniform:
         lack = np.maximum(0.0, whole_bytes / floor.memory_bytes[:, None, None, None, None] - 1.0)
         return np.broadcast_to(lane_s, lack.shape), lack
     lanes = floor.lanes.T[:, :, None, None, None, None]

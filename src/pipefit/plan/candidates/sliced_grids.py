@@ -16,12 +16,12 @@ import numpy as np
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.plan.bounds.estimates import OVER
-from pipefit.plan.bounds.step_bounds import facts_of
-from pipefit.plan.candidates.grid import Count, Panel
-from pipefit.plan.candidates.grid_bounds import Floors
-from pipefit.plan.candidates.grid_figures import PanelFloor
-from pipefit.plan.candidates.slicings import Slicer
-from pipefit.plan.slicing.cuts import uniform
+from pipefit.plan.bounds.step_bounds import schedule_facts
+from pipefit.plan.candidates.grid import CandidateGrid, Count
+from pipefit.plan.candidates.grid_bounds import LowerBounds
+from pipefit.plan.candidates.grid_figures import GridBounds
+from pipefit.plan.candidates.slicings import SequenceSlicer
+from pipefit.plan.slicing.cuts import uniform_slices
 from pipefit.plan.types import Job
 
 CHEAPER = 0.9
@@ -45,43 +45,45 @@ Cut = tuple[Count, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Hope:
+class PruningThreshold:
     """What a candidate with slices has to beat."""
 
-    floors: Floors
+    floors: LowerBounds
     best_s: float
 
 
-def most_promising(space: Sequence[Panel], hope: Hope, part: float = 1.0) -> list[Panel]:
+def most_promising(space: Sequence[CandidateGrid], hope: PruningThreshold, part: float = 1.0) -> list[CandidateGrid]:
     """The panels whose best candidate is likely the fastest with slices, this part of PANELS, in the order of the
     space."""
     guessed: list[tuple[float, int]] = []
-    for places, floor in hope.floors.batches(space):
-        guessed += zip(_likely_s(floor), places, strict=True)
+    for places, floor in hope.floors.bound_batches(space):
+        guessed += zip(_likely_step_s(floor), places, strict=True)
     kept = sorted(each for each in guessed if each[0] <= hope.best_s)[: max(LEAST_PANELS, int(part * PANELS))]
     return [space[place] for _, place in sorted(kept, key=lambda each: each[1])]
 
 
-def _likely_s(floor: PanelFloor) -> list[float]:
+def _likely_step_s(floor: GridBounds) -> list[float]:
     """What the best even count of every panel likely takes in SOME slices, filling and what memory lacks included."""
     even = [which for which, count in enumerate(floor.panels[0].counts) if max(count[1]) == 1]
     if not even:
         return [float("inf")] * len(floor.panels)
-    count, depth = floor.count[even], floor.depth
-    idle = (depth - 1) / (floor.turns * SOME) * (1.0 if floor.fused else SPLIT_IDLE)
+    count, depth = floor.count[even], floor.lane_count
+    idle = (depth - 1) / (floor.turns * SOME) * (1.0 if floor.is_fused else SPLIT_IDLE)
     least = _least_s(floor, 1.0 + (depth - 1) / (2 * SOME))[:, even]
     steps_s = (least * (count + idle) / count).min(axis=(1, 2))
     return [float(step_s) if lanes > 1 else float("inf") for step_s, lanes in zip(steps_s, depth.ravel(), strict=True)]
 
 
-def sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | None) -> Panel | None:
+def slice_grid(
+    panel: CandidateGrid, job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer | None
+) -> CandidateGrid | None:
     """The candidates of a panel that cut sequences: every count with each slicing that is worth trying. Rows that are
     divided unevenly, and pipelines of one lane, are cut where the user says so. None where there are none."""
     wanted = pins.get("slices")
     if wanted == 1 or (wanted is None and (slicer is None or panel.lanes == 1)):
         return None
     if isinstance(wanted, tuple) or slicer is None:
-        each = wanted if isinstance(wanted, tuple) else uniform(job.sequence, wanted or 1)
+        each = wanted if isinstance(wanted, tuple) else uniform_slices(job.sequence, wanted or 1)
         return with_slices(panel, [(count, each) for count in panel.counts])
     if wanted is not None:
         stages = slicer.stages_for(panel, range(len(panel.counts)))
@@ -90,31 +92,33 @@ def sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | Non
             [
                 (count, slices)
                 for count, stage in zip(panel.counts, stages, strict=True)
-                for slices in slicer.slicings(stage, panel.lanes, panel.turns, count[0])
+                for slices in slicer.candidate_slicings(stage, panel.lanes, panel.stages_per_lane, count[0])
             ],
         )
     if slicer.obstacle is not None:
         return None
-    panel, numbers = promising(panel, slicer, None)
-    return cut_up(panel, numbers, slicer)
+    panel, numbers = promising_slicings(panel, slicer, None)
+    return apply_slicings(panel, numbers, slicer)
 
 
-def best_sliced(space: Sequence[Panel], slicer: Slicer, hope: Hope, part: float = 1.0) -> list[Panel]:
-    """What `sliced` makes of panels without pins of slices, of all their slicings this part of SLICINGS: those that
+def best_sliced_grids(
+    space: Sequence[CandidateGrid], slicer: SequenceSlicer, hope: PruningThreshold, part: float = 1.0
+) -> list[CandidateGrid]:
+    """What `slice_grid` makes of panels without pins of slices, of all their slicings this part of SLICINGS: those that
     promise the shortest steps."""
     if slicer.obstacle is not None:
         return []
-    each = [promising(panel, slicer, hope) for panel in space if panel.lanes > 1]
+    each = [promising_slicings(panel, slicer, hope) for panel in space if panel.lanes > 1]
     every = sorted(one.step_s for _, numbers in each for one in numbers)
     most = max(LEAST_SLICINGS, int(part * SLICINGS))
     until_s = every[most - 1] if most < len(every) else float("inf")
     kept = ((panel, [one for one in numbers if one.step_s <= until_s]) for panel, numbers in each)
-    made = (cut_up(panel, numbers, slicer) for panel, numbers in kept)
+    made = (apply_slicings(panel, numbers, slicer) for panel, numbers in kept)
     return [one for one in made if one is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class SlicingOption:
     """A number of slices that a count of microbatches may be cut into."""
 
     step_s: float
@@ -124,35 +128,39 @@ class Number:
     slices: int
 
 
-def promising(panel: Panel, slicer: Slicer, hope: Hope | None) -> tuple[Panel, list[Number]]:
+def promising_slicings(
+    panel: CandidateGrid, slicer: SequenceSlicer, hope: PruningThreshold | None
+) -> tuple[CandidateGrid, list[SlicingOption]]:
     """Every even count with the numbers of slices that the closed form prefers, as far as they may beat the best; and
     the panel with the ways of recomputing that may."""
     kept = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
-    least_s = _least_s(hope.floors.panel(panel))[0] if hope is not None and kept else None
+    least_s = _least_s(hope.floors.bound_grid(panel))[0] if hope is not None and kept else None
     if hope is not None and least_s is not None:
         ways = [way for way in range(len(panel.recompute)) if (least_s[kept, way] <= hope.best_s).any()]
         kept = [which for which in kept if (least_s[which] <= hope.best_s).any()]
         panel, least_s = replace(panel, recompute=tuple(panel.recompute[way] for way in ways)), least_s[:, ways]
-    found: list[Number] = []
-    idle = (panel.lanes - 1) / panel.turns if facts_of(panel.names[0]).fused else 0.0
+    found: list[SlicingOption] = []
+    idle = (panel.lanes - 1) / panel.stages_per_lane if schedule_facts(panel.names[0]).fused else 0.0
     for which, stage in zip(kept, slicer.stages_for(panel, kept), strict=True):
         count = panel.counts[which]
-        for number in slicer.numbers(stage, panel.lanes, panel.turns, count[0]):
+        for number in slicer.slice_counts(stage, panel.lanes, panel.stages_per_lane, count[0]):
             step_s = 0.0
             if hope is not None and least_s is not None:
                 each_s = float(least_s[which].min()) / count[0] / CHEAPER
-                step_s = (count[0] + idle / number) * slicer.dearer(stage)[number] * each_s
+                step_s = (count[0] + idle / number) * slicer.relative_costs(stage)[number] * each_s
             if hope is None or step_s <= hope.best_s:
-                found.append(Number(step_s, count, stage, number))
+                found.append(SlicingOption(step_s, count, stage, number))
     return panel, found
 
 
-def cut_up(panel: Panel, numbers: Sequence[Number], slicer: Slicer) -> Panel | None:
+def apply_slicings(
+    panel: CandidateGrid, numbers: Sequence[SlicingOption], slicer: SequenceSlicer
+) -> CandidateGrid | None:
     """The panel with its counts cut into these numbers of slices."""
-    return with_slices(panel, [(one.count, slicer.cut(one.stage, one.slices)) for one in numbers])
+    return with_slices(panel, [(one.count, slicer.cut_sequence(one.stage, one.slices)) for one in numbers])
 
 
-def _least_s(floor: PanelFloor, alive: float | Array = 1.0) -> Array:
+def _least_s(floor: GridBounds, alive: float | Array = 1.0) -> Array:
     """Seconds of a step with slices, its filling left out, put back by what memory lacks: [panel, microbatches,
     recomputation]. A lane holds `alive` microbatches of its layers at once, one at least, whatever the slices."""
     held = floor.static_bytes.min(axis=2) + alive * floor.stack.saved_bytes
@@ -161,7 +169,7 @@ def _least_s(floor: PanelFloor, alive: float | Array = 1.0) -> Array:
     return least
 
 
-def with_slices(panel: Panel, cut: Sequence[Cut]) -> Panel | None:
+def with_slices(panel: CandidateGrid, cut: Sequence[Cut]) -> CandidateGrid | None:
     """The panel with these counts and slicings, as far as there are units enough for one of its schedules."""
     able = [(count, slices) for count, slices in cut if count[0] * max(1, len(slices)) >= min(panel.least)]
     if not able:

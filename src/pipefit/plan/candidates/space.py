@@ -13,16 +13,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.errors import PlanError
-from pipefit.layout import split
-from pipefit.plan.bounds.step_bounds import facts_of
-from pipefit.plan.candidates.grid import Count, Panel
-from pipefit.plan.candidates.sliced_grids import sliced, with_slices
-from pipefit.plan.candidates.slicings import Slicer
-from pipefit.plan.cutting.cutter import Cutter
-from pipefit.plan.devices.device_kinds import Pattern, laid_out, patterns, rearranged, replica_counts, row_shares
+from pipefit.layout import split_by_shares
+from pipefit.plan.bounds.step_bounds import schedule_facts
+from pipefit.plan.candidates.grid import CandidateGrid, Count
+from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
+from pipefit.plan.candidates.slicings import SequenceSlicer
+from pipefit.plan.cutting.cutter import LayerCutter
+from pipefit.plan.devices.device_kinds import (
+    Pattern,
+    assign_devices,
+    device_patterns,
+    neighbour_patterns,
+    replica_counts,
+    row_shares,
+)
 from pipefit.plan.devices.fleet import Runs
-from pipefit.plan.request.decisions import Decisions, Inner
-from pipefit.plan.request.sliceable import check_cut
+from pipefit.plan.request.decisions import Inner, ParallelConfig
+from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.slicing.cuts import check_number
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
@@ -30,53 +37,57 @@ from pipefit.schedule.families import FAMILIES
 RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
 
 
-def space(
-    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None = None
-) -> Iterator[Decisions]:
+def iter_candidates(
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: LayerCutter | None = None
+) -> Iterator[ParallelConfig]:
     """Every candidate, in a fixed order. Layers are not cut yet unless the cuts are pinned. Without a cutter all
     devices count as alike."""
-    for panel in panels(job, layers, devices, hosts, pins, cutter):
-        yield from panel.all()
+    for panel in iter_grids(job, layers, devices, hosts, pins, cutter):
+        yield from panel.all_decisions()
 
 
-def panels(
+def iter_grids(
     job: Job,
     layers: int,
     devices: int,
     hosts: int,
     pins: Mapping[str, Any],
-    cutter: Cutter | None = None,
-    slicer: Slicer | None = None,
-) -> Iterator[Panel]:
+    cutter: LayerCutter | None = None,
+    slicer: SequenceSlicer | None = None,
+) -> Iterator[CandidateGrid]:
     """Every panel of candidates, in a fixed order: without slices, and with those that a closed form prefers."""
     pins = families_only(pins)
-    slicer = Slicer(cutter, job, pins) if cutter is not None and slicer is None else slicer
-    for base in bases(job, layers, devices, hosts, pins, cutter):
-        for panel in (whole(base, pins), sliced(base, job, pins, slicer)):
+    slicer = SequenceSlicer(cutter, job, pins) if cutter is not None and slicer is None else slicer
+    for base in iter_base_grids(job, layers, devices, hosts, pins, cutter):
+        for panel in (unsliced_grid(base, pins), slice_grid(base, job, pins, slicer)):
             if panel is not None:
                 yield panel
 
 
-def bases(
-    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None = None
-) -> Iterator[Panel]:
+def iter_base_grids(
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: LayerCutter | None = None
+) -> Iterator[CandidateGrid]:
     """A panel for every grid and placement, in a fixed order, before sequences are cut; of all schedules that are
     searched in any way. A pinned `fit` is no family of its own: it gets the layouts of all (see
     `plan/passes/fitted_orders.py`)."""
     pins = families_only(pins)
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
-    for grid in _grids(job, layers, devices, hosts, pins, cutter):
+    for grid in _device_grids(job, layers, devices, hosts, pins, cutter):
         if grid.lanes not in known:
-            known[grid.lanes] = _schedules(grid.lanes, layers, pins)
+            known[grid.lanes] = _schedules_by_placement(grid.lanes, layers, pins)
         for (placement, _), names in known[grid.lanes].items():
-            panel = _panel(grid, placement, names, pins, cutter)
+            panel = _build_grid(grid, placement, names, pins, cutter)
             if panel is not None:
                 yield panel
 
 
-def _panel(
-    grid: _Grid, placement: tuple[int, ...], names: Sequence[str], pins: Mapping[str, Any], cutter: Cutter | None
-) -> Panel | None:
+def _build_grid(
+    grid: DeviceGrid,
+    placement: tuple[int, ...],
+    names: Sequence[str],
+    pins: Mapping[str, Any],
+    cutter: LayerCutter | None,
+) -> CandidateGrid | None:
     """The panel of a grid with a placement, of all its counts, before sequences are cut; if there is one."""
     shards = pins.get("shards", (1,))
     ways = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
@@ -88,7 +99,7 @@ def _panel(
     if not ways or not counts:
         return None
     many = len(counts[0][1]) > 1
-    return Panel(
+    return CandidateGrid(
         lanes=grid.lanes,
         counts=counts,
         pattern=grid.pattern,
@@ -99,14 +110,14 @@ def _panel(
         zero1=(pins["zero1"],) if "zero1" in pins else (False, True)[: 1 + many],
         inner=grid.inner,
         shards=shards,
-        sharding=_sharding(shards, pins),
+        sharding=_sharding_style(shards, pins),
         cuts=pins.get("cuts", ()),
         fleet=cutter.fleet if cutter is not None else None,
         runs=grid.runs,
     )
 
 
-def whole(panel: Panel, pins: Mapping[str, Any]) -> Panel | None:
+def unsliced_grid(panel: CandidateGrid, pins: Mapping[str, Any]) -> CandidateGrid | None:
     """The candidates of a panel that do not cut sequences, in families that are searched without slices."""
     if pins.get("slices", 1) != 1:
         return None
@@ -123,7 +134,7 @@ def families_only(pins: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
+class DeviceGrid:
     """Devices as replicas x lanes."""
 
     lanes: int
@@ -134,22 +145,22 @@ class _Grid:
     "Of the pattern."
 
 
-def _grids(
-    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None
-) -> Iterator[_Grid]:
+def _device_grids(
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: LayerCutter | None
+) -> Iterator[DeviceGrid]:
     """What the devices and the batch allow: devices in their own order, and where kinds differ by kind."""
     known: dict[tuple[tuple[Runs, ...], Inner], set[Count]] = {}
-    mixed = cutter is not None and cutter.fleet.mixed
+    mixed = cutter is not None and cutter.fleet.is_mixed
     if cutter is not None and mixed and pins.get("mapping", "search") == "search":
         for grid in _mixed_grids(job, layers, devices, hosts, pins, cutter):
             for inner in grid.inner:
                 known[grid.runs, inner] = {*grid.counts}
             yield grid
-    for replicas, lanes in _sizes(job, layers, devices, pins):
-        counts = tuple((count, replicas) for count in _microbatches(job, replicas, pins))
-        inners = _inner(hosts, len(replicas), lanes, pins)
+    for replicas, lanes in _grid_sizes(job, layers, devices, pins):
+        counts = tuple((count, replicas) for count in _microbatch_counts(job, replicas, pins))
+        inners = _rank_orders(hosts, len(replicas), lanes, pins)
         if cutter is None or not mixed:
-            yield from [_Grid(lanes, counts, inners)] if counts else []
+            yield from [DeviceGrid(lanes, counts, inners)] if counts else []
             continue
         for inner in inners:
             seen: set[Count] = set()
@@ -157,50 +168,52 @@ def _grids(
                 runs = tuple(cutter.fleet.lane_runs((), inner, lanes, len(replicas)))
                 seen = known.get((runs, inner), seen)
             if left := tuple(count for count in counts if count not in seen):
-                yield _Grid(lanes, left, (inner,))
+                yield DeviceGrid(lanes, left, (inner,))
 
 
 def _mixed_grids(
-    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter
-) -> Iterator[_Grid]:
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: LayerCutter
+) -> Iterator[DeviceGrid]:
     """Grids with kinds put together, by lane and by replica, and the rows of unlike replicas by their speed."""
     shards = len(pins.get("shards", (1,)))
     most = min(pins.get("devices", devices), devices)
     time_s = cutter.row_time(job, pins.get("recompute", ("none",))[0])
-    kinds = cutter.kinds(job, shards)
+    kinds = cutter.compare_kinds(job, shards)
     pinned = pins.get("replicas")
-    even = [len(pinned)] if pinned else [count for count in _divisors(job.batch) if count * shards <= most]
+    even = [len(pinned)] if pinned else [count for count in _divisors_of(job.batch) if count * shards <= most]
     for lanes in range(1, min(most // shards, layers) + 1):
         uneven = [len(pinned)] if pinned else replica_counts(lanes, kinds.counts, job.batch)
         for replicas in sorted({*even, *uneven}):
             size = replicas * lanes * shards
             if size > most or ("devices" in pins and size != pins["devices"]):
                 continue
-            inner = _inner(hosts, replicas, lanes, pins)
-            for pattern in patterns(lanes, replicas, kinds, replicas in even, replicas in uneven):
+            inner = _rank_orders(hosts, replicas, lanes, pins)
+            for pattern in device_patterns(lanes, replicas, kinds, replicas in even, replicas in uneven):
                 columns = [*zip(*pattern, strict=True)] if pattern[0] is not pattern[-1] else [(k,) for k in pattern[0]]
                 if pinned or len({*columns}) == 1:
                     shares = pinned or (1,) * replicas
-                    counts = [(count, shares) for count in _microbatches(job, shares, pins)]
+                    counts = [(count, shares) for count in _microbatch_counts(job, shares, pins)]
                 else:
                     counts = [
                         (count, shares)
-                        for count in _divided(job, pins)
+                        for count in _batch_divisors(job, pins)
                         for shares in row_shares(columns, job.batch // count, time_s)
                     ]
                 if counts:
-                    yield _Grid(lanes, tuple(counts), inner, pattern, tuple(cutter.fleet.runs_of(pattern)))
+                    yield DeviceGrid(lanes, tuple(counts), inner, pattern, tuple(cutter.fleet.runs_of(pattern)))
 
 
-def rearrangements(cutter: Cutter, job: Job, decisions: Decisions, pins: Mapping[str, Any]) -> Iterator[Decisions]:
+def rearrange_kinds(
+    cutter: LayerCutter, job: Job, decisions: ParallelConfig, pins: Mapping[str, Any]
+) -> Iterator[ParallelConfig]:
     """Candidates whose kinds of devices stand one step away from those of a candidate, with the same grid, or whose
     neighbours do; not cut yet."""
-    pattern = cutter.fleet.pattern(decisions)
+    pattern = cutter.fleet.kind_pattern(decisions)
     shards = len(decisions.shards)
-    kinds, time_s = cutter.kinds(job, shards), cutter.row_time(job, decisions.recompute[0])
+    kinds, time_s = cutter.compare_kinds(job, shards), cutter.row_time(job, decisions.recompute[0])
     uncut = replace(decisions, stages=decisions.stage_count, cuts=pins.get("cuts", ()))
-    inners = _inner(len(cutter.network.cluster.hosts), len(decisions.replicas), decisions.lanes, pins)
-    for other in (*rearranged(pattern, kinds.counts), pattern):
+    inners = _rank_orders(len(cutter.network.cluster.hosts), len(decisions.replicas), decisions.lane_count, pins)
+    for other in (*neighbour_patterns(pattern, kinds.counts), pattern):
         columns = list(zip(*other, strict=True))
         every = [decisions.replicas]
         if "replicas" not in pins:
@@ -209,32 +222,34 @@ def rearrangements(cutter: Cutter, job: Job, decisions: Decisions, pins: Mapping
             rows = job.batch // decisions.microbatches
             every = ([even] if rows % len(columns) == 0 else []) if alike else row_shares(columns, rows, time_s)
         for shares, inner in itertools.product(every, inners):
-            devices = laid_out(other, inner, cutter.fleet.devices, shards)
+            devices = assign_devices(other, inner, cutter.fleet.devices, shards)
             if len(devices) == decisions.device_count:  # fewer where a kind has no whole shard group
-                yield replace(uncut, replicas=shares).on(devices, inner)
+                yield replace(uncut, replicas=shares).with_devices(devices, inner)
 
 
-def _inner(hosts: int, replicas: int, lanes: int, pins: Mapping[str, Any]) -> tuple[Inner, ...]:
+def _rank_orders(hosts: int, replicas: int, lanes: int, pins: Mapping[str, Any]) -> tuple[Inner, ...]:
     if "inner" in pins:
         return (pins["inner"],)
     return ("replica", "stage") if hosts > 1 and replicas > 1 and lanes > 1 else ("replica",)
 
 
-def _sizes(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
+def _grid_sizes(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
     """(shares of the replicas, lanes) that the devices and the batch allow."""
     shards = len(pins.get("shards", (1,)))
     most = min(pins.get("devices", devices), devices)
     if "replicas" in pins:
         replica_choices = [pins["replicas"]]
     else:
-        replica_choices = [(1,) * count for count in _divisors(job.batch) if count * shards <= most]
+        replica_choices = [(1,) * count for count in _divisors_of(job.batch) if count * shards <= most]
     for replicas in replica_choices:
         for lanes in range(1, min(most // (len(replicas) * shards), layers) + 1):
             if "devices" not in pins or len(replicas) * shards * lanes == pins["devices"]:
                 yield replicas, lanes
 
 
-def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> dict[tuple[tuple[int, ...], bool], list[str]]:
+def _schedules_by_placement(
+    lanes: int, layers: int, pins: Mapping[str, Any]
+) -> dict[tuple[tuple[int, ...], bool], list[str]]:
     """The schedules for this many lanes, by placement and by whether every backward is fused; those that are searched
     with slices only among them. A single lane runs all plain schedules alike as far as time goes, and 1F1B with the
     least memory."""
@@ -245,41 +260,41 @@ def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> dict[tuple[t
     for name in [pins["schedule"]] if "schedule" in pins else names:
         placement = pins.get("placement", FAMILIES[name].placement(lanes))
         if max(placement) + 1 == lanes and len(placement) <= layers and stages in (None, len(placement)):
-            found.setdefault((placement, facts_of(name).fused), []).append(name)
+            found.setdefault((placement, schedule_facts(name).fused), []).append(name)
     return found
 
 
-def _microbatches(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) -> Iterator[int]:
+def _microbatch_counts(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) -> Iterator[int]:
     """Counts of microbatches: divisors of the batch that leave every replica whole rows, evenly where shares are."""
     even = len({*replicas}) == 1
-    for count in _divided(job, pins):
+    for count in _batch_divisors(job, pins):
         rows = job.batch // count
         pinned = "microbatches" in pins or "replicas" in pins
-        each = all(start < stop for start, stop in split(rows, replicas))
+        each = all(start < stop for start, stop in split_by_shares(rows, replicas))
         if each and (not even or pinned or rows % len(replicas) == 0):
             yield count
 
 
-def _divided(job: Job, pins: Mapping[str, Any]) -> Iterator[int]:
+def _batch_divisors(job: Job, pins: Mapping[str, Any]) -> Iterator[int]:
     """Counts of microbatches that divide the batch."""
-    choices = [pins["microbatches"]] if "microbatches" in pins else _divisors(job.batch)
+    choices = [pins["microbatches"]] if "microbatches" in pins else _divisors_of(job.batch)
     return (count for count in choices if job.batch % count == 0)
 
 
-def _sharding(shards: tuple[int, ...], pins: Mapping[str, Any]) -> Any:
+def _sharding_style(shards: tuple[int, ...], pins: Mapping[str, Any]) -> Any:
     if len(shards) == 1:
         return "none"
     return pins.get("sharding", "megatron-sp")
 
 
-def _divisors(number: int) -> list[int]:
+def _divisors_of(number: int) -> list[int]:
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def _lanes_for(stages: int, pins: Mapping[str, Any]) -> int:
     """The fewest lanes on which a schedule that may be chosen lays this many stages; `stages` if none does. A single
-    lane runs 1F1B alone where no schedule is pinned: see `_schedules`."""
+    lane runs 1F1B alone where no schedule is pinned: see `_schedules_by_placement`."""
     pinned = "schedule" in pins
     names = [pins["schedule"]] if pinned else list(FAMILIES)
     fits = (
@@ -299,7 +314,7 @@ def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) ->
             "The batch cannot be cut into this many equal microbatches.",
             where="--fix microbatches",
             seen=f"batch {job.batch}, microbatches {microbatches}",
-            allowed=", ".join(map(str, _divisors(job.batch)[:12])),
+            allowed=", ".join(map(str, _divisors_of(job.batch)[:12])),
         )
     replicas, lanes = len(pins.get("replicas", (1,))), 1
     stages = pins.get("stages", len(pins.get("cuts", ())) + 1)
@@ -329,10 +344,12 @@ def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) ->
     shards = pins.get("shards", (1,))
     given = pins.get("slices", 1)
     lengths = given if isinstance(given, tuple) else ()
-    check_cut(lengths, job.sequence, shards, _sharding(shards, pins), "--fix slices" if lengths else "--seq and shards")
+    check_slices(
+        lengths, job.sequence, shards, _sharding_style(shards, pins), "--fix slices" if lengths else "--seq and shards"
+    )
     if isinstance(given, int):
         check_number(job.sequence, given, pins.get("slice_multiple", 1), "--fix slices")
-    if next(space(job, layers, devices, 1, pins), None) is None:
+    if next(iter_candidates(job, layers, devices, 1, pins), None) is None:
         used = pins.get("devices")
         raise PlanError(
             "No plan obeys all these fixes.",

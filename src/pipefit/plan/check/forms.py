@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from pipefit.errors import PlanError
-from pipefit.layout import FLAT, Axis, Form, Group, parse_form
-from pipefit.plan.types import Edge, Plan, Wire
+from pipefit.layout import FLAT, Mesh, MeshAxis, TensorForm, parse_form
+from pipefit.plan.types import Edge, EdgeTransfer, Plan
 
 
 def edge_problems(plan: Plan) -> Iterator[PlanError]:
@@ -22,10 +22,10 @@ def edge_problems(plan: Plan) -> Iterator[PlanError]:
         if (edge.source, edge.target, edge.tensor) in seen:
             yield PlanError("The edge is there twice.", where=where, seen=f"{edge.source} to {edge.target}")
         seen.add((edge.source, edge.target, edge.tensor))
-        source, target = (plan.groups[plan.stages[stage].group].group() for stage in (edge.source, edge.target))
-        yield from _wire(edge.forward, source, target, f"{where}.forward")
-        yield from _wire(edge.gradient, target, source, f"{where}.gradient")
-        yield from _duality(edge, source, target, where)
+        source, target = (plan.groups[plan.stages[stage].group].to_mesh() for stage in (edge.source, edge.target))
+        yield from _transfer_problems(edge.forward, source, target, f"{where}.forward")
+        yield from _transfer_problems(edge.gradient, target, source, f"{where}.gradient")
+        yield from _gradient_problems(edge, source, target, where)
     for index, (one, two) in enumerate(pairwise(plan.stages)):
         if one.module == two.module and one.turns == 1 and (index, index + 1, "") not in seen:
             yield PlanError(
@@ -35,7 +35,7 @@ def edge_problems(plan: Plan) -> Iterator[PlanError]:
             )
 
 
-def _wire(wire: Wire, source: Group, target: Group, where: str) -> Iterator[PlanError]:
+def _transfer_problems(wire: EdgeTransfer, source: Mesh, target: Mesh, where: str) -> Iterator[PlanError]:
     for name, texts, group in (
         ("sent", wire.sent, source),
         ("wire", wire.wire, source),
@@ -59,31 +59,31 @@ def _wire(wire: Wire, source: Group, target: Group, where: str) -> Iterator[Plan
                 "A tensor does not become partial sums on the way.", where=f"{where}.wire", seen=f"{sent} to {wired}"
             )
         other = {a.name: form for a, form in zip(target.axes, wire.received, strict=True)}.get(axis.name, "I")
-        if wired == "P" and axis.size > 1 and (other != "P" or target.axis(axis.name).size != axis.size):
+        if wired == "P" and axis.size > 1 and (other != "P" or target.find_axis(axis.name).size != axis.size):
             yield PlanError(
                 "Partial sums can only move between equal grids that keep them partial.",
                 where=f"{where}.wire",
-                seen=f"P along {axis.name!r} of {axis.size} to {other} of {target.axis(axis.name).size}",
+                seen=f"P along {axis.name!r} of {axis.size} to {other} of {target.find_axis(axis.name).size}",
                 next_step="give the edge a wire layout without P: it is reduced before it leaves",
             )
 
 
-def _duality(edge: Edge, source: Group, target: Group, where: str) -> Iterator[PlanError]:
+def _gradient_problems(edge: Edge, source: Mesh, target: Mesh, where: str) -> Iterator[PlanError]:
     for group, forward, gradient, name in (
         (source, edge.forward.sent, edge.gradient.received, "gradient.received"),
         (target, edge.forward.received, edge.gradient.sent, "gradient.sent"),
     ):
         for axis, ahead, back in zip(group.axes, forward, gradient, strict=False):
-            if axis.size > 1 and back not in _duals(ahead):
+            if axis.size > 1 and back not in _gradient_forms(ahead):
                 yield PlanError(
                     "The gradient's form does not follow from the tensor's form.",
                     where=f"{where}.{name} ({axis.name})",
                     seen=f"{back} for a tensor that is {ahead}",
-                    allowed=" or ".join(_duals(ahead)),
+                    allowed=" or ".join(_gradient_forms(ahead)),
                 )
 
 
-def _duals(form: str) -> tuple[str, ...]:
+def _gradient_forms(form: str) -> tuple[str, ...]:
     """Whole tensors have partial gradients, partial ones whole gradients, split ones gradients split alike."""
     return {"I": ("P",), "P": ("I",)}.get(form, (form,))
 
@@ -112,12 +112,12 @@ def parameter_problems(plan: Plan) -> Iterator[PlanError]:
                 allowed=", ".join(map(str, uses)),
             )
             continue
-        group = plan.groups[plan.stages[parameter.owner].group].group()
+        group = plan.groups[plan.stages[parameter.owner].group].to_mesh()
         yield from _forms_of_parameter(parameter.shape, parameter.stored, parameter.state, group.axes, where)
 
 
 def _forms_of_parameter(
-    shape: Sequence[int], stored: Sequence[str], state: Sequence[str], axes: Sequence[Axis], where: str
+    shape: Sequence[int], stored: Sequence[str], state: Sequence[str], axes: Sequence[MeshAxis], where: str
 ) -> Iterator[PlanError]:
     for name, texts in (("stored", stored), ("state", state)):
         if len(texts) != len(axes):
@@ -133,7 +133,7 @@ def _forms_of_parameter(
             yield error
             return
     for one, two in zip(map(parse_form, stored), map(parse_form, state), strict=True):
-        if one.kind == "P" or two.kind == "P" or one.dim == FLAT or _beyond(one, shape):
+        if one.kind == "P" or two.kind == "P" or one.dim == FLAT or _exceeds_shape(one, shape):
             yield PlanError(
                 "A parameter is stored whole or split along one of its dimensions.",
                 where=f"{where}.stored",
@@ -149,7 +149,7 @@ def _forms_of_parameter(
             )
 
 
-def _beyond(form: Form, shape: Sequence[int]) -> bool:
+def _exceeds_shape(form: TensorForm, shape: Sequence[int]) -> bool:
     return form.kind == "G" and form.dim is not None and form.dim >= len(shape)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.errors import PlanError
-from pipefit.layout import split
+from pipefit.layout import split_by_shares
 from pipefit.plan.types import Plan
 
 
@@ -27,7 +27,7 @@ def placement_problems(plan: Plan) -> Iterator[PlanError]:
         )
         return
     yield from _lanes_of_stages(plan)
-    yield from _rows(plan)
+    yield from _row_problems(plan)
     if order.slices and (sum(order.slices) != plan.job.sequence or min(order.slices) < 1):
         yield PlanError(
             "The slices must add up to the sequence.",
@@ -60,7 +60,7 @@ def _lanes_of_stages(plan: Plan) -> Iterator[PlanError]:
             )
 
 
-def _rows(plan: Plan) -> Iterator[PlanError]:
+def _row_problems(plan: Plan) -> Iterator[PlanError]:
     microbatches = plan.order.microbatches
     if microbatches < 1 or plan.job.batch % microbatches:
         yield PlanError(
@@ -80,10 +80,10 @@ def _rows(plan: Plan) -> Iterator[PlanError]:
                 seen=f"{rows} rows, {microbatches} microbatches, {multiple} taken together",
             )
             continue
-        replicas = plan.groups[stage.group].group().axis("replica")
+        replicas = plan.groups[stage.group].to_mesh().find_axis("replica")
         if stage.divide == "images":  # a replica without images has an empty packed row
             continue
-        if any(start == stop for start, stop in split(rows * multiple // microbatches, replicas.shares)):
+        if any(start == stop for start, stop in split_by_shares(rows * multiple // microbatches, replicas.shares)):
             yield PlanError(
                 "A replica would get no row of a microbatch.",
                 where=f"stages[{index}]",

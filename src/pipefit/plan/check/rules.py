@@ -1,6 +1,6 @@
 """What makes a plan valid. Each rule is a small function that yields a PlanError for every breach, naming the field.
 
-`check_plan` raises the first; `problems` gives them all. `check_fresh` refuses a plan made for something else.
+`check_plan` raises the first; `plan_problems` gives them all. `check_staleness` refuses a plan made for something else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
-from pipefit.codec import digest, dump_text, load_file, write_file
+from pipefit.codec import content_digest, dump_text, load_file, write_file
 from pipefit.errors import PipefitError, PlanError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.order import order_problems
@@ -20,7 +20,7 @@ from pipefit.plan.check.turns import turn_problems
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, shard_problems, slice_problems
 from pipefit.plan.types import Plan
-from pipefit.shard.apart import apart_problems
+from pipefit.shard.apart import row_problems
 
 VERSIONS = (1, 2)
 """Version 2 has sets of recipes with names; files of version 1 mean what they meant."""
@@ -44,11 +44,11 @@ def check_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None =
     With a model, its layers and parameters must be those of the plan, and its positions enough; with a cluster, its
     devices must exist.
     """
-    for error in problems(plan, model, cluster):
+    for error in plan_problems(plan, model, cluster):
         raise error
 
 
-def problems(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> Iterator[PipefitError]:
+def plan_problems(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> Iterator[PipefitError]:
     """Every breach, in the order of the file. A rule that others rest on ends the list when it is broken."""
     for rule in RULES:
         found = list(rule(plan))
@@ -58,20 +58,20 @@ def problems(plan: Plan, model: Model | None = None, cluster: Cluster | None = N
     if model is not None:
         yield from _model_problems(plan, model)
         yield from length_problems(plan, model)
-        yield from apart_problems(model)
+        yield from row_problems(model)
         yield from slice_problems(plan, model)
         yield from document_problems(plan, model)
     if cluster is not None:
         yield from _cluster_problems(plan, cluster)
 
 
-def check_fresh(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> None:
+def check_staleness(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> None:
     """Raises StalePlanError that names what changed since the plan was made. Empty hashes are not compared."""
     changed = []
     if model is not None and plan.hashes.model and plan.hashes.model != model.hash:
         changed.append(("model", plan.hashes.model, model.hash))
-    if cluster is not None and plan.hashes.cluster and plan.hashes.cluster != digest(cluster):
-        changed.append(("cluster", plan.hashes.cluster, digest(cluster)))
+    if cluster is not None and plan.hashes.cluster and plan.hashes.cluster != content_digest(cluster):
+        changed.append(("cluster", plan.hashes.cluster, content_digest(cluster)))
     if changed:
         names = " and ".join(name for name, _, _ in changed)
         raise StalePlanError(
@@ -83,7 +83,7 @@ def check_fresh(plan: Plan, model: Model | None = None, cluster: Cluster | None 
         )
 
 
-def _version(plan: Plan) -> Iterator[PlanError]:
+def _version_problems(plan: Plan) -> Iterator[PlanError]:
     if plan.version not in VERSIONS:
         yield PlanError(
             "This version of the plan format is unknown.",
@@ -93,13 +93,13 @@ def _version(plan: Plan) -> Iterator[PlanError]:
         )
 
 
-def _job(plan: Plan) -> Iterator[PlanError]:
+def _job_problems(plan: Plan) -> Iterator[PlanError]:
     for name, value in (("batch", plan.job.batch), ("sequence", plan.job.sequence)):
         if value < 1:
             yield PlanError("A whole number above zero is needed.", where=f"job.{name}", seen=value)
 
 
-def _groups(plan: Plan) -> Iterator[PlanError]:
+def _group_problems(plan: Plan) -> Iterator[PlanError]:
     if not plan.groups:
         yield PlanError("A plan needs at least one group.", where="groups")
     for index, group in enumerate(plan.groups):
@@ -122,10 +122,10 @@ def _groups(plan: Plan) -> Iterator[PlanError]:
             )
         if len({*group.devices}) != len(group.devices) or min(group.devices, default=0) < 0:
             yield PlanError("The devices of a group are different, from 0 on.", where=f"{where}.devices")
-    yield from _overlaps(plan)
+    yield from _overlap_problems(plan)
 
 
-def _overlaps(plan: Plan) -> Iterator[PlanError]:
+def _overlap_problems(plan: Plan) -> Iterator[PlanError]:
     first: dict[int, int] = {}
     for index, group in enumerate(plan.groups):
         for device in group.devices:
@@ -139,7 +139,7 @@ def _overlaps(plan: Plan) -> Iterator[PlanError]:
                 return
 
 
-def _spaces(plan: Plan) -> Iterator[PlanError]:
+def _space_problems(plan: Plan) -> Iterator[PlanError]:
     names = [space.name for space in plan.spaces]
     if len({*names}) != len(names):
         yield PlanError("Two spaces have the same name.", where="spaces", seen=", ".join(names))
@@ -150,7 +150,7 @@ def _spaces(plan: Plan) -> Iterator[PlanError]:
             )
 
 
-def _stages(plan: Plan) -> Iterator[PlanError]:
+def _stage_problems(plan: Plan) -> Iterator[PlanError]:
     if not plan.stages:
         yield PlanError("A plan needs at least one stage.", where="stages")
     spaces = [space.name for space in plan.spaces]
@@ -179,7 +179,7 @@ def _stages(plan: Plan) -> Iterator[PlanError]:
             yield PlanError(
                 "There is no such space.", where=f"{where}.space", seen=stage.space, allowed=", ".join(spaces)
             )
-        shards = plan.groups[stage.group].group().axis("shard").size
+        shards = plan.groups[stage.group].to_mesh().find_axis("shard").size
         if (stage.sharding == "none") != (shards == 1):
             yield PlanError(
                 "A stage is sharded exactly when its group has more than one shard.",
@@ -192,14 +192,14 @@ def _stages(plan: Plan) -> Iterator[PlanError]:
                 where=f"{where}.microbatch_multiple",
                 seen=stage.microbatch_multiple,
             )
-        yield from _divides(plan, index)
+        yield from _divide_problems(plan, index)
     used = {stage.group for stage in plan.stages}
     for index in range(len(plan.groups)):
         if index not in used:
             yield PlanError("A group that no stage uses.", where=f"groups[{index}]", next_step="leave it out")
 
 
-def _divides(plan: Plan, index: int) -> Iterator[PlanError]:
+def _divide_problems(plan: Plan, index: int) -> Iterator[PlanError]:
     """A stage that divides images has a space of images, whose tokens are known where those of samples are."""
     stage = plan.stages[index]
     space = next((one for one in plan.spaces if one.name == stage.space), None)
@@ -221,7 +221,7 @@ def _divides(plan: Plan, index: int) -> Iterator[PlanError]:
         )
 
 
-def _prediction(plan: Plan) -> Iterator[PlanError]:
+def _prediction_problems(plan: Plan) -> Iterator[PlanError]:
     if plan.prediction is not None and len(plan.prediction.lanes) != len(plan.order.lanes):
         yield PlanError(
             "The prediction needs an entry for every lane.",
@@ -278,24 +278,25 @@ def _cluster_problems(plan: Plan, cluster: Cluster) -> Iterator[PlanError]:
                 where=f"groups[{index}].devices ({', '.join(modules)})",
                 seen=max(group.devices),
                 allowed=f"0 to {count - 1}",
-                next_step=f"plan for this cluster (pipefit plan), or name one with {len(plan.devices)} devices or more",
+                next_step=f"plan for this cluster (pipefit plan), or name one with {len(plan.used_devices)} "
+                "devices or more",
             )
 
 
 Rule = Callable[[Plan], Iterator[PipefitError]]
 
 RULES: tuple[Rule, ...] = (
-    _version,
-    _job,
-    _groups,
-    _spaces,
-    _stages,
+    _version_problems,
+    _job_problems,
+    _group_problems,
+    _space_problems,
+    _stage_problems,
     edge_problems,
     parameter_problems,
     placement_problems,
     turn_problems,
     shard_problems,
     order_problems,
-    _prediction,
+    _prediction_problems,
 )
 """In the order of the file; later rules may rely on earlier ones."""

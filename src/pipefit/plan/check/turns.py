@@ -25,15 +25,15 @@ def turn_problems(plan: Plan) -> Iterator[PlanError]:
         return
     for module in dict.fromkeys(stage.module for stage in plan.stages if stage.turns > 1):
         own = [index for index, stage in enumerate(plan.stages) if stage.module == module]
-        problems = [*_of_module(plan, own)]
+        problems = [*_module_problems(plan, own)]
         yield from problems
         if not problems:
-            yield from _edges(plan, own)
-            yield from _parameters(plan, own)
+            yield from _turn_edge_problems(plan, own)
+            yield from _turn_parameter_problems(plan, own)
     yield from _shared_on_a_lane(plan)
 
 
-def _of_module(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
+def _module_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
     first = plan.stages[own[0]]
     where = f"stages of module {first.module!r}"
     seen = sorted((plan.stages[index].turn, plan.stages[index].turns) for index in own)
@@ -71,7 +71,7 @@ def _of_module(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
         )
 
 
-def _edges(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
+def _turn_edge_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
     """Whoever exchanges something with one of them does with all: so every microbatch has one of them."""
     for kind in ("source", "target"):
         ends: dict[tuple[int, str], set[int]] = {}
@@ -89,7 +89,7 @@ def _edges(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
                 )
 
 
-def _parameters(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
+def _turn_parameter_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
     for index, parameter in enumerate(plan.parameters):
         if {*own} & {*parameter.uses} and not {*own} <= {*parameter.uses}:
             yield PlanError(
@@ -105,7 +105,7 @@ def _shared_on_a_lane(plan: Plan) -> Iterator[PlanError]:
         grids: dict[int, int] = {}
         for use in parameter.uses:
             first = grids.setdefault(plan.order.placement[use], use)
-            if plan.stage_group(first) != plan.stage_group(use):
+            if plan.stage_mesh(first) != plan.stage_mesh(use):
                 yield PlanError(
                     "A parameter that two stages of a lane use lies there in one grid.",
                     where=f"parameters[{index}] ({parameter.name}).uses",

@@ -21,7 +21,7 @@ STAGE = 1e-3
 """Weight of the stages' own squares beside the lanes': among equal lanes, equal stages."""
 
 
-def balanced(times_s: Array, placement: Sequence[int]) -> tuple[int, ...]:
+def balance_lanes(times_s: Array, placement: Sequence[int]) -> tuple[int, ...]:
     """Boundaries (0, cut, ..., layers) with even lanes. `times_s[s][l]` is the time of layer l on the devices of
     stage s; `placement` gives each stage's lane."""
     stages, layers = times_s.shape
@@ -34,7 +34,7 @@ def balanced(times_s: Array, placement: Sequence[int]) -> tuple[int, ...]:
     every = np.arange(stages)
     for _ in range(stages * layers):
         stage = sums[every, bounds[1:]] - sums[every, bounds[:-1]]
-        move, gain = _best_move(times_s, bounds, stage, _sums(lanes, stage), lanes)
+        move, gain = _best_move(times_s, bounds, stage, _lane_sums(lanes, stage), lanes)
         if gain <= 1e-9 * float(stage.max()) ** 2:
             break
         bounds[abs(move)] += 1 if move > 0 else -1
@@ -44,7 +44,7 @@ def balanced(times_s: Array, placement: Sequence[int]) -> tuple[int, ...]:
 def lane_times(times_s: Array, bounds: Sequence[int], placement: Sequence[int]) -> Array:
     """The time of every lane under a cut."""
     stage = [float(times_s[s, a:b].sum()) for s, (a, b) in enumerate(pairwise(bounds))]
-    return _sums(np.asarray(placement), stage)
+    return _lane_sums(np.asarray(placement), stage)
 
 
 def _best_move(times_s: Array, bounds: Ints, stage: Array, lane: Array, lanes: Ints) -> tuple[int, float]:
@@ -67,7 +67,7 @@ def _best_move(times_s: Array, bounds: Ints, stage: Array, lane: Array, lanes: I
     return best, best_gain
 
 
-def _sums(lanes: Ints, stage: Any) -> Array:
+def _lane_sums(lanes: Ints, stage: Any) -> Array:
     return np.bincount(lanes, weights=stage).astype(np.float64)
 
 

@@ -12,18 +12,18 @@ import numpy as np
 
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts
-from pipefit.cost.memory.lanes import holdings
+from pipefit.cost.memory.lanes import stage_holdings
 from pipefit.cost.pipeline.table import layer_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, STATE_BYTES, WORKSPACE_BYTES
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
-from pipefit.layout import Group, split
-from pipefit.plan.assemble.shard_programs import Programs, own_shares
+from pipefit.layout import Mesh, split_by_shares
+from pipefit.plan.assemble.shard_programs import ProgramCache, layer_shares
 from pipefit.plan.assemble.structure import make_groups
-from pipefit.plan.bounds.sliced_bounds import sliced_flights
-from pipefit.plan.bounds.step_bounds import flights
-from pipefit.plan.cutting.balance import balanced, lane_times
-from pipefit.plan.cutting.partition import partition, some_partition_fits
+from pipefit.plan.bounds.sliced_bounds import min_sliced_in_flight
+from pipefit.plan.bounds.step_bounds import min_in_flight
+from pipefit.plan.cutting.balance import balance_lanes, lane_times
+from pipefit.plan.cutting.partition import partition_layers, some_partition_fits
 from pipefit.plan.cutting.rows import (
     LayerRow,
     Need,
@@ -33,17 +33,17 @@ from pipefit.plan.cutting.rows import (
     memory_of,
     most_bytes,
     passing_bytes,
-    stacked,
+    stack_rows,
     stages_by_row,
 )
-from pipefit.plan.devices.device_kinds import Kinds
-from pipefit.plan.devices.fleet import Fleet, Pair
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.devices.device_kinds import DeviceKinds
+from pipefit.plan.devices.fleet import DeviceFleet, Pair
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayerCut:
     """A cut of the layers, with the closed-form figures of its stages."""
 
     cuts: tuple[int, ...]
@@ -62,110 +62,110 @@ class Cut:
     "What one microbatch keeps on each stage."
 
     @property
-    def fullest(self) -> int:
+    def fullest_lane(self) -> int:
         """The lane that has least left, or lacks most."""
         return max(range(len(self.floor_bytes)), key=lambda lane: self.floor_bytes[lane] - self.limit_bytes[lane])
 
     @property
-    def fits(self) -> bool:
+    def may_fit(self) -> bool:
         """Whether it may fit: False is certain."""
-        return self.floor_bytes[self.fullest] <= self.limit_bytes[self.fullest]
+        return self.floor_bytes[self.fullest_lane] <= self.limit_bytes[self.fullest_lane]
 
 
-class Cutter:
+class LayerCutter:
     """Cuts of one module on one cluster. What layers cost on a kind of stage is worked out once."""
 
-    def __init__(self, programs: Programs, module: str, network: Network, layers: LayerCosts) -> None:
+    def __init__(self, programs: ProgramCache, module: str, network: Network, layers: LayerCosts) -> None:
         self.programs = programs
         self.module = module
         self.network = network
         self.layers = layers
-        self.fleet = Fleet(network)
+        self.fleet = DeviceFleet(network)
         self.slicers: dict[object, Any] = {}
         "How searches on these costs cut sequences: see `plan/candidates/slicings.py`, which needs a cutter."
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
-        self._cuts: dict[object, Cut | None] = {}
+        self._cuts: dict[object, LayerCut | None] = {}
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
-    def cut(self, job: Job, decisions: Decisions, spare_bytes: Sequence[float] = ()) -> Cut | None:
+    def cut_layers(self, job: Job, decisions: ParallelConfig, spare_bytes: Sequence[float] = ()) -> LayerCut | None:
         """The cut that makes the slowest stage as fast as can be within memory, or the one that is pinned. Where lanes
         hold several stages, a cut with a less busy lane (`plan/cutting/balance.py`), if it fits.
 
         None where no cut fits. Memory is the closed form, a lower bound: the simulator may still find that the plan
         does not fit. `spare_bytes` of every lane, if given, are kept free of what the closed form counts.
         """
-        rows = self.rows(job, decisions)
-        held = _held(decisions)
+        rows = self.stage_rows(job, decisions)
+        held = _lanes_in_flight(decisions)
         placement = decisions.lane_of_stage
         key = (tuple(map(id, rows)), held, placement, decisions.cuts, tuple(spare_bytes))
         if key not in self._cuts:
             lean = rows
             if spare_bytes:
                 each = [spare_bytes[lane] for lane in placement]
-                lean = [row.spared(spare) for row, spare in zip(rows, each, strict=True)]
+                lean = [row.with_less_memory(spare) for row, spare in zip(rows, each, strict=True)]
             cut = _best_cut(lean, held, placement, decisions.cuts)
             if cut is not None and spare_bytes:
                 cut = _cut_at((0, *cut.cuts, len(rows[0].forward_s)), rows, held, placement)
             self._cuts[key] = cut
         return self._cuts[key]
 
-    def leanest(self, job: Job, decisions: Decisions) -> Cut:
+    def leanest_cut(self, job: Job, decisions: ParallelConfig) -> LayerCut:
         """The cut whose fullest stage needs least memory, whether it fits or not."""
-        rows, placement = self.rows(job, decisions), decisions.lane_of_stage
-        held = _held(decisions)
+        rows, placement = self.stage_rows(job, decisions), decisions.lane_of_stage
+        held = _lanes_in_flight(decisions)
         layers = len(rows[0].forward_s)
         bounds: tuple[int, ...] | None = (0, *decisions.cuts, layers)
         if not decisions.cuts:
-            each = _stage_flights(held, placement)
+            each = _stages_in_flight(held, placement)
             every = zip(rows, each, strict=True)
-            bounds = partition(np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in every]))
+            bounds = partition_layers(np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in every]))
         assert bounds is not None, "without limits some cut always exists"
         return _cut_at(bounds, rows, held, placement)
 
-    def least_bytes(self, job: Job, decisions: Decisions) -> float:
+    def least_bytes(self, job: Job, decisions: ParallelConfig) -> float:
         """Less than the fullest stage of any cut needs: an equal part of all memory. For ranking without cutting."""
-        rows = self.rows(job, decisions)
-        held = _held(decisions)
-        least = min(_stage_flights(held, decisions.lane_of_stage))
+        rows = self.stage_rows(job, decisions)
+        held = _lanes_in_flight(decisions)
+        least = min(_stages_in_flight(held, decisions.lane_of_stage))
         distinct = {id(row): row for row in rows}.values()
-        return min(float(row.filled(least)[-1]) for row in distinct) / len(rows)
+        return min(float(row.filled_bytes(least)[-1]) for row in distinct) / len(rows)
 
-    def rows(self, job: Job, decisions: Decisions) -> list[LayerRow]:
+    def stage_rows(self, job: Job, decisions: ParallelConfig) -> list[LayerRow]:
         """What every layer would cost on the devices of every stage."""
         share = max(decisions.replicas) / sum(decisions.replicas) if decisions.zero1 else 1.0
         if decisions.is_sharded:
-            groups = [group.group() for group in make_groups(decisions)]
+            groups = [group.to_mesh() for group in make_groups(decisions)]
             return [
-                self._sharded(job, decisions, stage, lane, groups[lane], share)
+                self._sharded_row(job, decisions, stage, lane, groups[lane], share)
                 for stage, lane in enumerate(decisions.lane_of_stage)
             ]
-        pairs = self.fleet.lane_pairs(decisions, _rows(job.batch // decisions.microbatches, decisions.replicas))
+        pairs = self.fleet.lane_pairs(decisions, _replica_rows(job.batch // decisions.microbatches, decisions.replicas))
         known: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
         found = []
         for stage, lane in enumerate(decisions.lane_of_stage):
             key = pairs[lane], decisions.recompute_of(stage)
             if key not in known:
-                known[key] = self.row(job, *key, share)
+                known[key] = self.layer_row(job, *key, share)
             found.append(known[key])
         return found
 
-    def row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float) -> LayerRow:
+    def layer_row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float) -> LayerRow:
         """Of a stage whose devices are of these kinds and have these rows of a microbatch, and keep `share` of the
         optimizer state. The same object for equal questions."""
         plain = (job.precision, job.sequence, pairs, recompute)
         key = (*plain, share)
         if key not in self._rows:
             if plain not in self._plain:
-                group, rows = self.fleet.sample(pairs)
-                self._plain[plain] = self._make_row(self.probe(job, group, rows, recompute), job)
+                group, rows = self.fleet.sample_group(pairs)
+                self._plain[plain] = self._make_row(self.probe_stage(job, group, rows, recompute), job)
             self._rows[key] = self._with_statics(self._plain[plain], job, share)
         return self._rows[key]
 
-    def floor_bytes(self, job: Job, decisions: Decisions) -> tuple[float, float, float]:
+    def floor_bytes(self, job: Job, decisions: ParallelConfig) -> tuple[float, float, float]:
         """(all that stays, all that one microbatch keeps, memory of a device) where each is least, and most."""
-        rows = self.rows(job, decisions)
+        rows = self.stage_rows(job, decisions)
         key = tuple(dict.fromkeys(map(id, rows)))
         if key not in self._least:
             static = np.minimum.reduce([row.static_bytes for row in rows]).sum()
@@ -175,11 +175,11 @@ class Cutter:
 
     def rows_of(self, job: Job, microbatches: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
         """Rows of one microbatch on each replica."""
-        return _rows(job.batch // microbatches, replicas)
+        return _replica_rows(job.batch // microbatches, replicas)
 
     def static_bytes(self, job: Job, share: float, sharding: str, shards: tuple[int, ...]) -> float:
         """What stays of all layers on one device, which keeps `share` of the optimizer state."""
-        return float(self._statics(job, share, sharding, shards).sum())
+        return float(self._layer_static_bytes(job, share, sharding, shards).sum())
 
     def row_time(self, job: Job, recompute: Recompute) -> Callable[[int, int], float]:
         """(kind, rows) -> seconds of all layers of a microbatch, forward and backward, on one such device: exact for
@@ -188,7 +188,7 @@ class Cutter:
 
         def exact_s(kind: int, rows: int) -> float:
             if (kind, rows) not in known:
-                row = self.row(job, frozenset({(self.fleet.names[kind], rows)}), recompute, 1.0)
+                row = self.layer_row(job, frozenset({(self.fleet.names[kind], rows)}), recompute, 1.0)
                 known[kind, rows] = float(row.forward_s.sum() + row.backward_s.sum())
             return known[kind, rows]
 
@@ -201,15 +201,15 @@ class Cutter:
 
         return time_s
 
-    def near(self, job: Job, pairs: frozenset[Pair], recompute: Recompute) -> LayerRow:
-        """Like `row`, from the numbers of rows that are powers of two: no layer takes longer than in `row`, if time
-        rises with the rows and time per row does not. For bounds of the many ways to divide rows."""
+    def interpolated_row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute) -> LayerRow:
+        """Return a lower bound of `layer_row`, read between the numbers of rows that are powers of two. It holds if
+        time rises with the rows and time per row falls. It prunes divisions of rows among replicas."""
         each = []
         for name, rows in pairs:
             low = 1 << (rows.bit_length() - 1)
-            lower = self.row(job, frozenset({(name, low)}), recompute, 1.0)
+            lower = self.layer_row(job, frozenset({(name, low)}), recompute, 1.0)
             if low < rows:
-                upper, part = self.row(job, frozenset({(name, 2 * low)}), recompute, 1.0), rows / (2 * low)
+                upper, part = self.layer_row(job, frozenset({(name, 2 * low)}), recompute, 1.0), rows / (2 * low)
                 lower = replace(
                     lower,
                     forward_s=np.maximum(lower.forward_s, part * upper.forward_s),
@@ -228,31 +228,33 @@ class Cutter:
             limit_bytes=min(row.limit_bytes * saved.sum() / max(row.saved_bytes.sum(), 1.0) for row in each),
         )
 
-    def kinds(self, job: Job, shards: int) -> Kinds:
+    def compare_kinds(self, job: Job, shards: int) -> DeviceKinds:
         """How the kinds of devices compare; places are `shards` devices each."""
         time_s, every = self.row_time(job, "none"), range(len(self.fleet.names))
         memory = [self.network.kinds[devices[0]].memory_bytes for devices in self.fleet.devices]
-        return Kinds(
+        return DeviceKinds(
             counts=tuple(len(devices) // shards for devices in self.fleet.devices),
             fastest=tuple(sorted(every, key=lambda kind: time_s(kind, 1))),
             largest=tuple(sorted(every, key=lambda kind: (-memory[kind], time_s(kind, 1)))),
         )
 
-    def _sharded(self, job: Job, decisions: Decisions, stage: int, lane: int, group: Group, share: float) -> LayerRow:
+    def _sharded_row(
+        self, job: Job, decisions: ParallelConfig, stage: int, lane: int, group: Mesh, share: float
+    ) -> LayerRow:
         """The row of one stage whose devices run one program together."""
-        rows = _rows(job.batch // decisions.microbatches, decisions.replicas)
+        rows = _replica_rows(job.batch // decisions.microbatches, decisions.replicas)
         recompute = decisions.recompute_of(stage)
         program = (decisions.sharding_key(lane), decisions.shards_of(lane))
         key = (job.precision, job.sequence, rows, decisions.replicas, share, program, recompute, group.devices)
         if key not in self._rows:
-            probe = self.probe(job, group, rows, recompute, *program)
+            probe = self.probe_stage(job, group, rows, recompute, *program)
             self._rows[key] = self._with_statics(self._make_row(probe, job), job, share, *program)
         return self._rows[key]
 
-    def probe(
+    def probe_stage(
         self,
         job: Job,
-        group: Group,
+        group: Mesh,
         rows: tuple[int, ...],
         recompute: Recompute,
         sharding: str = "none",
@@ -260,16 +262,16 @@ class Cutter:
     ) -> StageWork:
         """A stage of all layers on these devices."""
         layers = self.programs.modules[self.module].layers
-        made = [self.programs.program(layer, sharding, shards) for layer in layers]
+        made = [self.programs.layer_program(layer, sharding, shards) for layer in layers]
         return StageWork(
             lane=0,
             group=group,
             layers=tuple(program.graphs for program in made),
-            shares=own_shares(made, shards),
+            shares=layer_shares(made, shards),
             rows=rows,
             slices=(job.sequence,),
             recompute=recompute,
-            parameters=self.programs.counts(layers, sharding, shards),
+            parameters=self.programs.parameter_counts(layers, sharding, shards),
             split_state=False,
         )
 
@@ -279,7 +281,7 @@ class Cutter:
         costs = by_kind[""]
         kinds = {kind.name: kind for kind in (self.network.kinds[device] for device in probe.group.devices)}
         limits = {name: float(kind.memory_bytes - WORKSPACE_BYTES) for name, kind in kinds.items()}
-        rows = {name: held.rows for name, held in holdings(probe, self.network).items()}
+        rows = {name: held.rows for name, held in stage_holdings(probe, self.network).items()}
         return LayerRow(
             forward_s=np.array([cost.forward_s for cost in costs]),
             backward_s=np.array([cost.least_backward_s for cost in costs]),
@@ -295,33 +297,37 @@ class Cutter:
     def _with_statics(
         self, row: LayerRow, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)
     ) -> LayerRow:
-        """The row with what stays. Replicas keep parts of a split state as they have rows: exact where rows are
-        divided as the shares say."""
-        static = self._statics(job, share, sharding, shards)
+        """Return the row with its static bytes. Replicas split the optimizer state as they split rows."""
+        static = self._layer_static_bytes(job, share, sharding, shards)
         if not row.kinds:
             return replace(row, static_bytes=static)
         split_ = share < 1
         kinds = tuple(
-            replace(kind, static_bytes=self._statics(job, share * kind.part if split_ else share, sharding, shards))
+            replace(
+                kind,
+                static_bytes=self._layer_static_bytes(job, share * kind.part if split_ else share, sharding, shards),
+            )
             for kind in row.kinds
         )
         return replace(row, static_bytes=static, kinds=kinds, limit_bytes=most_bytes(kinds, static, row.saved_bytes))
 
-    def _statics(self, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)) -> Array:
+    def _layer_static_bytes(
+        self, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)
+    ) -> Array:
         """Bytes that stay of each layer, on the shard position that stores most of it."""
         width = COMPUTE_BYTES[job.precision]
         per_element = width + GRADIENT_BYTES[job.precision] + STATE_BYTES[job.precision] * share
-        trainable, frozen = self._elements(sharding, shards)
+        trainable, frozen = self._element_counts(sharding, shards)
         most: Array = (trainable * per_element + frozen * width).max(axis=1)
         return most
 
-    def _elements(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
+    def _element_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
         """[layer, shard position]: trainable and frozen elements; what an earlier layer shares counts there."""
         if (sharding, shards) not in self._counted:
             trainable, frozen, seen = [], [], set[str]()
             for layer in self.programs.modules[self.module].layers:
                 names = {*layer.parameters.values()}
-                counts = self.programs.counts((layer,), sharding, shards)
+                counts = self.programs.parameter_counts((layer,), sharding, shards)
                 trainable.append(counts.trainable if not names & seen else (0,) * len(shards))
                 frozen.append(counts.frozen if not names & seen else (0,) * len(shards))
                 seen |= names
@@ -330,28 +336,29 @@ class Cutter:
 
 
 @lru_cache(maxsize=4096)
-def _rows(rows: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
+def _replica_rows(rows: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
     """Rows of one microbatch on each replica."""
-    return tuple(stop - start for start, stop in split(rows, replicas))
+    return tuple(stop - start for start, stop in split_by_shares(rows, replicas))
 
 
-def _held(decisions: Decisions) -> tuple[float, ...]:
+def _lanes_in_flight(decisions: ParallelConfig) -> tuple[float, ...]:
     """The least number of stage-microbatches that each lane holds at once; with slices, whole ones."""
     if decisions.slices:
-        return sliced_flights(decisions.schedule, decisions.lane_of_stage, decisions.microbatches, decisions.slices)
-    return flights(decisions.schedule, decisions.lane_of_stage, decisions.microbatches)
+        return min_sliced_in_flight(
+            decisions.schedule, decisions.lane_of_stage, decisions.microbatches, decisions.slices
+        )
+    return min_in_flight(decisions.schedule, decisions.lane_of_stage, decisions.microbatches)
 
 
-def _stage_flights(held: Sequence[float], placement: Sequence[int]) -> list[float]:
-    """An equal part of what a lane holds for each of its stages, at least one microbatch; whole ones of several
-    stages."""
+def _stages_in_flight(held: Sequence[float], placement: Sequence[int]) -> list[float]:
+    """Return the microbatches in flight of each stage: an equal part of its lane's, and at least one."""
     each = [(held[lane], placement.count(lane)) for lane in placement]
     return [max(1, count if turns == 1 else count // turns) for count, turns in each]
 
 
-def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: Decisions) -> Cut:
+def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: ParallelConfig) -> LayerCut:
     """The cut with these boundaries (0, cut, ..., layers), with its closed-form figures."""
-    return _cut_at(bounds, rows, _held(decisions), decisions.lane_of_stage)
+    return _cut_at(bounds, rows, _lanes_in_flight(decisions), decisions.lane_of_stage)
 
 
 def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[float]) -> bool:
@@ -361,36 +368,38 @@ def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[float]) -> bool:
 
 def _best_cut(
     rows: Sequence[LayerRow], held: Sequence[float], placement: tuple[int, ...], pinned: tuple[int, ...]
-) -> Cut | None:
+) -> LayerCut | None:
     layers, stages = len(rows[0].forward_s), len(rows)
     if pinned or stages == 1:
         cut = _cut_at((0, *pinned, layers), rows, held, placement)
-        return cut if cut.fits else None
+        return cut if cut.may_fit else None
     turns = [placement.count(lane) for lane in placement]
     certain = [held[lane] if count == 1 else 1 for lane, count in zip(placement, turns, strict=True)]
     least = memory_of(rows, certain)
     if not some_partition_fits(least, limits_of(rows, [1] * stages)):
         return None
-    times = stacked(rows, lambda row: row.forward_s + row.backward_s)
-    shared = _stage_flights(held, placement)
+    times = stack_rows(rows, lambda row: row.forward_s + row.backward_s)
+    shared = _stages_in_flight(held, placement)
     likely = least if shared == certain else memory_of(rows, shared)
     tight = limits_of(rows, turns, passing=True)
-    found = partition(times, likely, tight)
+    found = partition_layers(times, likely, tight)
     if found is None and max(turns) > 1:
-        found = partition(times, likely, limits_of(rows, turns))
-    found = found or partition(times, least, limits_of(rows, [1] * stages))
+        found = partition_layers(times, likely, limits_of(rows, turns))
+    found = found or partition_layers(times, least, limits_of(rows, [1] * stages))
     assert found is not None, "the memory test found a cut that fits"
     cut = _cut_at(found, rows, held, placement)
     if max(turns) == 1:
         return cut
-    even = balanced(times, placement)
+    even = balance_lanes(times, placement)
     if lane_times(times, even, placement).max() >= lane_times(times, found, placement).max():
         return cut
     other = _cut_at(even, rows, held, placement)
-    return other if other.fits else cut
+    return other if other.may_fit else cut
 
 
-def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]) -> Cut:
+def _cut_at(
+    bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]
+) -> LayerCut:
     runs = list(pairwise(bounds))
     saved, stays, forward, backward = (
         _stage_sums(bounds, rows, value)
@@ -418,7 +427,7 @@ def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[floa
             (static[lane] - WORKSPACE_BYTES, [saved[stage] for stage in own]),
         )
         limits[lane], needs[lane] = limit + WORKSPACE_BYTES, (need + WORKSPACE_BYTES, has + WORKSPACE_BYTES)
-    return Cut(
+    return LayerCut(
         cuts=tuple(bounds[1:-1]),
         forward_s=tuple(forward),
         backward_s=tuple(backward),

@@ -34,9 +34,9 @@ class CutMemory:
         ]
         self._known: dict[tuple[int, int, int], tuple[Array, Array, float]] = {}
 
-    def peaks(self, bounds: Sequence[int]) -> list[float]:
+    def lane_peaks(self, bounds: Sequence[int]) -> list[float]:
         """Bytes that every lane needs at its fullest moment, under the cut (0, cut, ..., layers)."""
-        stages = [self._stage(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))]
+        stages = [self._stage_memory(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))]
         change = np.concatenate([held for held, _, _ in stages])
         passing = np.concatenate([worst for _, worst, _ in stages])
         static = np.bincount(self._lane, weights=[stays for _, _, stays in stages]) + WORKSPACE_BYTES
@@ -48,7 +48,7 @@ class CutMemory:
             found.append(float(static[lane] + most))
         return found
 
-    def _stage(self, stage: int, start: int, stop: int) -> tuple[Array, Array, float]:
+    def _stage_memory(self, stage: int, start: int, stop: int) -> tuple[Array, Array, float]:
         """(what F, I, W and B change, what passes beside it, what stays) of a stage of these layers."""
         row = self._rows[stage]
         key = (id(row), start, stop)

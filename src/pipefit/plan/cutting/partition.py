@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.taskgraph.kernel import choose
+from pipefit.schedule.taskgraph.kernel import choose_loop
 
 Array = NDArray[np.float64]
 
@@ -23,7 +23,7 @@ COMPILED_FROM = 4_000
 times."""
 
 
-def partition(
+def partition_layers(
     times_s: Sequence[Sequence[float]] | Array,
     memory_bytes: Sequence[Sequence[float]] | Array | None = None,
     limit_bytes: Sequence[float] | Array | None = None,
@@ -43,9 +43,9 @@ def partition(
         raise ValueError(f"{stages} stages need at least {stages} layers; there are {layers}")
     memory = np.zeros_like(times) if memory_bytes is None else np.asarray(memory_bytes, dtype=np.float64)
     limits = np.full(stages, np.inf) if limit_bytes is None else np.asarray(limit_bytes, dtype=np.float64)
-    arrays = [_sums(times), _sums(memory.reshape(stages, -1, layers)), limits.reshape(stages, -1)]
+    arrays = [_prefix_sums(times), _prefix_sums(memory.reshape(stages, -1, layers)), limits.reshape(stages, -1)]
     room, bounds = np.empty((stages, layers + 1)), np.zeros(stages + 1, dtype=np.int64)
-    function = _chosen(best_bounds, stages, layers, compiled)
+    function = _choose_kernel(best_bounds, stages, layers, compiled)
     if function is best_bounds:
         found = [0] * (stages + 1)
         some = best_bounds(*(array.tolist() for array in arrays), room.tolist(), found)
@@ -55,11 +55,11 @@ def partition(
 
 
 def some_partition_fits(memory_bytes: Array, limit_bytes: Array, compiled: bool | None = None) -> bool:
-    """Whether any cut keeps every stage within its limits: arguments as for `partition`, with an axis for the kinds of
-    devices. Exact: O(stages x layers)."""
+    """Whether any cut keeps every stage within its limits: arguments as for `partition_layers`, with an axis for the
+    kinds of devices. Exact: O(stages x layers)."""
     stages, _, layers = memory_bytes.shape
-    function = _chosen(some_bounds, stages, layers, compiled)
-    arrays = [_sums(memory_bytes), limit_bytes, np.zeros((2, layers + 1), dtype=np.int64)]
+    function = _choose_kernel(some_bounds, stages, layers, compiled)
+    arrays = [_prefix_sums(memory_bytes), limit_bytes, np.zeros((2, layers + 1), dtype=np.int64)]
     if function is some_bounds:
         return bool(some_bounds(*(array.tolist() for array in arrays)))
     return bool(function(*arrays))
@@ -139,12 +139,12 @@ def some_bounds(needs: Any, limits: Any, reached: Any) -> int:
     return int(reached[stages % 2][layers])
 
 
-def _chosen(function: Any, stages: int, layers: int, compiled: bool | None) -> Any:
+def _choose_kernel(function: Any, stages: int, layers: int, compiled: bool | None) -> Any:
     work = stages * (layers + (layers - stages + 1) ** 2)
-    return choose(function, work, True if compiled is None and work >= COMPILED_FROM else compiled)
+    return choose_loop(function, work, True if compiled is None and work >= COMPILED_FROM else compiled)
 
 
-def _sums(rows: Array) -> Array:
+def _prefix_sums(rows: Array) -> Array:
     """[..., j]: the sums over the layers before j."""
     sums = np.zeros((*rows.shape[:-1], rows.shape[-1] + 1))
     np.cumsum(rows, axis=-1, out=sums[..., 1:])

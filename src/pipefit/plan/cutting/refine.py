@@ -17,18 +17,18 @@ import numpy as np
 from pipefit.cost.types import Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
 from pipefit.plan.assemble.order import computed_schedule, edge_keys
-from pipefit.plan.assemble.pipeline_work import Parts
+from pipefit.plan.assemble.pipeline_work import PlanSkeleton
 from pipefit.plan.bounds.step_bounds import FACTS
-from pipefit.plan.cutting.balance import balanced
-from pipefit.plan.cutting.cutter import Cutter, cut_at
+from pipefit.plan.cutting.balance import balance_lanes
+from pipefit.plan.cutting.cutter import LayerCutter, cut_at
 from pipefit.plan.cutting.memory import CutMemory
 from pipefit.plan.cutting.rows import LayerRow
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.taskgraph.compile import task_graph
 from pipefit.schedule.taskgraph.table import CODE, SEND_B, SEND_F
-from pipefit.schedule.taskgraph.times import durations, run_sweep
+from pipefit.schedule.taskgraph.times import run_sweep, task_durations
 
 Bounds = tuple[int, ...]
 
@@ -60,13 +60,13 @@ ROUNDS = 3
 """How often the search begins anew because its best cut needs more memory than its unlowered order showed."""
 
 
-def refined_cuts(
-    cutter: Cutter, job: Job, decisions: Decisions, parts: Parts, costs_of: Costs, peaks: Peaks
+def refine_cuts(
+    cutter: LayerCutter, job: Job, decisions: ParallelConfig, parts: PlanSkeleton, costs_of: Costs, peaks: Peaks
 ) -> tuple[int, ...]:
     """Better cuts than those of `parts`, which the cutter found; the same where the decisions give some, where every
     lane holds one stage, with slices, and where the family has no order of its own but looks for one.
 
-    Cuts that fit, by what `peaks` says of them, come before cuts that do not; of those that fit the fastest in the
+    Cuts that fit, by what `lane_peaks` says of them, come before cuts that do not; of those that fit the fastest in the
     sweep comes first, of equally fast ones the emptiest. Deterministic.
     """
     given = tuple(stage.layers[0] for stage in parts.stages[1:])
@@ -78,104 +78,104 @@ def refined_cuts(
         computed = computed_schedule(decisions.schedule, parts, costs_of(given))
     except ScheduleError:
         return given  # whoever makes the plan says so
-    rows = cutter.rows(job, decisions)
+    rows = cutter.stage_rows(job, decisions)
     bounds = (0, *given, len(rows[0].forward_s))
     graphs = [layer.graph for layer in cutter.programs.modules[cutter.module].layers]
-    timer = _Timer(computed, parts, rows, graphs, costs_of)
+    timer = _CutTimer(computed, parts, rows, graphs, costs_of)
     limits = cut_at(bounds, rows, decisions).limit_bytes
-    judge = _Judge(timer, CutMemory(computed, rows).peaks, limits)
-    tried = {bounds: _missing(peaks(given), limits)}
+    judge = _CutScorer(timer, CutMemory(computed, rows).lane_peaks, limits)
+    tried = {bounds: _missing_bytes(peaks(given), limits)}
     for _ in range(ROUNDS):
-        best = _search(judge, _starts(bounds, rows, placement))
+        best = _search_cuts(judge, _start_cuts(bounds, rows, placement))
         if best not in tried:
-            tried[best] = judge.learn(best, peaks(best[1:-1]))
+            tried[best] = judge.learn_peaks(best, peaks(best[1:-1]))
         if not tried[best]:
             break
     return min(tried, key=lambda one: (tried[one], timer.step_s(one)))[1:-1]
 
 
-class _Judge:
+class _CutScorer:
     """How good a cut is: (bytes missing, step time, longer by a little for what it fills of the memory)."""
 
-    def __init__(self, timer: _Timer, peaks: Callable[[Bounds], Sequence[float]], limits: Sequence[float]) -> None:
+    def __init__(self, timer: _CutTimer, peaks: Callable[[Bounds], Sequence[float]], limits: Sequence[float]) -> None:
         self.timer, self.peaks, self.limits = timer, peaks, limits
         self.beyond = [0.0] * len(limits)
-        "What lanes need beyond `peaks` when the order is lowered, as far as cuts have shown."
+        "What lanes need beyond `lane_peaks` when the order is lowered, as far as cuts have shown."
         self.looks = self.most_looks = min(LOOKS[1], max(LOOKS[0], LOOKS[2] // timer.graph.size))
         "Cuts whose memory may still be simulated, and that may be in one search."
         self._known: dict[Bounds, Sequence[float]] = {}
 
-    def value(self, bounds: Bounds) -> Value:
+    def score_cut(self, bounds: Bounds) -> Value:
         """Of any cut; simulates its memory."""
-        needs = [need + more for need, more in zip(self._peaks(bounds), self.beyond, strict=True)]
+        needs = [need + more for need, more in zip(self._simulate_peaks(bounds), self.beyond, strict=True)]
         filled = max(need / limit for need, limit in zip(needs, self.limits, strict=True))
-        return _missing(needs, self.limits), self.timer.step_s(bounds) * (1.0 + MEMORY * filled)
+        return _missing_bytes(needs, self.limits), self.timer.step_s(bounds) * (1.0 + MEMORY * filled)
 
-    def better(self, bounds: Bounds, than: Value) -> Value | None:
+    def score_if_better(self, bounds: Bounds, than: Value) -> Value | None:
         """The value of a cut, if it is better. Its memory is simulated only where its time does not settle it."""
         if not than[0] and self.timer.step_s(bounds) >= than[1]:
             return None
         if bounds not in self._known and self.looks <= 0:
             return None
-        found = self.value(bounds)
+        found = self.score_cut(bounds)
         return found if found < than else None
 
-    def learn(self, bounds: Bounds, peaks: Sequence[float]) -> float:
+    def learn_peaks(self, bounds: Bounds, peaks: Sequence[float]) -> float:
         """Take in the peaks of a cut's lowered order; the bytes that it lacks."""
-        every = zip(self.beyond, peaks, self._peaks(bounds), strict=True)
+        every = zip(self.beyond, peaks, self._simulate_peaks(bounds), strict=True)
         self.beyond = [max(more, float(peak) - known) for more, peak, known in every]
-        return _missing(peaks, self.limits)
+        return _missing_bytes(peaks, self.limits)
 
-    def _peaks(self, bounds: Bounds) -> Sequence[float]:
+    def _simulate_peaks(self, bounds: Bounds) -> Sequence[float]:
         if bounds not in self._known:
             self.looks -= 1
             self._known[bounds] = self.peaks(bounds)
         return self._known[bounds]
 
 
-def _missing(needs: Sequence[float], limits: Sequence[float]) -> float:
+def _missing_bytes(needs: Sequence[float], limits: Sequence[float]) -> float:
     return sum(max(0.0, float(need) - limit) for need, limit in zip(needs, limits, strict=True))
 
 
-def _starts(given: Bounds, rows: Sequence[LayerRow], placement: Sequence[int]) -> list[Bounds]:
+def _start_cuts(given: Bounds, rows: Sequence[LayerRow], placement: Sequence[int]) -> list[Bounds]:
     """Where the search begins: the given cut, even lanes, equal numbers of layers."""
     times = np.stack([row.forward_s + row.backward_s for row in rows])
     equal = tuple(int(bound) for bound in np.round(np.linspace(0, given[-1], len(given))))
-    return list(dict.fromkeys((given, balanced(times, placement), equal)))
+    return list(dict.fromkeys((given, balance_lanes(times, placement), equal)))
 
 
-def _search(judge: _Judge, starts: Sequence[Bounds]) -> Bounds:
+def _search_cuts(judge: _CutScorer, starts: Sequence[Bounds]) -> Bounds:
     """The best cut of local searches from every start, and then from some moves away from the best so far."""
     timer, random = judge.timer, Random(len(starts))
     timer.left, judge.looks = timer.tries, judge.most_looks
-    best = min((_climb(judge, start) for start in starts), key=judge.value)
+    best = min((_climb_hill(judge, start) for start in starts), key=judge.score_cut)
     for _ in range(timer.tries):
         if timer.left <= 0 or judge.looks <= 0:
             break
         away = best
         for _ in range(random.randint(2, 4)):
-            away = random.choice(list(_neighbours(away)) or [away])
+            away = random.choice(list(_neighbour_cuts(away)) or [away])
         timer.left -= 1  # also where everything near is known already
-        best = min(best, _climb(judge, away), key=judge.value)
+        best = min(best, _climb_hill(judge, away), key=judge.score_cut)
     return best
 
 
-def _climb(judge: _Judge, start: Bounds) -> Bounds:
+def _climb_hill(judge: _CutScorer, start: Bounds) -> Bounds:
     """The cut from which no neighbour is better, or where the tries ended."""
-    here, value = start, judge.value(start)
+    here, value = start, judge.score_cut(start)
     moved = True
     while moved:
         moved = False
-        for bounds in _neighbours(here):
+        for bounds in _neighbour_cuts(here):
             if judge.timer.left <= 0:
                 break
-            if (other := judge.better(bounds, value)) is not None:
+            if (other := judge.score_if_better(bounds, value)) is not None:
                 here, value, moved = bounds, other, True
                 break
     return here
 
 
-def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
+def _neighbour_cuts(bounds: Bounds) -> Iterator[Bounds]:
     """Every cut in which one stage has some layers less and another one as many more: few layers, near stages first."""
     stages = len(bounds) - 1
     sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -191,16 +191,16 @@ def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
                         )
 
 
-class _Timer:
+class _CutTimer:
     """Times cuts in one order of the work. `graphs[l]` names what layer l computes."""
 
     def __init__(
-        self, computed: Schedule, parts: Parts, rows: Sequence[LayerRow], graphs: Sequence[str], costs_of: Costs
+        self, computed: Schedule, parts: PlanSkeleton, rows: Sequence[LayerRow], graphs: Sequence[str], costs_of: Costs
     ) -> None:
         given = tuple(stage.layers[0] for stage in parts.stages[1:])
         costs = costs_of(given)
         self.graph = task_graph(computed, edge_keys(parts.edges))
-        self.duration, self.transit = durations(self.graph, costs)
+        self.duration, self.transit = task_durations(self.graph, costs)
         self.left = self.tries = min(TRIES, TASKS // max(1, self.graph.size))
         "Cuts that may still be timed, and that may be timed in one search."
         self._known: dict[Bounds, float] = {}
@@ -211,7 +211,7 @@ class _Timer:
         for kind, seconds in _SECONDS.items():
             if CODE[kind] in self.graph.groups:
                 tasks = self.graph.groups[CODE[kind]].tasks
-                self._tasks.append((tasks, self.graph.stage[tasks], _prefix([seconds(row) for row in rows])))
+                self._tasks.append((tasks, self.graph.stage[tasks], _prefix_sums([seconds(row) for row in rows])))
         self._transfers = [
             (np.flatnonzero((self.graph.kind == code) & (self.graph.edge == number)), source, way)
             for number, (source, target, tensor) in enumerate(self.graph.table.edges)
@@ -227,13 +227,13 @@ class _Timer:
             for tasks, stage, sums in self._tasks:
                 self.duration[tasks] = (sums[every, cut[1:]] - sums[every, cut[:-1]])[stage] + self._overhead_s
             for tasks, source, way in self._transfers:
-                edge = self._edge(bounds, source)
+                edge = self._edge_cost(bounds, source)
                 self.duration[tasks] = getattr(edge, f"{way}_port_s").flat[0]
                 self.transit[tasks] = getattr(edge, f"{way}_s").flat[0]
             self._known[bounds] = float(run_sweep(self.graph, self.duration, self.transit).moment_s.max())
         return self._known[bounds]
 
-    def _edge(self, bounds: Bounds, source: int) -> EdgeCost:
+    def _edge_cost(self, bounds: Bounds, source: int) -> EdgeCost:
         """What leaves a stage, which depends on the layer that it ends with: logits are larger than hidden states."""
         key = (source, self._graphs[bounds[source + 1] - 1])
         if key not in self._edges:
@@ -251,7 +251,7 @@ _SECONDS: dict[str, Callable[[LayerRow], Array]] = {
 }
 
 
-def _prefix(rows: Sequence[Array]) -> Array:
+def _prefix_sums(rows: Sequence[Array]) -> Array:
     """[stage][layer]: the sum over the layers before."""
     sums: Array = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.stack(rows), axis=1)], axis=1)
     return sums

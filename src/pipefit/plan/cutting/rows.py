@@ -31,12 +31,12 @@ class KindRow:
     part: float
     "Their rows as a part of the most that any device of the stage has."
 
-    def filled(self, flight: float) -> Array:
+    def filled_bytes(self, flight: float) -> Array:
         """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
         sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
         return sums
 
-    def spared(self, spare_bytes: float) -> KindRow:
+    def with_less_memory(self, spare_bytes: float) -> KindRow:
         """With less memory: by what a device holds of `spare_bytes` of the fullest one."""
         return replace(self, limit_bytes=self.limit_bytes - self.part * spare_bytes)
 
@@ -62,19 +62,19 @@ class LayerRow:
     kinds: tuple[KindRow, ...] = ()
     "The kinds of devices, where they hold different amounts: each has to keep to its own memory."
 
-    def filled(self, flight: float) -> Array:
+    def filled_bytes(self, flight: float) -> Array:
         """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
         sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
         return sums
 
     @property
-    def judged(self) -> Sequence[LayerRow | KindRow]:
+    def memory_rows(self) -> Sequence[LayerRow | KindRow]:
         """What has to fit: every kind, or where all hold the same the row itself."""
         return self.kinds or (self,)
 
-    def spared(self, spare_bytes: float) -> LayerRow:
+    def with_less_memory(self, spare_bytes: float) -> LayerRow:
         """With so much less memory."""
-        kinds = tuple(kind.spared(spare_bytes) for kind in self.kinds)
+        kinds = tuple(kind.with_less_memory(spare_bytes) for kind in self.kinds)
         return replace(self, limit_bytes=self.limit_bytes - spare_bytes, kinds=kinds)
 
 
@@ -133,7 +133,7 @@ def lane_need(
     return limit, need
 
 
-def stacked(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Array:
+def stack_rows(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Array:
     """[stage][layer]."""
     table = np.empty((len(rows), len(rows[0].forward_s)))
     for row, stages in stages_by_row(rows):
@@ -151,11 +151,11 @@ def stages_by_row(rows: Sequence[LayerRow]) -> Iterator[tuple[LayerRow, list[int
 
 def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
     """[stage][kind][layer]: bytes with what is in flight; where kinds hold the same, one stands for all of them."""
-    most, each = max(len(row.judged) for row in rows), np.asarray(flights, dtype=float)[:, None]
+    most, each = max(len(row.memory_rows) for row in rows), np.asarray(flights, dtype=float)[:, None]
     table = np.empty((len(rows), most, len(rows[0].forward_s)))
     for row, stages in stages_by_row(rows):
         for place in range(most):
-            one = row.judged[place if place < len(row.judged) else 0]
+            one = row.memory_rows[place if place < len(row.memory_rows) else 0]
             table[stages, place] = one.static_bytes + each[stages] * one.saved_bytes
     return table
 
@@ -163,16 +163,16 @@ def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
 def limits_of(rows: Sequence[LayerRow], turns: Sequence[int], passing: bool = False) -> Array:
     """[stage][kind], as `memory_of` has them: its equal part of its lane's memory; without what passes, if asked
     for."""
-    most = max(len(row.judged) for row in rows)
+    most = max(len(row.memory_rows) for row in rows)
     table = np.empty((len(rows), most))
     for row, stages in stages_by_row(rows):
-        own = [one.limit_bytes - passing * one.passing_bytes for one in row.judged]
+        own = [one.limit_bytes - passing * one.passing_bytes for one in row.memory_rows]
         table[stages] = [*own, *own[:1] * (most - len(own))]
     table /= np.asarray(turns)[:, None]
     return table
 
 
-def scaled(need_bytes: float, limit_bytes: float, other_bytes: float) -> float:
+def scale_need(need_bytes: float, limit_bytes: float, other_bytes: float) -> float:
     """What fills the other limit as much as the need fills its own."""
     return need_bytes if limit_bytes == other_bytes else need_bytes / limit_bytes * other_bytes
 

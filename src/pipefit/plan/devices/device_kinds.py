@@ -4,7 +4,7 @@ rows.
 Two patterns are made for every grid: kinds by lane (uneven layers make up for their speeds) and kinds by replica
 (uneven rows do). Any kind may be left out, and only some of its devices may be taken. On few devices every pattern is
 tried; on many, of each grid those that take the fastest devices first, those with the most memory first, and those that
-take all kinds in proportion. What is best so far is then rearranged step by step (`rearranged`).
+take all kinds in proportion. What is best so far is then rearranged step by step (`neighbour_patterns`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Time = Callable[[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class DeviceKinds:
     """What patterns need to know of the kinds of a cluster."""
 
     counts: tuple[int, ...]
@@ -42,8 +42,8 @@ class Kinds:
     "The kinds, the one with the most memory first, of equal ones the fastest: first lanes hold the most."
 
 
-def patterns(
-    lanes: int, replicas: int, kinds: Kinds, by_lane: bool = True, by_replica: bool = True
+def device_patterns(
+    lanes: int, replicas: int, kinds: DeviceKinds, by_lane: bool = True, by_replica: bool = True
 ) -> Iterator[Pattern]:
     """Patterns for a grid, each once; where there are more than FEW, those by lane or by replica, or both."""
     every = range(len(kinds.counts))
@@ -54,28 +54,28 @@ def patterns(
                 yield tuple(zip(*columns, strict=True))
         return
     if by_lane:
-        for line in _lines(lanes, replicas, kinds):
-            yield by_lanes(line, replicas)
+        for line in _kind_sequences(lanes, replicas, kinds):
+            yield pattern_by_lanes(line, replicas)
     if by_replica:
-        for line in _lines(replicas, lanes, kinds):
+        for line in _kind_sequences(replicas, lanes, kinds):
             if len({*line}) > 1:
                 yield (line,) * lanes
 
 
-def by_lanes(line: Sequence[int], replicas: int) -> Pattern:
+def pattern_by_lanes(line: Sequence[int], replicas: int) -> Pattern:
     """The pattern whose lanes are of these kinds."""
     alike = {kind: (kind,) * replicas for kind in {*line}}
     return tuple(alike[kind] for kind in line)
 
 
-def _lines(places: int, size: int, kinds: Kinds) -> Iterator[tuple[int, ...]]:
+def _kind_sequences(places: int, size: int, kinds: DeviceKinds) -> Iterator[tuple[int, ...]]:
     """Kinds of so many places in a row, each of `size` devices; one order of every mix."""
     caps = [count // size for count in kinds.counts]
-    for mix in dict.fromkeys(_mixes(places, caps, kinds)):
+    for mix in dict.fromkeys(_kind_mixes(places, caps, kinds)):
         yield tuple(kind for kind in kinds.largest for _ in range(mix[kind]))
 
 
-def _mixes(places: int, caps: Sequence[int], kinds: Kinds) -> Iterator[tuple[int, ...]]:
+def _kind_mixes(places: int, caps: Sequence[int], kinds: DeviceKinds) -> Iterator[tuple[int, ...]]:
     """How many places every kind fills."""
     for order in (kinds.fastest, kinds.largest, *([kind] for kind in kinds.fastest)):
         left, taken = places, [0] * len(caps)
@@ -87,28 +87,28 @@ def _mixes(places: int, caps: Sequence[int], kinds: Kinds) -> Iterator[tuple[int
     for size in range(2, len(caps) + 1):
         for chosen in itertools.combinations(kinds.fastest, size):
             if sum(caps[kind] for kind in chosen) >= places:
-                parts = divided([caps[kind] for kind in chosen], places)
+                parts = divide_proportionally([caps[kind] for kind in chosen], places)
                 filled = dict(zip(chosen, parts, strict=True))
                 yield tuple(filled.get(kind, 0) for kind in range(len(caps)))
 
 
-def rearranged(pattern: Pattern, counts: Sequence[int]) -> Iterator[Pattern]:
+def neighbour_patterns(pattern: Pattern, counts: Sequence[int]) -> Iterator[Pattern]:
     """Patterns one step away: two lanes, or two replicas, of different kinds change places, or one becomes another
     kind, or all of a kind move to the front or the back. `counts` are the places that every kind can fill."""
     lines = [(tuple(line[0] for line in pattern), len(pattern[0]), True)] if _by_lane(pattern) else []
     if all(line == pattern[0] for line in pattern):
         lines.append((pattern[0], len(pattern), False))
     for line, size, is_lane in lines:
-        for other in dict.fromkeys(_stepped(line, [count // size for count in counts], is_lane)):
+        for other in dict.fromkeys(_step_line(line, [count // size for count in counts], is_lane)):
             if other != line:
-                yield by_lanes(other, size) if is_lane else (other,) * size
+                yield pattern_by_lanes(other, size) if is_lane else (other,) * size
 
 
 def _by_lane(pattern: Pattern) -> bool:
     return all(len({*line}) == 1 for line in pattern)
 
 
-def _stepped(line: tuple[int, ...], caps: Sequence[int], ordered: bool) -> Iterator[tuple[int, ...]]:
+def _step_line(line: tuple[int, ...], caps: Sequence[int], ordered: bool) -> Iterator[tuple[int, ...]]:
     blocks = [(kind, len([*run])) for kind, run in itertools.groupby(line)]
     if ordered and 1 < len(blocks) <= 4:
         for order in itertools.permutations(blocks):
@@ -128,7 +128,7 @@ def _stepped(line: tuple[int, ...], caps: Sequence[int], ordered: bool) -> Itera
                     yield tuple(changed)
 
 
-def divided(weights: Sequence[int], total: int) -> list[int]:
+def divide_proportionally(weights: Sequence[int], total: int) -> list[int]:
     """Whole parts of a total in proportion to weights, none more than its weight where the weights suffice: largest
     remainders first."""
     whole = sum(weights)
@@ -166,7 +166,7 @@ def row_shares(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> l
     found = [best]
     if comb(rows - 1, replicas - 1) <= SPLITS:
         found += _all_splits(columns, rows)
-    return [_reduced(one) for one in dict.fromkeys(found)]
+    return [_reduce_shares(one) for one in dict.fromkeys(found)]
 
 
 def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> tuple[int, ...]:
@@ -179,21 +179,21 @@ def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) ->
     for column in columns:
         count[column] = count.get(column, 0) + 1
 
-    def took(column: tuple[int, ...], number: int) -> float:
+    def time_of_rows(column: tuple[int, ...], number: int) -> float:
         return max(time_s(kind, number) for kind in column)
 
     even = max(1, rows // len(columns))
-    speed = {column: even / took(column, even) for column in count}
+    speed = {column: even / time_of_rows(column, even) for column in count}
     whole = sum(speed[column] * number for column, number in count.items())
     given = {column: max(1, int(0.9 * rows * speed[column] / whole)) for column in count}
     left = rows - sum(given[column] * number for column, number in count.items())
     last: dict[tuple[int, ...], int] = dict.fromkeys(count, 0)
     while left < 0:  # where the one row that everybody has is more than its part
-        column = max((one for one in count if given[one] > 1), key=lambda one: took(one, given[one]))
+        column = max((one for one in count if given[one] > 1), key=lambda one: time_of_rows(one, given[one]))
         given[column] -= 1
         left += count[column]
     while left > 0:
-        column = min(count, key=lambda one: took(one, given[one] + 1))
+        column = min(count, key=lambda one: time_of_rows(one, given[one] + 1))
         if count[column] > left:
             last[column] = left
             break
@@ -216,12 +216,12 @@ def _all_splits(columns: Sequence[tuple[int, ...]], rows: int) -> Iterator[tuple
             yield tuple(given)
 
 
-def _reduced(rows: tuple[int, ...]) -> tuple[int, ...]:
+def _reduce_shares(rows: tuple[int, ...]) -> tuple[int, ...]:
     common = gcd(*rows)
     return tuple(each // common for each in rows)
 
 
-def laid_out(pattern: Pattern, inner: str, devices: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
+def assign_devices(pattern: Pattern, inner: str, devices: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
     """The device of every lane, replica and shard: each place takes the next devices of its kind, replica by replica
     within a lane, or lane by lane within a replica (`inner`)."""
     lanes, replicas = len(pattern), len(pattern[0])

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.comm.network import Network
-from pipefit.layout import Axis, Group
+from pipefit.layout import Mesh, MeshAxis
 from pipefit.plan.devices.device_kinds import Pattern
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 
 Pair = tuple[str, int]
 """(name of a device kind, rows of a microbatch on such a device)."""
@@ -24,7 +24,7 @@ Runs = tuple[tuple[str, int], ...]
 """The kinds of the replicas of a lane, in order, equal neighbours together: (kind, how many)."""
 
 
-class Fleet:
+class DeviceFleet:
     """The devices of a cluster by kind. Kinds are in the order in which the hosts name them."""
 
     def __init__(self, network: Network) -> None:
@@ -40,32 +40,32 @@ class Fleet:
         "[kind]: its devices."
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether there is more than one kind."""
         return len(self.names) > 1
 
-    def sample(self, pairs: frozenset[Pair]) -> tuple[Group, tuple[int, ...]]:
+    def sample_group(self, pairs: frozenset[Pair]) -> tuple[Mesh, tuple[int, ...]]:
         """A group with one device for every pair, one replica each, and their rows."""
         ordered = sorted(pairs)
         devices = tuple(self.devices[self.names.index(name)][0] for name, _ in ordered)
-        group = Group(axes=(Axis(name="replica", shares=(1,) * len(ordered)),), devices=devices)
+        group = Mesh(axes=(MeshAxis(name="replica", shares=(1,) * len(ordered)),), devices=devices)
         return group, tuple(rows for _, rows in ordered)
 
-    def lane_pairs(self, decisions: Decisions, rows: tuple[int, ...]) -> Sequence[frozenset[Pair]]:
+    def lane_pairs(self, decisions: ParallelConfig, rows: tuple[int, ...]) -> Sequence[frozenset[Pair]]:
         """Of every lane the pairs of kinds and rows; `rows` of every replica. Without a shard axis."""
-        if not self.mixed:
-            return [frozenset((self.names[0], count) for count in {*rows})] * decisions.lanes
-        return self._pairs(decisions.devices, decisions.inner, decisions.lanes, rows)
+        if not self.is_mixed:
+            return [frozenset((self.names[0], count) for count in {*rows})] * decisions.lane_count
+        return self._lane_pair_sets(decisions.devices, decisions.inner, decisions.lane_count, rows)
 
     @lru_cache(maxsize=1024)  # noqa: B019 - a fleet lives as long as its search
-    def _pairs(
+    def _lane_pair_sets(
         self, devices: tuple[int, ...], inner: str, lanes: int, rows: tuple[int, ...]
     ) -> tuple[frozenset[Pair], ...]:
         every = self.lane_runs(devices, inner, lanes, len(rows))
         known = {runs: pairs_of(runs, rows) for runs in {*every}}
         return tuple(known[runs] for runs in every)
 
-    def pattern(self, decisions: Decisions) -> Pattern:
+    def kind_pattern(self, decisions: ParallelConfig) -> Pattern:
         """The kinds of a candidate's devices; of a shard group the first one's."""
         devices = np.array(decisions.lane_devices())[:, :: len(decisions.shards)]
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -86,17 +86,17 @@ class Fleet:
         for row in np.ascontiguousarray(kinds):
             key = row.tobytes()
             if key not in known:
-                known[key] = self._runs(row)
+                known[key] = self._kind_runs(row)
             found.append(known[key])
         return found
 
     def runs_of(self, pattern: Pattern) -> list[Runs]:
         """The kinds of every lane's replicas in a pattern."""
         lines = {id(line): line for line in pattern}
-        known = {key: self._runs(np.array(line)) for key, line in lines.items()}
+        known = {key: self._kind_runs(np.array(line)) for key, line in lines.items()}
         return [known[id(line)] for line in pattern]
 
-    def _runs(self, kinds: NDArray[np.int64]) -> Runs:
+    def _kind_runs(self, kinds: NDArray[np.int64]) -> Runs:
         edges = np.flatnonzero(np.diff(kinds)) + 1
         starts = [0, *edges.tolist()]
         stops = [*edges.tolist(), len(kinds)]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collection_put_off() -> Iterator[None]:
+def defer_collection() -> Iterator[None]:
     """No cycles are collected inside. Afterwards the collector is as it was before."""
     on = gc.isenabled()
     gc.disable()

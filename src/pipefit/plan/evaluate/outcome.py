@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipefit.plan.assemble.pipeline_work import Parts
-from pipefit.plan.assemble.predict import Simulation
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.assemble.pipeline_work import PlanSkeleton
+from pipefit.plan.assemble.predict import PlanSimulation
+from pipefit.plan.request.decisions import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class EvaluatedPlan:
     """A simulated candidate."""
 
-    decisions: Decisions
+    decisions: ParallelConfig
     "With its cuts."
-    parts: Parts
-    simulation: Simulation
+    parts: PlanSkeleton
+    simulation: PlanSimulation
 
     @property
     def step_s(self) -> float:
@@ -37,16 +37,16 @@ class Evaluated:
         return self.simulation.limits_bytes[self.worst_lane]
 
     @property
-    def rank(self) -> tuple[float, float, int, int]:
+    def rank_key(self) -> tuple[float, float, int, int]:
         """Faster first; among equally fast ones (within TIE) less memory, fewer devices, fewer stages."""
         return (float(f"{self.step_s:.9e}"), self.peak_bytes, self.decisions.device_count, self.decisions.stage_count)
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class InfeasiblePlan:
     """A candidate that cannot fit, by the closed form or by simulation."""
 
-    decisions: Decisions
+    decisions: ParallelConfig
     bound_s: float
     "It would take at least this long."
     peak_bytes: float
@@ -55,12 +55,12 @@ class Misfit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """The outcome of a search."""
 
-    fitting: tuple[Evaluated, ...]
+    fitting: tuple[EvaluatedPlan, ...]
     "Simulated and fitting, the best first; empty where nothing fits."
-    misfits: tuple[Misfit, ...]
+    misfits: tuple[InfeasiblePlan, ...]
     "Of what did not fit the most telling ones, the fastest first; the closest of all where nothing fits."
     unfit: int
     "How many candidates that were looked at did not fit."

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
-from pipefit.codec import digest
+from pipefit.codec import content_digest
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.cost.compute.roofline import LayerCosts
@@ -19,27 +19,27 @@ from pipefit.cost.memory.order_limits import order_limits
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.errors import PlanError
-from pipefit.model.graph import Model, Module
+from pipefit.model.graph import Model, ModelModule
 from pipefit.plan.assemble.module_parts import module_parameters
-from pipefit.plan.assemble.order import computed_schedule, frozen_in, lower_for, order_of
-from pipefit.plan.assemble.pipeline_work import Parts, pipeline_work
-from pipefit.plan.assemble.shard_programs import Programs
-from pipefit.plan.assemble.shard_recipes import Asked, asked_by, searched_recipes
+from pipefit.plan.assemble.order import computed_schedule, find_frozen_stages, lower_for_plan, make_schedule_plan
+from pipefit.plan.assemble.pipeline_work import PlanSkeleton, pipeline_work
+from pipefit.plan.assemble.shard_programs import ProgramCache
+from pipefit.plan.assemble.shard_recipes import RecipeRequest, request_from_config, searched_recipes
 from pipefit.plan.assemble.structure import make_edges, make_groups, make_stages
-from pipefit.plan.cutting.cutter import Cutter
-from pipefit.plan.cutting.refine import refined_cuts
-from pipefit.plan.request.decisions import Decisions, check_decisions
+from pipefit.plan.cutting.cutter import LayerCutter
+from pipefit.plan.cutting.refine import refine_cuts
+from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import check_sliceable
-from pipefit.plan.types import Hashes, Job, ModelSource, Parameter, Plan, Space
+from pipefit.plan.types import InputHashes, Job, ModelSource, ParameterPlan, Plan, SampleSpace
 from pipefit.schedule.actions import Schedule
-from pipefit.shard.apart import check_apart
-from pipefit.simulate import simulate
+from pipefit.shard.apart import check_row_independence
+from pipefit.simulate import simulate_schedule
 
 VERSION = 2
 
 
-class Workbench:
+class PlannerContext:
     """A model and a cluster with everything that is worked out about them once and used for many plans."""
 
     def __init__(
@@ -53,15 +53,15 @@ class Workbench:
         self.model = model
         self.cluster = cluster
         self.network = Network(cluster)
-        self.programs = Programs(model)
+        self.programs = ProgramCache(model)
         self.layers: LayerCosts = layers or best_costs(cluster, graphs=model.graphs.values())
         self.source = ModelSource(name=name or model.family, family=model.family, config=model.config)
         self.cluster_source = cluster_source
-        self._searched_for: tuple[Job, Asked] | None = None
-        self.hashes = Hashes(model=model.hash, cluster=digest(cluster))
+        self._searched_for: tuple[Job, RecipeRequest] | None = None
+        self.hashes = InputHashes(model=model.hash, cluster=content_digest(cluster))
 
     @property
-    def module(self) -> Module:
+    def only_module(self) -> ModelModule:
         """The only module. Raises PlanError where there are several."""
         if len(self.model.modules) != 1:
             raise PlanError(
@@ -72,17 +72,17 @@ class Workbench:
             )
         return self.model.modules[0]
 
-    def parts(self, job: Job, decisions: Decisions) -> Parts:
+    def make_skeleton(self, job: Job, decisions: ParallelConfig) -> PlanSkeleton:
         """Groups, stages and edges of these decisions; layers are cut by their costs where no cuts are given."""
-        module = self.module
-        cut = self.cutter.cut(job, decisions)
-        cuts = decisions.cuts or (cut or self.cutter.leanest(job, decisions)).cuts
+        module = self.only_module
+        cut = self.layer_cutter.cut_layers(job, decisions)
+        cuts = decisions.cuts or (cut or self.layer_cutter.leanest_cut(job, decisions)).cuts
         stages, groups = make_stages(module, decisions, cuts, self.programs), make_groups(decisions)
         zero1 = decisions.zero1 and len(decisions.replicas) > 1
-        return Parts(
+        return PlanSkeleton(
             job=job,
             groups=groups,
-            spaces=(Space(name=module.space, rows=job.batch, tokens=job.sequence),),
+            spaces=(SampleSpace(name=module.space, rows=job.batch, tokens=job.sequence),),
             stages=stages,
             edges=make_edges(module, stages, groups, self.programs),
             placement=decisions.lane_of_stage,
@@ -91,69 +91,76 @@ class Workbench:
             split_state=(zero1,) * len(stages),
         )
 
-    def refined(self, job: Job, decisions: Decisions, parts: Parts) -> Parts:
+    def refine_skeleton(self, job: Job, decisions: ParallelConfig, parts: PlanSkeleton) -> PlanSkeleton:
         """These parts, cut again where it makes the step shorter (`cutting/refine.py`). The decisions give no cuts."""
 
-        def parts_of(cuts: tuple[int, ...]) -> Parts:
-            return self.parts(job, replace(decisions, cuts=cuts))
+        def skeleton_with_cuts(cuts: tuple[int, ...]) -> PlanSkeleton:
+            return self.make_skeleton(job, replace(decisions, cuts=cuts))
 
-        def costs_of(cuts: tuple[int, ...]) -> CostTable:
-            return self.costs(parts_of(cuts))
+        def costs_with_cuts(cuts: tuple[int, ...]) -> CostTable:
+            return self.build_cost_table(skeleton_with_cuts(cuts))
 
-        def peaks(cuts: tuple[int, ...]) -> list[float]:
-            costs = costs_of(cuts)
-            return [float(peak) for peak in simulate(self.schedule(parts_of(cuts), decisions, costs), costs).peak_bytes]
+        def peaks_with_cuts(cuts: tuple[int, ...]) -> list[float]:
+            costs = costs_with_cuts(cuts)
+            return [
+                float(peak)
+                for peak in simulate_schedule(
+                    self.build_schedule(skeleton_with_cuts(cuts), decisions, costs), costs
+                ).peak_bytes
+            ]
 
-        cuts = refined_cuts(self.cutter, job, decisions, parts, costs_of, peaks)
-        return parts if cuts == tuple(stage.layers[0] for stage in parts.stages[1:]) else parts_of(cuts)
+        cuts = refine_cuts(self.layer_cutter, job, decisions, parts, costs_with_cuts, peaks_with_cuts)
+        return parts if cuts == tuple(stage.layers[0] for stage in parts.stages[1:]) else skeleton_with_cuts(cuts)
 
-    def search_recipes(self, job: Job, asked: Asked) -> None:
+    def search_recipes(self, job: Job, asked: RecipeRequest) -> None:
         """Search the shard programs of the module's layers; from now on `searched` without a name means these."""
         if self._searched_for == (job, asked):
             return
         self._searched_for = (job, asked)
-        self.programs = Programs(
-            self.model, searched_recipes(self.model, self.module, self.network, self.layers, job, asked)
+        self.programs = ProgramCache(
+            self.model, searched_recipes(self.model, self.only_module, self.network, self.layers, job, asked)
         )
-        self.__dict__.pop("cutter", None)  # it holds the programs that were before
+        self.__dict__.pop("layer_cutter", None)  # it holds the programs that were before
 
-    def on(self, cluster: Cluster) -> Workbench:
+    def with_cluster(self, cluster: Cluster) -> PlannerContext:
         """The same model on another cluster."""
-        other = Workbench(self.model, cluster, self.layers, self.source.name)
+        other = PlannerContext(self.model, cluster, self.layers, self.source.name)
         other.programs = self.programs
         return other
 
     @cached_property
-    def cutter(self) -> Cutter:
+    def layer_cutter(self) -> LayerCutter:
         """Cuts of the only module."""
-        return Cutter(self.programs, self.module.name, self.network, self.layers)
+        return LayerCutter(self.programs, self.only_module.name, self.network, self.layers)
 
-    def costs(self, parts: Parts) -> CostTable:
+    def build_cost_table(self, parts: PlanSkeleton) -> CostTable:
         """The cost table of these parts."""
         return cost_table(pipeline_work(parts, self.programs), self.network, self.layers)
 
-    def parameters(self, parts: Parts, decisions: Decisions) -> tuple[Parameter, ...]:
+    def plan_parameters(self, parts: PlanSkeleton, decisions: ParallelConfig) -> tuple[ParameterPlan, ...]:
         """The parameters of these parts."""
         return module_parameters(self.model, parts, self.programs)
 
-    def schedule(self, parts: Parts, decisions: Decisions, costs: CostTable | None) -> Schedule:
-        """The order of the decided family for these parts, its transfers put in by the times of `costs`. A family that
-        fits to memory gets that of the devices."""
+    def build_schedule(self, parts: PlanSkeleton, decisions: ParallelConfig, costs: CostTable | None) -> Schedule:
+        """The order of the decided family for these parts, its transfers put in by the times of `build_cost_table`. A
+        family that fits to memory gets that of the devices."""
         devices = self.network.kinds
         limits = tuple(min(float(devices[d].memory_bytes) for d in group.devices) for group in parts.groups)
         if costs is not None:
             limits = order_limits(costs, parts.placement, limits)
-        return self.lowered(parts, decisions, computed_schedule(decisions.schedule, parts, costs, limits), costs)
+        return self.lower_order(parts, decisions, computed_schedule(decisions.schedule, parts, costs, limits), costs)
 
-    def lowered(self, parts: Parts, decisions: Decisions, computed: Schedule, costs: CostTable | None) -> Schedule:
+    def lower_order(
+        self, parts: PlanSkeleton, decisions: ParallelConfig, computed: Schedule, costs: CostTable | None
+    ) -> Schedule:
         """A computed order with its transfers, reductions and gathers put in."""
-        parameters = self.parameters(parts, decisions)
-        frozen = frozen_in(len(parts.stages), parts.edges, parameters)
-        return lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, costs, frozen)
+        parameters = self.plan_parameters(parts, decisions)
+        frozen = find_frozen_stages(len(parts.stages), parts.edges, parameters)
+        return lower_for_plan(computed, parts.groups, parts.stages, parts.edges, parameters, costs, frozen)
 
-    def plan(self, parts: Parts, decisions: Decisions, schedule: Schedule) -> Plan:
+    def assemble_plan(self, parts: PlanSkeleton, decisions: ParallelConfig, schedule: Schedule) -> Plan:
         """The plan of these parts with this lowered order."""
-        parameters = self.parameters(parts, decisions)
+        parameters = self.plan_parameters(parts, decisions)
         cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
         return Plan(
             version=VERSION,
@@ -164,16 +171,22 @@ class Workbench:
             stages=parts.stages,
             edges=parts.edges,
             parameters=parameters,
-            order=order_of(schedule, parts.slices),
+            order=make_schedule_plan(schedule, parts.slices),
             hashes=self.hashes,
-            decisions=decisions.words(cuts),
+            decisions=decisions.to_constraints(cuts),
             cluster=self.cluster_source,
             recipes=self.programs.recipes_in({s.recipes for s in parts.stages if s.sharding == "searched"}),
         )
 
 
 def build_plan(
-    model: Model, cluster: Cluster, job: Job, decisions: Decisions, *, name: str = "", bench: Workbench | None = None
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    decisions: ParallelConfig,
+    *,
+    name: str = "",
+    bench: PlannerContext | None = None,
 ) -> Plan:
     """The plan that these decisions stand for, without predictions.
 
@@ -182,13 +195,13 @@ def build_plan(
     decisions that contradict themselves, the job, the model (its layers, its positions) or the cluster, and
     ScheduleError where the schedule cannot be made.
     """
-    bench = bench or Workbench(model, cluster, name=name)
-    check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
-    check_length(bench.module, model, job.sequence, "job.sequence")
-    check_apart(model)
+    bench = bench or PlannerContext(model, cluster, name=name)
+    check_config(decisions, job, len(bench.only_module.layers), device_count(cluster))
+    check_length(bench.only_module, model, job.sequence, "job.sequence")
+    check_row_independence(model)
     if decisions.sharding == "searched" and not decisions.recipes:
-        bench.search_recipes(job, asked_by(decisions, job.batch))
+        bench.search_recipes(job, request_from_config(decisions, job.batch))
     if len(decisions.slices) > 1:
         check_sliceable(model, "slices")
-    parts = bench.refined(job, decisions, bench.parts(job, decisions))
-    return bench.plan(parts, decisions, bench.schedule(parts, decisions, bench.costs(parts)))
+    parts = bench.refine_skeleton(job, decisions, bench.make_skeleton(job, decisions))
+    return bench.assemble_plan(parts, decisions, bench.build_schedule(parts, decisions, bench.build_cost_table(parts)))

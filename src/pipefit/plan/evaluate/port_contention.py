@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipefit.cost.pipeline.contention import Pipelines, with_contention
+from pipefit.cost.pipeline.contention import PipelineCosts, with_contention
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.plan.bounds.step_bounds import table_bound_s
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.simulate import simulate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.simulate import simulate_schedule
 
 
-def shared_costs(
-    bench: Workbench,
+def contended_costs(
+    bench: PlannerContext,
     work: PipelineWork,
     costs: CostTable | None = None,
-    alone: Pipelines | None = None,
+    alone: PipelineCosts | None = None,
 ) -> CostTable:
     """The cost table of this work with what transfers share. `costs` and its pipelines `alone`, if they are known."""
     if costs is None:
@@ -33,15 +33,15 @@ def shared_costs(
     return with_contention(costs, work, bench.network, bench.layers, alone)
 
 
-def alone_bound_s(alone: Pipelines, placement: Sequence[int], microbatches: int, schedule: str) -> float:
+def slowest_pipeline_bound_s(alone: PipelineCosts, placement: Sequence[int], microbatches: int, schedule: str) -> float:
     """The least simulated time of a lowered schedule of that family with what transfers share, for a chain of stages:
     that of its slowest pipeline, were it alone."""
     return max(table_bound_s(one, placement, microbatches, schedule) for one in alone.tables)
 
 
-def in_step(one: Evaluated) -> Evaluated:
+def without_contention(one: EvaluatedPlan) -> EvaluatedPlan:
     """The candidate as the plain simulator has it: all replicas in step, every lane with a port of its own."""
     simulation = one.simulation
     costs = replace(simulation.costs, contention=None)
-    timeline = simulate(simulation.timeline.schedule, costs)
+    timeline = simulate_schedule(simulation.timeline.schedule, costs)
     return replace(one, simulation=replace(simulation, costs=costs, timeline=timeline))

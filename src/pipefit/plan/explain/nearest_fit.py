@@ -8,10 +8,10 @@ from typing import Any
 
 from pipefit.cluster.types import Cluster
 from pipefit.errors import DoesNotFitError, PlanError
-from pipefit.plan.evaluate.outcome import Found, Misfit
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.outcome import InfeasiblePlan, SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.search import some_plan_fits
-from pipefit.plan.request.constraints import describe
+from pipefit.plan.request.constraints import describe_choices
 from pipefit.plan.types import Job
 from pipefit.units import format_bytes
 
@@ -19,7 +19,7 @@ ENOUGH = 16
 """How many times larger or smaller a change is tried."""
 
 
-def does_not_fit(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> DoesNotFitError:
+def does_not_fit(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> DoesNotFitError:
     """The error for a search that found nothing: its closest miss, and a change under which the search finds a plan."""
     closest = min(found.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
     change = nearest_change(bench, job, pins)
@@ -28,17 +28,17 @@ def does_not_fit(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Fou
     return DoesNotFitError(
         f"{begin}: at least {format_bytes(closest.peak_bytes - closest.limit_bytes)} are missing on each device "
         f"of lane {closest.lane} in the plan that comes closest.",
-        where=describe(closest.decisions) + _devices(bench, closest),
+        where=describe_choices(closest.decisions) + _format_devices(bench, closest),
         seen=f"{format_bytes(closest.peak_bytes)} needed",
         allowed=f"{format_bytes(closest.limit_bytes)} of memory",
         next_step=change or "use a smaller model, or devices with more memory",
     )
 
 
-def nearest_change(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> str | None:
+def nearest_change(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> str | None:
     """The first change, from the least to the most costly, under which some plan fits; None if none of them does."""
-    for words, cluster, changed, freed in _changes(bench, job, pins):
-        other = bench if cluster is None else bench.on(cluster)
+    for words, cluster, changed, freed in _candidate_changes(bench, job, pins):
+        other = bench if cluster is None else bench.with_cluster(cluster)
         try:
             if some_plan_fits(other, changed, freed):
                 return words
@@ -47,8 +47,8 @@ def nearest_change(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> str |
     return None
 
 
-def _changes(
-    bench: Workbench, job: Job, pins: Mapping[str, Any]
+def _candidate_changes(
+    bench: PlannerContext, job: Job, pins: Mapping[str, Any]
 ) -> Iterator[tuple[str, Cluster | None, Job, Mapping[str, Any]]]:
     """(words, other cluster or None, job, pins) of every change that is tried."""
     for key in pins:
@@ -63,7 +63,7 @@ def _changes(
                 yield f"add --fix shards={count} --fix sharding=megatron-sp", None, job, sharded
     factor = 2
     while factor <= ENOUGH:
-        grown = grow(bench.cluster, factor)
+        grown = grow_cluster(bench.cluster, factor)
         if grown is not None:
             yield f"use {factor} times as many devices like these", grown, job, pins
         if job.batch % factor == 0:
@@ -73,7 +73,7 @@ def _changes(
         factor *= 2
 
 
-def grow(cluster: Cluster, factor: int) -> Cluster | None:
+def grow_cluster(cluster: Cluster, factor: int) -> Cluster | None:
     """The same cluster with `factor` times the devices: more on its only host. None where it has several hosts."""
     if len(cluster.hosts) != 1:
         return None
@@ -83,13 +83,15 @@ def grow(cluster: Cluster, factor: int) -> Cluster | None:
     return replace(cluster, hosts=(replace(host, devices=host.devices * factor),))
 
 
-def _devices(bench: Workbench, misfit: Misfit) -> str:
+def _format_devices(bench: PlannerContext, misfit: InfeasiblePlan) -> str:
     devices = misfit.decisions.lane_devices()[misfit.lane]
     kinds = sorted({bench.network.kinds[device].name for device in devices})
-    return f"; lane {misfit.lane} is device{'s' if len(devices) > 1 else ''} {_run(devices)} ({', '.join(kinds)})"
+    return (
+        f"; lane {misfit.lane} is device{'s' if len(devices) > 1 else ''} {_format_run(devices)} ({', '.join(kinds)})"
+    )
 
 
-def _run(devices: tuple[int, ...]) -> str:
+def _format_run(devices: tuple[int, ...]) -> str:
     if len(devices) > 4 and list(devices) == list(range(devices[0], devices[-1] + 1)):
         return f"{devices[0]} to {devices[-1]}"
     return ", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else "")

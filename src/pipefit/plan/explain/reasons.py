@@ -4,36 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipefit.plan.assemble.predict import path_shares
-from pipefit.plan.evaluate.outcome import Evaluated, Found, Misfit
-from pipefit.plan.request.constraints import describe
-from pipefit.plan.types import Alternative
+from pipefit.plan.assemble.predict import critical_path_shares
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchResult
+from pipefit.plan.request.constraints import describe_choices
+from pipefit.plan.types import AlternativePlan
 from pipefit.units import format_bytes, format_seconds
 
 MISFITS_SHOWN = 3
 
 
-def alternatives(found: Found, top: int, mean_s: Mapping[int, float] | None = None) -> tuple[Alternative, ...]:
+def list_alternatives(
+    found: SearchResult, top: int, mean_s: Mapping[int, float] | None = None
+) -> tuple[AlternativePlan, ...]:
     """The runners-up, fastest first, then plans that would be faster but do not fit. `mean_s`: over all batches, of
     plans that were chosen by that, by their identity."""
     best = found.fitting[0]
     losers = [
-        Alternative(
-            decisions=one.decisions.words(one.decisions.cuts),
+        AlternativePlan(
+            decisions=one.decisions.to_constraints(one.decisions.cuts),
             step_s=one.step_s,
             peak_bytes=one.peak_bytes,
             limit_bytes=one.limit_bytes,
-            reason=why_lost(one, best, mean_s),
+            reason=explain_loss(one, best, mean_s),
         )
         for one in found.fitting[1:top]
     ]
     return (*losers, *(misfit_alternative(misfit) for misfit in faster_misfits(found)))
 
 
-def faster_misfits(found: Found) -> list[Misfit]:
+def faster_misfits(found: SearchResult) -> list[InfeasiblePlan]:
     """Plans that beat the winner by their bound or simulation and do not fit; one for each grid of devices."""
     best = found.fitting[0].step_s if found.fitting else float("inf")
-    shown: dict[tuple[int, int], Misfit] = {}
+    shown: dict[tuple[int, int], InfeasiblePlan] = {}
     for misfit in found.misfits:
         grid = (len(misfit.decisions.replicas), misfit.decisions.stage_count)
         if misfit.bound_s < best:
@@ -41,10 +43,10 @@ def faster_misfits(found: Found) -> list[Misfit]:
     return list(shown.values())[:MISFITS_SHOWN]
 
 
-def misfit_alternative(misfit: Misfit) -> Alternative:
+def misfit_alternative(misfit: InfeasiblePlan) -> AlternativePlan:
     """A plan that does not fit, as the plan file lists it. Its time is a lower bound."""
-    return Alternative(
-        decisions=misfit.decisions.words(misfit.decisions.cuts),
+    return AlternativePlan(
+        decisions=misfit.decisions.to_constraints(misfit.decisions.cuts),
         step_s=misfit.bound_s,
         peak_bytes=misfit.peak_bytes,
         limit_bytes=misfit.limit_bytes,
@@ -55,7 +57,7 @@ def misfit_alternative(misfit: Misfit) -> Alternative:
     )
 
 
-def why_lost(one: Evaluated, best: Evaluated, mean_s: Mapping[int, float] | None = None) -> str:
+def explain_loss(one: EvaluatedPlan, best: EvaluatedPlan, mean_s: Mapping[int, float] | None = None) -> str:
     """The difference to the winner, and the part of the critical path that grew most. Plans that are faster on the
     batch shown have lost on average over all of them."""
     slower = one.step_s / best.step_s - 1
@@ -64,24 +66,25 @@ def why_lost(one: Evaluated, best: Evaluated, mean_s: Mapping[int, float] | None
         return f"{-slower:.1%} faster on the batch shown, {more:.1%} slower on average over all batches"
     if slower < 1e-6:
         return f"as fast, {_tie_reason(one, best)}"
-    mine, theirs = _parts(one), _parts(best)
+    mine, theirs = _step_parts(one), _step_parts(best)
     grew, by_s = max(((name, mine[name] - theirs[name]) for name in mine), key=lambda item: item[1])
     return f"{slower:.1%} slower: {format_seconds(by_s)} more {grew}"
 
 
-def binding_memory(found: Found) -> str:
+def binding_memory(found: SearchResult) -> str:
     """What memory keeps from being used, or '' if nothing faster was refused for memory."""
     faster = faster_misfits(found)
     if not faster:
         return ""
     first = faster[0]
     return (
-        f"memory rules out {describe(first.decisions)}: lane {first.lane} needs {format_bytes(first.peak_bytes)} of "
+        f"memory rules out {describe_choices(first.decisions)}: lane {first.lane} needs "
+        f"{format_bytes(first.peak_bytes)} of "
         f"{format_bytes(first.limit_bytes)}"
     )
 
 
-def _tie_reason(one: Evaluated, best: Evaluated) -> str:
+def _tie_reason(one: EvaluatedPlan, best: EvaluatedPlan) -> str:
     if one.peak_bytes > best.peak_bytes:
         return f"with {format_bytes(one.peak_bytes - best.peak_bytes)} more memory"
     if one.decisions.device_count > best.decisions.device_count:
@@ -89,12 +92,12 @@ def _tie_reason(one: Evaluated, best: Evaluated) -> str:
     return "with more stages" if one.decisions.stage_count > best.decisions.stage_count else "listed later"
 
 
-def _parts(one: Evaluated) -> dict[str, float]:
+def _step_parts(one: EvaluatedPlan) -> dict[str, float]:
     """Seconds of the busiest lane's step by what they are; they add up to the step time."""
     timeline = one.simulation.timeline
     costs = one.simulation.costs
     lane = int(timeline.busy_s.argmax())
-    shares = path_shares(timeline)
+    shares = critical_path_shares(timeline)
     after = sum(value for name, value in shares.items() if not name.startswith(("compute", "link")))
     compute = float(timeline.busy_s[lane]) - float(costs.step_s[lane])
     waiting = max(0.0, timeline.makespan_s - compute - after)

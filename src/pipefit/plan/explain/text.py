@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipefit.plan.types import Alternative, GroupPlan, LanePrediction, MemoryRisk, Plan, Prediction, Sensitivity, Stage
+from pipefit.plan.types import (
+    AlternativePlan,
+    ClusterSensitivity,
+    LanePrediction,
+    MemoryRisk,
+    MeshPlan,
+    Plan,
+    PlanPrediction,
+    Stage,
+)
 from pipefit.units import format_bytes, format_flops, format_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -24,26 +33,26 @@ class TextTable:
     rows: tuple[tuple[str, ...], ...]
 
 
-def headline(plan: Plan) -> str:
+def plan_headline(plan: Plan) -> str:
     """What the plan is for, in one line."""
     job = plan.job
     return (
-        f"{plan.model.name}: batch {job.batch} x {job.sequence} tokens, {job.precision}, on {len(plan.devices)} "
-        f"device{'s' if len(plan.devices) > 1 else ''}" + (f" of {plan.cluster}" if plan.cluster else "")
+        f"{plan.model.name}: batch {job.batch} x {job.sequence} tokens, {job.precision}, on {len(plan.used_devices)} "
+        f"device{'s' if len(plan.used_devices) > 1 else ''}" + (f" of {plan.cluster}" if plan.cluster else "")
     )
 
 
-def forecast(plan: Plan) -> list[str]:
+def forecast_lines(plan: Plan) -> list[str]:
     """The prediction in a few lines, or one line that there is none."""
     prediction = plan.prediction
     if prediction is None:
         return ["no prediction: this plan was written by hand; `pipefit simulate` makes one"]
-    rate = prediction.flops_per_step / prediction.step_s / len(plan.devices) if prediction.step_s else 0.0
+    rate = prediction.flops_per_step / prediction.step_s / len(plan.used_devices) if prediction.step_s else 0.0
     lines = [
         f"predicted step {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
         f"{format_flops(rate)}/s a device",
         f"hangs on: {prediction.binds}",
-        *headlines(prediction),
+        *search_notes(prediction),
     ]
     if prediction.lower_bound_s:
         over = prediction.step_s / prediction.lower_bound_s - 1
@@ -54,30 +63,32 @@ def forecast(plan: Plan) -> list[str]:
     if prediction.risk is not None:
         lines.append(risk_line(prediction))
     if prediction.sensitivity:
-        lines.append("what more would give: " + "; ".join(_gain(one, prediction) for one in prediction.sensitivity))
+        lines.append(
+            "what more would give: " + "; ".join(_sensitivity_line(one, prediction) for one in prediction.sensitivity)
+        )
     return lines
 
 
-def headlines(prediction: Prediction) -> list[str]:
+def search_notes(prediction: PlanPrediction) -> list[str]:
     """The notes that say what the search made of placement, groups, slices and modules, and why."""
     told = ("placement: ", "groups: ", "slices: ", "modules: ", "samples: ")
     return [note for note in prediction.assumptions if note.startswith(told)]
 
 
-def risk_line(prediction: Prediction) -> str:
+def risk_line(prediction: PlanPrediction) -> str:
     """The probability that the plan does not fit, and the lane that it hangs on. The plan has one."""
     known = [(lane.memory.risk, index) for index, lane in enumerate(prediction.lanes) if lane.memory is not None]
     risk, worst = max(known)
     lane, memory = prediction.lanes[worst], prediction.lanes[worst].memory
     assert memory is not None and prediction.risk is not None
     return (
-        f"probability that it does not fit: {percent(prediction.risk)} ({percent(risk)} on lane {worst}: "
+        f"probability that it does not fit: {format_percent(prediction.risk)} ({format_percent(risk)} on lane {worst}: "
         f"{format_bytes(memory.expected_bytes)} expected, up to {format_bytes(memory.margin_bytes)} more, "
         f"of {format_bytes(lane.limit_bytes)})"
     )
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A probability in words of a percentage; what is next to nothing as such."""
     return "under 0.1%" if share < 0.001 else f"{share:.1%}"
 
@@ -85,7 +96,7 @@ def percent(share: float) -> str:
 def decision_table(plan: Plan) -> TextTable:
     """The choices, by the keys that `--fix` takes."""
     rows = tuple(
-        (key, _devices(list(map(int, value.split(",")))) if key == "mapping" else value)
+        (key, _format_devices(list(map(int, value.split(",")))) if key == "mapping" else value)
         for key, value in plan.decisions.items()
     )
     return TextTable("decisions", ("what", "choice"), rows)
@@ -107,9 +118,9 @@ def stage_table(plan: Plan) -> TextTable:
                 str(index),
                 f"{stage.module} {start}" + (f" to {stop - 1}" if stop - start > 1 else ""),
                 str(lane),
-                _devices(group.devices),
-                _grid(group),
-                *([_program(stage)] if shared else []),
+                _format_devices(group.devices),
+                _format_grid(group),
+                *([_format_program(stage)] if shared else []),
                 stage.recompute,
                 *times,
             )
@@ -133,7 +144,7 @@ def memory_table(plan: Plan) -> TextTable:
                 format_bytes(lane.peak_bytes),
                 format_bytes(lane.limit_bytes),
                 f"{(lane.memory.expected_bytes if lane.memory else lane.peak_bytes) / lane.limit_bytes:.0%}",
-                *(_corrected(lane.memory) if known else ()),
+                *(_corrected_cells(lane.memory) if known else ()),
             )
         )
         for other in lane.others:
@@ -144,11 +155,11 @@ def memory_table(plan: Plan) -> TextTable:
     return TextTable("memory per device", ("lane", *PARTS, "peak", "limit", "used", *more), tuple(rows))
 
 
-def _corrected(memory: MemoryRisk | None) -> tuple[str, str, str]:
+def _corrected_cells(memory: MemoryRisk | None) -> tuple[str, str, str]:
     if memory is None:
         return ("not known", "", "")
     most = memory.expected_bytes + memory.margin_bytes
-    return (format_bytes(memory.expected_bytes), format_bytes(most), percent(memory.risk))
+    return (format_bytes(memory.expected_bytes), format_bytes(most), format_percent(memory.risk))
 
 
 def alternative_table(plan: Plan) -> TextTable:
@@ -179,15 +190,15 @@ def trade_table(plan: Plan) -> TextTable:
 
 def explain_text(plan: Plan) -> str:
     """Everything as plain text, for a pipe or a file."""
-    parts = [headline(plan), *forecast(plan)]
-    for table in tables(plan):
-        parts += ["", plain(table)]
+    parts = [plan_headline(plan), *forecast_lines(plan)]
+    for table in plan_tables(plan):
+        parts += ["", format_table(table)]
     if plan.prediction is not None:
         parts += ["", "figures come from:", *(f"  - {note}" for note in plan.prediction.assumptions)]
     return "\n".join(parts) + "\n"
 
 
-def tables(plan: Plan) -> list[TextTable]:
+def plan_tables(plan: Plan) -> list[TextTable]:
     """The tables that have rows."""
     made = (
         decision_table(plan),
@@ -199,7 +210,7 @@ def tables(plan: Plan) -> list[TextTable]:
     return [table for table in made if table.rows]
 
 
-def plain(table: TextTable) -> str:
+def format_table(table: TextTable) -> str:
     """A table with aligned columns and no lines."""
     rows = [table.columns, *table.rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
@@ -207,39 +218,39 @@ def plain(table: TextTable) -> str:
     return "\n".join([f"{table.title}:", *(f"  {line}" for line in lines)])
 
 
-def _gain(one: Sensitivity, prediction: Prediction) -> str:
+def _sensitivity_line(one: ClusterSensitivity, prediction: PlanPrediction) -> str:
     """`links twice as fast: 3.1 s, 4.0% less (the same plan, simulated again)`."""
     less = 1 - one.step_s / prediction.step_s if prediction.step_s else 0.0
     words = f"{format_seconds(one.step_s)}, {less:.1%} less" if less >= 5e-4 else "nothing"
     return f"{one.change}: {words} ({one.how})"
 
 
-def fullest_lane(prediction: Prediction) -> LanePrediction:
+def fullest_lane(prediction: PlanPrediction) -> LanePrediction:
     """The lane that has least room for its own memory: where limits differ it need not be the one that needs most."""
     return max(prediction.lanes, key=lambda lane: lane.peak_bytes / lane.limit_bytes)
 
 
-def _winner_row(plan: Plan, keys: Sequence[str], prediction: Prediction) -> tuple[str, ...]:
+def _winner_row(plan: Plan, keys: Sequence[str], prediction: PlanPrediction) -> tuple[str, ...]:
     fullest = fullest_lane(prediction)
     return (
-        *choices(plan.decisions, keys),
+        *choice_cells(plan.decisions, keys),
         format_seconds(prediction.step_s),
-        _share(fullest.peak_bytes, fullest.limit_bytes),
+        _format_share(fullest.peak_bytes, fullest.limit_bytes),
         "chosen",
     )
 
 
-def _alternative_row(one: Alternative, keys: Sequence[str]) -> tuple[str, ...]:
+def _alternative_row(one: AlternativePlan, keys: Sequence[str]) -> tuple[str, ...]:
     fits = one.peak_bytes <= one.limit_bytes
     return (
-        *choices(one.decisions, keys),
+        *choice_cells(one.decisions, keys),
         ("" if fits else ">= ") + format_seconds(one.step_s),
-        _share(one.peak_bytes, one.limit_bytes),
+        _format_share(one.peak_bytes, one.limit_bytes),
         one.reason,
     )
 
 
-def choices(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]:
+def choice_cells(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]:
     """Decisions as cells; of slices the tokens where they are few, else `16 (122,86,...,30)`."""
     words = dict(decisions)
     tokens = words.get("slices", "").split(",")
@@ -257,16 +268,16 @@ def choices(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]:
 
 def module_names(decisions: Mapping[str, str]) -> tuple[str, ...]:
     """The modules that choices are made for one by one (`vision.replicas`), in their order; none in a plan of one. What
-    `choices` says of each: replicas x stages x shards, or `shared` for the stages of one that lies whole on every lane
-    of another module, with its replicas and shards on one."""
+    `choice_cells` says of each: replicas x stages x shards, or `shared` for the stages of one that lies whole on every
+    lane of another module, with its replicas and shards on one."""
     return tuple(dict.fromkeys(key.partition(".")[0] for key in decisions if "." in key))
 
 
-def _share(peak_bytes: float, limit_bytes: float) -> str:
+def _format_share(peak_bytes: float, limit_bytes: float) -> str:
     return f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
 
 
-def _grid(group: GroupPlan) -> str:
+def _format_grid(group: MeshPlan) -> str:
     """`4 replicas x 2 shards`, with shares where they are uneven."""
     parts = []
     for axis in group.axes:
@@ -276,12 +287,12 @@ def _grid(group: GroupPlan) -> str:
     return " x ".join(parts) or "1 device"
 
 
-def _program(stage: Stage) -> str:
+def _format_program(stage: Stage) -> str:
     """`megatron`, or `searched 1f2e3d4c` with the name of the set of recipes; nothing for devices alone."""
     return "" if stage.sharding == "none" else f"{stage.sharding} {stage.recipes}".rstrip()
 
 
-def _devices(devices: Sequence[int]) -> str:
+def _format_devices(devices: Sequence[int]) -> str:
     """`0-3` for a run, `0,8,16,...` otherwise."""
     if len(devices) > 1 and list(devices) == list(range(devices[0], devices[0] + len(devices))):
         return f"{devices[0]}-{devices[-1]}"

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from pipefit.cost.static_memory import WORKSPACE_BYTES
-from pipefit.plan.evaluate.outcome import Found
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.evaluate.outcome import SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.units import format_bytes, format_seconds
 
 
-def left_out(bench: Workbench, job: Job, found: Found) -> tuple[str, ...]:
+def unused_kind_notes(bench: PlannerContext, job: Job, found: SearchResult) -> tuple[str, ...]:
     """One note for every kind of which the best plan takes no device."""
-    used = _kinds(bench, found.fitting[0].decisions)
-    return tuple(_why(bench, job, found, name) for name in bench.cutter.fleet.names if name not in used)
+    used = _used_kinds(bench, found.fitting[0].decisions)
+    return tuple(_unused_reason(bench, job, found, name) for name in bench.layer_cutter.fleet.names if name not in used)
 
 
-def _why(bench: Workbench, job: Job, found: Found, name: str) -> str:
-    lack = _too_small(bench, job, name)
+def _unused_reason(bench: PlannerContext, job: Job, found: SearchResult, name: str) -> str:
+    lack = _too_small_note(bench, job, name)
     if lack:
         return f"{name} is left out: {lack}"
     best = found.fitting[0]
-    tried = [one for one in found.fitting if name in _kinds(bench, one.decisions)]
+    tried = [one for one in found.fitting if name in _used_kinds(bench, one.decisions)]
     if tried:
         slower = tried[0].step_s / best.step_s - 1
         if slower < 1e-6:
             return f"{name} is left out: the best plan with it is as fast"
         return f"{name} is left out: the best plan found with it takes {slower:.1%} longer"
-    bounds = [one.bound_s for one in found.misfits if name in _kinds(bench, one.decisions)]
+    bounds = [one.bound_s for one in found.misfits if name in _used_kinds(bench, one.decisions)]
     if bounds and min(bounds) < best.step_s:
         return (
             f"{name} is left out: plans with it that could be faster do not fit (from {format_seconds(min(bounds))} on)"
@@ -35,15 +35,15 @@ def _why(bench: Workbench, job: Job, found: Found, name: str) -> str:
     return f"{name} is left out: no plan with it that was looked at promised to be faster"
 
 
-def _kinds(bench: Workbench, decisions: Decisions) -> set[str]:
+def _used_kinds(bench: PlannerContext, decisions: ParallelConfig) -> set[str]:
     return {bench.network.kinds[device].name for lane in decisions.lane_devices() for device in lane}
 
 
-def _too_small(bench: Workbench, job: Job, name: str) -> str:
+def _too_small_note(bench: PlannerContext, job: Job, name: str) -> str:
     """How much memory a layer of the commonest graph needs that such a device does not have; '' where it fits alone:
     one row, all recomputed, the optimizer state split over all devices."""
-    cutter, layers = bench.cutter, bench.module.layers
-    row = cutter.row(job, frozenset({(name, 1)}), "full", 1 / bench.network.devices)
+    cutter, layers = bench.layer_cutter, bench.only_module.layers
+    row = cutter.layer_row(job, frozenset({(name, 1)}), "full", 1 / bench.network.devices)
     graphs = [layer.graph for layer in layers]
     some = graphs.index(max(graphs, key=graphs.count))
     need = float(row.static_bytes[some] + row.saved_bytes[some])

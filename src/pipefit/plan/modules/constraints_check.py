@@ -9,12 +9,12 @@ from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
-from pipefit.plan.request.sampled_batches import Samples
+from pipefit.plan.request.sampled_batches import SampledBatches
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import document_obstacles
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.problem import linear
+from pipefit.schedule.problem import linear_placement
 
 COMMON = ("microbatches", "schedule", "zero1", "devices", "modules", "ahead", "balance", "order")
 """What can be pinned for all modules together."""
@@ -29,7 +29,7 @@ APART = ("stages", "devices")
 """What a module that shares the devices of another does not have."""
 
 
-def check_asked(model: Model, job: Job, pins: Mapping[str, Any], samples: Samples, devices: int) -> None:
+def check_constraints(model: Model, job: Job, pins: Mapping[str, Any], samples: SampledBatches, devices: int) -> None:
     """Raises PlanError for what a plan of several modules cannot be on so many devices."""
     for module in model.modules:
         if module.space == "samples":
@@ -99,18 +99,20 @@ def _pin_problems(model: Model, job: Job, pins: Mapping[str, Any]) -> Iterator[P
                 seen=f"{value}, {len(pins[f'{module}.shards'])} shards",
                 next_step=f"--fix {module}.shards=1: its replicas divide what it takes among them",
             )
-        elif own == "schedule" and FAMILIES[value].placement(4) != linear(4):
+        elif own == "schedule" and FAMILIES[value].placement(4) != linear_placement(4):
             yield PlanError(
                 "Several modules are planned with a stage a lane, which this schedule is not made for.",
                 where="--fix schedule",
                 seen=value,
-                allowed=", ".join(name for name in sorted(FAMILIES) if FAMILIES[name].placement(4) == linear(4)),
+                allowed=", ".join(
+                    name for name in sorted(FAMILIES) if FAMILIES[name].placement(4) == linear_placement(4)
+                ),
             )
 
 
-def _divide_problems(model: Model, pins: Mapping[str, Any], samples: Samples) -> Iterator[PlanError]:
+def _divide_problems(model: Model, pins: Mapping[str, Any], samples: SampledBatches) -> Iterator[PlanError]:
     for module in model.modules:
-        if pins.get(f"{module.name}.divide") == "images" and not samples.images_each(module.space):
+        if pins.get(f"{module.name}.divide") == "images" and not samples.images_per_sample(module.space):
             packed = [one.name for one in model.modules if one.space != "samples"]
             yield PlanError(
                 "The images of this module's samples cannot be divided among its replicas.",
@@ -161,7 +163,7 @@ def _least_devices(name: str, pins: Mapping[str, Any]) -> int:
     return max(grid, int(pins.get(f"{name}.devices", 1)))
 
 
-def sharing_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> list[frozenset[str]]:
+def sharing_choices(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> list[frozenset[str]]:
     """The choices of modules that share the devices of the largest one: all that the pins leave of those that are
     `able` to. Raises PlanError where a pin cannot be obeyed."""
     asked = {name: pins.get(f"{name}.placement", pins.get("modules")) for name in names}
@@ -207,7 +209,7 @@ def sharing_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collectio
     return [frozenset(itertools.chain.from_iterable(one)) for one in itertools.product(*choices)]
 
 
-def inline_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> bool:
+def allows_inline(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> bool:
     """Whether the pins leave it to lay the `able` modules in line with the largest one, all of them on its first or
     last lane: where no module lies elsewhere, or is pinned to be otherwise. Raises PlanError where it is asked for and
     cannot be."""

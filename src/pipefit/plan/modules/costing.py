@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import stage_overhead_s
-from pipefit.cost.compute.packed_rows import as_sizes
+from pipefit.cost.compute.packed_rows import with_equal_rows
 from pipefit.cost.compute.roofline import LayerCost, LayerCosts
 from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S, layer_costs
 from pipefit.cost.static_memory import GRADIENT_BYTES, WORKSPACE_BYTES, static_parts
 from pipefit.cost.types import Array
 from pipefit.cost.work import ParameterCounts, Recompute, StageWork
 from pipefit.errors import PlanError
-from pipefit.layout import Axis, Form, Group
-from pipefit.model.graph import Module
+from pipefit.layout import Mesh, MeshAxis, TensorForm
+from pipefit.model.graph import ModelModule
 from pipefit.plan.assemble.packed_rows import CONDITIONS, frozen_layers
-from pipefit.plan.assemble.shard_programs import LayerProgram, Programs
-from pipefit.plan.assemble.structure import can_pass
-from pipefit.plan.modules.profile import ModuleProfile, Way
-from pipefit.plan.request.decisions import Decisions, Sharding
-from pipefit.plan.request.sampled_batches import Samples
+from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache
+from pipefit.plan.assemble.structure import can_transfer
+from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
+from pipefit.plan.request.decisions import ParallelConfig, Sharding
+from pipefit.plan.request.sampled_batches import SampledBatches
 from pipefit.plan.types import Job, SampleLoad
 
 SHARDINGS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
@@ -43,53 +43,55 @@ NO_PARAMETERS = ParameterCounts(trainable=(0,), frozen=(0,), whole=(0,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostedWay:
+class CostedVariant:
     """What a way of a profile stands for."""
 
     sharding: Sharding
     shards: int
     recompute: Recompute
-    takes: Form
-    gives: Form
+    takes: TensorForm
+    gives: TensorForm
     load: SampleLoad
     "Of all layers together."
 
-    def is_of(self, own: Decisions) -> bool:
+    def matches_decisions(self, own: ParallelConfig) -> bool:
         """Whether a module that lies so runs this way."""
         return (self.shards, self.recompute) == (len(own.shards), own.recompute[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costed:
+class CostedModule:
     """A module's profile with what its ways stand for."""
 
     profile: ModuleProfile
-    ways: tuple[CostedWay, ...]
+    ways: tuple[CostedVariant, ...]
 
 
-class Costing:
+class ModuleCosting:
     """Makes profiles; what they are made from is handed in once."""
 
-    def __init__(self, programs: Programs, network: Network, layers: LayerCosts, job: Job, samples: Samples) -> None:
+    def __init__(
+        self, programs: ProgramCache, network: Network, layers: LayerCosts, job: Job, samples: SampledBatches
+    ) -> None:
         self.programs, self.network, self.layers, self.job, self.samples = programs, network, layers, job, samples
         self.frozen = frozen_layers(programs.model)
         self.means = {name: float(table.mean()) for name, table in samples.tokens.items()}
 
-    def profile(self, module: Module, pins: Mapping[str, Any]) -> Costed:
+    def profile_module(self, module: ModelModule, pins: Mapping[str, Any]) -> CostedModule:
         """Of a module, in the ways that its pins leave. Raises PlanError where they leave none."""
         ways, meant = [], []
-        for sharding, shards, programs in self._programs(module, pins):
+        for sharding, shards, programs in self._layer_programs(module, pins):
             for recompute in [pins["recompute"][0]] if "recompute" in pins else RECOMPUTE:
-                each = [self._costs(module, programs, shards, recompute, samples) for samples in (1, 2)]
-                ways.append(self._way(module, sharding, shards, recompute, each))
+                each = [self._layer_costs(module, programs, shards, recompute, samples) for samples in (1, 2)]
+                ways.append(self._build_variant(module, sharding, shards, recompute, each))
                 meant.append(
-                    CostedWay(
+                    CostedVariant(
                         sharding=sharding,
                         shards=shards,
                         recompute=recompute,
                         takes=programs[0].takes,
                         gives=programs[-1].gives,
-                        load=self._load(module, programs, shards, recompute, each[0]),
+                        load=self._sample_load(module, programs, shards, recompute, each[0]),
                     )
                 )
         if not ways:
@@ -102,31 +104,33 @@ class Costing:
         profile = ModuleProfile(
             name=module.name,
             ways=tuple(ways),
-            weights=self._weights(module, meant[0].load),
+            weights=self._sample_weights(module, meant[0].load),
             overhead_s=2 * (ACTION_OVERHEAD_S + stage_overhead_s(self.network.cluster)),
-            reduce_s_per_byte=self.network.rings([(0, self.network.devices - 1)]).s_per_byte,
+            reduce_s_per_byte=self.network.ring_time([(0, self.network.devices - 1)]).s_per_byte,
             workspace_bytes=float(WORKSPACE_BYTES),
-            parts=self.samples.images_each(module.space) if pins.get("divide") == "images" else 0.0,
+            parts=self.samples.images_per_sample(module.space) if pins.get("divide") == "images" else 0.0,
         )
-        return Costed(profile=profile, ways=tuple(meant))
+        return CostedModule(profile=profile, ways=tuple(meant))
 
-    def _programs(self, module: Module, pins: Mapping[str, Any]) -> Iterator[tuple[Sharding, int, list[LayerProgram]]]:
+    def _layer_programs(
+        self, module: ModelModule, pins: Mapping[str, Any]
+    ) -> Iterator[tuple[Sharding, int, list[LayerProgram]]]:
         """(sharding, shards, program of every layer) for one shard and every power of two that a host has."""
         most = max(host.devices for host in self.network.cluster.hosts)
         counts = [len(pins["shards"])] if "shards" in pins else [1 << n for n in range(most.bit_length())]
         for count in counts:
             for sharding in SHARDINGS if count > 1 else ALONE:
                 try:
-                    programs = [self.programs.program(layer, sharding, (1,) * count) for layer in module.layers]
+                    programs = [self.programs.layer_program(layer, sharding, (1,) * count) for layer in module.layers]
                 except PlanError:
                     continue
-                if _tied_alike(module, programs):
+                if _tied_forms_equal(module, programs):
                     yield sharding, count, programs
                     break
 
-    def _costs(
+    def _layer_costs(
         self,
-        module: Module,
+        module: ModelModule,
         programs: Sequence[LayerProgram],
         shards: int,
         recompute: Recompute,
@@ -136,9 +140,9 @@ class Costing:
         """Every layer with so many average samples, on the slowest kind of device; `squared`: their squares, as a part
         of what they are."""
         found = []
-        for first in self._places(shards):
-            group = Group(
-                axes=(Axis(name="replica", shares=(1,)), Axis(name="shard", shares=(1,) * shards)),
+        for first in self._first_devices(shards):
+            group = Mesh(
+                axes=(MeshAxis(name="replica", shares=(1,)), MeshAxis(name="shard", shares=(1,) * shards)),
                 devices=tuple(range(first, first + shards)),
             )
             stage = StageWork(
@@ -159,11 +163,13 @@ class Costing:
             )
             if module.space in self.means:
                 squares = float(self.samples.squares[module.space].mean())
-                stage = as_sizes(stage, round(samples * self.means[module.space]), round(samples * squares * squared))
+                stage = with_equal_rows(
+                    stage, round(samples * self.means[module.space]), round(samples * squares * squared)
+                )
             found.append(layer_costs(stage, self.job.precision, self.network, self.layers)[""])
         return max(found, key=lambda each: sum(cost.forward_s for cost in each))
 
-    def _places(self, shards: int) -> list[int]:
+    def _first_devices(self, shards: int) -> list[int]:
         """The first device of a host of every kind that has so many."""
         found: dict[str, int] = {}
         first = 0
@@ -173,15 +179,20 @@ class Costing:
             first += host.devices
         return list(found.values())
 
-    def _way(
-        self, module: Module, sharding: Sharding, shards: int, recompute: Recompute, each: Sequence[list[LayerCost]]
-    ) -> Way:
+    def _build_variant(
+        self,
+        module: ModelModule,
+        sharding: Sharding,
+        shards: int,
+        recompute: Recompute,
+        each: Sequence[list[LayerCost]],
+    ) -> ModuleVariant:
         one_s, two_s = (np.array([cost.forward_s + cost.backward_s for cost in costs]) for costs in each)
         sample_s = np.maximum(two_s - one_s, 0.0)
-        counts = [self.programs.counts([layer], sharding, (1,) * shards) for layer in module.layers]
+        counts = [self.programs.parameter_counts([layer], sharding, (1,) * shards) for layer in module.layers]
         precision = self.job.precision
         parts = [static_parts(max(one.trainable), max(one.frozen), 1.0, precision) for one in counts]
-        return Way(
+        return ModuleVariant(
             shards=shards,
             recompute=recompute,
             fixed_s=np.maximum(one_s - sample_s, 0.0),
@@ -189,13 +200,13 @@ class Costing:
             static_bytes=np.array([one["parameters"] + one["gradients"] for one in parts]),
             state_bytes=np.array([one["optimizer"] for one in parts]),
             saved_bytes=np.array([float(cost.saved_bytes) for cost in each[0]]),
-            passing_bytes=np.array([_passing_bytes(cost) for cost in each[0]]),
+            passing_bytes=np.array([_transient_bytes(cost) for cost in each[0]]),
             gradient_bytes=np.array([float(max(one.trainable) * GRADIENT_BYTES[precision]) for one in counts]),
         )
 
-    def _load(
+    def _sample_load(
         self,
-        module: Module,
+        module: ModelModule,
         programs: Sequence[LayerProgram],
         shards: int,
         recompute: Recompute,
@@ -207,7 +218,7 @@ class Costing:
         backward = sum(cost.backward_s for cost in one) / forward_s if forward_s else 0.0
         if module.space not in self.means:
             return SampleLoad(space=module.space, row_s=forward_s, backward=backward)
-        half_s = sum(cost.forward_s for cost in self._costs(module, programs, shards, recompute, 1, 0.5))
+        half_s = sum(cost.forward_s for cost in self._layer_costs(module, programs, shards, recompute, 1, 0.5))
         by_squares_s = min(forward_s, max(0.0, 2 * (forward_s - half_s)))
         return SampleLoad(
             space=module.space,
@@ -216,7 +227,7 @@ class Costing:
             backward=backward,
         )
 
-    def _weights(self, module: Module, load: SampleLoad) -> Array:
+    def _sample_weights(self, module: ModelModule, load: SampleLoad) -> Array:
         """[sampled batch, sample]: what samples cost, an average one being 1."""
         if module.space not in self.means:
             return np.ones((1, 0))
@@ -225,7 +236,7 @@ class Costing:
         return cost / cost.mean() if cost.any() else np.ones((1, 0))
 
 
-def _tied_alike(module: Module, programs: Sequence[LayerProgram]) -> bool:
+def _tied_forms_equal(module: ModelModule, programs: Sequence[LayerProgram]) -> bool:
     """Whether layers that use the same parameter store it in the same form."""
     forms: dict[str, str] = {}
     for layer, program in zip(module.layers, programs, strict=True):
@@ -235,14 +246,14 @@ def _tied_alike(module: Module, programs: Sequence[LayerProgram]) -> bool:
     return True
 
 
-def _passing_bytes(cost: LayerCost) -> float:
+def _transient_bytes(cost: LayerCost) -> float:
     """What a layer needs while it runs, beside what is kept from its forward to its backward."""
     worst = cost.passing
     return 0.0 if worst is None else max(0.0, max(worst.forward, worst.fused_last) - cost.saved_bytes)
 
 
-def passes(before: Costed, behind: Costed) -> NDArray[np.bool_]:
+def can_pass_hidden(before: CostedModule, behind: CostedModule) -> NDArray[np.bool_]:
     """[way of the one, way of the next]: whether the hidden state can go from one module to the next."""
     return np.array(
-        [[can_pass((one.gives, one.shards), (two.takes, two.shards)) for two in behind.ways] for one in before.ways]
+        [[can_transfer((one.gives, one.shards), (two.takes, two.shards)) for two in behind.ways] for one in before.ways]
     )

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
 from pipefit.plan.bounds.step_bounds import Ints
-from pipefit.plan.modules.options import Options, obeying, options_of
-from pipefit.plan.modules.orchestrate import NEAR, Arrangement, ModuleLayout, Orchestration, backbone_of
-from pipefit.plan.modules.profile import ModuleProfile, Way
+from pipefit.plan.modules.options import LayoutOptions, filter_fixed, options_of
+from pipefit.plan.modules.orchestrate import NEAR, ModuleArrangement, ModuleLayout, OrchestrationResult, backbone_of
+from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
 
 SHORT = 16
 """Layouts that are handed on: the best by the closed form; the best if all reductions were hidden, which the simulator
@@ -46,52 +46,52 @@ def inline_layouts(
     counts: Iterable[int] | None = None,
     passes: Sequence[NDArray[np.bool_]] = (),
     fixed: Mapping[str, Mapping[str, int]] | None = None,
-) -> Orchestration:
+) -> OrchestrationResult:
     """The layouts with the least closed-form step that have all other modules in line with the backbone, which stands
     beside each of them: SHORT by each measure. Arguments as those of `orchestrate`."""
     free = all(len({way.recompute for way in one.ways}) > 1 for one in profiles)
-    whole = joined(profiles, passes, alike=devices > EVERY, free=free)
+    whole = join_modules(profiles, passes, alike=devices > EVERY, free=free)
     replicas = {name: own["replicas"] for name, own in (fixed or {}).items() if "replicas" in own}
     given = (fixed or {}).get(whole.profile.name, {})
     each = list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
     if not whole.profile.ways:
         each = []
-    found: list[tuple[int, Options]] = []
+    found: list[tuple[int, LayoutOptions]] = []
     best_s = np.inf
     for bound_s, count in sorted((whole.least_s(count, batch, devices), count) for count in each):
         if bound_s > best_s * (1 + NEAR):
             break
         samples = batch // count
-        for own in whole.replicas(given, replicas):
-            options = obeying(options_of(whole.profile, count, samples, devices, limit_bytes, own), given)
-            found.append((count, whole.only(options, samples, replicas)))
-            best_s = min(best_s, float(_waits_s(*found[-1]).min(initial=np.inf)))
+        for own in whole.replica_choices(given, replicas):
+            options = filter_fixed(options_of(whole.profile, count, samples, devices, limit_bytes, own), given)
+            found.append((count, whole.feasible_options(options, samples, replicas)))
+            best_s = min(best_s, float(_step_times_s(*found[-1]).min(initial=np.inf)))
     reduce_s = np.concatenate([np.zeros(0), *(one.reduce_s for _, one in found)])
-    step_s = np.concatenate([np.zeros(0), *itertools.starmap(_waits_s, found)]) + reduce_s
+    step_s = np.concatenate([np.zeros(0), *itertools.starmap(_step_times_s, found)]) + reduce_s
     starts = np.cumsum([0, *(one.size for _, one in found)])
     busy_s = np.concatenate([np.zeros(0), *(count * one.slowest_s for count, one in found)])
-    plain = np.concatenate([np.zeros(0, dtype=np.bool_), *(whole.alike()[one.way] for _, one in found)])
+    plain = np.concatenate([np.zeros(0, dtype=np.bool_), *(whole.uniform_variants()[one.way] for _, one in found)])
     chosen = set[int]()
     for some in (np.arange(len(plain)), np.flatnonzero(plain)):
         for seconds in (step_s, step_s - reduce_s):
             chosen |= {*some[np.argsort(seconds[some], kind="stable")[:SHORT]].tolist()}
         chosen |= {*_least_busy(busy_s, some, found)}
-    best: list[Arrangement] = []
+    best: list[ModuleArrangement] = []
     for index in sorted(chosen, key=lambda index: (step_s[index], index)):
         at = int(np.searchsorted(starts, index, "right")) - 1
         count, options = found[at]
-        layouts = whole.apart(options, int(index - starts[at]))
-        best.append(Arrangement(microbatches=count, modules=layouts, step_s=float(step_s[index])))
-    return Orchestration(best=tuple(best), considered=len(step_s), combined=len(best))
+        layouts = whole.split_layouts(options, int(index - starts[at]))
+        best.append(ModuleArrangement(microbatches=count, modules=layouts, step_s=float(step_s[index])))
+    return OrchestrationResult(best=tuple(best), considered=len(step_s), combined=len(best))
 
 
-def _waits_s(microbatches: int, options: Options) -> Array:
+def _step_times_s(microbatches: int, options: LayoutOptions) -> Array:
     """The step of every layout, but for adding up gradients."""
     found: Array = options.through_s + (microbatches - 1) * options.slowest_s
     return found
 
 
-def _least_busy(seconds: Array, some: Ints, found: Sequence[tuple[int, Options]]) -> list[int]:
+def _least_busy(seconds: Array, some: Ints, found: Sequence[tuple[int, LayoutOptions]]) -> list[int]:
     """Where of `some` the SHORT least are, ALIKE of each (microbatches, replicas, stages, devices)."""
     grids = [np.column_stack((np.full(one.size, count), one.replicas, one.stages, one.devices)) for count, one in found]
     chosen, seen = list[int](), Counter[bytes]()
@@ -106,7 +106,7 @@ def _least_busy(seconds: Array, some: Ints, found: Sequence[tuple[int, Options]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class JoinedModules:
     """All modules as one."""
 
     profile: ModuleProfile
@@ -121,17 +121,17 @@ class Joined:
 
     def least_s(self, microbatches: int, batch: int, devices: int) -> float:
         """Less than any step of so many microbatches, reductions apart: as `orchestrate` has it, of one module."""
-        whole, sample_s = self.profile.whole, self.profile.mean * self.profile.whole.sample_s
+        whole, sample_s = self.profile.variant_totals, self.profile.mean_cost * self.profile.variant_totals.sample_s
         through_s = float((whole.fixed_s + sample_s).min())
         work_s = float((whole.shards * (whole.fixed_s + batch // microbatches * sample_s)).min())
         return through_s + (microbatches - 1) * work_s / devices
 
-    def alike(self) -> NDArray[np.bool_]:
+    def uniform_variants(self) -> NDArray[np.bool_]:
         """Of every way, whether all modules have the same shards and recompute the same."""
         each = zip(self.recompute, self.shards, strict=True)
         return np.array([len({*again}) == len({*shards}) == 1 for again, shards in each], dtype=np.bool_)
 
-    def replicas(self, given: Mapping[str, int], replicas: Mapping[str, int]) -> list[dict[str, int]]:
+    def replica_choices(self, given: Mapping[str, int], replicas: Mapping[str, int]) -> list[dict[str, int]]:
         """`given` of the backbone, with each count of its replicas that lets the modules have theirs, where those are
         fixed: in one entry without a count where none is."""
         others = [(self.modules.index(name), count) for name, count in replicas.items() if name != self.profile.name]
@@ -141,7 +141,7 @@ class Joined:
         found = {count * own[place] // way.shards for way, own in zip(self.profile.ways, self.shards, strict=True)}
         return [{**given, "replicas": own} for own in sorted(found - {0})]
 
-    def only(self, options: Options, samples: int, replicas: Mapping[str, int]) -> Options:
+    def feasible_options(self, options: LayoutOptions, samples: int, replicas: Mapping[str, int]) -> LayoutOptions:
         """Those in which each replica of a module has a sample of a microbatch, or an image where it divides those, and
         that have what is fixed."""
         each = np.array([way.shards for way in self.profile.ways])[:, None] // np.array(self.shards)
@@ -150,9 +150,9 @@ class Joined:
         fits = (counts <= np.array(most)).all(axis=1)
         for name, count in replicas.items():
             fits &= counts[:, self.modules.index(name)] == count
-        return options.only(fits)
+        return options.select_rows(fits)
 
-    def apart(self, options: Options, index: int) -> tuple[ModuleLayout, ...]:
+    def split_layouts(self, options: LayoutOptions, index: int) -> tuple[ModuleLayout, ...]:
         """What a layout is for each of the modules."""
         number = int(options.way[index])
         way, replicas = self.profile.ways[number], int(options.replicas[index])
@@ -161,7 +161,7 @@ class Joined:
                 module=name,
                 replicas=replicas * way.shards // shards,
                 shards=shards,
-                cuts=way.cuts.bounds[options.row[index]][1:-1] if name == self.profile.name else (),
+                cuts=way.stage_cuts.bounds[options.row[index]][1:-1] if name == self.profile.name else (),
                 recompute=recompute,
                 inline=name != self.profile.name,
             )
@@ -169,15 +169,15 @@ class Joined:
         )
 
 
-def joined(
+def join_modules(
     profiles: Sequence[ModuleProfile],
     passes: Sequence[NDArray[np.bool_]] = (),
     alike: bool = False,
     free: bool = True,
-) -> Joined:
+) -> JoinedModules:
     """All modules as one: a way for every way of each of them whose shards divide the backbone's; where they have to
-    be `alike`, of those with others than the backbone that differ in shards none, or where these are `free` in that, in
-    what they recompute. `passes` as in `orchestrate`."""
+    be `uniform_variants`, of those with others than the backbone that differ in shards none, or where these are `free`
+    in that, in what they recompute. `passes` as in `orchestrate`."""
     place = backbone_of(profiles)
     backbone = profiles[place]
     ways, recompute, shards, chosen = [], [], [], (0,) * len(profiles)
@@ -186,12 +186,12 @@ def joined(
         goes = all(table[one, two] for table, (one, two) in zip(passes, itertools.pairwise(each), strict=False))
         others = {(way.recompute if free else "none", way.shards) for at, way in enumerate(own) if at != place}
         if goes and not any(own[place].shards % way.shards for way in own) and not (alike and len(others) > 1):
-            ways.append(_way(own, place, backbone.overhead_s))
+            ways.append(_join_variant(own, place, backbone.overhead_s))
             recompute.append(tuple(way.recompute for way in own))
             shards.append(tuple(way.shards for way in own))
             chosen = each
-    profile = replace(backbone, ways=tuple(ways), weights=_weights(profiles, chosen))
-    return Joined(
+    profile = replace(backbone, ways=tuple(ways), weights=_mean_weights(profiles, chosen))
+    return JoinedModules(
         profile=profile,
         modules=tuple(one.name for one in profiles),
         recompute=tuple(recompute),
@@ -200,13 +200,13 @@ def joined(
     )
 
 
-def _way(own: Sequence[Way], place: int, overhead_s: float) -> Way:
+def _join_variant(own: Sequence[ModuleVariant], place: int, overhead_s: float) -> ModuleVariant:
     """The backbone's way with what lies before it in its first layer, and what lies behind it in its last. A module
     with fewer shards has so many times more replicas: a sample of the backbone's is a part of one for each of them, and
     so is what they hold of the optimizer state."""
     shards = own[place].shards
 
-    def lumped(name: str, over: np.ufunc = np.add, more: float = 0.0, divided: bool = False) -> Array:
+    def lump_layers(name: str, over: np.ufunc = np.add, more: float = 0.0, divided: bool = False) -> Array:
         layers = np.array(getattr(own[place], name), dtype=np.float64)
         for at, way in enumerate(own):
             if at != place:
@@ -215,20 +215,20 @@ def _way(own: Sequence[Way], place: int, overhead_s: float) -> Way:
                 layers[end] = over(layers[end], over.reduce(getattr(way, name)) * part + more)
         return layers
 
-    return Way(
+    return ModuleVariant(
         shards=shards,
         recompute=own[place].recompute,
-        fixed_s=lumped("fixed_s", more=overhead_s),
-        sample_s=lumped("sample_s", divided=True),
-        static_bytes=lumped("static_bytes"),
-        state_bytes=lumped("state_bytes", divided=True),
-        saved_bytes=lumped("saved_bytes", divided=True),
-        passing_bytes=lumped("passing_bytes", np.maximum, divided=True),
-        gradient_bytes=lumped("gradient_bytes"),
+        fixed_s=lump_layers("fixed_s", more=overhead_s),
+        sample_s=lump_layers("sample_s", divided=True),
+        static_bytes=lump_layers("static_bytes"),
+        state_bytes=lump_layers("state_bytes", divided=True),
+        saved_bytes=lump_layers("saved_bytes", divided=True),
+        passing_bytes=lump_layers("passing_bytes", np.maximum, divided=True),
+        gradient_bytes=lump_layers("gradient_bytes"),
     )
 
 
-def _weights(profiles: Sequence[ModuleProfile], ways: Sequence[int]) -> Array:
+def _mean_weights(profiles: Sequence[ModuleProfile], ways: Sequence[int]) -> Array:
     """[sampled batch, sample]: the mean of what samples cost in the modules, by their time for an average one."""
     seconds = [float(profile.ways[way].sample_s.sum()) for profile, way in zip(profiles, ways, strict=True)]
     ragged = [profile.weights.shape for profile in profiles if profile.weights.size]

@@ -19,7 +19,7 @@ KNOWN = 1 << 22
 """Values of filled bins that are remembered at most: 32 MiB."""
 
 
-class Dealer:
+class SampleDealer:
     """Deals out the samples of a global batch; what it did for one count of bins it knows for the next time.
 
     `weights` [sampled batch, sample] as in `ModuleProfile`.
@@ -30,25 +30,25 @@ class Dealer:
         self._bins: dict[tuple[int, int], tuple[Array, float]] = {}
         self._loads: dict[tuple[int, int, int], tuple[float, float]] = {}
 
-    def loads(self, microbatches: int, replicas: Ints, samples: int) -> tuple[Array, Array]:
+    def loads_by_replicas(self, microbatches: int, replicas: Ints, samples: int) -> tuple[Array, Array]:
         """`fullest_loads` of each of these counts of replicas."""
-        found = np.array([self.load(microbatches, one, samples) for one in replicas.tolist()]).reshape(-1, 2)
+        found = np.array([self.fullest_load(microbatches, one, samples) for one in replicas.tolist()]).reshape(-1, 2)
         return found[:, 0], found[:, 1]
 
-    def load(self, microbatches: int, replicas: int, samples: int) -> tuple[float, float]:
+    def fullest_load(self, microbatches: int, replicas: int, samples: int) -> tuple[float, float]:
         """See `fullest_loads`."""
         key = (microbatches, replicas, samples)
         if key not in self._loads:
             each = ceil(samples / replicas)
             if self.heaviest_first.shape[1]:
-                filled, most = self._filled(microbatches * replicas, each)
+                filled, most = self._fill_bins(microbatches * replicas, each)
                 fullest = filled[:, replicas - 1 :: replicas]
                 self._loads[key] = float(np.add.reduce(fullest, axis=None)) / fullest.size, most
             else:
                 self._loads[key] = float(each), float(each)
         return self._loads[key]
 
-    def _filled(self, bins: int, each: int) -> tuple[Array, float]:
+    def _fill_bins(self, bins: int, each: int) -> tuple[Array, float]:
         """([sampled batch, bin] with `each` samples in every bin, the emptiest first; the fullest of all)."""
         if (bins, each) not in self._bins:
             if len(self._bins) * self.heaviest_first.size > KNOWN:
@@ -68,4 +68,4 @@ def fullest_loads(weights: Array, microbatches: int, replicas: int, samples: int
 
     `weights` [sampled batch, sample] as in `ModuleProfile`; a microbatch has `samples` samples.
     """
-    return Dealer(weights).load(microbatches, replicas, samples)
+    return SampleDealer(weights).fullest_load(microbatches, replicas, samples)

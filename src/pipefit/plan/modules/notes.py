@@ -6,18 +6,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pipefit.plan.assemble.predict import what_binds
-from pipefit.plan.evaluate.outcome import Evaluated, Misfit
-from pipefit.plan.request.module_decisions import ModuleDecisions
-from pipefit.plan.types import Arranging
+from pipefit.plan.assemble.predict import describe_critical_path
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan
+from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.types import SampleArrangement
 from pipefit.schedule.taskgraph.table import CODE
 from pipefit.simulate import Timeline
 from pipefit.units import format_bytes, format_seconds
 
 
-def placements_told(
-    fitting: Sequence[Evaluated],
-    misfits: Sequence[Misfit],
+def placement_notes(
+    fitting: Sequence[EvaluatedPlan],
+    misfits: Sequence[InfeasiblePlan],
     choices: Sequence[Mapping[str, str]],
     backbone: str,
     mean_s: Mapping[int, float],
@@ -25,31 +25,34 @@ def placements_told(
     """Which placement won and why: of every choice of modules on the devices of the `backbone` (name -> word) the best
     step that was simulated, and what limits it, or what none of `misfits` has. `fitting`: the best first, those whose
     mean over all batches is known, by identity, before the others."""
-    chosen = _placed(fitting[0])
-    how = f"{_names(chosen)} on the devices of {backbone}" if chosen else "every one on devices of its own"
-    yield f"{how} ({_word(chosen)})"
+    chosen = _module_placements(fitting[0])
+    how = f"{_join_names(chosen)} on the devices of {backbone}" if chosen else "every one on devices of its own"
+    yield f"{how} ({_placement_word(chosen)})"
     for placed in choices:
-        words = f"{_names(placed)} {_word(placed)}" if placed else "all disjoint"
-        first = next((one for one in fitting if _placed(one) == placed), None)
+        words = f"{_join_names(placed)} {_placement_word(placed)}" if placed else "all disjoint"
+        first = next((one for one in fitting if _module_placements(one) == placed), None)
         if first is None:
-            lacking = [one.peak_bytes - one.limit_bytes for one in misfits if _placed(one) == placed]
+            lacking = [one.peak_bytes - one.limit_bytes for one in misfits if _module_placements(one) == placed]
             closest = f": {format_bytes(min(lacking))} are missing in the closest one" if lacking else ""
             yield f"{words}: no plan that was simulated fits{closest}"
             continue
         known = mean_s.get(id(first))
         step = format_seconds(known) if known else f"{format_seconds(first.step_s)} for the batch shown"
-        yield f"{words}: {step} at best; limited by {what_binds(first.simulation.timeline, first.parts.stages)}"
+        yield (
+            f"{words}: {step} at best; limited by "
+            f"{describe_critical_path(first.simulation.timeline, first.parts.stages)}"
+        )
     if len(choices) == 1:
         yield "no other placement was looked at, because the placement is fixed or no module can share devices"
 
 
-def arranging_told(arranging: Arranging) -> str:
+def arranging_note(arranging: SampleArrangement) -> str:
     """Who takes which samples of a batch."""
     balanced = "balanced over replicas and microbatches" if arranging.balance else "as they come"
     return f"{balanced}, microbatches {'put in order for the pipeline' if arranging.order else 'in that order'}"
 
 
-def shares_told(one: Evaluated) -> str:
+def shares_note(one: EvaluatedPlan) -> str:
     """What every module has of the devices, what of the work, and how busy its busiest stage is: why they are divided
     so."""
     parts, timeline = one.parts, one.simulation.timeline
@@ -74,19 +77,19 @@ def _busy_s(timeline: Timeline) -> list[float]:
     """Of every stage, how long it computes."""
     graph = timeline.graph
     compute = graph.kind <= CODE["B"]
-    seconds = np.bincount(graph.stage[compute], timeline.times.duration_s[compute], graph.schedule.stages)
+    seconds = np.bincount(graph.stage[compute], timeline.times.duration_s[compute], graph.schedule.num_stages)
     return [float(each) for each in seconds]
 
 
-def _placed(one: Evaluated | Misfit) -> dict[str, str]:
-    assert isinstance(one.decisions, ModuleDecisions)
-    return dict(one.decisions.placed)
+def _module_placements(one: EvaluatedPlan | InfeasiblePlan) -> dict[str, str]:
+    assert isinstance(one.decisions, MultiModuleConfig)
+    return dict(one.decisions.shared_modules)
 
 
-def _word(placed: Mapping[str, str]) -> str:
+def _placement_word(placed: Mapping[str, str]) -> str:
     """How these modules lie: in one of the ways, all of them."""
     return next(iter(placed.values()), "disjoint")
 
 
-def _names(modules: Collection[str]) -> str:
+def _join_names(modules: Collection[str]) -> str:
     return " and ".join(sorted(modules))

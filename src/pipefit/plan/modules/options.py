@@ -25,7 +25,7 @@ COMPARED = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestValues:
     """The least of everything that any of some layouts has."""
 
     through_s: float
@@ -35,7 +35,7 @@ class Best:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LayoutOptions:
     """Layouts of one module; arrays with an entry for each."""
 
     devices: Ints
@@ -60,16 +60,16 @@ class Options:
         return len(self.devices)
 
     @cached_property
-    def best(self) -> Best:
+    def best_values(self) -> BestValues:
         """Of layouts, of which there must be one."""
         through_s, slowest_s, reduce_s = (float(one.min()) for one in (self.through_s, self.slowest_s, self.reduce_s))
-        return Best(through_s, slowest_s, reduce_s, int(self.devices.min()))
+        return BestValues(through_s, slowest_s, reduce_s, int(self.devices.min()))
 
-    def only(self, index: NDArray[np.bool_] | Ints) -> Options:
+    def select_rows(self, index: NDArray[np.bool_] | Ints) -> LayoutOptions:
         """These of them."""
         if index.dtype == np.bool_:
             index = np.flatnonzero(index)
-        return Options(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+        return LayoutOptions(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
 
 def replica_counts(samples: int, devices: int) -> list[int]:
@@ -86,7 +86,7 @@ def options_of(
     devices: int,
     limit_bytes: float,
     fixed: Mapping[str, int] = MappingProxyType({}),
-) -> Options:
+) -> LayoutOptions:
     """All layouts of a module on at most so many devices that fit by themselves, where a microbatch has `samples`
     samples and a device holds `limit_bytes`; of fixed `replicas` only those."""
     each = replica_counts(profile.most_replicas(samples), devices)
@@ -94,22 +94,22 @@ def options_of(
         able = min(profile.most_replicas(samples, fixed=True), devices)
         each = [fixed["replicas"]] if fixed["replicas"] <= able else []
     if not each or not profile.ways:
-        return _none()
+        return _empty_options()
     replicas = np.array(each, dtype=np.int64)
-    mean, most = (column[:, None] for column in profile.loads(microbatches, replicas, samples))
-    cuts, stages, part = profile.cuts, profile.cuts.stages, (1.0 - 1.0 / replicas)[:, None]
+    mean, most = (column[:, None] for column in profile.replica_loads(microbatches, replicas, samples))
+    cuts, stages, part = profile.all_cuts, profile.all_cuts.stages, (1.0 - 1.0 / replicas)[:, None]
     used = replicas[:, None] * (cuts.counts * cuts.shards)
     kept = stages["static_bytes"] + stages["state_bytes"] / replicas[:, None] + profile.workspace_bytes
     kept += most * stages["passing_bytes"]
-    room = _room(limit_bytes - kept, most * stages["saved_bytes"], cuts, microbatches)
+    room = _stages_behind(limit_bytes - kept, most * stages["saved_bytes"], cuts, microbatches)
     index, cut = np.nonzero((used <= devices) & (room >= 0))
     order = np.argsort(cuts.way[cut].astype(np.uint16), kind="stable")  # one way after the other
     index, cut = index[order], cut[order]
-    slowest_s = cuts.most(stages["fixed_s"] + mean * stages["sample_s"]) + profile.overhead_s
-    whole = profile.whole
+    slowest_s = cuts.largest_stages(stages["fixed_s"] + mean * stages["sample_s"]) + profile.overhead_s
+    whole = profile.variant_totals
     through_s = whole.fixed_s[cuts.way] + mean * whole.sample_s[cuts.way] + cuts.counts * profile.overhead_s
     reduce_s = 2.0 * part * profile.reduce_s_per_byte * cuts.most_gradient_bytes
-    return Options(
+    return LayoutOptions(
         devices=used[index, cut],
         stages=cuts.counts[cut],
         slowest_s=slowest_s[index, cut],
@@ -123,43 +123,43 @@ def options_of(
     )
 
 
-def obeying(options: Options, fixed: Mapping[str, int]) -> Options:
+def filter_fixed(options: LayoutOptions, fixed: Mapping[str, int]) -> LayoutOptions:
     """Those with the fixed `stages` and `devices`."""
     for name in fixed.keys() & {"stages", "devices"}:
-        options = options.only(getattr(options, name) == fixed[name])
+        options = options.select_rows(getattr(options, name) == fixed[name])
     return options
 
 
-def _none() -> Options:
+def _empty_options() -> LayoutOptions:
     numbers, seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
-    return Options(
+    return LayoutOptions(
         devices=numbers, stages=numbers, slowest_s=seconds, through_s=seconds, reduce_s=seconds, room=numbers,
         replicas=numbers, way=numbers, row=numbers, beside=np.zeros((0, 0), dtype=np.int64),
     )  # fmt: skip
 
 
-def _room(left_bytes: Array, saved_bytes: Array, cuts: AllCuts, microbatches: int) -> Ints:
+def _stages_behind(left_bytes: Array, saved_bytes: Array, cuts: AllCuts, microbatches: int) -> Ints:
     """[replicas, cut]: stages that may lie behind the module, negative where it does not even fit as the last one. A
     stage with s stages behind it holds min(microbatches, s + 1) microbatches (1F1B)."""
     held = np.floor(left_bytes / np.maximum(saved_bytes, 1e-30))
     room = np.where(held >= microbatches, float(UNBOUNDED), held - cuts.stages["behind"])
     room[left_bytes < 0] = -1.0
-    found: Ints = cuts.least(room).astype(np.int64)
+    found: Ints = cuts.smallest_stages(room).astype(np.int64)
     return found
 
 
-def unbeaten(options: Options, ways_differ: bool = False) -> Options:
+def drop_dominated(options: LayoutOptions, ways_differ: bool = False) -> LayoutOptions:
     """Without layouts that another one beats in everything, or equals: they need no fewer devices, have no fewer
     stages, no shorter slowest stage or way through the module, no cheaper reduction, and bear no more stages behind
     them. Where `ways_differ` in what goes with them, only layouts of the same way are compared."""
     keys = (-options.room, options.reduce_s, options.stages, options.through_s, options.slowest_s, options.devices)
     order = np.lexsort(keys)
-    options = options.only(order)
+    options = options.select_rows(order)
     kept = np.ones(options.size, dtype=np.bool_)
     for start in range(0, options.size, COMPARED):  # whoever beats another stands before it, with no more devices
         own = np.arange(start, min(start + COMPARED, options.size))
         before = np.concatenate((np.flatnonzero(kept[:start]), own))
-        a, b = options.only(before), options.only(own)
+        a, b = options.select_rows(before), options.select_rows(own)
         beaten = (
             (a.stages[:, None] <= b.stages)
             & (a.slowest_s[:, None] <= b.slowest_s)
@@ -171,4 +171,4 @@ def unbeaten(options: Options, ways_differ: bool = False) -> Options:
         if ways_differ:
             beaten &= a.way[:, None] == b.way
         kept[own] = ~beaten.any(axis=0)
-    return options.only(kept)
+    return options.select_rows(kept)

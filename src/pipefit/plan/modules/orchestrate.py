@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from pipefit.cost.work import Recompute
 from pipefit.plan.modules.device_division import NEAR as NEAR
-from pipefit.plan.modules.device_division import Kept, Known, Modules, Search
+from pipefit.plan.modules.device_division import DivisionProblem, DivisionSearch, Kept, OptionCache
 from pipefit.plan.modules.profile import ModuleProfile
 
 FEW = 12
@@ -52,16 +52,16 @@ class ModuleLayout:
     "Whether it lies on that module's first or last lane alone; replicas and shards are those there."
 
     @property
-    def stages(self) -> int:
+    def stage_count(self) -> int:
         return len(self.cuts) + 1
 
     @property
-    def devices(self) -> int:
-        return self.replicas * self.shards * self.stages
+    def device_count(self) -> int:
+        return self.replicas * self.shards * self.stage_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
+class ModuleArrangement:
     """A layout for every module, in the order of the chain."""
 
     microbatches: int
@@ -70,25 +70,25 @@ class Arrangement:
     "By the closed form."
 
     @property
-    def devices(self) -> int:
-        return sum(module.devices for module in self.modules if not module.shared and not module.inline)
+    def device_count(self) -> int:
+        return sum(module.device_count for module in self.modules if not module.shared and not module.inline)
 
     @property
-    def guests(self) -> frozenset[str]:
+    def guest_names(self) -> frozenset[str]:
         """The modules that share the devices of another, lane by lane."""
         return frozenset(module.module for module in self.modules if module.shared)
 
     @property
-    def inline(self) -> tuple[str, ...]:
+    def inline_names(self) -> tuple[str, ...]:
         """The modules in line with another, on its first and last lane."""
         return tuple(module.module for module in self.modules if module.inline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orchestration:
+class OrchestrationResult:
     """What the search found."""
 
-    best: tuple[Arrangement, ...]
+    best: tuple[ModuleArrangement, ...]
     "The fastest first, within NEAR of the first one; empty: nothing fits."
     considered: int
     "Layouts of single modules that were compared."
@@ -96,7 +96,7 @@ class Orchestration:
     "Layouts of all modules whose step was worked out."
 
 
-def orchestrate(
+def orchestrate_modules(
     profiles: Sequence[ModuleProfile],
     devices: int,
     batch: int,
@@ -107,35 +107,35 @@ def orchestrate(
     passes: Sequence[NDArray[np.bool_]] = (),
     fixed: Mapping[str, Mapping[str, int]] | None = None,
     sharing: Sequence[frozenset[str]] = (frozenset(),),
-) -> Orchestration:
+) -> OrchestrationResult:
     """The layouts with the least closed-form step, for modules in the order of the chain: the `top` ones of a choice of
     modules that share the devices of the one with most work, FEW where another choice is faster. Exact: the first one
     of every choice is its optimum.
 
     `counts`: the numbers of microbatches to consider, by default all that divide the batch. `passes[i]` [way of module
     i, way of the next one]: whether they go together; none: all do. `fixed`: of modules by name, the `replicas`,
-    `stages` or `devices` that are given, and the `multiple` of those that share. `sharing`: the choices, each the names
-    of modules that `can_share`.
+    `stage_count` or `device_count` that are given, and the `multiple` of those that share. `sharing`: the choices,
+    each the names of modules that `can_share`.
     """
     each = list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
-    known, backbone = Known(), backbone_of(profiles)
-    best: list[Arrangement] = []
+    known, backbone = OptionCache(), backbone_of(profiles)
+    best: list[ModuleArrangement] = []
     considered = combined = 0
     for guests in sorted(sharing, key=len, reverse=True):
         assert guests <= can_share(profiles), "sharing is for modules that can"
-        modules = Modules(profiles, backbone, devices, batch, limit_bytes, passes, fixed or {}, guests)
+        modules = DivisionProblem(profiles, backbone, devices, batch, limit_bytes, passes, fixed or {}, guests)
         fastest_s = min((one.step_s for one in best), default=math.inf)
-        search = Search(modules, known, top, min(FEW, top), fastest_s)
+        search = DivisionSearch(modules, known, top, min(FEW, top), fastest_s)
         search.run(each)
         if search.cut_short:  # it became the fastest when some layouts had been given up
-            search = Search(modules, known, top, top, fastest_s)
+            search = DivisionSearch(modules, known, top, top, fastest_s)
             search.run(each)
-        best += [_arrangement(modules, one) for one in search.found()]
+        best += [_build_arrangement(modules, one) for one in search.kept_layouts()]
         considered += search.considered
         combined += search.combined
     considered += sum(one.size for one in known.options.values())
     best.sort(key=lambda one: one.step_s)
-    return Orchestration(best=tuple(best), considered=considered, combined=combined)
+    return OrchestrationResult(best=tuple(best), considered=considered, combined=combined)
 
 
 def backbone_of(profiles: Sequence[ModuleProfile]) -> int:
@@ -150,10 +150,10 @@ def can_share(profiles: Sequence[ModuleProfile]) -> frozenset[str]:
     return frozenset(profiles[one].name for one in {0, last} if one != backbone and abs(one - backbone) == 1)
 
 
-def _arrangement(modules: Modules, kept: Kept) -> Arrangement:
+def _build_arrangement(modules: DivisionProblem, kept: Kept) -> ModuleArrangement:
     """What the search kept, of all modules in the order of the chain."""
     minus_s, _, minus_count, keys = kept
-    own = {profile.name: _layout(profile, *key[:3]) for profile, key in zip(modules.own, keys, strict=True)}
+    own = {profile.name: _build_layout(profile, *key[:3]) for profile, key in zip(modules.own, keys, strict=True)}
     backbone = own[modules.own[modules.backbone].name]
     for guest, way in zip(modules.guests, keys[modules.backbone][3], strict=True):
         chosen = guest.profile.ways[way]
@@ -166,17 +166,17 @@ def _arrangement(modules: Modules, kept: Kept) -> Arrangement:
             shared=True,
             multiple=guest.multiple,
         )
-    return Arrangement(
+    return ModuleArrangement(
         microbatches=-minus_count, modules=tuple(own[profile.name] for profile in modules.whole), step_s=-minus_s
     )
 
 
-def _layout(profile: ModuleProfile, way: int, row: int, replicas: int) -> ModuleLayout:
+def _build_layout(profile: ModuleProfile, way: int, row: int, replicas: int) -> ModuleLayout:
     own = profile.ways[way]
     return ModuleLayout(
         module=profile.name,
         replicas=replicas,
         shards=own.shards,
-        cuts=own.cuts.bounds[row][1:-1],
+        cuts=own.stage_cuts.bounds[row][1:-1],
         recompute=own.recompute,
     )

@@ -14,10 +14,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.modules.costing import Costed
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.modules.costing import CostedModule
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.module_decisions import MultiModuleConfig
 
 ROUNDS = 8
 
@@ -25,24 +25,24 @@ PAIRS = 1024
 """Of devices up to which images are divided: in some step any two may meet, and NCCL has a communicator for each."""
 
 
-def polished(start: Evaluated, around: Callable[[Evaluated], Sequence[Evaluated]]) -> Evaluated:
+def polish_plan(start: EvaluatedPlan, around: Callable[[EvaluatedPlan], Sequence[EvaluatedPlan]]) -> EvaluatedPlan:
     """The best that is reached from `start` by going to the fastest of what is `around` while that is faster."""
     best = start
     for _ in range(ROUNDS):
-        faster = min(around(best), key=lambda one: one.rank, default=best)
-        if faster.rank[0] >= best.rank[0]:
+        faster = min(around(best), key=lambda one: one.rank_key, default=best)
+        if faster.rank_key[0] >= best.rank_key[0]:
             break
         best = faster
     return best
 
 
-def neighbours(
-    decisions: ModuleDecisions,
-    costed: Sequence[Costed],
+def neighbour_layouts(
+    decisions: MultiModuleConfig,
+    costed: Sequence[CostedModule],
     samples: int,
     images: Mapping[str, float],
     pins: Mapping[str, Any],
-) -> Iterator[ModuleDecisions]:
+) -> Iterator[MultiModuleConfig]:
     """Every layout that differs in one thing, where a microbatch has so many samples, and a sample so many `images` of
     the modules that can divide them. What is pinned stays."""
     if "zero1" not in pins:
@@ -51,55 +51,57 @@ def neighbours(
     for place, (name, own) in enumerate(decisions.modules):
         layers = len(costed[place].profile.ways[0].sample_s)
         free = not {f"{name}.shards", f"{name}.replicas"} & {*pins}
-        for other in (*_cut_elsewhere(own, layers), *_recomputed(own, f"{name}.recompute" in pins)):
+        for other in (*_cut_elsewhere(own, layers), *_toggle_recompute(own, f"{name}.recompute" in pins)):
             yield from _run_as(decisions, costed, place, other)
         able = images.get(name, 0.0) if (len(own.replicas) * len(own.shards)) ** 2 <= PAIRS else 0.0
-        for divided in _divisions(name in decisions.divided, able, f"{name}.divide" in pins):
-            made = _dividing(decisions, name, divided)
+        for divided in _division_choices(name in decisions.divided, able, f"{name}.divide" in pins):
+            made = _with_division(decisions, name, divided)
             each = samples * decisions.multiple_of(name) * (images[name] if divided else 1.0)
             if made != decisions and 1 < len(own.replicas) <= each:
                 yield made
             if free and name in (decisions.inline if not divided else (*decisions.inline, *decisions.guests)):
                 most = len(dict(decisions.modules)[decisions.backbone].shards)
-                for other in _regridded(own, most if decisions.multiple_of(name) == 1 else 1, each):
+                for other in _change_grid(own, most if decisions.multiple_of(name) == 1 else 1, each):
                     yield from _run_as(made, costed, place, other)
         packed = costed[place].ways[0].load.space != "samples"
         if name in decisions.guests and packed and f"{name}.multiple" not in pins:
             pieces = samples * (images[name] if name in decisions.divided else 1.0)
-            for multiple, other in _together(decisions, name, own, pieces):
+            for multiple, other in _guest_multiples(decisions, name, own, pieces):
                 if other == own or free:
                     multiples = {**dict(decisions.multiples), name: multiple}
-                    made = _with(decisions, place, other)
+                    made = _with_module(decisions, place, other)
                     yield replace(made, multiples=tuple((each, n) for each, n in multiples.items() if n > 1))
 
 
 def _run_as(
-    decisions: ModuleDecisions, costed: Sequence[Costed], place: int, own: Decisions
-) -> Iterator[ModuleDecisions]:
+    decisions: MultiModuleConfig, costed: Sequence[CostedModule], place: int, own: ParallelConfig
+) -> Iterator[MultiModuleConfig]:
     """With a module that lies so, if it has a way to run so."""
-    way = next((each for each in costed[place].ways if each.is_of(own)), None)
+    way = next((each for each in costed[place].ways if each.matches_decisions(own)), None)
     if way is not None:
-        yield _with(decisions, place, replace(own, sharding=way.sharding))
+        yield _with_module(decisions, place, replace(own, sharding=way.sharding))
 
 
-def _divisions(now: bool, images: float, pinned: bool) -> list[bool]:
+def _division_choices(now: bool, images: float, pinned: bool) -> list[bool]:
     """Whether images are divided: as it is, and where samples have several images, the other way too."""
     return [now] if pinned or (images <= 1.0 and not now) else [now, not now]
 
 
-def _dividing(decisions: ModuleDecisions, name: str, divided: bool) -> ModuleDecisions:
+def _with_division(decisions: MultiModuleConfig, name: str, divided: bool) -> MultiModuleConfig:
     """With the images of a module divided, or its samples."""
     others = [one for one in decisions.divided if one != name]
     return replace(decisions, divided=tuple([*others, name] if divided else others))
 
 
-def _with(decisions: ModuleDecisions, place: int, own: Decisions) -> ModuleDecisions:
+def _with_module(decisions: MultiModuleConfig, place: int, own: ParallelConfig) -> MultiModuleConfig:
     """With this in the place of what a module has."""
     made = (decisions.modules[place][0], own)
     return replace(decisions, modules=(*decisions.modules[:place], made, *decisions.modules[place + 1 :]))
 
 
-def _together(decisions: ModuleDecisions, name: str, own: Decisions, pieces: float) -> Iterator[tuple[int, Decisions]]:
+def _guest_multiples(
+    decisions: MultiModuleConfig, name: str, own: ParallelConfig, pieces: float
+) -> Iterator[tuple[int, ParallelConfig]]:
     """Twice, four times and half as many microbatches together as a guest takes, of so many samples or images: several
     only without shards, a unit for every lane, and one of those for every replica."""
     whole = replace(own, replicas=(1,) * (len(own.replicas) * len(own.shards)), shards=(1,), sharding="none")
@@ -107,11 +109,11 @@ def _together(decisions: ModuleDecisions, name: str, own: Decisions, pieces: flo
     least = max(2 * now, math.ceil(len(whole.replicas) / pieces))
     for multiple, other in [(least, whole), (2 * least, whole), *([(now // 2, own)] if now % 2 == 0 else [])]:
         units, rest = divmod(decisions.microbatches, multiple)
-        if not rest and units >= decisions.copies(name) and len(other.replicas) <= multiple * pieces:
+        if not rest and units >= decisions.copy_count(name) and len(other.replicas) <= multiple * pieces:
             yield multiple, other
 
 
-def _cut_elsewhere(own: Decisions, layers: int) -> Iterator[Decisions]:
+def _cut_elsewhere(own: ParallelConfig, layers: int) -> Iterator[ParallelConfig]:
     for place, cut in enumerate(own.cuts):
         for other in (cut - 1, cut + 1):
             cuts = (*own.cuts[:place], other, *own.cuts[place + 1 :])
@@ -119,12 +121,12 @@ def _cut_elsewhere(own: Decisions, layers: int) -> Iterator[Decisions]:
                 yield replace(own, cuts=cuts)
 
 
-def _recomputed(own: Decisions, pinned: bool) -> Iterator[Decisions]:
+def _toggle_recompute(own: ParallelConfig, pinned: bool) -> Iterator[ParallelConfig]:
     if not pinned:
         yield replace(own, recompute=("full",) if own.recompute == ("none",) else ("none",))
 
 
-def _regridded(own: Decisions, most: int, pieces: float) -> Iterator[Decisions]:
+def _change_grid(own: ParallelConfig, most: int, pieces: float) -> Iterator[ParallelConfig]:
     """As many devices of the lane in another grid: half the shards, where each replica has something then of so many
     samples or images, or twice as many."""
     replicas, shards = len(own.replicas), len(own.shards)

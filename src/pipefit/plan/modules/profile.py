@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
 from pipefit.plan.bounds.step_bounds import Ints
-from pipefit.plan.modules.loads import Dealer
+from pipefit.plan.modules.loads import SampleDealer
 
 COMPARED = 3
 """Smaller counts of stages that a count is compared with."""
@@ -33,7 +33,7 @@ module from this one on, itself included."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class ModuleVariant:
     """One way of running a module: its shards, and what it recomputes. Arrays have an entry for each layer."""
 
     shards: int
@@ -54,7 +54,7 @@ class Way:
     "What the replicas add up once a step."
 
     @cached_property
-    def cuts(self) -> StageCuts:
+    def stage_cuts(self) -> StageCuts:
         """The cuts of the layers into one stage, two, and so on."""
         return StageCuts(self)
 
@@ -64,7 +64,7 @@ class ModuleProfile:
     """A module and the ways in which it may run."""
 
     name: str
-    ways: tuple[Way, ...]
+    ways: tuple[ModuleVariant, ...]
     weights: Array = field(default_factory=lambda: np.ones((1, 0)))
     "[sampled batch, sample]: what a sample costs, an average one being 1; no columns: all samples are alike."
     overhead_s: float = 0.0
@@ -77,27 +77,27 @@ class ModuleProfile:
     "Where its replicas divide images, how many an average sample has; 0: they divide samples."
 
     @cached_property
-    def cuts(self) -> AllCuts:
+    def all_cuts(self) -> AllCuts:
         """The cuts of all ways."""
         return AllCuts(self.ways)
 
     @cached_property
-    def whole(self) -> Whole:
+    def variant_totals(self) -> VariantTotals:
         """What each way comes to over all layers."""
-        return Whole(self.ways)
+        return VariantTotals(self.ways)
 
     @cached_property
-    def mean(self) -> float:
+    def mean_cost(self) -> float:
         """What a sample costs on average."""
         return float(self.weights.mean()) if self.weights.size else 1.0
 
-    def loads(self, microbatches: int, replicas: Ints, samples: int) -> tuple[Array, Array]:
+    def replica_loads(self, microbatches: int, replicas: Ints, samples: int) -> tuple[Array, Array]:
         """What the fullest replica of a microbatch of so many samples gets, for each of these counts of replicas, in
         average samples: on average, and at most."""
         if not self.parts:
-            return self.dealer.loads(microbatches, replicas, samples)
-        most = self.dealer.load(microbatches, 1, samples)[1]
-        one = self.mean / self.parts
+            return self.sample_dealer.loads_by_replicas(microbatches, replicas, samples)
+        most = self.sample_dealer.fullest_load(microbatches, 1, samples)[1]
+        one = self.mean_cost / self.parts
         return one * np.ceil(samples * self.parts / replicas), most / replicas + one
 
     def most_replicas(self, samples: int, fixed: bool = False) -> int:
@@ -108,15 +108,15 @@ class ModuleProfile:
         return 1 << 30 if fixed else max(1, int(samples * self.parts))
 
     @cached_property
-    def dealer(self) -> Dealer:
+    def sample_dealer(self) -> SampleDealer:
         """Deals out the samples."""
-        return Dealer(self.weights)
+        return SampleDealer(self.weights)
 
 
-class Whole:
+class VariantTotals:
     """Sums over all layers, with an entry for each way; of what they need in passing, the most."""
 
-    def __init__(self, ways: Sequence[Way]) -> None:
+    def __init__(self, ways: Sequence[ModuleVariant]) -> None:
         self.shards: Ints = np.array([way.shards for way in ways], dtype=np.int64)
         self.fixed_s: Array = np.array([way.fixed_s.sum() for way in ways])
         self.sample_s: Array = np.array([way.sample_s.sum() for way in ways])
@@ -130,8 +130,8 @@ class Whole:
 class AllCuts:
     """The cuts of several ways, one way after the other."""
 
-    def __init__(self, ways: Sequence[Way]) -> None:
-        each = [way.cuts for way in ways]
+    def __init__(self, ways: Sequence[ModuleVariant]) -> None:
+        each = [way.stage_cuts for way in ways]
         sizes = [len(cuts.counts) for cuts in each]
         self.way: Ints = np.repeat(np.arange(len(ways)), sizes)
         self.row: Ints = np.concatenate([np.arange(size) for size in sizes])
@@ -147,14 +147,14 @@ class AllCuts:
             zip(COLUMNS, np.concatenate([cuts.stages for cuts in each], axis=1), strict=True)
         )
         "By their names, the columns of `StageCuts`."
-        self.most_gradient_bytes = self.most(self.stages["gradient_bytes"])
+        self.most_gradient_bytes = self.largest_stages(self.stages["gradient_bytes"])
 
-    def most(self, stages: Array) -> Array:
+    def largest_stages(self, stages: Array) -> Array:
         """[..., cut]: the largest of the stages of every cut."""
         found: Array = np.maximum.reduceat(stages, self.first, axis=-1)
         return found
 
-    def least(self, stages: Array) -> Array:
+    def smallest_stages(self, stages: Array) -> Array:
         """[..., cut]: the smallest of the stages of every cut."""
         found: Array = np.minimum.reduceat(stages, self.first, axis=-1)
         return found
@@ -169,10 +169,10 @@ class StageCuts:
     and needs at least as much, with at least as many stages behind it: it cannot be better.
     """
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: ModuleVariant) -> None:
         cuts = even_cuts(way.fixed_s + way.sample_s)
-        stages, first = _stages(way, cuts)
-        tells = _tells(stages, first)
+        stages, first = _stage_columns(way, cuts)
+        tells = _undominated_stages(stages, first)
         own = np.split(stages[:, tells], np.cumsum(np.add.reduceat(tells, first))[:-1], axis=1)
         largest = np.maximum.reduceat(stages, first, axis=1)
         may_be_worse = np.logical_and.reduce(largest[:, :, None] >= largest[:, None, :] * NEARLY)
@@ -189,7 +189,7 @@ class StageCuts:
         "[COLUMNS, stage]"
 
 
-def _stages(way: Way, cuts: Sequence[tuple[int, ...]]) -> tuple[Array, Ints]:
+def _stage_columns(way: ModuleVariant, cuts: Sequence[tuple[int, ...]]) -> tuple[Array, Ints]:
     """([COLUMNS, stage] of one cut after the other, where each begins)."""
     layers = len(way.sample_s)
     starts = np.concatenate([np.array(bounds[:-1]) + index * layers for index, bounds in enumerate(cuts)])
@@ -203,7 +203,7 @@ def _stages(way: Way, cuts: Sequence[tuple[int, ...]]) -> tuple[Array, Ints]:
     return found, first
 
 
-def _tells(stages: Array, first: Ints) -> NDArray[np.bool_]:
+def _undominated_stages(stages: Array, first: Ints) -> NDArray[np.bool_]:
     """Which stages are not outdone by the first one of their cut, or by one that is the largest of it in something, or
     the slowest of those between the first and the last one, whose layers are most often alike."""
     sizes = np.diff([*first, stages.shape[1]])

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.plan.bounds.step_bounds import Ints
-from pipefit.plan.modules.options import UNBOUNDED, Options
+from pipefit.plan.modules.options import UNBOUNDED, LayoutOptions
 from pipefit.plan.modules.profile import ModuleProfile
 
 AHEAD = 1
@@ -29,7 +29,7 @@ AHEAD = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guest:
+class GuestModule:
     """A module that shares the devices of the backbone."""
 
     profile: ModuleProfile
@@ -43,13 +43,13 @@ class Guest:
     "How many microbatches it takes together; one that takes several is not sharded."
 
 
-class Sharing:
+class DeviceSharing:
     """The backbone's layouts with those of its guests, for one count of microbatches of so many samples."""
 
     def __init__(
         self,
         backbone: ModuleProfile,
-        guests: Sequence[Guest],
+        guests: Sequence[GuestModule],
         microbatches: int,
         samples: int,
         limit_bytes: float,
@@ -57,31 +57,31 @@ class Sharing:
         self.backbone, self.guests = backbone, tuple(guests)
         self.microbatches, self.samples, self.limit_bytes = microbatches, samples, limit_bytes
 
-    def least(self, options: Options) -> Options:
+    def lower_bounds(self, options: LayoutOptions) -> LayoutOptions:
         """Less than any layout with guests: each as fast as its fastest way could be, its samples dealt out evenly.
         Only layouts of the backbone with a unit for every lane; `beside` says which one of `options` each is."""
-        number = np.flatnonzero(options.stages <= min(self.units(guest) for guest in self.guests))
-        options = replace(options.only(number), beside=number[:, None])
-        sizes, size = distinct(options.devices // options.stages)
+        number = np.flatnonzero(options.stages <= min(self.unit_count(guest) for guest in self.guests))
+        options = replace(options.select_rows(number), beside=number[:, None])
+        sizes, size = distinct_values(options.devices // options.stages)
         each = np.zeros((len(self.guests), options.size))
         for place, guest in enumerate(self.guests):
-            profile, whole = guest.profile, guest.profile.whole
-            replicas, fits = self.replicas(guest, sizes)
-            mean = profile.mean * self.samples * guest.multiple
+            profile, whole = guest.profile, guest.profile.variant_totals
+            replicas, fits = self.guest_replicas(guest, sizes)
+            mean = profile.mean_cost * self.samples * guest.multiple
             seconds = whole.fixed_s[:, None] + mean / replicas * whole.sample_s[:, None]
             each[place] = np.where(fits, seconds + profile.overhead_s, np.inf).min(axis=0)[size]
         able = np.flatnonzero(np.isfinite(each).all(axis=0))
-        options = options.only(able)
-        return self._joined(options, each[:, able], options.reduce_s)
+        options = options.select_rows(able)
+        return self._join_times(options, each[:, able], options.reduce_s)
 
-    def expanded(self, options: Options) -> Options:
+    def expand_options(self, options: LayoutOptions) -> LayoutOptions:
         """Every way of every guest with these layouts of the backbone; the room of the layouts is not worked out."""
         lane, reduce_s, index = options.devices // options.stages, options.reduce_s, np.arange(options.size)
         each, beside = np.zeros((0, options.size)), np.zeros((options.size, 0), dtype=np.int64)
         for guest in self.guests:
-            profile, whole = guest.profile, guest.profile.whole
-            sizes, size = distinct(lane[index])
-            replicas, fits = self.replicas(guest, sizes)
+            profile, whole = guest.profile, guest.profile.variant_totals
+            sizes, size = distinct_values(lane[index])
+            replicas, fits = self.guest_replicas(guest, sizes)
             goes = fits[:, size]
             if guest.passes is not None:
                 goes &= guest.passes[:, options.way[index]]
@@ -92,26 +92,26 @@ class Sharing:
             reduce_s = reduce_s[before] + 2.0 * over * profile.reduce_s_per_byte * whole.gradient_bytes[way]
             each = np.vstack((each[:, before], own_s))
             beside = np.hstack((beside[before], way[:, None]))
-        return self._joined(replace(options.only(index), beside=beside), each, reduce_s)
+        return self._join_times(replace(options.select_rows(index), beside=beside), each, reduce_s)
 
-    def fitting(self, options: Options, behind: int) -> Options:
+    def fitting_options(self, options: LayoutOptions, behind: int) -> LayoutOptions:
         """Those that fit, with their room: up to so many stages of other modules `behind` the backbone."""
-        held = _Held(self, options)
+        held = _DeviceUsage(self, options)
         room = np.full(options.size, -1, dtype=np.int64)
         left = np.ones(options.size, dtype=np.bool_)
         for stages in range(behind + 1):
-            left &= held.fits(stages)
+            left &= held.fits_behind(stages)
             if not left.any():
                 break
             room[left] = stages
         room[left] = UNBOUNDED
-        return replace(options, room=room).only(room >= 0)
+        return replace(options, room=room).select_rows(room >= 0)
 
-    def _joined(self, options: Options, each_s: Array, reduce_s: Array) -> Options:
+    def _join_times(self, options: LayoutOptions, each_s: Array, reduce_s: Array) -> LayoutOptions:
         """The times of the backbone's layouts with those of one unit of each guest, [guest, layout]."""
         first_s, others_s = each_s.sum(axis=0), np.zeros(options.size)
         for guest, own_s in zip(self.guests, each_s, strict=True):
-            others_s += own_s * (np.ceil(self.units(guest) / options.stages) - 1.0)
+            others_s += own_s * (np.ceil(self.unit_count(guest) / options.stages) - 1.0)
         idle_s = np.maximum(0.0, options.through_s - options.slowest_s)
         more_s = np.maximum(0.0, others_s - idle_s) / max(1, self.microbatches - 1)
         return replace(
@@ -121,10 +121,10 @@ class Sharing:
             reduce_s=reduce_s,
         )
 
-    def replicas(self, guest: Guest, devices: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    def guest_replicas(self, guest: GuestModule, devices: Ints) -> tuple[Ints, NDArray[np.bool_]]:
         """[way, lane] of a guest on lanes of so many devices: (its replicas, whether that can be): whole shard groups,
         a sample, or an image, for each replica."""
-        shards = guest.profile.whole.shards[:, None]
+        shards = guest.profile.variant_totals.shards[:, None]
         replicas = devices // shards
         most = guest.profile.most_replicas(self.samples * guest.multiple, bool(guest.fixed))
         fits = (replicas * shards == devices) & (replicas <= most)
@@ -134,35 +134,35 @@ class Sharing:
             fits &= replicas == guest.fixed
         return np.maximum(replicas, 1), fits
 
-    def units(self, guest: Guest) -> int:
+    def unit_count(self, guest: GuestModule) -> int:
         """How often a guest takes microbatches, on all lanes together; 0: they are no multiple of what it takes."""
         units, rest = divmod(self.microbatches, guest.multiple)
         return 0 if rest else units
 
-    def loads(self, profile: ModuleProfile, replicas: Ints, multiple: int = 1) -> tuple[Array, Array]:
+    def replica_loads(self, profile: ModuleProfile, replicas: Ints, multiple: int = 1) -> tuple[Array, Array]:
         """What the fullest replica of a microbatch, or of several together, gets, for each of these counts: on average,
         and at most."""
-        counts, place = distinct(replicas)
-        mean, most = profile.loads(self.microbatches // multiple, counts, self.samples * multiple)
+        counts, place = distinct_values(replicas)
+        mean, most = profile.replica_loads(self.microbatches // multiple, counts, self.samples * multiple)
         return mean[place], most[place]
 
-    def guest_loads(self, guest: Guest, replicas: Ints) -> tuple[Array, Array]:
+    def guest_loads(self, guest: GuestModule, replicas: Ints) -> tuple[Array, Array]:
         """Those of a unit of a guest."""
-        return self.loads(guest.profile, replicas, guest.multiple)
+        return self.replica_loads(guest.profile, replicas, guest.multiple)
 
 
-def distinct(numbers: Ints) -> tuple[Ints, Ints]:
+def distinct_values(numbers: Ints) -> tuple[Ints, Ints]:
     """(those that there are, which of them each is), of numbers that are not large."""
     there = np.bincount(numbers) > 0
     return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
-class _Held:
+class _DeviceUsage:
     """What the devices of layouts with guests hold."""
 
-    def __init__(self, sharing: Sharing, options: Options) -> None:
+    def __init__(self, sharing: DeviceSharing, options: LayoutOptions) -> None:
         self.sharing, self.options = sharing, options
-        cuts = sharing.backbone.cuts
+        cuts = sharing.backbone.all_cuts
         cut = cuts.start[options.way] + options.row
         sizes = cuts.sizes[cut]
         self.flat = np.repeat(np.arange(options.size), sizes)
@@ -170,29 +170,32 @@ class _Held:
         self.starts = np.cumsum(sizes) - sizes
         stage = np.arange(len(self.flat)) + np.repeat(cuts.first[cut] - self.starts, sizes)
         columns = {name: column[stage] for name, column in cuts.stages.items()}
-        most = sharing.loads(sharing.backbone, options.replicas)[1][self.flat]
+        most = sharing.replica_loads(sharing.backbone, options.replicas)[1][self.flat]
         self.kept = columns["static_bytes"] + columns["state_bytes"] / options.replicas[self.flat]
         self.kept += sharing.backbone.workspace_bytes + most * columns["passing_bytes"]
         self.saved, self.behind = most * columns["saved_bytes"], columns["behind"]
-        self.guests = [(guest, *self._guest(place, guest)) for place, guest in enumerate(sharing.guests)]
+        self.guests = [(guest, *self._guest_usage(place, guest)) for place, guest in enumerate(sharing.guests)]
 
-    def _guest(self, place: int, guest: Guest) -> tuple[Array, Array, Array]:
+    def _guest_usage(self, place: int, guest: GuestModule) -> tuple[Array, Array, Array]:
         """(what it always holds, what a unit keeps, seconds of a unit), by layout."""
         options, sharing, profile, way = self.options, self.sharing, guest.profile, self.options.beside[:, place]
-        whole, replicas = profile.whole, options.devices // options.stages // profile.whole.shards[way]
+        whole, replicas = (
+            profile.variant_totals,
+            options.devices // options.stages // profile.variant_totals.shards[way],
+        )
         mean, most = sharing.guest_loads(guest, replicas)
         always = whole.static_bytes[way] + whole.state_bytes[way] / replicas + most * whole.passing_bytes[way]
         seconds = whole.fixed_s[way] + mean * whole.sample_s[way] + profile.overhead_s
         return always, most * whole.saved_bytes[way], seconds
 
-    def fits(self, behind: int) -> NDArray[np.bool_]:
+    def fits_behind(self, behind: int) -> NDArray[np.bool_]:
         """Which layouts fit with so many stages of other modules behind the backbone."""
         options, count = self.options, self.sharing.microbatches
         shared, ahead = np.zeros(options.size), np.zeros(options.size)
         for guest, always, unit, seconds in self.guests:
             shared += always
             if guest.feeds:
-                units, lanes = np.ceil(self.sharing.units(guest) / options.stages), options.stages * guest.multiple
+                units, lanes = np.ceil(self.sharing.unit_count(guest) / options.stages), options.stages * guest.multiple
                 shared += unit * np.minimum(units, np.ceil((options.stages + behind) / lanes) + AHEAD)
             else:
                 shared += unit

@@ -12,15 +12,15 @@ from itertools import pairwise
 from typing import Any
 
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
-from pipefit.plan.assemble.module_parts import module_parts
+from pipefit.plan.assemble.module_parts import module_skeleton
 from pipefit.plan.assemble.structure import FormsError
-from pipefit.plan.evaluate.evaluate import evaluate
-from pipefit.plan.evaluate.outcome import Evaluated, Misfit
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.modules.costing import Costed, Costing
-from pipefit.plan.request.module_decisions import ModuleDecisions
-from pipefit.plan.request.sampled_batches import Arrange, Samples
-from pipefit.plan.types import Arranging, Job, SampleLoad
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.modules.costing import CostedModule, ModuleCosting
+from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
+from pipefit.plan.types import Job, SampleArrangement, SampleLoad
 from pipefit.schedule.actions import Schedule
 from pipefit.units import format_bytes
 
@@ -29,76 +29,78 @@ FEW = 2
 among the best."""
 
 
-class Trials:
+class ModuleTrials:
     """What was tried of one model and job; `own`: the pins of every module."""
 
     def __init__(
         self,
-        bench: Workbench,
+        bench: PlannerContext,
         job: Job,
         own: Mapping[str, Mapping[str, Any]],
-        samples: Samples,
+        samples: SampledBatches,
         arrange: Arrange,
         balance: bool = True,
     ) -> None:
         self.bench, self.job, self.samples, self.arrange, self.balance = bench, job, samples, arrange, balance
-        costing = Costing(bench.programs, bench.network, bench.layers, job, samples)
-        self.costed: list[Costed] = [costing.profile(module, own[module.name]) for module in bench.model.modules]
-        self.fitting: list[Evaluated] = []
-        self.misfits: list[Misfit] = []
+        costing = ModuleCosting(bench.programs, bench.network, bench.layers, job, samples)
+        self.costed: list[CostedModule] = [
+            costing.profile_module(module, own[module.name]) for module in bench.model.modules
+        ]
+        self.fitting: list[EvaluatedPlan] = []
+        self.misfits: list[InfeasiblePlan] = []
         self.simulated = 0
 
-    def simulate(self, decisions: ModuleDecisions) -> Evaluated | None:
+    def simulate_plan(self, decisions: MultiModuleConfig) -> EvaluatedPlan | None:
         """One plan on the first sampled batch; None where it does not fit or cannot be made. Samples are balanced, but
         microbatches stay in the order that this gives."""
-        made = self._simulated(decisions, 0, self.arranging(decisions, order=False), None)
+        made = self._simulate_batch(decisions, 0, self.arranging_for(decisions, order=False), None)
         if made is not None:
             self.fitting.append(made)
         return made
 
-    def on_all(self, one: Evaluated, order: bool) -> list[Evaluated]:
+    def on_all(self, one: EvaluatedPlan, order: bool) -> list[EvaluatedPlan]:
         """What was simulated on the first batch, on every batch as a run takes it: in the order of actions that it has
         there, and for which microbatches change places if `order`. [] where it does not fit on one of them."""
-        decisions, schedule = plain(one), one.simulation.timeline.schedule
-        arranging = self.arranging(decisions, order)
+        decisions, schedule = plain_decisions(one), one.simulation.timeline.schedule
+        arranging = self.arranging_for(decisions, order)
         found = []
-        for batch in range(self.samples.batches):
-            made = self._simulated(decisions, batch, arranging, schedule)
+        for batch in range(self.samples.batch_count):
+            made = self._simulate_batch(decisions, batch, arranging, schedule)
             if made is None:
                 return []
             found.append(made)
         return found
 
-    def _simulated(
-        self, decisions: ModuleDecisions, batch: int, arranging: Arranging, schedule: Schedule | None
-    ) -> Evaluated | None:
+    def _simulate_batch(
+        self, decisions: MultiModuleConfig, batch: int, arranging: SampleArrangement, schedule: Schedule | None
+    ) -> EvaluatedPlan | None:
         shares, count = decisions.shares_of_stages, decisions.microbatches
         order = self.arrange(self.samples, batch, arranging, shares, count, schedule)
         names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
-        spaces = [self.samples.space(name, self.job, batch, order) for name in names]
+        spaces = [self.samples.to_space(name, self.job, batch, order) for name in names]
         try:
-            parts = module_parts(self.bench.model, self.bench.programs, self.job, decisions, spaces)
-            made = evaluate(self.bench, decisions, parts, schedule)
+            parts = module_skeleton(self.bench.model, self.bench.programs, self.job, decisions, spaces)
+            made = evaluate_candidate(self.bench, decisions, parts, schedule)
         except (FormsError, ScheduleError):
             return None
         self.simulated += 1
-        if made.simulation.fits:
+        if made.simulation.fits_in_memory:
             return made
-        self.misfits.append(Misfit(decisions, made.step_s, made.peak_bytes, made.limit_bytes, made.worst_lane))
+        self.misfits.append(InfeasiblePlan(decisions, made.step_s, made.peak_bytes, made.limit_bytes, made.worst_lane))
         return None
 
-    def arranging(self, decisions: ModuleDecisions, order: bool) -> Arranging:
+    def arranging_for(self, decisions: MultiModuleConfig, order: bool) -> SampleArrangement:
         """What samples cost on every stage: the module's load, by the stage's part of its layers' time."""
         loads: list[SampleLoad] = []
         for costed, (name, own) in zip(self.costed, decisions.modules, strict=True):
-            index, way = next((i, way) for i, way in enumerate(costed.ways) if way.is_of(own))
+            index, way = next((i, way) for i, way in enumerate(costed.ways) if way.matches_decisions(own))
             seconds = costed.profile.ways[index].sample_s
             whole = float(seconds.sum()) or 1.0
             for start, stop in pairwise((0, *own.cuts, len(seconds))):
                 part = float(seconds[start:stop].sum()) / whole
                 scaled = {name: getattr(way.load, name) * part for name in ("row_s", "token_s", "square_s")}
-                loads += [replace(way.load, **scaled)] * decisions.copies(name)
-        return Arranging(loads=tuple(loads), balance=self.balance, order=order)
+                loads += [replace(way.load, **scaled)] * decisions.copy_count(name)
+        return SampleArrangement(loads=tuple(loads), balance=self.balance, order=order)
 
     def work_bound_s(self) -> float:
         """Less than any step on these devices: the time of all samples of the first batch in every module's cheapest
@@ -111,7 +113,7 @@ class Trials:
         fixed_s = sum(min(float(way.fixed_s.sum()) for way in one.profile.ways) for one in self.costed)
         return max(total_s / self.bench.network.devices, fixed_s)
 
-    def nothing(self, pinned: bool) -> PlanError:
+    def no_plan_error(self, pinned: bool) -> PlanError:
         """The error for a search that found nothing, under pins or none."""
         if not self.misfits:
             devices = self.bench.network.devices
@@ -124,43 +126,43 @@ class Trials:
                 next_step="use more devices, or a smaller model" + (", or drop a --fix" if pinned else ""),
             )
         closest = min(self.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
-        assert isinstance(closest.decisions, ModuleDecisions)
+        assert isinstance(closest.decisions, MultiModuleConfig)
         missing = format_bytes(closest.peak_bytes - closest.limit_bytes)
         return DoesNotFitError(
             f"No plan fits: at least {missing} are missing on each device of lane {closest.lane} in the closest one.",
-            where=closest.decisions.text(),
+            where=closest.decisions.to_text(),
             seen=f"{format_bytes(closest.peak_bytes)} needed",
             allowed=f"{format_bytes(closest.limit_bytes)} of memory",
             next_step="use more devices, devices with more memory, or a smaller batch",
         )
 
 
-def best_of_each(some: Sequence[Evaluated], count: int) -> list[Evaluated]:
+def best_of_each(some: Sequence[EvaluatedPlan], count: int) -> list[EvaluatedPlan]:
     """The fastest of them, FEW at least of each way of placing modules: with guests, in line, or neither."""
-    ranked = sorted(some, key=lambda one: one.rank)
-    few: dict[tuple[bool, bool], list[Evaluated]] = {}
+    ranked = sorted(some, key=lambda one: one.rank_key)
+    few: dict[tuple[bool, bool], list[EvaluatedPlan]] = {}
     for one in ranked:
-        few.setdefault((bool(plain(one).guests), bool(plain(one).inline)), []).append(one)
+        few.setdefault((bool(plain_decisions(one).guests), bool(plain_decisions(one).inline)), []).append(one)
     chosen = {id(one) for one in (*ranked[:count], *(one for each in few.values() for one in each[:FEW]))}
     return [one for one in ranked if id(one) in chosen]
 
 
-def best_of_grids(some: Sequence[Evaluated]) -> list[Evaluated]:
+def best_of_grids(some: Sequence[EvaluatedPlan]) -> list[EvaluatedPlan]:
     """The fastest of those whose modules have the same replicas, stages and shards, placed alike."""
-    first: dict[object, Evaluated] = {}
-    for one in sorted(some, key=lambda one: one.rank):
-        decisions = plain(one)
+    first: dict[object, EvaluatedPlan] = {}
+    for one in sorted(some, key=lambda one: one.rank_key):
+        decisions = plain_decisions(one)
         grids = tuple((name, len(own.replicas), own.stages, len(own.shards)) for name, own in decisions.modules)
         first.setdefault((grids, decisions.guests, decisions.inline), one)
     return [*first.values()]
 
 
-def plain(one: Evaluated) -> ModuleDecisions:
+def plain_decisions(one: EvaluatedPlan) -> MultiModuleConfig:
     """The choices of what was simulated."""
-    assert isinstance(one.decisions, ModuleDecisions)
+    assert isinstance(one.decisions, MultiModuleConfig)
     return replace(one.decisions, cuts=())
 
 
-def busiest_s(one: Evaluated) -> float:
+def busiest_s(one: EvaluatedPlan) -> float:
     """What the busiest lane has to do, in whatever order."""
     return float(max(one.simulation.timeline.busy_s))

@@ -20,17 +20,17 @@ from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
 from pipefit.plan.assemble.order import order_problem
-from pipefit.plan.assemble.pipeline_work import Parts, pipeline_work
+from pipefit.plan.assemble.pipeline_work import PlanSkeleton, pipeline_work
 from pipefit.plan.bounds.step_bounds import table_bound_s
 from pipefit.plan.candidates.space import RECOMPUTE
-from pipefit.plan.evaluate.evaluate import evaluate, simulated
-from pipefit.plan.evaluate.outcome import Evaluated, Found
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.passes.reslice import sliced_again
-from pipefit.plan.passes.search import TIE, Progress, search
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.evaluate.evaluate import evaluate_candidate, simulate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.passes.reslice import reslice_best
+from pipefit.plan.passes.search import TIE, Progress, search_plans
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute
-from pipefit.simulate import simulate
+from pipefit.simulate import simulate_schedule
 
 FIT = "fit"
 
@@ -38,7 +38,7 @@ HOPE = 0.1
 """How much a layout's family may lie behind the best one, as a part of it, for its layout to get a fitted order."""
 
 REFINED = 3
-"""Placements whose best plan is cut again where `fit` is pinned."""
+"""Placements whose best plan is cut again where `fit_schedule` is pinned."""
 
 POOL = 10
 """Layouts whose bounds are worked out."""
@@ -47,8 +47,8 @@ LAYOUTS, ACTIONS = 4, 5_000
 """Layouts that get fitted orders: at most so many, fewer where they have many actions together."""
 
 MANY = 3_000
-"""Actions of a layout above which an order is fitted only where `fit` is pinned: with so many, the moves that planning
-has time for gain next to nothing."""
+"""Actions of a layout above which an order is fitted only where `fit_schedule` is pinned: with so many, the moves that
+planning has time for gain next to nothing."""
 
 CHOOSING = 1_000
 """Actions of a layout above which its stages do not choose whether they recompute: all keep to the layout's own way."""
@@ -64,52 +64,56 @@ TIGHTER = 4
 
 
 def best_plans(
-    bench: Workbench,
+    bench: PlannerContext,
     job: Job,
     pins: Mapping[str, Any],
     top: int = 5,
     progress: Progress | None = None,
     layouts: int = LAYOUTS,
-) -> Found:
+) -> SearchResult:
     """What the search finds, and the fitted orders that beat it. With `schedule=fit` pinned, fitted orders alone."""
-    first = search(bench, job, pins, top, progress)
-    found = sliced_again(bench, job, pins, _cut_again(bench, job, pins, first, min(layouts, REFINED)))
+    first = search_plans(bench, job, pins, top, progress)
+    found = reslice_best(bench, job, pins, _recut_best(bench, job, pins, first, min(layouts, REFINED)))
     pinned = pins.get("schedule") == FIT
     if pins.get("schedule", FIT) != FIT:
         return found
-    fitted: list[Evaluated] = []
+    fitted: list[EvaluatedPlan] = []
     before = [one.decisions for one in first.fitting[:1] if one not in found.fitting]
     listed = _short_list(bench, job, pins, found, layouts, before)
-    for tables, look in _promising(bench, listed):
+    for tables, look in _promising_choices(bench, listed):
         best_s = min((one.step_s for one in (*found.fitting[:1], *fitted)), default=float("inf"))
         made = (look, fit_layout(bench, tables))
-        one = min((one for one in made if one is not None), key=lambda one: one.rank, default=None)
+        one = min((one for one in made if one is not None), key=lambda one: one.rank_key, default=None)
         if one is not None and (pinned or one.step_s < best_s * (1 - TIE)):
             fitted.append(one)
-    others = [_renamed(one) for one in found.fitting] if pinned else found.fitting
-    fitting = _distinct(sorted((*others, *fitted), key=lambda one: one.rank))
+    others = [_relabel_fitted(one) for one in found.fitting] if pinned else found.fitting
+    fitting = _distinct_plans(sorted((*others, *fitted), key=lambda one: one.rank_key))
     return replace(found, fitting=tuple(fitting), fitted=len(fitted))
 
 
-def _promising(bench: Workbench, listed: Sequence[Listed]) -> Sequence[tuple[list[Choice], Evaluated | None]]:
+def _promising_choices(
+    bench: PlannerContext, listed: Sequence[Listed]
+) -> Sequence[tuple[list[FittingChoice], EvaluatedPlan | None]]:
     """Of a short list those that are worth all the moves: by what a few moves reach with the layout's own way of
     recomputing, the best one, and those that come within NEAR of it. Each with what the few moves came to, which with
     what transfers share is sometimes the better order: a fit asks the plain simulator."""
     if len(listed) < 2:
         return [(tables, None) for tables, _ in listed]
-    looks: list[tuple[float, list[Choice], Evaluated | None]] = []
+    looks: list[tuple[float, list[FittingChoice], EvaluatedPlan | None]] = []
     for tables, own in listed:
         best_s = min((step_s for step_s, _, _ in looks), default=float("inf"))
         if tables[0].bound_s < best_s:
-            one = fit_layout(bench, [own], moves=moves_for(_actions(own.parts)) // LOOK)
+            one = fit_layout(bench, [own], moves=moves_for(_action_count(own.parts)) // LOOK)
             looks.append((one.step_s if one is not None else float("inf"), tables, one))
     best_s = min(step_s for step_s, _, _ in looks)
     return [(tables, one) for step_s, tables, one in looks if step_s <= best_s * (1 + NEAR)]
 
 
-def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int) -> Found:
+def _recut_best(
+    bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult, most: int
+) -> SearchResult:
     """What was found, the best plan with better cuts where its lanes hold several stages and some are better. Where
-    `fit` is pinned, the best plan of `most` placements: the orders are made for these cuts."""
+    `fit_schedule` is pinned, the best plan of `most` placements: the orders are made for these cuts."""
     if "cuts" in pins:
         return found
     seen: set[tuple[int, ...]] = set()
@@ -118,29 +122,29 @@ def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found
         if (placement := one.decisions.lane_of_stage) in seen or len(seen) >= most:
             continue
         seen.add(placement)
-        fitting[index] = _refined(bench, job, one)
+        fitting[index] = _refine_cuts(bench, job, one)
         if pins.get("schedule") != FIT:
             break
-    return replace(found, fitting=tuple(sorted(fitting, key=lambda one: one.rank)))
+    return replace(found, fitting=tuple(sorted(fitting, key=lambda one: one.rank_key)))
 
 
-def _refined(bench: Workbench, job: Job, one: Evaluated) -> Evaluated:
+def _refine_cuts(bench: PlannerContext, job: Job, one: EvaluatedPlan) -> EvaluatedPlan:
     """The plan with the better cuts, or itself where there are none."""
     free = replace(one.decisions, stages=one.decisions.stage_count, cuts=())
-    parts = bench.refined(job, free, one.parts)
+    parts = bench.refine_skeleton(job, free, one.parts)
     if parts is one.parts:
         return one
-    again = evaluate(bench, one.decisions, parts)
-    return again if again.simulation.fits and again.step_s < one.step_s else one
+    again = evaluate_candidate(bench, one.decisions, parts)
+    return again if again.simulation.fits_in_memory and again.step_s < one.step_s else one
 
 
-def _distinct(ranked: Sequence[Evaluated]) -> list[Evaluated]:
+def _distinct_plans(ranked: Sequence[EvaluatedPlan]) -> list[EvaluatedPlan]:
     """The first of every choice: orders that differ in nothing but their time, or their cuts, are one choice."""
     kept = {replace(one.decisions, stages=one.decisions.stage_count, cuts=()): one for one in reversed(ranked)}
-    return sorted(kept.values(), key=lambda one: one.rank)
+    return sorted(kept.values(), key=lambda one: one.rank_key)
 
 
-def choices(pins: Mapping[str, Any], layout: Decisions) -> list[tuple[Recompute, ...]]:
+def recompute_choices(pins: Mapping[str, Any], layout: ParallelConfig) -> list[tuple[Recompute, ...]]:
     """The ways of recomputing that a layout may choose from; one that varies by stage is kept."""
     if "recompute" in pins:
         return [pins["recompute"]]
@@ -148,70 +152,72 @@ def choices(pins: Mapping[str, Any], layout: Decisions) -> list[tuple[Recompute,
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FittingChoice:
     """A layout with one way of recomputing, ready to be fitted."""
 
     bound_s: float
     "No order of it takes less, whatever the memory."
-    decisions: Decisions
-    parts: Parts
+    decisions: ParallelConfig
+    parts: PlanSkeleton
     work: PipelineWork
     costs: CostTable
 
 
-Listed = tuple[list[Choice], Choice]
+Listed = tuple[list[FittingChoice], FittingChoice]
 """The choices of a layout, and among them its own way of recomputing."""
 
 
 def tables_of(
-    bench: Workbench, job: Job, layout: Decisions, recomputes: Sequence[tuple[Recompute, ...]]
-) -> list[Choice]:
+    bench: PlannerContext, job: Job, layout: ParallelConfig, recomputes: Sequence[tuple[Recompute, ...]]
+) -> list[FittingChoice]:
     """The choices of a layout with cuts, the one with the least bound first."""
     found = []
     for recompute in recomputes:
         decisions = replace(layout, schedule=FIT, recompute=recompute)
-        parts = bench.parts(job, decisions)
+        parts = bench.make_skeleton(job, decisions)
         work = pipeline_work(parts, bench.programs)
         costs = cost_table(work, bench.network, bench.layers)
         found.append(
-            Choice(table_bound_s(costs, parts.placement, parts.microbatches, FIT), decisions, parts, work, costs)
+            FittingChoice(table_bound_s(costs, parts.placement, parts.microbatches, FIT), decisions, parts, work, costs)
         )
     return sorted(found, key=lambda one: one.bound_s)
 
 
 def fit_layout(
-    bench: Workbench,
-    tables: Sequence[Choice],
+    bench: PlannerContext,
+    tables: Sequence[FittingChoice],
     limits: Sequence[float] | None = None,
     moves: int | None = None,
-) -> Evaluated | None:
+) -> EvaluatedPlan | None:
     """The best order found for a layout, every stage recomputing by one of the choices, or where that finds none all by
     the same; lowered and simulated. None where no order fits. `limits` of every lane, default those of its devices."""
     if limits is None:
         least = lane_limits(tables[0].work, bench.network)
         limits = order_limits(tables[0].costs, tables[0].parts.placement, least)
-    count = moves_for(_actions(tables[0].parts)) if moves is None else moves
-    one = _fitted(bench, tables, limits, count)
+    count = moves_for(_action_count(tables[0].parts)) if moves is None else moves
+    one = _fit_order(bench, tables, limits, count)
     if one is None and len(tables) > 1:
-        alone = [found for table in tables if (found := _fitted(bench, [table], limits, count)) is not None]
-        one = min(alone, key=lambda found: found.rank, default=None)
+        alone = [found for table in tables if (found := _fit_order(bench, [table], limits, count)) is not None]
+        one = min(alone, key=lambda found: found.rank_key, default=None)
     return one
 
 
-def _fitted(bench: Workbench, tables: Sequence[Choice], limits: Sequence[float], moves: int) -> Evaluated | None:
+def _fit_order(
+    bench: PlannerContext, tables: Sequence[FittingChoice], limits: Sequence[float], moves: int
+) -> EvaluatedPlan | None:
     """One order for all these ways of recomputing, fitted again with less where its transfers need memory."""
-    from pipefit.schedule.fit.search import fit
+    from pipefit.schedule.fit.search import fit_schedule
 
     room = list(limits)
     by_name: dict[str, CostTable] = {one.decisions.recompute[0]: one.costs for one in tables}
     options = by_name if len(tables) > 1 else None
     for _ in range(TIGHTER):
         try:
-            made = fit(order_problem(tables[0].parts, tables[0].costs, room), moves=moves, options=options)
+            made = fit_schedule(order_problem(tables[0].parts, tables[0].costs, room), moves=moves, options=options)
         except ScheduleError:
             return None
-        choice = _chosen(bench, tables, made.recompute)
-        one = simulated(bench, choice.decisions, choice.parts, choice.work, choice.costs, made.schedule)
+        choice = _choose_recompute(bench, tables, made.recompute)
+        one = simulate_candidate(bench, choice.decisions, choice.parts, choice.work, choice.costs, made.schedule)
         over = [float(peak) - limit for peak, limit in zip(one.simulation.timeline.peak_bytes, limits, strict=True)]
         if max(over) <= 0:
             return one
@@ -219,7 +225,9 @@ def _fitted(bench: Workbench, tables: Sequence[Choice], limits: Sequence[float],
     return None
 
 
-def _chosen(bench: Workbench, tables: Sequence[Choice], recompute: Sequence[str]) -> Choice:
+def _choose_recompute(
+    bench: PlannerContext, tables: Sequence[FittingChoice], recompute: Sequence[str]
+) -> FittingChoice:
     """The layout with what every stage took."""
     if len(tables) == 1:
         return tables[0]
@@ -236,7 +244,12 @@ def moves_for(actions: int) -> int:
 
 
 def _short_list(
-    bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int, before: Sequence[Decisions]
+    bench: PlannerContext,
+    job: Job,
+    pins: Mapping[str, Any],
+    found: SearchResult,
+    most: int,
+    before: Sequence[ParallelConfig],
 ) -> list[Listed]:
     """Layouts whose bound leaves something to win: the best one, also `before` it was cut again (even stages are worth
     more to an order of its own than to the family's); then the most promising of those of the next families and of
@@ -249,19 +262,19 @@ def _short_list(
         if misfit.bound_s < best_s:
             scored.append((misfit.bound_s, max(1.0, misfit.peak_bytes / misfit.limit_bytes), misfit.decisions))
     ready: list[tuple[float, int, Listed]] = []
-    seen: set[Decisions] = set()
+    seen: set[ParallelConfig] = set()
     for step_s, lack, decisions in sorted(scored, key=lambda one: (one[1] > 1, one[0] * one[1])):
         key = replace(decisions, schedule=FIT, recompute=("none",), stages=decisions.stage_count, cuts=())
         key = replace(key, cuts=decisions.cuts) if decisions in before else key
-        if key in seen or len(seen) >= POOL or (decisions.lanes == 1 and pins.get("schedule") != FIT):
+        if key in seen or len(seen) >= POOL or (decisions.lane_count == 1 and pins.get("schedule") != FIT):
             continue
         seen.add(key)
-        if _at_least(decisions) > MANY and pins.get("schedule") != FIT:
+        if _least_actions(decisions) > MANY and pins.get("schedule") != FIT:
             continue
-        tables = tables_of(bench, job, decisions, choices(pins, decisions))
+        tables = tables_of(bench, job, decisions, recompute_choices(pins, decisions))
         own = next(one for one in tables if one.decisions.recompute == decisions.recompute)
         score = max(step_s, own.bound_s) * lack
-        if _actions(own.parts) > CHOOSING:
+        if _action_count(own.parts) > CHOOSING:
             tables = [own]
         if tables[0].bound_s < best_s and score <= best_s * (1 + HOPE):
             ready.append((0.0 if decisions in sure else score, len(ready), (tables, own)))
@@ -269,26 +282,26 @@ def _short_list(
     actions = 0
     for _, _, one in sorted(ready, key=lambda one: one[:2]):
         result.append(one)
-        actions += _actions(one[1].parts)
+        actions += _action_count(one[1].parts)
         if len(result) >= most or actions >= ACTIONS:
             break
     return result
 
 
-def _actions(parts: Parts) -> int:
+def _action_count(parts: PlanSkeleton) -> int:
     return 3 * len(parts.stages) * parts.microbatches * len(parts.slices)
 
 
-def _at_least(decisions: Decisions) -> int:
+def _least_actions(decisions: ParallelConfig) -> int:
     """The actions of a layout, before it is built."""
-    return 3 * decisions.stage_count * decisions.units
+    return 3 * decisions.stage_count * decisions.unit_count
 
 
-def _renamed(one: Evaluated) -> Evaluated:
+def _relabel_fitted(one: EvaluatedPlan) -> EvaluatedPlan:
     """A family's plan as the fitted one: what `--fix schedule=fit` must not be slower than."""
     named = replace(one.simulation.timeline.schedule, name=FIT)
     return replace(
         one,
         decisions=replace(one.decisions, schedule=FIT),
-        simulation=replace(one.simulation, timeline=simulate(named, one.simulation.costs)),
+        simulation=replace(one.simulation, timeline=simulate_schedule(named, one.simulation.costs)),
     )

@@ -10,15 +10,15 @@ from typing import Any
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.errors import PlanError
 from pipefit.plan.assemble.pipeline_work import pipeline_work
-from pipefit.plan.evaluate.evaluate import simulated
-from pipefit.plan.evaluate.outcome import Evaluated, Found
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.evaluate.port_contention import in_step
+from pipefit.plan.evaluate.evaluate import simulate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.evaluate.port_contention import without_contention
 from pipefit.plan.placement.links import links_differ
-from pipefit.plan.placement.lowered import Lowered, place_lowered
-from pipefit.plan.placement.search import Budget, Placed, place
-from pipefit.plan.placement.shape import make_question
-from pipefit.plan.request.decisions import check_decisions
+from pipefit.plan.placement.lowered import LoweredPlacement, place_lowered
+from pipefit.plan.placement.search import PlacementBudget, PlacementResult, search_placement
+from pipefit.plan.placement.shape import build_problem
+from pipefit.plan.request.decisions import check_config
 from pipefit.plan.types import Job
 from pipefit.schedule.actions import Schedule
 from pipefit.units import format_seconds
@@ -35,42 +35,42 @@ COMPILED_FROM = 8_000
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class PlacingResult:
     """What placing the candidates of a search came to."""
 
-    found: Found
+    found: SearchResult
     note: str
     "In words, for the plan; '' where nothing was searched."
 
 
-def place_found(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Placing:
+def place_candidates(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> PlacingResult:
     """The outcome of a search with the devices of its best candidates placed: nothing is changed where all links and
     devices are alike, or where hostname order is pinned. Deterministic: the budget is counted in moves."""
     mapping = pins.get("mapping", "search")
     if isinstance(mapping, tuple) and found.fitting:
         return _as_given(bench, job, mapping, found)
     if not found.fitting or mapping == "hostname" or not links_differ(bench.cluster):
-        return Placing(found, "")
+        return PlacingResult(found, "")
     listed = _short_list(found)
     if not listed:
-        return Placing(found, "")
+        return PlacingResult(found, "")
     slots = [found.fitting[index].decisions.device_count for index in listed]
     total = sum(moves_for(count, FIRST_MOVES) for count in slots) + moves_for(max(slots), FINAL_MOVES)
     compiled = total >= COMPILED_FROM or None
-    placed = {index: _placed(bench, job, found.fitting[index], compiled) for index in listed}
-    first = min(placed, key=lambda index: placed[index].rank)
-    again = _placed_again(bench, job, placed[first], compiled)
-    placed[first] = min((placed[first], again), key=lambda one: one.rank)
+    placed = {index: _place_candidate(bench, job, found.fitting[index], compiled) for index in listed}
+    first = min(placed, key=lambda index: placed[index].rank_key)
+    again = _place_longer(bench, job, placed[first], compiled)
+    placed[first] = min((placed[first], again), key=lambda one: one.rank_key)
     fitting = [placed.get(index, one) for index, one in enumerate(found.fitting)]
-    fitting.sort(key=lambda one: one.rank)
+    fitting.sort(key=lambda one: one.rank_key)
     best = fitting[0]
     before = found.fitting[0]
     chosen = next((index for index, one in placed.items() if one is best), None)
     own = before if chosen is None else found.fitting[chosen]
-    return Placing(replace(found, fitting=tuple(fitting)), _note(best, own, before, len(listed)))
+    return PlacingResult(replace(found, fitting=tuple(fitting)), _placement_note(best, own, before, len(listed)))
 
 
-def _as_given(bench: Workbench, job: Job, devices: tuple[int, ...], found: Found) -> Placing:
+def _as_given(bench: PlannerContext, job: Job, devices: tuple[int, ...], found: SearchResult) -> PlacingResult:
     """The candidates that take as many devices as are given, on these."""
     alike = [one for one in found.fitting if one.decisions.device_count == len(devices)]
     if not alike:
@@ -82,8 +82,8 @@ def _as_given(bench: Workbench, job: Job, devices: tuple[int, ...], found: Found
             next_step="give the device of every lane, replica and shard, the last fastest; fix stages and replicas too",
         )
     for one in alike:
-        check_decisions(replace(one.decisions, devices=devices), job, len(bench.module.layers), bench.network.devices)
-    fitting = [other for one in alike if (other := _on(bench, job, one, devices)).simulation.fits]
+        check_config(replace(one.decisions, devices=devices), job, len(bench.only_module.layers), bench.network.devices)
+    fitting = [other for one in alike if (other := _move_to(bench, job, one, devices)).simulation.fits_in_memory]
     if not fitting:
         raise PlanError(
             "No plan fits on these devices in this order.",
@@ -91,16 +91,16 @@ def _as_given(bench: Workbench, job: Job, devices: tuple[int, ...], found: Found
             seen=", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else ""),
             next_step="put the devices with less memory on other lanes, or leave the mapping to the search",
         )
-    fitting.sort(key=lambda one: one.rank)
-    return Placing(replace(found, fitting=tuple(fitting)), "placement: as given")
+    fitting.sort(key=lambda one: one.rank_key)
+    return PlacingResult(replace(found, fitting=tuple(fitting)), "placement: as given")
 
 
-def _short_list(found: Found) -> list[int]:
+def _short_list(found: SearchResult) -> list[int]:
     """Indices of the candidates to place."""
     grids: dict[tuple[int, int], int] = {}
     for index, one in enumerate(found.fitting):
         if one.decisions.device_count > 1:
-            grids.setdefault((len(one.decisions.replicas), one.decisions.lanes), index)
+            grids.setdefault((len(one.decisions.replicas), one.decisions.lane_count), index)
     return list(grids.values())[:SHORT_LIST]
 
 
@@ -109,53 +109,63 @@ def moves_for(slots: int, most: int) -> int:
     return min(25 * slots * slots, most)
 
 
-def _placed(bench: Workbench, job: Job, one: Evaluated, compiled: bool | None) -> Evaluated:
+def _place_candidate(bench: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
     """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
-    given, moves = _lowered(bench, one), moves_for(one.decisions.device_count, FIRST_MOVES)
-    return _if_better(bench, job, one, place(given.question, given.timeline, Budget(moves=moves), compiled=compiled))
+    given, moves = _lower_candidate(bench, one), moves_for(one.decisions.device_count, FIRST_MOVES)
+    return _if_better(
+        bench,
+        job,
+        one,
+        search_placement(given.question, given.timeline, PlacementBudget(moves=moves), compiled=compiled),
+    )
 
 
-def _placed_again(bench: Workbench, job: Job, one: Evaluated, compiled: bool | None) -> Evaluated:
+def _place_longer(bench: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
     """The same by a longer search, in the order of what it finds on its way."""
-    budget = Budget(moves=moves_for(one.decisions.device_count, FINAL_MOVES), seed=1)
+    budget = PlacementBudget(moves=moves_for(one.decisions.device_count, FINAL_MOVES), seed=1)
     found = place_lowered(
-        _lowered(bench, one), lambda devices: _lowered(bench, _on(bench, job, one, devices)), budget, compiled=compiled
+        _lower_candidate(bench, one),
+        lambda devices: _lower_candidate(bench, _move_to(bench, job, one, devices)),
+        budget,
+        compiled=compiled,
     )
     return _if_better(bench, job, one, found)
 
 
-def _lowered(bench: Workbench, one: Evaluated) -> Lowered:
+def _lower_candidate(bench: PlannerContext, one: EvaluatedPlan) -> LoweredPlacement:
     """What a placement search begins with; one that does not fit takes for ever."""
-    timeline = in_step(one).simulation.timeline
-    question = make_question(one.simulation.work, bench.network, bench.layers, timeline)
-    return Lowered(question=question, timeline=timeline, step_s=one.step_s if one.simulation.fits else math.inf)
+    timeline = without_contention(one).simulation.timeline
+    question = build_problem(one.simulation.work, bench.network, bench.layers, timeline)
+    return LoweredPlacement(
+        question=question, timeline=timeline, step_s=one.step_s if one.simulation.fits_in_memory else math.inf
+    )
 
 
-def _if_better(bench: Workbench, job: Job, one: Evaluated, found: Placed) -> Evaluated:
+def _if_better(bench: PlannerContext, job: Job, one: EvaluatedPlan, found: PlacementResult) -> EvaluatedPlan:
     """The candidate on the devices found, or itself."""
     if found.step_s >= found.given_s:
         return one
-    better = _on(bench, job, one, found.devices)
-    return better if better.simulation.fits and better.rank < one.rank else one
+    better = _move_to(bench, job, one, found.devices)
+    return better if better.simulation.fits_in_memory and better.rank_key < one.rank_key else one
 
 
-def _on(bench: Workbench, job: Job, one: Evaluated, devices: tuple[int, ...]) -> Evaluated:
+def _move_to(bench: PlannerContext, job: Job, one: EvaluatedPlan, devices: tuple[int, ...]) -> EvaluatedPlan:
     """The candidate on other devices: the same order of its actions, lowered and simulated under their times."""
     decisions = replace(one.decisions, devices=devices)
-    parts = bench.parts(job, decisions)
+    parts = bench.make_skeleton(job, decisions)
     work = pipeline_work(parts, bench.programs)
     costs = cost_table(work, bench.network, bench.layers)
-    return simulated(bench, decisions, parts, work, costs, _order(one.simulation.timeline.schedule))
+    return simulate_candidate(bench, decisions, parts, work, costs, _compute_order(one.simulation.timeline.schedule))
 
 
-def _order(lowered: Schedule) -> Schedule:
+def _compute_order(lowered: Schedule) -> Schedule:
     """The compute actions of a lowered schedule, in their order."""
     kinds = ("F", "I", "W", "B")
     lanes = tuple(tuple(action for action in lane if action.kind in kinds) for lane in lowered.lanes)
     return replace(lowered, lanes=lanes)
 
 
-def _note(best: Evaluated, own: Evaluated, before: Evaluated, listed: int) -> str:
+def _placement_note(best: EvaluatedPlan, own: EvaluatedPlan, before: EvaluatedPlan, listed: int) -> str:
     """What the placement gained, for the plan's notes."""
     tried = f"devices placed for {listed} candidate{'s' if listed > 1 else ''}"
     order = "with kinds put together" if own.decisions.devices else "in hostname order"

@@ -16,15 +16,15 @@ from typing import Any
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds.estimates import sliced_guess_s
 from pipefit.plan.candidates.sliced_grids import SPLIT_IDLE
-from pipefit.plan.candidates.slicings import Slicer, slicer_of
-from pipefit.plan.evaluate.evaluate import evaluate
-from pipefit.plan.evaluate.outcome import Evaluated, Found
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.candidates.slicings import SequenceSlicer, slicer_of
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.search import TIE
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.slicing.batch import best_batch
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf
-from pipefit.plan.slicing.refine import Slices, Value, refine
+from pipefit.plan.slicing.refine import Slices, Value, refine_slices
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -42,85 +42,91 @@ NEAR = 0.1
 """How much longer than the best plan a start may take for slicings around it to be tried."""
 
 
-def sliced_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Found:
+def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> SearchResult:
     """What was found, the best plan with other slices before it where some are faster. Slices that are fixed stay, and
     so does their number where that is."""
     pinned = pins.get("slices")
     if not found.fitting or pinned == 1 or isinstance(pinned, tuple):
         return found
-    slicer, best = slicer_of(bench.cutter, job, pins), found.fitting[0]
+    slicer, best = slicer_of(bench.layer_cutter, job, pins), found.fitting[0]
     if slicer.obstacle is not None:
         return found
-    tried = _started(bench, job, pins, slicer, best) if pinned is None else []
-    start = min([best, *(one for one in tried if one.simulation.fits)], key=lambda one: one.step_s)
+    tried = _simulate_starts(bench, job, pins, slicer, best) if pinned is None else []
+    start = min([best, *(one for one in tried if one.simulation.fits_in_memory)], key=lambda one: one.step_s)
     if not start.decisions.slices:
-        near = [one for one in tried if _value(one) <= (0.0, best.step_s * (1 + NEAR))]
-        start = min(near, key=_value, default=start)
+        near = [one for one in tried if _plan_value(one) <= (0.0, best.step_s * (1 + NEAR))]
+        start = min(near, key=_plan_value, default=start)
     looked = {start.decisions.slices: start}
 
-    def value(slices: Slices) -> Value:
+    def evaluate_slices(slices: Slices) -> Value:
         if slices not in looked:
             if len(slices) == 1 or (pinned is not None and len(slices) != pinned):
                 return float("inf"), float("inf")
             try:
-                looked[slices] = _evaluated(bench, job, replace(start.decisions, slices=slices))
+                looked[slices] = _evaluate_decisions(bench, job, replace(start.decisions, slices=slices))
             except ScheduleError:
                 return float("inf"), float("inf")
-        return _value(looked[slices])
+        return _plan_value(looked[slices])
 
     other = start
     if start.decisions.slices:
-        order = 3 * start.decisions.stage_count * start.decisions.units
-        most, multiple = max(4, min(LOOKS, ACTIONS // order)), slicer.multiple(len(start.decisions.slices))
-        other = looked[refine([start.decisions.slices], value, multiple=multiple, evaluations=most).slices]
+        order = 3 * start.decisions.stage_count * start.decisions.unit_count
+        most, multiple = max(4, min(LOOKS, ACTIONS // order)), slicer.token_multiple(len(start.decisions.slices))
+        other = looked[
+            refine_slices([start.decisions.slices], evaluate_slices, multiple=multiple, evaluations=most).slices
+        ]
     simulated = found.simulated + len(tried) + len(looked) - 1
-    if not other.simulation.fits or other.step_s >= best.step_s * (1 - TIE):
+    if not other.simulation.fits_in_memory or other.step_s >= best.step_s * (1 - TIE):
         return replace(found, simulated=simulated)
     return replace(found, fitting=(other, *found.fitting), simulated=simulated)
 
 
-def _started(bench: Workbench, job: Job, pins: Mapping[str, Any], slicer: Slicer, best: Evaluated) -> list[Evaluated]:
+def _simulate_starts(
+    bench: PlannerContext, job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan
+) -> list[EvaluatedPlan]:
     """The starts that may be faster than the best plan, by their guess, simulated; the most promising first."""
-    found: list[Evaluated] = []
-    guessed: list[tuple[float, int, Decisions]] = []
+    found: list[EvaluatedPlan] = []
+    guessed: list[tuple[float, int, ParallelConfig]] = []
     left, least_s = ACTIONS, best.step_s
-    for place, one in enumerate(_starts(job, pins, slicer, best)):
-        cut = bench.cutter.cut(job, one)
-        if cut is not None and cut.fits:
+    for place, one in enumerate(_iter_starts(job, pins, slicer, best)):
+        cut = bench.layer_cutter.cut_layers(job, one)
+        if cut is not None and cut.may_fit:
             laid = replace(one, cuts=cut.cuts)
-            guessed.append((sliced_guess_s(*slicer.times(laid), laid), place, laid))
+            guessed.append((sliced_guess_s(*slicer.slice_times(laid), laid), place, laid))
     for guess_s, _, one in sorted(guessed, key=lambda each: each[:2]):
-        actions = 3 * one.stage_count * one.units
+        actions = 3 * one.stage_count * one.unit_count
         if guess_s >= least_s or (actions > left and found) or actions > LONGEST:
             continue
         try:
-            found.append(_evaluated(bench, job, one))
+            found.append(_evaluate_decisions(bench, job, one))
         except ScheduleError:
             continue
         left -= actions
-        if found[-1].simulation.fits:
+        if found[-1].simulation.fits_in_memory:
             least_s = min(least_s, found[-1].step_s)
     return found
 
 
-def _starts(job: Job, pins: Mapping[str, Any], slicer: Slicer, best: Evaluated) -> Iterator[Decisions]:
+def _iter_starts(
+    job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan
+) -> Iterator[ParallelConfig]:
     """The best plan's layout with the microbatches and slices of TeraPipe's program, in all schedules of its placement;
     not cut yet. Of rows that are divided unevenly none, nor of a single lane."""
     layout = best.decisions
-    if layout.lanes == 1 or max(layout.replicas) > 1:
+    if layout.lane_count == 1 or max(layout.replicas) > 1:
         return
     rows = job.batch // len(layout.replicas)
     placement, turns = layout.lane_of_stage, max(map(layout.lane_of_stage.count, layout.lane_of_stage))
     uncut = replace(layout, stages=layout.stage_count, cuts=pins.get("cuts", ()), slices=())
-    sizes = _sizes(job, pins, slicer, best)
+    sizes = _row_counts(job, pins, slicer, best)
     if not sizes:
         return
-    fill, times = 1 + (layout.lanes - 1) / turns, _Times(slicer, uncut, rows, turns)
-    parts = best_batch(job.sequence, rows, fill, times, multiple=slicer.grid, sizes=sizes).parts
+    fill, times = 1 + (layout.lane_count - 1) / turns, _SliceTimes(slicer, uncut, rows, turns)
+    parts = best_batch(job.sequence, rows, fill, times, multiple=slicer.finest_multiple, sizes=sizes).parts
     names = [pins["schedule"]] if "schedule" in pins else sorted(FAMILIES)
     for size in dict.fromkeys(part.rows for part in parts):
         count = rows // size
-        program = best_slicing(job.sequence, fill, times(size), multiple=slicer.grid, sequences=count)
+        program = best_slicing(job.sequence, fill, times(size), multiple=slicer.finest_multiple, sequences=count)
         if len(program.slices) == 1:
             continue
         one = replace(uncut, microbatches=count, slices=program.slices)
@@ -128,11 +134,13 @@ def _starts(job: Job, pins: Mapping[str, Any], slicer: Slicer, best: Evaluated) 
             family = FAMILIES.get(name)
             if family is None or not ("schedule" in pins or family.searched_with_slices):
                 continue
-            if family.placement(layout.lanes) == placement and one.units >= family.least_units(layout.lanes):
+            if family.placement(layout.lane_count) == placement and one.unit_count >= family.least_units(
+                layout.lane_count
+            ):
                 yield replace(one, schedule=name)
 
 
-def _sizes(job: Job, pins: Mapping[str, Any], slicer: Slicer, best: Evaluated) -> list[int]:
+def _row_counts(job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan) -> list[int]:
     """Rows of a microbatch on a replica with which slices may be faster than the best plan: those for which the closed
     form says least, with as little filling as backwards in two parts leave."""
     layout = best.decisions
@@ -142,33 +150,33 @@ def _sizes(job: Job, pins: Mapping[str, Any], slicer: Slicer, best: Evaluated) -
         count = rows // size
         if rows % size or ("microbatches" in pins and count != pins["microbatches"]):
             continue
-        stage = slicer.slowest(replace(layout, microbatches=count))
-        steps_s = slicer.closed_form_s(stage, layout.lanes, turns, count, SPLIT_IDLE)
+        stage = slicer.slowest_stage(replace(layout, microbatches=count))
+        steps_s = slicer.closed_form_s(stage, layout.lane_count, turns, count, SPLIT_IDLE)
         least_s = float(steps_s[1:].min(initial=float("inf")))
         if least_s < best.step_s:
             found.append((least_s, size))
     return [size for _, size in sorted(found)[:SIZES]]
 
 
-class _Times:
+class _SliceTimes:
     """The mean time of a slice on a lane, by the rows of a microbatch."""
 
-    def __init__(self, slicer: Slicer, layout: Decisions, rows: int, turns: int) -> None:
+    def __init__(self, slicer: SequenceSlicer, layout: ParallelConfig, rows: int, turns: int) -> None:
         self.slicer, self.layout, self.rows = slicer, layout, rows
         self.action_s = slicer.action_s(turns)
 
     def __call__(self, size: int) -> TimeOf:
-        whole = self.slicer.curve(self.slicer.slowest(replace(self.layout, microbatches=self.rows // size)))
+        whole = self.slicer.time_curve(self.slicer.slowest_stage(replace(self.layout, microbatches=self.rows // size)))
 
         def time_of(tokens: Counts, past: Counts) -> Seconds:
-            return whole(tokens, past) / self.layout.lanes + self.action_s
+            return whole(tokens, past) / self.layout.lane_count + self.action_s
 
         return time_of
 
 
-def _evaluated(bench: Workbench, job: Job, decisions: Decisions) -> Evaluated:
-    return evaluate(bench, decisions, bench.parts(job, decisions))
+def _evaluate_decisions(bench: PlannerContext, job: Job, decisions: ParallelConfig) -> EvaluatedPlan:
+    return evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions))
 
 
-def _value(one: Evaluated) -> Value:
-    return (0.0 if one.simulation.fits else max(1.0, one.peak_bytes - one.limit_bytes)), one.step_s
+def _plan_value(one: EvaluatedPlan) -> Value:
+    return (0.0 if one.simulation.fits_in_memory else max(1.0, one.peak_bytes - one.limit_bytes)), one.step_s

@@ -10,43 +10,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipefit.cluster.measured import Measured, Sharing
+from pipefit.cluster.measured import ClusterMeasurements, PortSharing
 from pipefit.cluster.types import Cluster, Link, Rail
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.cost.pipeline.contention import with_contention
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.errors import PlanError
-from pipefit.plan.evaluate.outcome import Evaluated
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.fitted_orders import best_plans
-from pipefit.plan.types import Job, Sensitivity
-from pipefit.simulate import simulate
+from pipefit.plan.types import ClusterSensitivity, Job
+from pipefit.simulate import simulate_schedule
 
 FASTER = 2.0
 
 
-def sensitivity(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) -> tuple[Sensitivity, ...]:
+def analyse_sensitivity(
+    bench: PlannerContext, job: Job, pins: Mapping[str, Any], best: EvaluatedPlan
+) -> tuple[ClusterSensitivity, ...]:
     """What the step would take on the better clusters; a change that does not apply to this one is left out."""
     found = []
     if best.decisions.device_count > 1:
         found.append(
-            Sensitivity(
+            ClusterSensitivity(
                 change="links twice as fast", step_s=_on_faster_links(bench, best), how="the same plan, simulated again"
             )
         )
     if "devices" not in pins:
-        words, cluster = one_more(bench.cluster)
+        words, cluster = extend_cluster(bench.cluster)
         chosen = best.decisions
         held = {"schedule": chosen.schedule, "recompute": chosen.recompute, "zero1": chosen.zero1, **pins}
         try:
-            other = bench.on(cluster)
+            other = bench.with_cluster(cluster)
             better = best_plans(other, job, held, top=1, layouts=1).fitting
         except PlanError:
             better = ()
         step_s = min((best.step_s, *(one.step_s for one in better)))
         found.append(
-            Sensitivity(change=words, step_s=step_s, how="planned again, same schedule, recomputation and ZeRO-1")
+            ClusterSensitivity(
+                change=words, step_s=step_s, how="planned again, same schedule, recomputation and ZeRO-1"
+            )
         )
     return tuple(found)
 
@@ -56,12 +60,12 @@ def faster_links(cluster: Cluster, factor: float = FASTER) -> Cluster:
     measured = cluster.measured
     return replace(
         cluster,
-        links={name: _faster(link, factor) for name, link in cluster.links.items()},
+        links={name: _faster_link(link, factor) for name, link in cluster.links.items()},
         rails=tuple(
             replace(
                 rail,
-                latency_s=_scaled(rail.latency_s, 1 / factor),
-                bandwidth_bytes_per_s=_scaled(rail.bandwidth_bytes_per_s, factor),
+                latency_s=_scale_matrix(rail.latency_s, 1 / factor),
+                bandwidth_bytes_per_s=_scale_matrix(rail.bandwidth_bytes_per_s, factor),
             )
             for rail in cluster.rails
         ),
@@ -69,7 +73,7 @@ def faster_links(cluster: Cluster, factor: float = FASTER) -> Cluster:
     )
 
 
-def one_more(cluster: Cluster) -> tuple[str, Cluster]:
+def extend_cluster(cluster: Cluster) -> tuple[str, Cluster]:
     """(words, the cluster with one more host like the last one); one more device where there is a single host, since
     nothing is known of a network then."""
     last = cluster.hosts[-1]
@@ -80,17 +84,17 @@ def one_more(cluster: Cluster) -> tuple[str, Cluster]:
     if measured is not None:
         rows = {
             name: replace(
-                curve, time_s=tuple(map(_wider, curve.time_s)), sharing=_one_more_port(curve.sharing, last.name)
+                curve, time_s=tuple(map(_widen_matrix, curve.time_s)), sharing=_extend_ports(curve.sharing, last.name)
             )
             for name, curve in measured.rails.items()
         }
         measured = replace(measured, rails=rows)
-    host = replace(last, name=_again(last.name))
-    rails = tuple(_grown(rail) for rail in cluster.rails)
+    host = replace(last, name=_copy_name(last.name))
+    rails = tuple(_grow_rail(rail) for rail in cluster.rails)
     return "one more host", replace(cluster, hosts=(*cluster.hosts, host), rails=rails, measured=measured)
 
 
-def _one_more_port(sharing: Sharing | None, last: str) -> Sharing | None:
+def _extend_ports(sharing: PortSharing | None, last: str) -> PortSharing | None:
     """The new host's ports are the last one's, and it shares that one's uplinks."""
     if sharing is None:
         return None
@@ -101,30 +105,31 @@ def _one_more_port(sharing: Sharing | None, last: str) -> Sharing | None:
         in_bytes_per_s=(*sharing.in_bytes_per_s, sharing.in_bytes_per_s[-1]),
         in_shared=(*sharing.in_shared, sharing.in_shared[-1]),
         uplinks=tuple(
-            replace(each, hosts=(*each.hosts, _again(last))) if last in each.hosts else each for each in sharing.uplinks
+            replace(each, hosts=(*each.hosts, _copy_name(last))) if last in each.hosts else each
+            for each in sharing.uplinks
         ),
     )
 
 
-def _again(name: str) -> str:
+def _copy_name(name: str) -> str:
     return f"{name} again"
 
 
-def _on_faster_links(bench: Workbench, best: Evaluated) -> float:
+def _on_faster_links(bench: PlannerContext, best: EvaluatedPlan) -> float:
     simulation = best.simulation
     network = Network(faster_links(bench.cluster))
     # The bench's layers remember collectives by their devices, at the speed of its own links.
     layers = best_costs(network.cluster, graphs=bench.model.graphs.values())
     costs = cost_table(simulation.work, network, layers)
     costs = with_contention(costs, simulation.work, network, layers)
-    return simulate(simulation.timeline.schedule, costs).makespan_s
+    return simulate_schedule(simulation.timeline.schedule, costs).makespan_s
 
 
-def _faster(link: Link, factor: float) -> Link:
+def _faster_link(link: Link, factor: float) -> Link:
     return replace(link, latency_s=link.latency_s / factor, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
 
 
-def _faster_curves(measured: Measured, factor: float) -> Measured:
+def _faster_curves(measured: ClusterMeasurements, factor: float) -> ClusterMeasurements:
     return replace(
         measured,
         links={
@@ -134,7 +139,7 @@ def _faster_curves(measured: Measured, factor: float) -> Measured:
         rails={
             name: replace(
                 curve,
-                time_s=tuple(_scaled(matrix, 1 / factor) for matrix in curve.time_s),
+                time_s=tuple(_scale_matrix(matrix, 1 / factor) for matrix in curve.time_s),
                 sharing=None if curve.sharing is None else _wider_ports(curve.sharing, factor),
             )
             for name, curve in measured.rails.items()
@@ -142,8 +147,8 @@ def _faster_curves(measured: Measured, factor: float) -> Measured:
     )
 
 
-def _wider_ports(sharing: Sharing, factor: float) -> Sharing:
-    def times(value: float | None) -> float | None:
+def _wider_ports(sharing: PortSharing, factor: float) -> PortSharing:
+    def scale_value(value: float | None) -> float | None:
         return None if value is None else value * factor
 
     return replace(
@@ -151,28 +156,32 @@ def _wider_ports(sharing: Sharing, factor: float) -> Sharing:
         out_bytes_per_s=tuple(value * factor for value in sharing.out_bytes_per_s),
         in_bytes_per_s=tuple(value * factor for value in sharing.in_bytes_per_s),
         uplinks=tuple(
-            replace(each, up_bytes_per_s=times(each.up_bytes_per_s), down_bytes_per_s=times(each.down_bytes_per_s))
+            replace(
+                each,
+                up_bytes_per_s=scale_value(each.up_bytes_per_s),
+                down_bytes_per_s=scale_value(each.down_bytes_per_s),
+            )
             for each in sharing.uplinks
         ),
     )
 
 
-def _scaled(matrix: Sequence[Sequence[float]], factor: float) -> tuple[tuple[float, ...], ...]:
+def _scale_matrix(matrix: Sequence[Sequence[float]], factor: float) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(entry * factor for entry in row) for row in matrix)
 
 
-def _grown(rail: Rail) -> Rail:
+def _grow_rail(rail: Rail) -> Rail:
     """One more row and column: those of the last host, and between the two hosts what the last one has to the host
     before it."""
     return replace(
         rail,
-        latency_s=_wider(rail.latency_s),
-        bandwidth_bytes_per_s=_wider(rail.bandwidth_bytes_per_s),
-        repeatability=_wider(rail.repeatability) if rail.repeatability else (),
+        latency_s=_widen_matrix(rail.latency_s),
+        bandwidth_bytes_per_s=_widen_matrix(rail.bandwidth_bytes_per_s),
+        repeatability=_widen_matrix(rail.repeatability) if rail.repeatability else (),
     )
 
 
-def _wider(matrix: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+def _widen_matrix(matrix: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     rows = [[*row, row[-1]] for row in matrix]
     rows[-1][-1] = matrix[-1][-2]
     added = [*matrix[-1][:-1], matrix[-2][-1], matrix[-1][-1]]

@@ -6,14 +6,14 @@ import numpy as np
 
 from pipefit.plan.placement.kernels import arena as names
 from pipefit.plan.placement.links import Ints
-from pipefit.plan.placement.shape import Question
+from pipefit.plan.placement.shape import PlacementProblem
 
 MOST_REPLICAS = 64
 """Replicas from which devices move one by one again: the work of a matching grows with their square, and with 128 of
 them ten seconds over sets found less."""
 
 
-def chain_arrays(question: Question) -> dict[int, Ints] | None:
+def chain_arrays(question: PlacementProblem) -> dict[int, Ints] | None:
     """The arrays of a chain by their names in the arena; None where the candidate is none: then pipelines are no
     matter of each boundary alone. In a chain every flow goes from the devices of a lane, with equal messages, to those
     of the same pipelines on a neighbouring lane, and every device is alone on its host and its lane's shard."""
@@ -22,7 +22,7 @@ def chain_arrays(question: Question) -> dict[int, Ints] | None:
     if not single or shape.lanes < 2 or not 2 <= shape.replicas <= MOST_REPLICAS:
         return None
     edge_of, forward, size = [], [], []
-    for flow in range(question.flows):
+    for flow in range(question.flow_count):
         messages = slice(int(shape.flow_start[flow]), int(shape.flow_start[flow + 1]))
         source, target = shape.source[messages], shape.target[messages]
         if not len(source):  # between stages of one lane
@@ -61,7 +61,7 @@ def chain_arrays(question: Question) -> dict[int, Ints] | None:
     }
 
 
-def _pair_ticks(question: Question, flows: tuple[tuple[int, int], ...]) -> Ints:
+def _pair_ticks(question: PlacementProblem, flows: tuple[tuple[int, int], ...]) -> Ints:
     """[device, device] ticks of the messages of these (size, whether forward), between a device on the left of a
     boundary and one on its right, one after the other."""
     links = question.links

@@ -25,7 +25,7 @@ ALIKE = 0.01
 Ints = NDArray[np.int64]
 
 
-class Links(NamedTuple):
+class LinkArrays(NamedTuple):
     """Links of one cluster, for messages of a few known sizes. Axes: Z sizes, M distinct matrices, H hosts."""
 
     host: Ints
@@ -52,12 +52,12 @@ class Links(NamedTuple):
     "[Z, H]."
 
 
-def ticks(seconds: float) -> int:
+def to_ticks(seconds: float) -> int:
     """Seconds as whole ticks."""
     return round(seconds / TICK_S)
 
 
-def link_arrays(network: Network, sizes: Sequence[float]) -> Links:
+def link_arrays(network: Network, sizes: Sequence[float]) -> LinkArrays:
     """The links between all devices, for messages of these sizes in bytes."""
     cluster = network.cluster
     hosts, rails = len(cluster.hosts), cluster.rails
@@ -68,8 +68,8 @@ def link_arrays(network: Network, sizes: Sequence[float]) -> Links:
         matrix.append(known[0] if known else len(distinct))
         if not known:
             distinct.append(rail)
-    latency_s = _stack([np.array(rail.latency_s, dtype=np.float64) for rail in distinct], hosts)
-    bandwidth = _stack([np.array(rail.bandwidth_bytes_per_s, dtype=np.float64) for rail in distinct], hosts)
+    latency_s = _stack_matrices([np.array(rail.latency_s, dtype=np.float64) for rail in distinct], hosts)
+    bandwidth = _stack_matrices([np.array(rail.bandwidth_bytes_per_s, dtype=np.float64) for rail in distinct], hosts)
     inside = [cluster.links.get(host.link) for host in cluster.hosts]
     inside_latency_s = np.array([link.latency_s if link else 0.0 for link in inside])
     inside_bandwidth = np.array([link.bandwidth_bytes_per_s if link else np.inf for link in inside])
@@ -77,7 +77,7 @@ def link_arrays(network: Network, sizes: Sequence[float]) -> Links:
         per_byte = np.where(bandwidth > 0, 1.0 / bandwidth, 0.0)  # the diagonal is not read
     busy = [_rail_busy_s(cluster, distinct, latency_s, per_byte, size) for size in sizes]
     inside_busy = [_inside_busy_s(cluster, inside_latency_s, inside_bandwidth, size) for size in sizes]
-    return Links(
+    return LinkArrays(
         host=np.array(network.host, dtype=np.int64),
         rail=np.array(network.rail, dtype=np.int64),
         matrix=np.array(matrix or [0], dtype=np.int64),
@@ -108,10 +108,10 @@ def links_differ(cluster: Cluster) -> bool:
     matrices = [matrix for rail in cluster.rails[:1] for matrix in (rail.latency_s, rail.bandwidth_bytes_per_s)]
     if measured is not None:
         matrices += [matrix for rail in measured.rails.values() for matrix in rail.time_s]
-    return any(_uneven(np.array(matrix, dtype=np.float64)) for matrix in matrices)
+    return any(_is_uneven(np.array(matrix, dtype=np.float64)) for matrix in matrices)
 
 
-def _uneven(matrix: Array) -> bool:
+def _is_uneven(matrix: Array) -> bool:
     values = matrix[~np.eye(len(matrix), dtype=np.bool_)]
     return bool(values.max() - values.min() > ALIKE * values.max())
 
@@ -125,7 +125,7 @@ def _same_figures(cluster: Cluster, one: Rail, other: Rail) -> bool:
     )
 
 
-def _stack(matrices: Sequence[Array], hosts: int) -> Array:
+def _stack_matrices(matrices: Sequence[Array], hosts: int) -> Array:
     return np.stack(matrices) if matrices else np.zeros((1, hosts, hosts))
 
 

@@ -1,8 +1,8 @@
 """The search with the order of the transfers looked at again: what is best in one order need not be in another.
 
-`search.place` keeps the order of the candidate that it is given. Here it has a part of the budget; after that the best
-placement is lowered anew for its own times, and annealing goes on from it in that order, several times. What counts in
-the end is the time of a placement in its own order.
+`search.search_placement` keeps the order of the candidate that it is given. Here it has a part of the budget; after
+that the best placement is lowered anew for its own times, and annealing goes on from it in that order, several times.
+What counts in the end is the time of a placement in its own order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 
 from pipefit.plan.placement.search import (
     COMPILED_FROM,
-    Budget,
+    AnnealingRun,
     Clock,
-    Course,
-    Placed,
-    Searcher,
-    constructions,
-    place,
+    PlacementBudget,
+    PlacementResult,
+    PlacementSearch,
+    search_placement,
+    starting_placements,
 )
-from pipefit.plan.placement.shape import Question
+from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.simulate import Timeline
 
 FIRST = 0.75
@@ -40,62 +40,62 @@ devices up to which it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
+class LoweredPlacement:
     """A placement whose actions were put in order for its own times."""
 
-    question: Question
+    question: PlacementProblem
     timeline: Timeline
     step_s: float
     "The simulated iteration."
 
 
 def place_lowered(
-    given: Lowered,
-    lower: Callable[[tuple[int, ...]], Lowered],
-    budget: Budget,
+    given: LoweredPlacement,
+    lower: Callable[[tuple[int, ...]], LoweredPlacement],
+    budget: PlacementBudget,
     *,
     compiled: bool | None = None,
     clock: Clock = time.perf_counter,
-) -> Placed:
+) -> PlacementResult:
     """The best placement found, each in its own order as `lower` gives it; never slower than the given one.
 
-    `lower` takes the device of every slot. Deterministic as `place` is, which does all for short budgets and many
-    devices.
+    `lower` takes the device of every slot. Deterministic as `search_placement` is, which does all for short budgets
+    and many devices.
     """
     began = clock()
     if compiled is None:
         compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
     slots = given.question.shape.slots
     if not 1 < slots <= MOST_SLOTS or (budget.seconds is not None and budget.seconds < LEAST_S):
-        return place(given.question, given.timeline, budget, compiled=compiled, clock=clock)
+        return search_placement(given.question, given.timeline, budget, compiled=compiled, clock=clock)
     seconds = None if budget.seconds is None else FIRST * budget.seconds
     first = replace(budget, moves=int(FIRST * budget.moves), seconds=seconds)
-    placed = place(given.question, given.timeline, first, compiled=compiled, clock=clock)
+    placed = search_placement(given.question, given.timeline, first, compiled=compiled, clock=clock)
     searched = clock()
     best = min((given, lower(placed.devices)), key=lambda one: one.step_s)
     once_s = clock() - searched
     moves, simulated, cuts = placed.moves, placed.simulated, placed.cuts
-    racks = constructions(given.question)[1]
+    racks = starting_placements(given.question)[1]
     random = np.array([54321 + budget.seed, 98765 + 7 * budget.seed], dtype=np.int64)
     for number, heat in enumerate(HEATS):
-        searcher = Searcher(best.question, best.timeline, compiled)
+        searcher = PlacementSearch(best.question, best.timeline, compiled)
         start = best.question.devices
-        start_s = searcher.simulate(start)
-        searcher.probe(start)
+        start_s = searcher.simulate_placement(start)
+        searcher.probe_entries(start)
         parts = len(HEATS) - number
         left = None if budget.seconds is None else budget.seconds - (clock() - began) - parts * once_s
-        course = Course(
+        course = AnnealingRun(
             moves=(budget.moves - first.moves) // len(HEATS),
             heat=heat * searcher.way.hot,
             random=random,
             seconds=None if left is None else max(0.0, left) / parts,
             clock=clock,
         )
-        searcher.anneal(start, start_s, racks, course)
+        searcher.run_annealing(start, start_s, racks, course)
         again = lower(tuple(searcher.best[:slots].tolist()))
         best = min((best, again), key=lambda one: one.step_s)
         moves, simulated, cuts = moves + searcher.moves, simulated + len(searcher.step_s), cuts + len(searcher.known)
-    return Placed(
+    return PlacementResult(
         devices=tuple(best.question.devices[:slots].tolist()),
         step_s=best.step_s,
         given_s=given.step_s,

@@ -13,21 +13,21 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.plan.placement.links import TICK_S, Ints
-from pipefit.plan.placement.shape import Question
+from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.schedule.taskgraph.compile import TaskGraph
 from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, I, W
-from pipefit.schedule.taskgraph.times import Times, run_sweep
+from pipefit.schedule.taskgraph.times import TaskTimes, run_sweep
 from pipefit.simulate import Timeline
 from pipefit.simulate.path import critical_tasks
 
 ACTIONS = {F: "F", I: "I", W: "W", B: "B"}
 
 
-class Paths:
+class CriticalPaths:
     """The task graph of one candidate, whose times are filled in from x."""
 
-    def __init__(self, question: Question, timeline: Timeline) -> None:
-        self.entries = question.entries
+    def __init__(self, question: PlacementProblem, timeline: Timeline) -> None:
+        self.entries = question.entry_count
         self.graph: TaskGraph = timeline.graph
         times = timeline.times
         self.duration_s: Array = times.duration_s.copy()
@@ -36,10 +36,10 @@ class Paths:
         self.transit_at: Ints = self.duration_at.copy()
         self.tied: list[tuple[int, tuple[int, ...]]] = []
         "(task, flows whose whole times it takes beside its own)."
-        self._fill(question, timeline)
+        self._fill_tasks(question, timeline)
 
-    def _fill(self, question: Question, timeline: Timeline) -> None:
-        graph, flows = self.graph, question.flows
+    def _fill_tasks(self, question: PlacementProblem, timeline: Timeline) -> None:
+        graph, flows = self.graph, question.flow_count
         terms, rows = 2 * flows, 2 * flows + len(question.shape.passes)
         overhead_s = timeline.costs.overhead_s
         columns = (graph.kind, graph.stage, graph.edge, graph.slice, graph.lane, graph.plain)
@@ -60,7 +60,7 @@ class Paths:
         self.duration_s[self.graph.consumer >= 0] = 0.0
         self.transit_s[self.transit_at >= 0] = 0.0
 
-    def _fill_collective(self, question: Question, terms: int, task: int, what: str, stage: int) -> None:
+    def _fill_collective(self, question: PlacementProblem, terms: int, task: int, what: str, stage: int) -> None:
         flows = question.tied.get(stage, ()) if what == "reduce" else ()
         if flows:
             self.tied.append((task, flows))
@@ -69,7 +69,7 @@ class Paths:
         if flows or (what, stage) in question.term_of:
             self.duration_s[task] = 0.0
 
-    def times(self, x: Ints) -> Times:
+    def task_times(self, x: Ints) -> TaskTimes:
         """When every task runs."""
         seconds = np.append(x * TICK_S, 0.0)
         duration_s, transit_s = self.duration_s + seconds[self.duration_at], self.transit_s + seconds[self.transit_at]
@@ -79,12 +79,12 @@ class Paths:
 
     def step_s(self, x: Ints) -> float:
         """The simulated iteration."""
-        times = self.times(x)
+        times = self.task_times(x)
         return float(np.maximum(times.stop_s, times.arrival_s).max())
 
-    def cut(self, x: Ints) -> tuple[float, Ints, int]:
+    def critical_cut(self, x: Ints) -> tuple[float, Ints, int]:
         """(simulated iteration in seconds, weights [x] and constant in ticks of the critical path there)."""
-        times = self.times(x)
+        times = self.task_times(x)
         path = critical_tasks(self.graph, times)
         tasks = np.array([task for task, _ in path], dtype=np.int64)
         reached = np.array([moment for _, moment in path])

@@ -18,11 +18,11 @@ import numpy as np
 
 from pipefit.plan.placement.chains import chain_arrays
 from pipefit.plan.placement.kernels.arena import CONSTANT, DEVICE, LEADING, USED, VALUE, WEIGHT, X
-from pipefit.plan.placement.kernels.compile import functions
+from pipefit.plan.placement.kernels.compile import kernel_functions
 from pipefit.plan.placement.kernels.state import CUTS, new_state, set_moves
 from pipefit.plan.placement.links import Ints
-from pipefit.plan.placement.paths import Paths
-from pipefit.plan.placement.shape import Question
+from pipefit.plan.placement.paths import CriticalPaths
+from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.plan.placement.starts import (
     block_moves,
     chain_order,
@@ -30,8 +30,8 @@ from pipefit.plan.placement.starts import (
     host_distance,
     in_host_order,
     spectral_order,
-    tiled,
-    tiles,
+    tile_devices,
+    tile_shapes,
 )
 from pipefit.simulate import Timeline
 
@@ -55,7 +55,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class PlacementBudget:
     """How long to search: whichever comes first. Only a budget without seconds gives the same placement always."""
 
     moves: int = 100_000
@@ -64,7 +64,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacementResult:
     """What a search found."""
 
     devices: tuple[int, ...]
@@ -81,7 +81,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class AnnealingMode:
     """How one kind of annealing goes."""
 
     loop: str
@@ -96,14 +96,14 @@ class Way:
     "Moves of a round; `round_s` where the budget counts seconds."
     round_s: float
 
-    def rounds(self, budget: Budget) -> int:
+    def round_count(self, budget: PlacementBudget) -> int:
         """How often all is done from the start."""
         if budget.seconds is not None:
             return max(1, round(budget.seconds / self.round_s))
         return max(1, budget.moves // self.round_moves)
 
 
-DEVICES_WAY = Way(
+DEVICES_WAY = AnnealingMode(
     loop="anneal",
     hot=0.02,
     cold=0.003,
@@ -111,7 +111,7 @@ DEVICES_WAY = Way(
     round_moves=250_000,
     round_s=0.5,
 )
-SETS_WAY = Way(
+SETS_WAY = AnnealingMode(
     loop="anneal_sets", hot=0.01, cold=0.03, stages=((6, 0.3, 0.2), (1, 0.7, 1.0)), round_moves=500_000, round_s=2.5
 )
 """Over devices one by one, and over sets of them (`sets`), which find more in fewer and longer rounds."""
@@ -121,13 +121,13 @@ FEW_DEVICES = 24
 it is only one, and with few sets another one may be the best."""
 
 
-class Searcher:
+class PlacementSearch:
     """The state of one search."""
 
-    def __init__(self, question: Question, timeline: Timeline, compiled: bool) -> None:
+    def __init__(self, question: PlacementProblem, timeline: Timeline, compiled: bool) -> None:
         self.question = question
-        self.paths = Paths(question, timeline)
-        self.run = functions(compiled)
+        self.paths = CriticalPaths(question, timeline)
+        self.run = kernel_functions(compiled)
         chain = chain_arrays(question)
         self.way = DEVICES_WAY if chain is None or len(question.devices) <= FEW_DEVICES else SETS_WAY
         self.arena = new_state(question, chain)
@@ -140,21 +140,21 @@ class Searcher:
         "Moves between two simulations."
 
     @property
-    def x(self) -> Ints:
+    def entry_ticks(self) -> Ints:
         """The times of the placement that the state stands at: a copy."""
-        return self.arena.ints(X).copy()
+        return self.arena.array_view(X).copy()
 
-    def estimate(self, device: Ints) -> int:
+    def estimate_ticks(self, device: Ints) -> int:
         """The estimate of a placement in ticks; the state stands there afterwards."""
-        self.arena.put(DEVICE, device)
+        self.arena.fill_array(DEVICE, device)
         return int(self.run["recompute"](self.arena.whole, self.arena.real, self.arena.at))
 
-    def simulate(self, device: Ints) -> float:
+    def simulate_placement(self, device: Ints) -> float:
         """The simulated time of a placement, whose critical path joins the estimate."""
         name = device[: self.question.shape.slots].tobytes()
         if name not in self.step_s:
-            self.estimate(device)
-            step_s, weight, constant = self.paths.cut(self.x)
+            self.estimate_ticks(device)
+            step_s, weight, constant = self.paths.critical_cut(self.entry_ticks)
             self.add_cut(weight, constant)
             self.step_s[name] = step_s
             if step_s < self.best_s:
@@ -168,33 +168,35 @@ class Searcher:
             return
         self.known.add(name)
         used = int(self.arena.at[USED])
-        cut = used if used < CUTS else int(self.arena.ints(VALUE).argmin())
+        cut = used if used < CUTS else int(self.arena.array_view(VALUE).argmin())
         self.arena.at[USED] = max(used, cut + 1)
-        self.arena.ints(WEIGHT).reshape(-1, CUTS)[:, cut] = weight
-        self.arena.ints(CONSTANT)[cut] = constant
+        self.arena.array_view(WEIGHT).reshape(-1, CUTS)[:, cut] = weight
+        self.arena.array_view(CONSTANT)[cut] = constant
 
-    def probe(self, device: Ints) -> None:
+    def probe_entries(self, device: Ints) -> None:
         """Paths that would be critical if one flow or term were the slow one."""
-        self.estimate(device)
-        x, flows = self.x, self.question.flows
+        self.estimate_ticks(device)
+        x, flows = self.entry_ticks, self.question.flow_count
         entries = [[flow, flows + flow] for flow in range(flows)]
         entries += [[2 * flows + term] for term in range(len(self.question.shape.passes))]
         for some in entries[:: max(1, -(-len(entries) // PROBES))]:
             slow = x.copy()
             slow[some] = 3 * slow[some] + int(x[: 2 * flows].max(initial=0))
-            self.add_cut(*self.paths.cut(slow)[1:])
+            self.add_cut(*self.paths.critical_cut(slow)[1:])
 
     def placed_ticks(self) -> float:
         """What transfers and collectives take on the largest cut where the state stands."""
-        leading = self.arena.ints(WEIGHT).reshape(-1, CUTS)[:, self.arena.at[LEADING]]
-        return float((leading * self.arena.ints(X)).sum())
+        leading = self.arena.array_view(WEIGHT).reshape(-1, CUTS)[:, self.arena.at[LEADING]]
+        return float((leading * self.arena.array_view(X)).sum())
 
-    def anneal(self, start: Ints, start_s: float, racks: Sequence[Sequence[int]], course: Course) -> tuple[Ints, float]:
+    def run_annealing(
+        self, start: Ints, start_s: float, racks: Sequence[Sequence[int]], course: AnnealingRun
+    ) -> tuple[Ints, float]:
         """(best placement, its simulated time) of an annealing from `start`. Every chunk of moves the best placement
         since the last time is simulated, and the estimate learns from it."""
         question = self.question
         set_moves(self.arena, block_moves(start, question.shape, question.links, racks))
-        self.estimate(start)
+        self.estimate_ticks(start)
         hot = max(course.heat * self.placed_ticks(), 2.0)
         span = max(self.way.cold, 1.0 / hot)
         factor = 1.0 if course.seconds is not None else span ** (1.0 / max(1, course.moves))
@@ -209,18 +211,18 @@ class Searcher:
             if course.seconds is not None:
                 progress = max(progress, (course.clock() - began) / max(course.seconds, 1e-9))
             if np.isfinite(control[2]):
-                now, known = self.arena.ints(DEVICE).copy(), len(self.known)
-                step_s = self.simulate(best)
+                now, known = self.arena.array_view(DEVICE).copy(), len(self.known)
+                step_s = self.simulate_placement(best)
                 chunk = self.chunk if len(self.known) > known else min(2 * chunk, LONGER * self.chunk)
                 if step_s < found_s:
                     found, found_s = best, step_s
-                self.estimate(now)
+                self.estimate_ticks(now)
         self.moves += made
         return found, found_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class AnnealingRun:
     """One annealing."""
 
     moves: int
@@ -232,37 +234,39 @@ class Course:
     clock: Clock
 
 
-def place(
-    question: Question,
+def search_placement(
+    question: PlacementProblem,
     timeline: Timeline,
-    budget: Budget | None = None,
+    budget: PlacementBudget | None = None,
     *,
     compiled: bool | None = None,
     clock: Clock = time.perf_counter,
-) -> Placed:
+) -> PlacementResult:
     """The best placement found for a candidate, never slower in the simulator than the given one.
 
     `compiled` forces numba on or off; the result is the same. `clock` is what `budget.seconds` is counted by.
     """
-    budget = budget or Budget()
+    budget = budget or PlacementBudget()
     began = clock()
     if compiled is None:
         compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
-    searcher = Searcher(question, timeline, compiled)
-    rounds = searcher.way.rounds(budget)
+    searcher = PlacementSearch(question, timeline, compiled)
+    rounds = searcher.way.round_count(budget)
 
     given = question.devices
-    given_s = searcher.simulate(given)
-    starts, racks = constructions(question)
+    given_s = searcher.simulate_placement(given)
+    starts, racks = starting_placements(question)
     if question.shape.slots > 1:
-        searcher.probe(given)
-        ranked = sorted(starts, key=lambda name: (searcher.estimate(starts[name]), name))[: searcher.way.stages[0][0]]
+        searcher.probe_entries(given)
+        ranked = sorted(starts, key=lambda name: (searcher.estimate_ticks(starts[name]), name))[
+            : searcher.way.stages[0][0]
+        ]
         random = np.array([12345 + budget.seed, 67890 + 7 * budget.seed], dtype=np.int64)
         chosen = [starts[name] for name in ranked]
         for index in range(rounds):
             left = None if budget.seconds is None else max(0.0, budget.seconds - (clock() - began)) / (rounds - index)
-            _round(searcher, chosen, racks, random, budget.moves // rounds, left, clock)
-    return Placed(
+            _run_round(searcher, chosen, racks, random, budget.moves // rounds, left, clock)
+    return PlacementResult(
         devices=tuple(searcher.best[: question.shape.slots].tolist()),
         step_s=searcher.best_s,
         given_s=given_s,
@@ -272,8 +276,8 @@ def place(
     )
 
 
-def _round(
-    searcher: Searcher,
+def _run_round(
+    searcher: PlacementSearch,
     starts: Sequence[Ints],
     racks: Sequence[Sequence[int]],
     random: Ints,
@@ -283,11 +287,11 @@ def _round(
 ) -> None:
     """The stages once, from these placements; the searcher keeps the best of all. `random` goes on."""
     began, over = clock(), 1.0
-    lines = [(searcher.simulate(device), number, device) for number, device in enumerate(starts)]
+    lines = [(searcher.simulate_placement(device), number, device) for number, device in enumerate(starts)]
     for count, share, heat in searcher.way.stages:
         lines = sorted(lines, key=lambda line: line[:2])[:count]
         left = None if seconds is None else max(0.0, seconds - (clock() - began)) * share / (over * len(lines))
-        course = Course(
+        course = AnnealingRun(
             moves=max(1, int(moves * share / len(lines))),
             heat=searcher.way.hot * heat,
             random=random,
@@ -295,7 +299,7 @@ def _round(
             clock=clock,
         )
         for index, (step_s, number, device) in enumerate(lines):
-            device, step_s = searcher.anneal(device, step_s, racks, course)
+            device, step_s = searcher.run_annealing(device, step_s, racks, course)
             lines[index] = (step_s, number, device)
         over -= share
 
@@ -304,7 +308,7 @@ SPECTRAL = 256
 """Hosts up to which eigenvectors are worked out: their time grows with the cube."""
 
 
-def constructions(question: Question) -> tuple[dict[str, Ints], list[list[int]]]:
+def starting_placements(question: PlacementProblem) -> tuple[dict[str, Ints], list[list[int]]]:
     """(placements to start from by name, racks)."""
     links, shape = question.links, question.shape
     size = max([float(b) for b in shape.bytes] + [1e6])
@@ -321,10 +325,10 @@ def constructions(question: Question) -> tuple[dict[str, Ints], list[list[int]]]
     starts: dict[str, Ints] = {"given": question.devices}
     for name, order in orders.items():
         devices = in_host_order(order, links)
-        for tile in tiles(shape, per_host):
+        for tile in tile_shapes(shape, per_host):
             for lanes_first in (False, True):
                 words = "pipelines" if lanes_first else "stages"
-                starts[f"{name}, {words} next to each other, {tile[0]} x {tile[1]} a host"] = tiled(
+                starts[f"{name}, {words} next to each other, {tile[0]} x {tile[1]} a host"] = tile_devices(
                     devices, shape, tile, lanes_first
                 )
     return starts, racks

@@ -11,13 +11,13 @@ import numpy as np
 from pipefit.cost.comm.collectives import all_reduce_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts
-from pipefit.cost.pipeline.overlap import left_lines
-from pipefit.cost.pipeline.table import beside_backward, shard_rings, slice_places, stage_cost
+from pipefit.cost.pipeline.overlap import remaining_lines
+from pipefit.cost.pipeline.table import overlap_share, shard_rings, slice_places, stage_cost
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import Array
 from pipefit.cost.work import PipelineWork, StageWork
-from pipefit.layout import Group
-from pipefit.plan.placement.links import TICK_S, Ints, Links, link_arrays, ticks
+from pipefit.layout import Mesh
+from pipefit.plan.placement.links import TICK_S, Ints, LinkArrays, link_arrays, to_ticks
 from pipefit.simulate import Timeline
 
 FlowKey = tuple[int, int, str, str, int]
@@ -30,7 +30,7 @@ Messages = tuple[tuple[int, int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class PlacementShape:
     """What is to be placed: transfers, rings and computing, by slot. `_start` arrays are compressed rows."""
 
     lanes: int
@@ -72,7 +72,7 @@ class Shape:
     "[lane + 1, kind]: whether devices of that kind may stand on the lane; the last row is for the idle ones."
 
 
-class Term(NamedTuple):
+class CollectiveTerm(NamedTuple):
     """A collective of a stage's replicas."""
 
     lane: int
@@ -85,11 +85,11 @@ class Term(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlacementProblem:
     """One candidate whose devices are to be chosen, as arrays, with where everything stands in x."""
 
-    links: Links
-    shape: Shape
+    links: LinkArrays
+    shape: PlacementShape
     devices: Ints
     "[slot]: the devices as the candidate has them; idle ones behind the plan's."
     flow_of: Mapping[FlowKey, int]
@@ -102,33 +102,33 @@ class Question:
     "Whether x has all that depends on the placement: not where shard groups cross hosts, or kinds are mixed."
 
     @property
-    def flows(self) -> int:
+    def flow_count(self) -> int:
         return len(self.shape.flow_start) - 1
 
     @property
-    def entries(self) -> int:
+    def entry_count(self) -> int:
         """Length of x."""
-        return 2 * self.flows + len(self.shape.passes) + len(self.shape.row_time)
+        return 2 * self.flow_count + len(self.shape.passes) + len(self.shape.row_time)
 
 
-def make_question(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> Question:
+def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> PlacementProblem:
     """The question of a candidate whose work, network, layer costs and timeline these are. One group a lane; all
     groups have one number of replicas and of shards."""
     lane_devices = _lane_devices(work)
     group = work.stages[0].group
-    replicas, shards = group.axis("replica").size, group.axis("shard").size
+    replicas, shards = group.find_axis("replica").size, group.find_axis("shard").size
     used = [device for lane in lane_devices for device in lane]
     devices = np.array([*used, *sorted({*range(network.devices)} - {*used})], dtype=np.int64)
     slot_of = {device: slot for slot, device in enumerate(used)}
-    flow_of, tied, flows = _flows(work)
+    flow_of, tied, flows = _collect_flows(work)
     sizes = sorted({size for messages in flows for _, _, size in messages})
-    terms = _terms(work, network, layers, timeline)
-    kinds, kind_of = _kinds(network)
-    even = group.axis("replica").is_even and shards == 1
-    row_of, row_start, row_time = _rows(work, network, layers, timeline, kinds) if even else ({}, [0], [])
+    terms = _collect_terms(work, network, layers, timeline)
+    kinds, kind_of = _device_kinds(network)
+    even = group.find_axis("replica").is_even and shards == 1
+    row_of, row_start, row_time = _compute_rows(work, network, layers, timeline, kinds) if even else ({}, [0], [])
     if not row_time:
         row_start = [0] * (len(lane_devices) + 1)
-    shape = Shape(
+    shape = PlacementShape(
         lanes=len(lane_devices),
         replicas=replicas,
         shards=shards,
@@ -138,10 +138,10 @@ def make_question(work: PipelineWork, network: Network, layers: LayerCosts, time
         row_start=np.array(row_start, dtype=np.int64),
         row_time=np.array(row_time, dtype=np.int64).reshape(-1, len(kinds)),
         kind=np.array(kind_of, dtype=np.int64),
-        allowed=_allowed(lane_devices, network, kinds, kind_of, timeline, free=even),
+        allowed=_allowed_kinds(lane_devices, network, kinds, kind_of, timeline, free=even),
     )
     whole = all(len({network.host[device] for device in ring}) == 1 for s in work.stages for ring in shard_rings(s))
-    return Question(
+    return PlacementProblem(
         links=link_arrays(network, sizes),
         shape=shape,
         devices=devices,
@@ -154,13 +154,13 @@ def make_question(work: PipelineWork, network: Network, layers: LayerCosts, time
 
 
 def _lane_devices(work: PipelineWork) -> list[tuple[int, ...]]:
-    lanes: list[tuple[int, ...]] = [()] * work.lanes
+    lanes: list[tuple[int, ...]] = [()] * work.num_lanes
     for stage in work.stages:
         lanes[stage.lane] = stage.group.devices
     return lanes
 
 
-def _flows(work: PipelineWork) -> tuple[dict[FlowKey, int], dict[int, tuple[int, ...]], list[Messages]]:
+def _collect_flows(work: PipelineWork) -> tuple[dict[FlowKey, int], dict[int, tuple[int, ...]], list[Messages]]:
     """(flow of every transfer, flows of the exchange of tied parameters by stage, messages of every flow). Equal sets
     of messages are one flow."""
     known: dict[Messages, int] = {}
@@ -202,29 +202,31 @@ def _flow_arrays(
     }
 
 
-def _terms(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> list[Term]:
+def _collect_terms(
+    work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline
+) -> list[CollectiveTerm]:
     """The collectives over replicas (`cost.table.reduce_s`, `gather_s`), lane by lane."""
     found = []
     parted = {action.stage for _, _, action in timeline.schedule if action.kind == "W"}
     for index, stage in enumerate(work.stages):
-        if stage.group.axis("replica").size == 1:
+        if stage.group.find_axis("replica").size == 1:
             continue
         size = float(max(stage.parameters.trainable) * GRADIENT_BYTES[work.precision])
         more_s = 0.0
-        if stage.group.axis("shard").size > 1:
+        if stage.group.find_axis("shard").size > 1:
             whole = max(stage.parameters.whole) * GRADIENT_BYTES[work.precision]
             more_s = all_reduce_s(network, shard_rings(stage), whole)
-        share, pieces = beside_backward(stage, work, network, layers)
-        lines = tuple(left_lines(pieces["W" if index in parted else "B"], work.bucket_bytes)) if share else ()
+        share, pieces = overlap_share(stage, work, network, layers)
+        lines = tuple(remaining_lines(pieces["W" if index in parted else "B"], work.bucket_bytes)) if share else ()
         operation = "reduce_scatter" if stage.split_state else "all_reduce"
-        found.append(Term(stage.lane, index, operation, size, more_s, share if lines else 0.0, lines))
+        found.append(CollectiveTerm(stage.lane, index, operation, size, more_s, share if lines else 0.0, lines))
         if stage.split_state:
             gathered = float(max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
-            found.append(Term(stage.lane, index, "all_gather", gathered, 0.0, 0.0, ()))
+            found.append(CollectiveTerm(stage.lane, index, "all_gather", gathered, 0.0, 0.0, ()))
     return sorted(found, key=lambda term: term.lane)
 
 
-def _term_arrays(terms: Sequence[Term], lanes: int, replicas: int, network: Network) -> dict[str, Any]:
+def _term_arrays(terms: Sequence[CollectiveTerm], lanes: int, replicas: int, network: Network) -> dict[str, Any]:
     factors = [network.collective_factors(term.operation, replicas) for term in terms]
     lines = [line for term in terms for line in term.lines]
     return {
@@ -233,7 +235,7 @@ def _term_arrays(terms: Sequence[Term], lanes: int, replicas: int, network: Netw
         "latency_factor": np.array([latency for latency, _ in factors], dtype=np.float64),
         "byte_factor": np.array([per_byte for _, per_byte in factors], dtype=np.float64),
         "bytes": np.array([term.bytes for term in terms], dtype=np.float64),
-        "more": np.array([ticks(term.more_s) for term in terms], dtype=np.int64),
+        "more": np.array([to_ticks(term.more_s) for term in terms], dtype=np.int64),
         "share": np.array([term.share for term in terms], dtype=np.float64),
         "line_start": np.cumsum([0, *(len(term.lines) for term in terms)]).astype(np.int64),
         "line_share": np.array([share for share, _ in lines], dtype=np.float64),
@@ -241,13 +243,13 @@ def _term_arrays(terms: Sequence[Term], lanes: int, replicas: int, network: Netw
     }
 
 
-def _by_group(terms: Sequence[Term], replicas: int, network: Network) -> bool:
+def _by_group(terms: Sequence[CollectiveTerm], replicas: int, network: Network) -> bool:
     """Whether a collective was found to be otherwise inside a host than between hosts, or in groups of other sizes."""
     groups = [(size, inside) for size in range(2, replicas + 1) for inside in (True, False)]
     return any(len({network.collective_factors(term.operation, *group) for group in groups}) > 1 for term in terms)
 
 
-def _kinds(network: Network) -> tuple[list[int], list[int]]:
+def _device_kinds(network: Network) -> tuple[list[int], list[int]]:
     """(a device of every kind, the kind of every device)."""
     first: dict[str, int] = {}
     index: dict[str, int] = {}
@@ -257,7 +259,7 @@ def _kinds(network: Network) -> tuple[list[int], list[int]]:
     return list(first.values()), [index[kind.name] for kind in network.kinds]
 
 
-def _rows(
+def _compute_rows(
     work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline, kinds: Sequence[int]
 ) -> tuple[dict[RowKey, int], list[int], list[list[int]]]:
     """Times that depend on the kinds of a lane's devices: (row of each, first row of each lane, ticks by kind). None
@@ -267,7 +269,7 @@ def _rows(
     row_of: dict[RowKey, int] = {}
     times: list[list[int]] = []
     starts = []
-    for lane in range(work.lanes):
+    for lane in range(work.num_lanes):
         starts.append(len(times))
         for index, stage in enumerate(work.stages):
             if stage.lane == lane:
@@ -280,7 +282,7 @@ def _rows(
         )
         row_of["STEP", lane, 0] = len(times)
         once_s = float(timeline.costs.step_s[lane])
-        times.append([ticks(once_s * slowest / network.kinds[d].memory_bandwidth_bytes_per_s) for d in kinds])
+        times.append([to_ticks(once_s * slowest / network.kinds[d].memory_bandwidth_bytes_per_s) for d in kinds])
     return row_of, [*starts, len(times)], times
 
 
@@ -294,7 +296,7 @@ def _stage_rows(
     row_of: dict[RowKey, int],
     times: list[list[int]],
 ) -> None:
-    alike = [replace(stage, group=Group(axes=stage.group.axes, devices=(d,) * stage.group.size)) for d in kinds]
+    alike = [replace(stage, group=Mesh(axes=stage.group.axes, devices=(d,) * stage.group.size)) for d in kinds]
     for slice_, (tokens, past) in enumerate(slice_places(stage.slices)):
         each = [stage_cost(one, tokens, past, work, network, layers) for one in alike]
         for action, seconds in (
@@ -304,10 +306,10 @@ def _stage_rows(
             ("B", [cost.backward_s for cost in each]),
         ):
             row_of[action, index, slice_] = len(times)
-            times.append([ticks(value) for value in seconds])
+            times.append([to_ticks(value) for value in seconds])
 
 
-def _allowed(
+def _allowed_kinds(
     lane_devices: Sequence[Sequence[int]],
     network: Network,
     kinds: Sequence[int],

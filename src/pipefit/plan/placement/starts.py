@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan.placement.links import TICK_S, Ints, Links
-from pipefit.plan.placement.shape import Shape
+from pipefit.plan.placement.links import TICK_S, Ints, LinkArrays
+from pipefit.plan.placement.shape import PlacementShape
 
 GAP = 1.3
 """How much farther apart racks must be than the hosts within them."""
@@ -23,7 +23,7 @@ ALIKE = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
+class MoveSet:
     """What may be permuted: blocks of slots at one or two levels (a shard group, a host), and racks of devices."""
 
     levels: tuple[Ints, ...]
@@ -34,7 +34,7 @@ class Moves:
     "[rack, device]: racks of equal size; they swap places."
 
 
-def host_distance(links: Links, size_bytes: float) -> Array:
+def host_distance(links: LinkArrays, size_bytes: float) -> Array:
     """[H, H] seconds of a message of that size between two hosts, the mean of both ways."""
     matrix = links.per_byte[0] * size_bytes + links.latency[0] * TICK_S
     both: Array = (matrix + matrix.T) / 2
@@ -93,14 +93,14 @@ def spectral_order(distance: Array) -> list[int]:
     return [int(host) for host in np.argsort(vector, kind="stable")]
 
 
-def in_host_order(order: Sequence[int], links: Links) -> Ints:
+def in_host_order(order: Sequence[int], links: LinkArrays) -> Ints:
     """All devices, host by host in that order."""
     by_host = np.argsort(links.host, kind="stable")
     start = np.searchsorted(links.host[by_host], np.arange(len(links.inside_latency) + 1))
     return np.concatenate([by_host[start[host] : start[host + 1]] for host in order])
 
 
-def tiles(shape: Shape, per_host: int) -> Iterator[tuple[int, int]]:
+def tile_shapes(shape: PlacementShape, per_host: int) -> Iterator[tuple[int, int]]:
     """(replicas, lanes) of the blocks of the grid that a host's devices can hold: from all replicas to all lanes."""
     units = max(1, per_host // shape.shards)
     for replicas in range(min(units, shape.replicas), 0, -1):
@@ -109,7 +109,7 @@ def tiles(shape: Shape, per_host: int) -> Iterator[tuple[int, int]]:
             yield replicas, lanes
 
 
-def tiled(devices: Ints, shape: Shape, tile: tuple[int, int], lanes_first: bool) -> Ints:
+def tile_devices(devices: Ints, shape: PlacementShape, tile: tuple[int, int], lanes_first: bool) -> Ints:
     """Devices of ordered hosts over the grid, tile by tile: `lanes_first` fills all lanes of some replicas before it
     goes on to the next. What is left over is idle. Returns [slot]."""
     replicas, lanes = tile
@@ -123,10 +123,10 @@ def tiled(devices: Ints, shape: Shape, tile: tuple[int, int], lanes_first: bool)
     return placed
 
 
-def block_moves(device: Ints, shape: Shape, links: Links, racks: Sequence[Sequence[int]]) -> Moves:
+def block_moves(device: Ints, shape: PlacementShape, links: LinkArrays, racks: Sequence[Sequence[int]]) -> MoveSet:
     """The moves for a search that starts at this placement: blocks are the shard groups, and the slots that hold the
     devices of each host now, where all hosts have equally many."""
-    levels = [_units(device, shape, links)]
+    levels = [_block_units(device, shape, links)]
     hosts = _host_blocks(device, links)
     if hosts is not None and len(hosts) > 1 and len(hosts[0]) > len(levels[0][0]) and len(device) % shape.shards == 0:
         levels.append(hosts)
@@ -135,10 +135,10 @@ def block_moves(device: Ints, shape: Shape, links: Links, racks: Sequence[Sequen
         levels[level] = blocks[_pipeline_order(blocks, shape)]
         for number, slots in enumerate(levels[level]):
             block_of[level, slots] = number
-    return Moves(levels=tuple(levels), block_of=block_of, racks=_racks(racks, links))
+    return MoveSet(levels=tuple(levels), block_of=block_of, racks=_rack_devices(racks, links))
 
 
-def _units(device: Ints, shape: Shape, links: Links) -> Ints:
+def _block_units(device: Ints, shape: PlacementShape, links: LinkArrays) -> Ints:
     """[block, slot]: the shard groups, and as many idle devices of one host together."""
     plan = np.arange(shape.slots).reshape(-1, shape.shards)
     idle = np.arange(shape.slots, len(device))
@@ -152,7 +152,7 @@ def _units(device: Ints, shape: Shape, links: Links) -> Ints:
     return np.concatenate((plan, *groups))
 
 
-def _host_blocks(device: Ints, links: Links) -> Ints | None:
+def _host_blocks(device: Ints, links: LinkArrays) -> Ints | None:
     """[host, slot]: the slots of each host's devices; None where hosts differ in size."""
     counts = np.bincount(links.host)
     if counts.min() != counts.max():
@@ -160,7 +160,7 @@ def _host_blocks(device: Ints, links: Links) -> Ints | None:
     return np.argsort(links.host[device], kind="stable").reshape(len(counts), -1)
 
 
-def _pipeline_order(blocks: Ints, shape: Shape) -> Ints:
+def _pipeline_order(blocks: Ints, shape: PlacementShape) -> Ints:
     """Blocks by replica, then by lane, of their first slot; idle ones last."""
     first = blocks.min(axis=1)
     width = shape.replicas * shape.shards
@@ -168,7 +168,7 @@ def _pipeline_order(blocks: Ints, shape: Shape) -> Ints:
     return np.lexsort((first, replica))
 
 
-def _racks(racks: Sequence[Sequence[int]], links: Links) -> Ints:
+def _rack_devices(racks: Sequence[Sequence[int]], links: LinkArrays) -> Ints:
     """[rack, device] of the racks of the most frequent size, where all hosts are of one size."""
     devices = [np.flatnonzero(np.isin(links.host, list(rack))) for rack in racks]
     sizes = [len(each) for each in devices]

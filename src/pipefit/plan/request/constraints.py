@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipefit.errors import PlanError, most_like
-from pipefit.plan.request.decisions import Decisions
-from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.schedule.families import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConstraintKey:
     """One thing that can be pinned."""
 
     help: str
     parse: Callable[[str], Any]
 
 
-def _shares(text: str) -> tuple[int, ...]:
+def _parse_shares(text: str) -> tuple[int, ...]:
     """`4` is four even ones, `2:1:1` are three uneven ones."""
     if ":" in text:
         shares = tuple(int(part) for part in text.split(":"))
@@ -31,82 +31,93 @@ def _shares(text: str) -> tuple[int, ...]:
     return shares
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if int(text) < 1:
         raise ValueError(text)
     return int(text)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _slices(text: str) -> int | tuple[int, ...]:
+def _parse_slices(text: str) -> int | tuple[int, ...]:
     """`4` is four of equal cost, `1` none; `512,512` are the tokens of each."""
-    return _numbers(text) if "," in text else _count(text)
+    return _parse_numbers(text) if "," in text else _parse_count(text)
 
 
-def _choice(*values: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
+def _choice_parser(*values: str) -> Callable[[str], str]:
+    def parse_choice(text: str) -> str:
         if text not in values:
             raise ValueError(text)
         return text
 
-    return parse
+    return parse_choice
 
 
-def _placement(text: str) -> str | tuple[int, ...]:
+def _parse_placement(text: str) -> str | tuple[int, ...]:
     """`shared`, `inline` or `disjoint` of a module, lanes of a plan of one."""
-    return text if text in ("shared", "inline", "disjoint") else _numbers(text)
+    return text if text in ("shared", "inline", "disjoint") else _parse_numbers(text)
 
 
-def _recompute(text: str) -> tuple[str, ...]:
-    return tuple(_choice("none", "selective", "full")(part) for part in text.split(","))
+def _parse_recompute(text: str) -> tuple[str, ...]:
+    return tuple(_choice_parser("none", "selective", "full")(part) for part in text.split(","))
 
 
-def _switch(text: str) -> bool:
+def _parse_switch(text: str) -> bool:
     return {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}[text.lower()]
 
 
-def _mapping(text: str) -> str | tuple[int, ...]:
-    return text if text in ("hostname", "search") else _numbers(text)
+def _parse_mapping(text: str) -> str | tuple[int, ...]:
+    return text if text in ("hostname", "search") else _parse_numbers(text)
 
 
-KEYS: Mapping[str, Key] = {
-    "replicas": Key("a count, or shares such as 2:1", _shares),
-    "stages": Key("a count", _count),
-    "shards": Key("a count, or shares such as 2:1", _shares),
-    "sharding": Key("none, megatron, megatron-sp or searched", _choice("none", "megatron", "megatron-sp", "searched")),
-    "microbatches": Key("a count that divides the batch", _count),
-    "schedule": Key(", ".join(sorted(FAMILIES)), _choice(*FAMILIES)),
-    "recompute": Key("none, selective or full; or one of them for each stage, with commas", _recompute),
-    "zero1": Key("true or false", _switch),
-    "inner": Key("replica or stage: who lies next to each other", _choice("replica", "stage")),
-    "devices": Key("a count: how many devices take part", _count),
-    "cuts": Key("first layer of every stage but the first, with commas", _numbers),
-    "slices": Key(
-        "a count of slices of equal cost (1: sequences are not cut), or the tokens of each, with commas", _slices
+KEYS: Mapping[str, ConstraintKey] = {
+    "replicas": ConstraintKey("a count, or shares such as 2:1", _parse_shares),
+    "stages": ConstraintKey("a count", _parse_count),
+    "shards": ConstraintKey("a count, or shares such as 2:1", _parse_shares),
+    "sharding": ConstraintKey(
+        "none, megatron, megatron-sp or searched", _choice_parser("none", "megatron", "megatron-sp", "searched")
     ),
-    "slice_multiple": Key("tokens that every slice is a multiple of, the last one's rest apart", _count),
-    "placement": Key(
-        "lane of every stage, with commas; of one of several modules, disjoint, shared or inline", _placement
+    "microbatches": ConstraintKey("a count that divides the batch", _parse_count),
+    "schedule": ConstraintKey(", ".join(sorted(FAMILIES)), _choice_parser(*FAMILIES)),
+    "recompute": ConstraintKey("none, selective or full; or one of them for each stage, with commas", _parse_recompute),
+    "zero1": ConstraintKey("true or false", _parse_switch),
+    "inner": ConstraintKey("replica or stage: who lies next to each other", _choice_parser("replica", "stage")),
+    "devices": ConstraintKey("a count: how many devices take part", _parse_count),
+    "cuts": ConstraintKey("first layer of every stage but the first, with commas", _parse_numbers),
+    "slices": ConstraintKey(
+        "a count of slices of equal cost (1: sequences are not cut), or the tokens of each, with commas", _parse_slices
     ),
-    "modules": Key(
+    "slice_multiple": ConstraintKey(
+        "tokens that every slice is a multiple of, the last one's rest apart", _parse_count
+    ),
+    "placement": ConstraintKey(
+        "lane of every stage, with commas; of one of several modules, disjoint, shared or inline", _parse_placement
+    ),
+    "modules": ConstraintKey(
         "disjoint, shared or inline: devices of their own, those of the largest, or its first and last lane",
-        _choice("disjoint", "shared", "inline"),
+        _choice_parser("disjoint", "shared", "inline"),
     ),
-    "multiple": Key("a count of microbatches that a module on shared devices takes together", _count),
-    "divide": Key(
+    "multiple": ConstraintKey("a count of microbatches that a module on shared devices takes together", _parse_count),
+    "divide": ConstraintKey(
         "samples or images: what the replicas of one of several modules divide of a microbatch",
-        _choice("samples", "images"),
+        _choice_parser("samples", "images"),
     ),
-    "ahead": Key("a count of units that a module on shared devices is ahead", _count),
-    "balance": Key(
-        "true or false: whether samples that differ are dealt out so that replicas and microbatches have alike", _switch
+    "ahead": ConstraintKey("a count of units that a module on shared devices is ahead", _parse_count),
+    "balance": ConstraintKey(
+        "true or false: whether samples that differ are dealt out so that replicas and microbatches have alike",
+        _parse_switch,
     ),
-    "order": Key("true or false: whether microbatches that differ change places in their pipeline", _switch),
-    "groups": Key("true or false: whether groups of devices with searched programs are looked for", _switch),
-    "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
+    "order": ConstraintKey(
+        "true or false: whether microbatches that differ change places in their pipeline", _parse_switch
+    ),
+    "groups": ConstraintKey(
+        "true or false: whether groups of devices with searched programs are looked for", _parse_switch
+    ),
+    "mapping": ConstraintKey(
+        "hostname, search, or the device of every lane, replica and shard, with commas", _parse_mapping
+    ),
 }
 
 
@@ -114,7 +125,7 @@ MODULES_ALONE = ("modules", "ahead", "multiple", "divide", "balance", "order")
 """Keys that mean nothing where a model has one module."""
 
 
-def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
+def parse_constraints(texts: Iterable[str]) -> dict[str, Any]:
     """The pins that `--fix` options give. Raises PlanError for an unknown key, a bad value, or a key given twice."""
     pins: dict[str, Any] = {}
     for text in texts:
@@ -185,10 +196,10 @@ def _check_together(pins: Mapping[str, Any]) -> None:
         )
 
 
-def describe(decisions: Decisions) -> str:
+def describe_choices(decisions: ParallelConfig) -> str:
     """The choices in one short line for people."""
-    if isinstance(decisions, ModuleDecisions):
-        return decisions.text()
+    if isinstance(decisions, MultiModuleConfig):
+        return decisions.to_text()
     shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
     slices = f" x {len(decisions.slices)} slices" if decisions.slices else ""
     return (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipefit.errors import PlanError
-from pipefit.layout import split
-from pipefit.plan.request.sliceable import check_cut
+from pipefit.layout import split_by_shares
+from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job, Recompute
 
 Sharding = Literal["none", "megatron", "megatron-sp", "searched"]
@@ -20,7 +20,7 @@ Inner = Literal["replica", "stage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
+class ParallelConfig:
     """How one module is laid over the devices, and in which order it runs."""
 
     stages: int = 1
@@ -58,7 +58,7 @@ class Decisions:
         return len(self.cuts) + 1 if self.cuts else self.stages
 
     @property
-    def units(self) -> int:
+    def unit_count(self) -> int:
         """Microbatches, or slices of them: what a stage runs one by one."""
         return self.microbatches * max(1, len(self.slices))
 
@@ -67,12 +67,12 @@ class Decisions:
         return self.placement or tuple(range(self.stage_count))
 
     @property
-    def lanes(self) -> int:
+    def lane_count(self) -> int:
         return max(self.lane_of_stage) + 1
 
     @property
     def device_count(self) -> int:
-        return len(self.replicas) * sum(len(self.shards_of(lane)) for lane in range(self.lanes))
+        return len(self.replicas) * sum(len(self.shards_of(lane)) for lane in range(self.lane_count))
 
     @property
     def is_sharded(self) -> bool:
@@ -101,7 +101,7 @@ class Decisions:
 
     def lane_devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of every lane, in grid order (replica, shard)."""
-        replicas, shards, lanes = len(self.replicas), len(self.shards), self.lanes
+        replicas, shards, lanes = len(self.replicas), len(self.shards), self.lane_count
         sizes = [replicas * len(self.shards_of(lane)) for lane in range(lanes)]
         if self.devices or self.lane_shards:
             devices, stops = self.devices or tuple(range(sum(sizes))), tuple(itertools.accumulate(sizes))
@@ -114,7 +114,7 @@ class Decisions:
             for lane in range(lanes)
         )
 
-    def on(self, devices: tuple[int, ...], inner: Inner) -> Decisions:
+    def with_devices(self, devices: tuple[int, ...], inner: Inner) -> ParallelConfig:
         """These choices on other devices, laid out by `inner`; equal where the devices are the same."""
         for order in ("replica", "stage"):
             own = replace(self, devices=(), inner=order)
@@ -122,12 +122,12 @@ class Decisions:
                 return own
         return replace(self, devices=devices, inner=inner if not devices else "replica")
 
-    def words(self, cuts: tuple[int, ...]) -> dict[str, str]:
+    def to_constraints(self, cuts: tuple[int, ...]) -> dict[str, str]:
         """The choices as a plan file and `--fix` write them."""
         words = {
-            "replicas": _shares(self.replicas),
+            "replicas": _format_shares(self.replicas),
             "stages": str(self.stage_count),
-            "shards": ",".join(map(_shares, self.lane_shards)) or _shares(self.shards),
+            "shards": ",".join(map(_format_shares, self.lane_shards)) or _format_shares(self.shards),
             "sharding": self.sharding,
             "microbatches": str(self.microbatches),
             "schedule": self.schedule,
@@ -145,11 +145,11 @@ class Decisions:
         return words
 
 
-def check_decisions(decisions: Decisions, job: Job, layers: int, devices: int) -> None:
+def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int) -> None:
     """Raises PlanError for a choice that contradicts itself, the job, the model's layers or the cluster's devices."""
     count = decisions.stage_count
-    _positive("stages", count)
-    _positive("microbatches", decisions.microbatches)
+    _check_positive("stages", count)
+    _check_positive("microbatches", decisions.microbatches)
     if count > layers:
         raise PlanError("There are more stages than layers.", where="stages", seen=count, allowed=f"1 to {layers}")
     if decisions.cuts and list(decisions.cuts) != sorted({*decisions.cuts} & {*range(1, layers)}):
@@ -162,7 +162,7 @@ def check_decisions(decisions: Decisions, job: Job, layers: int, devices: int) -
     for name, shares in (("replicas", decisions.replicas), ("shards", decisions.shards)):
         if not shares or any(share < 1 for share in shares):
             raise PlanError("Shares are positive whole numbers.", where=name, seen=shares)
-    if len(decisions.lane_of_stage) != count or {*decisions.lane_of_stage} != {*range(decisions.lanes)}:
+    if len(decisions.lane_of_stage) != count or {*decisions.lane_of_stage} != {*range(decisions.lane_count)}:
         raise PlanError(
             "The placement names a lane for every stage, and every lane holds a stage.",
             where="placement",
@@ -183,17 +183,18 @@ def check_decisions(decisions: Decisions, job: Job, layers: int, devices: int) -
     _check_job(decisions, job)
 
 
-def _check_lanes(decisions: Decisions) -> None:
+def _check_lanes(decisions: ParallelConfig) -> None:
     """Groups of several sizes are those of searched programs."""
     own = decisions.lane_shards
     if not own and not decisions.recipes:
         return
     shares = max(own or (decisions.shards,), key=len)
-    if decisions.sharding != "searched" or len({len(own), len(decisions.recipes)} | {decisions.lanes}) != 1:
+    if decisions.sharding != "searched" or len({len(own), len(decisions.recipes)} | {decisions.lane_count}) != 1:
         raise PlanError(
             "Groups with programs of their own give shares and recipes for every lane, and are searched.",
             where="lane_shards, recipes",
-            seen=f"{len(own)} and {len(decisions.recipes)} for {decisions.lanes} lanes, sharding {decisions.sharding}",
+            seen=f"{len(own)} and {len(decisions.recipes)} for {decisions.lane_count} lanes, sharding "
+            f"{decisions.sharding}",
         )
     if any(share < 1 for lane in own for share in lane) or decisions.shards != shares:
         raise PlanError(
@@ -204,13 +205,13 @@ def _check_lanes(decisions: Decisions) -> None:
         )
 
 
-def _check_devices(decisions: Decisions, devices: int) -> None:
+def _check_devices(decisions: ParallelConfig, devices: int) -> None:
     needed = decisions.device_count
     if needed > devices:
         raise PlanError(
             "The plan needs more devices than the cluster has.",
             where="replicas x stages x shards",
-            seen=f"{len(decisions.replicas)} x {_sizes(decisions)} = {needed}",
+            seen=f"{len(decisions.replicas)} x {_format_sizes(decisions)} = {needed}",
             allowed=f"at most {devices}",
         )
     chosen = decisions.devices
@@ -223,7 +224,7 @@ def _check_devices(decisions: Decisions, devices: int) -> None:
         )
 
 
-def _check_job(decisions: Decisions, job: Job) -> None:
+def _check_job(decisions: ParallelConfig, job: Job) -> None:
     if job.batch % decisions.microbatches:
         divisors = [d for d in range(1, job.batch + 1) if job.batch % d == 0]
         near = sorted(divisors, key=lambda d: abs(d - decisions.microbatches))[:4]
@@ -241,7 +242,7 @@ def _check_job(decisions: Decisions, job: Job) -> None:
             seen=f"{rows} rows for {len(decisions.replicas)} replicas",
             next_step="use fewer microbatches or replicas, or a larger batch",
         )
-    if any(start == stop for start, stop in split(rows, decisions.replicas)):
+    if any(start == stop for start, stop in split_by_shares(rows, decisions.replicas)):
         raise PlanError(
             "A replica would get no row of a microbatch.",
             where="replicas",
@@ -249,20 +250,20 @@ def _check_job(decisions: Decisions, job: Job) -> None:
             next_step="use fewer microbatches, or more even shares",
         )
     for shares in {decisions.shards, *decisions.lane_shards}:
-        check_cut(decisions.slices, job.sequence, shares, decisions.sharding, "slices")
+        check_slices(decisions.slices, job.sequence, shares, decisions.sharding, "slices")
 
 
-def _sizes(decisions: Decisions) -> str:
+def _format_sizes(decisions: ParallelConfig) -> str:
     if decisions.lane_shards:
         return "(" + " + ".join(str(len(shares)) for shares in decisions.lane_shards) + ")"
-    return f"{decisions.lanes} x {len(decisions.shards)}"
+    return f"{decisions.lane_count} x {len(decisions.shards)}"
 
 
-def _positive(name: str, value: int) -> None:
+def _check_positive(name: str, value: int) -> None:
     if value < 1:
         raise PlanError("A whole number above zero is needed.", where=name, seen=value)
 
 
-def _shares(shares: tuple[int, ...]) -> str:
+def _format_shares(shares: tuple[int, ...]) -> str:
     """`4` for four even replicas, `2:1:1` for uneven ones."""
     return str(len(shares)) if len({*shares}) == 1 else ":".join(map(str, shares))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.sampled_batches import StageShares
 from pipefit.plan.types import Divide
 
@@ -17,12 +17,12 @@ ALONE = ("stages", "cuts")
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleDecisions(Decisions):
+class MultiModuleConfig(ParallelConfig):
     """Several modules in the order of the chain, one stage a lane, on devices of their own; but for guests, which lie
     whole on every lane of the backbone and take turns there, and for modules in line with it, on its first or last
     lane."""
 
-    modules: tuple[tuple[str, Decisions], ...] = ()
+    modules: tuple[tuple[str, ParallelConfig], ...] = ()
     "Name of the module, and how it lies: its cuts and its devices are given. Of a guest, how it lies on one lane; of"
     " one in line, on the backbone's end."
     backbone: str = ""
@@ -38,7 +38,7 @@ class ModuleDecisions(Decisions):
     "The `window` of the order (`schedule.multiplexed`), where there are guests."
 
     @property
-    def own(self) -> tuple[tuple[str, Decisions], ...]:
+    def disjoint_modules(self) -> tuple[tuple[str, ParallelConfig], ...]:
         """The modules with devices of their own."""
         return tuple(one for one in self.modules if one[0] not in (*self.guests, *self.inline))
 
@@ -47,7 +47,7 @@ class ModuleDecisions(Decisions):
         return "shared" if module in self.guests else "inline" if module in self.inline else "disjoint"
 
     @property
-    def placed(self) -> tuple[tuple[str, str], ...]:
+    def shared_modules(self) -> tuple[tuple[str, str], ...]:
         """The modules that share devices, each with its word."""
         return tuple((name, word) for name, _ in self.modules if (word := self.placement_of(name)) != "disjoint")
 
@@ -66,14 +66,14 @@ class ModuleDecisions(Decisions):
         """What its replicas divide."""
         return "images" if module in self.divided else "samples"
 
-    def copies(self, module: str) -> int:
+    def copy_count(self, module: str) -> int:
         """The stages that hold the same layers: for a guest as many as the backbone has lanes."""
         return dict(self.modules)[self.backbone].stage_count if module in self.guests else 1
 
     @property
-    def stages_of(self) -> tuple[tuple[str, Decisions], ...]:
+    def stages_of(self) -> tuple[tuple[str, ParallelConfig], ...]:
         """For every stage its module and how that lies."""
-        return tuple((name, own) for name, own in self.modules for _ in range(own.stage_count * self.copies(name)))
+        return tuple((name, own) for name, own in self.modules for _ in range(own.stage_count * self.copy_count(name)))
 
     @property
     def stage_count(self) -> int:
@@ -82,19 +82,19 @@ class ModuleDecisions(Decisions):
     @property
     def lane_of_stage(self) -> tuple[int, ...]:
         first, lanes = {}, 0
-        for name, own in self.own:
+        for name, own in self.disjoint_modules:
             first[name] = lanes
             lanes += own.stage_count
         found: list[int] = []
         for name, own in self.modules:
             if name in self.inline:
-                found.append(first[self.backbone] + self.end_of(name))
+                found.append(first[self.backbone] + self.inline_lane(name))
                 continue
             start = first[self.backbone if name in self.guests else name]
-            found += range(start, start + own.stage_count * self.copies(name))
+            found += range(start, start + own.stage_count * self.copy_count(name))
         return tuple(found)
 
-    def end_of(self, module: str) -> int:
+    def inline_lane(self, module: str) -> int:
         """The lane of the backbone on which a module in line with it lies."""
         names = [name for name, _ in self.modules]
         behind = names.index(module) > names.index(self.backbone)
@@ -106,17 +106,17 @@ class ModuleDecisions(Decisions):
         return (own.replicas, own.shards) == (other.replicas, other.shards)
 
     @property
-    def beside(self) -> tuple[int, ...]:
+    def guest_stages(self) -> tuple[int, ...]:
         """The stages of guests."""
         return tuple(stage for stage, (name, _) in enumerate(self.stages_of) if name in self.guests)
 
     @property
-    def lanes(self) -> int:
-        return sum(own.stage_count for _, own in self.own)
+    def lane_count(self) -> int:
+        return sum(own.stage_count for _, own in self.disjoint_modules)
 
     @property
     def device_count(self) -> int:
-        return sum(own.device_count for _, own in self.own)
+        return sum(own.device_count for _, own in self.disjoint_modules)
 
     @property
     def is_sharded(self) -> bool:
@@ -124,13 +124,13 @@ class ModuleDecisions(Decisions):
 
     def lane_devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of every lane, in grid order (replica, shard)."""
-        return tuple(itertools.chain.from_iterable(own.lane_devices() for _, own in self.own))
+        return tuple(itertools.chain.from_iterable(own.lane_devices() for _, own in self.disjoint_modules))
 
-    def words(self, cuts: tuple[int, ...]) -> dict[str, str]:
+    def to_constraints(self, cuts: tuple[int, ...]) -> dict[str, str]:
         """The choices as a plan file and `--fix` write them: `vision.replicas`, ..."""
         found = {}
         for name, own in self.modules:
-            words, guest = own.words(own.cuts), name in (*self.guests, *self.inline)
+            words, guest = own.to_constraints(own.cuts), name in (*self.guests, *self.inline)
             found.update({f"{name}.{key}": words[key] for key in OWN if words[key] and not (guest and key in ALONE)})
             if not guest:
                 found[f"{name}.devices"] = str(own.device_count)
@@ -146,7 +146,7 @@ class ModuleDecisions(Decisions):
         common["modules"] = "shared" if self.guests else "inline" if self.inline else "disjoint"
         return {**found, **{key: str(value) for key, value in common.items()}}
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """In one short line for people."""
         each = []
         for name, own in self.modules:
@@ -154,13 +154,13 @@ class ModuleDecisions(Decisions):
             again = f", recompute {own.recompute[0]}" if own.recompute != ("none",) else ""
             again += ", images divided" if name in self.divided else ""
             if name in self.guests:
-                turns = f"{len(own.replicas)} replicas{shards} on each of {self.copies(name)} lanes"
+                turns = f"{len(own.replicas)} replicas{shards} on each of {self.copy_count(name)} lanes"
                 if self.multiple_of(name) > 1:
                     turns += f", {self.multiple_of(name)} microbatches together"
                 each.append(f"{name} on those of {self.backbone}: {turns}{again}")
                 continue
             if name in self.inline:
-                end = "last" if self.end_of(name) else "first"
+                end = "last" if self.inline_lane(name) else "first"
                 grid = "" if self.in_grid(name) else f", {len(own.replicas)} replicas{shards}"
                 each.append(f"{name} on the {end} lane of {self.backbone}{grid}{again}")
                 continue

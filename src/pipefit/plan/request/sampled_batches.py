@@ -16,9 +16,9 @@ import numpy as np
 
 from pipefit.cost.types import Array, Ints
 from pipefit.errors import PlanError
-from pipefit.layout import split
+from pipefit.layout import split_by_shares
 from pipefit.model.graph import Model
-from pipefit.plan.types import Arranging, Divide, Job, Space
+from pipefit.plan.types import Divide, Job, SampleArrangement, SampleSpace
 from pipefit.schedule.actions import Schedule
 
 
@@ -34,7 +34,7 @@ class StageShares(NamedTuple):
 
 Shares = Sequence[StageShares]
 
-Arrange = Callable[["Samples", int, Arranging, Shares, int, "Schedule | None"], Ints]
+Arrange = Callable[["SampledBatches", int, SampleArrangement, Shares, int, "Schedule | None"], Ints]
 """(samples, which batch, loads of the stages, their shares, microbatches, the lowered order of actions where
 microbatches are put in order) -> for every position of the batch, which of its samples stands there."""
 
@@ -43,7 +43,7 @@ ASSUMED_PART = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class SampledBatches:
     """Sampled global batches. Arrays [batch, sample] by space; spaces that are not named have rows that are alike."""
 
     tokens: Mapping[str, Ints]
@@ -55,18 +55,20 @@ class Samples:
     "Tokens of every image of a sample, likewise; {} where they are not known, and cannot be divided."
 
     @property
-    def batches(self) -> int:
+    def batch_count(self) -> int:
         return min((len(one) for one in self.tokens.values()), default=1)
 
-    def space(self, name: str, job: Job, batch: int, order: Ints) -> Space:
+    def to_space(self, name: str, job: Job, batch: int, order: Ints) -> SampleSpace:
         """The space as a plan has it, its samples in this order."""
         if name not in self.tokens:
-            return Space(name=name, rows=job.batch, tokens=job.sequence)
+            return SampleSpace(name=name, rows=job.batch, tokens=job.sequence)
         counts, squares = ([int(one) for one in table[name][batch][order]] for table in (self.tokens, self.squares))
         images = tuple(self.images[name][batch][one] for one in order.tolist()) if name in self.images else ()
-        return Space(name=name, rows=job.batch, tokens=0, counts=tuple(counts), squares=tuple(squares), images=images)
+        return SampleSpace(
+            name=name, rows=job.batch, tokens=0, counts=tuple(counts), squares=tuple(squares), images=images
+        )
 
-    def only(self, batches: slice) -> Samples:
+    def select_batches(self, batches: slice) -> SampledBatches:
         """Some of the batches alone."""
         return replace(
             self,
@@ -75,22 +77,22 @@ class Samples:
             images={name: table[batches] for name, table in self.images.items()},
         )
 
-    def images_each(self, space: str) -> float:
+    def images_per_sample(self, space: str) -> float:
         """How many images a sample has on average; 0 where that is not known."""
         if space not in self.images:
             return 0.0
         return float(np.mean([len(one) for batch in self.images[space] for one in batch]))
 
 
-def completed(samples: Samples, model: Model, job: Job) -> Samples:
+def complete_samples(samples: SampledBatches, model: Model, job: Job) -> SampledBatches:
     """With every packed space of the model; one that is not named has no tokens. Raises PlanError for batches of
     another size than the job's."""
     tokens, squares = dict(samples.tokens), dict(samples.squares)
     for name in [module.space for module in model.modules if module.space != "samples"]:
-        tokens.setdefault(name, np.zeros((samples.batches, job.batch), dtype=np.int64))
-        squares.setdefault(name, np.zeros((samples.batches, job.batch), dtype=np.int64))
+        tokens.setdefault(name, np.zeros((samples.batch_count, job.batch), dtype=np.int64))
+        squares.setdefault(name, np.zeros((samples.batch_count, job.batch), dtype=np.int64))
     for name, table in tokens.items():
-        if table.shape != (samples.batches, job.batch) or squares[name].shape != table.shape:
+        if table.shape != (samples.batch_count, job.batch) or squares[name].shape != table.shape:
             raise PlanError(
                 "The sampled batches are not of the size of the job's.",
                 where=f"samples, space {name!r}",
@@ -109,19 +111,24 @@ def completed(samples: Samples, model: Model, job: Job) -> Samples:
     return replace(samples, tokens=tokens, squares=squares)
 
 
-def assumed_samples(model: Model, job: Job) -> Samples:
+def assumed_samples(model: Model, job: Job) -> SampledBatches:
     """One image a sample in every packed space, of a part of the sequence: where no data is named."""
     each = max(1, job.sequence // ASSUMED_PART)
     names = [module.space for module in model.modules if module.space != "samples"]
-    return Samples(
+    return SampledBatches(
         tokens={name: np.full((1, job.batch), each, dtype=np.int64) for name in names},
         squares={name: np.full((1, job.batch), each * each, dtype=np.int64) for name in names},
         note=f"samples: every one with an image of {each} tokens to see and to generate: assumed",
     )
 
 
-def dealt(
-    samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int, schedule: Schedule | None = None
+def deal_samples(
+    samples: SampledBatches,
+    batch: int,
+    arranging: SampleArrangement,
+    shares: Shares,
+    count: int,
+    schedule: Schedule | None = None,
 ) -> Ints:
     """An `Arrange` that leaves microbatches in their order, whatever the schedule: samples go into bins, the heaviest
     first, each into the bin with the least load that has room (longest processing time first, Graham 1969). A bin is
@@ -142,11 +149,11 @@ def dealt(
     finest = max(
         (own.replicas for own in shares if own.multiple == 1 and own.divide == "samples"), key=len, default=(1,)
     )
-    rooms = [stop - start for start, stop in split(size // count, finest)]
+    rooms = [stop - start for start, stop in split_by_shares(size // count, finest)]
     heaviest = np.argsort(-load, kind="stable")
     if len({*rooms}) == 1:
         bins = _lightest_first(heaviest, load, rooms * count)
-        return np.array(list(itertools.chain.from_iterable(_together(bins, load, len(rooms)))), dtype=np.int64)
+        return np.array(list(itertools.chain.from_iterable(_order_bins(bins, load, len(rooms)))), dtype=np.int64)
     order: list[int] = []
     for own_rows in _lightest_first(heaviest, load, [size // count] * count):
         for replica in _lightest_first(np.array(own_rows), load, rooms):
@@ -154,7 +161,7 @@ def dealt(
     return np.array(order, dtype=np.int64)
 
 
-def _together(bins: Sequence[list[int]], load: Array, replicas: int) -> list[list[int]]:
+def _order_bins(bins: Sequence[list[int]], load: Array, replicas: int) -> list[list[int]]:
     """The bins in an order in which those of one microbatch are alike; the lightest microbatch first, then the
     heaviest, the next lightest, and so on. Every other microbatch is turned round, so that no replica always has the
     heaviest bin."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.errors import PlanError
-from pipefit.model.graph import Graph, Model, Module
+from pipefit.model.graph import Graph, Model, ModelModule
 from pipefit.plan.types import Plan
 
 
-def own_length(model: Model) -> int | None:
+def fixed_length(model: Model) -> int | None:
     """Tokens of a row where the model fixes them, as one that was captured whole does: 1 for rows without tokens
     (images); None where any number will do."""
     inputs = [tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs]
@@ -22,13 +22,13 @@ def own_length(model: Model) -> int | None:
     return next((int(t.shape[1]) for t in inputs if t.role == "tokens" and len(t.shape) > 1), 1)
 
 
-def asked_length(model: Model, asked: int | None, where: str = "--seq") -> int:
+def resolve_length(model: Model, asked: int | None, where: str = "--seq") -> int:
     """The tokens of a row: what is asked for, else what the model fixes. Raises PlanError where neither says, or both
     say something else."""
-    own = own_length(model)
+    own = fixed_length(model)
     tokens = own if asked is None else asked
     if own is not None and tokens is not None and tokens != own:
-        raise _captured(own, tokens, where)
+        raise _captured_length_error(own, tokens, where)
     if tokens is None:
         raise PlanError(
             "The number of tokens of a row is not given, and the model works for any.",
@@ -39,9 +39,9 @@ def asked_length(model: Model, asked: int | None, where: str = "--seq") -> int:
     return tokens
 
 
-def check_length(module: Module, model: Model, tokens: int, where: str) -> None:
+def check_length(module: ModelModule, model: Model, tokens: int, where: str) -> None:
     """Raises PlanError where `tokens` positions do not fit the module's table of positions."""
-    for error in _problems(module, model, tokens, where):
+    for error in _position_problems(module, model, tokens, where):
         raise error
 
 
@@ -50,15 +50,15 @@ def length_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
     spaces = {space.name: space.tokens for space in plan.spaces}
     for module in model.modules:
         tokens = spaces.get(module.space, 0) if len(model.modules) > 1 else 0
-        yield from _problems(module, model, tokens or plan.job.sequence, "job.sequence")
+        yield from _position_problems(module, model, tokens or plan.job.sequence, "job.sequence")
 
 
-def _problems(module: Module, model: Model, tokens: int, where: str) -> Iterator[PlanError]:
+def _position_problems(module: ModelModule, model: Model, tokens: int, where: str) -> Iterator[PlanError]:
     for layer in module.layers:
         for tensor in model.layer_graph(layer).inputs:
             fixed = tensor.shape[1] if tensor.role == "tokens" and len(tensor.shape) > 1 else "T"
             if isinstance(fixed, int) and fixed != tokens:
-                yield _captured(fixed, tokens, where)
+                yield _captured_length_error(fixed, tokens, where)
         for local, rows in position_tables(model.layer_graph(layer)).items():
             if tokens > rows:
                 yield PlanError(
@@ -70,7 +70,7 @@ def _problems(module: Module, model: Model, tokens: int, where: str) -> Iterator
                 )
 
 
-def _captured(own: int, tokens: int, where: str) -> PlanError:
+def _captured_length_error(own: int, tokens: int, where: str) -> PlanError:
     return PlanError(
         "The model was captured whole, for rows of one length.",
         where=where,

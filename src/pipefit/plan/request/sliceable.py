@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from pipefit.errors import PlanError
-from pipefit.layout import split
+from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
 from pipefit.plan.types import Plan
 from pipefit.shard.choice import SEQUENCES
@@ -33,11 +33,11 @@ OVER_FEATURES = ("linear", "rms_norm", "layer_norm", "moe", "rotary")
 
 def check_sliceable(model: Model, where: str = "order.slices") -> None:
     """Raises PlanError for the first layer that keeps sequences from being cut."""
-    for error in obstacles(model, where):
+    for error in slicing_obstacles(model, where):
         raise error
 
 
-def obstacles(model: Model, where: str = "order.slices") -> Iterator[PlanError]:
+def slicing_obstacles(model: Model, where: str = "order.slices") -> Iterator[PlanError]:
     """What keeps the model's sequences from being cut, one error a layer; none where slices are possible."""
     if len(model.modules) > 1:
         yield PlanError(
@@ -51,7 +51,7 @@ def obstacles(model: Model, where: str = "order.slices") -> Iterator[PlanError]:
         return
     for module in model.modules:
         for layer in module.layers:
-            found = next(_of_layer(model.layer_graph(layer), f"{where} and layer {layer.name}"), None)
+            found = next(_layer_obstacles(model.layer_graph(layer), f"{where} and layer {layer.name}"), None)
             if found is not None:
                 yield found
 
@@ -72,7 +72,7 @@ def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[P
             graph = model.layer_graph(layer)
             if any(tensor.role == "documents" for tensor in graph.inputs):
                 continue
-            found = next(_of_layer(graph, f"{where} and layer {layer.name}"), None)
+            found = next(_layer_obstacles(graph, f"{where} and layer {layer.name}"), None)
             if found is not None:
                 yield PlanError(
                     "Documents cannot be kept apart in a model with a layer that mixes tokens outside of causal "
@@ -87,18 +87,18 @@ def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[P
 def slice_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
     """The obstacles, where the plan cuts its sequences."""
     if len(plan.order.slices) > 1:
-        yield from obstacles(model)
+        yield from slicing_obstacles(model)
 
 
 def shard_problems(plan: Plan) -> Iterator[PlanError]:
     """One for every stage that splits tokens over its shards and would leave one of them without."""
     for index, stage in enumerate(plan.stages):
         if _splits_tokens(stage.sharding, plan.order.slices):
-            shares = plan.groups[stage.group].group().axis("shard").shares
+            shares = plan.groups[stage.group].to_mesh().find_axis("shard").shares
             yield from _too_short(plan.order.slices, shares, f"order.slices and stages[{index}].sharding")
 
 
-def check_cut(
+def check_slices(
     slices: Sequence[int], sequence: int, shares: Sequence[int], sharding: str, where: str = "order.slices"
 ) -> None:
     """Raises PlanError where slices do not add up to the sequence, or are too short for stages of such shards.
@@ -122,31 +122,31 @@ def _splits_tokens(sharding: str, slices: Sequence[int]) -> bool:
 
 def _too_short(slices: Sequence[int], shares: Sequence[int], where: str) -> Iterator[PlanError]:
     for number, tokens in enumerate(slices):
-        if min(stop - start for start, stop in split(tokens, shares)) == 0:
+        if min(stop - start for start, stop in split_by_shares(tokens, shares)) == 0:
             what, name = ("slice", f"slice {number}") if len(slices) > 1 else ("sequence", "a sequence")
             yield PlanError(
                 f"A {what} is shorter than its shards need: one of them would have no token.",
                 where=where,
                 seen=f"{name} of {tokens} token(s), over shards of shares {', '.join(map(str, shares))}",
-                allowed=f"{what}s of {fewest_tokens(shares)} tokens or more",
+                allowed=f"{what}s of {min_slice_tokens(shares)} tokens or more",
                 next_step=f"use longer {what}s, fewer or more even shards, or the sharding `megatron`, which splits no "
                 "tokens",
             )
             return
 
 
-def fewest_tokens(shares: Sequence[int]) -> int:
+def min_slice_tokens(shares: Sequence[int]) -> int:
     """The shortest slice of which every shard has a token."""
     tokens = len(shares)
-    while min(stop - start for start, stop in split(tokens, shares)) == 0:
+    while min(stop - start for start, stop in split_by_shares(tokens, shares)) == 0:
         tokens += 1
     return tokens
 
 
-def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
+def _layer_obstacles(graph: Graph, where: str) -> Iterator[PlanError]:
     shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
     shapes |= {parameter.name: parameter.shape for parameter in graph.parameters}
-    if not all(_of_a_sequence(tensor.shape) for tensor in graph.inputs if tensor.role != "labels"):
+    if not all(_is_sequence(tensor.shape) for tensor in graph.inputs if tensor.role != "labels"):
         yield PlanError(
             "A model that was captured whole cannot be cut into slices: its tokens are of one number.",
             where=where,
@@ -157,22 +157,22 @@ def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
         return
     for operator in graph.operators:
         if operator.kind == "opaque":
-            yield from _opaque(operator, where)
+            yield from _opaque_obstacles(operator, where)
         elif operator.kind == "attention":
             if not operator.attributes.get("causal", True):
                 yield PlanError(
                     "A model whose attention is not causal cannot be cut into slices: a token needs later tokens, "
                     "which are in slices that have not run yet.",
-                    where=_at(where, operator),
+                    where=_operator_location(where, operator),
                     seen="attention without a causal mask",
                     allowed="one slice: the whole sequence",
                     next_step="leave the slices away, or make the attention causal",
                 )
-        elif mixed := _mixes(operator, shapes):
+        elif mixed := _mixing_reason(operator, shapes):
             yield PlanError(
                 "A layer that mixes tokens outside of attention cannot be cut into slices: it would see the tokens of "
                 "its own slice alone.",
-                where=_at(where, operator),
+                where=_operator_location(where, operator),
                 seen=f"{operator.kind} {mixed}",
                 allowed="one slice: the whole sequence",
                 next_step="leave the slices away; products of queries and keys can be written as "
@@ -180,11 +180,11 @@ def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
             )
 
 
-def _at(where: str, operator: Operator) -> str:
+def _operator_location(where: str, operator: Operator) -> str:
     return f"{where}, {operator.source}" if operator.source else where
 
 
-def _mixes(operator: Operator, shapes: Mapping[str, Shape]) -> str:
+def _mixing_reason(operator: Operator, shapes: Mapping[str, Shape]) -> str:
     """How the operator brings tokens together, in words; '' where it works on each token by itself."""
     inputs = [shapes[name] for name in operator.inputs if name]
     if not inputs or not any(_has_tokens(size) for size in inputs[0]):
@@ -208,16 +208,16 @@ def _keeps_tokens(before: Shape, after: Shape) -> bool:
     """Whether neighbours in the dimension of tokens stay equally far apart in memory: then a token's numbers stay
     together. A dimension that is tokens times a number leaves a range for that distance."""
 
-    def distance(shape: Shape) -> tuple[int, int]:
+    def token_distance(shape: Shape) -> tuple[int, int]:
         place = max(index for index, size in enumerate(shape) if _has_tokens(size))
         least = prod(size_value(size, {"B": _SOME_ROWS}) for size in shape[place + 1 :])
         return least, least * size_factors(str(shape[place]))[0]
 
-    one, two = distance(before), distance(after)
+    one, two = token_distance(before), token_distance(after)
     return one[0] <= two[1] and two[0] <= one[1]
 
 
-def _of_a_sequence(shape: Shape) -> bool:
+def _is_sequence(shape: Shape) -> bool:
     """Whether one dimension is tokens of any number: of a sequence, or of a packed row that meets one."""
     return any({*SEQUENCES} & {*size_factors(str(size))[1]} for size in shape)
 
@@ -226,7 +226,7 @@ def _has_tokens(size: Size) -> bool:
     return TOKENS in size_factors(str(size))[1]
 
 
-def _opaque(operator: Operator, where: str) -> Iterator[PlanError]:
+def _opaque_obstacles(operator: Operator, where: str) -> Iterator[PlanError]:
     attributes = operator.attributes
     for what, module in attributes.get("suspects", ()):
         yield PlanError(

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.plan.slicing.bounds import NONE, Found, best_bound
+from pipefit.plan.slicing.bounds import NONE, BoundedSlicing, best_bound
 from pipefit.plan.slicing.cuts import TimeOf
-from pipefit.plan.slicing.terapipe import Paths
+from pipefit.plan.slicing.terapipe import SlicePaths
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SlicedMicrobatch:
     """One microbatch."""
 
     rows: int
@@ -29,10 +29,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class SlicedBatch:
     """A step's microbatches, those with most rows first."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SlicedMicrobatch, ...]
     total_s: float
     longest_s: float
     step_s: float
@@ -48,42 +48,42 @@ def best_batch(
     sizes: Sequence[int] = (),
     eps_s: float = 0.0,
     compiled: bool | None = None,
-) -> Batch:
+) -> SlicedBatch:
     """The parts of `rows` sequences of `length` tokens, and their slices, with the least total time.
 
     `time_of(b)` is the time of slices of b rows; parts have one of `sizes` rows, of which some add up to `rows`, or any
     number. O(sizes x cells^2 + rows x sizes) for a bound. `eps_s`: see `best_bound`.
     """
     unit = math.gcd(*sizes) if sizes else 1
-    paths = {size: Paths(length, time_of(size), multiple, compiled) for size in sizes or range(1, rows + 1)}
+    paths = {size: SlicePaths(length, time_of(size), multiple, compiled) for size in sizes or range(1, rows + 1)}
 
-    def packed(bound_s: float) -> tuple[Found, tuple[int, ...]]:
-        return _pack(rows // unit, {size // unit: path.within(bound_s) for size, path in paths.items()})
+    def pack_within(bound_s: float) -> tuple[BoundedSlicing, tuple[int, ...]]:
+        return _pack_rows(rows // unit, {size // unit: path.solve_within(bound_s) for size, path in paths.items()})
 
-    def within(bound_s: float) -> Found:
-        return packed(bound_s)[0]
+    def slice_within(bound_s: float) -> BoundedSlicing:
+        return pack_within(bound_s)[0]
 
     candidates = np.unique(np.concatenate([path.candidates for path in paths.values()])).tolist()
-    bound_s, found = best_bound(candidates, within, stages, eps_s)
-    chosen = sorted((unit * size for size in packed(bound_s)[1]), reverse=True)
-    slices = {size: paths[size].slices(bound_s) for size in set(chosen)}
-    return Batch(
-        parts=tuple(Part(size, slices[size]) for size in chosen),
+    bound_s, found = best_bound(candidates, slice_within, stages, eps_s)
+    chosen = sorted((unit * size for size in pack_within(bound_s)[1]), reverse=True)
+    slices = {size: paths[size].slices_within(bound_s) for size in set(chosen)}
+    return SlicedBatch(
+        parts=tuple(SlicedMicrobatch(size, slices[size]) for size in chosen),
         total_s=found.total_s,
         longest_s=found.longest_s,
         step_s=found.step_s(stages),
     )
 
 
-def _pack(rows: int, found: dict[int, Found]) -> tuple[Found, tuple[int, ...]]:
+def _pack_rows(rows: int, found: dict[int, BoundedSlicing]) -> tuple[BoundedSlicing, tuple[int, ...]]:
     """(the least sum of parts with `rows` rows together, the rows of the parts)."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for count in range(1, rows + 1):
         every = ((best[count - size][0] + one.total_s, size) for size, one in found.items() if size <= count)
         best.append(min(every, default=(NONE, 0)))
     if best[rows][0] == NONE:
-        return Found(NONE, NONE), ()
+        return BoundedSlicing(NONE, NONE), ()
     parts: list[int] = []
     while sum(parts) < rows:
         parts.append(best[rows - sum(parts)][1])
-    return Found(best[rows][0], max(found[size].longest_s for size in parts)), tuple(parts)
+    return BoundedSlicing(best[rows][0], max(found[size].longest_s for size in parts)), tuple(parts)

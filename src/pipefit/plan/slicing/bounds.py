@@ -16,7 +16,7 @@ NONE = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BoundedSlicing:
     """The best slicing whose slices are all within some bound."""
 
     total_s: float
@@ -30,35 +30,37 @@ class Found:
 
 
 def best_bound(
-    candidates: Sequence[float], best_within: Callable[[float], Found], stages: float, eps_s: float = 0.0
-) -> tuple[float, Found]:
+    candidates: Sequence[float], best_within: Callable[[float], BoundedSlicing], stages: float, eps_s: float = 0.0
+) -> tuple[float, BoundedSlicing]:
     """(bound, what is found within it) for which sum + (stages - 1) longest is least.
 
     `candidates` ascend and hold every time that a slice may take. Exact with `eps_s` 0; else intervals that are not
     wider are left out, and the result is at most stages x eps_s above the least.
     """
-    search = _Search(candidates, best_within, stages)
-    search.look(len(candidates) - 1)
+    search = _BoundSearch(candidates, best_within, stages)
+    search.try_candidate(len(candidates) - 1)
     low = search.first_feasible()
     open_ = [(low, len(candidates) - 1)]
     while open_:
         low, high = open_.pop()
-        low, high = search.narrowed(low, high)
-        if high - low < 2 or search.hopeless(low, high) or candidates[high] - candidates[low + 1] <= eps_s:
+        low, high = search.narrow_interval(low, high)
+        if high - low < 2 or search.cannot_improve(low, high) or candidates[high] - candidates[low + 1] <= eps_s:
             continue
         middle = (low + high) // 2
-        search.look(middle)
+        search.try_candidate(middle)
         open_ += [(middle, high), (low, middle)]
     return candidates[search.best], search.seen[search.best]
 
 
-class _Search:
-    def __init__(self, candidates: Sequence[float], best_within: Callable[[float], Found], stages: float) -> None:
+class _BoundSearch:
+    def __init__(
+        self, candidates: Sequence[float], best_within: Callable[[float], BoundedSlicing], stages: float
+    ) -> None:
         self.candidates, self.best_within, self.stages = candidates, best_within, stages
-        self.seen: dict[int, Found] = {}
+        self.seen: dict[int, BoundedSlicing] = {}
         self.best = len(candidates) - 1
 
-    def look(self, place: int) -> Found:
+    def try_candidate(self, place: int) -> BoundedSlicing:
         """What is found within a candidate; keeps the best."""
         if place not in self.seen:
             self.seen[place] = found = self.best_within(self.candidates[place])
@@ -71,16 +73,16 @@ class _Search:
         low, high = -1, len(self.candidates) - 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.look(middle).total_s < NONE else (middle, high)
+            low, high = (low, middle) if self.try_candidate(middle).total_s < NONE else (middle, high)
         return high
 
-    def narrowed(self, low: int, high: int) -> tuple[int, int]:
+    def narrow_interval(self, low: int, high: int) -> tuple[int, int]:
         """The interval without the bounds between what the upper one uses and itself: they find the same."""
         used = bisect_left(self.candidates, self.seen[high].longest_s, lo=low, hi=high)
         self.seen.setdefault(used, self.seen[high])
         return low, used
 
-    def hopeless(self, low: int, high: int) -> bool:
+    def cannot_improve(self, low: int, high: int) -> bool:
         """Whether nothing strictly between can be better than the best so far."""
         bound_s = self.candidates[low + 1]
         least_s = max(self.seen[high].total_s, bound_s) + (self.stages - 1) * bound_s

@@ -23,7 +23,7 @@ AROUND = 2
 """Steps of the ladder to either side of the best one."""
 
 
-def ladder(length: int, multiple: int) -> Counts:
+def slice_count_ladder(length: int, multiple: int) -> Counts:
     """1, and the numbers of the ladder that a sequence allows whose slices have at least `multiple` tokens."""
     most = most_slices(length, multiple)
     return np.array([1, *(number for number in LADDER if number <= most)])
@@ -36,7 +36,7 @@ def step_s(lanes: int, sequences: int, numbers: Counts, lane_s: Array, turns: in
     return steps
 
 
-def worth_trying(numbers: Counts, steps_s: Array, most: float) -> tuple[int, ...]:
+def promising_counts(numbers: Counts, steps_s: Array, most: float) -> tuple[int, ...]:
     """The number with the least time and its neighbours, as far as they take less than 1, which comes first; none above
     `most` but the first of them."""
     allowed = max(2, bisect_right(numbers.tolist(), most))

@@ -29,17 +29,17 @@ CLOSE = 1e-7
 ROUNDING = 1 + 1e-12
 
 
-def elementwise(time_of: Callable[[int, int], float]) -> TimeOf:
+def vectorize_times(time_of: Callable[[int, int], float]) -> TimeOf:
     """A function of one slice as a function of arrays."""
 
-    def of_arrays(tokens: Counts, past: Counts) -> Seconds:
+    def times_of_arrays(tokens: Counts, past: Counts) -> Seconds:
         pairs = zip(tokens.tolist(), past.tolist(), strict=True)
         return np.array([time_of(own, before) for own, before in pairs], dtype=np.float64)
 
-    return of_arrays
+    return times_of_arrays
 
 
-def grain(*sizes: int) -> int:
+def slice_grain(*sizes: int) -> int:
     """The least number of tokens of which slices are made: a multiple of a kernel's tile, of the shards, and so on."""
     return math.lcm(*sizes)
 
@@ -66,7 +66,7 @@ def slice_times(slices: Sequence[int], time_of: TimeOf) -> Seconds:
     return time_of(np.asarray(slices, dtype=np.int64), past_of(slices))
 
 
-def uniform(length: int, slices: int, multiple: int = 1) -> tuple[int, ...]:
+def uniform_slices(length: int, slices: int, multiple: int = 1) -> tuple[int, ...]:
     """Slices of equal length, as far as `multiple` allows: those that are longer come first.
 
     Raises PlanError where the sequence is too short for that many.
@@ -88,10 +88,10 @@ def equal_cost(length: int, slices: int, time_of: TimeOf, multiple: int = 1) -> 
     short slices hardly cost less than long ones, a long past can make it otherwise, and then the result is only no
     worse than even slices. Raises PlanError where the sequence is too short for that many slices.
     """
-    return Cutter(length, time_of, multiple).equal_cost(slices)
+    return SliceCutter(length, time_of, multiple).equal_cost(slices)
 
 
-def _rounded(number: float) -> float:
+def _round_digits(number: float) -> float:
     """To nine digits: sums of the same figures in another order are equal."""
     return float(f"{number:.9g}")
 
@@ -110,7 +110,7 @@ def check_number(length: int, slices: int, multiple: int, where: str = "the numb
         )
 
 
-class Cutter:
+class SliceCutter:
     """Equal-cost cuts of one sequence; knows what slices cost between the places at which they may begin and end."""
 
     def __init__(self, length: int, time_of: TimeOf, multiple: int = 1) -> None:
@@ -123,53 +123,53 @@ class Cutter:
         """See the function of this name."""
         check_number(self.length, slices, self.multiple)
         bound_s, furthest = self._least_bound(slices)
-        earliest = self._earliest(bound_s, slices)
+        earliest = self._earliest_boundaries(bound_s, slices)
         parts = [i / slices for i in range(slices + 1)]
         even_s = [late - (late - early) * part for late, early, part in zip(furthest, earliest, parts, strict=True)]
         even = [self.cells * part for part in parts]
-        tries = [self._near(wanted, earliest, bound_s) for wanted in (even_s, even)]
-        stops = min((one for one in tries if self._within(one, bound_s)), key=self._unevenness, default=furthest)
+        tries = [self._nearest_boundaries(wanted, earliest, bound_s) for wanted in (even_s, even)]
+        stops = min((one for one in tries if self._stays_within(one, bound_s)), key=self._unevenness, default=furthest)
         return tuple(int(size) for size in np.diff(self.places[stops]))
 
-    def _near(self, wanted: Sequence[float], earliest: Sequence[int], bound_s: float) -> list[int]:
+    def _nearest_boundaries(self, wanted: Sequence[float], earliest: Sequence[int], bound_s: float) -> list[int]:
         """Boundaries as near to the wanted ones as the bound allows; none earlier than the earliest."""
         stops, slices = [0], len(wanted) - 1
         for i in range(1, slices):
             place = max(round(wanted[i]), earliest[i], stops[-1] + 1)
-            stops.append(min(place, self._reach(stops[-1], bound_s, slices - i)))
+            stops.append(min(place, self._furthest_stop(stops[-1], bound_s, slices - i)))
         return [*stops, self.cells]
 
     def _unevenness(self, stops: Sequence[int]) -> tuple[float, float, int]:
         """What all slices take; how far that is from the same of each; how far from as many cells of each."""
-        times = [float(self._row(start)[stop - start - 1]) for start, stop in pairwise(stops)]
+        times = [float(self._slice_row(start)[stop - start - 1]) for start, stop in pairwise(stops)]
         total = sum(times)
         spread = sum((time / total) ** 2 for time in times) if total else 0.0
         cells = sum((stop - start) ** 2 for start, stop in pairwise(stops))
-        return _rounded(total), _rounded(spread), cells
+        return _round_digits(total), _round_digits(spread), cells
 
-    def _within(self, stops: Sequence[int], bound_s: float) -> bool:
+    def _stays_within(self, stops: Sequence[int], bound_s: float) -> bool:
         rising = all(start < stop for start, stop in pairwise(stops))
-        return rising and self._longest(stops) <= bound_s * ROUNDING
+        return rising and self._slowest_slice_s(stops) <= bound_s * ROUNDING
 
     def _least_bound(self, slices: int) -> tuple[float, list[int]]:
         """The cost of the most expensive slice of the slicing where that is least, and its boundaries. Even slices are
         kept where none is found that is cheaper."""
         best = [-(-self.cells * i // slices) for i in range(slices + 1)]
-        low, high = 0.0, self._longest(best)
+        low, high = 0.0, self._slowest_slice_s(best)
         while high - low > CLOSE * high:
             middle = (low + high) / 2
-            stops = self._furthest(middle, slices)
+            stops = self._furthest_boundaries(middle, slices)
             if stops[-1] == self.cells:
-                high, best = min(middle, self._longest(stops)), stops
+                high, best = min(middle, self._slowest_slice_s(stops)), stops
             else:
                 low = middle
-        within = self._furthest(high, slices)
+        within = self._furthest_boundaries(high, slices)
         return high, within if within[-1] == self.cells else best
 
-    def _longest(self, stops: Sequence[int]) -> float:
-        return max(float(self._row(start)[stop - start - 1]) for start, stop in pairwise(stops))
+    def _slowest_slice_s(self, stops: Sequence[int]) -> float:
+        return max(float(self._slice_row(start)[stop - start - 1]) for start, stop in pairwise(stops))
 
-    def _row(self, start: int) -> Seconds:
+    def _slice_row(self, start: int) -> Seconds:
         """Seconds of the slices that begin at place `start`, by their last cell; never falling."""
         if start not in self._rows:
             sizes = self.places[start + 1 :] - self.places[start]
@@ -177,28 +177,30 @@ class Cutter:
             self._rows[start] = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
         return self._rows[start]
 
-    def _reach(self, start: int, bound_s: float, left: int) -> int:
+    def _furthest_stop(self, start: int, bound_s: float, left: int) -> int:
         """The place where the longest slice within the bound ends that leaves a cell to each of `left` more slices;
         `start` where no slice is within it."""
-        last = start + int(np.searchsorted(self._row(start), bound_s * ROUNDING, side="right"))
+        last = start + int(np.searchsorted(self._slice_row(start), bound_s * ROUNDING, side="right"))
         return min(last, self.cells - left)
 
-    def _furthest(self, bound_s: float, slices: int) -> list[int]:
+    def _furthest_boundaries(self, bound_s: float, slices: int) -> list[int]:
         """The boundaries of slices that each are as long as the bound allows; fewer where one does not fit in it."""
         stops = [0]
         for left in reversed(range(slices)):
-            stops.append(self._reach(stops[-1], bound_s, left))
+            stops.append(self._furthest_stop(stops[-1], bound_s, left))
             if stops[-1] == stops[-2]:
                 break
         return stops
 
-    def _earliest(self, bound_s: float, slices: int) -> list[int]:
+    def _earliest_boundaries(self, bound_s: float, slices: int) -> list[int]:
         """The earliest boundaries from which the rest of the slices reach the end within the bound."""
         stops = [self.cells]
         for left in reversed(range(1, slices)):
             low, high = left, stops[-1] - 1
             while low < high:
                 middle = (low + high) // 2
-                low, high = (low, middle) if self._reach(middle, bound_s, 0) >= stops[-1] else (middle + 1, high)
+                low, high = (
+                    (low, middle) if self._furthest_stop(middle, bound_s, 0) >= stops[-1] else (middle + 1, high)
+                )
             stops.append(high)
         return [0, *reversed(stops)]

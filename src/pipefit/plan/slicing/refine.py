@@ -22,7 +22,7 @@ FINER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Refined:
+class RefinedSlicing:
     """The best slicing that was found."""
 
     slices: Slices
@@ -31,29 +31,29 @@ class Refined:
     "Slicings that were judged, the starts among them."
 
 
-def refine(
+def refine_slices(
     starts: Sequence[Slices], value_of: Callable[[Slices], Value], *, multiple: int = 1, evaluations: int = 100
-) -> Refined:
+) -> RefinedSlicing:
     """The best slicing reached from the best of `starts`, which sum to one length.
 
     Slices stay multiples of `multiple`, as far as the starts' are: boundaries move by multiples of it, and slices are
     cut at them. At most `evaluations` slicings are judged, at least one.
     """
-    search = _Search(value_of, max(1, evaluations))
+    search = _SliceSearch(value_of, max(1, evaluations))
     for start in dict.fromkeys(starts):
-        search.better(start)
+        search.is_improvement(start)
     before = None
-    while before != search.best and not search.exhausted:
+    while before != search.best and not search.is_exhausted:
         before = search.best
         _change_number(search, multiple)
-        for step in _steps(search.best, multiple):
+        for step in _step_sizes(search.best, multiple):
             _move_boundaries(search, step, multiple)
-        for candidate in (*_merged(search.best), *_split(search.best, multiple)):
-            search.better(candidate)
-    return Refined(search.best, search.value, len(search.known))
+        for candidate in (*_merge_neighbours(search.best), *_split_slices(search.best, multiple)):
+            search.is_improvement(candidate)
+    return RefinedSlicing(search.best, search.value, len(search.known))
 
 
-def stretched(slices: Slices, number: int, multiple: int = 1) -> Slices:
+def stretch_slices(slices: Slices, number: int, multiple: int = 1) -> Slices:
     """A slicing into `number` slices of about the same proportions: boundaries at the same shares of the number,
     between them along a straight line."""
     length, number = sum(slices), max(1, min(number, sum(slices) // multiple))
@@ -67,7 +67,7 @@ def stretched(slices: Slices, number: int, multiple: int = 1) -> Slices:
     return tuple(int(size) for size in np.diff([*stops, length]))
 
 
-class _Search:
+class _SliceSearch:
     """The best slicing so far, and what was judged."""
 
     def __init__(self, value_of: Callable[[Slices], Value], evaluations: int) -> None:
@@ -77,13 +77,13 @@ class _Search:
         self.value: Value = (float("inf"), float("inf"))
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self.left <= 0
 
-    def better(self, slices: Slices) -> bool:
+    def is_improvement(self, slices: Slices) -> bool:
         """Judge a slicing unless it is known or evaluations have run out; whether it is the best now, or as good: of
         several longest slices, shortening one alone does not help yet."""
-        if slices in self.known or self.exhausted:
+        if slices in self.known or self.is_exhausted:
             return False
         self.left -= 1
         self.known[slices] = found = self.value_of(slices)
@@ -93,14 +93,14 @@ class _Search:
         return True
 
 
-def _change_number(search: _Search, multiple: int) -> None:
+def _change_number(search: _SliceSearch, multiple: int) -> None:
     """Twice as many slices, one more, or one fewer, as long as that helps."""
     for times, more in ((2, 0), (1, 1), (1, -1)):
-        while search.better(stretched(search.best, times * len(search.best) + more, multiple)):
+        while search.is_improvement(stretch_slices(search.best, times * len(search.best) + more, multiple)):
             pass
 
 
-def _steps(slices: Slices, multiple: int) -> list[int]:
+def _step_sizes(slices: Slices, multiple: int) -> list[int]:
     """Tokens by which boundaries move, coarse to fine."""
     step = sum(slices) // len(slices) // FINER // multiple * multiple
     steps = []
@@ -110,19 +110,19 @@ def _steps(slices: Slices, multiple: int) -> list[int]:
     return [*steps, multiple]
 
 
-def _move_boundaries(search: _Search, step: int, multiple: int) -> None:
+def _move_boundaries(search: _SliceSearch, step: int, multiple: int) -> None:
     """Move every boundary, and all boundaries from it on, to and fro as long as that helps."""
     again = True
-    while again and not search.exhausted:
+    while again and not search.is_exhausted:
         again = False
         for index in range(len(search.best) - 1):
             for other in dict.fromkeys((index + 1, len(search.best) - 1)):
                 for tokens in (step, -step):
-                    while search.better(_given(search.best, index, other, tokens, multiple)):
+                    while search.is_improvement(_move_tokens(search.best, index, other, tokens, multiple)):
                         again = True
 
 
-def _given(slices: Slices, index: int, other: int, tokens: int, multiple: int) -> Slices:
+def _move_tokens(slices: Slices, index: int, other: int, tokens: int, multiple: int) -> Slices:
     """The slicing where slice `index` has so many tokens more, and slice `other` as many fewer; unchanged where one
     would be too short."""
     made = list(slices)
@@ -131,13 +131,13 @@ def _given(slices: Slices, index: int, other: int, tokens: int, multiple: int) -
     return tuple(made) if min(made[index], made[other]) >= multiple else slices
 
 
-def _merged(slices: Slices) -> Iterator[Slices]:
+def _merge_neighbours(slices: Slices) -> Iterator[Slices]:
     """Every two neighbours as one slice, the last first: later slices are the shorter ones."""
     for index in reversed(range(len(slices) - 1)):
         yield (*slices[:index], slices[index] + slices[index + 1], *slices[index + 2 :])
 
 
-def _split(slices: Slices, multiple: int) -> Iterator[Slices]:
+def _split_slices(slices: Slices, multiple: int) -> Iterator[Slices]:
     """Every slice as two, of which the first is the longer one."""
     for index, size in enumerate(slices):
         first = -(-(size // multiple) // 2) * multiple

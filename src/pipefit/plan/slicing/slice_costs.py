@@ -10,12 +10,12 @@ import numpy as np
 
 from pipefit.cost.comm.lowerings import shard_collective
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.roofline import LayerCosts, Place, layer_seconds
+from pipefit.cost.compute.roofline import LayerCosts, MicrobatchShape, layer_seconds
 from pipefit.cost.pipeline.table import shard_rings, slice_places
 from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
-from pipefit.layout import split
+from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph
 from pipefit.plan.bounds.step_bounds import Ints
 
@@ -47,17 +47,17 @@ class SliceRows:
         "By the identity of a stage, which it keeps alive."
         self._alike: dict[tuple[int, int], tuple[list[tuple[Graph, tuple[int, ...]]], Ints]] = {}
 
-    def row(self, stage: StageWork, slices: tuple[int, ...], precision: Precision) -> SliceRow:
+    def slice_row(self, stage: StageWork, slices: tuple[int, ...], precision: Precision) -> SliceRow:
         """Of all layers of a stage, cut into these slices. Equal questions come with the same stage."""
         key = (id(stage), slices, precision)
         if key not in self._rows:
             places = enumerate(slice_places(slices))
-            each = [self.slice(stage, tokens, past, precision, earlier) for earlier, (tokens, past) in places]
+            each = [self.times_of_slice(stage, tokens, past, precision, earlier) for earlier, (tokens, past) in places]
             forward, backward = (np.stack(column) for column in zip(*each, strict=True))
             self._rows[key] = SliceRow(forward, backward)
         return self._rows[key]
 
-    def slice(
+    def times_of_slice(
         self, stage: StageWork, tokens: int, past: int, precision: Precision, earlier: int | None = None
     ) -> tuple[Array, Array]:
         """(forward, backward) seconds of every layer for `tokens` tokens behind `past` others, which came in `earlier`
@@ -65,15 +65,16 @@ class SliceRows:
         key = (id(stage), tokens, past, precision, earlier)
         if key not in self._known:
             if id(stage) not in self._places:
-                self._places[id(stage)] = (stage, _places(stage, self.network))
+                self._places[id(stage)] = (stage, _distinct_places(stage, self.network))
             by_place = [
-                self._layers(stage, place, tokens, past, precision, earlier) for place in self._places[id(stage)][1]
+                self._layer_times(stage, place, tokens, past, precision, earlier)
+                for place in self._places[id(stage)][1]
             ]
             forward, backward = np.max(by_place, axis=0)
             self._known[key] = forward, backward
         return self._known[key]
 
-    def _layers(
+    def _layer_times(
         self,
         stage: StageWork,
         at: tuple[int, int, int],
@@ -85,19 +86,19 @@ class SliceRows:
         """[forward or backward, layer]."""
         device, rows, position = at
         kind = self.network.kinds[device]
-        rings = shard_rings(stage) if stage.group.axis("shard").size > 1 else None
-        programs, index = self._programs(stage, position)
+        rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else None
+        programs, index = self._distinct_programs(stage, position)
         found = []
         for graph, shares in programs:
-            start, stop = split(tokens, shares)[position]
-            place = Place(rows, tokens, past, stop - start, earlier)
+            start, stop = split_by_shares(tokens, shares)[position]
+            place = MicrobatchShape(rows, tokens, past, stop - start, earlier)
             collective = shard_collective(self.network, rings, shares) if rings else None
             name = (rings, shares) if stage.shares else rings
             times = layer_seconds(self.layers, graph, place, kind, precision, stage.recompute, collective, name)
             found.append((times.forward_s, times.least_backward_s))
         return np.array(found).T[:, index]
 
-    def _programs(self, stage: StageWork, position: int) -> tuple[list[tuple[Graph, tuple[int, ...]]], Ints]:
+    def _distinct_programs(self, stage: StageWork, position: int) -> tuple[list[tuple[Graph, tuple[int, ...]]], Ints]:
         """(the distinct graphs of a stage at one position of its shard axis, each with its shares; of every layer,
         which of them it runs)."""
         key = (id(stage), position)
@@ -115,12 +116,12 @@ class SliceRows:
         return self._alike[key]
 
 
-def _places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
+def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
     """(device, rows, shard position), one for each combination of kind, rows and program."""
-    shards = stage.group.axis("shard")
+    shards = stage.group.find_axis("shard")
     found: dict[object, tuple[int, int, int]] = {}
     for index, device in enumerate(stage.group.devices):
         replica, position = divmod(index, shards.size)
-        place = stage.rows[replica], 0 if stage.shards_alike else position
+        place = stage.rows[replica], 0 if stage.has_equal_shards else position
         found.setdefault((network.kinds[device].name, *place), (device, *place))
     return list(found.values())

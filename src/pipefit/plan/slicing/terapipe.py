@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.plan.slicing.bounds import NONE, Found, best_bound
+from pipefit.plan.slicing.bounds import NONE, BoundedSlicing, best_bound
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, places_of
-from pipefit.schedule.taskgraph.kernel import choose
+from pipefit.schedule.taskgraph.kernel import choose_loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slicing:
+class SequenceSlicing:
     """The slices of one sequence, and what they take on one stage."""
 
     slices: tuple[int, ...]
@@ -38,29 +38,29 @@ def best_slicing(
     sequences: int = 1,
     eps_s: float = 0.0,
     compiled: bool | None = None,
-) -> Slicing:
+) -> SequenceSlicing:
     """The slicing of `sequences` sequences, sliced alike, with the least total time on `stages` stages; K lanes with v
     stages each fill as 1 + (K - 1) / v do.
 
     Slices are multiples of `multiple` tokens; what is left lengthens the last one. O(cells^2) for a bound, and some
     hundred bounds. `eps_s`: see `best_bound`. `compiled` forces numba on or off.
     """
-    paths = Paths(length, time_of, multiple, compiled)
+    paths = SlicePaths(length, time_of, multiple, compiled)
 
-    def within(bound_s: float) -> Found:
-        found = paths.within(bound_s)
-        return Found(sequences * found.total_s, found.longest_s)
+    def slice_within(bound_s: float) -> BoundedSlicing:
+        found = paths.solve_within(bound_s)
+        return BoundedSlicing(sequences * found.total_s, found.longest_s)
 
-    bound_s, found = best_bound(paths.candidates, within, stages, eps_s)
-    return Slicing(
-        slices=paths.slices(bound_s),
+    bound_s, found = best_bound(paths.candidates, slice_within, stages, eps_s)
+    return SequenceSlicing(
+        slices=paths.slices_within(bound_s),
         total_s=found.total_s / sequences,
         longest_s=found.longest_s,
         step_s=found.step_s(stages),
     )
 
 
-class Paths:
+class SlicePaths:
     """The slicings of one sequence as paths over the places at which slices may end, with the time of every slice."""
 
     def __init__(self, length: int, time_of: TimeOf, multiple: int = 1, compiled: bool | None = None) -> None:
@@ -69,19 +69,19 @@ class Paths:
         self.candidates: list[float] = np.unique(self.times[np.isfinite(self.times)]).tolist()
         "Every time that a slice may take, ascending."
         cells = len(self.places) - 1
-        self._shortest = choose(shortest, cells * cells // 2, compiled)
+        self._shortest = choose_loop(shortest_path, cells * cells // 2, compiled)
         self._total: Seconds = np.zeros(cells + 1)
         self._longest: Seconds = np.zeros(cells + 1)
         self._last: Counts = np.zeros(cells + 1, dtype=np.int64)
 
-    def within(self, bound_s: float) -> Found:
+    def solve_within(self, bound_s: float) -> BoundedSlicing:
         """The least sum of slices none of which takes longer than the bound."""
         total_s = float(self._shortest(self.times, bound_s, self._total, self._longest, self._last))
-        return Found(total_s, float(self._longest[-1]) if total_s < NONE else NONE)
+        return BoundedSlicing(total_s, float(self._longest[-1]) if total_s < NONE else NONE)
 
-    def slices(self, bound_s: float) -> tuple[int, ...]:
+    def slices_within(self, bound_s: float) -> tuple[int, ...]:
         """The tokens of the slices that `within` finds."""
-        assert self.within(bound_s).total_s < NONE, "no slicing is within the bound"
+        assert self.solve_within(bound_s).total_s < NONE, "no slicing is within the bound"
         stops = [len(self.places) - 1]
         while stops[-1]:
             stops.append(stops[-1] - int(self._last[stops[-1]]))
@@ -99,7 +99,7 @@ def slice_table(places: Counts, time_of: TimeOf) -> Seconds:
     return times
 
 
-def shortest(times: Any, bound_s: float, total: Any, longest: Any, last: Any) -> float:
+def shortest_path(times: Any, bound_s: float, total: Any, longest: Any, last: Any) -> float:
     """Fill, for every place, the least sum of slices within the bound that end there, the longest of them, and the
     cells of the last one. Returns the sum of the whole sequence, infinite where there is none. Plain Python or numba.
     """

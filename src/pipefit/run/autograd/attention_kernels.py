@@ -30,51 +30,60 @@ LOW = -1e3
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """What does not change from one call to the next."""
 
     scale: float
     causal: bool
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """Two functions over the shapes above: (out, log-sum-exp), and (dq, dk, dv) in the type of q."""
 
-    forward: Callable[[Call, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    backward: Callable[[Call, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Any]
+    forward: Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    backward: Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Any]
     takes: Callable[[str, torch.dtype, bool], bool]
     "Of (device type, type of q, whether there is a mask): whether the kernel is made for it at all."
 
 
-def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attend_forward(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(out (B, T, H, K) in the type of q, log-sum-exp of the scaled and masked scores)."""
-    return _kernel(q, k, call, mask).forward(call, q, k, v, mask)
+    return _kernel_for(q, k, call, mask).forward(call, q, k, v, mask)
 
 
-def attend_back(
-    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
+def attend_backward(
+    call: AttentionCall,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys add to (dq, dk, dv), where `out` and `lse` are those of all keys that the queries see."""
-    dq, dk, dv = _kernel(q, k, call, mask).backward(call, dy, q, k, v, out, lse, mask)
+    dq, dk, dv = _kernel_for(q, k, call, mask).backward(call, dy, q, k, v, out, lse, mask)
     return dq, dk, dv
 
 
-def _kernel(q: Tensor, k: Tensor, call: Call, mask: Tensor | None) -> Kernel:
-    return choose(q.device, q.dtype, mask is not None, call.causal, q.shape[2] != k.shape[2], q.shape[3])
+def _kernel_for(q: Tensor, k: Tensor, call: AttentionCall, mask: Tensor | None) -> AttentionKernel:
+    return choose_kernel(q.device, q.dtype, mask is not None, call.causal, q.shape[2] != k.shape[2], q.shape[3])
 
 
 @cache
-def choose(
+def choose_kernel(
     device: torch.device, dtype: torch.dtype, masked: bool, causal: bool, grouped: bool, features: int
-) -> Kernel:
+) -> AttentionKernel:
     """The first kernel that takes such calls and gives, on this device, what the plain one gives."""
     made_for_it = [kernel for kernel in KERNELS if kernel.takes(device.type, dtype, masked)]
     kind = (device, dtype, masked, causal, grouped, features)
-    return next((kernel for kernel in made_for_it if _agrees(kernel, *kind)), PLAIN)
+    return next((kernel for kernel in made_for_it if _agrees_with_plain(kernel, *kind)), PLAIN)
 
 
-def _agrees(
-    kernel: Kernel,
+def _agrees_with_plain(
+    kernel: AttentionKernel,
     device: torch.device,
     dtype: torch.dtype,
     masked: bool,
@@ -85,18 +94,18 @@ def _agrees(
     """Try a small call, with a log-sum-exp and a result of more keys than it is given, beside the plain kernel."""
     generator = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> Tensor:
+    def draw_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     tokens, keys, heads = 19, 19 if causal else 37, 4
-    call = Call(features**-0.5, causal)
-    q, dy = draw(2, tokens, heads, features), draw(2, tokens, heads, features)
-    k, v = (draw(2, keys, 2 if grouped else heads, features) for _ in range(2))
+    call = AttentionCall(features**-0.5, causal)
+    q, dy = draw_tensor(2, tokens, heads, features), draw_tensor(2, tokens, heads, features)
+    k, v = (draw_tensor(2, keys, 2 if grouped else heads, features) for _ in range(2))
     mask = None
     if masked:
         mask = torch.zeros(2, 1, tokens, keys, dtype=dtype, device=device)
-        mask[1, :, 3:5] = hidden(dtype)
-        mask[:, :, :, -4:] = hidden(dtype)
+        mask[1, :, 3:5] = hidden_score(dtype)
+        mask[:, :, :, -4:] = hidden_score(dtype)
     try:
         found = kernel.forward(call, q, k, v, mask)
         wanted = PLAIN.forward(call, q, k, v, mask)
@@ -108,22 +117,22 @@ def _agrees(
     seen = (wanted[1] > LOW).transpose(1, 2).unsqueeze(-1)  # what sees nothing has any result, which weighs nothing
     found, wanted = ((torch.where(seen, out, 0), *rest) for out, *rest in (found, wanted))
     bound = 32 * torch.finfo(dtype).eps
-    return all(one.shape == two.shape and _close(one, two, bound) for one, two in zip(found, wanted, strict=True))
+    return all(one.shape == two.shape and _is_close(one, two, bound) for one, two in zip(found, wanted, strict=True))
 
 
-def _close(one: Tensor, two: Tensor, bound: float) -> bool:
+def _is_close(one: Tensor, two: Tensor, bound: float) -> bool:
     """To `bound` of the largest entry; log-sum-exps of nothing are alike however low they are."""
     one, two = (x.double().clamp(min=LOW) for x in (one, two))
     return bool((one - two).abs().max() <= bound * (1 + two[two > LOW].abs().max()))
 
 
-def hidden(dtype: torch.dtype) -> float:
+def hidden_score(dtype: torch.dtype) -> float:
     """What a mask adds to the score of a key that is not seen: finite, so that a query that sees nothing in one run
     of keys has a result there, with a log-sum-exp so low that it weighs nothing."""
     return -torch.finfo(dtype).max / 2
 
 
-def wide_of(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of statistics and sums: float32, or float64 where the run computes in float64."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -135,8 +144,8 @@ def _cpu_takes(device: str, dtype: torch.dtype, masked: bool) -> bool:
     return device == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _cpu_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    k, v = _repeated(q, k), _repeated(q, v)
+def _cpu_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    k, v = _repeat_heads(q, k), _repeat_heads(q, v)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, call.causal, attn_mask=mask, scale=call.scale
     )
@@ -144,14 +153,14 @@ def _cpu_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
 
 
 def _cpu_backward(
-    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+    call: AttentionCall, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
 ) -> Any:
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in (dy, q, _repeated(q, k), _repeated(q, v), out)), _token_major(lse), 0.0,
+        *(x.transpose(1, 2) for x in (dy, q, _repeat_heads(q, k), _repeat_heads(q, v), out)), _to_token_major(lse), 0.0,
         call.causal, attn_mask=mask, scale=call.scale,
     )  # fmt: skip
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
-    return dq, _folded(dk, k), _folded(dv, k)
+    return dq, _fold_heads(dk, k), _fold_heads(dv, k)
 
 
 @cache
@@ -165,20 +174,20 @@ def _groups_are_native() -> bool:
     return saved is not None and saved.shape[1] == 1
 
 
-def _repeated(q: Tensor, k: Tensor) -> Tensor:
+def _repeat_heads(q: Tensor, k: Tensor) -> Tensor:
     if q.shape[2] == k.shape[2] or (q.device.type == "cpu" and _groups_are_native()):
         return k
     return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
-def _folded(gradient: Tensor, k: Tensor) -> Tensor:
-    """The gradient of what `_repeated` made of k, as that of k."""
+def _fold_heads(gradient: Tensor, k: Tensor) -> Tensor:
+    """The gradient of what `_repeat_heads` made of k, as that of k."""
     if gradient.shape[2] == k.shape[2]:
         return gradient
     return gradient.unflatten(2, (k.shape[2], -1)).sum(3)
 
 
-def _token_major(lse: Tensor) -> Tensor:
+def _to_token_major(lse: Tensor) -> Tensor:
     """(B, H, T) as the CPU's kernel writes it: heads of a token side by side."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -190,7 +199,7 @@ def _flash_takes(device: str, dtype: torch.dtype, masked: bool) -> bool:
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and not masked
 
 
-def _flash_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _flash_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, call.causal, False, scale=call.scale
     )
@@ -198,7 +207,7 @@ def _flash_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 def _flash_backward(
-    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+    call: AttentionCall, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
 ) -> Any:
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the generator, for a dropout of nothing
     return torch.ops.aten._flash_attention_backward(
@@ -214,16 +223,18 @@ def _efficient_takes(device: str, dtype: torch.dtype, masked: bool) -> bool:
     return device == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _efficient_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _efficient_forward(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        *(x.transpose(1, 2) for x in (q, _repeated(q, k), _repeated(q, v))), _aligned(mask, q), True, 0.0, call.causal,
-        scale=call.scale,
+        *(x.transpose(1, 2) for x in (q, _repeat_heads(q, k), _repeat_heads(q, v))), _align_mask(mask, q), True, 0.0,
+        call.causal, scale=call.scale,
     )  # fmt: skip
     return out.transpose(1, 2), lse[:, :, : q.shape[1]]
 
 
 def _efficient_backward(
-    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+    call: AttentionCall, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
 ) -> Any:
     rows = q.shape[1]
     padded = torch.full(
@@ -232,13 +243,13 @@ def _efficient_backward(
     padded[:, :, :rows] = lse
     nothing = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        *(x.transpose(1, 2) for x in (dy, q, _repeated(q, k), _repeated(q, v))), _aligned(mask, q), out.transpose(1, 2),
-        padded, nothing, nothing, 0.0, [True, True, True, False], call.causal, scale=call.scale,
+        *(x.transpose(1, 2) for x in (dy, q, _repeat_heads(q, k), _repeat_heads(q, v))), _align_mask(mask, q),
+        out.transpose(1, 2), padded, nothing, nothing, 0.0, [True, True, True, False], call.causal, scale=call.scale,
     )  # fmt: skip
-    return dq.transpose(1, 2), _folded(dk.transpose(1, 2), k), _folded(dv.transpose(1, 2), k)
+    return dq.transpose(1, 2), _fold_heads(dk.transpose(1, 2), k), _fold_heads(dv.transpose(1, 2), k)
 
 
-def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
+def _align_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """The mask for every row and head, its rows starting where the kernel can read them."""
     if mask is None:
         return None
@@ -251,29 +262,29 @@ def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
 # Plain products and a softmax: any device and type, the whole table of scores in float32 or wider.
 
 
-def _scores(call: Call, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """(B, G, H / G, T, S), in float32 or wider."""
-    wide = wide_of(q.dtype)
+    wide = statistics_dtype(q.dtype)
     grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("btgrk,bsgk->bgrts", grouped, k.to(wide)) * call.scale
     if call.causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(above, hidden(wide))
+        scores = scores.masked_fill(above, hidden_score(wide))
     return scores if mask is None else scores + mask.to(wide).unsqueeze(2)
 
 
-def _plain_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    scores = _scores(call, q, k, mask)
+def _plain_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    scores = _masked_scores(call, q, k, mask)
     lse = scores.logsumexp(-1)
     out = torch.einsum("bgrts,bsgk->btgrk", (scores - lse.unsqueeze(-1)).exp(), v.to(scores.dtype))
     return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
 
 
 def _plain_backward(
-    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+    call: AttentionCall, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
 ) -> Any:
-    groups, wide = (k.shape[2], -1), wide_of(q.dtype)
-    weights = (_scores(call, q, k, mask) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
+    groups, wide = (k.shape[2], -1), statistics_dtype(q.dtype)
+    weights = (_masked_scores(call, q, k, mask) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
     dy_BTGRK = dy.to(wide).unflatten(2, groups)
     dv = torch.einsum("bgrts,btgrk->bsgk", weights, dy_BTGRK)
     own = (dy.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).unflatten(1, groups).unsqueeze(-1)
@@ -283,9 +294,9 @@ def _plain_backward(
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-PLAIN = Kernel(_plain_forward, _plain_backward, lambda device, dtype, masked: True)
+PLAIN = AttentionKernel(_plain_forward, _plain_backward, lambda device, dtype, masked: True)
 KERNELS = (
-    Kernel(_cpu_forward, _cpu_backward, _cpu_takes),
-    Kernel(_flash_forward, _flash_backward, _flash_takes),
-    Kernel(_efficient_forward, _efficient_backward, _efficient_takes),
+    AttentionKernel(_cpu_forward, _cpu_backward, _cpu_takes),
+    AttentionKernel(_flash_forward, _flash_backward, _flash_takes),
+    AttentionKernel(_efficient_forward, _efficient_backward, _efficient_takes),
 )

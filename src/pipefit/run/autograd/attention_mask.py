@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import torch
 
-from pipefit.run.autograd.attention_kernels import hidden
-from pipefit.run.autograd.saved_forward import Record
+from pipefit.run.autograd.attention_kernels import hidden_score
+from pipefit.run.autograd.saved_forward import SavedForward
 
 
-class Sight:
+class AttentionMask:
     """What the queries q (B, T, H, K) at places first, first + 1, ... see. `window`: so many last keys; None: all.
     `part`: of the slice's tokens, those that have queries here."""
 
     def __init__(
-        self, record: Record, first: int, q: torch.Tensor, window: int | None, shard: Any, part: tuple[int, int]
+        self, record: SavedForward, first: int, q: torch.Tensor, window: int | None, shard: Any, part: tuple[int, int]
     ) -> None:
         self.first, self.count, self.window, self.row = first, q.shape[1], window, 0
         self.documents = record.feed.documents
@@ -38,17 +38,17 @@ class Sight:
             self.lowest = max(self.lowest, first - window + 1)
             self.highest = max(self.highest, first + count - window)
 
-    def of_earlier(self, start: int, stop: int) -> torch.Tensor | Literal["nothing"] | None:
+    def earlier_mask(self, start: int, stop: int) -> torch.Tensor | Literal["nothing"] | None:
         """The mask of the earlier keys at places start to stop; None where all are seen."""
         if stop <= self.lowest:
             return "nothing"
-        return None if self.highest <= start else self._mask(start, stop)
+        return None if self.highest <= start else self._build_mask(start, stop)
 
-    def of_own(self) -> torch.Tensor | None:
+    def own_mask(self) -> torch.Tensor | None:
         """The mask of the slice's own keys; None where causality alone decides."""
-        return None if self.highest <= self.first else self._mask(self.first, self.first + self.count)
+        return None if self.highest <= self.first else self._build_mask(self.first, self.first + self.count)
 
-    def _mask(self, start: int, stop: int) -> torch.Tensor:
+    def _build_mask(self, start: int, stop: int) -> torch.Tensor:
         """(B or 1, 1, T, stop - start): 0 where a key is seen, a large negative number where it is not."""
         rows = 0 if self.documents is None else len(self.documents)
         key = (self.window, self.first, self.count, start, stop, self.row, rows)  # layers may have shares of their own
@@ -60,5 +60,5 @@ class Sight:
             keys = torch.arange(start, stop, device=self.device)
             seen = (keys >= lower.unsqueeze(-1)) & (keys <= places.unsqueeze(-1))
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-            self.masks[key] = mask.masked_fill_(~seen, hidden(self.dtype)).unsqueeze(1)
+            self.masks[key] = mask.masked_fill_(~seen, hidden_score(self.dtype)).unsqueeze(1)
         return self.masks[key]

@@ -15,7 +15,7 @@ TAPS = 4
 _A = -0.75
 
 
-def taps(
+def bicubic_taps(
     place: torch.Tensor, count: torch.Tensor, size: int, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(indices, weights) along one dimension for patches at `place` of `count`, both int64 (N,): four tensors (N,)
@@ -24,16 +24,21 @@ def taps(
     low = where.floor()
     rest = where - low
     distances = (rest + 1, rest, 1 - rest, 2 - rest)
-    weights = [_far(distances[0]), _near(distances[1]), _near(distances[2]), _far(distances[3])]
+    weights = [
+        _far_weight(distances[0]),
+        _near_weight(distances[1]),
+        _near_weight(distances[2]),
+        _far_weight(distances[3]),
+    ]
     first = low.long()
     return [(first + step).clamp(0, size - 1) for step in (-1, 0, 1, 2)], weights
 
 
-def _near(x: torch.Tensor) -> torch.Tensor:
+def _near_weight(x: torch.Tensor) -> torch.Tensor:
     """The kernel at a distance of at most 1."""
     return ((_A + 2) * x - (_A + 3)) * x * x + 1
 
 
-def _far(x: torch.Tensor) -> torch.Tensor:
+def _far_weight(x: torch.Tensor) -> torch.Tensor:
     """The kernel at a distance between 1 and 2."""
     return ((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A

@@ -28,7 +28,7 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor]) -> Non
         _ENGINE(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def edge_of(y: torch.Tensor) -> Any:
+def gradient_edge(y: torch.Tensor) -> Any:
     """Where the gradient of y enters the graph, without keeping y's storage; None where nothing flows back."""
     if not y.requires_grad:
         return None

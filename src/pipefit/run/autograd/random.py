@@ -15,18 +15,18 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def key_of(*numbers: int) -> int:
+def mix_key(*numbers: int) -> int:
     """A 64-bit key (as a signed integer) from plain integers, in order."""
     key = 0
     for number in numbers:
         key = _mix_int((key + _GOLDEN + (number & _MASK)) & _MASK)
-    return _signed(key)
+    return _as_signed(key)
 
 
 def token_bits(key: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """int32 (B, T): bits for every token from its row of the step (B,) and its position (B, T), both int64."""
-    by_row = _mix(rows + key).unsqueeze(1)
-    return _mix(by_row + (positions + 1) * _signed(_GOLDEN)).to(torch.int32)
+    by_row = _mix_64(rows + key).unsqueeze(1)
+    return _mix_64(by_row + (positions + 1) * _as_signed(_GOLDEN)).to(torch.int32)
 
 
 def feature_bits(start: int, count: int, device: torch.device) -> torch.Tensor:
@@ -34,7 +34,7 @@ def feature_bits(start: int, count: int, device: torch.device) -> torch.Tensor:
     return _mix_32(torch.arange(start + 1, start + 1 + count, dtype=torch.int32, device=device) * 0x61C88647)
 
 
-def bits_of(features: torch.Tensor) -> torch.Tensor:
+def numbered_feature_bits(features: torch.Tensor) -> torch.Tensor:
     """int32: the bits of features by their numbers (int64), as `feature_bits` gives them for a run of them."""
     return _mix_32((features + 1).to(torch.int32) * 0x61C88647)
 
@@ -45,9 +45,9 @@ def keep_mask(tokens: torch.Tensor, features: torch.Tensor, p: float) -> torch.T
     return (bits & 0xFFFFFF) >= round(p * (1 << 24))
 
 
-def _mix(z: torch.Tensor) -> torch.Tensor:
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_FIRST)
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_SECOND)
+def _mix_64(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _as_signed(_FIRST)
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _as_signed(_SECOND)
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
@@ -63,5 +63,5 @@ def _mix_int(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _signed(value: int) -> int:
+def _as_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -17,7 +17,7 @@ import torch
 from pipefit.run.autograd.engine import run_backward
 
 
-class Recipe:
+class RecomputeRegion:
     """What a region was computed from, to compute it again: once, at the first need, then kept until its backward."""
 
     __slots__ = ("inputs", "leaves", "needs", "outputs", "run")
@@ -26,16 +26,16 @@ class Recipe:
         """`sources` are inputs that are results of earlier regions: index -> (recipe, index of the result)."""
         self.run = run
         self.needs = [isinstance(value, torch.Tensor) and value.requires_grad for value in inputs]
-        self.inputs: Any = [sources[i] if i in sources else held(value) for i, value in enumerate(inputs)]
+        self.inputs: Any = [sources[i] if i in sources else detach_value(value) for i, value in enumerate(inputs)]
         self.leaves: list[Any] = []
         self.outputs: tuple[Any, ...] | None = None
 
-    def compute(self) -> tuple[Any, ...]:
+    def compute_results(self) -> tuple[Any, ...]:
         if self.outputs is None:
             with torch.enable_grad():
                 for value, needs in zip(self.inputs, self.needs, strict=True):
-                    if type(value) is tuple and value and isinstance(value[0], Recipe):
-                        value = value[0].output(value[1])
+                    if type(value) is tuple and value and isinstance(value[0], RecomputeRegion):
+                        value = value[0].region_output(value[1])
                     if needs and not isinstance(value, torch.nn.Parameter):
                         value = value.detach().requires_grad_()
                     self.leaves.append(value)
@@ -43,13 +43,17 @@ class Recipe:
             self.inputs = None
         return self.outputs
 
-    def output(self, index: int) -> torch.Tensor:
-        result: torch.Tensor = self.compute()[index].detach()
+    def region_output(self, index: int) -> torch.Tensor:
+        result: torch.Tensor = self.compute_results()[index].detach()
         return result
 
-    def backward(self, gradients: Sequence[Any]) -> list[Any]:
+    def backward_region(self, gradients: Sequence[Any]) -> list[Any]:
         """Gradients of the inputs; those of parameters go into their buffers on the way. Lets go of everything."""
-        pairs = [(y, dy) for y, dy in zip(self.compute(), gradients, strict=True) if dy is not None and y.requires_grad]
+        pairs = [
+            (y, dy)
+            for y, dy in zip(self.compute_results(), gradients, strict=True)
+            if dy is not None and y.requires_grad
+        ]
         run_backward([y for y, _ in pairs], [dy for _, dy in pairs])
         result = [
             leaf.grad if needs and not isinstance(leaf, torch.nn.Parameter) else None
@@ -59,16 +63,16 @@ class Recipe:
         return result
 
 
-def held(value: Any) -> Any:
+def detach_value(value: Any) -> Any:
     """A value as a recipe keeps it: without the graph that made it."""
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         return value.detach()
     return value
 
 
-class _Region(torch.autograd.Function):
+class _RegionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recipe: Recipe, *inputs: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, recipe: RecomputeRegion, *inputs: Any) -> tuple[Any, ...]:
         ctx.recipe = recipe
         ctx.set_materialize_grads(False)
         return recipe.run(*inputs)
@@ -76,36 +80,36 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         recipe, ctx.recipe = ctx.recipe, None
-        return None, *recipe.backward(gradients)
+        return None, *recipe.backward_region(gradients)
 
 
 def run_region(
     run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], sources: dict[int, Any]
-) -> tuple[Recipe, tuple[Any, ...]]:
+) -> tuple[RecomputeRegion, tuple[Any, ...]]:
     """(recipe, results) of a region that will be run again in the backward."""
-    recipe = Recipe(run, inputs, sources)
-    results: Any = _Region.apply(recipe, *inputs)
+    recipe = RecomputeRegion(run, inputs, sources)
+    results: Any = _RegionFunction.apply(recipe, *inputs)
     return recipe, results
 
 
-def recall(*known: tuple[torch.Tensor, Recipe, int]) -> torch.autograd.graph.saved_tensors_hooks:
+def recall_outputs(*known: tuple[torch.Tensor, RecomputeRegion, int]) -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which what autograd would save of these region results (or views of them) is not saved, but
     computed again when it is needed. `known`: (result, its recipe, its index)."""
     storages = [(value.untyped_storage(), recipe, index) for value, recipe, index in known]
     places = {one.data_ptr(): (recipe, index) for one, recipe, index in storages if one.nbytes()}
     "Of empty ones, as a device has them where rows are few, nothing is kept, and all have the same address."
 
-    def pack(saved: torch.Tensor) -> Any:
+    def pack_tensor(saved: torch.Tensor) -> Any:
         place = places.get(saved.untyped_storage().data_ptr())
         if place is None:
             return saved
         return place, saved.size(), saved.stride(), saved.storage_offset()
 
-    def unpack(packed: Any) -> torch.Tensor:
+    def unpack_tensor(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         (recipe, index), size, stride, offset = packed
-        result: torch.Tensor = recipe.output(index).as_strided(size, stride, offset)
+        result: torch.Tensor = recipe.region_output(index).as_strided(size, stride, offset)
         return result
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor)

@@ -1,6 +1,6 @@
 """What one forward leaves behind for its backward: the saved graph pieces, the deferred weight gradients, the past.
 
-One `Record` lives from F until B, or from F until W. A deferred weight gradient holds the input and the
+One `SavedForward` lives from F until B, or from F until W. A deferred weight gradient holds the input and the
 output-gradient of one linear layer and nothing else, and lets go of them as soon as W has used them
 (reference: zero bubble pipelines split the backward into input and weight gradients).
 """
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 
 
-class Deferred(NamedTuple):
+class DeferredGradient(NamedTuple):
     """One weight gradient that W will compute: `accumulate(*tensors)` adds it to its buffer."""
 
     layer: int
@@ -23,7 +23,7 @@ class Deferred(NamedTuple):
     tensors: tuple[Any, ...]
 
 
-class Piece(NamedTuple):
+class SavedSegment(NamedTuple):
     """One stretch of layers: its input leaf and the places in the autograd graph where its backward starts.
 
     `leaf` is None where the stretch starts from tokens. `roots` is empty for a stretch that is recomputed.
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     "(layer, autograd node that made this layer's input): where the layer's gradients are complete."
 
 
-class Record:
+class SavedForward:
     """The state of one (microbatch, slice) of one stage. Operators read it; only the stage program writes it."""
 
     __slots__ = (
@@ -56,15 +56,15 @@ class Record:
         "train",
     )
 
-    def __init__(self, microbatch: int, slice_: int, feed: Feed, train: bool) -> None:
+    def __init__(self, microbatch: int, slice_: int, feed: StageInputs, train: bool) -> None:
         self.microbatch = microbatch
         self.slice = slice_
         self.feed = feed
         self.train = train
         self.rows = 0
         self.tokens = 0
-        self.deferred: list[Deferred] | None = None
-        self.pieces: list[Piece] = []
+        self.deferred: list[DeferredGradient] | None = None
+        self.pieces: list[SavedSegment] = []
         self.cache: dict[Any, Any] = {}
         self.masks: dict[Any, Any] = {}
         self.extras: dict[str, torch.Tensor] = {}

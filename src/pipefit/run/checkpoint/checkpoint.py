@@ -24,28 +24,37 @@ from pipefit.errors import CheckpointError, PipefitError
 from pipefit.run.checkpoint import files
 from pipefit.run.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     check_content,
     check_sizes,
     complete_checkpoints,
     folder_name,
     is_folder_name,
     read_manifest,
-    survey,
+    survey_checkpoints,
 )
-from pipefit.run.checkpoint.pieces import Piece
+from pipefit.run.checkpoint.pieces import CheckpointPiece
 from pipefit.run.checkpoint.planner import PieceLoadPlanner, PieceSavePlanner
 from pipefit.run.checkpoint.storage import ManifestReader, ManifestWriter
 
-__all__ = ["PendingSave", "Piece", "latest", "load", "locate", "read_manifest", "save", "save_async"]
+__all__ = [
+    "CheckpointPiece",
+    "PendingSave",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "locate_checkpoint",
+    "read_manifest",
+    "save_checkpoint",
+    "save_in_thread",
+]
 
 T = TypeVar("T")
 
 
-def save(
+def save_checkpoint(
     directory: Path,
     step: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[CheckpointPiece],
     extra: Mapping[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
@@ -59,21 +68,21 @@ def save(
     Raises CheckpointError on every rank if a file cannot be written; the earlier checkpoints are then untouched.
     """
     directory = Path(directory)
-    hidden, final, serial = _together(group, lambda: _next_folder(directory, step), from_rank_0=True)
+    hidden, final, serial = _run_on_all(group, lambda: _next_folder(directory, step), from_rank_0=True)
     writer = ManifestWriter(hidden, final, step=step, serial=serial, extra=extra)
     planner = PieceSavePlanner(pieces)
     _run_dcp("written", directory, group, lambda alone: dcp.save(
         {}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone
     ))  # fmt: skip
-    if keep is not None and _rank(group) == 0:
-        _prune(directory, keep)
+    if keep is not None and _group_rank(group) == 0:
+        _prune_checkpoints(directory, keep)
     return final
 
 
-def save_async(
+def save_in_thread(
     directory: Path,
     step: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[CheckpointPiece],
     extra: Mapping[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
@@ -84,14 +93,14 @@ def save_async(
     `group` must be used by nothing else while the save is under way: give checkpoints a gloo group of their own.
     """
     copies = [
-        Piece(
+        CheckpointPiece(
             name=piece.name, shape=piece.shape, box=piece.box, flat=piece.flat,
             tensor=piece.tensor.detach().to("cpu", copy=True),
         )
         for piece in pieces
     ]  # fmt: skip
     frozen = json.loads(json.dumps(extra))
-    return PendingSave(lambda: save(directory, step, copies, frozen, group=group, keep=keep))
+    return PendingSave(lambda: save_checkpoint(directory, step, copies, frozen, group=group, keep=keep))
 
 
 class PendingSave:
@@ -100,7 +109,7 @@ class PendingSave:
     def __init__(self, work: Callable[[], Path]) -> None:
         self._result: Path | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run_save, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -115,16 +124,16 @@ class PendingSave:
         assert self._result is not None
         return self._result
 
-    def _run(self, work: Callable[[], Path]) -> None:
+    def _run_save(self, work: Callable[[], Path]) -> None:
         try:
             self._result = work()
         except BaseException as error:
             self._error = error
 
 
-def load(
+def load_checkpoint(
     checkpoint: Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[CheckpointPiece],
     *,
     group: dist.ProcessGroup | None = None,
     verify: bool = True,
@@ -136,9 +145,9 @@ def load(
     is touched, if the folder is no checkpoint, is incomplete or damaged, or lacks a tensor or has it in another shape.
     """
     checkpoint = Path(checkpoint)
-    rank, size = _rank(group), _size(group)
+    rank, size = _group_rank(group), _group_size(group)
 
-    def check() -> Manifest:
+    def check_checkpoint() -> CheckpointManifest:
         manifest = read_manifest(checkpoint)
         check_sizes(checkpoint, manifest)
         _check_pieces(checkpoint, manifest, pieces)
@@ -146,7 +155,7 @@ def load(
             check_content(checkpoint, manifest, rank, size)
         return manifest
 
-    manifest = _together(group, check)
+    manifest = _run_on_all(group, check_checkpoint)
     reader, planner = ManifestReader(checkpoint, manifest), PieceLoadPlanner(pieces)
     _run_dcp("read", checkpoint, group, lambda alone: dcp.load(
         {}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone
@@ -154,13 +163,13 @@ def load(
     return dict(manifest.extra)
 
 
-def latest(directory: Path) -> Path | None:
+def latest_checkpoint(directory: Path) -> Path | None:
     """The folder of the checkpoint that was completed last; None if there is none. Incomplete ones are passed over."""
     found = complete_checkpoints(Path(directory))
     return found[-1][0] if found else None
 
 
-def locate(path: Path) -> Path:
+def locate_checkpoint(path: Path) -> Path:
     """The checkpoint that a user means: the folder itself, or the newest in it or in its folder `checkpoints`.
 
     Raises CheckpointError if there is none, or if one that may be the newest is damaged: an older one is never taken
@@ -170,7 +179,7 @@ def locate(path: Path) -> Path:
     if (path / MANIFEST).exists() or (is_folder_name(path.name) and path.is_dir()):
         return path
     for directory in (path, path / "checkpoints"):
-        complete, damaged = survey(directory)
+        complete, damaged = survey_checkpoints(directory)
         newest = complete[-1] if complete else None
         for folder, serial, error in damaged:
             if newest is None or serial is None or serial > newest[1].serial:
@@ -200,7 +209,7 @@ def _newest_is_damaged(folder: Path, error: CheckpointError, older: Path | None)
 
 def _next_folder(directory: Path, step: int) -> tuple[Path, Path, int]:
     """(hidden folder to write, final folder, serial number) of the next checkpoint. A checkpoint is never replaced."""
-    complete, damaged = survey(directory)
+    complete, damaged = survey_checkpoints(directory)
     known = [manifest.serial for _, manifest in complete] + [serial or 0 for _, serial, _ in damaged]
     serial = 1 + max(known, default=0)
     copy = 1
@@ -210,7 +219,7 @@ def _next_folder(directory: Path, step: int) -> tuple[Path, Path, int]:
     return directory / f".{name}.incomplete", directory / name, serial
 
 
-def _prune(directory: Path, keep: int) -> None:
+def _prune_checkpoints(directory: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and what interrupted saves and deletions left."""
     assert keep >= 1, "at least one checkpoint is kept"
     try:
@@ -224,7 +233,7 @@ def _prune(directory: Path, keep: int) -> None:
         warnings.warn(f"an old checkpoint could not be deleted: {error}", stacklevel=3)
 
 
-def _check_pieces(checkpoint: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+def _check_pieces(checkpoint: Path, manifest: CheckpointManifest, pieces: Sequence[CheckpointPiece]) -> None:
     for piece in pieces:
         if math.prod(piece.shape) == 0:
             continue
@@ -247,7 +256,7 @@ def _check_pieces(checkpoint: Path, manifest: Manifest, pieces: Sequence[Piece])
             )
 
 
-def _together(group: dist.ProcessGroup | None, work: Callable[[], T], from_rank_0: bool = False) -> T:
+def _run_on_all(group: dist.ProcessGroup | None, work: Callable[[], T], from_rank_0: bool = False) -> T:
     """`work()` on every rank; if it raises on one, every rank raises that one's error (an OSError told as ours).
 
     `from_rank_0`: every rank returns what rank 0 found.
@@ -260,8 +269,8 @@ def _together(group: dist.ProcessGroup | None, work: Callable[[], T], from_rank_
         error = CheckpointError("The checkpoint folder cannot be used.", where=str(problem))
     except Exception as problem:
         error = problem
-    if _size(group) > 1:
-        everyone: list[Any] = [None] * _size(group)
+    if _group_size(group) > 1:
+        everyone: list[Any] = [None] * _group_size(group)
         dist.all_gather_object(everyone, (result if from_rank_0 else None, error), group=group)
         error = error or next((other for _, other in everyone if other is not None), None)
         result = everyone[0][0] if from_rank_0 else result
@@ -272,7 +281,7 @@ def _together(group: dist.ProcessGroup | None, work: Callable[[], T], from_rank_
 
 def _run_dcp(what: str, where: Path, group: dist.ProcessGroup | None, work: Callable[[bool], Any]) -> None:
     """`work(alone)`, with DCP's collected exceptions told as one: ours as they are, the disk's as CheckpointError."""
-    alone = _size(group) == 1
+    alone = _group_size(group) == 1
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -291,9 +300,9 @@ def _run_dcp(what: str, where: Path, group: dist.ProcessGroup | None, work: Call
         raise error from collected
 
 
-def _rank(group: dist.ProcessGroup | None) -> int:
+def _group_rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def _group_size(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1

@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 
 from pipefit.layout import Box, box_size
-from pipefit.run.checkpoint.pieces import Chunk, Piece, as_bytes
+from pipefit.run.checkpoint.pieces import CheckpointPiece, TensorChunk, as_bytes
 
 
 def gather_full(
-    pieces: Sequence[Piece], *, group: dist.ProcessGroup | None = None
+    pieces: Sequence[CheckpointPiece], *, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name, tensor) for every global name in sorted order: on rank 0 the whole tensor on the CPU, elsewhere None.
 
     Every rank of `group` (gloo, or None for the default group) must run the iterator to its end, in step. A box that
     several ranks hold is sent by the first of them. Asserts that the boxes cover each tensor exactly once.
     """
-    own: dict[str, dict[Box, Chunk]] = {}
+    own: dict[str, dict[Box, TensorChunk]] = {}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for piece in pieces:
         shapes[piece.name] = (piece.shape, piece.tensor.dtype)
-        own.setdefault(piece.name, {}).update({chunk.box: chunk for chunk in piece.chunks()})
+        own.setdefault(piece.name, {}).update({chunk.box: chunk for chunk in piece.tensor_chunks()})
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
     rank = 0 if alone else dist.get_rank(group)
     tables: list[Any] = [(shapes, {name: list(chunks) for name, chunks in own.items()})]
@@ -41,11 +41,11 @@ def gather_full(
         shape, dtype = everything[name]
         held = sum(map(box_size, owners))
         assert held == math.prod(shape), f"{name}: ranks hold {held} of {math.prod(shape)} elements"
-        yield name, _gather(own.get(name, {}), owners, shape, dtype, rank, group)
+        yield name, _gather_tensor(own.get(name, {}), owners, shape, dtype, rank, group)
 
 
-def _gather(
-    own: dict[Box, Chunk],
+def _gather_tensor(
+    own: dict[Box, TensorChunk],
     owners: dict[Box, int],
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -55,7 +55,7 @@ def _gather(
     if rank != 0:
         for box, holder in owners.items():
             if holder == rank:
-                dist.send(as_bytes(own[box].data), dst=_global(group, 0), group=group)
+                dist.send(as_bytes(own[box].data), dst=_global_rank(group, 0), group=group)
         return None
     whole = torch.empty(shape, dtype=dtype)
     for box, holder in owners.items():
@@ -64,10 +64,10 @@ def _gather(
             target.copy_(own[box].data)
             continue
         buffer = torch.empty(target.shape, dtype=dtype)
-        dist.recv(as_bytes(buffer), src=_global(group, holder), group=group)
+        dist.recv(as_bytes(buffer), src=_global_rank(group, holder), group=group)
         target.copy_(buffer)
     return whole
 
 
-def _global(group: dist.ProcessGroup | None, rank: int) -> int:
+def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)

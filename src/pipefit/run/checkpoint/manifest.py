@@ -62,7 +62,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """What `checkpoint.json` holds."""
 
     format: str
@@ -76,13 +76,13 @@ class Manifest:
     files: Mapping[str, StoredFile]
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
+def manifest_bytes(manifest: CheckpointManifest) -> bytes:
     """The content of `checkpoint.json`: the manifest with a checksum over itself."""
     data = to_data(manifest)
-    return dump_text({**data, "checksum": _checksum(data)}).encode()
+    return dump_text({**data, "checksum": _json_checksum(data)}).encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint folder. Raises CheckpointError if there is none, or if it was cut or changed."""
     path = folder / MANIFEST
     try:
@@ -98,11 +98,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = json.loads(text)
         found = data.pop("checksum")
-        good = found == _checksum(data)
+        good = found == _json_checksum(data)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+        raise _damaged_error(path, f"{type(error).__name__}: {error}") from None
     if not good:
-        raise _damaged(path, "its checksum does not agree with its content")
+        raise _damaged_error(path, "its checksum does not agree with its content")
     if data.get("format") != FORMAT or data.get("version") != VERSION:
         raise CheckpointError(
             "The checkpoint is of another format or version.",
@@ -111,16 +111,16 @@ def read_manifest(folder: Path) -> Manifest:
             allowed=f"{FORMAT} {VERSION}",
         )
     try:
-        manifest = from_data(Manifest, data, str(path))
+        manifest = from_data(CheckpointManifest, data, str(path))
     except FormatError as error:
-        raise _damaged(path, error.what) from None
+        raise _damaged_error(path, error.what) from None
     fault = _find_fault(manifest)
     if fault is not None:
-        raise _damaged(path, fault)
+        raise _damaged_error(path, fault)
     return manifest
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
     """Raises CheckpointError if a file is missing or was cut short. Reads no content."""
     for name, stored in manifest.files.items():
         try:
@@ -141,7 +141,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def check_content(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+def check_content(folder: Path, manifest: CheckpointManifest, part: int = 0, parts: int = 1) -> None:
     """Raises CheckpointError if a file's SHA-256 is not the manifest's. Reads every `parts`-th file from `part`."""
     for name in sorted(manifest.files)[part::parts]:
         try:
@@ -177,12 +177,14 @@ def is_folder_name(name: str) -> bool:
     return _FOLDER.fullmatch(name) is not None
 
 
-def complete_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
+def complete_checkpoints(directory: Path) -> list[tuple[Path, CheckpointManifest]]:
     """The complete checkpoints below `directory` in the order in which they were written. Damaged ones are left out."""
-    return survey(directory)[0]
+    return survey_checkpoints(directory)[0]
 
 
-def survey(directory: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, int | None, CheckpointError]]]:
+def survey_checkpoints(
+    directory: Path,
+) -> tuple[list[tuple[Path, CheckpointManifest]], list[tuple[Path, int | None, CheckpointError]]]:
     """(complete checkpoints in the order in which they were written, damaged ones) below `directory`.
 
     Of a damaged one: its folder, its serial number where the manifest can still be read, and what is wrong with it.
@@ -202,7 +204,7 @@ def survey(directory: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Pat
     return sorted(found, key=lambda entry: (entry[1].serial, entry[0].name)), damaged
 
 
-def _find_fault(manifest: Manifest) -> str | None:
+def _find_fault(manifest: CheckpointManifest) -> str | None:
     """What in a manifest contradicts itself, so that a forged one is refused too; None if nothing does."""
     for name in manifest.files:
         if not _FILE.fullmatch(name):
@@ -221,11 +223,11 @@ def _find_fault(manifest: Manifest) -> str | None:
     return None
 
 
-def _checksum(data: Any) -> str:
+def _json_checksum(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _damaged(path: Path, seen: str) -> CheckpointError:
+def _damaged_error(path: Path, seen: str) -> CheckpointError:
     return CheckpointError(
         "The checkpoint's manifest was cut short or changed.",
         where=str(path),

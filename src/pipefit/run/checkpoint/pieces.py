@@ -16,7 +16,7 @@ from pipefit.layout import Box, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CheckpointPiece:
     """One rank's part of the tensor that all ranks call `name`. It may be empty, and several ranks may hold it."""
 
     name: str
@@ -29,7 +29,7 @@ class Piece:
     flat: Run | None = None
     "The run of the box's elements (row-major, counted within the box) that is held; None is all of them."
 
-    def chunks(self) -> list[Chunk]:
+    def tensor_chunks(self) -> list[TensorChunk]:
         """The non-empty boxes that this piece consists of, as views of `tensor`. Asserts that the sizes agree."""
         box = tuple((0, length) for length in self.shape) if self.box is None else self.box
         assert len(box) == len(self.shape), f"{self.name}: box {box} of shape {self.shape}"
@@ -38,7 +38,7 @@ class Piece:
         data = self.tensor.detach()
         if self.flat is None:
             assert tuple(data.shape) == sizes, f"{self.name}: tensor of {tuple(data.shape)} for a box of {sizes}"
-            return [Chunk(box, data)] if data.numel() else []
+            return [TensorChunk(box, data)] if data.numel() else []
         start, stop = self.flat
         assert 0 <= start <= stop <= math.prod(sizes), f"{self.name}: run {self.flat} of {math.prod(sizes)}"
         assert data.shape == (stop - start,), f"{self.name}: tensor of {tuple(data.shape)} for run {self.flat}"
@@ -47,13 +47,13 @@ class Piece:
             lengths = [high - low for low, high in inner]
             count = math.prod(lengths)
             moved = tuple((low + base, high + base) for (low, high), (base, _) in zip(inner, box, strict=True))
-            result.append(Chunk(moved, data[offset : offset + count].view(lengths)))
+            result.append(TensorChunk(moved, data[offset : offset + count].view(lengths)))
             offset += count
         return result
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TensorChunk:
     """A non-empty box of a global tensor, and the tensor that holds it."""
 
     box: Box

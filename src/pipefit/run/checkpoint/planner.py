@@ -34,22 +34,22 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from pipefit.layout import Box, box_size, intersect
-from pipefit.run.checkpoint.pieces import Chunk, Piece
+from pipefit.layout import Box, box_size, intersect_boxes
+from pipefit.run.checkpoint.pieces import CheckpointPiece, TensorChunk
 
 
-def chunks_by_name(pieces: Sequence[Piece]) -> dict[str, list[Chunk]]:
+def chunks_by_name(pieces: Sequence[CheckpointPiece]) -> dict[str, list[TensorChunk]]:
     """The chunks of all pieces, by global name. Pieces without elements leave an empty list."""
-    result: dict[str, list[Chunk]] = {}
+    result: dict[str, list[TensorChunk]] = {}
     for piece in pieces:
-        result.setdefault(piece.name, []).extend(piece.chunks())
+        result.setdefault(piece.name, []).extend(piece.tensor_chunks())
     return result
 
 
 class PieceSavePlanner(SavePlanner):
     """Every box that somebody holds is written once, by the holder with the least to write so far."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[CheckpointPiece]) -> None:
         self._pieces = list(pieces)
         self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
@@ -61,7 +61,7 @@ class PieceSavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
         for piece in self._pieces:
-            for chunk in piece.chunks():
+            for chunk in piece.tensor_chunks():
                 key = (piece.name, chunk.offsets)
                 if key in self._views:
                     assert self._views[key].shape == chunk.data.shape, f"{piece.name}: two boxes start at {key[1]}"
@@ -109,7 +109,7 @@ class PieceSavePlanner(SavePlanner):
 class PieceLoadPlanner(LoadPlanner):
     """Every chunk of every piece is filled from the stored boxes that it overlaps."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[CheckpointPiece]) -> None:
         self._chunks = chunks_by_name(pieces)
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -120,7 +120,7 @@ class PieceLoadPlanner(LoadPlanner):
         items = []
         for name, chunks in self._chunks.items():
             if chunks:
-                stored = [_box(part) for part in self._stored[name].chunks]
+                stored = [_metadata_box(part) for part in self._stored[name].chunks]
                 for place, chunk in enumerate(chunks):
                     items += _read_items(name, place, chunk.box, stored)
         return LoadPlan(items)
@@ -145,7 +145,7 @@ class PieceLoadPlanner(LoadPlanner):
         pass
 
 
-def _write_item(piece: Piece, chunk: Chunk) -> WriteItem:
+def _write_item(piece: CheckpointPiece, chunk: TensorChunk) -> WriteItem:
     properties = TensorProperties(dtype=chunk.data.dtype)
     where = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
     return WriteItem(
@@ -158,7 +158,7 @@ def _write_item(piece: Piece, chunk: Chunk) -> WriteItem:
 def _read_items(name: str, place: int, want: Box, stored: Sequence[Box]) -> list[ReadItem]:
     result, filled = [], 0
     for index, box in enumerate(stored):
-        part = intersect(want, box)
+        part = intersect_boxes(want, box)
         if part is None:
             continue
         filled += box_size(part)
@@ -176,18 +176,18 @@ def _read_items(name: str, place: int, want: Box, stored: Sequence[Box]) -> list
     return result
 
 
-def _box(chunk: ChunkStorageMetadata) -> Box:
+def _metadata_box(chunk: ChunkStorageMetadata) -> Box:
     return tuple((start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def _assert_covered(name: str, tensor: TensorStorageMetadata) -> None:
-    boxes = [_box(chunk) for chunk in tensor.chunks]
+    boxes = [_metadata_box(chunk) for chunk in tensor.chunks]
     held, whole = sum(map(box_size, boxes)), math.prod(tensor.size)
     assert held >= whole, f"{name}: no rank holds all of it ({held} of {whole} elements)"
-    assert held == whole and not _overlap(boxes), f"{name}: ranks hold boxes that overlap without being equal"
+    assert held == whole and not _have_overlap(boxes), f"{name}: ranks hold boxes that overlap without being equal"
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
+def _have_overlap(boxes: Sequence[Box]) -> bool:
     if len(boxes) < 2 or not boxes[0]:
         return len(boxes) > 1
     starts = np.array([[run[0] for run in box] for box in boxes])

@@ -36,7 +36,7 @@ from pipefit.run.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     VERSION,
-    Manifest,
+    CheckpointManifest,
     StoredChunk,
     StoredFile,
     StoredTensor,
@@ -52,7 +52,7 @@ _BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _WrittenChunk:
     """What a rank tells rank 0 of one chunk."""
 
     chunk: StoredChunk
@@ -87,12 +87,12 @@ class ManifestWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file, on the disk when the future is there. A rank with nothing to write makes no file."""
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan, planner) if plan.items else [])
+        done.set_result(self._write_file(plan, planner) if plan.items else [])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0, when all files are written: manifest, sync, rename, sync."""
-        manifest = self._manifest(metadata, results)
+        manifest = self._build_manifest(metadata, results)
         try:
             check_sizes(self._hidden, manifest)
         except CheckpointError as error:
@@ -108,10 +108,10 @@ class ManifestWriter(StorageWriter):
         files.rename(self._hidden, self._final)
         files.sync_folder(self._final.parent)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         assert sys.byteorder == "little", "safetensors files are little-endian"
         name = f"tensors-{plan.storage_data:05d}.safetensors"
-        header, keys, size = _header(plan.items)
+        header, keys, size = _file_header(plan.items)
         digest, total = hashlib.sha256(header), len(header) + size
         with files.create(self._hidden / name) as file:
             files.write(file, header)
@@ -125,11 +125,11 @@ class ManifestWriter(StorageWriter):
             files.sync(file)
         stored = StoredFile(bytes=total, sha256=digest.hexdigest())
         return [
-            WriteResult(item.index, _item_bytes(item), _Written(_stored_chunk(item, name, key), stored))
+            WriteResult(item.index, _item_bytes(item), _WrittenChunk(_stored_chunk(item, name, key), stored))
             for item, key in zip(plan.items, keys, strict=True)
         ]
 
-    def _manifest(self, metadata: Metadata, results: list[list[WriteResult]]) -> Manifest:
+    def _build_manifest(self, metadata: Metadata, results: list[list[WriteResult]]) -> CheckpointManifest:
         written = [result for rank in results for result in rank]
         chunks: dict[str, list[StoredChunk]] = {}
         for result in written:
@@ -144,7 +144,7 @@ class ManifestWriter(StorageWriter):
             if isinstance(entry, TensorStorageMetadata)
         }
         stored = {result.storage_data.chunk.file: result.storage_data.file for result in written}
-        return Manifest(
+        return CheckpointManifest(
             format=FORMAT, version=VERSION, serial=self._serial, step=self._step, extra=self._extra,
             tensors=tensors, files=dict(sorted(stored.items())),
         )  # fmt: skip
@@ -153,7 +153,7 @@ class ManifestWriter(StorageWriter):
 class ManifestReader(StorageReader):
     """Reads a checkpoint folder. Opens its manifest and the safetensors files that the manifest names."""
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+    def __init__(self, folder: Path, manifest: CheckpointManifest | None = None) -> None:
         self._folder = folder
         self._known = manifest
         self._places: dict[tuple[str, tuple[int, ...]], StoredChunk] = {}
@@ -191,7 +191,7 @@ class ManifestReader(StorageReader):
         """Copy every item's box from its file (memory-mapped) into the tensor that the planner names."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
-            chunk = self._place(item.storage_index)
+            chunk = self._find_chunk(item.storage_index)
             by_file.setdefault(chunk.file, []).append((item, chunk))
         for name, items in sorted(by_file.items()):
             self._read_file(self._folder / name, items, planner)
@@ -222,12 +222,12 @@ class ManifestReader(StorageReader):
                 next_step="restore the file, or resume from an earlier checkpoint",
             ) from None
 
-    def _place(self, index: MetadataIndex) -> StoredChunk:
+    def _find_chunk(self, index: MetadataIndex) -> StoredChunk:
         assert index.offset is not None
         return self._places[(index.fqn, tuple(index.offset))]
 
 
-def _header(items: list[WriteItem]) -> tuple[bytes, list[str], int]:
+def _file_header(items: list[WriteItem]) -> tuple[bytes, list[str], int]:
     """(safetensors header of a file with these items, their keys, bytes of data)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     keys, offset = [], 0

@@ -15,21 +15,21 @@ import numpy as np
 import torch
 
 from pipefit.data.feed_arrays import RowReader
-from pipefit.data.rows import Rows
-from pipefit.data.samples import HELD_OUT, Samples
+from pipefit.data.rows import RowSplit
+from pipefit.data.samples import HELD_OUT, UserSamples
 from pipefit.data.stepplan import StepPlan, batch_shape, evaluation_batches, evaluation_plan, step_plan
-from pipefit.model.capture.counted import counted
-from pipefit.model.graph import Model, Tensor
+from pipefit.model.capture.counted import loss_divisor
+from pipefit.model.graph import Model, TensorSpec
 from pipefit.plan.types import Plan
-from pipefit.run.inputs.feeds import make_feeds, place_of_device
+from pipefit.run.inputs.feeds import device_place, make_inputs
 from pipefit.run.inputs.label_count import LabelCount
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage_inputs import StageInputs
 from pipefit.run.transfers.packed import Counts
 from pipefit.run.worker.worker import Divisors, last_stage
 
 
-class Fed(NamedTuple):
-    """One step, or one batch of an evaluation, as `Worker.step` and `Worker.evaluate` take it."""
+class BatchInputs(NamedTuple):
+    """One step, or one batch of an evaluation, as `Worker.run_step` and `Worker.evaluate_batch` take it."""
 
     feeds: Any
     "[microbatch][slice] of all stages of the device, or those by stage."
@@ -37,22 +37,22 @@ class Fed(NamedTuple):
     counts: Counts | None = None
 
 
-class Feeding(Protocol):
+class BatchSource(Protocol):
     """The data of a run as one device takes it."""
 
-    rows: Rows
+    rows: RowSplit
     digest: str
 
-    def step(self, step: int) -> Fed:
+    def step_inputs(self, step: int) -> BatchInputs:
         """The feeds of a training step, and what its loss is divided by."""
         ...
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         """How many batches an evaluation has."""
         ...
 
-    def evaluation(self, index: int) -> Fed:
+    def evaluation_inputs(self, index: int) -> BatchInputs:
         """The feeds of one batch of an evaluation, and what its loss is divided by."""
         ...
 
@@ -61,47 +61,51 @@ class Feeding(Protocol):
         ...
 
 
-class Text(RowReader, Protocol):
+class TextRows(RowReader, Protocol):
     """Rows of tokens: a Corpus, or what stands for one."""
 
-    rows: Rows
+    rows: RowSplit
     digest: str
 
 
-class TextFeeding:
+class TextBatchSource:
     """Rows of tokens."""
 
-    def __init__(self, plan: Plan, corpus: Text, device: int, torch_device: torch.device) -> None:
+    def __init__(self, plan: Plan, corpus: TextRows, device: int, torch_device: torch.device) -> None:
         self._plan, self._corpus, self._device, self._torch_device = plan, corpus, device, torch_device
         self._shape = batch_shape(plan)
         self.rows, self.digest = corpus.rows, corpus.digest
         self.rows.require_batch(plan.job.batch)
 
-    def step(self, step: int) -> Fed:
+    def step_inputs(self, step: int) -> BatchInputs:
         batch = step_plan(self._shape, self.rows, step)
-        return Fed(make_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor)
+        return BatchInputs(
+            make_inputs(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor
+        )
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         return evaluation_batches(self._shape, self.rows)
 
-    def evaluation(self, index: int) -> Fed:
+    def evaluation_inputs(self, index: int) -> BatchInputs:
         batch = evaluation_plan(self._shape, self.rows, index)
-        return Fed(make_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor)
+        return BatchInputs(
+            make_inputs(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor
+        )
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-class SampleFeeding:
+class SampleBatchSource:
     """Rows of a user's data set. A device reads only what its stages ask for: one in the middle reads no row at all."""
 
     def __init__(
         self,
         plan: Plan,
         model: Model,
-        samples: Samples,
-        fed: Mapping[str, Tensor],
+        samples: UserSamples,
+        fed: Mapping[str, TensorSpec],
         device: int,
         torch_device: torch.device,
         total: Callable[[int], int],
@@ -109,46 +113,48 @@ class SampleFeeding:
         """`fed`: what every input is in the graphs, by the user's names; `total` adds a number up over all ranks."""
         self._plan, self._samples, self._torch_device, self._total = plan, samples, torch_device, total
         self._dtype = getattr(torch, plan.job.precision)
-        self._stage, self._replica = place_of_device(plan, device)
+        self._stage, self._replica = device_place(plan, device)
         self._shape = batch_shape(plan)
         self.rows = replace(samples.rows, sequence=plan.job.sequence, last_labels=plan.job.sequence)
         self.digest = samples.digest
-        self._counted = counted(model)
-        group = plan.groups[plan.stages[last_stage(plan)].group].group()
-        own = device in group.devices and group.position(device, "shard") == 0
+        self._counted = loss_divisor(model)
+        group = plan.groups[plan.stages[last_stage(plan)].group].to_mesh()
+        own = device in group.devices and group.axis_position(device, "shard") == 0
         self._labels = LabelCount(self._counted) if own and self._counted.labels is not None else None
-        wanted = _inputs_of(plan, model, device)
+        wanted = _input_names(plan, model, device)
         if self._labels is not None and self._counted.labels is not None:
             wanted |= {tensor.name for tensor in self._counted.labels.inputs}
         self._fed = {name: tensor for name, tensor in fed.items() if tensor.name in wanted}
 
-    def step(self, step: int) -> Fed:
+    def step_inputs(self, step: int) -> BatchInputs:
         batch = step_plan(self._shape, self.rows, step)
-        return Fed(*self._feeds(batch, step))
+        return BatchInputs(*self._slice_inputs(batch, step))
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         return self.rows.held_out // self._plan.job.batch
 
-    def evaluation(self, index: int) -> Fed:
-        return Fed(*self._feeds(evaluation_plan(self._shape, self.rows, index), HELD_OUT))
+    def evaluation_inputs(self, index: int) -> BatchInputs:
+        return BatchInputs(*self._slice_inputs(evaluation_plan(self._shape, self.rows, index), HELD_OUT))
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _feeds(self, batch: StepPlan, step: int) -> tuple[list[list[Feed]], int]:
-        feeds = [self._feed(batch, microbatch, step) for microbatch in range(self._plan.order.microbatches)]
+    def _slice_inputs(self, batch: StepPlan, step: int) -> tuple[list[list[StageInputs]], int]:
+        feeds = [
+            self._microbatch_inputs(batch, microbatch, step) for microbatch in range(self._plan.order.microbatches)
+        ]
         if self._counted.per_row:
             count = self._counted.per_row * self._plan.job.batch
         else:
             count = self._total(0 if self._labels is None else sum(map(self._labels, feeds)))
-        return [[self._moved(feed)] for feed in feeds], max(1, count)
+        return [[self._move_inputs(feed)] for feed in feeds], max(1, count)
 
-    def _feed(self, batch: StepPlan, microbatch: int, step: int) -> Feed:
+    def _microbatch_inputs(self, batch: StepPlan, microbatch: int, step: int) -> StageInputs:
         """On the CPU."""
-        start, stop = batch.run(self._stage, microbatch, self._replica)
-        arrays = self._samples.take(batch.rows[start:stop], list(self._fed), self._plan.job.seed, step)
-        feed = Feed(rows=torch.arange(start, stop), step=max(0, step))
+        start, stop = batch.batch_run(self._stage, microbatch, self._replica)
+        arrays = self._samples.take_rows(batch.rows[start:stop], list(self._fed), self._plan.job.seed, step)
+        feed = StageInputs(rows=torch.arange(start, stop), step=max(0, step))
         data = {}
         for name, tensor in self._fed.items():
             value = torch.from_numpy(np.ascontiguousarray(arrays[name]))
@@ -160,25 +166,25 @@ class SampleFeeding:
         feed.data = data
         return feed
 
-    def _moved(self, feed: Feed) -> Feed:
+    def _move_inputs(self, feed: StageInputs) -> StageInputs:
         """On the device, copied without waiting."""
         if self._torch_device.type == "cpu":
             return feed
 
-        def move(value: torch.Tensor | None) -> Any:
+        def move_tensor(value: torch.Tensor | None) -> Any:
             return None if value is None else value.pin_memory().to(self._torch_device, non_blocking=True)
 
         return replace(
             feed,
-            tokens=move(feed.tokens),
-            positions=move(feed.positions),
-            labels=move(feed.labels),
-            rows=move(feed.rows),
-            data={name: move(value) for name, value in feed.data.items()},
+            tokens=move_tensor(feed.tokens),
+            positions=move_tensor(feed.positions),
+            labels=move_tensor(feed.labels),
+            rows=move_tensor(feed.rows),
+            data={name: move_tensor(value) for name, value in feed.data.items()},
         )
 
 
-def _inputs_of(plan: Plan, model: Model, device: int) -> set[str]:
+def _input_names(plan: Plan, model: Model, device: int) -> set[str]:
     """The names of the inputs that the stages of a device read."""
     modules = {module.name: module for module in model.modules}
     return {

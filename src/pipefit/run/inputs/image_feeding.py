@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipefit.data.multimodal.broken import Broken, OnBroken, merged
-from pipefit.data.multimodal.feeds import Arrays
+from pipefit.data.multimodal.broken import BrokenImage, OnBroken, merge_broken
+from pipefit.data.multimodal.feeds import ModuleArrays
 from pipefit.data.multimodal.fits import check_index, data_inputs
-from pipefit.data.multimodal.images import versions
+from pipefit.data.multimodal.images import decoder_versions
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
-from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe, Together
+from pipefit.data.preparation.ahead import BatchRecipe, HeldStage, PreparedStep, StepPrefetcher, Together
 from pipefit.data.preparation.cores import takes_decoded
 from pipefit.data.preparation.start import Workers, start_pool
 from pipefit.data.sources import STDLIB
@@ -28,8 +28,8 @@ from pipefit.errors import DataError
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from pipefit.run.config import TrainConfig
-from pipefit.run.inputs.feeding import Fed
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.inputs.feeding import BatchInputs
+from pipefit.run.stage_inputs import StageInputs
 
 ROLES = ("tokens", "positions", "labels", "documents", "rows")
 """Arrays that a feed has fields for; all others are inputs by name."""
@@ -46,9 +46,10 @@ def open_images(
     config: TrainConfig,
     device: int,
     torch_device: torch.device,
-    together: Together = merged,
-) -> ImageFeeding:
-    """The samples that a run was given; `together`: see `Ahead`. Raises DataError where `--data` names no index."""
+    together: Together = merge_broken,
+) -> ImageBatchSource:
+    """The samples that a run was given; `together`: see `StepPrefetcher`. Raises DataError where `--data` names no
+    index."""
     if len(config.data) != 1 or config.data == (STDLIB,):
         raise DataError(
             "A multimodal model is fed from an index of samples.",
@@ -57,27 +58,27 @@ def open_images(
             allowed="the folder of one index",
             next_step="make it: pipefit data MANIFEST -o FOLDER",
         )
-    recipe = Recipe(
+    recipe = BatchRecipe(
         index=str(Path(config.data[0]).absolute()),  # workers elsewhere stand in other folders
         shape=batch_shape(plan),
         held_out=config.held_out,
         pack=config.pack,
         on_long=config.on_long,
     )
-    return ImageFeeding(
+    return ImageBatchSource(
         plan, model, recipe, device, torch_device, workers=config.workers, prepare=config.prepare, steps=config.steps,
         on_broken=config.on_broken, together=together,
     )  # fmt: skip
 
 
-class ImageFeeding:
+class ImageBatchSource:
     """The samples of an index as one device takes them."""
 
     def __init__(
         self,
         plan: Plan,
         model: Model,
-        recipe: Recipe,
+        recipe: BatchRecipe,
         device: int,
         torch_device: torch.device,
         *,
@@ -85,54 +86,54 @@ class ImageFeeding:
         prepare: Workers = "processes",
         steps: int | None = None,
         on_broken: OnBroken = "fail",
-        together: Together = merged,
+        together: Together = merge_broken,
     ) -> None:
         """`workers` of the kind `prepare` make the next steps ahead; 0: each is made here, when it is asked for.
-        `steps` of the whole run; `on_broken`, `together`: see `Ahead`. Raises DataError where the index is none, or not
-        one for this model."""
+        `steps` of the whole run; `on_broken`, `together`: see `StepPrefetcher`. Raises DataError where the index is
+        none, or not one for this model."""
         self._plan, self._torch_device = plan, torch_device
         spaces = {module.name: module.space for module in model.modules}
         places = []
         for number, stage in enumerate(plan.stages):
-            group = plan.groups[stage.group].group()
+            group = plan.groups[stage.group].to_mesh()
             if device in group.devices:
-                replica = group.position(device, "replica")
-                places.append(Place(number, stage.space, replica, takes_decoded(model, stage)))
-        self._ahead = Ahead(recipe, tuple(places), None, stop=steps, on_broken=on_broken, together=together)
+                replica = group.axis_position(device, "replica")
+                places.append(HeldStage(number, stage.space, replica, takes_decoded(model, stage)))
+        self._ahead = StepPrefetcher(recipe, tuple(places), None, stop=steps, on_broken=on_broken, together=together)
         index = self._ahead.source.index
         check_index(model, index, self._ahead.source.rows)
         self._losses = {name: space for name, space in spaces.items() if space != PATCHES}
-        self._inputs = {module.name: _inputs(model, module.layers) for module in model.modules}
+        self._inputs = {module.name: _input_dtypes(model, module.layers) for module in model.modules}
         self.rows = self._ahead.source.rows
         self.rows.require_batch(plan.job.batch)
         self.digest = f"{index.summary.digest}/{recipe.pack}/{recipe.on_long}"
-        told = replace(recipe, digest=index.summary.digest, versions=versions())
+        told = replace(recipe, digest=index.summary.digest, versions=decoder_versions())
         self._pool = start_pool(told, workers, prepare)
         self._ahead.prepare_by(self._pool)
 
-    def step(self, step: int) -> Fed:
+    def step_inputs(self, step: int) -> BatchInputs:
         """The feeds of a training step by stage, divisors by module, counts by space."""
-        return self._fed(self._ahead.take(step), step)
+        return self._batch_inputs(self._ahead.take_step(step), step)
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         """How many batches hold all held-out rows."""
         return -(-self.rows.held_out // self._plan.job.batch)
 
-    def evaluation(self, index: int) -> Fed:
+    def evaluation_inputs(self, index: int) -> BatchInputs:
         """The feeds of one batch of an evaluation by stage."""
-        return self._fed(self._ahead.evaluation(index), index)
+        return self._batch_inputs(self._ahead.evaluation(index), index)
 
     @property
-    def left_out(self) -> list[int]:
+    def excluded_samples(self) -> list[int]:
         """Samples that the run goes on without, by their numbers in the index: the same on all devices."""
         return sorted(self._ahead.left_out)
 
-    def leave_out(self, samples: Collection[int]) -> None:
+    def exclude_samples(self, samples: Collection[int]) -> None:
         """Go on without these samples, as before the checkpoint."""
-        self._ahead.leave_out(samples)
+        self._ahead.skip_samples(samples)
 
-    def newly_broken(self) -> list[Broken]:
+    def take_broken(self) -> list[BrokenImage]:
         """The images, of all devices, that samples were left out for since this was asked last."""
         found, self._ahead.found = self._ahead.found, []
         return found
@@ -142,24 +143,24 @@ class ImageFeeding:
         if self._pool is not None:
             self._pool.close()
 
-    def _fed(self, prepared: PreparedStep, step: int) -> Fed:
-        feeds: dict[int, list[list[Feed]]] = {}
+    def _batch_inputs(self, prepared: PreparedStep, step: int) -> BatchInputs:
+        feeds: dict[int, list[list[StageInputs]]] = {}
         for (stage, _), arrays in sorted(prepared.feeds.items(), key=lambda item: item[0]):
-            feeds.setdefault(stage, []).append([self._feed(stage, arrays, step)])
+            feeds.setdefault(stage, []).append([self._stage_inputs(stage, arrays, step)])
         divisors = {name: prepared.plan.divisors[space] for name, space in self._losses.items()}
         counts = {space: each.tolist() for space, each in prepared.plan.counts.items()}
-        return Fed(feeds, divisors, {**counts, **prepared.plan.images})
+        return BatchInputs(feeds, divisors, {**counts, **prepared.plan.images})
 
-    def _feed(self, stage: int, arrays: Arrays, step: int) -> Feed:
+    def _stage_inputs(self, stage: int, arrays: ModuleArrays, step: int) -> StageInputs:
         """On the device; floating inputs in the type that the graphs ask for."""
         job, known = self._plan.job, self._inputs[self._plan.stages[stage].module]
         packed = "tokens" not in arrays.arrays
         found = {
-            name: _moved(array, known.get(name), job.precision, self._torch_device)
+            name: _move_array(array, known.get(name), job.precision, self._torch_device)
             for name, array in arrays.arrays.items()
             if name in known or name == "rows" or (name == "documents" and (packed or job.documents == "apart"))
         }
-        feed = Feed(step=step, data={name: tensor for name, tensor in found.items() if name not in ROLES})
+        feed = StageInputs(step=step, data={name: tensor for name, tensor in found.items() if name not in ROLES})
         for name in ROLES:
             setattr(feed, name, found.get(name))
         if packed:
@@ -183,12 +184,12 @@ def mean_sizes(rows: SampleRows, batch: int) -> dict[str, dict[str, int]]:
     }
 
 
-def _inputs(model: Model, layers: Iterable[Any]) -> dict[str, str]:
+def _input_dtypes(model: Model, layers: Iterable[Any]) -> dict[str, str]:
     """Input of a module's layers -> its number type in the graphs."""
     return {name: tensor.dtype for name, tensor in data_inputs(model, layers).items()}
 
 
-def _moved(array: Any, kind: str | None, precision: str, device: torch.device) -> torch.Tensor:
+def _move_array(array: Any, kind: str | None, precision: str, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if tensor.is_floating_point():
         own: torch.dtype = getattr(torch, precision)

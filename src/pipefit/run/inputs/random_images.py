@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from pipefit.data.rows import Rows
+from pipefit.data.rows import RowSplit
 from pipefit.data.stepplan import batch_shape
 from pipefit.errors import PlanError
-from pipefit.model.graph import Model, Tensor, size_value
+from pipefit.model.graph import Model, TensorSpec, size_value
 from pipefit.plan.assemble.image_split import image_runs
 from pipefit.plan.assemble.packed_rows import CONDITIONS
 from pipefit.plan.types import Plan
-from pipefit.run.inputs.feeding import Fed
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.inputs.feeding import BatchInputs
+from pipefit.run.stage_inputs import StageInputs
 
 PLACES = {"image_places": CONDITIONS["I"], "condition_places": CONDITIONS["L"]}
 """Input that says where tokens of a packed space stand in the sequences -> that space."""
@@ -35,7 +35,7 @@ class RandomImages:
         self._plan, self._vocabulary, self._torch_device = plan, vocabulary, torch_device
         self._dtype: torch.dtype = getattr(torch, plan.job.precision)
         batch, tokens = plan.job.batch, plan.job.sequence
-        self.rows = Rows(count=2 * batch, sequence=tokens, last_labels=tokens, held_out=batch)
+        self.rows = RowSplit(count=2 * batch, sequence=tokens, last_labels=tokens, held_out=batch)
         spaces = [space for space in plan.spaces if not space.tokens]
         self._images = {
             space.name: list(space.images) or [(count,) if count else () for count in space.counts] for space in spaces
@@ -49,16 +49,16 @@ class RandomImages:
                     allowed=f"one for each of the {batch} samples of a batch",
                     next_step="plan with the data: pipefit plan --data INDEX",
                 )
-        self._inputs = {module.name: _inputs(model, module.layers) for module in model.modules}
-        self._losses = [module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss]
+        self._inputs = {module.name: _input_tensors(model, module.layers) for module in model.modules}
+        self._losses = [module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss_output]
         generator = torch.Generator().manual_seed(plan.job.seed)
-        shape, self._feeds = batch_shape(plan), dict[int, list[Feed]]()
+        shape, self._feeds = batch_shape(plan), dict[int, list[StageInputs]]()
         for number, stage in enumerate(plan.stages):
-            group = plan.groups[stage.group].group()
+            group = plan.groups[stage.group].to_mesh()
             if device in group.devices:
-                replica = group.position(device, "replica")
-                for microbatch in shape.units(number):
-                    places = range(*shape.run(number, microbatch, replica))
+                replica = group.axis_position(device, "replica")
+                for microbatch in shape.own_units(number):
+                    places = range(*shape.batch_run(number, microbatch, replica))
                     images = (
                         [*chain.from_iterable(self._images[stage.space][place] for place in places)]
                         if (stage.space in self._images)
@@ -66,35 +66,35 @@ class RandomImages:
                     )
                     if shape.divides_images(number):
                         images = images[slice(*image_runs(images, shape.shares[number])[replica])]
-                    feed = self._feed(number, places, images, generator)
+                    feed = self._stage_inputs(number, places, images, generator)
                     self._feeds.setdefault(number, []).append([feed])
 
-    def step(self, step: int) -> Fed:
+    def step_inputs(self, step: int) -> BatchInputs:
         """The feeds by stage."""
-        return Fed(self._feeds, dict.fromkeys(self._losses, 1), self._images)
+        return BatchInputs(self._feeds, dict.fromkeys(self._losses, 1), self._images)
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         """One batch."""
         return 1
 
-    def evaluation(self, index: int) -> Fed:
+    def evaluation_inputs(self, index: int) -> BatchInputs:
         """The same batch, for an evaluation."""
-        return self.step(index)
+        return self.step_inputs(index)
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _feed(self, stage: int, places: range, counts: list[int], generator: torch.Generator) -> Feed:
+    def _stage_inputs(self, stage: int, places: range, counts: list[int], generator: torch.Generator) -> StageInputs:
         """What a stage reads of the samples at these places of the batch, with so many tokens in each of its images."""
         one, job = self._plan.stages[stage], self._plan.job
-        feed, data = Feed(), dict[str, torch.Tensor]()
+        feed, data = StageInputs(), dict[str, torch.Tensor]()
         sizes = {"B": 1, "T": sum(counts)} if one.space in self._images else {"B": len(places), "T": job.sequence}
         if one.space in self._images:
             feed.image_lengths = tuple(counts)
         for name, tensor in self._inputs[one.module].items():
             if name in PLACES:
-                value = self._places(PLACES[name], places)
+                value = self._leading_places(PLACES[name], places)
             elif name == "grid":
                 value = torch.tensor(
                     [[0, i, 1, count] for count in counts for i in range(count)], dtype=torch.int64
@@ -105,7 +105,7 @@ class RandomImages:
             elif name == "positions":
                 value = torch.arange(job.sequence).expand(len(places), -1).contiguous()
             else:
-                value = self._random(tensor, sizes, generator)
+                value = self._random_tensor(tensor, sizes, generator)
             if tensor.role == "data":
                 data[name] = value.to(self._torch_device)
             else:
@@ -113,13 +113,13 @@ class RandomImages:
         feed.data = data
         return feed
 
-    def _places(self, space: str, places: range) -> torch.Tensor:
+    def _leading_places(self, space: str, places: range) -> torch.Tensor:
         """Tokens at the beginning of every row."""
         images, tokens = self._images[space], self._plan.job.sequence
         found = [row * tokens + i for row, place in enumerate(places) for i in range(sum(images[place]))]
         return torch.tensor(found, dtype=torch.int64).view(1, -1)
 
-    def _random(self, tensor: Tensor, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:
+    def _random_tensor(self, tensor: TensorSpec, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:
         shape = [size_value(size, sizes) for size in tensor.shape]
         if tensor.dtype == "int64":
             return torch.randint(0, self._vocabulary, shape, generator=generator)
@@ -129,7 +129,7 @@ class RandomImages:
         return torch.randn(shape, generator=generator).to(wide)
 
 
-def _inputs(model: Model, layers: Any) -> dict[str, Tensor]:
+def _input_tensors(model: Model, layers: Any) -> dict[str, TensorSpec]:
     return {
         tensor.name: tensor
         for layer in layers

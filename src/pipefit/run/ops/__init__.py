@@ -1,7 +1,7 @@
 """How each operator kind is executed. One file a kind (or a family of kinds); adding one is adding a file.
 
 Every module of this package has a table `BUILDERS`: operator kind -> builder. A builder is called once per operator
-of a layer, when the stage is made, and returns a `Step`: a plain callable over tensors, with everything that is
+of a layer, when the stage is made, and returns a `OperatorStep`: a plain callable over tensors, with everything that is
 known beforehand (parameters, attributes, the share of the device) already bound in it. So a forward pays for no
 lookups: `stage_compile` writes one Python function per layer that calls the steps in order.
 """
@@ -21,7 +21,7 @@ from pipefit.errors import ModelError
 from pipefit.model.graph import Graph, Operator
 
 
-class Step(NamedTuple):
+class OperatorStep(NamedTuple):
     """One executable operator: `call(*inputs)`, or `call(record, *inputs)` where `wants_record`.
 
     Inputs come in the order of the operator's inputs; parameters are passed as `torch.nn.Parameter`, absent
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class OperatorContext:
     """What a builder may know about the place of its operator."""
 
     graph: Graph
@@ -58,11 +58,11 @@ class Context:
     "The user's modules that could not be captured, by the key of their opaque operator."
 
 
-Builder = Callable[[Operator, Context], Step]
+Builder = Callable[[Operator, OperatorContext], OperatorStep]
 
 
 @cache
-def builders() -> dict[str, Builder]:
+def find_builders() -> dict[str, Builder]:
     """All operator kinds that can be executed, found by walking this package."""
     found: dict[str, Builder] = {}
     for info in pkgutil.iter_modules(__path__):
@@ -73,9 +73,9 @@ def builders() -> dict[str, Builder]:
     return found
 
 
-def build_step(operator: Operator, context: Context) -> Step:
+def build_step(operator: Operator, context: OperatorContext) -> OperatorStep:
     """The step of one operator. Raises ModelError for a kind that nothing here executes."""
-    known = builders()
+    known = find_builders()
     if operator.kind not in known:
         raise ModelError(
             f"The runtime cannot execute the operator {operator.kind!r}.",

@@ -9,13 +9,13 @@ import torch
 
 from pipefit.errors import ModelError
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
-from pipefit.run.ops.elementwise import type_of
-from pipefit.run.ops.shape import late_size
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.ops.elementwise import torch_dtype
+from pipefit.run.ops.shape import deferred_size
 
 
-def function_of(target: str, where: str) -> Callable[..., Any]:
+def aten_function(target: str, where: str) -> Callable[..., Any]:
     """`aten.topk.default` -> torch.ops.aten.topk.default. Raises ModelError where this PyTorch has no such function."""
     found: Any = torch.ops
     for name in target.split("."):
@@ -31,29 +31,31 @@ def function_of(target: str, where: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_aten(operator: Operator, context: OperatorContext) -> OperatorStep:
     at = operator.attributes
-    function = function_of(str(at["target"]), operator.source or "captured operator")
+    function = aten_function(str(at["target"]), operator.source or "captured operator")
     result = at["result"]
 
-    def call(record: Record, *values: Any) -> Any:
-        def real(item: Any) -> Any:
+    def call_function(record: SavedForward, *values: Any) -> Any:
+        def real_value(item: Any) -> Any:
             if isinstance(item, (list, tuple)):
-                return [real(each) for each in item]
+                return [real_value(each) for each in item]
             if not isinstance(item, dict):
                 return item
             if "input" in item:
                 return values[item["input"]]
             if "size" in item:
-                return late_size(item["size"], context.shard)(record)
+                return deferred_size(item["size"], context.shard)(record)
             if "float" in item:
                 return float(item["float"])
-            return context.device if "device" in item else type_of(item["type"], context)
+            return context.device if "device" in item else torch_dtype(item["type"], context)
 
-        found = function(*map(real, at["arguments"]), **{name: real(item) for name, item in at["keywords"].items()})
+        found = function(
+            *map(real_value, at["arguments"]), **{name: real_value(item) for name, item in at["keywords"].items()}
+        )
         return found if result is None else found[result]
 
-    return Step(call, wants_record=True)
+    return OperatorStep(call_function, wants_record=True)
 
 
-BUILDERS = {"aten": build}
+BUILDERS = {"aten": build_aten}

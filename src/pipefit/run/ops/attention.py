@@ -5,7 +5,7 @@ attends to its own keys and values and to those of the slices before it, chunk b
 merged by their log-sum-exps, and the backward goes over the same chunks with the merged result and log-sum-exp (Ring
 Attention, Liu et al., 2023). Nothing is joined, and what earlier slices have kept for their own backward is all that
 later ones read. Slices run backward in reverse order; a slice's backward adds what it owes to the keys and values of
-earlier slices into `Past`, in float32 or wider, and picks up what later slices left for its own.
+earlier slices into `KeyValueCache`, in float32 or wider, and picks up what later slices left for its own.
 
 Where a shard program splits queries along tokens (`cut`), a device has the queries of a part of the slice and the keys
 of all of it: those in front of its part are one more earlier run, those behind it are not seen.
@@ -20,13 +20,13 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.attention_kernels import Call, attend, attend_back, wide_of
-from pipefit.run.autograd.attention_mask import Sight
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
+from pipefit.run.autograd.attention_kernels import AttentionCall, attend_backward, attend_forward, statistics_dtype
+from pipefit.run.autograd.attention_mask import AttentionMask
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
 
 
-class Sees(NamedTuple):
+class AttentionSpec(NamedTuple):
     """How an operator attends: the factor of the scores, so many last keys (None: all), the stage's shards, and where
     the first query stands among the slice's tokens (None: at the shard's part of them)."""
 
@@ -35,7 +35,7 @@ class Sees(NamedTuple):
     shard: Any
     first: int | None = 0
 
-    def part(self, queries: int, tokens: int) -> tuple[int, int]:
+    def query_range(self, queries: int, tokens: int) -> tuple[int, int]:
         """The tokens of a slice that have queries here."""
         first = self.shard.runs(tokens)[self.shard.position][0] if self.first is None else self.first
         return first, first + queries
@@ -51,38 +51,38 @@ class KeyRun(NamedTuple):
     mask: torch.Tensor | None
 
 
-class Past:
+class KeyValueCache:
     """The keys and values of one attention operator for one microbatch, slice by slice, and their gradients.
 
-    `put` stores (or, when a slice is recomputed, stores again) the keys and values of a slice; `owe` accumulates
-    gradients for an earlier slice; `settle` hands over what is owed to a slice and forgets the slice: no earlier
-    slice can still need it.
+    `put_keys` stores (or, when a slice is recomputed, stores again) the keys and values of a slice; `add_gradients`
+    accumulates gradients for an earlier slice; `take_gradients` hands over what is owed to a slice and forgets the
+    slice: no earlier slice can still need it.
     """
 
     def __init__(self) -> None:
         self.chunks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.owed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def put(self, slice_: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def put_keys(self, slice_: int, k: torch.Tensor, v: torch.Tensor) -> None:
         assert slice_ == 0 or slice_ - 1 in self.chunks, "slices must be run forward in order"
         if not torch.is_grad_enabled():
-            k, v = compact(k), compact(v)
+            k, v = copy_compact(k), copy_compact(v)
         self.chunks[slice_] = (k.detach(), v.detach())
 
-    def first(self, slice_: int) -> int:
+    def first_token(self, slice_: int) -> int:
         """The place in the row of the slice's first token."""
         return sum(self.chunks[index][0].shape[1] for index in range(slice_))
 
-    def owe(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def add_gradients(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Add gradients (which the caller gives away) to what later slices owe to this one."""
         if slice_ in self.owed:
             total_k, total_v = self.owed[slice_]
             total_k.add_(dk)
             total_v.add_(dv)
         else:
-            self.owed[slice_] = (dk.to(wide_of(dk.dtype)), dv.to(wide_of(dv.dtype)))
+            self.owed[slice_] = (dk.to(statistics_dtype(dk.dtype)), dv.to(statistics_dtype(dv.dtype)))
 
-    def settle(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def take_gradients(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole gradients of a slice's keys and values: its own (given away) and what later slices owe to it."""
         del self.chunks[slice_]
         owed = self.owed.pop(slice_, None)
@@ -91,12 +91,12 @@ class Past:
         return owed[0].add_(dk).to(dk.dtype), owed[1].add_(dv).to(dv.dtype)
 
 
-def compact(x: torch.Tensor) -> torch.Tensor:
+def copy_compact(x: torch.Tensor) -> torch.Tensor:
     """x without the rest of its storage: where a layer will be recomputed, nobody else keeps it."""
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     """Attention of one slice (or of an uncut sequence with a mask): keeps q, its result, and the log-sum-exp.
 
     Keys and values of slices are kept by `past`, as later ones read them; those of an uncut sequence by autograd, so
@@ -104,7 +104,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, past: Past, record: Record, sees: Sees) -> Any:
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, past: KeyValueCache, record: SavedForward, sees: AttentionSpec
+    ) -> Any:
         ctx.past, ctx.record, ctx.sees = past, record, sees
         out, lse = forward_over(past, record, q, sees)
         ctx.save_for_backward(q, out, *((k, v) if record.past is None else ()))
@@ -123,17 +125,17 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def key_runs(past: Past, record: Record, q: torch.Tensor, sees: Sees) -> Iterator[KeyRun]:
+def key_runs(past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: AttentionSpec) -> Iterator[KeyRun]:
     """The runs of keys that the queries see: beside themselves, in front of them in their slice, in earlier slices."""
-    place = past.first(record.slice)
-    first, end = sees.part(q.shape[1], past.chunks[record.slice][0].shape[1])
-    sight = Sight(record, place + first, q, sees.window, sees.shard, (first, end))
-    mask = sight.of_own()
+    place = past.first_token(record.slice)
+    first, end = sees.query_range(q.shape[1], past.chunks[record.slice][0].shape[1])
+    sight = AttentionMask(record, place + first, q, sees.window, sees.shard, (first, end))
+    mask = sight.own_mask()
     yield KeyRun(record.slice, first, end, mask is None, mask)
     stop = sight.first
     lengths = [first, *(past.chunks[index][0].shape[1] for index in range(record.slice - 1, -1, -1))]
     for back, length in enumerate(lengths):
-        mask_ = sight.of_earlier(stop - length, stop) if length else None
+        mask_ = sight.earlier_mask(stop - length, stop) if length else None
         stop -= length
         if mask_ == "nothing":
             return
@@ -141,7 +143,7 @@ def key_runs(past: Past, record: Record, q: torch.Tensor, sees: Sees) -> Iterato
             yield KeyRun(record.slice - back, 0, length, False, mask_)
 
 
-def keys_of(past: Past, run: KeyRun) -> tuple[torch.Tensor, torch.Tensor]:
+def run_keys(past: KeyValueCache, run: KeyRun) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of a run."""
     k, v = past.chunks[run.slice_]
     if run.stop - run.start < k.shape[1]:
@@ -149,15 +151,17 @@ def keys_of(past: Past, run: KeyRun) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-def forward_over(past: Past, record: Record, q: torch.Tensor, sees: Sees) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_over(
+    past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(result, log-sum-exp) of the slice's queries over its own chunk and those before it that they see."""
     if not q.shape[1]:
-        return q.clone(), q.new_empty((q.shape[0], q.shape[2], 0), dtype=wide_of(q.dtype))
+        return q.clone(), q.new_empty((q.shape[0], q.shape[2], 0), dtype=statistics_dtype(q.dtype))
     runs = key_runs(past, record, q, sees)
     own = next(runs)
-    out, lse = attend(Call(sees.scale, own.causal), q, *keys_of(past, own), own.mask)
+    out, lse = attend_forward(AttentionCall(sees.scale, own.causal), q, *run_keys(past, own), own.mask)
     for run in runs:
-        more, more_lse = attend(Call(sees.scale, causal=False), q, *keys_of(past, run), run.mask)
+        more, more_lse = attend_forward(AttentionCall(sees.scale, causal=False), q, *run_keys(past, run), run.mask)
         if out.dtype != lse.dtype:
             out = out.to(lse.dtype)
         out.lerp_(more.to(lse.dtype), (more_lse - lse).sigmoid_().transpose(1, 2).unsqueeze(-1))
@@ -167,30 +171,32 @@ def forward_over(past: Past, record: Record, q: torch.Tensor, sees: Sees) -> tup
 
 
 def backward_over(
-    past: Past,
-    record: Record,
+    past: KeyValueCache,
+    record: SavedForward,
     dy: torch.Tensor,
     q: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    sees: Sees,
+    sees: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of the slice's q, k and v, what later slices owe it among them; earlier ones are owed theirs."""
     if not q.shape[1]:
-        return torch.zeros_like(q), *past.settle(record.slice, *map(torch.zeros_like, past.chunks[record.slice]))
+        return torch.zeros_like(q), *past.take_gradients(
+            record.slice, *map(torch.zeros_like, past.chunks[record.slice])
+        )
     runs = key_runs(past, record, q, sees)
     own = next(runs)
-    dq, dk, dv = attend_back(Call(sees.scale, own.causal), dy, q, *keys_of(past, own), out, lse, own.mask)
+    dq, dk, dv = attend_backward(AttentionCall(sees.scale, own.causal), dy, q, *run_keys(past, own), out, lse, own.mask)
     k, v = past.chunks[record.slice]
     if own.stop - own.start < k.shape[1]:
-        dk, dv = amid_zeros(k, dk, own), amid_zeros(v, dv, own)
+        dk, dv = pad_zeros(k, dk, own), pad_zeros(v, dv, own)
     settled = False
     for run in runs:
         if run.slice_ != record.slice and not settled:
-            dk, dv = past.settle(record.slice, dk, dv)
+            dk, dv = past.take_gradients(record.slice, dk, dv)
             settled = True
-        more, dk_owed, dv_owed = attend_back(
-            Call(sees.scale, causal=False), dy, q, *keys_of(past, run), out, lse, run.mask
+        more, dk_owed, dv_owed = attend_backward(
+            AttentionCall(sees.scale, causal=False), dy, q, *run_keys(past, run), out, lse, run.mask
         )
         if dq.dtype != lse.dtype:
             dq = dq.to(lse.dtype)
@@ -200,29 +206,29 @@ def backward_over(
             dk[:, : run.stop].add_(dk_owed)
             dv[:, : run.stop].add_(dv_owed)
         else:
-            past.owe(run.slice_, dk_owed, dv_owed)
+            past.add_gradients(run.slice_, dk_owed, dv_owed)
     if not settled:
-        dk, dv = past.settle(record.slice, dk, dv)
+        dk, dv = past.take_gradients(record.slice, dk, dv)
     return dq.to(q.dtype), dk, dv
 
 
-def amid_zeros(like: torch.Tensor, part: torch.Tensor, run: KeyRun) -> torch.Tensor:
+def pad_zeros(like: torch.Tensor, part: torch.Tensor, run: KeyRun) -> torch.Tensor:
     """The gradient of a slice's keys, of which only a run was seen so far."""
     full = torch.zeros_like(like)
     full[:, run.start : run.stop] = part
     return full
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_attention(operator: Operator, context: OperatorContext) -> OperatorStep:
     scale, window = float(operator.attributes["scale"]), operator.attributes.get("window")
     dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
     split = dim == 1
-    sees = Sees(scale, window, context.shard, None if first < 0 else first)
+    sees = AttentionSpec(scale, window, context.shard, None if first < 0 else first)
     causal = bool(operator.attributes.get("causal", True))
     place = (context.layer, context.operator)
 
-    def attention(record: Record, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        past = Past()
+    def run_attention(record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        past = KeyValueCache()
         if not q.shape[1] and record.past is None:  # keys still have gradients, of zero, which others wait for
             return q + 0.0 * (k.sum() + v.sum())
         if record.past is not None:
@@ -230,17 +236,17 @@ def build(operator: Operator, context: Context) -> Step:
         elif (
             not (split and causal) and record.feed.document_bounds[1] == 0 and (window is None or window >= q.shape[1])
         ):
-            return whole(q, k, v, causal, scale)
+            return attend_whole(q, k, v, causal, scale)
         assert causal, "only causal attention can be cut or masked"
-        past.put(record.slice, k, v)
+        past.put_keys(record.slice, k, v)
         if torch.is_grad_enabled():
-            return _Attention.apply(q, k, v, past, record, sees)
+            return _AttentionFunction.apply(q, k, v, past, record, sees)
         return forward_over(past, record, q, sees)[0]
 
-    return Step(attention, wants_record=True)
+    return OperatorStep(run_attention, wants_record=True)
 
 
-def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
     """PyTorch's own attention, for uncut sequences without a mask."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
@@ -248,4 +254,4 @@ def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale
     return out.transpose(1, 2)
 
 
-BUILDERS = {"attention": build}
+BUILDERS = {"attention": build_attention}

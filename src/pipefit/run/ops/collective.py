@@ -13,52 +13,52 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.model.ops.exchange import lowering_of
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
-from pipefit.run.ops.shape import late_size
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.ops.shape import deferred_size
 from pipefit.run.sharded import collectives as shard_comm
 from pipefit.run.sharded.parts import ShardContext
 
 
-def build_all_gather(operator: Operator, context: Context) -> Step:
-    dim, units, shard = _reading(operator, context)
-    total, how = late_size(operator.attributes["size"], shard), lowering_of(operator)
+def build_all_gather(operator: Operator, context: OperatorContext) -> OperatorStep:
+    dim, units, shard = _read_operator(operator, context)
+    total, how = deferred_size(operator.attributes["size"], shard), lowering_of(operator)
 
-    def all_gather(record: Record, x: torch.Tensor) -> Any:
+    def all_gather(record: SavedForward, x: torch.Tensor) -> Any:
         return shard_comm.AllGather.apply(x, shard.runs(total(record), units), dim, shard, how)
 
-    return Step(all_gather, wants_record=True)
+    return OperatorStep(all_gather, wants_record=True)
 
 
-def build_reduce_scatter(operator: Operator, context: Context) -> Step:
-    dim, units, shard = _reading(operator, context)
+def build_reduce_scatter(operator: Operator, context: OperatorContext) -> OperatorStep:
+    dim, units, shard = _read_operator(operator, context)
     how = lowering_of(operator)
-    return Step(lambda x: shard_comm.ReduceScatter.apply(x, shard.runs(x.shape[dim], units), dim, shard, how))
+    return OperatorStep(lambda x: shard_comm.ReduceScatter.apply(x, shard.runs(x.shape[dim], units), dim, shard, how))
 
 
-def build_all_to_all(operator: Operator, context: Context) -> Step:
-    dim, units, shard = _reading(operator, context)
+def build_all_to_all(operator: Operator, context: OperatorContext) -> OperatorStep:
+    dim, units, shard = _read_operator(operator, context)
     how, old, old_units = lowering_of(operator), int(operator.attributes["from"]), operator.attributes["from_units"]
-    total = late_size(operator.attributes["whole"], shard)
+    total = deferred_size(operator.attributes["whole"], shard)
 
-    def all_to_all(record: Record, x: torch.Tensor) -> Any:
+    def all_to_all(record: SavedForward, x: torch.Tensor) -> Any:
         cut, new = (shard.runs(total(record), old_units), old), (shard.runs(x.shape[dim], units), dim)
         return shard_comm.AllToAll.apply(x, cut, new, shard, how)
 
-    return Step(all_to_all, wants_record=True)
+    return OperatorStep(all_to_all, wants_record=True)
 
 
-def build_all_reduce(operator: Operator, context: Context) -> Step:
+def build_all_reduce(operator: Operator, context: OperatorContext) -> OperatorStep:
     shard = context.shard
-    return Step(lambda x: shard_comm.AllReduce.apply(x, shard))
+    return OperatorStep(lambda x: shard_comm.AllReduce.apply(x, shard))
 
 
-def build_shard_slice(operator: Operator, context: Context) -> Step:
-    dim, units, shard = _reading(operator, context)
-    return Step(lambda x: shard_comm.ShardSlice.apply(x, shard.runs(x.shape[dim], units)[shard.position], dim))
+def build_shard_slice(operator: Operator, context: OperatorContext) -> OperatorStep:
+    dim, units, shard = _read_operator(operator, context)
+    return OperatorStep(lambda x: shard_comm.ShardSlice.apply(x, shard.runs(x.shape[dim], units)[shard.position], dim))
 
 
-def _reading(operator: Operator, context: Context) -> tuple[int, int, ShardContext]:
+def _read_operator(operator: Operator, context: OperatorContext) -> tuple[int, int, ShardContext]:
     assert context.shard is not None, "a collective in a stage without a shard axis"
     return int(operator.attributes["dim"]), int(operator.attributes.get("units", 0)), context.shard
 

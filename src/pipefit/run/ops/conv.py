@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.saved_forward import Deferred, Record
-from pipefit.run.ops import Context, Step
-from pipefit.run.sharded.weights import add_gradient, leaf_of, whole_of
+from pipefit.run.autograd.saved_forward import DeferredGradient, SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
 
 
-class Window(NamedTuple):
+class ConvWindow(NamedTuple):
     """How the kernel goes over the image."""
 
     stride: tuple[int, ...]
@@ -28,12 +28,12 @@ class Window(NamedTuple):
     transposed: bool
     output_padding: tuple[int, ...]
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def run_forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The convolution."""
         stride, padding, dilation, groups, transposed, behind = self
         return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, behind, groups)
 
-    def backward(self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> Any:
+    def run_backward(self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> Any:
         """Gradients of x, weight and bias, those that are wanted."""
         return torch.ops.aten.convolution_backward(
             dy,
@@ -50,7 +50,7 @@ class Window(NamedTuple):
         )
 
 
-class _Conv(torch.autograd.Function):
+class _ConvFunction(torch.autograd.Function):
     """Parameters come twice, as leaves for autograd and as handles: one that is stored split is gathered here, and
     again for the input gradient."""
 
@@ -62,13 +62,13 @@ class _Conv(torch.autograd.Function):
         bias_leaf: Any,
         weight: Any,
         bias: Any,
-        window: Window,
-        record: Record,
+        window: ConvWindow,
+        record: SavedForward,
         layer: int,
     ) -> torch.Tensor:
         ctx.weight, ctx.bias, ctx.window, ctx.record, ctx.layer = weight, bias, window, record, layer
         ctx.save_for_backward(x)
-        return window.forward(x, whole_of(weight), whole_of(bias))
+        return window.run_forward(x, whole_weight(weight), whole_weight(bias))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -79,36 +79,40 @@ class _Conv(torch.autograd.Function):
             if deferred is None:
                 accumulate_conv(weight, bias, x, dy, window)
             else:
-                deferred.append(Deferred(ctx.layer, accumulate_conv, (weight, bias, x.detach(), dy, window)))
-        dx = window.backward(dy, x, whole_of(weight), [True, False, False])[0] if ctx.needs_input_grad[0] else None
+                deferred.append(DeferredGradient(ctx.layer, accumulate_conv, (weight, bias, x.detach(), dy, window)))
+        dx = (
+            window.run_backward(dy, x, whole_weight(weight), [True, False, False])[0]
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return dx, None, None, None, None, None, None, None
 
 
-def accumulate_conv(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor, window: Window) -> None:
+def accumulate_conv(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor, window: ConvWindow) -> None:
     """Add the gradients of a convolution's weight and bias to their buffers."""
 
-    def add(buffer: torch.Tensor) -> None:
+    def add_conv_gradient(buffer: torch.Tensor) -> None:
         like = dy.new_empty(()).expand(buffer.shape)  # of the weight only its shape is read
-        buffer.add_(window.backward(dy, x, like, [False, True, False])[1])
+        buffer.add_(window.run_backward(dy, x, like, [False, True, False])[1])
 
     if weight.requires_grad:
-        add_gradient(weight, add)
+        add_gradient(weight, add_conv_gradient)
     if bias is not None and bias.requires_grad:
         dims = [dim for dim in range(dy.dim()) if dim != 1]
         add_gradient(bias, lambda buffer: buffer.add_(dy.sum(dims, dtype=buffer.dtype)))
 
 
-def build(operator: Operator, context: Context) -> Step:
-    layer, apply, at = context.layer, _Conv.apply, operator.attributes
+def build_conv(operator: Operator, context: OperatorContext) -> OperatorStep:
+    layer, apply, at = context.layer, _ConvFunction.apply, operator.attributes
     transposed = operator.kind == "conv_transpose"
     behind = at["output_padding"] if transposed else [0] * len(at["stride"])
     each = (tuple(at[name]) for name in ("stride", "padding", "dilation"))
-    window = Window(*each, int(at["groups"]), transposed, tuple(behind))
+    window = ConvWindow(*each, int(at["groups"]), transposed, tuple(behind))
 
-    def conv(record: Record, x: Any, weight: Any, bias: Any) -> Any:
-        return apply(x, leaf_of(weight), leaf_of(bias), weight, bias, window, record, layer)
+    def run_conv(record: SavedForward, x: Any, weight: Any, bias: Any) -> Any:
+        return apply(x, leaf_parameter(weight), leaf_parameter(bias), weight, bias, window, record, layer)
 
-    return Step(conv, wants_record=True)
+    return OperatorStep(run_conv, wants_record=True)
 
 
-BUILDERS = {"conv": build, "conv_transpose": build}
+BUILDERS = {"conv": build_conv, "conv_transpose": build_conv}

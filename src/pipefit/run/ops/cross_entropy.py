@@ -14,8 +14,8 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.model.ops.cross_entropy import CHUNK_NUMBERS
-from pipefit.run.ops import Context, Step
-from pipefit.run.sharded.internal_collectives import reduced
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.sharded.internal_collectives import reduce_in_place
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -23,7 +23,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, ignore: int, wide: torch.dtype) -> torch.Tensor:
         flat, label = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         total = torch.empty(flat.shape[0], dtype=wide, device=flat.device)
-        for start, stop in chunks(flat):
+        for start, stop in row_chunks(flat):
             torch.logsumexp(flat[start:stop].to(wide), 1, out=total[start:stop])
         counts = label != ignore
         picked = flat.gather(1, torch.where(counts, label, 0).unsqueeze(1)).squeeze(1)
@@ -36,7 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, total = ctx.saved_tensors
         label = labels.reshape(-1)
         counts = label != ctx.ignore
-        return softmax_less(logits, total, torch.where(counts, dy, 0), label, counts), None, None, None
+        return softmax_gradient(logits, total, torch.where(counts, dy, 0), label, counts), None, None, None
 
 
 class _CrossEntropyShard(torch.autograd.Function):
@@ -48,11 +48,11 @@ class _CrossEntropyShard(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, ignore: int, wide: torch.dtype, first: int, shard: Any
     ) -> torch.Tensor:
         flat, label = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        peak = reduced(flat.amax(1).to(wide), shard, "max")
+        peak = reduce_in_place(flat.amax(1).to(wide), shard, "max")
         total = torch.empty_like(peak)
-        for start, stop in chunks(flat):
+        for start, stop in row_chunks(flat):
             torch.sum((flat[start:stop].to(wide) - peak[start:stop].unsqueeze(1)).exp_(), 1, out=total[start:stop])
-        total = reduced(total, shard).log_().add_(peak)
+        total = reduce_in_place(total, shard).log_().add_(peak)
         counts = label != ignore
         own = counts & (label >= first) & (label < first + flat.shape[1])
         picked = flat.gather(1, torch.where(own, label - first, 0).unsqueeze(1)).squeeze(1)
@@ -66,11 +66,11 @@ class _CrossEntropyShard(torch.autograd.Function):
         logits, labels, total = ctx.saved_tensors
         label = labels.reshape(-1)
         own = (label >= ctx.first) & (label < ctx.first + logits.shape[-1]) & (label != ctx.ignore)
-        dx = softmax_less(logits, total, torch.where(label != ctx.ignore, dy, 0), label - ctx.first, own)
+        dx = softmax_gradient(logits, total, torch.where(label != ctx.ignore, dy, 0), label - ctx.first, own)
         return dx, None, None, None, None, None
 
 
-def softmax_less(
+def softmax_gradient(
     logits: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, label: torch.Tensor, own: torch.Tensor
 ) -> torch.Tensor:
     """weight x (softmax(logits) - one at `label` where it is `own`), some rows at a time; `total` are log-sum-exps."""
@@ -78,7 +78,7 @@ def softmax_less(
     label, weight = torch.where(own, label, 0).unsqueeze(1), weight.unsqueeze(1)
     less = torch.where(own.unsqueeze(1), -weight, 0)
     dx = torch.empty_like(flat)
-    for start, stop in chunks(flat):
+    for start, stop in row_chunks(flat):
         same = dx.dtype == total.dtype
         p = dx[start:stop].copy_(flat[start:stop]) if same else flat[start:stop].to(total.dtype)
         p.sub_(total[start:stop].unsqueeze(1)).exp_().mul_(weight[start:stop])
@@ -88,24 +88,24 @@ def softmax_less(
     return dx.view(logits.shape)
 
 
-def chunks(flat: torch.Tensor) -> list[tuple[int, int]]:
+def row_chunks(flat: torch.Tensor) -> list[tuple[int, int]]:
     """Runs of rows with at most CHUNK_NUMBERS numbers each."""
     rows, step = flat.shape[0], max(1, CHUNK_NUMBERS // flat.shape[1])
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_cross_entropy(operator: Operator, context: OperatorContext) -> OperatorStep:
     ignore = int(operator.attributes.get("ignore_index", -100))
     wide = torch.promote_types(context.dtype, torch.float32)
     apply = _CrossEntropy.apply
-    return Step(lambda logits, labels: apply(logits, labels, ignore, wide))
+    return OperatorStep(lambda logits, labels: apply(logits, labels, ignore, wide))
 
 
-def build_shard(operator: Operator, context: Context) -> Step:
+def build_cross_entropy_shard(operator: Operator, context: OperatorContext) -> OperatorStep:
     ignore, first = int(operator.attributes.get("ignore_index", -100)), int(operator.attributes["first"])
     wide, shard = torch.promote_types(context.dtype, torch.float32), context.shard
     apply = _CrossEntropyShard.apply
-    return Step(lambda logits, labels: apply(logits, labels, ignore, wide, first, shard))
+    return OperatorStep(lambda logits, labels: apply(logits, labels, ignore, wide, first, shard))
 
 
-BUILDERS = {"cross_entropy": build, "cross_entropy_shard": build_shard}
+BUILDERS = {"cross_entropy": build_cross_entropy, "cross_entropy_shard": build_cross_entropy_shard}

@@ -13,45 +13,45 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.random import bits_of, feature_bits, keep_mask, key_of, token_bits
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
+from pipefit.run.autograd.random import feature_bits, keep_mask, mix_key, numbered_feature_bits, token_bits
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
 
 
-class _Dropout(torch.autograd.Function):
+class _DropoutFunction(torch.autograd.Function):
     """Keeps no mask: the backward draws it again from the keys of the tokens (B, T)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, features: torch.Tensor, p: float) -> torch.Tensor:
         ctx.save_for_backward(tokens)
         ctx.features, ctx.p = features, p
-        return masked(x, tokens, features, p)
+        return apply_dropout(x, tokens, features, p)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        return masked(dy, *ctx.saved_tensors, ctx.features, ctx.p), None, None, None
+        return apply_dropout(dy, *ctx.saved_tensors, ctx.features, ctx.p), None, None, None
 
 
-def masked(x: torch.Tensor, tokens: torch.Tensor | None, features: torch.Tensor, p: float) -> torch.Tensor:
+def apply_dropout(x: torch.Tensor, tokens: torch.Tensor | None, features: torch.Tensor, p: float) -> torch.Tensor:
     """x with zeros where the keys say so, the rest divided by 1 - p; x itself where there are no keys (evaluation)."""
     if tokens is None:
         return x
     return x * keep_mask(tokens, features, p).view(x.shape) * (1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_dropout(operator: Operator, context: OperatorContext) -> OperatorStep:
     if operator.attributes.get("by") == "rows":
         return build_by_rows(operator, context)
     p = float(operator.attributes["p"])
     index = int(operator.attributes.get("index", context.operator))
     dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
-    trailing = [int(size) for size in context.graph.tensor(operator.outputs[0]).shape[2:]]
+    trailing = [int(size) for size in context.graph.find_tensor(operator.outputs[0]).shape[2:]]
     features = feature_bits(first * math.prod(trailing[1:]) if dim >= 2 else 0, math.prod(trailing), context.device)
     assert dim <= 2, "only the first feature dimension can be split"
     shard, seed, layer = context.shard, context.seed, context.model_layer
-    apply = _Dropout.apply
+    apply = _DropoutFunction.apply
 
-    def prepare(record: Record) -> tuple[Any, ...]:
+    def prepare_keys(record: SavedForward) -> tuple[Any, ...]:
         if not record.train or p == 0:
             return (None,)
         feed = record.feed
@@ -61,27 +61,29 @@ def build(operator: Operator, context: Context) -> Step:
             start, stop = shard.runs(positions.shape[dim])[shard.position]
             positions = positions.narrow(dim, start, stop - start)
             rows = rows[start:stop] if dim == 0 else rows
-        return (token_bits(key_of(seed, feed.step, layer, index), rows, positions),)
+        return (token_bits(mix_key(seed, feed.step, layer, index), rows, positions),)
 
-    def dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> Any:
+    def run_dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> Any:
         return x if tokens is None else apply(x, tokens, features, p)
 
-    return Step(dropout, prepare=prepare, traced=lambda x, tokens: masked(x, tokens, features, p))
+    return OperatorStep(
+        run_dropout, prepare=prepare_keys, traced=lambda x, tokens: apply_dropout(x, tokens, features, p)
+    )
 
 
-def build_by_rows(operator: Operator, context: Context) -> Step:
+def build_by_rows(operator: Operator, context: OperatorContext) -> OperatorStep:
     """x (B, ...): whole rows, or a part of them, along any dimension."""
     p, index = float(operator.attributes["p"]), int(operator.attributes["index"])
     dim, first, total = operator.attributes.get("cut", (0, 0, 0))
-    sizes = [int(size) for size in context.graph.tensor(operator.outputs[0]).shape[1:]]
+    sizes = [int(size) for size in context.graph.find_tensor(operator.outputs[0]).shape[1:]]
     whole = [int(total) if place == dim - 1 else size for place, size in enumerate(sizes)]
     places = torch.arange(math.prod(whole), device=context.device).view(whole)
     if dim:
         places = places.narrow(dim - 1, first, sizes[dim - 1])
-    features = bits_of(places.reshape(-1))
+    features = numbered_feature_bits(places.reshape(-1))
     shard, seed, layer = context.shard, context.seed, context.model_layer
 
-    def prepare(record: Record) -> tuple[Any, ...]:
+    def prepare_keys(record: SavedForward) -> tuple[Any, ...]:
         if not record.train or p == 0:
             return (None,)
         rows = record.feed.rows
@@ -89,12 +91,14 @@ def build_by_rows(operator: Operator, context: Context) -> Step:
         if first < 0:
             start, stop = shard.runs(rows.shape[0])[shard.position]
             rows = rows[start:stop]
-        return (token_bits(key_of(seed, record.feed.step, layer, index), rows, rows.new_zeros((len(rows), 1))),)
+        return (token_bits(mix_key(seed, record.feed.step, layer, index), rows, rows.new_zeros((len(rows), 1))),)
 
-    def dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> Any:
-        return x if tokens is None else _Dropout.apply(x, tokens, features, p)
+    def run_dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> Any:
+        return x if tokens is None else _DropoutFunction.apply(x, tokens, features, p)
 
-    return Step(dropout, prepare=prepare, traced=lambda x, tokens: masked(x, tokens, features, p))
+    return OperatorStep(
+        run_dropout, prepare=prepare_keys, traced=lambda x, tokens: apply_dropout(x, tokens, features, p)
+    )
 
 
-BUILDERS = {"dropout": build}
+BUILDERS = {"dropout": build_dropout}

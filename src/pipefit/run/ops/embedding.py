@@ -13,17 +13,19 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.saved_forward import Deferred, Record
-from pipefit.run.ops import Context, Step
-from pipefit.run.sharded.weights import add_gradient, leaf_of, whole_of
+from pipefit.run.autograd.saved_forward import DeferredGradient, SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
 
 
-class _Embedding(torch.autograd.Function):
+class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, leaf: Any, weight: Any, record: Record, layer: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, indices: torch.Tensor, leaf: Any, weight: Any, record: SavedForward, layer: int
+    ) -> torch.Tensor:
         ctx.weight, ctx.record, ctx.layer = weight, record, layer
         ctx.save_for_backward(indices)
-        return functional.embedding(indices, whole_of(weight))
+        return functional.embedding(indices, whole_weight(weight))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -31,35 +33,37 @@ class _Embedding(torch.autograd.Function):
         if ctx.record.deferred is None:
             accumulate_rows(ctx.weight, indices, dy)
         else:
-            ctx.record.deferred.append(Deferred(ctx.layer, accumulate_rows, (ctx.weight, indices, dy)))
+            ctx.record.deferred.append(DeferredGradient(ctx.layer, accumulate_rows, (ctx.weight, indices, dy)))
         return None, None, None, None, None
 
 
 def accumulate_rows(weight: Any, indices: torch.Tensor, dy: torch.Tensor) -> None:
     """Add each row of dy (B, T, D) to the row of the table's buffer that its index names."""
 
-    def add(buffer: torch.Tensor) -> None:
+    def add_rows(buffer: torch.Tensor) -> None:
         buffer.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(buffer.dtype))
 
-    add_gradient(weight, add)
+    add_gradient(weight, add_rows)
 
 
-def build(operator: Operator, context: Context) -> Step:
-    layer, apply = context.layer, _Embedding.apply
+def build_embedding(operator: Operator, context: OperatorContext) -> OperatorStep:
+    layer, apply = context.layer, _EmbeddingFunction.apply
     first, padding = operator.attributes.get("first"), operator.attributes.get("padding")
 
-    def silent(found: Any, indices: torch.Tensor) -> Any:
+    def ignore_gradient(found: Any, indices: torch.Tensor) -> Any:
         return found if padding is None else torch.where((indices != padding).unsqueeze(-1), found, found.detach())
 
-    def embedding(record: Record, indices: torch.Tensor, weight: Any) -> Any:
-        return silent(apply(indices, leaf_of(weight), weight, record, layer), indices)
+    def run_embedding(record: SavedForward, indices: torch.Tensor, weight: Any) -> Any:
+        return ignore_gradient(apply(indices, leaf_parameter(weight), weight, record, layer), indices)
 
-    def own_part(record: Record, indices: torch.Tensor, weight: Any) -> Any:
+    def run_shard(record: SavedForward, indices: torch.Tensor, weight: Any) -> Any:
         own = (indices >= first) & (indices < first + weight.shape[0])
         found = apply(torch.where(own, indices - first, 0), weight, weight, record, layer)
-        return silent(found * own.unsqueeze(-1), indices)  # in the backward, too: nothing is added for rows of others
+        return ignore_gradient(
+            found * own.unsqueeze(-1), indices
+        )  # in the backward, too: nothing is added for rows of others
 
-    return Step(embedding if first is None else own_part, wants_record=True)
+    return OperatorStep(run_embedding if first is None else run_shard, wants_record=True)
 
 
-BUILDERS = {"embedding": build}
+BUILDERS = {"embedding": build_embedding}

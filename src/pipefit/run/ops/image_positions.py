@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.attention_kernels import wide_of
-from pipefit.run.autograd.bicubic import TAPS, taps
-from pipefit.run.ops import Context, Step
+from pipefit.run.autograd.attention_kernels import statistics_dtype
+from pipefit.run.autograd.bicubic import TAPS, bicubic_taps
+from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 class _ImagePositions(torch.autograd.Function):
@@ -26,9 +26,9 @@ class _ImagePositions(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(grid)
         ctx.sizes, ctx.shape, ctx.has_start = (rows, columns), table.shape, start is not None
-        wide = wide_of(x.dtype)
+        wide = statistics_dtype(x.dtype)
         total = torch.zeros((grid[..., 0].numel(), x.shape[-1]), dtype=wide, device=x.device)
-        for entry, weight in entries(grid, rows, columns, start is not None, wide):
+        for entry, weight in table_entries(grid, rows, columns, start is not None, wide):
             total.addcmul_(table.detach().index_select(0, entry).to(wide), weight.unsqueeze(1))
         y = x + total.view(x.shape).to(x.dtype)
         if start is None:
@@ -39,7 +39,7 @@ class _ImagePositions(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (grid,) = ctx.saved_tensors
-        wide = wide_of(dy.dtype)
+        wide = statistics_dtype(dy.dtype)
         of_start = (grid[..., :1] < 0) if ctx.has_start else None
         dx = dy if of_start is None else dy.masked_fill(of_start, 0)
         dtable = dstart = None
@@ -48,7 +48,7 @@ class _ImagePositions(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dtable = torch.zeros(ctx.shape, dtype=wide, device=dy.device)
             flat = dx.reshape(-1, dy.shape[-1])
-            for entry, weight in entries(grid, *ctx.sizes, ctx.has_start, wide):
+            for entry, weight in table_entries(grid, *ctx.sizes, ctx.has_start, wide):
                 dtable.index_add_(0, entry, flat.to(wide) * weight.unsqueeze(1))
             if dstart is not None:
                 dtable[0] += dstart
@@ -58,24 +58,24 @@ class _ImagePositions(torch.autograd.Function):
         return dx, None, dtable, dstart, None, None
 
 
-def entries(
+def table_entries(
     grid: torch.Tensor, rows: int, columns: int, has_start: bool, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The entries of the table that the tokens read, one after the other, with their weights: sixteen pairs of (B T,).
     Start tokens read none: their weights are zero."""
     row, column, tall, broad = grid.reshape(-1, 4).unbind(-1)
     patch = row >= 0
-    vertical, down = taps(row.clamp(min=0), tall.clamp(min=1), rows, dtype)
-    horizontal, right = taps(column, broad.clamp(min=1), columns, dtype)
+    vertical, down = bicubic_taps(row.clamp(min=0), tall.clamp(min=1), rows, dtype)
+    horizontal, right = bicubic_taps(column, broad.clamp(min=1), columns, dtype)
     for i in range(TAPS):
         for j in range(TAPS):
             yield vertical[i] * columns + horizontal[j] + int(has_start), down[i] * right[j] * patch
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_image_positions(operator: Operator, context: OperatorContext) -> OperatorStep:
     rows, columns = int(operator.attributes["rows"]), int(operator.attributes["columns"])
     apply = _ImagePositions.apply
-    return Step(lambda x, grid, table, start=None: apply(x, grid, table, start, rows, columns))
+    return OperatorStep(lambda x, grid, table, start=None: apply(x, grid, table, start, rows, columns))
 
 
-BUILDERS = {"image_positions": build}
+BUILDERS = {"image_positions": build_image_positions}

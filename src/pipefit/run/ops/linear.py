@@ -15,27 +15,34 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.saved_forward import Deferred, Record
-from pipefit.run.ops import Context, Step
-from pipefit.run.sharded.weights import add_gradient, leaf_of, whole_of
+from pipefit.run.autograd.saved_forward import DeferredGradient, SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
 
 Accumulate = Callable[[Any, Any, torch.Tensor, torch.Tensor], None]
 """(weight, bias, x, dy) -> None: adds the gradients of the parameters that train to their buffers."""
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     """`leaf` and `bias_leaf` are the parameters as autograd knows them, `handles` (weight, bias) as the operator has
     them: a weight that is stored split is gathered here, and again for the input gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, leaf: Any, bias_leaf: Any, handles: Any, record: Record, layer: int, accumulate: Any
+        ctx: Any,
+        x: torch.Tensor,
+        leaf: Any,
+        bias_leaf: Any,
+        handles: Any,
+        record: SavedForward,
+        layer: int,
+        accumulate: Any,
     ) -> torch.Tensor:
         ctx.handles, ctx.record, ctx.layer, ctx.accumulate = handles, record, layer, accumulate
         weight, bias = handles
         ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
         ctx.save_for_backward(x if ctx.trains else None)
-        return functional.linear(x, whole_of(weight), whole_of(bias))
+        return functional.linear(x, whole_weight(weight), whole_weight(bias))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -46,8 +53,8 @@ class _Linear(torch.autograd.Function):
             if deferred is None:
                 ctx.accumulate(weight, bias, x, dy)
             else:
-                deferred.append(Deferred(ctx.layer, ctx.accumulate, (weight, bias, x.detach(), dy)))
-        dx = dy @ whole_of(weight) if ctx.needs_input_grad[0] else None
+                deferred.append(DeferredGradient(ctx.layer, ctx.accumulate, (weight, bias, x.detach(), dy)))
+        dx = dy @ whole_weight(weight) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, None, None
 
 
@@ -60,11 +67,18 @@ def accumulate_linear(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor)
         add_gradient(bias, lambda buffer: buffer.add_(dy.sum(0, dtype=buffer.dtype)))
 
 
-def linear(
-    x: torch.Tensor, weight: Any, bias: Any, record: Record, layer: int, accumulate: Accumulate = accumulate_linear
+def apply_linear(
+    x: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    record: SavedForward,
+    layer: int,
+    accumulate: Accumulate = accumulate_linear,
 ) -> Any:
     """x weight^T + bias, with parameters that may be stored split, and another way to their gradients."""
-    return _Linear.apply(x, leaf_of(weight), leaf_of(bias), (weight, bias), record, layer, accumulate)
+    return _LinearFunction.apply(
+        x, leaf_parameter(weight), leaf_parameter(bias), (weight, bias), record, layer, accumulate
+    )
 
 
 def add_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -90,9 +104,9 @@ def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((buffer == 16).all())
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_linear(operator: Operator, context: OperatorContext) -> OperatorStep:
     layer = context.layer
-    return Step(lambda record, x, weight, bias: linear(x, weight, bias, record, layer), wants_record=True)
+    return OperatorStep(lambda record, x, weight, bias: apply_linear(x, weight, bias, record, layer), wants_record=True)
 
 
-BUILDERS = {"linear": build}
+BUILDERS = {"linear": build_linear}

@@ -1,4 +1,5 @@
-"""linear_factors(x, weight, bias|''): `linear` on this device's rows or tokens, the weight's gradient from everyone's.
+"""linear_factors(x, weight, bias|''): `apply_linear` on this device's rows or tokens, the weight's gradient from
+everyone's.
 
 The backward gathers x and the output's gradient over the shard axis and adds the whole product to the buffers, the same
 on every device: at once in a fused backward (B), or when W runs. Shapes: x (..., I), weight (O, I), bias (O,), y
@@ -13,28 +14,28 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.model.ops.exchange import lowering_of
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
-from pipefit.run.ops.linear import accumulate_linear, linear
-from pipefit.run.ops.shape import late_size
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.ops.linear import accumulate_linear, apply_linear
+from pipefit.run.ops.shape import deferred_size
 from pipefit.run.sharded.parts import gather_parts
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_linear_factors(operator: Operator, context: OperatorContext) -> OperatorStep:
     layer, shard, dim = context.layer, context.shard, int(operator.attributes["dim"])
-    total, (how, other) = late_size(operator.attributes["whole"], context.shard), lowering_of(operator)
+    total, (how, other) = deferred_size(operator.attributes["whole"], context.shard), lowering_of(operator)
     assert shard is not None, "factors are gathered in a stage without a shard axis"
 
-    def linear_factors(record: Record, x: Any, weight: Any, bias: Any) -> Any:
+    def run_linear_factors(record: SavedForward, x: Any, weight: Any, bias: Any) -> Any:
         runs = shard.runs(total(record))
 
-        def accumulate(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
+        def accumulate_factors(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
             whole_x = gather_parts(x, runs, dim, shard, how)
             accumulate_linear(weight, bias, whole_x, gather_parts(dy, runs, dim, shard, other))
 
-        return linear(x, weight, bias, record, layer, accumulate)
+        return apply_linear(x, weight, bias, record, layer, accumulate_factors)
 
-    return Step(linear_factors, wants_record=True)
+    return OperatorStep(run_linear_factors, wants_record=True)
 
 
-BUILDERS = {"linear_factors": build}
+BUILDERS = {"linear_factors": build_linear_factors}

@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.saved_forward import Deferred, Record
-from pipefit.run.ops import Context, Step
-from pipefit.run.ops.linear import add_product, linear
-from pipefit.run.sharded.weights import add_gradient, leaf_of, whole_of
+from pipefit.run.autograd.saved_forward import DeferredGradient, SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.ops.linear import add_product, apply_linear
+from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
 
@@ -28,11 +28,11 @@ class _ExpertLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, leaf: Any, weight: Any, ends: Any, record: Record, layer: int
+        ctx: Any, x: torch.Tensor, leaf: Any, weight: Any, ends: Any, record: SavedForward, layer: int
     ) -> torch.Tensor:
         ctx.weight, ctx.ends, ctx.record, ctx.layer = weight, ends, record, layer
         ctx.save_for_backward(x if weight.requires_grad else None)
-        return expert_product(x, whole_of(weight).transpose(1, 2), ends)
+        return expert_product(x, whole_weight(weight).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -42,12 +42,12 @@ class _ExpertLinear(torch.autograd.Function):
             if deferred is None:
                 accumulate_experts(weight, ctx.ends, x, dy)
             else:
-                deferred.append(Deferred(ctx.layer, accumulate_experts, (weight, ctx.ends, x.detach(), dy)))
-        dx = expert_product(dy, whole_of(weight), ctx.ends) if ctx.needs_input_grad[0] else None
+                deferred.append(DeferredGradient(ctx.layer, accumulate_experts, (weight, ctx.ends, x.detach(), dy)))
+        dx = expert_product(dy, whole_weight(weight), ctx.ends) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, None
 
 
-class _Gate(torch.autograd.Function):
+class _GateFunction(torch.autograd.Function):
     """activation(g) * u of the halves of gate_up (N, 2F); keeps gate_up only."""
 
     @staticmethod
@@ -87,7 +87,7 @@ def expert_product(x: torch.Tensor, weight: torch.Tensor, ends: Any) -> torch.Te
 def accumulate_experts(weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
     """Add dy_e^T x_e of every expert to the weight's buffer (E, O, I)."""
 
-    def add(buffer: torch.Tensor) -> None:
+    def add_expert_gradients(buffer: torch.Tensor) -> None:
         if isinstance(ends, torch.Tensor):
             buffer.add_(functional.grouped_mm(dy.t(), x, offs=ends))
             return
@@ -97,18 +97,18 @@ def accumulate_experts(weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor
                 add_product(buffer[expert], dy[start:stop].t(), x[start:stop])
             start = stop
 
-    add_gradient(weight, add)
+    add_gradient(weight, add_expert_gradients)
 
 
 def run_experts(
-    x: torch.Tensor, gate_up: Any, down: Any, activation: Any, ends: Any, record: Record, layer: int
+    x: torch.Tensor, gate_up: Any, down: Any, activation: Any, ends: Any, record: SavedForward, layer: int
 ) -> Any:
     """The experts on their pairs, x (N, D) sorted by expert."""
-    inner: Any = _ExpertLinear.apply(x, leaf_of(gate_up), gate_up, ends, record, layer)
-    return _ExpertLinear.apply(_Gate.apply(inner, activation), leaf_of(down), down, ends, record, layer)
+    inner: Any = _ExpertLinear.apply(x, leaf_parameter(gate_up), gate_up, ends, record, layer)
+    return _ExpertLinear.apply(_GateFunction.apply(inner, activation), leaf_parameter(down), down, ends, record, layer)
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
     experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
     normalize = bool(operator.attributes["normalize"])
     activation = ACTIVATIONS[operator.attributes["activation"]]
@@ -123,9 +123,9 @@ def build(operator: Operator, context: Context) -> Step:
         mine = ends[first : first + down.shape[0]]
         return slice(start, mine[-1]), [end - start for end in mine]
 
-    def moe(record: Record, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
+    def run_moe(record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        logits = linear(flat, router, None, record, layer)
+        logits = apply_linear(flat, router, None, record, layer)
         weights, chosen = torch.softmax(logits, -1, dtype=wide).topk(top, -1)
         if normalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -141,7 +141,7 @@ def build(operator: Operator, context: Context) -> Step:
         out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(flat).index_add(0, token, out).view(x.shape)
 
-    return Step(moe, wants_record=True)
+    return OperatorStep(run_moe, wants_record=True)
 
 
-BUILDERS = {"moe": build}
+BUILDERS = {"moe": build_moe}

@@ -11,35 +11,35 @@ from typing import Any
 
 import torch
 
-from pipefit.lab.pace import exchanged
+from pipefit.lab.pace import pace_collective
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
-from pipefit.run.ops.moe import ACTIVATIONS, linear, run_experts
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.ops.moe import ACTIVATIONS, apply_linear, run_experts
 from pipefit.run.sharded.parts import ShardContext
 from pipefit.run.transfers import comms
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeFunction(torch.autograd.Function):
     """Rows to other devices: `sent[i]` of them to device i, in order, `received[i]` from it; backward the way back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], shard: ShardContext) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.shard = sent, received, shard
-        return exchange(x, sent, received, shard)
+        return exchange_rows(x, sent, received, shard)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        return exchange(dy, ctx.received, ctx.sent, ctx.shard), None, None, None
+        return exchange_rows(dy, ctx.received, ctx.sent, ctx.shard), None, None, None
 
 
-def exchange(x: torch.Tensor, sent: list[int], received: list[int], shard: ShardContext) -> torch.Tensor:
+def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], shard: ShardContext) -> torch.Tensor:
     out = x.new_empty((sum(received), *x.shape[1:]))
-    exchanged(lambda: comms.exchange(out, x.contiguous(), received, sent, shard.group))
+    pace_collective(lambda: comms.exchange(out, x.contiguous(), received, sent, shard.group))
     return out
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorStep:
     experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
     normalize, activation = bool(operator.attributes["normalize"]), ACTIVATIONS[operator.attributes["activation"]]
     layer, shard = context.layer, context.shard
@@ -48,32 +48,32 @@ def build(operator: Operator, context: Context) -> Step:
     lengths = [stop - start for start, stop in shard.runs(experts)]
     own = lengths[shard.position]
 
-    def counts(chosen: torch.Tensor) -> tuple[list[int], list[list[int]]]:
+    def count_pairs(chosen: torch.Tensor) -> tuple[list[int], list[list[int]]]:
         """(pairs that go to every device, pairs that come from every device for each of the own experts)."""
         mine = torch.bincount(chosen, minlength=experts)
-        theirs = exchange(mine, lengths, [own] * len(lengths), shard).view(len(lengths), own)
+        theirs = exchange_rows(mine, lengths, [own] * len(lengths), shard).view(len(lengths), own)
         return [int(part.sum()) for part in mine.split(lengths)], theirs.tolist()
 
-    def moe_shard(record: Record, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
+    def run_moe_shard(record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = torch.softmax(linear(flat, router, None, record, layer), -1, dtype=wide).topk(top, -1)
+        weights, chosen = torch.softmax(apply_linear(flat, router, None, record, layer), -1, dtype=wide).topk(top, -1)
         if normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         chosen, order = chosen.reshape(-1).sort(stable=True)
-        sent, came = counts(chosen)
+        sent, came = count_pairs(chosen)
         token = order // top
-        pairs: Any = _Exchange.apply(flat[token], sent, [sum(each) for each in came], shard)
+        pairs: Any = _ExchangeFunction.apply(flat[token], sent, [sum(each) for each in came], shard)
         expert = torch.arange(own, device=x.device).repeat(len(came))
         numbers = torch.tensor(came, device=x.device).reshape(-1)
         by_expert = expert.repeat_interleave(numbers).sort(stable=True).indices
         ends = torch.tensor(came).sum(0).cumsum(0).tolist()
         out = run_experts(pairs[by_expert], gate_up, down, activation, ends, record, layer)
         out = torch.zeros_like(out).index_copy(0, by_expert, out)
-        out = _Exchange.apply(out, [sum(each) for each in came], sent, shard)
+        out = _ExchangeFunction.apply(out, [sum(each) for each in came], sent, shard)
         out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(flat).index_add(0, token, out).view(x.shape)
 
-    return Step(moe_shard, wants_record=True)
+    return OperatorStep(run_moe_shard, wants_record=True)
 
 
-BUILDERS = {"moe_shard": build}
+BUILDERS = {"moe_shard": build_moe_shard}

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
-from pipefit.run.ops import Context, Step
+from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -42,21 +42,21 @@ class _RmsNorm(torch.autograd.Function):
         return dx, dweight, None
 
 
-def build_rms_norm(operator: Operator, context: Context) -> Step:
+def build_rms_norm(operator: Operator, context: OperatorContext) -> OperatorStep:
     eps = float(operator.attributes["eps"])
     apply = _RmsNorm.apply
 
-    def plain(x: torch.Tensor, weight: Any = None) -> torch.Tensor:
+    def plain_rms_norm(x: torch.Tensor, weight: Any = None) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
     if context.device.type == "cuda":
-        return Step(plain)
-    return Step(lambda x, weight=None: apply(x, weight, eps), traced=plain)
+        return OperatorStep(plain_rms_norm)
+    return OperatorStep(lambda x, weight=None: apply(x, weight, eps), traced=plain_rms_norm)
 
 
-def build_layer_norm(operator: Operator, context: Context) -> Step:
+def build_layer_norm(operator: Operator, context: OperatorContext) -> OperatorStep:
     eps = float(operator.attributes["eps"])
-    return Step(lambda x, weight=None, bias=None: functional.layer_norm(x, (x.shape[-1],), weight, bias, eps))
+    return OperatorStep(lambda x, weight=None, bias=None: functional.layer_norm(x, (x.shape[-1],), weight, bias, eps))
 
 
 BUILDERS = {"rms_norm": build_rms_norm, "layer_norm": build_layer_norm}

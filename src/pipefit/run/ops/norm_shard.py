@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.ops import Context, Step
-from pipefit.run.sharded.internal_collectives import reduced
+from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.sharded.internal_collectives import reduce_in_place
 from pipefit.run.sharded.parts import ShardContext
 
 
@@ -23,7 +23,7 @@ class _RmsNormShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, eps: float, whole: int, shard: ShardContext) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = reduced(wide.square().sum(-1, keepdim=True), shard).div_(whole).add_(eps).rsqrt_()
+        scale = reduce_in_place(wide.square().sum(-1, keepdim=True), shard).div_(whole).add_(eps).rsqrt_()
         ctx.weight, ctx.whole, ctx.shard = weight, whole, shard
         ctx.save_for_backward(x, scale)
         y = (wide * scale).to(x.dtype)
@@ -33,10 +33,10 @@ class _RmsNormShard(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, scale = ctx.saved_tensors
         normal, wide = x.to(scale.dtype) * scale, dy.to(scale.dtype)
-        dweight, dx = _summed(ctx, 1, wide * normal), None
+        dweight, dx = _token_sum(ctx, 1, wide * normal), None
         if ctx.needs_input_grad[0]:
             wide = wide if ctx.weight is None else wide * ctx.weight
-            inner = reduced((wide * normal).sum(-1, keepdim=True), ctx.shard).div_(ctx.whole)
+            inner = reduce_in_place((wide * normal).sum(-1, keepdim=True), ctx.shard).div_(ctx.whole)
             dx = (wide - normal * inner).mul_(scale).to(x.dtype)
         return dx, dweight, None, None, None
 
@@ -47,9 +47,9 @@ class _LayerNormShard(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, whole: int, shard: ShardContext
     ) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = reduced(wide.sum(-1, keepdim=True), shard).div_(whole)
+        mean = reduce_in_place(wide.sum(-1, keepdim=True), shard).div_(whole)
         centred = wide - mean
-        scale = reduced(centred.square().sum(-1, keepdim=True), shard).div_(whole).add_(eps).rsqrt_()
+        scale = reduce_in_place(centred.square().sum(-1, keepdim=True), shard).div_(whole).add_(eps).rsqrt_()
         ctx.weight, ctx.whole, ctx.shard = weight, whole, shard
         ctx.save_for_backward(x, mean, scale)
         y = centred.mul_(scale)
@@ -61,16 +61,16 @@ class _LayerNormShard(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, mean, scale = ctx.saved_tensors
         normal, wide = (x.to(scale.dtype) - mean).mul_(scale), dy.to(scale.dtype)
-        dweight, dbias, dx = _summed(ctx, 1, wide * normal), _summed(ctx, 2, wide), None
+        dweight, dbias, dx = _token_sum(ctx, 1, wide * normal), _token_sum(ctx, 2, wide), None
         if ctx.needs_input_grad[0]:
             wide = wide if ctx.weight is None else wide * ctx.weight
             sums = torch.stack((wide.sum(-1, keepdim=True), (wide * normal).sum(-1, keepdim=True)))
-            both, inner = reduced(sums, ctx.shard).div_(ctx.whole)
+            both, inner = reduce_in_place(sums, ctx.shard).div_(ctx.whole)
             dx = (wide - both - normal * inner).mul_(scale).to(x.dtype)
         return dx, dweight, dbias, None, None, None
 
 
-def _summed(ctx: Any, place: int, each: torch.Tensor) -> Any:
+def _token_sum(ctx: Any, place: int, each: torch.Tensor) -> Any:
     """The gradient of a scale or shift, input number `place`, where it is wanted: the sum over all tokens."""
     return each.flatten(0, -2).sum(0).to(ctx.saved_tensors[0].dtype) if ctx.needs_input_grad[place] else None
 
@@ -78,8 +78,8 @@ def _summed(ctx: Any, place: int, each: torch.Tensor) -> Any:
 class _SoftmaxShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, shard: ShardContext) -> torch.Tensor:
-        y = (x - reduced(x.amax(dim, keepdim=True), shard, "max")).exp_()
-        y.div_(reduced(y.sum(dim, keepdim=True), shard))
+        y = (x - reduce_in_place(x.amax(dim, keepdim=True), shard, "max")).exp_()
+        y.div_(reduce_in_place(y.sum(dim, keepdim=True), shard))
         ctx.dim, ctx.shard = dim, shard
         ctx.save_for_backward(y)
         return y
@@ -88,31 +88,31 @@ class _SoftmaxShard(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (y,) = ctx.saved_tensors
         dx = dy * y
-        return dx.addcmul_(y, reduced(dx.sum(ctx.dim, keepdim=True), ctx.shard), value=-1), None, None
+        return dx.addcmul_(y, reduce_in_place(dx.sum(ctx.dim, keepdim=True), ctx.shard), value=-1), None, None
 
 
-def _at(operator: Operator, context: Context) -> tuple[float, int, ShardContext]:
+def _read_operator(operator: Operator, context: OperatorContext) -> tuple[float, int, ShardContext]:
     assert context.shard is not None, f"{operator.kind} in a stage without a shard axis"
     return float(operator.attributes["eps"]), int(operator.attributes["whole"]), context.shard
 
 
-def build_rms_norm(operator: Operator, context: Context) -> Step:
-    eps, whole, shard = _at(operator, context)
+def build_rms_norm(operator: Operator, context: OperatorContext) -> OperatorStep:
+    eps, whole, shard = _read_operator(operator, context)
     apply = _RmsNormShard.apply
-    return Step(lambda x, weight=None: apply(x, weight, eps, whole, shard))
+    return OperatorStep(lambda x, weight=None: apply(x, weight, eps, whole, shard))
 
 
-def build_layer_norm(operator: Operator, context: Context) -> Step:
-    eps, whole, shard = _at(operator, context)
+def build_layer_norm(operator: Operator, context: OperatorContext) -> OperatorStep:
+    eps, whole, shard = _read_operator(operator, context)
     apply = _LayerNormShard.apply
-    return Step(lambda x, weight=None, bias=None: apply(x, weight, bias, eps, whole, shard))
+    return OperatorStep(lambda x, weight=None, bias=None: apply(x, weight, bias, eps, whole, shard))
 
 
-def build_softmax(operator: Operator, context: Context) -> Step:
+def build_softmax(operator: Operator, context: OperatorContext) -> OperatorStep:
     dim, shard = int(operator.attributes["dim"]), context.shard
     assert shard is not None, "softmax_shard in a stage without a shard axis"
     apply = _SoftmaxShard.apply
-    return Step(lambda x: apply(x, dim, shard))
+    return OperatorStep(lambda x: apply(x, dim, shard))
 
 
 BUILDERS = {

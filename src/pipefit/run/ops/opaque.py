@@ -12,10 +12,10 @@ from torch.func import functional_call
 
 from pipefit.errors import ModelError
 from pipefit.model.graph import Operator
-from pipefit.run.ops import Context, Step
+from pipefit.run.ops import OperatorContext, OperatorStep
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_opaque(operator: Operator, context: OperatorContext) -> OperatorStep:
     key = str(operator.attributes["key"])
     module = (context.modules or {}).get(key)
     if module is None:
@@ -28,10 +28,10 @@ def build(operator: Operator, context: Context) -> Step:
     count = int(operator.attributes["inputs"])
     names = operator.inputs[count:]
 
-    def opaque(*arguments: Any) -> Any:
+    def run_module(*arguments: Any) -> Any:
         return functional_call(module, dict(zip(names, arguments[count:], strict=True)), arguments[:count])
 
-    return Step(opaque)
+    return OperatorStep(run_module)
 
 
-BUILDERS = {"opaque": build}
+BUILDERS = {"opaque": build_opaque}

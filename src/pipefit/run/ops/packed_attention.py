@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.attention_kernels import Call, attend, attend_back, wide_of
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
+from pipefit.run.autograd.attention_kernels import AttentionCall, attend_backward, attend_forward, statistics_dtype
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
 
 
-class Span(NamedTuple):
+class ImageSpan(NamedTuple):
     """Images of one length that follow each other: their queries that are here, and all of their keys."""
 
     row: int
@@ -31,15 +31,15 @@ class Span(NamedTuple):
     count: int = 1
     "Of images; more than one only where all of their queries are here."
 
-    def of_queries(self, x: torch.Tensor) -> torch.Tensor:
+    def view_queries(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, H, K) -> a view of these queries: images, tokens, H, K."""
         return x[self.row, slice(*self.queries)].unflatten(0, (self.count, -1))
 
-    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+    def view_keys(self, x: torch.Tensor) -> torch.Tensor:
         """The same of the keys."""
         return x[self.row, slice(*self.keys)].unflatten(0, (self.count, -1))
 
-    def of_sums(self, x: torch.Tensor) -> torch.Tensor:
+    def view_sums(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, T) -> a view of what these queries have there: images, H, tokens."""
         return x[self.row, :, slice(*self.queries)].unflatten(1, (self.count, -1)).transpose(0, 1)
 
@@ -48,13 +48,13 @@ class _PackedAttention(torch.autograd.Function):
     """Keeps q, k, v, the result and the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, spans: Sequence[Span], call: Call) -> torch.Tensor:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, spans: Sequence[ImageSpan], call: AttentionCall) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide_of(q.dtype), device=q.device)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=statistics_dtype(q.dtype), device=q.device)
         for span in spans:
-            found, sums = attend(call, span.of_queries(q), span.of_keys(k), span.of_keys(v))
-            span.of_queries(out).copy_(found)
-            span.of_sums(lse).copy_(sums)
+            found, sums = attend_forward(call, span.view_queries(q), span.view_keys(k), span.view_keys(v))
+            span.view_queries(out).copy_(found)
+            span.view_sums(lse).copy_(sums)
         ctx.spans, ctx.call, ctx.lse = spans, call, lse
         ctx.save_for_backward(q, k, v, out)
         return out
@@ -64,15 +64,17 @@ class _PackedAttention(torch.autograd.Function):
         q, k, v, out = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for span in ctx.spans:
-            keys, own = (span.of_keys(k), span.of_keys(v)), (span.of_queries(out), span.of_sums(ctx.lse))
-            found = attend_back(ctx.call, span.of_queries(dy), span.of_queries(q), *keys, *own)
-            for whole, part, of in zip((dq, dk, dv), found, (span.of_queries, span.of_keys, span.of_keys), strict=True):
+            keys, own = (span.view_keys(k), span.view_keys(v)), (span.view_queries(out), span.view_sums(ctx.lse))
+            found = attend_backward(ctx.call, span.view_queries(dy), span.view_queries(q), *keys, *own)
+            for whole, part, of in zip(
+                (dq, dk, dv), found, (span.view_queries, span.view_keys, span.view_keys), strict=True
+            ):
                 of(whole).copy_(part)
         ctx.lse = None
         return dq, dk, dv, None, None
 
 
-def images(record: Record, documents: torch.Tensor) -> list[list[tuple[int, int]]]:
+def image_runs(record: SavedForward, documents: torch.Tensor) -> list[list[tuple[int, int]]]:
     """For every row the runs [start, stop) of its images, in order."""
     key = ("images", id(documents))
     if key not in record.cache:
@@ -89,10 +91,10 @@ def images(record: Record, documents: torch.Tensor) -> list[list[tuple[int, int]
     return runs
 
 
-def spans_of(runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int) -> list[Span]:
+def find_spans(runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int) -> list[ImageSpan]:
     """The spans of the `count` queries from place `first` of every row: images of one length in one, where they follow
     each other and are here whole."""
-    found: list[Span] = []
+    found: list[ImageSpan] = []
     for row, of_row in enumerate(runs):
         for start, stop in of_row:
             low, high = max(start, first), min(stop, first + count)
@@ -100,36 +102,42 @@ def spans_of(runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int) 
                 continue
             last = found[-1] if found else None
             whole = (low, high) == (start, stop)
-            if last is not None and whole and last.row == row and last.keys[1] == start and _alike(last, stop - start):
-                new = Span(row, (last.queries[0], high - first), (last.keys[0], stop), last.count + 1)
+            if (
+                last is not None
+                and whole
+                and last.row == row
+                and last.keys[1] == start
+                and _has_length(last, stop - start)
+            ):
+                new = ImageSpan(row, (last.queries[0], high - first), (last.keys[0], stop), last.count + 1)
                 found[-1] = new
             else:
-                found.append(Span(row, (low - first, high - first), (start, stop)))
+                found.append(ImageSpan(row, (low - first, high - first), (start, stop)))
     return found
 
 
-def _alike(span: Span, length: int) -> bool:
+def _has_length(span: ImageSpan, length: int) -> bool:
     """Whether a span is of whole images of this length."""
     keys = span.keys[1] - span.keys[0]
     return keys == span.queries[1] - span.queries[0] == span.count * length
 
 
-def build(operator: Operator, context: Context) -> Step:
-    call = Call(float(operator.attributes["scale"]), causal=False)
+def build_packed_attention(operator: Operator, context: OperatorContext) -> OperatorStep:
+    call = AttentionCall(float(operator.attributes["scale"]), causal=False)
     dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
 
-    def place(queries: int, tokens: int) -> int:
+    def first_place(queries: int, tokens: int) -> int:
         if dim != 1 or queries == tokens:
             return 0
         return context.shard.runs(tokens)[context.shard.position][0] if first < 0 else int(first)
 
-    def packed_attention(
-        record: Record, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor
+    def run_packed_attention(
+        record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor
     ) -> Any:
-        spans = spans_of(images(record, documents), place(q.shape[1], k.shape[1]), q.shape[1])
+        spans = find_spans(image_runs(record, documents), first_place(q.shape[1], k.shape[1]), q.shape[1])
         return _PackedAttention.apply(q, k, v, spans, call)
 
-    return Step(packed_attention, wants_record=True)
+    return OperatorStep(run_packed_attention, wants_record=True)
 
 
-BUILDERS = {"packed_attention": build}
+BUILDERS = {"packed_attention": build_packed_attention}

@@ -10,22 +10,24 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import LOCAL, Operator, Size
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.sharded.parts import ShardContext
 
 
-def build_reshape(operator: Operator, context: Context) -> Step:
+def build_reshape(operator: Operator, context: OperatorContext) -> OperatorStep:
     sizes = list(operator.attributes["shape"])
     if all(isinstance(size, int) for size in sizes):
         fixed = tuple(sizes)
-        return Step(lambda x: x.reshape(fixed))
+        return OperatorStep(lambda x: x.reshape(fixed))
     if sizes[:2] == ["B", "T"] and all(isinstance(size, int) for size in sizes[2:]):
         rest = tuple(sizes[2:])
         prepare = attrgetter("rows", "tokens")
-        return Step(lambda x, rows, tokens: x.reshape((rows, tokens, *rest)), prepare=prepare)
-    parts = [late_size(size, context.shard) for size in sizes]
-    return Step(lambda x, *shape: x.reshape(shape), prepare=lambda record: tuple(part(record) for part in parts))
+        return OperatorStep(lambda x, rows, tokens: x.reshape((rows, tokens, *rest)), prepare=prepare)
+    parts = [deferred_size(size, context.shard) for size in sizes]
+    return OperatorStep(
+        lambda x, *shape: x.reshape(shape), prepare=lambda record: tuple(part(record) for part in parts)
+    )
 
 
 _WHOLE = {"B": "rows", "T": "tokens", "I": "image_tokens", "L": "condition_tokens"}
@@ -33,46 +35,46 @@ _NAMES = {**_WHOLE, **{part: _WHOLE[str(whole)] for whole, part in LOCAL.items()
 """Symbol -> what it is called in a record, whole."""
 
 
-def late_size(size: Size, shard: ShardContext | None) -> Callable[[Record], int]:
+def deferred_size(size: Size, shard: ShardContext | None) -> Callable[[SavedForward], int]:
     """A function that gives a size's value for a record: products of integers, of what `_NAMES` has, and of this
     device's parts of that by the shares of its layer."""
     factors = str(size).split("*")
     fixed = math.prod(int(factor) for factor in factors if factor.isdigit())
     late = [(_NAMES[factor], factor in LOCAL.values()) for factor in factors if not factor.isdigit()]
 
-    def value(record: Record) -> int:
+    def evaluate_size(record: SavedForward) -> int:
         result = fixed
         for name, part in late:
             length = getattr(record, name)
             result *= shard.length(length) if part and shard is not None else length
         return result
 
-    return value
+    return evaluate_size
 
 
-def build_transpose(operator: Operator, context: Context) -> Step:
+def build_transpose(operator: Operator, context: OperatorContext) -> OperatorStep:
     dims = tuple(operator.attributes["dims"])
-    return Step(lambda x: x.permute(dims))
+    return OperatorStep(lambda x: x.permute(dims))
 
 
-def build_slice(operator: Operator, context: Context) -> Step:
+def build_slice(operator: Operator, context: OperatorContext) -> OperatorStep:
     dim = int(operator.attributes["dim"])
-    start = late_size(operator.attributes["start"], context.shard)
-    stop = late_size(operator.attributes["stop"], context.shard)
+    start = deferred_size(operator.attributes["start"], context.shard)
+    stop = deferred_size(operator.attributes["stop"], context.shard)
 
-    def cut(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    def take_slice(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
         return x.narrow(dim, first, last - first)
 
-    return Step(cut, prepare=lambda record: (start(record), stop(record)))
+    return OperatorStep(take_slice, prepare=lambda record: (start(record), stop(record)))
 
 
-def build_concat(operator: Operator, context: Context) -> Step:
+def build_concat(operator: Operator, context: OperatorContext) -> OperatorStep:
     dim = int(operator.attributes["dim"])
 
-    def concat(*tensors: Any) -> torch.Tensor:
+    def concat_tensors(*tensors: Any) -> torch.Tensor:
         return torch.cat(tensors, dim)
 
-    return Step(concat)
+    return OperatorStep(concat_tensors)
 
 
 BUILDERS = {

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.attention_kernels import wide_of
-from pipefit.run.ops import Context, Step
+from pipefit.run.autograd.attention_kernels import statistics_dtype
+from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 def squared_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    wide = wide_of(prediction.dtype)
+    wide = statistics_dtype(prediction.dtype)
     return (prediction.to(wide) - target.to(wide)).square().sum()
 
 
-def build(operator: Operator, context: Context) -> Step:
-    return Step(squared_error)
+def build_squared_error(operator: Operator, context: OperatorContext) -> OperatorStep:
+    return OperatorStep(squared_error)
 
 
-BUILDERS = {"squared_error": build}
+BUILDERS = {"squared_error": build_squared_error}

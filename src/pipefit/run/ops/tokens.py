@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context, Step
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 class _PutTokens(torch.autograd.Function):
@@ -26,13 +26,13 @@ class _PutTokens(torch.autograd.Function):
     def forward(ctx: Any, h: torch.Tensor, x: torch.Tensor, places: torch.Tensor, spare: bool) -> torch.Tensor:
         ctx.save_for_backward(places)
         ctx.spare = spare
-        rows = with_spare(h.reshape(-1, h.shape[-1]), spare).index_copy(0, places, x.flatten(0, 1))
+        rows = append_spare(h.reshape(-1, h.shape[-1]), spare).index_copy(0, places, x.flatten(0, 1))
         return rows[:-1].view(h.shape) if spare else rows.view(h.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (places,) = ctx.saved_tensors
-        rows = with_spare(dy.reshape(-1, dy.shape[-1]), ctx.spare)
+        rows = append_spare(dy.reshape(-1, dy.shape[-1]), ctx.spare)
         dx = rows.index_select(0, places).unsqueeze(0) if ctx.needs_input_grad[1] else None
         dh = None
         if ctx.needs_input_grad[0]:
@@ -46,7 +46,7 @@ class _TakeTokens(torch.autograd.Function):
     def forward(ctx: Any, h: torch.Tensor, places: torch.Tensor, spare: bool) -> torch.Tensor:
         ctx.save_for_backward(places)
         ctx.shape, ctx.spare = h.shape, spare
-        return with_spare(h.reshape(-1, h.shape[-1]), spare).index_select(0, places).unsqueeze(0)
+        return append_spare(h.reshape(-1, h.shape[-1]), spare).index_select(0, places).unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -56,18 +56,20 @@ class _TakeTokens(torch.autograd.Function):
         return dh[:count].view(ctx.shape), None, None
 
 
-def with_spare(rows: torch.Tensor, spare: bool) -> torch.Tensor:
+def append_spare(rows: torch.Tensor, spare: bool) -> torch.Tensor:
     """The rows, with one of zeros behind them where one is wanted."""
     return torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
 
 
-def own_places(operator: Operator, context: Context) -> Callable[[Record, torch.Tensor, torch.Tensor], torch.Tensor]:
+def own_places(
+    operator: Operator, context: OperatorContext
+) -> Callable[[SavedForward, torch.Tensor, torch.Tensor], torch.Tensor]:
     """(record, h, places) -> (I,): the places among this device's rows of h, one behind them for those elsewhere."""
     if "cut" not in operator.attributes:
         return lambda record, h, places: places.flatten()
     dim, first, _ = operator.attributes["cut"]
 
-    def own(record: Record, h: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def places_here(record: SavedForward, h: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         whole = record.tokens if dim == 1 else h.shape[1]
         start = first
         if first < 0:
@@ -78,19 +80,19 @@ def own_places(operator: Operator, context: Context) -> Callable[[Record, torch.
         here = (row >= 0) & (row < h.shape[0]) & (token >= 0) & (token < h.shape[1])
         return torch.where(here, row * h.shape[1] + token, h.shape[0] * h.shape[1])
 
-    return own
+    return places_here
 
 
-def build_put(operator: Operator, context: Context) -> Step:
+def build_put(operator: Operator, context: OperatorContext) -> OperatorStep:
     own, spare = own_places(operator, context), "cut" in operator.attributes
     apply = _PutTokens.apply
-    return Step(lambda record, h, x, places: apply(h, x, own(record, h, places), spare), wants_record=True)
+    return OperatorStep(lambda record, h, x, places: apply(h, x, own(record, h, places), spare), wants_record=True)
 
 
-def build_take(operator: Operator, context: Context) -> Step:
+def build_take(operator: Operator, context: OperatorContext) -> OperatorStep:
     own, spare = own_places(operator, context), "cut" in operator.attributes
     apply = _TakeTokens.apply
-    return Step(lambda record, h, places: apply(h, own(record, h, places), spare), wants_record=True)
+    return OperatorStep(lambda record, h, places: apply(h, own(record, h, places), spare), wants_record=True)
 
 
 BUILDERS = {"put_tokens": build_put, "take_tokens": build_take}

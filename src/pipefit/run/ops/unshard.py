@@ -9,19 +9,19 @@ from __future__ import annotations
 from pipefit.model.graph import Operator
 from pipefit.model.ops.exchange import lowering_of
 from pipefit.model.ops.unshard import gathers_of
-from pipefit.run.ops import Context, Step
+from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.sharded import collectives as shard_comm
-from pipefit.run.sharded.weights import Unsharded
+from pipefit.run.sharded.weights import ShardedWeight
 
 
-def build(operator: Operator, context: Context) -> Step:
+def build_unshard(operator: Operator, context: OperatorContext) -> OperatorStep:
     shard = context.shard
     assert shard is not None, "a collective in a stage without a shard axis"
     dim, how = int(operator.attributes["dim"]), lowering_of(operator)
     runs = shard.runs(int(operator.attributes["size"]), int(operator.attributes.get("units", 0)))
     if gathers_of(context.graph, operator.outputs[0]):
-        return Step(lambda weight: Unsharded(weight, runs, dim, shard, how))
-    return Step(lambda weight: shard_comm.AllGather.apply(weight, runs, dim, shard, how))
+        return OperatorStep(lambda weight: ShardedWeight(weight, runs, dim, shard, how))
+    return OperatorStep(lambda weight: shard_comm.AllGather.apply(weight, runs, dim, shard, how))
 
 
-BUILDERS = {"unshard": build}
+BUILDERS = {"unshard": build_unshard}

@@ -30,7 +30,7 @@ _BEAT = "pipefit/beat/{}"
 _STOPPED = "stopped"
 
 
-class Monitor:
+class HeartbeatMonitor:
     """This rank's heartbeat, and its watch over the next rank.
 
     `store` is a torch.distributed store used by nobody else in this process (a `clone()`). A neighbour whose beat
@@ -54,7 +54,7 @@ class Monitor:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.fault: PipefitError | None = None
-        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._watch_neighbour, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -64,22 +64,22 @@ class Monitor:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * self._interval_s)
-        _quietly(lambda: self._store.set(_BEAT.format(self.rank), _STOPPED))
+        _ignore_errors(lambda: self._store.set(_BEAT.format(self.rank), _STOPPED))
 
-    def verdict(self, wait_s: float) -> PipefitError | None:
+    def await_fault(self, wait_s: float) -> PipefitError | None:
         """The fault that stopped the run, if one becomes known within `wait_s`."""
         deadline = time.monotonic() + wait_s
         while self.fault is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.fault
 
-    def announce(self, error: PipefitError) -> None:
+    def announce_fault(self, error: PipefitError) -> None:
         """Tell all ranks that the run stops, and print the message unless another rank has: one copy in all."""
         with self._lock:
             self.fault = self.fault or error
             say_once(self._store, error, self.grace_s)
 
-    def linger(self) -> None:
+    def wait_for_others(self) -> None:
         """Rank 0 may hold the store: it stays until the others have had time to read what happened."""
         if self.rank == 0 and self.world > 1:
             time.sleep(3 * self._interval_s)
@@ -88,7 +88,7 @@ class Monitor:
     def _interval_s(self) -> float:
         return min(1.0, self.timeout_s / 10)
 
-    def _watch(self) -> None:
+    def _watch_neighbour(self) -> None:
         beat, seen, since = 0, "", time.monotonic()
         neighbour = (self.rank + 1) % self.world
         while not self._stop.wait(self._interval_s):
@@ -96,29 +96,29 @@ class Monitor:
             try:
                 self._store.set(_BEAT.format(self.rank), str(beat))
                 if self._store.check([_FAULT]):
-                    self._end(_read_fault(self._store))
+                    self._end_process(_read_fault(self._store))
                     return
                 key = _BEAT.format(neighbour)
                 value = self._store.get(key).decode() if self._store.check([key]) else ""
             except RuntimeError as error:  # DistNetworkError, DistStoreError: the store's host is gone
-                fault = _store_gone(error)
+                fault = _store_lost(error)
                 if not self._stop.is_set() and self.fault is None:
-                    self.announce(fault)
-                self._end(fault)
+                    self.announce_fault(fault)
+                self._end_process(fault)
                 return
             if value != seen or value == _STOPPED or self.world == 1:
                 seen, since = value, time.monotonic()
             elif time.monotonic() - since > self.timeout_s:
                 fault = dead_rank(neighbour, self.timeout_s)
-                self.announce(fault)
-                self._end(fault)
+                self.announce_fault(fault)
+                self._end_process(fault)
                 return
 
-    def _end(self, fault: PipefitError) -> None:
+    def _end_process(self, fault: PipefitError) -> None:
         """Give the main thread its grace, then leave. Whoever found the fault has announced it."""
         self.fault = self.fault or fault
         if not self._stop.wait(self.grace_s):
-            self.linger()
+            self.wait_for_others()
             self._leave(EXIT_CODE)
 
 
@@ -128,17 +128,17 @@ def say_once(store: Any, error: PipefitError, wait_s: float) -> None:
     A rank that is not the first waits until the first has said it, at most `wait_s`: where one ends, a launcher stops
     the others, and a first one that was stopped before its word would leave the user without any.
     """
-    if not _quietly(lambda: store.add(_CLAIM, 1) == 1, default=True):
+    if not _ignore_errors(lambda: store.add(_CLAIM, 1) == 1, default=True):
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
-            if _quietly(lambda: store.check([_FAULT]), default=True):
+            if _ignore_errors(lambda: store.check([_FAULT]), default=True):
                 return
             time.sleep(0.05)
-    print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
-    _quietly(lambda: store.set(_FAULT, json.dumps(as_record(error))))
+    print(f"pipefit: {error.full_text()}", file=sys.stderr, flush=True)
+    _ignore_errors(lambda: store.set(_FAULT, json.dumps(error_record(error))))
 
 
-def _quietly(call: Callable[[], Any], default: Any = None) -> Any:
+def _ignore_errors(call: Callable[[], Any], default: Any = None) -> Any:
     try:
         return call()
     except RuntimeError:
@@ -183,7 +183,7 @@ def is_connection_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in words for sign in signs)
 
 
-def unexpected(rank: int, error: BaseException) -> RunError:
+def unexpected_error(rank: int, error: BaseException) -> RunError:
     """What the other ranks are told when this one stops with an error that is not the user's."""
     return RunError(
         f"Rank {rank} stopped with an error of its own.",
@@ -202,7 +202,7 @@ def out_of_memory(plan: Plan, device: int, lane: int, step: int, error: BaseExce
         parts = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in sorted(lane_says.parts.items(), key=lambda item: -item[1])
         )
-        own = lane_says.of(device)
+        own = lane_says.for_device(device)
         predicted = f"predicted peak {format_bytes(own.peak_bytes)} of {format_bytes(own.limit_bytes)}"
         predicted += f" ({parts})" if parts and own.kind == lane_says.kind else ""
     return RunError(
@@ -235,7 +235,7 @@ def compare_ranks(
                 continue
             texts.append(store.get(f"pipefit/{name}/{other}").decode())
         fault = judge(texts)
-        store.set(f"pipefit/{name}/verdict", json.dumps(None if fault is None else as_record(fault)))
+        store.set(f"pipefit/{name}/verdict", json.dumps(None if fault is None else error_record(fault)))
     store.wait([f"pipefit/{name}/verdict"], timedelta(seconds=2 * timeout_s))
     record = json.loads(store.get(f"pipefit/{name}/verdict").decode())
     if record is not None:
@@ -275,14 +275,14 @@ def _judge_tokens(tokens: list[str], timeout_s: float) -> RunError | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Injected:
+class InjectedFault:
     """A fault that a test asked for: `PIPEFIT_FAULT=kind@rank,step` (kinds: oom, kill, stop, error, plan)."""
 
     kind: str
     rank: int
     step: int
 
-    def strike(self, rank: int, step: int) -> None:
+    def raise_fault(self, rank: int, step: int) -> None:
         """Fail now, if it is this rank's and step's turn."""
         if (rank, step) != (self.rank, self.step):
             return
@@ -294,17 +294,17 @@ class Injected:
             os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
 
 
-def injected() -> Injected | None:
+def injected_fault() -> InjectedFault | None:
     """The fault named by the environment, if any."""
     text = os.environ.get("PIPEFIT_FAULT", "")
     if not text:
         return None
     kind, _, place = text.partition("@")
     rank, _, step = place.partition(",")
-    return Injected(kind, int(rank), int(step or 0))
+    return InjectedFault(kind, int(rank), int(step or 0))
 
 
-def as_record(error: PipefitError) -> dict[str, str | None]:
+def error_record(error: PipefitError) -> dict[str, str | None]:
     """The parts of an error as plain JSON, to be told on another rank."""
     seen = None if error.seen is None else str(error.seen)
     return {
@@ -317,7 +317,7 @@ def _read_fault(store: Any) -> PipefitError:
     return RunError(record.pop("what"), **record)
 
 
-def _store_gone(error: RuntimeError) -> RunError:
+def _store_lost(error: RuntimeError) -> RunError:
     return RunError(
         "The rendezvous store is gone: the host that started the run died or left.",
         where="MASTER_ADDR",

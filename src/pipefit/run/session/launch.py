@@ -1,7 +1,7 @@
 """Starting a run: as a rank under torchrun, alone, or as the parent of `--local N` ranks on this machine.
 
-Whatever fails, the user reads one message and the exit code is 2: a rank that fails prints it (`faults.Monitor`), and
-the parent speaks only if a rank died without a word.
+Whatever fails, the user reads one message and the exit code is 2: a rank that fails prints it
+(`faults.HeartbeatMonitor`), and the parent speaks only if a rank died without a word.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from pipefit import __version__, codec
-from pipefit.data.multimodal.images import versions
+from pipefit.data.multimodal.images import decoder_versions
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES
 from pipefit.errors import ClusterError, PipefitError, RunError
 from pipefit.plan.types import Plan
@@ -25,16 +25,16 @@ from pipefit.run.config import TrainConfig
 from pipefit.run.session.faults import (
     EXIT_CODE,
     exited_rank,
-    injected,
+    injected_fault,
     is_connection_lost,
     is_out_of_memory,
     out_of_memory,
     say_once,
-    unexpected,
+    unexpected_error,
     verify_ranks,
 )
 from pipefit.run.session.rendezvous import World, choose_device, run_id, under_torchrun
-from pipefit.run.worker.worker import lane_of
+from pipefit.run.worker.worker import device_lane
 
 START_TIMEOUT_S = 300.0
 """How long ranks wait for each other at the start."""
@@ -43,9 +43,9 @@ SAY_TIMEOUT_S = 3.0
 """How long a rank that fails before there is a heartbeat waits for the word of the one that failed first."""
 
 
-def launch(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[str]) -> int:
+def launch_run(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[str]) -> int:
     """Run `plan` the way the surroundings ask for; the exit code. `arguments` are those of the command line."""
-    devices = len(plan.devices)
+    devices = len(plan.used_devices)
     if under_torchrun():
         return run_rank(plan, config)
     if local and local != devices:
@@ -57,7 +57,7 @@ def launch(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[str]
         )
     if devices == 1:
         return run_rank(plan, config)
-    if local or made_here(plan):
+    if local or is_local_plan(plan):
         return run_local(devices, arguments)
     raise RunError(
         f"The plan is for {devices} devices: it needs {devices} processes.",
@@ -67,17 +67,17 @@ def launch(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[str]
     )
 
 
-def made_here(plan: Plan) -> bool:
+def is_local_plan(plan: Plan) -> bool:
     """Whether the plan was made with `pipefit plan --local N` on this machine."""
-    from pipefit.cluster import local
-    from pipefit.codec import digest
+    from pipefit.cluster import local_cluster
+    from pipefit.codec import content_digest
 
-    for count in range(len(plan.devices), 65):
+    for count in range(len(plan.used_devices), 65):
         try:
-            cluster = local(count)
+            cluster = local_cluster(count)
         except ClusterError:  # more processes than this machine holds
             return False
-        if digest(cluster) == plan.hashes.cluster:
+        if content_digest(cluster) == plan.hashes.cluster:
             return True
     return False
 
@@ -86,23 +86,23 @@ def run_rank(plan: Plan, config: TrainConfig) -> int:
     """One rank, errors included."""
     world = World(choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0"))))
     try:
-        if world.size != len(plan.devices):
+        if world.size != len(plan.used_devices):
             raise RunError(
                 "The plan is for another number of ranks.",
                 where="WORLD_SIZE",
                 seen=world.size,
-                allowed=f"{len(plan.devices)}, the devices of the plan",
+                allowed=f"{len(plan.used_devices)}, the devices of the plan",
             )
-        world.connect()
+        world.open_store()
         if world.store is not None:
             verify_ranks(world.store, world.rank, world.size, rank_token(plan, config, world.rank), START_TIMEOUT_S)
-        world.start(config.timeout_s, config.transfer_timeout_s)
-        from pipefit.run.session.train import train
+        world.start_group(config.timeout_s, config.transfer_timeout_s)
+        from pipefit.run.session.train import train_rank
 
-        train(plan, config, world)
+        train_rank(plan, config, world)
     except Exception as error:
-        return _fail(error, plan, config, world)
-    world.stop()
+        return _report_failure(error, plan, config, world)
+    world.stop_group()
     return 0
 
 
@@ -128,7 +128,7 @@ def run_local(count: int, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(launch_config, sys.executable)("-m", "pipefit", *arguments)
     except ChildFailedError as failed:
-        return _judge(failed.failures)
+        return _judge_failures(failed.failures)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
@@ -136,7 +136,7 @@ def run_local(count: int, arguments: Sequence[str]) -> int:
 
 def launch_lines(plan_file: Path, plan: Plan, arguments: Sequence[str], per_host: int) -> str:
     """The torchrun line for each host and the sbatch script that start this run on a real cluster."""
-    devices = len(plan.devices)
+    devices = len(plan.used_devices)
     if per_host < 1 or devices % per_host:
         raise RunError(
             "The plan's devices cannot be spread evenly over hosts.",
@@ -148,7 +148,7 @@ def launch_lines(plan_file: Path, plan: Plan, arguments: Sequence[str], per_host
     command = shlex.join(["-m", "pipefit", *arguments])
     torchrun = (
         f"torchrun --nnodes={hosts} --nproc-per-node={per_host} --rdzv-backend=c10d "
-        f"--rdzv-endpoint=$HEAD:29500 --rdzv-id={plan.hash} {command}"
+        f"--rdzv-endpoint=$HEAD:29500 --rdzv-id={plan.content_hash} {command}"
     )
     return f"""# {plan_file}: {devices} ranks, {per_host} on each of {hosts} host{"s" if hosts > 1 else ""}
 # On every host, with HEAD the name of the first one:
@@ -171,7 +171,7 @@ _LOCAL = ("plan", "cluster", "run_dir", "data", "tokenizer", "resume", "weights"
 def rank_token(plan: Plan, config: TrainConfig, rank: int) -> str:
     """What all ranks must agree on: plan, package versions, and every option that is not a place on a host. Of a plan
     with images, what decodes them, too."""
-    fault = injected()
+    fault = injected_fault()
     odd = "-other" if fault is not None and fault.kind == "plan" and fault.rank == rank else ""
     options = {key: value for key, value in codec.to_data(config).items() if key not in _LOCAL}
     options |= options.pop("optimizer")
@@ -179,38 +179,38 @@ def rank_token(plan: Plan, config: TrainConfig, rank: int) -> str:
     words = [f"{key.replace('_', ' ')} {value}" for key, value in sorted(options.items())]
     software = [f"pipefit {__version__}", f"torch {torch.__version__}"]
     if any(stage.space in (PATCHES, LATENTS) for stage in plan.stages):
-        software.append(versions())
-    return ", ".join([f"plan {plan.hash}{odd}", *software, *words])
+        software.append(decoder_versions())
+    return ", ".join([f"plan {plan.content_hash}{odd}", *software, *words])
 
 
-def _fail(error: Exception, plan: Plan, config: TrainConfig, world: World) -> int:
+def _report_failure(error: Exception, plan: Plan, config: TrainConfig, world: World) -> int:
     """Tell the user once, whoever of the ranks does it; the exit code."""
     if is_out_of_memory(error):
-        device = plan.devices[world.rank]
+        device = plan.used_devices[world.rank]
         step = int(getattr(error, "step", 0))
-        error = out_of_memory(plan, device, lane_of(plan, device), step, error)
+        error = out_of_memory(plan, device, device_lane(plan, device), step, error)
     elif is_connection_lost(error) and world.monitor is not None:
         # A rank is gone; whoever watches it will say which. Until then this one keeps silent.
-        error = world.monitor.verdict(config.timeout_s + 5) or error
+        error = world.monitor.await_fault(config.timeout_s + 5) or error
     if isinstance(error, PipefitError):
         if world.monitor is not None:
-            world.monitor.announce(error)
-            world.monitor.linger()
+            world.monitor.announce_fault(error)
+            world.monitor.wait_for_others()
             world.monitor.stop()
         elif world.store is not None:
             say_once(world.store, error, SAY_TIMEOUT_S)
         else:
-            print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
+            print(f"pipefit: {error.full_text()}", file=sys.stderr, flush=True)
         return EXIT_CODE
     traceback.print_exception(error)
     if world.monitor is not None:
-        world.monitor.announce(unexpected(world.rank, error))
-        world.monitor.linger()
+        world.monitor.announce_fault(unexpected_error(world.rank, error))
+        world.monitor.wait_for_others()
         world.monitor.stop()
     return 1
 
 
-def _judge(failures: object) -> int:
+def _judge_failures(failures: object) -> int:
     """The exit code of a local run that failed; a rank that died without a word is named here."""
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}  # type: ignore[attr-defined]
     if any(code == EXIT_CODE for code in codes.values()):

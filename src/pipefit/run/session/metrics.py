@@ -17,13 +17,13 @@ from typing import IO, Any
 
 import torch
 
-from pipefit.run.session.write_errors import writing
+from pipefit.run.session.write_errors import write_errors
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class PeakFlops:
     """The peak that MFU is measured against."""
 
     flops_per_s: float
@@ -69,7 +69,7 @@ def step_metrics(
     tokens: int,
     flops: float,
     devices: int,
-    peak: Peak,
+    peak: PeakFlops,
     memory: tuple[int, int],
     data_s: float = 0.0,
 ) -> StepMetrics:
@@ -101,7 +101,7 @@ def format_step(metrics: StepMetrics) -> str:
     )
 
 
-def memory_of(device: torch.device, sharing: int = 1) -> tuple[int, int]:
+def device_memory(device: torch.device, sharing: int = 1) -> tuple[int, int]:
     """(peak bytes used by this process, bytes of the device); `sharing` CPU processes share the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
@@ -109,14 +109,14 @@ def memory_of(device: torch.device, sharing: int = 1) -> tuple[int, int]:
     return peak * (1 if sys.platform == "darwin" else 1024), _machine_bytes(sharing)
 
 
-def find_peak(device: torch.device, precision: str, sharing: int = 1) -> Peak:
+def find_peak(device: torch.device, precision: str, sharing: int = 1) -> PeakFlops:
     """The data-sheet peak of this device, or of this machine's cores as `cluster.local` guesses it."""
-    from pipefit.cluster import local
+    from pipefit.cluster import local_cluster
     from pipefit.cluster.kinds import SHEETS, data_sheet_kind
 
     if device.type != "cuda":
-        kind = local(sharing).kinds["cpu"]
-        return Peak(
+        kind = local_cluster(sharing).kinds["cpu"]
+        return PeakFlops(
             flops_per_s=kind.peak_flops_per_s.get(precision, 0.0),
             source=f"{kind.provenance.source}: {kind.provenance.where}",
         )
@@ -125,11 +125,11 @@ def find_peak(device: torch.device, precision: str, sharing: int = 1) -> Peak:
     for key in sorted(SHEETS, key=len, reverse=True):
         if key.lower() in words:
             kind = data_sheet_kind(key)[0]
-            return Peak(flops_per_s=kind.peak_flops_per_s[precision], source=kind.provenance.where)
-    return Peak(flops_per_s=0.0, source=f"no data sheet known for {name}")
+            return PeakFlops(flops_per_s=kind.peak_flops_per_s[precision], source=kind.provenance.where)
+    return PeakFlops(flops_per_s=0.0, source=f"no data sheet known for {name}")
 
 
-class Log:
+class RunLog:
     """Where a run's figures go: `metrics.jsonl` in the run directory, TensorBoard if asked, lines on stdout.
 
     Made on rank 0 only. A resumed run appends. RunError where the file cannot be written.
@@ -138,46 +138,46 @@ class Log:
     def __init__(self, run_dir: Path, tensorboard: bool = False, out: IO[str] | None = None) -> None:
         self._out = out if out is not None else sys.stdout
         self._path = run_dir / "metrics.jsonl"
-        with writing("metrics file", self._path):
+        with write_errors("metrics file", self._path):
             self._file = self._path.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard:
             self._board = open_board(run_dir / "tensorboard")
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """A line that is not a metric."""
         print(text, file=self._out, flush=True)
 
-    def step(self, metrics: StepMetrics) -> None:
+    def log_step(self, metrics: StepMetrics) -> None:
         """One training step."""
-        self._write(asdict(metrics))
-        self.say(format_step(metrics))
+        self._write_record(asdict(metrics))
+        self.write_line(format_step(metrics))
         if self._board is not None:
             for name in ("loss", "grad_norm", "lr", "tps", "tflops", "mfu", "memory_bytes"):
                 self._board.add_scalar(name, getattr(metrics, name), metrics.step)
 
-    def evaluation(self, step: int, loss: float, seconds: float) -> None:
+    def log_evaluation(self, step: int, loss: float, seconds: float) -> None:
         """The mean loss over the held-out text."""
-        self._write({"step": step, "eval_loss": loss, "eval_s": seconds})
-        self.say(f"step: {step:>4}  eval_loss: {loss:8.4f}")
+        self._write_record({"step": step, "eval_loss": loss, "eval_s": seconds})
+        self.write_line(f"step: {step:>4}  eval_loss: {loss:8.4f}")
         if self._board is not None:
             self._board.add_scalar("eval_loss", loss, step)
 
-    def broken(self, step: int, images: Mapping[str, str], samples: int) -> None:
+    def log_broken(self, step: int, images: Mapping[str, str], samples: int) -> None:
         """Image files that were found broken, on any rank, and why; `samples` were left out so far in all."""
-        self._write({"step": step, "broken_images": dict(images), "samples_left_out": samples})
+        self._write_record({"step": step, "broken_images": dict(images), "samples_left_out": samples})
         first = next(iter(images))
-        self.say(
+        self.write_line(
             f"step: {step:>4}  broken images: {len(images)}, among them {first}: {images[first]}; "
             f"samples left out so far: {samples}"
         )
 
-    def pace(self, valid: bool, words: str) -> None:
+    def log_pace(self, valid: bool, words: str) -> None:
         """Of a run in a lab: whether the emulated devices could be kept up with, into `lab.json`."""
         path = self._path.with_name("lab.json")
-        with writing("verdict of the lab", path):
+        with write_errors("verdict of the lab", path):
             path.write_text(json.dumps({"valid": valid, "pace": words}) + "\n", encoding="utf-8")
-        self.say(f"lab: {'valid' if valid else 'INVALID'}: {words}")
+        self.write_line(f"lab: {'valid' if valid else 'INVALID'}: {words}")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what could not be flushed has been told
@@ -185,8 +185,8 @@ class Log:
         if self._board is not None:
             self._board.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
-        with writing("metrics file", self._path):
+    def _write_record(self, record: dict[str, Any]) -> None:
+        with write_errors("metrics file", self._path):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
 
@@ -205,6 +205,6 @@ def open_board(directory: Path) -> Any:
 
 
 def _machine_bytes(sharing: int) -> int:
-    from pipefit.cluster import local
+    from pipefit.cluster import local_cluster
 
-    return local(sharing).kinds["cpu"].memory_bytes
+    return local_cluster(sharing).kinds["cpu"].memory_bytes

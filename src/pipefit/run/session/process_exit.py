@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this process here and now, with what is to be done at an exit done.
 
     For a rank that spoke to others. Threads of gloo, of the store and of the heartbeat may still wait inside C++, and

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.errors import PipefitError, RunError
-from pipefit.run.session.faults import Monitor, as_record, compare_ranks
+from pipefit.run.session.faults import HeartbeatMonitor, compare_ranks, error_record
 from pipefit.run.transfers.comms import backend_for
 
 T = TypeVar("T")
@@ -33,16 +33,16 @@ class World:
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.device = device
         self.store: Any = None
-        self.monitor: Monitor | None = None
+        self.monitor: HeartbeatMonitor | None = None
         self.cpu_group: Any = None
         "A gloo group of all ranks for CPU tensors and objects; None is the default group (or one process alone)."
 
-    def connect(self) -> None:
+    def open_store(self) -> None:
         """Open the rendezvous store (torchrun's environment variables)."""
         if self.size > 1:
             self.store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
 
-    def start(self, timeout_s: float, transfer_timeout_s: float) -> None:
+    def start_group(self, timeout_s: float, transfer_timeout_s: float) -> None:
         """Make the process group and start the heartbeat."""
         if self.size == 1:
             return
@@ -57,34 +57,34 @@ class World:
         )
         if self.device.type == "cuda":
             self.cpu_group = dist.new_group(backend="gloo")
-        self.monitor = Monitor(self.store.clone(), self.rank, self.size, timeout_s)
+        self.monitor = HeartbeatMonitor(self.store.clone(), self.rank, self.size, timeout_s)
         self.monitor.start()
 
     def own_group(self) -> Any:
         """A gloo group of all ranks for one thread's own use; None for one process alone. All ranks call together."""
         return dist.new_group(backend="gloo") if self.size > 1 else None
 
-    def from_rank_0(self, name: str, make: Callable[[], str]) -> str:
+    def share_text(self, name: str, make: Callable[[], str]) -> str:
         """The text that rank 0 made; every rank raises rank 0's PipefitError if it could not."""
-        return self._shared(name, self.rank == 0, make)
+        return self._share_result(name, self.rank == 0, make)
 
-    def first_here(self, work: Callable[[], object]) -> None:
+    def run_once_per_host(self, work: Callable[[], object]) -> None:
         """Do something once per host, while the host's other ranks wait for it."""
         host = self.rank - self.local_rank
-        self._shared(f"host/{host}", self.local_rank == 0, lambda: str(bool(work() or True)))
+        self._share_result(f"host/{host}", self.local_rank == 0, lambda: str(bool(work() or True)))
 
-    def agree(self, name: str, text: str, differ: Callable[[list[int], str], PipefitError]) -> None:
+    def require_agreement(self, name: str, text: str, differ: Callable[[list[int], str], PipefitError]) -> None:
         """Every rank must have the same text as rank 0, or all raise `differ(ranks, what was seen on both sides)`."""
         if self.size == 1:
             return
 
-        def judge(texts: list[str]) -> PipefitError | None:
+        def judge_texts(texts: list[str]) -> PipefitError | None:
             odd = [rank for rank, other in enumerate(texts) if other != texts[0]]
             return differ(odd, f"{texts[odd[0]]} on rank {odd[0]}, {texts[0]} on rank 0") if odd else None
 
-        compare_ranks(self.store, name, self.rank, self.size, text, _PREPARE_S, judge)
+        compare_ranks(self.store, name, self.rank, self.size, text, _PREPARE_S, judge_texts)
 
-    def total(self, number: int) -> int:
+    def sum_over_ranks(self, number: int) -> int:
         """The sum of everybody's number, on the CPU. All ranks call together."""
         if self.size == 1:
             return number
@@ -92,9 +92,9 @@ class World:
         dist.all_reduce(added, group=self.cpu_group)
         return int(added)
 
-    def together(self, mine: Sequence[T]) -> list[T]:
+    def gather_lists(self, mine: Sequence[T]) -> list[T]:
         """Everybody's things in the order of ranks; next to free where nobody has any. All ranks call together."""
-        if not self.total(len(mine)):
+        if not self.sum_over_ranks(len(mine)):
             return []
         if self.size == 1:
             return list(mine)
@@ -102,14 +102,14 @@ class World:
         dist.all_gather_object(everyone, list(mine), group=self.cpu_group)
         return [each for of_rank in everyone for each in of_rank]
 
-    def stop(self) -> None:
+    def stop_group(self) -> None:
         """Leave: the heartbeat ends as meant, the process group is given up."""
         if self.monitor is not None:
             self.monitor.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _shared(self, name: str, mine: bool, make: Callable[[], str]) -> str:
+    def _share_result(self, name: str, mine: bool, make: Callable[[], str]) -> str:
         if self.size == 1:
             return make()
         key = _SHARED.format(name)
@@ -117,7 +117,7 @@ class World:
             try:
                 self.store.set(key, json.dumps({"good": make()}))
             except PipefitError as error:
-                self.store.set(key, json.dumps({"bad": as_record(error)}))
+                self.store.set(key, json.dumps({"bad": error_record(error)}))
                 raise
             except BaseException as error:
                 self.store.set(key, json.dumps({"bad": {"what": f"Rank {self.rank} failed: {error!r}"}}))

@@ -11,7 +11,7 @@ import torch
 from pipefit import __version__, codec
 from pipefit.errors import RunError
 from pipefit.plan.types import Plan
-from pipefit.run.checkpoint.checkpoint import locate
+from pipefit.run.checkpoint.checkpoint import locate_checkpoint
 from pipefit.run.config import TrainConfig
 from pipefit.run.session.staleness import check_cluster
 
@@ -32,14 +32,14 @@ def check_run_dir(config: TrainConfig) -> None:
             "The folder holds another run.",
             where=str(directory),
             seen="checkpoints" if _has_checkpoints(directory) else "metrics.jsonl, and no checkpoint to continue from",
-            next_step=_instead(directory),
+            next_step=_resume_advice(directory),
         )
-    elif directory.resolve() not in locate(Path(config.resume)).resolve().parents:
+    elif directory.resolve() not in locate_checkpoint(Path(config.resume)).resolve().parents:
         raise RunError(
             "The folder holds another run than the one to continue.",
             where=str(directory),
             seen=f"--resume {config.resume}",
-            next_step=_instead(directory),
+            next_step=_resume_advice(directory),
         )
 
 
@@ -53,7 +53,7 @@ def _has_checkpoints(directory: Path) -> bool:
     return any((directory / "checkpoints").glob("step-*"))
 
 
-def _instead(directory: Path) -> str:
+def _resume_advice(directory: Path) -> str:
     if _has_checkpoints(directory):
         return f"continue it with --resume {directory}, or give another folder with -o"
     return "give another folder with -o, or delete this one"
@@ -96,14 +96,14 @@ def open_run_dir(config: TrainConfig, plan: Plan, device: torch.device) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(codec.dump_text(config), encoding="utf-8")
         (directory / "plan.json").write_text(codec.dump_text(plan), encoding="utf-8")
-        (directory / "environment.json").write_text(codec.dump_text(environment(device)), encoding="utf-8")
+        (directory / "environment.json").write_text(codec.dump_text(describe_environment(device)), encoding="utf-8")
         keep_cluster(plan, config, directory)
     except OSError as error:
         raise RunError("The run's folder cannot be written.", where=str(directory), seen=error) from None
     return directory
 
 
-def environment(device: torch.device) -> dict[str, str]:
+def describe_environment(device: torch.device) -> dict[str, str]:
     """What the run runs on, as its report shows it: software, and the machine of rank 0."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
@@ -119,5 +119,5 @@ def environment(device: torch.device) -> dict[str, str]:
 def keep_cluster(plan: Plan, config: TrainConfig, directory: Path) -> None:
     """Put the plan's cluster beside it, so that the folder tells all of the run; nothing if it is not known."""
     cluster = check_cluster(plan, config.plan, config.cluster)
-    if cluster is not None and codec.digest(cluster) == plan.hashes.cluster:
+    if cluster is not None and codec.content_digest(cluster) == plan.hashes.cluster:
         (directory / "cluster.json").write_text(codec.dump_text(cluster), encoding="utf-8")

@@ -14,8 +14,8 @@ from pipefit import codec
 from pipefit.cluster import LOCAL, Cluster, looks_like_spec, open_cluster
 from pipefit.errors import StalePlanError
 from pipefit.model.graph import Model
-from pipefit.model.registry import Described, builtin_names, resolve
-from pipefit.plan.check.rules import check_fresh
+from pipefit.model.registry import ModelDescription, builtin_names, resolve_model
+from pipefit.plan.check.rules import check_staleness
 from pipefit.plan.types import Plan
 
 
@@ -42,7 +42,7 @@ def check_cluster(plan: Plan, plan_file: str | Path, named: str = "") -> Cluster
             )
         text = str(beside)
     cluster = open_cluster(text)
-    check_fresh(plan, cluster=cluster)
+    check_staleness(plan, cluster=cluster)
     return cluster
 
 
@@ -54,16 +54,20 @@ def check_model(plan: Plan, weights: str = "") -> None:
     """
     path = Path(plan.model.name)
     if plan.model.name not in builtin_names() and (path.is_file() or (path / "config.json").is_file()):
-        _compare(plan, resolve(plan.model.name), "The plan is stale: the model changed since it was made.", str(path))
+        _compare_description(
+            plan, resolve_model(plan.model.name), "The plan is stale: the model changed since it was made.", str(path)
+        )
     if weights and (Path(weights) / "config.json").is_file():
-        _compare(plan, resolve(weights), "The weights are of another model than the plan.", f"--weights {weights}")
+        _compare_description(
+            plan, resolve_model(weights), "The weights are of another model than the plan.", f"--weights {weights}"
+        )
 
 
 def captured_model(plan: Plan) -> Model:
     """The plan's model, captured here and now. Raises StalePlanError if it is not the one that was planned for."""
-    from pipefit.model.capture.layers import capture
+    from pipefit.model.capture.layers import capture_family
 
-    model = capture(plan.model.family, plan.model.config)
+    model = capture_family(plan.model.family, plan.model.config)
     if plan.hashes.model and model.hash != plan.hashes.model:
         raise StalePlanError(
             "The plan was made for another form of this model.",
@@ -74,7 +78,7 @@ def captured_model(plan: Plan) -> Model:
     return model
 
 
-def _compare(plan: Plan, found: Described, what: str, where: str) -> None:
+def _compare_description(plan: Plan, found: ModelDescription, what: str, where: str) -> None:
     then: Mapping[str, Any] = {"family": plan.model.family, **codec.to_data(plan.model.config)}
     now: Mapping[str, Any] = {"family": found.family, **codec.to_data(found.config)}
     names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]

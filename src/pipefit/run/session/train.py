@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pipefit import __version__, codec
-from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
-from pipefit.data.multimodal.broken import BrokenSinceError, merged
+from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare_corpus
+from pipefit.data.multimodal.broken import BrokenSinceError, merge_broken
 from pipefit.data.multimodal.sample_rows import SampleRows
-from pipefit.data.rows import Rows
+from pipefit.data.rows import RowSplit
 from pipefit.errors import CheckpointError, RunError
 from pipefit.lab import pace
 from pipefit.model.graph import Model
@@ -30,108 +30,108 @@ from pipefit.plan.assemble.packed_rows import CONDITIONS
 from pipefit.plan.types import Plan
 from pipefit.run.checkpoint import checkpoint
 from pipefit.run.config import TrainConfig
-from pipefit.run.inputs.feeding import Feeding, SampleFeeding, TextFeeding
-from pipefit.run.inputs.image_feeding import ImageFeeding, is_multimodal, mean_sizes, open_images
-from pipefit.run.session.faults import injected, name_ranks
-from pipefit.run.session.metrics import Log, find_peak, memory_of, step_metrics
+from pipefit.run.inputs.feeding import BatchSource, SampleBatchSource, TextBatchSource
+from pipefit.run.inputs.image_feeding import ImageBatchSource, is_multimodal, mean_sizes, open_images
+from pipefit.run.session.faults import injected_fault, name_ranks
+from pipefit.run.session.metrics import RunLog, device_memory, find_peak, step_metrics
 from pipefit.run.session.rendezvous import World
 from pipefit.run.session.run_folder import check_run_dir, open_run_dir
 from pipefit.run.session.staleness import captured_model, check_cluster, check_model
-from pipefit.run.session.write_errors import writing
+from pipefit.run.session.write_errors import write_errors
 from pipefit.run.stage.initial_values import Value, initial_values
-from pipefit.run.stage.user_module import Given, first_values, given, samples_of
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, user_samples
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.state import MODEL, all_pieces, model_pieces, stored_pieces
 from pipefit.run.worker.worker import StepResult, Worker
 
 
-class Run:
+class TrainingRun:
     """A run on this rank, ready to step. Making one writes nothing."""
 
     def __init__(self, plan: Plan, config: TrainConfig, world: World) -> None:
         self.plan, self.config, self.world = plan, config, world
         optimizer = config.optimizer if config.optimizer.steps else replace(config.optimizer, steps=config.steps)
-        world.from_rank_0("cluster", lambda: str(check_cluster(plan, config.plan, config.cluster) is not None))
-        world.from_rank_0("sources", lambda: str(check_model(plan, config.weights)))
+        world.share_text("cluster", lambda: str(check_cluster(plan, config.plan, config.cluster) is not None))
+        world.share_text("sources", lambda: str(check_model(plan, config.weights)))
         self.model = shared_model(plan, world)
-        self.given = given(plan)
+        self.given = load_user_model(plan)
         if self.given is not None and config.weights:
             self.given = first_values(self.given, config.weights)
-        self.feeding = shared_feeding(plan, self.model, self.given, config, world)
+        self.feeding = shared_batch_source(plan, self.model, self.given, config, world)
         try:
-            self._prepare(optimizer)
+            self._prepare_run(optimizer)
         except BaseException:
             self.feeding.close()
             raise
 
-    def _prepare(self, optimizer: OptimizerConfig) -> None:
+    def _prepare_run(self, optimizer: OptimizerConfig) -> None:
         """All that is made once there is something to feed, whose workers have started."""
         plan, config, world = self.plan, self.config, self.world
-        world.agree("corpus", self.feeding.digest, other_corpus)
+        world.require_agreement("corpus", self.feeding.digest, corpus_mismatch)
         value = weights_value(plan, self.model, config.weights) if config.weights else None
-        self.worker = build_worker(plan, self.model, Comms(world.device), world.device, optimizer, value=value)
+        self.worker = build_worker(plan, self.model, CommGroups(world.device), world.device, optimizer, value=value)
         self.worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets))
         self.flops = model_flops(self.model, plan, self.feeding.rows)
-        self.start = resume(self.worker, plan, config, self.feeding, world) if config.resume else 0
+        self.start = resume_run(self.worker, plan, config, self.feeding, world) if config.resume else 0
         self._save_group = world.own_group() if config.async_save else world.cpu_group
         self._pending: checkpoint.PendingSave | None = None
-        self._fault = injected()
+        self._fault = injected_fault()
         self.done = self._saved = self.start
         "Steps that are done, and those of the last checkpoint."
         self.data_s = 0.0
         "Time that preparing the data of the last step took."
 
-    def train(self, log: Log | None, directory: Path) -> None:
+    def train_steps(self, log: RunLog | None, directory: Path) -> None:
         """All steps from where the run stands; evaluations, checkpoints and final weights as configured. Saves before
         it raises that images are broken: all ranks know it, between two steps."""
         try:
-            self._train(log, directory)
+            self._train_loop(log, directory)
         except BrokenSinceError:
             if self.done != self._saved:
-                self.save(self.done, directory)
+                self.save_state(self.done, directory)
             self.wait_for_save()
             raise
 
-    def _train(self, log: Log | None, directory: Path) -> None:
+    def _train_loop(self, log: RunLog | None, directory: Path) -> None:
         config, last = self.config, self.config.steps
         peak = find_peak(self.world.device, self.plan.job.precision, self.world.local_size)
         if log is not None:
-            log.say(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
-            if isinstance(self.feeding, ImageFeeding) and self.feeding.rows.too_long:
-                log.say(f"samples left out, longer than the sequence: {self.feeding.rows.too_long}")
+            log.write_line(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
+            if isinstance(self.feeding, ImageBatchSource) and self.feeding.rows.too_long:
+                log.write_line(f"samples left out, longer than the sequence: {self.feeding.rows.too_long}")
         since, steps, data_s = time.perf_counter(), 0, 0.0
         for step in range(self.start, last):
             self.worker.tracing = config.trace == step + 1
             try:
-                result = StepResult(*self.step(step))
+                result = StepResult(*self.run_step(step))
             except Exception as error:
                 error.step = step  # type: ignore[attr-defined]
                 raise
             self.done = done = step + 1
             steps, data_s = steps + 1, data_s + self.data_s
-            self.tell_broken(done, log)
+            self.report_broken(done, log)
             if log is not None and (done % config.log_every == 0 or done == last):
                 # Reading waits for the device: a time taken earlier would be that of the launches alone.
-                loss, norm = result.read()
+                loss, norm = result.read_values()
                 now = time.perf_counter()
-                log.step(
+                log.log_step(
                     step_metrics(
                         step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
                         tokens=self.plan.job.batch * self.plan.job.sequence, flops=self.flops,
-                        devices=len(self.plan.devices), peak=peak,
-                        memory=memory_of(self.world.device, self.world.local_size), data_s=data_s / steps,
+                        devices=len(self.plan.used_devices), peak=peak,
+                        memory=device_memory(self.world.device, self.world.local_size), data_s=data_s / steps,
                     )
                 )  # fmt: skip
                 since, steps, data_s = now, 0, 0.0
-            if self.after(step, log, directory):
+            if self.finish_step(step, log, directory):
                 since, steps, data_s = time.perf_counter(), 0, 0.0
         self.wait_for_save()
-        self.tell_pace(log)
+        self.report_pace(log)
         save_final(self.worker, directory / "weights", self.world, self.given)
 
-    def after(self, step: int, log: Log | None, directory: Path) -> bool:
+    def finish_step(self, step: int, log: RunLog | None, directory: Path) -> bool:
         """What stands between two steps: trace, evaluation, checkpoint. Whether there was any, which took time."""
         config, done = self.config, step + 1
         last = done == config.steps
@@ -140,22 +140,22 @@ class Run:
         if self.worker.tracing:
             write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s)
         if evaluates:
-            self.evaluate(done, log)
-            self.tell_broken(done, log)
+            self.evaluate_loss(done, log)
+            self.report_broken(done, log)
         if saves:
-            self.save(done, directory)
+            self.save_state(done, directory)
         return self.worker.tracing or evaluates or saves
 
-    def tell_broken(self, step: int, log: Log | None) -> None:
+    def report_broken(self, step: int, log: RunLog | None) -> None:
         """Images that any rank has found broken since this was last told."""
-        if isinstance(self.feeding, ImageFeeding):
-            found = self.feeding.newly_broken()
+        if isinstance(self.feeding, ImageBatchSource):
+            found = self.feeding.take_broken()
             if found and log is not None:
-                log.broken(step, {each.image: each.reason for each in found}, len(self.feeding.left_out))
+                log.log_broken(step, {each.image: each.reason for each in found}, len(self.feeding.excluded_samples))
 
-    def tell_pace(self, log: Log | None) -> None:
+    def report_pace(self, log: RunLog | None) -> None:
         """In a lab: whether the real work of all ranks kept to the pace of the emulated devices."""
-        device = pace.device()
+        device = pace.emulated_device()
         if device is None:
             return
         everyone: list[Any] = [asdict(device.counts)]
@@ -163,38 +163,38 @@ class Run:
             everyone = [None] * self.world.size
             dist.all_gather_object(everyone, asdict(device.counts), group=self.world.cpu_group)
         if log is not None:
-            log.pace(*pace.judge(everyone))
+            log.log_pace(*pace.judge_counts(everyone))
 
-    def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def run_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """(loss, gradient norm, learning rate) of a step on its own batch; nothing waits for the device."""
         if self._fault is not None:
-            self._fault.strike(self.world.rank, step)
+            self._fault.raise_fault(self.world.rank, step)
         began = time.perf_counter()
-        fed = self.feeding.step(step)
+        fed = self.feeding.step_inputs(step)
         self.data_s = time.perf_counter() - began
-        result = self.worker.step(fed.feeds, step, fed.divisor, fed.counts)
+        result = self.worker.run_step(fed.feeds, step, fed.divisor, fed.counts)
         return result.loss, result.grad_norm, result.lr
 
-    def evaluate(self, step: int, log: Log | None) -> float | None:
+    def evaluate_loss(self, step: int, log: RunLog | None) -> float | None:
         """The mean loss over the held-out rows (`eval_batches` at most); None where nothing is held out."""
         began = time.perf_counter()
         worker, sums, divisors = self.worker, 0.0, Counter[str]()
-        for index in range(min(self.feeding.evaluations, self.config.eval_batches)):
-            fed = self.feeding.evaluation(index)
-            sums = sums + worker.evaluate(fed.feeds, fed.counts)
-            divisors.update(worker.divisors(fed.divisor))
+        for index in range(min(self.feeding.evaluation_count, self.config.eval_batches)):
+            fed = self.feeding.evaluation_inputs(index)
+            sums = sums + worker.evaluate_batch(fed.feeds, fed.counts)
+            divisors.update(worker.module_divisors(fed.divisor))
         if not isinstance(sums, torch.Tensor):
             return None
         loss = float(worker.mean_loss(sums, divisors))
         if log is not None:
-            log.evaluation(step, loss, time.perf_counter() - began)
+            log.log_evaluation(step, loss, time.perf_counter() - began)
         return loss
 
-    def save(self, step: int, directory: Path) -> None:
+    def save_state(self, step: int, directory: Path) -> None:
         """A checkpoint of everything that a resume needs."""
         extra = {
             "step": step,
-            "plan": self.plan.hash,
+            "plan": self.plan.content_hash,
             "model": self.plan.hashes.model,
             "seed": self.plan.job.seed,
             "batch": self.plan.job.batch,
@@ -205,16 +205,16 @@ class Run:
             "rows_seen": step * self.plan.job.batch,
             "pipefit": __version__,
         }
-        if isinstance(self.feeding, ImageFeeding) and self.feeding.left_out:
-            extra["left_out"] = self.feeding.left_out
+        if isinstance(self.feeding, ImageBatchSource) and self.feeding.excluded_samples:
+            extra["left_out"] = self.feeding.excluded_samples
         pieces, folder = all_pieces(self.worker, saving=True), directory / "checkpoints"
         self.wait_for_save()
         if self.config.async_save:
-            self._pending = checkpoint.save_async(
+            self._pending = checkpoint.save_in_thread(
                 folder, step, pieces, extra, group=self._save_group, keep=self.config.keep
             )
         else:
-            checkpoint.save(folder, step, pieces, extra, group=self._save_group, keep=self.config.keep)
+            checkpoint.save_checkpoint(folder, step, pieces, extra, group=self._save_group, keep=self.config.keep)
         self._saved = step
 
     def wait_for_save(self) -> None:
@@ -224,12 +224,12 @@ class Run:
             self._pending = None
 
 
-def resume(worker: Worker, plan: Plan, config: TrainConfig, feeding: Feeding, world: World) -> int:
+def resume_run(worker: Worker, plan: Plan, config: TrainConfig, feeding: BatchSource, world: World) -> int:
     """Load a checkpoint into the worker; the step to continue with. CheckpointError if it is of another run."""
-    folder = checkpoint.locate(Path(config.resume))
+    folder = checkpoint.locate_checkpoint(Path(config.resume))
     manifest = checkpoint.read_manifest(folder)
     extra = manifest.extra
-    world.agree("checkpoint", codec.digest(manifest), other_checkpoint)
+    world.require_agreement("checkpoint", codec.content_digest(manifest), checkpoint_mismatch)
     expected = {
         "model": (plan.hashes.model, "the model"),
         "seed": (plan.job.seed, "the seed"),
@@ -246,9 +246,9 @@ def resume(worker: Worker, plan: Plan, config: TrainConfig, feeding: Feeding, wo
                 seen=f"{extra.get(key)} in the checkpoint, {value} now",
                 next_step=f"use what the run used, or start a new run with --weights {folder.parent.parent}/weights",
             )
-    checkpoint.load(folder, stored_pieces(worker, manifest.tensors), group=world.cpu_group)
-    if isinstance(feeding, ImageFeeding):
-        feeding.leave_out(extra.get("left_out", ()))
+    checkpoint.load_checkpoint(folder, stored_pieces(worker, manifest.tensors), group=world.cpu_group)
+    if isinstance(feeding, ImageBatchSource):
+        feeding.exclude_samples(extra.get("left_out", ()))
     if int(extra["step"]) >= config.steps:
         raise RunError(
             "The checkpoint is already at the last step.",
@@ -262,33 +262,37 @@ def resume(worker: Worker, plan: Plan, config: TrainConfig, feeding: Feeding, wo
 def shared_model(plan: Plan, world: World) -> Model:
     """The captured model: rank 0 captures, everyone else reads its graphs. StalePlanError if it is not the plan's."""
 
-    text = world.from_rank_0("model", lambda: codec.dump_text(captured_model(plan)))
+    text = world.share_text("model", lambda: codec.dump_text(captured_model(plan)))
     return codec.load_text(Model, text, "the model of rank 0")
 
 
-def shared_feeding(plan: Plan, model: Model, found: Given | None, config: TrainConfig, world: World) -> Feeding:
+def shared_batch_source(
+    plan: Plan, model: Model, found: UserModel | None, config: TrainConfig, world: World
+) -> BatchSource:
     """What this rank feeds its worker: a user's data set, or text, prepared by the first rank of every host."""
-    device = plan.devices[world.rank]
+    device = plan.used_devices[world.rank]
     if is_multimodal(model):
-        return open_images(plan, model, config, device, world.device, lambda found: merged(world.together(found)))
+        return open_images(
+            plan, model, config, device, world.device, lambda found: merge_broken(world.gather_lists(found))
+        )
     if found is None:
-        return TextFeeding(plan, shared_corpus(plan, config, world), device, world.device)
-    samples = samples_of(found, plan, config)
-    return SampleFeeding(plan, model, samples, found.fed, device, world.device, world.total)
+        return TextBatchSource(plan, shared_corpus(plan, config, world), device, world.device)
+    samples = user_samples(found, plan, config)
+    return SampleBatchSource(plan, model, samples, found.fed, device, world.device, world.sum_over_ranks)
 
 
 def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
     """The corpus: prepared by the first rank of every host, opened by all."""
     vocabulary = plan.model.config.get("vocab_size")
     request = CorpusRequest(sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary, field=config.field)
-    world.first_here(lambda: prepare(request))
+    world.run_once_per_host(lambda: prepare_corpus(request))
     corpus = open_prepared(request, sequence=plan.job.sequence, held_out=config.held_out)
     if plan.job.documents == "apart":
         corpus.require_separator()
     return corpus
 
 
-def other_corpus(ranks: list[int], seen: str) -> RunError:
+def corpus_mismatch(ranks: list[int], seen: str) -> RunError:
     """The message for ranks whose text or tokenizer is not rank 0's."""
     return RunError(
         f"These ranks read another corpus than rank 0: {name_ranks(ranks)}.",
@@ -299,7 +303,7 @@ def other_corpus(ranks: list[int], seen: str) -> RunError:
     )
 
 
-def other_checkpoint(ranks: list[int], seen: str) -> RunError:
+def checkpoint_mismatch(ranks: list[int], seen: str) -> RunError:
     """The message for ranks that would continue from another checkpoint than rank 0's."""
     return RunError(
         f"These ranks found another checkpoint than rank 0: {name_ranks(ranks)}.",
@@ -313,16 +317,16 @@ def weights_value(plan: Plan, model: Model, weights: str) -> Value:
     """Parameters from a directory of safetensors in Hugging Face names, or from those of modules (`vision=DIR`).
     ModelError where they do not fit the model."""
     from pipefit.model.weights.files import WeightFiles
-    from pipefit.model.weights.modules import module_weights, names_parts, split_parts
+    from pipefit.model.weights.modules import is_parts_text, module_weights, split_parts
 
     family, config = plan.model.family, plan.model.config
-    if names_parts(weights):
+    if is_parts_text(weights):
         return module_weights(split_parts(weights), family, config, initial_values(plan, model))
     files = WeightFiles(Path(weights), family, config)
     return files.read
 
 
-def model_flops(model: Model, plan: Plan, rows: Rows) -> float:
+def model_flops(model: Model, plan: Plan, rows: RowSplit) -> float:
     """Model FLOPs of one step, forward and backward, without recomputation; of images in an average step."""
     from pipefit.model.analysis.totals import graph_flops
 
@@ -340,7 +344,7 @@ def model_flops(model: Model, plan: Plan, rows: Rows) -> float:
     return total
 
 
-def save_final(worker: Worker, directory: Path, world: World, found: Given | None = None) -> None:
+def save_final(worker: Worker, directory: Path, world: World, found: UserModel | None = None) -> None:
     """The parameters as safetensors, written by rank 0 while the others send it what they hold: under Hugging Face's
     names, or under those of the user's module, with all that its state dict has beside them."""
     from pipefit.model.weights.files import save_weights
@@ -348,23 +352,23 @@ def save_final(worker: Worker, directory: Path, world: World, found: Given | Non
 
     whole = gather_full(model_pieces(worker, saving=True), group=world.cpu_group)
 
-    def on_rank_0() -> Iterator[tuple[str, torch.Tensor]]:
+    def gather_parameters() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in whole:
             assert tensor is not None
-            for one in names_of(name.removeprefix(MODEL), found):
+            for one in exported_names(name.removeprefix(MODEL), found):
                 yield one, tensor
         yield from found.untrained.items() if found is not None else ()
 
     if world.rank == 0:
-        with writing("final weights", directory):
-            save_weights(directory, on_rank_0(), worker.plan.model.family, worker.plan.model.config)
+        with write_errors("final weights", directory):
+            save_weights(directory, gather_parameters(), worker.plan.model.family, worker.plan.model.config)
             keep_token_ids(worker.plan.model.name, directory / "config.json")
     else:
         for _ in whole:
             pass
 
 
-def names_of(name: str, found: Given | None) -> list[str]:
+def exported_names(name: str, found: UserModel | None) -> list[str]:
     """A parameter's names in the state dict of a user's module; its own for any other model."""
     return [name, *(other for other, known in found.aliases.items() if known == name)] if found is not None else [name]
 
@@ -386,7 +390,7 @@ def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: flo
     own = {
         "rank": world.rank,
         "data_s": data_s,
-        "memory_bytes": memory_of(world.device, world.local_size)[0],
+        "memory_bytes": device_memory(world.device, world.local_size)[0],
         "spans": [[str(span.action), span.start_s, span.stop_s, wait_s] for span, wait_s in columns],
     }
     everyone: list[Any] = [own]
@@ -394,23 +398,29 @@ def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: flo
         everyone = [None] * world.size
         dist.all_gather_object(everyone, own, group=world.cpu_group)
     if world.rank == 0:
-        document = {"format": "pipefit-trace", "version": 1, "plan": worker.plan.hash, "step": step, "ranks": everyone}
-        with writing("trace", path):
+        document = {
+            "format": "pipefit-trace",
+            "version": 1,
+            "plan": worker.plan.content_hash,
+            "step": step,
+            "ranks": everyone,
+        }
+        with write_errors("trace", path):
             path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
-def train(plan: Plan, config: TrainConfig, world: World) -> None:
+def train_rank(plan: Plan, config: TrainConfig, world: World) -> None:
     """Everything that one rank does."""
-    world.from_rank_0("folder", lambda: str(check_run_dir(config)))
-    run = Run(plan, config, world)
+    world.share_text("folder", lambda: str(check_run_dir(config)))
+    run = TrainingRun(plan, config, world)
     directory, log = Path(config.run_dir), None
     try:
-        world.from_rank_0("directory", lambda: str(open_run_dir(config, plan, world.device)))
-        log = Log(directory, config.tensorboard) if world.rank == 0 else None
-        run.train(log, directory)
+        world.share_text("directory", lambda: str(open_run_dir(config, plan, world.device)))
+        log = RunLog(directory, config.tensorboard) if world.rank == 0 else None
+        run.train_steps(log, directory)
     finally:
         run.feeding.close()
         if log is not None:
             log.close()
     if log is not None:
-        log.say(f"done: {config.steps} steps; weights in {directory / 'weights'}")
+        log.write_line(f"done: {config.steps} steps; weights in {directory / 'weights'}")

@@ -10,7 +10,7 @@ from pipefit.errors import RunError
 
 
 @contextmanager
-def writing(what: str, where: Path) -> Iterator[None]:
+def write_errors(what: str, where: Path) -> Iterator[None]:
     """RunError naming `what` ("trace") for an OSError, or safetensors' own error, within the block."""
     from safetensors import SafetensorError
 

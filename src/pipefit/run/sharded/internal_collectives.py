@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from pipefit.lab.pace import exchanged
+from pipefit.lab.pace import pace_collective
 from pipefit.run.sharded.parts import ShardContext
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def reduced(x: torch.Tensor, context: ShardContext, by: Literal["sum", "max"] = "sum") -> torch.Tensor:
+def reduce_in_place(x: torch.Tensor, context: ShardContext, by: Literal["sum", "max"] = "sum") -> torch.Tensor:
     """x itself, made the sum or the largest of everyone's. Every device of the axis calls this together."""
-    exchanged(lambda: dist.all_reduce(x, op=_OPERATIONS[by], group=context.group))
+    pace_collective(lambda: dist.all_reduce(x, op=_OPERATIONS[by], group=context.group))
     return x

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from pipefit.errors import PlanError
-from pipefit.lab.pace import exchanged
-from pipefit.layout import Run, split
+from pipefit.lab.pace import pace_collective
+from pipefit.layout import Run, split_by_shares
 from pipefit.run.transfers import comms
 
 
@@ -36,7 +36,7 @@ class ShardContext:
 
     def runs(self, length: int, units: int = 0) -> tuple[Run, ...]:
         """How a dimension of this length is cut over the axis, in so many units (0: as many as it is long)."""
-        return split(length, self.shares, length // units if units else 1)
+        return split_by_shares(length, self.shares, length // units if units else 1)
 
     def length(self, total: int) -> int:
         """The part of a dimension of length `total` that this device holds."""
@@ -48,8 +48,8 @@ def gather_parts(
     x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardContext, lowering: str = "padded"
 ) -> torch.Tensor:
     """The whole tensor from everyone's run along `dim`; x is this device's run."""
-    lengths = _lengths(runs)
-    _require(x, dim, lengths[context.position], "all_gather", runs)
+    lengths = _run_lengths(runs)
+    _require_length(x, dim, lengths[context.position], "all_gather", runs)
     moved = x.movedim(dim, 0).contiguous()
     out = GATHERS[lowering](moved, lengths, context)
     return out.movedim(0, dim).contiguous()
@@ -59,8 +59,8 @@ def scatter_sums(
     x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardContext, lowering: str = "padded"
 ) -> torch.Tensor:
     """This device's run along `dim` of the sum of everyone's x."""
-    lengths = _lengths(runs)
-    _require(x, dim, sum(lengths), "reduce_scatter", runs)
+    lengths = _run_lengths(runs)
+    _require_length(x, dim, sum(lengths), "reduce_scatter", runs)
     moved = x.movedim(dim, 0).contiguous()
     out = SCATTERS[lowering](moved, lengths, context)
     return out.movedim(0, dim).contiguous()
@@ -78,9 +78,9 @@ def exchange_parts(
     Both are (everyone's runs, dimension), of two different dimensions.
     """
     (runs, dim), (targets, along) = cut, new
-    lengths, parts = _lengths(runs), _lengths(targets)
-    _require(x, dim, lengths[context.position], "all_to_all", runs)
-    _require(x, along, sum(parts), "all_to_all", targets)
+    lengths, parts = _run_lengths(runs), _run_lengths(targets)
+    _require_length(x, dim, lengths[context.position], "all_to_all", runs)
+    _require_length(x, along, sum(parts), "all_to_all", targets)
     if lowering == "grouped":
         start, stop = targets[context.position]
         return gather_parts(x, runs, dim, context, lowering).narrow(along, start, stop - start).contiguous()
@@ -94,7 +94,7 @@ def exchange_parts(
         for place, piece in zip(sent, pieces, strict=True):
             place[: piece.numel()] = piece.reshape(-1)
         received = torch.empty_like(sent)
-        exchanged(lambda: comms.all_to_all(received, sent, context.group))
+        pace_collective(lambda: comms.all_to_all(received, sent, context.group))
         found = [place[: size.numel()].view(size) for place, size in zip(received, wanted, strict=True)]
     else:
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
@@ -108,7 +108,7 @@ def exchange_parts(
 def sum_all(x: torch.Tensor, context: ShardContext) -> torch.Tensor:
     """The sum of everyone's x, as a new tensor."""
     total = x.contiguous().clone()
-    exchanged(lambda: dist.all_reduce(total, group=context.group))
+    pace_collective(lambda: dist.all_reduce(total, group=context.group))
     return total
 
 
@@ -119,7 +119,7 @@ def _gather_padded(x: torch.Tensor, lengths: Sequence[int], context: ShardContex
         padded = x.new_zeros((longest, *x.shape[1:]))
         padded[: len(x)] = x
     out = x.new_empty((longest * context.size, *x.shape[1:]))
-    exchanged(lambda: comms.all_gather(out, padded, context.group).wait())
+    pace_collective(lambda: comms.all_gather(out, padded, context.group).wait())
     if min(lengths) < longest:
         out = torch.cat([out[i * longest : i * longest + length] for i, length in enumerate(lengths)])
     return out
@@ -130,15 +130,15 @@ def _gather_grouped(x: torch.Tensor, lengths: Sequence[int], context: ShardConte
     parts = out.split(list(lengths))
     parts[context.position].copy_(x)
     if x.is_cuda:
-        exchanged(lambda: dist.all_gather(list(parts), x, group=context.group))  # NCCL: one launch of broadcasts
+        pace_collective(lambda: dist.all_gather(list(parts), x, group=context.group))  # NCCL: one launch of broadcasts
         return out
 
-    def broadcasts() -> None:
+    def run_broadcasts() -> None:
         for root, part in enumerate(parts):
             if part.numel():
                 dist.broadcast(part, group=context.group, group_src=root, async_op=True).wait()
 
-    exchanged(broadcasts)
+    pace_collective(run_broadcasts)
     return out
 
 
@@ -157,7 +157,7 @@ def _scatter_padded(x: torch.Tensor, lengths: Sequence[int], context: ShardConte
         for i, part in enumerate(x.split(list(lengths))):
             padded[i * longest : i * longest + len(part)] = part
     out = x.new_empty((longest, *x.shape[1:]))
-    exchanged(lambda: comms.reduce_scatter(out, padded, context.group).wait())
+    pace_collective(lambda: comms.reduce_scatter(out, padded, context.group).wait())
     return out[: lengths[context.position]]
 
 
@@ -165,10 +165,10 @@ def _scatter_grouped(x: torch.Tensor, lengths: Sequence[int], context: ShardCont
     parts = list(x.split(list(lengths)))
     own = torch.empty_like(parts[context.position])
     if x.is_cuda:
-        exchanged(lambda: dist.reduce_scatter(own, parts, group=context.group))  # NCCL: one launch of reduces
+        pace_collective(lambda: dist.reduce_scatter(own, parts, group=context.group))  # NCCL: one launch of reduces
         return own
 
-    def reduces() -> torch.Tensor:
+    def run_reductions() -> torch.Tensor:
         summed = own
         for root, part in enumerate(parts):
             if part.numel():
@@ -178,7 +178,7 @@ def _scatter_grouped(x: torch.Tensor, lengths: Sequence[int], context: ShardCont
                     summed = total
         return summed
 
-    return exchanged(reduces)
+    return pace_collective(run_reductions)
 
 
 def _scatter_alltoallv(x: torch.Tensor, lengths: Sequence[int], context: ShardContext) -> torch.Tensor:
@@ -195,19 +195,19 @@ SCATTERS = {"padded": _scatter_padded, "grouped": _scatter_grouped, "alltoallv":
 def _all_to_all(
     out: torch.Tensor, x: torch.Tensor, out_lengths: list[int], lengths: list[int], context: ShardContext
 ) -> None:
-    exchanged(lambda: comms.exchange(out, x, out_lengths, lengths, context.group))
+    pace_collective(lambda: comms.exchange(out, x, out_lengths, lengths, context.group))
 
 
 def require_part(x: torch.Tensor, dim: int, runs: Sequence[Run], context: ShardContext, kind: str) -> None:
     """Raises PlanError for a tensor that is not this device's run along `dim`."""
-    _require(x, dim, _lengths(runs)[context.position], kind, runs)
+    _require_length(x, dim, _run_lengths(runs)[context.position], kind, runs)
 
 
-def _lengths(runs: Sequence[Run]) -> list[int]:
+def _run_lengths(runs: Sequence[Run]) -> list[int]:
     return [stop - start for start, stop in runs]
 
 
-def _require(x: torch.Tensor, dim: int, length: int, kind: str, runs: Sequence[Run]) -> None:
+def _require_length(x: torch.Tensor, dim: int, length: int, kind: str, runs: Sequence[Run]) -> None:
     """Refuse a tensor that is not this device's part: others count on its size, and would hang or end."""
     if x.shape[dim] != length:
         raise PlanError(

@@ -17,7 +17,7 @@ from pipefit.run.sharded.collectives import How
 from pipefit.run.sharded.parts import ShardContext, gather_parts, scatter_sums
 
 
-class Unsharded:
+class ShardedWeight:
     """A parameter of which this device stores a run along `dim`, as an operator uses it. `how`: the lowerings of its
     gathers and of the reduction of its gradient."""
 
@@ -30,7 +30,7 @@ class Unsharded:
     def requires_grad(self) -> bool:
         return bool(self.parameter.requires_grad)
 
-    def whole(self) -> torch.Tensor:
+    def gather_whole(self) -> torch.Tensor:
         """All of it, gathered now. Every device of the axis calls this together."""
         return gather_parts(self.parameter.detach(), self.runs, self.dim, self.shard, self.how[0])
 
@@ -45,19 +45,19 @@ class Unsharded:
         buffer.add_(scatter_sums(partial, self.runs, self.dim, self.shard, self.how[1]))
 
 
-def whole_of(weight: Any) -> Any:
+def whole_weight(weight: Any) -> Any:
     """The tensor to compute with: a weight that is stored split is gathered."""
-    return weight.whole() if isinstance(weight, Unsharded) else weight
+    return weight.gather_whole() if isinstance(weight, ShardedWeight) else weight
 
 
-def leaf_of(weight: Any) -> Any:
+def leaf_parameter(weight: Any) -> Any:
     """The parameter itself, for autograd to see that a gradient is wanted."""
-    return weight.parameter if isinstance(weight, Unsharded) else weight
+    return weight.parameter if isinstance(weight, ShardedWeight) else weight
 
 
 def add_gradient(weight: Any, add: Callable[[torch.Tensor], Any]) -> None:
     """`add(buffer)` adds a weight's gradient to its buffer, or to a whole one where the weight is stored split."""
-    if isinstance(weight, Unsharded):
+    if isinstance(weight, ShardedWeight):
         weight.add_gradient(add)
     else:
         add(weight.main_grad)

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from pipefit.model.analysis.regions import Region, arrange
-from pipefit.model.analysis.saved import effective_recompute, kept
+from pipefit.model.analysis.regions import OperatorRegion, arrange_regions
+from pipefit.model.analysis.saved import effective_recompute, kept_values
 from pipefit.model.graph import Graph
 from pipefit.model.ops import KINDS
-from pipefit.run.autograd.regions import recall, run_region
-from pipefit.run.ops import Context, Step, build_step
+from pipefit.run.autograd.regions import recall_outputs, run_region
+from pipefit.run.ops import OperatorContext, OperatorStep, build_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LayerFunction:
 def compile_layer(
     graph: Graph,
     parameters: Mapping[str, torch.nn.Parameter],
-    contexts: Sequence[Context],
+    contexts: Sequence[OperatorContext],
     recompute: Any = "none",
     backend: str | None = None,
 ) -> LayerFunction:
@@ -54,68 +54,68 @@ def compile_layer(
     if backend is not None:
         members = [i for i, operator in enumerate(graph.operators) if not KINDS[operator.kind].boundary]
     elif again:
-        members = kept(graph, "selective", contexts[0].dtype.itemsize).again
-    items = arrange(graph, members) if members else list(range(len(graph.operators)))
-    writer = Writer(graph, parameters, contexts, items)
+        members = kept_values(graph, "selective", contexts[0].dtype.itemsize).again
+    items = arrange_regions(graph, members) if members else list(range(len(graph.operators)))
+    writer = LayerWriter(graph, parameters, contexts, items)
     for place, item in enumerate(items):
-        if isinstance(item, Region):
-            writer.region(place, item, again, backend)
+        if isinstance(item, OperatorRegion):
+            writer.write_region(place, item, again, backend)
         else:
-            writer.operator(place, item)
-    return writer.finish()
+            writer.write_operator(place, item)
+    return writer.finish_layer()
 
 
-class Writer:
+class LayerWriter:
     """Collects the lines of a layer's function and the objects that they name."""
 
     def __init__(
         self,
         graph: Graph,
         parameters: Mapping[str, torch.nn.Parameter],
-        contexts: Sequence[Context],
-        items: Sequence[int | Region],
+        contexts: Sequence[OperatorContext],
+        items: Sequence[int | OperatorRegion],
     ) -> None:
         self.graph = graph
         self.contexts = contexts
         self.items = items
-        self.bound: dict[str, Any] = {"recall": recall, "run_region": run_region}
+        self.bound: dict[str, Any] = {"recall": recall_outputs, "run_region": run_region}
         self.locals: dict[str, str] = {}
         self.lines: list[str] = []
         self.recipes: dict[str, tuple[str, int]] = {}
         "Value -> (local name of its recipe, index among the region's results)."
-        self.parameters = {spec.name: self.bind("p", parameters[spec.name]) for spec in graph.parameters}
+        self.parameters = {spec.name: self.bind_object("p", parameters[spec.name]) for spec in graph.parameters}
         self.last_use = dict.fromkeys(graph.outputs, len(items))
         for place, item in enumerate(items):
-            for name in self.inputs_of(item):
+            for name in self.item_inputs(item):
                 self.last_use[name] = max(place, self.last_use.get(name, 0))
         self.hidden = self.read_inputs()
 
-    def bind(self, prefix: str, value: Any) -> str:
+    def bind_object(self, prefix: str, value: Any) -> str:
         """A fresh name for an object that the function refers to."""
         name = f"{prefix}{len(self.bound)}"
         self.bound[name] = value
         return name
 
-    def local(self, tensor: str) -> str:
+    def local_name(self, tensor: str) -> str:
         """The local variable of a value; a Python identifier whatever the graph calls it."""
         if tensor not in self.locals:
             clean = "".join(c if c.isalnum() else "_" for c in tensor)
             self.locals[tensor] = f"v{len(self.locals)}_{clean}"
         return self.locals[tensor]
 
-    def argument(self, name: str) -> str:
+    def argument_name(self, name: str) -> str:
         if not name:
             return "None"
-        return self.parameters.get(name) or self.local(name)
+        return self.parameters.get(name) or self.local_name(name)
 
-    def inputs_of(self, item: int | Region) -> tuple[str, ...]:
-        return item.inputs if isinstance(item, Region) else self.graph.operators[item].inputs
+    def item_inputs(self, item: int | OperatorRegion) -> tuple[str, ...]:
+        return item.inputs if isinstance(item, OperatorRegion) else self.graph.operators[item].inputs
 
     def read_inputs(self) -> str:
         """Write the lines that fetch the inputs; the local name of the hidden state, or `unused`."""
         hidden = "unused"
         for tensor in self.graph.inputs:
-            name = self.local(tensor.name)
+            name = self.local_name(tensor.name)
             if tensor.role == "data":
                 self.lines.append(f"{name} = record.feed.data[{tensor.name!r}]")
             elif tensor.role != "activation":
@@ -126,31 +126,31 @@ class Writer:
                 self.lines.append(f"{name} = record.extras[{tensor.name!r}]")
         return hidden
 
-    def operator(self, place: int, index: int, last: bool = True) -> None:
+    def write_operator(self, place: int, index: int, last: bool = True) -> None:
         """One operator, called directly; `last` of its item, so that dead values may go."""
         operator = self.graph.operators[index]
         step = build_step(operator, self.contexts[index])
         arguments = ["record"] if step.wants_record else []
-        arguments += [self.argument(name) for name in operator.inputs]
+        arguments += [self.argument_name(name) for name in operator.inputs]
         if step.prepare is not None:
-            arguments.append(f"*{self.bind('prepare', step.prepare)}(record)")
-        targets = ", ".join(self.local(name) for name in operator.outputs)
-        line = f"{targets} = {self.bind('op', step.call)}({', '.join(arguments)})"
+            arguments.append(f"*{self.bind_object('prepare', step.prepare)}(record)")
+        targets = ", ".join(self.local_name(name) for name in operator.outputs)
+        line = f"{targets} = {self.bind_object('op', step.call)}({', '.join(arguments)})"
         known = [name for name in dict.fromkeys(operator.inputs) if name in self.recipes]
         if known:
-            entries = ", ".join(f"({self.local(n)}, {self.recipes[n][0]}, {self.recipes[n][1]})" for n in known)
+            entries = ", ".join(f"({self.local_name(n)}, {self.recipes[n][0]}, {self.recipes[n][1]})" for n in known)
             self.lines.append(f"with recall({entries}):")
             line = "    " + line
         self.lines.append(line)
         if last:
-            self.drop(place, (*self.inputs_of(self.items[place]), *operator.outputs))
+            self.write_drops(place, (*self.item_inputs(self.items[place]), *operator.outputs))
 
-    def region(self, place: int, region: Region, again: bool, backend: str | None) -> None:
+    def write_region(self, place: int, region: OperatorRegion, again: bool, backend: str | None) -> None:
         """A region: a function of its own, over values, parameters and prepared values, that returns a tuple."""
         views = all(KINDS[self.graph.operators[i].kind].view for i in region.operators)
         if views and not any(name in self.recipes for name in region.inputs):
             for index in region.operators:
-                self.operator(place, index, last=index == region.operators[-1])
+                self.write_operator(place, index, last=index == region.operators[-1])
             return
         body, prepared = self.region_body(region)
         names = [name for name in region.inputs if name not in self.parameters]
@@ -160,9 +160,11 @@ class Writer:
         source, objects = region_source(self.graph, region, body, scope, formal, backend is not None)
         context = self.contexts[0]
         function = compiled_region(self.graph, region, source, objects, backend, f"{context.device} {context.dtype}")
-        bound = self.bind("region", function)
-        actual = [self.argument(name) for name in names] + [f"{self.bind('prepare', p)}(record)" for p in prepared]
-        targets = "".join(f"{self.local(name)}, " for name in region.outputs)
+        bound = self.bind_object("region", function)
+        actual = [self.argument_name(name) for name in names] + [
+            f"{self.bind_object('prepare', p)}(record)" for p in prepared
+        ]
+        targets = "".join(f"{self.local_name(name)}, " for name in region.outputs)
         if again:
             recipe = f"h{place}"
             sources = {i: self.recipes[n] for i, n in enumerate(names) if n in self.recipes}
@@ -172,11 +174,11 @@ class Writer:
             self.recipes |= {name: (recipe, index) for index, name in enumerate(region.outputs)}
         else:
             self.lines.append(f"{targets}= {bound}({', '.join(actual)})")
-        self.drop(place, (*region.inputs, *region.outputs))
+        self.write_drops(place, (*region.inputs, *region.outputs))
 
-    def region_body(self, region: Region) -> tuple[list[tuple[int, Step, int | None]], list[Any]]:
+    def region_body(self, region: OperatorRegion) -> tuple[list[tuple[int, OperatorStep, int | None]], list[Any]]:
         """([(operator, step, index of its prepared values or None)], the prepare functions)."""
-        body: list[tuple[int, Step, int | None]] = []
+        body: list[tuple[int, OperatorStep, int | None]] = []
         prepared: list[Any] = []
         for index in region.operators:
             step = build_step(self.graph.operators[index], self.contexts[index])
@@ -186,16 +188,16 @@ class Writer:
                 prepared.append(step.prepare)
         return body, prepared
 
-    def drop(self, place: int, names: Sequence[str]) -> None:
+    def write_drops(self, place: int, names: Sequence[str]) -> None:
         """`del` the values whose last use this was."""
         dead = [n for n in dict.fromkeys(names) if n and n not in self.parameters and self.last_use.get(n, -1) <= place]
         if dead:
-            self.lines.append(f"del {', '.join(map(self.local, dead))}")
+            self.lines.append(f"del {', '.join(map(self.local_name, dead))}")
 
-    def finish(self) -> LayerFunction:
+    def finish_layer(self) -> LayerFunction:
         graph = self.graph
-        extras = [f"record.extras[{name!r}] = {self.local(name)}" for name in graph.outputs[1:]]
-        body = [*self.lines, *extras, f"return {self.local(graph.outputs[0])}"]
+        extras = [f"record.extras[{name!r}] = {self.local_name(name)}" for name in graph.outputs[1:]]
+        body = [*self.lines, *extras, f"return {self.local_name(graph.outputs[0])}"]
         source = function_source("layer", ["record", self.hidden], body)
         activations = [tensor.name for tensor in graph.inputs if tensor.role == "activation"]
         return LayerFunction(
@@ -203,14 +205,14 @@ class Writer:
             source=source,
             extra_inputs=tuple(activations[1:]),
             extra_outputs=tuple(graph.outputs[1:]),
-            returns_loss=graph.tensor(graph.outputs[0]).shape == (),
+            returns_loss=graph.find_tensor(graph.outputs[0]).shape == (),
         )
 
 
 def region_source(
     graph: Graph,
-    region: Region,
-    body: Sequence[tuple[int, Step, int | None]],
+    region: OperatorRegion,
+    body: Sequence[tuple[int, OperatorStep, int | None]],
     scope: dict[str, str],
     formal: Sequence[str],
     traced: bool,
@@ -236,7 +238,7 @@ _COMPILED: dict[tuple[str, tuple[int, ...], str, str], Callable[..., Any]] = {}
 
 
 def compiled_region(
-    graph: Graph, region: Region, source: str, objects: Mapping[str, Any], backend: str | None, place: str
+    graph: Graph, region: OperatorRegion, source: str, objects: Mapping[str, Any], backend: str | None, place: str
 ) -> Callable[..., Any]:
     """The region's function, through torch.compile where a backend is given and there is something to fuse.
 

@@ -39,18 +39,18 @@ _ROLES: Mapping[str, Sequence[Kind]] = {
 def initial_values(plan: Plan, model: Model) -> Value:
     """Values from the plan's seed: a user's layers start as they start themselves, a family's by
     `initial_values.py`."""
-    kinds = kinds_of(model)
+    kinds = parameter_kinds(model)
     own = _own_values(plan, model) if model.family == USER else {}
 
-    def value(name: str, shape: Sequence[int], box: Box) -> Tensor:
+    def value_of(name: str, shape: Sequence[int], box: Box) -> Tensor:
         if name in own:
             return own[name][tuple(slice(start, stop) for start, stop in box)]
-        return initial_value(name, shape, kinds[name], deviation_of(model, name), plan.job.seed, box)
+        return initial_value(name, shape, kinds[name], parameter_deviation(model, name), plan.job.seed, box)
 
-    return value
+    return value_of
 
 
-def deviation_of(model: Model, name: str) -> float:
+def parameter_deviation(model: Model, name: str) -> float:
     """The standard deviation of a parameter's first value: its module's, where each has a configuration."""
     part = model.config.get(name.split(".", 1)[0])
     fields = part if isinstance(part, Mapping) else model.config
@@ -72,7 +72,7 @@ def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
     }
 
 
-def kinds_of(model: Model) -> dict[str, Kind]:
+def parameter_kinds(model: Model) -> dict[str, Kind]:
     """Global name -> how the parameter starts, from the operators that read it."""
     kinds: dict[str, Kind] = {}
     for layer in model.layers:
@@ -94,7 +94,7 @@ def initial_value(name: str, shape: Sequence[int], kind: Kind, std: float, seed:
     if kind != "normal":
         return torch.full(sizes, 1.0 if kind == "ones" else 0.0)
     if not shape:
-        return torch.empty(()).normal_(0.0, std, generator=_generator(seed, name, 0))
+        return torch.empty(()).normal_(0.0, std, generator=_block_generator(seed, name, 0))
     inner = math.prod(shape[1:])
     rows = max(1, _BLOCK // max(1, inner))
     result = torch.empty(sizes)
@@ -102,12 +102,12 @@ def initial_value(name: str, shape: Sequence[int], kind: Kind, std: float, seed:
     columns = tuple(slice(low, high) for low, high in box[1:])
     for block in range(start // rows, -(-stop // rows)):
         first, last = block * rows, min((block + 1) * rows, shape[0])
-        values = torch.empty(last - first, *shape[1:]).normal_(0.0, std, generator=_generator(seed, name, block))
+        values = torch.empty(last - first, *shape[1:]).normal_(0.0, std, generator=_block_generator(seed, name, block))
         low, high = max(first, start), min(last, stop)
         result[low - start : high - start] = values[(slice(low - first, high - first), *columns)]
     return result
 
 
-def _generator(seed: int, name: str, block: int) -> torch.Generator:
+def _block_generator(seed: int, name: str, block: int) -> torch.Generator:
     key = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)

@@ -48,7 +48,7 @@ class StorageAudit(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class MemoryUsage:
     """Bytes allocated since the audit began and not yet released, around one named stretch of work."""
 
     name: str
@@ -59,25 +59,25 @@ class Usage:
 class AllocationAudit:
     """`with AllocationAudit() as audit: ...`, then what was alive. Of this process and its CPU memory only.
 
-    Memory that was there before does not count, nor does its release. `mark(name, call)` gives a function that runs
-    `call` as a stretch of that name; `usage` has one entry for each time it ran.
+    Memory that was there before does not count, nor does its release. `mark_phase(name, call)` gives a function that
+    runs `call` as a stretch of that name; `usage` has one entry for each time it ran.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.after_bytes = 0
-        self.usage: list[Usage] = []
+        self.usage: list[MemoryUsage] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     @staticmethod
-    def mark(name: str, call: Callable[[], None]) -> Callable[[], None]:
+    def mark_phase(name: str, call: Callable[[], None]) -> Callable[[], None]:
         """`call` as a stretch of work with a name."""
 
-        def marked() -> None:
+        def run_marked() -> None:
             with record_function(_PREFIX + name):
                 call()
 
-        return marked
+        return run_marked
 
     def __enter__(self) -> AllocationAudit:
         self._profile.__enter__()
@@ -105,7 +105,7 @@ class AllocationAudit:
                 peak = max(peak, level)
                 place += 1
             self.peak_bytes = max(self.peak_bytes, peak)
-            self.usage.append(Usage(name, peak, level))
+            self.usage.append(MemoryUsage(name, peak, level))
         for _, size in memory[place:]:
             level += size
             self.peak_bytes = max(self.peak_bytes, level)

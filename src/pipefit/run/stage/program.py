@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 
 from pipefit.model.graph import Graph
-from pipefit.run.autograd.saved_forward import Record
-from pipefit.run.ops import Context
+from pipefit.run.autograd.saved_forward import SavedForward
+from pipefit.run.ops import OperatorContext
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.compile import LayerFunction, compile_layer
 from pipefit.run.stage.parameters import bind_buffer, make_parameters
-from pipefit.run.stage.recompute import Stretch, stretches
-from pipefit.run.stage_inputs import Feed
+from pipefit.run.stage.recompute import AutogradSegment, split_segments
+from pipefit.run.stage_inputs import StageInputs
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,29 +81,30 @@ class StageProgram:
         "Called with the layer's place in this stage when its gradients of the running B or W are complete."
         self.parameters = make_parameters(self.layers, self.device, dtype)
         self.functions = [
-            self._compile(place, layer, seed, first_layer_index + place, modules) for place, layer in enumerate(layers)
+            self._compile_layer(place, layer, seed, first_layer_index + place, modules)
+            for place, layer in enumerate(layers)
         ]
         self.keeps = backward
         trains = [any(one.trainable for one in layer.graph.parameters) for layer in self.layers]
         self.frozen = 0 if input_gradient or True not in trains else trains.index(True)
         "Layers at the beginning that have no backward."
         self.input_gradient = input_gradient
-        self.stretches: list[Stretch] = stretches(self.layers, self.functions, recompute, self.frozen)
+        self.stretches: list[AutogradSegment] = split_segments(self.layers, self.functions, recompute, self.frozen)
         self.side_loss = side_loss
         self.has_loss = self.functions[-1].returns_loss or bool(side_loss)
         self.divisor = 1
         self.step = 0
         self._seed_gradient: torch.Tensor | None = None
-        self._records: dict[tuple[int, int], Record] = {}
+        self._records: dict[tuple[int, int], SavedForward] = {}
         self._past: dict[int, dict[Any, Any]] = {}
         self._bound = False
 
-    def _compile(
+    def _compile_layer(
         self, place: int, layer: StageLayer, seed: int, model_layer: int, modules: Mapping[str, torch.nn.Module] | None
     ) -> LayerFunction:
         shard = replace(self.shard, shares=layer.shares) if self.shard is not None and layer.shares else self.shard
         contexts = [
-            Context(
+            OperatorContext(
                 graph=layer.graph,
                 layer=place,
                 model_layer=model_layer,
@@ -139,13 +140,13 @@ class StageProgram:
         wide = torch.promote_types(self.dtype, torch.float32)
         self._seed_gradient = torch.full((), weight / divisor if first else 0.0, dtype=wide, device=self.device)
 
-    def forward(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed) -> Tensors:
+    def forward(self, microbatch: int, slice_: int, inputs: Tensors, feed: StageInputs) -> Tensors:
         """Run the stage on one slice; returns its outputs, detached. Slices of a microbatch come in order."""
         assert slice_ < self.slices, f"slice {slice_} of a stage made for {self.slices}"
-        record = self._record(microbatch, slice_, inputs, feed, train=True)
+        record = self._new_record(microbatch, slice_, inputs, feed, train=True)
         if not self.keeps:
             with torch.no_grad():
-                return self._passed(record, inputs)
+                return self._run_layers(record, inputs)
         if self.slices > 1:
             record.past = self._past.setdefault(microbatch, {})
         self._records[microbatch, slice_] = record
@@ -154,7 +155,7 @@ class StageProgram:
             x = stretch.forward(record, x, wanted)
             wanted = stretch.trained
         record.masks.clear()
-        return self._outputs(record, x)
+        return self._stage_outputs(record, x)
 
     def backward(self, microbatch: int, slice_: int, gradients: Tensors) -> Tensors:
         """B: gradients of the outputs to gradients of the inputs; weight gradients are accumulated on the way."""
@@ -172,17 +173,17 @@ class StageProgram:
         record = self._records.pop((microbatch, slice_))
         record.finish_weights(len(self.layers), self.on_layer_gradients)
 
-    def abandon(self) -> None:
+    def abandon_microbatches(self) -> None:
         """Forget microbatches without their backward, and let go of what they kept."""
         self._records.clear()
         self._past.clear()
 
     @torch.no_grad()
-    def evaluate(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed) -> Tensors:
+    def evaluate_slice(self, microbatch: int, slice_: int, inputs: Tensors, feed: StageInputs) -> Tensors:
         """Forward only, dropout off. Slices of a microbatch come in order, as in training."""
-        return self._passed(self._record(microbatch, slice_, inputs, feed, train=False), inputs)
+        return self._run_layers(self._new_record(microbatch, slice_, inputs, feed, train=False), inputs)
 
-    def _passed(self, record: Record, inputs: Tensors) -> Tensors:
+    def _run_layers(self, record: SavedForward, inputs: Tensors) -> Tensors:
         """The layers one after the other. Nothing is kept but what later slices read, and that until the last one."""
         if self.slices > 1:
             record.past = self._past.setdefault(record.microbatch, {})
@@ -191,23 +192,25 @@ class StageProgram:
         x = inputs.get("")
         for function in self.functions:
             x = function.call(record, x)
-        return self._outputs(record, x)
+        return self._stage_outputs(record, x)
 
-    def _record(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed, train: bool) -> Record:
-        record = Record(microbatch, slice_, feed, train)
+    def _new_record(
+        self, microbatch: int, slice_: int, inputs: Tensors, feed: StageInputs, train: bool
+    ) -> SavedForward:
+        record = SavedForward(microbatch, slice_, feed, train)
         record.rows, record.tokens = feed.extent(inputs.get(""))
         if len(inputs) > ("" in inputs):
             record.extras = {name: tensor for name, tensor in inputs.items() if name}
         return record
 
-    def _outputs(self, record: Record, x: torch.Tensor | None) -> Tensors:
+    def _stage_outputs(self, record: SavedForward, x: torch.Tensor | None) -> Tensors:
         assert x is not None
         outputs = {LOSS if self.functions[-1].returns_loss else "": x.detach()}
         for name in record.extras:
             outputs[LOSS if name == self.side_loss else name] = record.extras[name].detach()
         return outputs
 
-    def _run_back(self, record: Record, gradients: Tensors, done: Callable[[int], None] | None) -> Tensors:
+    def _run_back(self, record: SavedForward, gradients: Tensors, done: Callable[[int], None] | None) -> Tensors:
         assert self._bound, "bind_gradients before the first backward"
         seed = self._seed_gradient
         assert seed is not None, "begin_step before the first backward"

@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 
-from pipefit.data.samples import Samples, field_of
+from pipefit.data.samples import UserSamples, field_of
 from pipefit.data.sources import STDLIB
 from pipefit.errors import DataError
-from pipefit.model.capture.whole import fed_as
+from pipefit.model.capture.whole import input_tensors
 from pipefit.model.example import Example
 from pipefit.model.families.build import USER
-from pipefit.model.graph import Tensor
-from pipefit.model.user import drawing_from, load_function, make
+from pipefit.model.graph import TensorSpec
+from pipefit.model.user import load_function, make_user_model, seeded_generators
 from pipefit.plan.types import Plan
 from pipefit.run.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class UserModel:
     """A whole model of a user, without its parameters."""
 
     source: str
     dataset: Any
-    fed: Mapping[str, Tensor]
+    fed: Mapping[str, TensorSpec]
     "What every input is in the graphs, by the user's names."
     untrained: Mapping[str, torch.Tensor]
     "Of the module's state dict, what is no parameter of the plan."
@@ -36,7 +36,7 @@ class Given:
     "Other names of parameters -> the name in the plan: tied ones."
 
 
-def given(plan: Plan) -> Given | None:
+def load_user_model(plan: Plan) -> UserModel | None:
     """What the user's function gives, made under the plan's seed; None where the plan is of no whole model."""
     if plan.model.family != USER:
         return None
@@ -50,10 +50,10 @@ def given(plan: Plan) -> Given | None:
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
     planned = {parameter.name for parameter in plan.parameters}
-    return Given(
+    return UserModel(
         source=source,
         dataset=example.dataset,
-        fed=fed_as(example),
+        fed=input_tensors(example),
         untrained={
             name: tensor.detach().clone()
             for name, tensor in example.module.state_dict().items()
@@ -65,12 +65,12 @@ def given(plan: Plan) -> Given | None:
 
 def whole_example(source: str, seed: int) -> Example | None:
     """The user's example, its module with the values that the seed gives; None for a model in layers."""
-    with drawing_from(seed):
-        made = make(source)
+    with seeded_generators(seed):
+        made = make_user_model(source)
     return made if isinstance(made, Example) else None
 
 
-def samples_of(found: Given, plan: Plan, config: TrainConfig) -> Samples:
+def user_samples(found: UserModel, plan: Plan, config: TrainConfig) -> UserSamples:
     """The data set: that of the example, or of `--data FILE.py:FUNCTION`. Raises DataError where there is none."""
     dataset, where = found.dataset, f"the data set of {found.source}"
     if config.data != (STDLIB,):
@@ -93,10 +93,10 @@ def samples_of(found: Given, plan: Plan, config: TrainConfig) -> Samples:
             next_step="see docs/models.md",
         )
     fields = {name: field_of(tensor) for name, tensor in found.fed.items()}
-    return Samples(dataset, fields, where=where, batch=plan.job.batch, held_out=config.held_out)
+    return UserSamples(dataset, fields, where=where, batch=plan.job.batch, held_out=config.held_out)
 
 
-def first_values(found: Given, weights: str) -> Given:
+def first_values(found: UserModel, weights: str) -> UserModel:
     """With untrained tensors from the files that a run starts from, where these have them."""
     from pipefit.model.weights.files import WeightFiles
 

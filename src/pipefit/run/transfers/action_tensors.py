@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from pipefit.plan.types import Plan
-from pipefit.run.transfers.cells import Cell
-from pipefit.run.transfers.wiring import Wiring
+from pipefit.run.transfers.cells import TensorCell
+from pipefit.run.transfers.wiring import TransferWiring
 from pipefit.schedule.actions import Action
 
 Way = Literal["F", "B"]
 
 
-class _End(NamedTuple):
+class _ActionCell(NamedTuple):
     """One cell of an action."""
 
     name: str
@@ -29,50 +29,50 @@ class _End(NamedTuple):
     at: int
     "Which microbatch of the unit."
     key: tuple[int, int, str, str]
-    cell: Cell
+    cell: TensorCell
 
 
-class Ends:
+class ActionTensors:
     """The cells of one rank's compute actions: way F inputs and outputs, way B the gradients of outputs and inputs."""
 
-    def __init__(self, plan: Plan, wiring: Wiring, trained: Collection[int]) -> None:
+    def __init__(self, plan: Plan, wiring: TransferWiring, trained: Collection[int]) -> None:
         """`trained`: the stages that have a backward."""
         self._plan, self._wiring, self._trained = plan, wiring, trained
-        self._schedule = plan.schedule()
+        self._schedule = plan.to_schedule()
 
-    def cells(self, action: Action, way: Way) -> list[Cell]:
+    def input_cells(self, action: Action, way: Way) -> list[TensorCell]:
         """Those that the action takes from."""
-        return [end.cell for end in self._ends(action, way, taking=True)]
+        return [end.cell for end in self._action_cells(action, way, taking=True)]
 
-    def takes(self, action: Action, way: Way) -> Callable[[], dict[str, Tensor]]:
+    def make_take(self, action: Action, way: Way) -> Callable[[], dict[str, Tensor]]:
         """Empties the cells; gradients of a tensor that several stages use are added up."""
-        ends = [*self._ends(action, way, taking=True)]
-        count = self._schedule.turn(action.stage).multiple
+        ends = [*self._action_cells(action, way, taking=True)]
+        count = self._schedule.stage_turn(action.stage).multiple
         if count == 1 and len({end.name for end in ends}) == len(ends):
             pairs = [(end.name, end.cell) for end in ends]
-            return lambda: {name: cell.take() for name, cell in pairs}
+            return lambda: {name: cell.take_tensor() for name, cell in pairs}
 
-        def take() -> dict[str, Tensor]:
+        def take_tensors() -> dict[str, Tensor]:
             found: dict[str, list[Tensor | None]] = {}
             for name, at, _, cell in ends:
                 parts = found.setdefault(name, [None] * count)
-                before, value = parts[at], cell.take()
+                before, value = parts[at], cell.take_tensor()
                 parts[at] = value if before is None else before + value
-            return {name: _joined(parts) for name, parts in found.items()}
+            return {name: _join_parts(parts) for name, parts in found.items()}
 
-        return take
+        return take_tensors
 
-    def gives(self, action: Action, way: Way) -> Callable[[Mapping[str, Tensor]], None]:
+    def make_give(self, action: Action, way: Way) -> Callable[[Mapping[str, Tensor]], None]:
         """Fills the cells, and exchanges what the devices of this lane hold of it in another grid."""
-        ends = [*self._ends(action, way, taking=False)]
-        count, first = self._schedule.turn(action.stage).multiple, action.microbatch
+        ends = [*self._action_cells(action, way, taking=False)]
+        count, first = self._schedule.stage_turn(action.stage).multiple, action.microbatch
         exchanges = [
-            self._wiring.exchange(end.key, first + end.at, action.slice)
+            self._wiring.exchange_operation(end.key, first + end.at, action.slice)
             for end in ends
             if self._wiring.is_regridded(end.key)
         ]
 
-        def give(outputs: Mapping[str, Tensor]) -> None:
+        def give_tensors(outputs: Mapping[str, Tensor]) -> None:
             if count == 1:
                 for name, _, _, cell in ends:
                     cell.tensor = outputs[name]
@@ -84,23 +84,23 @@ class Ends:
             for exchange in exchanges:
                 exchange()
 
-        return give
+        return give_tensors
 
-    def _ends(self, action: Action, way: Way, taking: bool) -> Iterator[_End]:
+    def _action_cells(self, action: Action, way: Way, taking: bool) -> Iterator[_ActionCell]:
         incoming = taking == (way == "F")
-        turn = self._schedule.turn(action.stage)
+        turn = self._schedule.stage_turn(action.stage)
         for edge in self._plan.edges:
             own, other = (edge.target, edge.source) if incoming else (edge.source, edge.target)
             if own != action.stage or (way == "B" and edge.source not in self._trained):
                 continue
             key = (edge.source, edge.target, edge.tensor, way)
             for at in range(turn.multiple):
-                if self._schedule.turn(other).takes(action.microbatch + at):
-                    cell = self._wiring.cell(key, action.microbatch + at, action.slice)
-                    yield _End(edge.tensor, at, key, cell)
+                if self._schedule.stage_turn(other).takes_microbatch(action.microbatch + at):
+                    cell = self._wiring.tensor_cell(key, action.microbatch + at, action.slice)
+                    yield _ActionCell(edge.tensor, at, key, cell)
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor:
+def _join_parts(parts: list[Tensor | None]) -> Tensor:
     there = [part for part in parts if part is not None]
     assert len(there) == len(parts), "a microbatch of a unit that nobody feeds"
     return there[0] if len(there) == 1 else torch.cat(there, dim=1)

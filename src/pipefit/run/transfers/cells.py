@@ -10,7 +10,7 @@ from torch import Tensor
 Operation = Callable[[], None]
 
 
-class Cell:
+class TensorCell:
     """A place for one tensor on its way. `work` is the message that fills it, until somebody has waited for it."""
 
     __slots__ = ("tensor", "work")
@@ -19,13 +19,13 @@ class Cell:
         self.tensor: Tensor | None = None
         self.work: Any = None
 
-    def arrive(self) -> None:
+    def await_message(self) -> None:
         """Wait for the message, if there is one."""
         if self.work is not None:
             self.work.wait()
             self.work = None
 
-    def take(self) -> Tensor:
+    def take_tensor(self) -> Tensor:
         """The tensor, once it has arrived; the cell lets go of it."""
         if self.work is not None:
             self.work.wait()
@@ -35,7 +35,7 @@ class Cell:
         return tensor
 
 
-class Joint:
+class JointMessage:
     """Several messages that make up one tensor, or that one tensor is cut into; `kept` is what they send."""
 
     __slots__ = ("copies", "kept", "works")

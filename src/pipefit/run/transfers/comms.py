@@ -19,7 +19,7 @@ Channel = tuple[Any, int, int]
 """(process group, the peer's rank in it, tag)."""
 
 
-class Comms:
+class CommGroups:
     """The process groups of this rank. Keep one per process: groups are costly and are shared between plans.
 
     `tagged` None: messages have tags unless the backend is NCCL. False makes a communicator for every directed pair,
@@ -32,7 +32,7 @@ class Comms:
         self.tagged = not dist.is_initialized() or dist.get_backend() != "nccl" if tagged is None else tagged
         self._groups: dict[tuple[object, ...], Any] = {}
 
-    def make(self, groups: Iterable[Sequence[int]]) -> None:
+    def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
         """Make these groups, where they do not exist. *Every* rank of the world passes the same ones, member or not.
 
         Groups of one rank are not made. (PyTorch's local synchronisation would let only members take part, but it
@@ -57,15 +57,15 @@ class Comms:
     def _first_message(self, source: int, target: int) -> None:
         """NCCL connects two ranks at their first message and blocks until both are there: now, in one global order."""
         if self.rank in (source, target):
-            group, peer, tag = self.channel(source, target, 0)
+            group, peer, tag = self.open_channel(source, target, 0)
             buffer = torch.zeros(1, device=self.device)
             (group.send if self.rank == source else group.recv)([buffer], peer, tag).wait()
 
-    def group(self, ranks: Sequence[int]) -> Any | None:
+    def find_group(self, ranks: Sequence[int]) -> Any | None:
         """The group of these ranks, or None when it is this rank alone."""
         return None if len(ranks) == 1 else self._groups[tuple(sorted(ranks))]
 
-    def channel(self, source: int, target: int, tag: int) -> Channel:
+    def open_channel(self, source: int, target: int, tag: int) -> Channel:
         """How this rank, `source` or `target`, reaches the other for messages of the directed pair."""
         peer = target if source == self.rank else source
         if self.tagged:

@@ -36,14 +36,14 @@ def packed_space(plan: Plan, edge: Edge) -> str:
 
 
 class TokenRuns:
-    """Token runs of stages in packed spaces; those of one step, once `set` has been given its counts."""
+    """Token runs of stages in packed spaces; those of one step, once `set_counts` has been given its counts."""
 
     def __init__(self, plan: Plan) -> None:
         self._shape = batch_shape(plan)
         self._spaces = [stage.space for stage in plan.stages]
         self._rows = self._shape.batch // self._shape.microbatches
         self._runs = [
-            [self._shape.run(stage, 0, replica) for replica in range(len(shares))]
+            [self._shape.batch_run(stage, 0, replica) for replica in range(len(shares))]
             for stage, shares in enumerate(self._shape.shares)
         ]
         "[stage][replica]: of the rows of the microbatches that the stage takes together."
@@ -52,15 +52,15 @@ class TokenRuns:
         self.spaces = tuple(sorted({space.name for space in plan.spaces if not space.tokens}))
         self._starts: dict[str, list[int]] = {}
         self._images: dict[str, Sequence[Sequence[int]]] = {}
-        self.one_each()
+        self.assume_one_each()
 
-    def one_each(self) -> None:
+    def assume_one_each(self) -> None:
         """As if every sample had one token, and every replica that divides images all of them: what can meet in some
         step meets here."""
-        self.set({space: [[1]] * self._shape.batch for space in self.spaces})
+        self.set_counts({space: [[1]] * self._shape.batch for space in self.spaces})
         self._any = True
 
-    def divide_alike(self, stages: tuple[int, int]) -> bool:
+    def are_comparable(self, stages: tuple[int, int]) -> bool:
         """Whether what the replicas of two stages hold depends on their shares alone, not on images: or on these in the
         same way."""
         one, two = stages
@@ -71,14 +71,18 @@ class TokenRuns:
         divided = [self._shape.divides_images(stage) for stage in stages]
         return not any(divided) or (all(divided) and same)
 
-    def of_any(self, space: str, stages: tuple[int, int], microbatch: int) -> tuple[int, tuple[Sequence[Run], ...]]:
+    def runs_in_any_step(
+        self, space: str, stages: tuple[int, int], microbatch: int
+    ) -> tuple[int, tuple[Sequence[Run], ...]]:
         """(tokens, runs of both stages' replicas) in which all meet that meet in some step."""
-        if self.divide_alike(stages) and self._shape.divides_images(stages[0]):
+        if self.are_comparable(stages) and self._shape.divides_images(stages[0]):
             each = [(place, place + 1) for place in range(len(self._shape.shares[stages[0]]))]
             return len(each), (each, each)
-        return self.tokens(space, microbatch), tuple(self.of(space, stage, microbatch) for stage in stages)
+        return self.token_count(space, microbatch), tuple(
+            self.replica_runs(space, stage, microbatch) for stage in stages
+        )
 
-    def set(self, counts: Counts) -> None:
+    def set_counts(self, counts: Counts) -> None:
         """Take up the counts of a step. PlanError where a space is missing, or a place of the batch, or where a stage
         divides images and the counts are those of samples."""
         self._found.clear()
@@ -107,32 +111,35 @@ class TokenRuns:
     def _stages_in(self, space: str) -> list[int]:
         return [stage for stage, own in enumerate(self._spaces) if own == space]
 
-    def tokens(self, space: str, microbatch: int) -> int:
+    def token_count(self, space: str, microbatch: int) -> int:
         """Of all samples of a microbatch."""
         starts = self._starts[space]
         return starts[(microbatch + 1) * self._rows] - starts[microbatch * self._rows]
 
-    def of(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
+    def replica_runs(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
         """The run of a microbatch's tokens that each replica of a stage holds: where the stage takes several
         microbatches together, what of its rows are in this one."""
         key = (space, stage, microbatch)
         if key not in self._found and self._shape.divides_images(stage):
-            self._found[key] = self._of_images(space, stage, microbatch)
+            self._found[key] = self._image_runs(space, stage, microbatch)
         if key not in self._found:
             starts, first = self._starts[space], microbatch * self._rows
             ahead = microbatch % self._shape.multiples[stage] * self._rows
             base = starts[first]
             self._found[key] = tuple(
-                (starts[first + self._within(start - ahead)] - base, starts[first + self._within(stop - ahead)] - base)
+                (
+                    starts[first + self._place_within(start - ahead)] - base,
+                    starts[first + self._place_within(stop - ahead)] - base,
+                )
                 for start, stop in self._runs[stage]
             )
         return self._found[key]
 
-    def _of_images(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
+    def _image_runs(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
         """Of a stage that divides images: of its runs of the tokens of all that it takes together, what lies in this
         microbatch."""
         shares, multiple = self._shape.shares[stage], self._shape.multiples[stage]
-        total = self.tokens(space, microbatch)
+        total = self.token_count(space, microbatch)
         if self._any:
             return ((0, total),) * len(shares)
         first = microbatch // multiple * multiple * self._rows
@@ -143,5 +150,5 @@ class TokenRuns:
             (min(max(0, start - ahead), total), min(max(0, stop - ahead), total)) for start, stop in runs
         )  # fmt: skip
 
-    def _within(self, row: int) -> int:
+    def _place_within(self, row: int) -> int:
         return min(max(row, 0), self._rows)

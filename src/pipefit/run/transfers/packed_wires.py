@@ -17,44 +17,49 @@ import torch
 import torch.distributed as dist
 
 from pipefit.layout import Box
-from pipefit.run.transfers.cells import Cell, Joint, Operation
+from pipefit.run.transfers.cells import JointMessage, Operation, TensorCell
 from pipefit.run.transfers.comms import Channel
-from pipefit.run.transfers.pieces import Incoming, Outgoing
+from pipefit.run.transfers.pieces import IncomingPieces, OutgoingPieces
 
-T = TypeVar("T", Incoming, Outgoing)
+T = TypeVar("T", IncomingPieces, OutgoingPieces)
 
 
 @dataclass(slots=True)
-class Longest:
+class LongestBuffer:
     """The most elements that a receive buffer of an edge had to hold so far."""
 
     elements: int = 0
 
 
 @dataclass(slots=True)
-class Settled(Generic[T]):
+class SettledTransfer(Generic[T]):
     """One transfer of one microbatch, as the present step has it."""
 
     find: Callable[[], T]
-    longest: Longest = field(default_factory=Longest)
+    longest: LongestBuffer = field(default_factory=LongestBuffer)
     now: T = field(init=False)
 
     def __post_init__(self) -> None:
         self.now = self.find()
 
-    def settle(self) -> None:
+    def settle_again(self) -> None:
         """Look again: the counts of another step are known."""
         self.now = self.find()
         self.longest.elements = max(self.longest.elements, math.prod(self.now.shape))
 
 
 def packed_send(
-    cell: Cell, queue: deque[Any], window: int, settled: Settled[Outgoing], channel: Callable[[int], Channel], adds: Any
+    cell: TensorCell,
+    queue: deque[Any],
+    window: int,
+    settled: SettledTransfer[OutgoingPieces],
+    channel: Callable[[int], Channel],
+    adds: Any,
 ) -> Operation:
     """Send what the receivers need of the cell's tensor; a replica without tokens sends nothing. `adds`: the process
     group over which partial sums are added before, whose members all have equally many tokens."""
 
-    def send() -> None:
+    def send_pieces() -> None:
         tensor, cell.tensor = cell.tensor, None
         out = settled.now
         assert tensor is not None and tuple(tensor.shape) == out.shape, (tensor, out.shape)
@@ -64,22 +69,26 @@ def packed_send(
         works, parts = [], []
         for piece in out.pieces:
             group, peer, tag = channel(piece.peer)
-            part = (tensor if piece.whole else tensor[_slices(piece.box)]).contiguous()
+            part = (tensor if piece.whole else tensor[_box_slices(piece.box)]).contiguous()
             works.append(group.send([part], peer, tag))
             parts.append(part)
-        queue.append((Joint(works), parts))
+        queue.append((JointMessage(works), parts))
         if len(queue) > window:
             queue.popleft()[0].wait()
 
-    return send
+    return send_pieces
 
 
 def packed_receive(
-    cell: Cell, settled: Settled[Incoming], channel: Callable[[int], Channel], dtype: torch.dtype, device: torch.device
+    cell: TensorCell,
+    settled: SettledTransfer[IncomingPieces],
+    channel: Callable[[int], Channel],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Operation:
     """Receive into a view of a buffer that is as long as the longest."""
 
-    def receive() -> None:
+    def receive_pieces() -> None:
         got = settled.now
         flat = torch.empty(settled.longest.elements, dtype=dtype, device=device)
         buffer = flat[: math.prod(got.shape)].view(got.shape)
@@ -88,22 +97,22 @@ def packed_receive(
         works, copies = [], []
         for piece in got.pieces:
             group, peer, tag = channel(piece.peer)
-            part = buffer[_slices(piece.box)]
+            part = buffer[_box_slices(piece.box)]
             if not part.is_contiguous():
                 scratch = torch.empty(part.shape, dtype=dtype, device=device)
                 copies.append((part, scratch))
                 part = scratch
             works.append(group.recv([part], peer, tag))
-        cell.work = Joint(works, copies) if works else None
+        cell.work = JointMessage(works, copies) if works else None
         cell.tensor = buffer
 
-    return receive
+    return receive_pieces
 
 
-def exchange(
-    cell: Cell,
-    sends: Settled[Outgoing],
-    takes: Settled[Incoming],
+def exchange_pieces(
+    cell: TensorCell,
+    sends: SettledTransfer[OutgoingPieces],
+    takes: SettledTransfer[IncomingPieces],
     own: int,
     channels: tuple[Callable[[int], Channel], Callable[[int], Channel]],
     adds: Any,
@@ -115,7 +124,7 @@ def exchange(
     `adds` as of `packed_send`."""
     to, come = channels
 
-    def change() -> None:
+    def replace_tensor() -> None:
         out, got = sends.now, takes.now
         tensor = cell.tensor
         assert tensor is not None and tuple(tensor.shape) == out.shape, (tensor, out.shape)
@@ -128,7 +137,7 @@ def exchange(
             buffer.zero_()
         works, copies, kept, here = [], [], [], None
         for piece in got.pieces:
-            part = buffer[_slices(piece.box)]
+            part = buffer[_box_slices(piece.box)]
             if piece.peer == own:
                 here = part
                 continue
@@ -139,7 +148,7 @@ def exchange(
             group, peer, tag = come(piece.peer)
             works.append(group.recv([part], peer, tag))
         for piece in out.pieces:
-            part = tensor[_slices(piece.box)]
+            part = tensor[_box_slices(piece.box)]
             if piece.peer == own:
                 assert here is not None
                 here.copy_(part)
@@ -147,11 +156,11 @@ def exchange(
             kept.append(part.contiguous())
             group, peer, tag = to(piece.peer)
             works.append(group.send([kept[-1]], peer, tag))
-        cell.work = Joint(works, copies, kept) if works else None
+        cell.work = JointMessage(works, copies, kept) if works else None
         cell.tensor = buffer
 
-    return change
+    return replace_tensor
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def _box_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)

@@ -1,7 +1,7 @@
 """What this device sends and receives for every edge of a plan: one code path for all pairs of grids.
 
 Pure: forms and boxes in, pieces out; the worker turns pieces into messages. A tensor crosses an edge in its wire
-layout (`plan.types.Wire`); the messages are the overlaps that `layout.moves` gives, so equal grids, uneven
+layout (`plan.types.Wire`); the messages are the overlaps that `layout.transfer_moves` gives, so equal grids, uneven
 replicas and different shard counts all come from the same lines.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipefit.errors import PlanError
-from pipefit.layout import AxisName, Box, Form, Group, Run, holding, moves, parse_form
+from pipefit.layout import AxisName, Box, Mesh, Run, TensorForm, held_box, parse_form, transfer_moves
 
 ReplicaRuns = tuple[Sequence[Run], Sequence[Run]]
 """What the replicas of the sender and of the receiver hold of a tensor, where their shares do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One message of a transfer, seen from one side."""
 
     peer: int
@@ -30,66 +30,68 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class OutgoingPieces:
     """What a device sends of one tensor."""
 
     sum_over: tuple[AxisName, ...]
     "Axes of the sender's group over which partial sums are added before the tensor leaves."
     shape: tuple[int, ...]
     "Of the local tensor as the sender holds it."
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class IncomingPieces:
     """What a device receives of one tensor."""
 
     shape: tuple[int, ...]
     "Of the local tensor as the receiver holds it."
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     zero: bool
     "Whether nothing arrives and zeros stand for it: a partial sum that another position receives in full."
 
 
-def outgoing(
+def outgoing_pieces(
     shape: Sequence[int],
-    source: Group,
+    source: Mesh,
     sent: Sequence[str],
     wire: Sequence[str],
-    target: Group,
+    target: Mesh,
     received: Sequence[str],
     device: int,
     runs: ReplicaRuns | None = None,
-) -> Outgoing:
+) -> OutgoingPieces:
     """The messages that `device` of `source` sends of a tensor of global `shape`.
 
     `sent` is how the sender holds it, `wire` how it leaves: equal, or with partial sums added (P to I or G), or
     with a replicated tensor cut (I to G). Raises PlanError for any other conversion.
     """
-    held, leaves = _forms(sent), _forms(wire)
+    held, leaves = _parse_forms(sent), _parse_forms(wire)
     sum_over = _partial_axes(source, held, leaves)
-    own = holding(shape, source, held, device, None if runs is None else runs[0])
-    found = moves(shape, source, leaves, target, _forms(received), sender=device, replica_runs=runs)
-    return Outgoing(sum_over, _lengths(own), tuple(_piece(move.target, move.box, own) for move in found))
+    own = held_box(shape, source, held, device, None if runs is None else runs[0])
+    found = transfer_moves(shape, source, leaves, target, _parse_forms(received), sender=device, replica_runs=runs)
+    return OutgoingPieces(sum_over, _box_lengths(own), tuple(_make_piece(move.target, move.box, own) for move in found))
 
 
-def incoming(
+def incoming_pieces(
     shape: Sequence[int],
-    source: Group,
+    source: Mesh,
     wire: Sequence[str],
-    target: Group,
+    target: Mesh,
     received: Sequence[str],
     device: int,
     runs: ReplicaRuns | None = None,
-) -> Incoming:
+) -> IncomingPieces:
     """The messages that `device` of `target` receives of a tensor of global `shape`."""
-    leaves, wanted = _forms(wire), _forms(received)
-    own = holding(shape, target, wanted, device, None if runs is None else runs[1])
-    found = moves(shape, source, leaves, target, wanted, receiver=device, replica_runs=runs)
-    return Incoming(_lengths(own), tuple(_piece(move.source, move.box, own) for move in found), not found)
+    leaves, wanted = _parse_forms(wire), _parse_forms(received)
+    own = held_box(shape, target, wanted, device, None if runs is None else runs[1])
+    found = transfer_moves(shape, source, leaves, target, wanted, receiver=device, replica_runs=runs)
+    return IncomingPieces(
+        _box_lengths(own), tuple(_make_piece(move.source, move.box, own) for move in found), not found
+    )
 
 
-def _partial_axes(source: Group, sent: Sequence[Form], wire: Sequence[Form]) -> tuple[AxisName, ...]:
+def _partial_axes(source: Mesh, sent: Sequence[TensorForm], wire: Sequence[TensorForm]) -> tuple[AxisName, ...]:
     summed: list[AxisName] = []
     for axis, before, after in zip(source.axes, sent, wire, strict=True):
         if before == after or axis.size == 1:
@@ -107,14 +109,14 @@ def _partial_axes(source: Group, sent: Sequence[Form], wire: Sequence[Form]) -> 
     return tuple(summed)
 
 
-def _piece(peer: int, box: Box, own: Box) -> Piece:
+def _make_piece(peer: int, box: Box, own: Box) -> TensorPiece:
     local = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(box, own, strict=True))
-    return Piece(peer, local, box == own)
+    return TensorPiece(peer, local, box == own)
 
 
-def _forms(texts: Sequence[str]) -> tuple[Form, ...]:
+def _parse_forms(texts: Sequence[str]) -> tuple[TensorForm, ...]:
     return tuple(map(parse_form, texts))
 
 
-def _lengths(box: Box) -> tuple[int, ...]:
+def _box_lengths(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)

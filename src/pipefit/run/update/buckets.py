@@ -22,7 +22,7 @@ ALIGN = 32
 
 
 @dataclass(slots=True, kw_only=True)
-class Entry:
+class BucketEntry:
     """One trainable parameter as one stage of this device uses it."""
 
     name: str
@@ -55,7 +55,7 @@ class Entry:
     "The same parameter in a second stage on this device: it shares storage, so gradients add up by themselves."
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def bucket_key(self) -> tuple[object, ...]:
         """Entries with equal keys may share a bucket."""
         alone = self.tied or self.twin is not None
         where = (self.name,) if alone else (self.stage, self.across, self.state)
@@ -63,10 +63,10 @@ class Entry:
 
 
 @dataclass(slots=True, kw_only=True)
-class Bucket:
+class GradientBucket:
     """Parameters that are reduced and updated together."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     offsets: tuple[int, ...]
     parameters: Tensor
     "Flat, compute dtype, padded with zeros."
@@ -82,7 +82,7 @@ class Bucket:
         return self.entries[0].stage
 
     @property
-    def used(self) -> int:
+    def used_elements(self) -> int:
         """Elements up to the end of the last parameter: as many on every lane, however state is split there."""
         return self.offsets[-1] + -(-self.entries[-1].tensor.numel() // ALIGN) * ALIGN
 
@@ -92,19 +92,19 @@ class Bucket:
         return min(entry.layer for entry in self.entries)
 
     @property
-    def late(self) -> bool:
+    def waits_for_stages(self) -> bool:
         """Whether it must wait for all stages of this device: it is shared between two of them."""
         return any(entry.twin is not None for entry in self.entries)
 
     @property
-    def tied(self) -> bool:
+    def is_tied(self) -> bool:
         return self.entries[0].tied
 
     @property
-    def across(self) -> tuple[int, ...]:
+    def summing_devices(self) -> tuple[int, ...]:
         return self.entries[0].across
 
-    def owned_runs(self) -> list[tuple[Entry, Run, Run]]:
+    def owned_runs(self) -> list[tuple[BucketEntry, Run, Run]]:
         """(entry, run within its local flat elements, run within the owned piece) of what this rank owns."""
         runs = []
         low, high = self.owned
@@ -116,32 +116,32 @@ class Bucket:
 
 
 def make_buckets(
-    entries: Sequence[Entry],
+    entries: Sequence[BucketEntry],
     gradient_dtype: torch.dtype,
     bucket_bytes: int,
     scatter_place: Mapping[object, tuple[int, int]],
-) -> list[Bucket]:
+) -> list[GradientBucket]:
     """Buckets of one lane, in launching order; the entries' storage moves into them.
 
     `scatter_place[stage, scatter_over]` is (this rank's place, size) of the scatter group.
     """
-    runs: list[list[Entry]] = []
-    current: dict[object, list[Entry]] = {}
+    runs: list[list[BucketEntry]] = []
+    current: dict[object, list[BucketEntry]] = {}
     for entry in sorted(entries, key=lambda e: (-e.stage, -e.layer)):
-        run = current.get(entry.key)
+        run = current.get(entry.bucket_key)
         size = sum(e.tensor.numel() for e in run) * gradient_dtype.itemsize if run else 0
         if run is None or size + entry.tensor.numel() * gradient_dtype.itemsize > bucket_bytes:
             run = []
             runs.append(run)
-            current[entry.key] = run
+            current[entry.bucket_key] = run
         run.append(entry)
     runs.sort(key=lambda run: (-run[0].stage, -min(e.layer for e in run)))
-    return [_bucket(run, gradient_dtype, scatter_place) for run in runs]
+    return [_make_bucket(run, gradient_dtype, scatter_place) for run in runs]
 
 
-def _bucket(
-    entries: Sequence[Entry], gradient_dtype: torch.dtype, scatter_place: Mapping[object, tuple[int, int]]
-) -> Bucket:
+def _make_bucket(
+    entries: Sequence[BucketEntry], gradient_dtype: torch.dtype, scatter_place: Mapping[object, tuple[int, int]]
+) -> GradientBucket:
     place, ways = scatter_place.get((entries[0].stage, entries[0].scatter_over), (0, 1))
     offsets, end = [], 0
     for entry in entries:
@@ -152,7 +152,7 @@ def _bucket(
     first = entries[0].tensor
     flat = torch.zeros(total, dtype=first.dtype, device=first.device)
     gradients = torch.zeros(total, dtype=gradient_dtype, device=first.device)
-    bucket = Bucket(
+    bucket = GradientBucket(
         entries=tuple(entries),
         offsets=tuple(offsets),
         parameters=flat,

@@ -11,22 +11,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipefit.layout import Group
-from pipefit.run.update.buckets import Bucket
-from pipefit.run.update.optimizer import run_elements
+from pipefit.layout import Mesh
+from pipefit.run.update.buckets import GradientBucket
+from pipefit.run.update.optimizer import update_elements
 
 
-def counts(bucket: Bucket, group: Group, device: int) -> bool:
+def counts_in_norm(bucket: GradientBucket, group: Mesh, device: int) -> bool:
     """Whether this device adds the bucket (its owned part) to the global sum of squares."""
     entry = bucket.entries[0]
     copies = [name for name in (*entry.sum_over, *entry.alike_over) if name not in entry.scatter_over]
-    return entry.counted and all(group.position(device, name) == 0 for name in copies)
+    return entry.counted and all(group.axis_position(device, name) == 0 for name in copies)
 
 
 def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of flat pieces, float64, shape ()."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    run = run_elements(device)
+    run = update_elements(device)
     for piece in pieces:
         for part in piece.split(run) if piece.numel() else ():
             total += torch.linalg.vector_norm(part, dtype=torch.float64).square()

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipefit.errors import RunError
 
 
-def run_elements(device: torch.device) -> int:
+def update_elements(device: torch.device) -> int:
     """Elements that the norm and an update go through at a time. It bounds what they need beside the state: on CUDA to
     128 MiB, with few kernels; on a CPU to 2 MiB, which stay in the cache."""
     return 1 << (24 if device.type == "cuda" else 18)
@@ -112,7 +112,7 @@ class AdamW:
         config = self.config
         step_size = lr / (1.0 - config.beta1**count)
         root = math.sqrt(1.0 - config.beta2**count)
-        size = run_elements(self.master.device)
+        size = update_elements(self.master.device)
         for start in range(0, self.master.numel(), size):
             run = slice(start, start + size)
             value, grad, first, second = self.master[run], gradient[run], self.first[run], self.second[run]
@@ -122,9 +122,9 @@ class AdamW:
             second.mul_(config.beta2).addcmul_(grad, grad, value=1.0 - config.beta2)
             denominator = second.sqrt().div_(root).add_(config.eps)
             value.addcdiv_(first, denominator, value=-step_size)
-        self.publish()
+        self.round_master()
 
-    def publish(self) -> None:
+    def round_master(self) -> None:
         """Round the master copy into the parameter."""
         if self.has_master:
             self.parameter.copy_(self.master)

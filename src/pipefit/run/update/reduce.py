@@ -3,8 +3,9 @@
 Every rank of a lane launches the buckets in the same order, because all of them walk the same actions. A parameter
 replicated along an axis has a partial gradient there (docs/architecture.md), so it is summed over exactly those
 axes: all-reduced, or reduce-scattered to the owners of the optimizer state under ZeRO-1. A parameter tied between
-lanes is then summed over them too, by the transfer rule of `layout.moves`. Parameters of stages that take turns on
-several lanes, and hold them alike, are summed over the devices of all these lanes at once, when all have got there.
+lanes is then summed over them too, by the transfer rule of `layout.transfer_moves`. Parameters of stages that take
+turns on several lanes, and hold them alike, are summed over the devices of all these lanes at once, when all have got
+there.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipefit.layout import AxisName, Group
-from pipefit.run.transfers.comms import Comms, all_gather, reduce_scatter
-from pipefit.run.update.buckets import Bucket
+from pipefit.layout import AxisName, Mesh
+from pipefit.run.transfers.comms import CommGroups, all_gather, reduce_scatter
+from pipefit.run.update.buckets import GradientBucket
 from pipefit.run.update.tied import TiedSum
 
 
-class Reducer:
+class GradientReducer:
     """Reduces the buckets of one lane, once an iteration.
 
     `ranks[device]` gives global ranks; `groups[stage]` is a stage's grid; `tied[name]` sums a parameter over lanes.
@@ -28,50 +29,52 @@ class Reducer:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
-        comms: Comms,
-        groups: Mapping[int, Group],
+        buckets: Sequence[GradientBucket],
+        comms: CommGroups,
+        groups: Mapping[int, Mesh],
         device: int,
         ranks: Mapping[int, int],
         tied: Mapping[str, TiedSum],
     ) -> None:
         self.buckets = list(buckets)
         self._tied = tied
-        self._jobs = [_Job(bucket, comms, groups[bucket.stage], device, ranks) for bucket in buckets]
-        self._by_stage: dict[int, list[_Job]] = {}
+        self._jobs = [_BucketReduction(bucket, comms, groups[bucket.stage], device, ranks) for bucket in buckets]
+        self._by_stage: dict[int, list[_BucketReduction]] = {}
         for job in self._jobs:
-            if not job.bucket.late and not job.bucket.across:
+            if not job.bucket.waits_for_stages and not job.bucket.summing_devices:
                 self._by_stage.setdefault(job.bucket.stage, []).append(job)
 
-    def zero(self) -> None:
+    def zero_gradients(self) -> None:
         """Clear all gradients, before the first backward of a step."""
         for job in self._jobs:
-            job.reset()
+            job.reset_gradients()
 
-    def ready(self, stage: int) -> Callable[[int], None]:
+    def layer_callback(self, stage: int) -> Callable[[int], None]:
         """The callback for the stage's last backward: layer indices arrive from last to first."""
         jobs = self._by_stage.get(stage, [])
 
         def on_layer(layer: int) -> None:
             for job in jobs:
                 if not job.started and job.bucket.first_layer >= layer:
-                    job.start()
+                    job.start_reduction()
 
         return on_layer
 
-    def reduce(self, stage: int) -> None:
+    def start_rest(self, stage: int) -> None:
         """Start what the callback has not started of a stage."""
         for job in self._by_stage.get(stage, []):
             if not job.started:
-                job.start()
+                job.start_reduction()
 
-    def finish(self) -> None:
+    def finish_reductions(self) -> None:
         """Start what is left, wait for all, and sum tied parameters over their lanes."""
-        for job in sorted(self._jobs, key=lambda job: len(job.bucket.across)):  # what several lanes do together, last
+        for job in sorted(
+            self._jobs, key=lambda job: len(job.bucket.summing_devices)
+        ):  # what several lanes do together, last
             if not job.started:
-                job.start()
+                job.start_reduction()
         for job in self._jobs:
-            job.wait()
+            job.wait_all()
         exchanges = [
             (self._tied[name], job.bucket.views[name])
             for job in self._jobs
@@ -80,63 +83,71 @@ class Reducer:
         ]
         exchanges.sort(key=lambda pair: pair[0].name)
         for exchange, view in exchanges:
-            exchange.start(view)
+            exchange.start_exchange(view)
         for exchange, view in exchanges:
-            exchange.finish(view)
+            exchange.finish_exchange(view)
 
-    def gather(self, stage: int) -> None:
+    def start_gathers(self, stage: int) -> None:
         """All-gather the updated parameters of a stage under ZeRO-1; nothing elsewhere."""
         for job in self._jobs:
             if job.bucket.stage == stage:
-                job.gather()
+                job.start_gather()
 
     def finish_gathers(self) -> None:
         """Wait for the gathers, before parameters are used again."""
         for job in self._jobs:
-            job.wait()
+            job.wait_all()
 
 
-class _Job:
+class _BucketReduction:
     """One bucket's collectives."""
 
-    def __init__(self, bucket: Bucket, comms: Comms, group: Group, device: int, ranks: Mapping[int, int]) -> None:
+    def __init__(
+        self, bucket: GradientBucket, comms: CommGroups, group: Mesh, device: int, ranks: Mapping[int, int]
+    ) -> None:
         self.bucket = bucket
         self.started = False
         self._work: Any = None
         entry = bucket.entries[0]
 
-        def members(axes: Sequence[AxisName]) -> Any:
-            return comms.group([ranks[d] for d in group.along(device, axes)])
+        def axis_members(axes: Sequence[AxisName]) -> Any:
+            return comms.find_group([ranks[d] for d in group.devices_along(device, axes)])
 
-        self._sum = comms.group([ranks[d] for d in bucket.across]) if bucket.across else members(entry.sum_over)
-        self._scatter = members(entry.scatter_over)
+        self._sum = (
+            comms.find_group([ranks[d] for d in bucket.summing_devices])
+            if bucket.summing_devices
+            else axis_members(entry.sum_over)
+        )
+        self._scatter = axis_members(entry.scatter_over)
         self._scatters = (
             self._scatter is not None
-            and not (bucket.tied or bucket.across)
+            and not (bucket.is_tied or bucket.summing_devices)
             and set(entry.scatter_over) == set(entry.sum_over)
         )
         start, stop = bucket.owned
         self._own_gradients = bucket.gradients[start:stop]
         self._own_parameters = bucket.parameters[start:stop]
 
-    def reset(self) -> None:
+    def reset_gradients(self) -> None:
         self.started = False
         self.bucket.gradients.zero_()
 
-    def start(self) -> None:
+    def start_reduction(self) -> None:
         self.started = True
         if self._sum is None:
             return
         if self._scatters:
             self._work = reduce_scatter(self._own_gradients, self.bucket.gradients, self._sum)
         else:
-            self._work = dist.all_reduce(self.bucket.gradients[: self.bucket.used], group=self._sum, async_op=True)
+            self._work = dist.all_reduce(
+                self.bucket.gradients[: self.bucket.used_elements], group=self._sum, async_op=True
+            )
 
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         if self._scatter is not None:
             self._work = all_gather(self.bucket.parameters, self._own_parameters, self._scatter)
 
-    def wait(self) -> None:
+    def wait_all(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -1,8 +1,8 @@
 """Summing the gradient of a parameter that stages on different devices use (tied embeddings).
 
 Each lane sends its own reduced gradient to the others and adds theirs, in the order of the stages, so that all of
-them hold the same bits. Which device sends what to whom is `layout.moves` again: the lanes may have different grids
-and different splits of the parameter.
+them hold the same bits. Which device sends what to whom is `layout.transfer_moves` again: the lanes may have different
+grids and different splits of the parameter.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.layout import Group
-from pipefit.run.transfers.comms import Channel, Comms
-from pipefit.run.transfers.pieces import Piece, incoming, outgoing
+from pipefit.layout import Mesh
+from pipefit.run.transfers.comms import Channel, CommGroups
+from pipefit.run.transfers.pieces import TensorPiece, incoming_pieces, outgoing_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TiedUse:
     """How one lane holds the parameter."""
 
     stage: int
-    group: Group
+    group: Mesh
     forms: tuple[str, ...]
 
 
@@ -35,7 +35,7 @@ def tied_pairs(shape: Sequence[int], uses: Sequence[TiedUse]) -> list[tuple[int,
         for other in uses:
             if one is not other:
                 for device in one.group.devices:
-                    out = outgoing(shape, one.group, one.forms, one.forms, other.group, other.forms, device)
+                    out = outgoing_pieces(shape, one.group, one.forms, one.forms, other.group, other.forms, device)
                     pairs += [(device, piece.peer) for piece in out.pieces]
     return pairs
 
@@ -50,7 +50,7 @@ class TiedSum:
         uses: Sequence[TiedUse],
         device: int,
         ranks: Mapping[int, int],
-        comms: Comms,
+        comms: CommGroups,
         tag: int,
         like: Tensor,
     ) -> None:
@@ -65,15 +65,15 @@ class TiedSum:
             if use is own:
                 self._terms.append(None)
                 continue
-            sent = outgoing(shape, own.group, own.forms, own.forms, use.group, use.forms, device)
+            sent = outgoing_pieces(shape, own.group, own.forms, own.forms, use.group, use.forms, device)
             for piece in sent.pieces:
-                self._sends.append((comms.channel(ranks[device], ranks[piece.peer], tag), _slices(piece)))
-            got = incoming(shape, use.group, use.forms, own.group, own.forms, device)
+                self._sends.append((comms.open_channel(ranks[device], ranks[piece.peer], tag), _piece_slices(piece)))
+            got = incoming_pieces(shape, use.group, use.forms, own.group, own.forms, device)
             term = torch.zeros_like(like)
             self._terms.append(term)
             for piece in got.pieces:
-                channel = comms.channel(ranks[piece.peer], ranks[device], tag)
-                target = term[_slices(piece)]
+                channel = comms.open_channel(ranks[piece.peer], ranks[device], tag)
+                target = term[_piece_slices(piece)]
                 buffer = (
                     target
                     if target.is_contiguous()
@@ -83,14 +83,14 @@ class TiedSum:
                     self._copies.append((target, buffer))
                 self._receives.append((channel, buffer))
 
-    def start(self, gradient: Tensor) -> None:
+    def start_exchange(self, gradient: Tensor) -> None:
         """Post the messages; `gradient` is this lane's own sum."""
         self._works = [group.recv([buffer], peer, tag) for (group, peer, tag), buffer in self._receives]
         for (group, peer, tag), box in self._sends:
             part = gradient[box].clone(memory_format=torch.contiguous_format)
             self._works.append((group.send([part], peer, tag), part))
 
-    def finish(self, gradient: Tensor) -> None:
+    def finish_exchange(self, gradient: Tensor) -> None:
         """Wait, and leave the sum over all lanes in `gradient`."""
         for work in self._works:
             (work[0] if isinstance(work, tuple) else work).wait()
@@ -104,5 +104,5 @@ class TiedSum:
             gradient.add_(term)
 
 
-def _slices(piece: Piece) -> tuple[slice, ...]:
+def _piece_slices(piece: TensorPiece) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in piece.box)

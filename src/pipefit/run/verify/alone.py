@@ -26,10 +26,10 @@ RECEIVED_STD = 0.02
 
 
 @contextmanager
-def alone(rank: int, size: int) -> Iterator[None]:
+def alone_world(rank: int, size: int) -> Iterator[None]:
     """`torch.distributed` as rank `rank` of `size` sees it, with nobody else there; given up on leaving."""
     if BACKEND.upper() not in dist.Backend.backend_list and BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", "cuda"])
     assert not dist.is_initialized(), "a process is one rank of one world"
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
     try:
@@ -59,17 +59,17 @@ class AloneGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         """As if it had left."""
-        return _done(tensors)
+        return _finished_work(tensors)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         """Numbers of a plausible size arrive at once."""
         for tensor in tensors:
-            self._fill(tensor)
-        return _done(tensors)
+            self._fill_received(tensor)
+        return _finished_work(tensors)
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
         """As if everyone else had nothing to add."""
-        return _done(tensors)
+        return _finished_work(tensors)
 
     def all_gather_single(self, whole: Tensor, part: Tensor, options: Any = None) -> Any:
         """Everyone holds what this rank holds. gloo gathers into a flat tensor of its own first."""
@@ -77,7 +77,7 @@ class AloneGroup(dist.ProcessGroup):
         for place in whole.view(self._size, -1):
             if place.data_ptr() != part.data_ptr():
                 place.copy_(part.view(-1))
-        return _done([whole], taken)
+        return _finished_work([whole], taken)
 
     def reduce_scatter_single(self, part: Tensor, whole: Tensor, options: Any = None) -> Any:
         """This rank's own part of what it has itself. gloo sums a copy of the whole."""
@@ -85,16 +85,16 @@ class AloneGroup(dist.ProcessGroup):
         own = whole.view(self._size, -1)[self._place]
         if own.data_ptr() != part.data_ptr():
             part.copy_(own.view(part.shape))
-        return _done([part], taken)
+        return _finished_work([part], taken)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
     _reduce_scatter_base = reduce_scatter_single
 
     def barrier(self, options: Any = None) -> Any:
         """Nobody is waited for."""
-        return _done([])
+        return _finished_work([])
 
-    def _fill(self, tensor: Tensor) -> None:
+    def _fill_received(self, tensor: Tensor) -> None:
         generator = self._generators.get(tensor.device)
         if generator is None:
             generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._place)
@@ -104,7 +104,7 @@ class AloneGroup(dist.ProcessGroup):
             tensor.zero_()
 
 
-class _Work:
+class _FinishedWork:
     """A collective that is over; what it took beside its tensors lives until somebody has waited for it."""
 
     __slots__ = ("taken", "tensors")
@@ -120,9 +120,9 @@ class _Work:
         return True
 
 
-def _done(tensors: Sequence[Tensor], taken: Tensor | None = None) -> Any:
-    return _Work(list(tensors), taken)
+def _finished_work(tensors: Sequence[Tensor], taken: Tensor | None = None) -> Any:
+    return _FinishedWork(list(tensors), taken)
 
 
-def _make(store: Any, rank: int, size: int, timeout: timedelta) -> AloneGroup:
+def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> AloneGroup:
     return AloneGroup(rank, size)

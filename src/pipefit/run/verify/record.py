@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 
 from pipefit.cluster.types import Cluster
-from pipefit.codec import digest, to_data
+from pipefit.codec import content_digest, to_data
 from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.correction import MemoryRun
 from pipefit.errors import RunError
@@ -15,7 +15,7 @@ from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.risk import peak_parts
 from pipefit.plan.types import Plan
 from pipefit.run.verify.verify import RankMemory, is_fullest
-from pipefit.run.worker.worker import lane_of
+from pipefit.run.worker.worker import device_lane
 
 
 def memory_runs(
@@ -36,12 +36,12 @@ def memory_runs(
         if one.measured is not None:
             runs.append(
                 MemoryRun(
-                    configuration=configuration(plan),
+                    configuration=run_configuration(plan),
                     kind=network.kinds[one.device].name,
-                    devices=len(plan.devices),
+                    devices=len(plan.used_devices),
                     rank=one.rank,
                     parts=peak_parts(simulation, network.kinds[one.device].name)[one.lane],
-                    measured_bytes=float(one.measured.peak),
+                    measured_bytes=float(one.measured.largest_bytes),
                     when=when,
                     environment=environment,
                 )
@@ -54,16 +54,16 @@ def check_recordable(plan: Plan, cluster: Cluster, ranks: Sequence[int], device:
     nothing about a GPU; and for a rank with less to do than the one of its lane that the analytic parts are for."""
     network = Network(cluster)
     for rank in ranks:
-        check_kind(network.kinds[plan.devices[rank]].name, device, name)
-        if not is_fullest(plan, plan.devices[rank]):
-            lane = lane_of(plan, plan.devices[rank])
-            others = [other for other in plan.lane_group(lane).devices if is_fullest(plan, other)]
+        check_kind(network.kinds[plan.used_devices[rank]].name, device, name)
+        if not is_fullest(plan, plan.used_devices[rank]):
+            lane = device_lane(plan, plan.used_devices[rank])
+            others = [other for other in plan.lane_mesh(lane).devices if is_fullest(plan, other)]
             raise RunError(
                 f"What rank {rank} takes cannot be recorded: others of its lane and kind have more rows or a larger "
                 "shard, and the prediction is for those.",
                 where="--record",
                 seen=f"--rank {rank}",
-                allowed=f"of lane {lane}: {', '.join(str(plan.devices.index(other)) for other in others)}",
+                allowed=f"of lane {lane}: {', '.join(str(plan.used_devices.index(other)) for other in others)}",
                 next_step="name one of these ranks, or leave --record out",
             )
 
@@ -72,7 +72,7 @@ LATER = {"recipes": "", "turn": 0, "turns": 1, "divide": "samples"}
 """Fields of stages that came later, as all plans had them before."""
 
 
-def configuration(plan: Plan) -> str:
+def run_configuration(plan: Plan) -> str:
     """The same for plans that run the same: whatever was predicted of them, and whatever they are called. What plans
     did not say when the first were recorded, and do not have, is left out."""
     job, stages = to_data(plan.job), [to_data(stage) for stage in plan.stages]
@@ -82,7 +82,7 @@ def configuration(plan: Plan) -> str:
         for name, value in LATER.items():
             if stage[name] == value:
                 del stage[name]
-    return digest(
+    return content_digest(
         {
             "job": job,
             "model": plan.model.config,

@@ -21,22 +21,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipefit.data.rows import Rows
-from pipefit.data.samples import Field, Samples, field_of
+from pipefit.data.rows import RowSplit
+from pipefit.data.samples import InputField, UserSamples, field_of
 from pipefit.errors import PlanError, RunError
 from pipefit.model.graph import Model
-from pipefit.plan.request.sequence_length import own_length
+from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.types import LanePrediction, Plan
-from pipefit.run.inputs.feeding import Feeding, SampleFeeding, TextFeeding
+from pipefit.run.inputs.feeding import BatchSource, SampleBatchSource, TextBatchSource
 from pipefit.run.inputs.image_feeding import is_multimodal
 from pipefit.run.inputs.random_images import RandomImages
 from pipefit.run.session.faults import is_out_of_memory
 from pipefit.run.stage.memory_audit import AllocationAudit
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
-from pipefit.run.verify.alone import alone
+from pipefit.run.verify.alone import alone_world
 from pipefit.run.worker.build import build_worker
-from pipefit.run.worker.worker import lane_of
+from pipefit.run.worker.worker import device_lane
 from pipefit.units import format_bytes
 
 LANES = 4
@@ -47,7 +47,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredMemory:
     """What one rank had alive at the worst moment, in bytes."""
 
     build: int
@@ -60,7 +60,7 @@ class Measured:
     "What CUDA's caching allocator took from the device; 0 on a CPU, which keeps nothing back."
 
     @property
-    def peak(self) -> int:
+    def largest_bytes(self) -> int:
         return max(self.build, self.train, self.evaluate)
 
 
@@ -74,12 +74,12 @@ class RankMemory:
     lane: int
     predicted_bytes: float
     limit_bytes: float
-    measured: Measured | None
+    measured: MeasuredMemory | None
     "None where the device ran out of memory."
 
     @property
-    def fits(self) -> bool:
-        return self.measured is not None and self.measured.peak <= self.limit_bytes
+    def fits_limit(self) -> bool:
+        return self.measured is not None and self.measured.largest_bytes <= self.limit_bytes
 
 
 def critical_ranks(plan: Plan, most: int = LANES) -> tuple[int, ...]:
@@ -90,18 +90,18 @@ def critical_ranks(plan: Plan, most: int = LANES) -> tuple[int, ...]:
     distinct: dict[tuple[float, float], int] = {}
     for lane in order:
         distinct.setdefault((lanes[lane].peak_bytes, lanes[lane].limit_bytes), lane)
-    ranks = [plan.devices.index(_fullest_device(plan, lane, lanes[lane].kind)) for lane in distinct.values()]
+    ranks = [plan.used_devices.index(_fullest_device(plan, lane, lanes[lane].kind)) for lane in distinct.values()]
     return tuple(ranks[:most])
 
 
 def is_fullest(plan: Plan, device: int) -> bool:
     """Whether a device has as many rows and as large a shard as the one that its prediction is for: of its lane, or
     where the lane's kinds of devices hold different amounts, of its kind there."""
-    lane = lane_of(plan, device)
-    group = plan.lane_group(lane)
-    fullest = _fullest_device(plan, lane, lane_predictions(plan)[lane].of(device).kind)
+    lane = device_lane(plan, device)
+    group = plan.lane_mesh(lane)
+    fullest = _fullest_device(plan, lane, lane_predictions(plan)[lane].for_device(device).kind)
     return all(
-        axis.shares[group.position(device, axis.name)] == axis.shares[group.position(fullest, axis.name)]
+        axis.shares[group.axis_position(device, axis.name)] == axis.shares[group.axis_position(fullest, axis.name)]
         for axis in group.axes
     )
 
@@ -109,12 +109,12 @@ def is_fullest(plan: Plan, device: int) -> bool:
 def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
     """Raises RunError for a rank that the plan does not have."""
     for rank in ranks:
-        if not 0 <= rank < len(plan.devices):
+        if not 0 <= rank < len(plan.used_devices):
             raise RunError(
                 "The plan has no such rank.",
                 where="--rank",
                 seen=rank,
-                allowed=f"0 to {len(plan.devices) - 1}: the plan has {len(plan.devices)} devices",
+                allowed=f"0 to {len(plan.used_devices) - 1}: the plan has {len(plan.used_devices)} devices",
             )
 
 
@@ -131,10 +131,10 @@ def lane_predictions(plan: Plan) -> tuple[LanePrediction, ...]:
 
 def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> RankMemory:
     """One rank in a fresh process of this machine. Raises RunError where nothing can be found out here."""
-    own = plan.devices[rank]
-    lane = lane_of(plan, own)
-    predicted = lane_predictions(plan)[lane].of(own)
-    check_room(predicted.peak_bytes, device)
+    own = plan.used_devices[rank]
+    lane = device_lane(plan, own)
+    predicted = lane_predictions(plan)[lane].for_device(own)
+    check_memory(predicted.peak_bytes, device)
     measured = in_fresh_process(_measured_or_none, plan, model, rank, str(device), steps, rank=rank)
     if measured is None:
         has = _device_bytes(device)
@@ -155,19 +155,19 @@ def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps
     )
 
 
-def measure_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> Measured:
+def measure_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> MeasuredMemory:
     """What a rank takes, measured in this process, which must not be part of a world."""
-    count: Callable[[list[tuple[str, Callable[[], None]]]], Measured]
+    count: Callable[[list[tuple[str, Callable[[], None]]]], MeasuredMemory]
     count = _count_on_cuda if device.type == "cuda" else count_on_cpu
-    with alone(rank, len(plan.devices)), _threads_of_a_run(plan):
-        return count(stretches(plan, model, device, steps))
+    with alone_world(rank, len(plan.used_devices)), _threads_of_a_run(plan):
+        return count(work_phases(plan, model, device, steps))
 
 
 @contextmanager
 def _threads_of_a_run(plan: Plan) -> Iterator[None]:
     """Launchers give ranks of one machine one thread each, unless told otherwise; kernels' buffers depend on it."""
     threads = torch.get_num_threads()
-    if len(plan.devices) > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if len(plan.used_devices) > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     try:
         yield
@@ -175,49 +175,49 @@ def _threads_of_a_run(plan: Plan) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def stretches(
-    plan: Plan, model: Model, device: torch.device, steps: int, comms: Comms | None = None
+def work_phases(
+    plan: Plan, model: Model, device: torch.device, steps: int, comms: CommGroups | None = None
 ) -> list[tuple[str, Callable[[], None]]]:
     """(name, work) of what this rank of the present world does: build, train, evaluate."""
     made: list[Any] = []
 
-    def build() -> None:
-        worker = build_worker(plan, model, comms or Comms(device), device, OptimizerConfig())
-        made.extend((worker, feeding_of(plan, model, worker.device, device)))
+    def build_phase() -> None:
+        worker = build_worker(plan, model, comms or CommGroups(device), device, OptimizerConfig())
+        made.extend((worker, random_batch_source(plan, model, worker.device, device)))
 
-    def train() -> None:
+    def train_phase() -> None:
         worker, feeding = made
         for step in range(steps):
-            fed = feeding.step(0)
-            worker.step(fed.feeds, step, fed.divisor, fed.counts)
+            fed = feeding.step_inputs(0)
+            worker.run_step(fed.feeds, step, fed.divisor, fed.counts)
 
-    def evaluate() -> None:
+    def evaluate_phase() -> None:
         worker, feeding = made
-        fed = feeding.evaluation(0)
-        worker.evaluate(fed.feeds, fed.counts)
+        fed = feeding.evaluation_inputs(0)
+        worker.evaluate_batch(fed.feeds, fed.counts)
 
-    return [("build", build), ("train", train), ("evaluate", evaluate)]
+    return [("build", build_phase), ("train", train_phase), ("evaluate", evaluate_phase)]
 
 
-def feeding_of(plan: Plan, model: Model, rank_device: int, device: torch.device) -> Feeding:
+def random_batch_source(plan: Plan, model: Model, rank_device: int, device: torch.device) -> BatchSource:
     """Random data for a device: tokens that the model's embedding knows, with images where the model takes them, or the
     inputs of a whole model."""
     if is_multimodal(model):
-        return RandomImages(plan, model, vocabulary_of(model), rank_device, device)
-    if own_length(model) is None:
-        return TextFeeding(plan, RandomText(plan, model), rank_device, device)
+        return RandomImages(plan, model, vocabulary_size(model), rank_device, device)
+    if fixed_length(model) is None:
+        return TextBatchSource(plan, RandomText(plan, model), rank_device, device)
     tensors = [tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs]
     fed = {tensor.name: tensor for tensor in tensors if tensor.role != "activation"}  # both may be called x
     fields = {name: field_of(tensor) for name, tensor in fed.items()}
-    rows = RandomItems(fields, vocabulary_of(model), 2 * plan.job.batch)
-    samples = Samples(rows, fields, where="random rows", batch=plan.job.batch, held_out=plan.job.batch)
-    return SampleFeeding(plan, model, samples, fed, rank_device, device, lambda number: number)
+    rows = RandomItems(fields, vocabulary_size(model), 2 * plan.job.batch)
+    samples = UserSamples(rows, fields, where="random rows", batch=plan.job.batch, held_out=plan.job.batch)
+    return SampleBatchSource(plan, model, samples, fed, rank_device, device, lambda number: number)
 
 
 class RandomItems:
     """A data set for the inputs of a whole model: random numbers, random tokens, zeros for any other whole number."""
 
-    def __init__(self, fields: Mapping[str, Field], vocabulary: int, count: int) -> None:
+    def __init__(self, fields: Mapping[str, InputField], vocabulary: int, count: int) -> None:
         self._fields, self._vocabulary, self._count = fields, vocabulary, count
 
     def __len__(self) -> int:
@@ -225,12 +225,12 @@ class RandomItems:
 
     def __getitem__(self, row: int) -> dict[str, NDArray[Any]]:
         draw = np.random.default_rng(row)
-        return {name: self._value(name, field, draw) for name, field in self._fields.items()}
+        return {name: self._random_value(name, field, draw) for name, field in self._fields.items()}
 
-    def _value(self, name: str, field: Field, draw: np.random.Generator) -> NDArray[Any]:
+    def _random_value(self, name: str, field: InputField, draw: np.random.Generator) -> NDArray[Any]:
         if field.dtype == "float":
             return draw.normal(size=field.shape)
-        return draw.integers(0, self._vocabulary if name == "tokens" else 1, field.shape).astype(field.numpy)
+        return draw.integers(0, self._vocabulary if name == "tokens" else 1, field.shape).astype(field.numpy_dtype)
 
 
 class RandomText:
@@ -241,14 +241,14 @@ class RandomText:
 
     def __init__(self, plan: Plan, model: Model) -> None:
         batch, self.length = plan.job.batch, plan.job.sequence + 1
-        self.rows = Rows(count=2 * batch, sequence=self.length - 1, last_labels=self.length - 1, held_out=batch)
-        self.vocabulary = vocabulary_of(model)
+        self.rows = RowSplit(count=2 * batch, sequence=self.length - 1, last_labels=self.length - 1, held_out=batch)
+        self.vocabulary = vocabulary_size(model)
 
     def row(self, index: int) -> NDArray[np.int64]:
         return np.random.default_rng(index).integers(0, self.vocabulary, self.length)
 
 
-def vocabulary_of(model: Model) -> int:
+def vocabulary_size(model: Model) -> int:
     """How many tokens the model knows: the rows of the table that it looks its tokens up in; 2 where it has none."""
     for layer in model.layers:
         graph = model.layer_graph(layer)
@@ -260,7 +260,7 @@ def vocabulary_of(model: Model) -> int:
     return 2
 
 
-def check_room(needed_bytes: float, device: torch.device) -> None:
+def check_memory(needed_bytes: float, device: torch.device) -> None:
     """Raises RunError where a rank that needs so much cannot be run here at all."""
     has = _free_bytes(device)
     if needed_bytes > has:
@@ -288,7 +288,7 @@ def in_fresh_process(work: Callable[..., Any], *arguments: Any, rank: int) -> An
             ) from None
 
 
-def _measured_or_none(plan: Plan, model: Model, rank: int, device: str, steps: int) -> Measured | None:
+def _measured_or_none(plan: Plan, model: Model, rank: int, device: str, steps: int) -> MeasuredMemory | None:
     try:
         return measure_rank(plan, model, rank, torch.device(device), steps)
     except (RuntimeError, MemoryError) as error:
@@ -297,34 +297,34 @@ def _measured_or_none(plan: Plan, model: Model, rank: int, device: str, steps: i
         raise
 
 
-def count_on_cpu(work: Sequence[tuple[str, Callable[[], None]]]) -> Measured:
+def count_on_cpu(work: Sequence[tuple[str, Callable[[], None]]]) -> MeasuredMemory:
     """What these stretches have alive, by the record of this thread: what another one lets go of still counts."""
     gc.collect()  # an earlier worker that is let go of now must not be counted as memory that comes back
     with AllocationAudit() as audit:
         for name, call in work:
-            AllocationAudit.mark(name, call)()
-    return Measured(**{one.name: one.peak_bytes for one in audit.usage})
+            AllocationAudit.mark_phase(name, call)()
+    return MeasuredMemory(**{one.name: one.peak_bytes for one in audit.usage})
 
 
-def _count_on_cuda(work: Sequence[tuple[str, Callable[[], None]]]) -> Measured:
+def _count_on_cuda(work: Sequence[tuple[str, Callable[[], None]]]) -> MeasuredMemory:
     peaks = {}
     for name, call in work:
         torch.cuda.reset_peak_memory_stats()
         call()
         torch.cuda.synchronize()
         peaks[name] = torch.cuda.max_memory_allocated()
-    return Measured(**peaks, reserved=torch.cuda.memory_reserved())
+    return MeasuredMemory(**peaks, reserved=torch.cuda.memory_reserved())
 
 
 def _fullest_device(plan: Plan, lane: int, kind: str) -> int:
     """The device of a lane with most rows and the largest shard, of this kind where its kinds of devices hold different
     amounts: the one that the prediction is for."""
-    group, said = plan.lane_group(lane), lane_predictions(plan)[lane]
+    group, said = plan.lane_mesh(lane), lane_predictions(plan)[lane]
     return max(
-        [device for device in group.devices if said.of(device).kind == kind],
+        [device for device in group.devices if said.for_device(device).kind == kind],
         key=lambda device: (
-            tuple(axis.shares[group.position(device, axis.name)] for axis in group.axes),
-            -plan.devices.index(device),
+            tuple(axis.shares[group.axis_position(device, axis.name)] for axis in group.axes),
+            -plan.used_devices.index(device),
         ),
     )
 

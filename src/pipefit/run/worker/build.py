@@ -12,29 +12,35 @@ from dataclasses import dataclass
 import torch
 
 from pipefit.errors import StalePlanError
-from pipefit.lab.pace import paced
-from pipefit.layout import AxisName, Box, Group, holding, parse_form
+from pipefit.lab.pace import pace_program
+from pipefit.layout import AxisName, Box, Mesh, held_box, parse_form
 from pipefit.model.graph import Model
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import build_layers
-from pipefit.plan.assemble.shard_programs import LayerProgram, Programs, check_handing, program_hash, sharding_key
+from pipefit.plan.assemble.shard_programs import (
+    LayerProgram,
+    ProgramCache,
+    check_layer_shares,
+    program_hash,
+    sharding_key,
+)
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, slice_problems
-from pipefit.plan.types import Parameter, Plan, Stage
+from pipefit.plan.types import ParameterPlan, Plan, Stage
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.initial_values import Value, initial_values
 from pipefit.run.stage.program import StageLayer, StageProgram
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.wiring import channel_pairs
-from pipefit.run.update.buckets import Entry, make_buckets
+from pipefit.run.update.buckets import BucketEntry, make_buckets
 from pipefit.run.update.optimizer import OptimizerConfig
-from pipefit.run.update.reduce import Reducer
+from pipefit.run.update.reduce import GradientReducer
 from pipefit.run.update.tied import TiedSum, TiedUse, tied_pairs
-from pipefit.run.worker.planned import edge_shapes, layers_of, side_loss
+from pipefit.run.worker.planned import edge_shapes, side_loss, stage_layers
 from pipefit.run.worker.runnable import check_runnable
-from pipefit.run.worker.worker import Frozen, Worker, lane_of
+from pipefit.run.worker.worker import Frozen, Worker, device_lane
 from pipefit.schedule.lowering.frozen import with_backward
-from pipefit.shard.apart import check_apart
+from pipefit.shard.apart import check_row_independence
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -43,31 +49,31 @@ BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where this rank is in a plan."""
 
     device: int
     lane: int
-    groups: Mapping[int, Group]
+    groups: Mapping[int, Mesh]
     "Of every stage of its lane."
     ranks: Mapping[int, int]
     "Device -> global rank."
     torch_device: torch.device
 
 
-def place_of(plan: Plan, rank: int, torch_device: torch.device) -> Place:
+def rank_place(plan: Plan, rank: int, torch_device: torch.device) -> RankPlace:
     """The place of a rank: rank i of a run is the i-th of the plan's devices."""
-    device = plan.devices[rank]
-    lane = lane_of(plan, device)
-    ranks = {d: i for i, d in enumerate(plan.devices)}
-    groups = {stage: plan.stage_group(stage) for stage, other in enumerate(plan.order.placement) if other == lane}
-    return Place(device=device, lane=lane, groups=groups, ranks=ranks, torch_device=torch_device)
+    device = plan.used_devices[rank]
+    lane = device_lane(plan, device)
+    ranks = {d: i for i, d in enumerate(plan.used_devices)}
+    groups = {stage: plan.stage_mesh(stage) for stage, other in enumerate(plan.order.placement) if other == lane}
+    return RankPlace(device=device, lane=lane, groups=groups, ranks=ranks, torch_device=torch_device)
 
 
 def build_worker(
     plan: Plan,
     model: Model,
-    comms: Comms,
+    comms: CommGroups,
     torch_device: torch.device,
     optimizer: OptimizerConfig,
     *,
@@ -80,25 +86,25 @@ def build_worker(
     run, and StalePlanError if the model's programs are not those that the plan was made for.
     """
     check_runnable(plan)
-    check_apart(model)
+    check_row_independence(model)
     for rule in (length_problems, slice_problems, document_problems):
         for error in rule(plan, model):
             raise error
-    place = place_of(plan, comms.rank, torch_device)
+    place = rank_place(plan, comms.rank, torch_device)
     programs_of = stage_programs(plan, model)
     make_groups(plan, model, comms, programs_of)
     uses = tied_uses(plan, model, programs_of)
     across = shared_devices(plan, model, uses, programs_of)
     dtype = DTYPES[plan.job.precision]
     gradient_dtype = torch.promote_types(dtype, torch.float32)
-    trained = with_backward(plan.schedule())
+    trained = with_backward(plan.to_schedule())
     programs = {
-        stage: _program(plan, model, stage, programs_of[stage], place, comms, dtype, trained)
+        stage: _build_program(plan, model, stage, programs_of[stage], place, comms, dtype, trained)
         for stage, lane in enumerate(plan.order.placement)
         if lane == place.lane
     }
     value = initial_values(plan, model) if value is None else value
-    entries, frozen = _entries(plan, model, programs, programs_of, place, value)
+    entries, frozen = _bucket_entries(plan, model, programs, programs_of, place, value)
     for entry in entries:
         if entry.name in across:
             entry.across, entry.tied = across[entry.name][place.device], False
@@ -119,37 +125,37 @@ def build_worker(
         device=place.device,
         ranks=place.ranks,
         comms=comms,
-        world=comms.group(list(place.ranks.values())),
+        world=comms.find_group(list(place.ranks.values())),
         programs=programs,
         buckets=buckets,
-        reducer=Reducer(buckets, comms, place.groups, place.device, place.ranks, tied),
+        reducer=GradientReducer(buckets, comms, place.groups, place.device, place.ranks, tied),
         torch_device=torch_device,
         dtype=dtype,
         shape_of=edge_shapes(plan, model),
         optimizer=optimizer,
         master_dtype=gradient_dtype,
-        loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss],
+        loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss_output],
         frozen=frozen,
     )
 
 
 def make_groups(
-    plan: Plan, model: Model, comms: Comms, programs_of: Sequence[Mapping[str, LayerProgram]] | None = None
+    plan: Plan, model: Model, comms: CommGroups, programs_of: Sequence[Mapping[str, LayerProgram]] | None = None
 ) -> None:
     """Every process group of the plan: called by all ranks of the world, with the same plan and model."""
-    ranks = {device: rank for rank, device in enumerate(plan.devices)}
+    ranks = {device: rank for rank, device in enumerate(plan.used_devices)}
     shape_of = edge_shapes(plan, model)
     groups: list[list[int]] = [list(ranks.values())]
-    for group in dict.fromkeys(plan.stage_group(stage) for stage in range(len(plan.stages))):
+    for group in dict.fromkeys(plan.stage_mesh(stage) for stage in range(len(plan.stages))):
         for device in group.devices:
             for axes in (("replica",), ("shard",), ("replica", "shard")):
-                groups.append([ranks[d] for d in group.along(device, axes)])
+                groups.append([ranks[d] for d in group.devices_along(device, axes)])
     programs_of = stage_programs(plan, model) if programs_of is None else programs_of
     uses = tied_uses(plan, model, programs_of)
     across = shared_devices(plan, model, uses, programs_of)
     for members in across.values():
         groups += [[ranks[d] for d in devices] for devices in members.values()]
-    comms.make(groups)
+    comms.create_groups(groups)
     if comms.tagged:
         return
     pairs = channel_pairs(plan, lambda edge: shape_of(edge, 0))
@@ -161,13 +167,15 @@ def make_groups(
 
 def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
     """For every stage, the program of each of its graphs. StalePlanError where a hash in the plan disagrees."""
-    made = Programs(model, plan.recipes)
+    made = ProgramCache(model, plan.recipes)
     result: list[Mapping[str, LayerProgram]] = []
     for index, stage in enumerate(plan.stages):
-        shares = plan.groups[stage.group].group().axis("shard").shares
-        programs = {layer.graph: made.program(layer, sharding_key(stage), shares) for layer in layers_of(model, stage)}
-        check_handing([programs[layer.graph] for layer in layers_of(model, stage)], shares, f"stages[{index}]")
-        seen = program_hash([programs[layer.graph] for layer in layers_of(model, stage)])
+        shares = plan.groups[stage.group].to_mesh().find_axis("shard").shares
+        programs = {
+            layer.graph: made.layer_program(layer, sharding_key(stage), shares) for layer in stage_layers(model, stage)
+        }
+        check_layer_shares([programs[layer.graph] for layer in stage_layers(model, stage)], shares, f"stages[{index}]")
+        seen = program_hash([programs[layer.graph] for layer in stage_layers(model, stage)])
         if stage.program and seen != stage.program:
             raise StalePlanError(
                 "The plan was made for another program of this stage.",
@@ -179,26 +187,26 @@ def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]
     return result
 
 
-def _program(
+def _build_program(
     plan: Plan,
     model: Model,
     index: int,
     programs: Mapping[str, LayerProgram],
-    place: Place,
-    comms: Comms,
+    place: RankPlace,
+    comms: CommGroups,
     dtype: torch.dtype,
     trained: Collection[int],
 ) -> StageProgram:
     stage, group = plan.stages[index], place.groups[index]
-    axis = group.axis("shard")
-    position = group.position(place.device, "shard")
+    axis = group.find_axis("shard")
+    position = group.axis_position(place.device, "shard")
     shard = None
     if axis.size > 1:
-        members = [place.ranks[d] for d in group.along(place.device, ("shard",))]
-        shard = ShardContext(group=comms.group(members), shares=axis.shares, position=position)
+        members = [place.ranks[d] for d in group.devices_along(place.device, ("shard",))]
+        shard = ShardContext(group=comms.find_group(members), shares=axis.shares, position=position)
     layers = [
         StageLayer(layer.name, program.graphs[position if axis.size > 1 else 0], layer.parameters, program.shares)
-        for layer in layers_of(model, stage)
+        for layer in stage_layers(model, stage)
         for program in [programs[layer.graph]]
     ]
     before = [module.name for module in model.modules].index(stage.module)
@@ -216,7 +224,7 @@ def _program(
         input_gradient=any(edge.source in trained for edge in plan.edges if edge.target == index),
         side_loss=side_loss(model, stage),
     )
-    return paced(program)
+    return pace_program(program)
 
 
 def _opaque_modules(
@@ -230,64 +238,68 @@ def _opaque_modules(
     return {str(layer.layer_name): layer for layer in built if layer.layer_name in wanted}
 
 
-def _entries(
+def _bucket_entries(
     plan: Plan,
     model: Model,
     programs: Mapping[int, StageProgram],
     programs_of: Sequence[Mapping[str, LayerProgram]],
-    place: Place,
+    place: RankPlace,
     value: Value,
-) -> tuple[list[Entry], dict[str, Frozen]]:
-    entries: dict[str, Entry] = {}
+) -> tuple[list[BucketEntry], dict[str, Frozen]]:
+    entries: dict[str, BucketEntry] = {}
     frozen: dict[str, Frozen] = {}
     for stage, program in programs.items():
         group = place.groups[stage]
         places = _layer_places(model, plan.stages[stage])
-        alike = _alike(model, plan.stages[stage], programs_of[stage])
+        alike = _whole_gradient_names(model, plan.stages[stage], programs_of[stage])
         for parameter in plan.parameters:
             tensor = program.parameters.get(parameter.name)
             if tensor is None:
                 continue
-            box = _box(parameter, model, plan.stages[stage], programs_of[stage], group.position(place.device, "shard"))
+            box = _parameter_box(
+                parameter, model, plan.stages[stage], programs_of[stage], group.axis_position(place.device, "shard")
+            )
             assert tuple(b - a for a, b in box) == tuple(tensor.shape), (parameter.name, box, tensor.shape)
             if parameter.name in entries:
                 entries[parameter.name].twin = tensor
                 continue
             with torch.no_grad():
                 tensor.copy_(value(parameter.name, parameter.shape, box))
-            form = _form(parameter.name, model, plan.stages[stage], programs_of[stage])
+            form = _parameter_form(parameter.name, model, plan.stages[stage], programs_of[stage])
             if len(parameter.uses) > 1:
                 forms = [parse_form(form if axis.name == "shard" else "I") for axis in group.axes]
-                assert box == holding(parameter.shape, group, forms, place.device), parameter.name
+                assert box == held_box(parameter.shape, group, forms, place.device), parameter.name
             if tensor.requires_grad:
                 layer = places[parameter.name]
                 own_alike: tuple[AxisName, ...] = ("shard",) if parameter.name in alike else ()
-                entries[parameter.name] = _entry(plan, parameter, stage, layer, box, tensor, place, form, own_alike)
+                entries[parameter.name] = _bucket_entry(
+                    plan, parameter, stage, layer, box, tensor, place, form, own_alike
+                )
             else:
                 saves = plan.order.placement[parameter.owner] == place.lane
                 frozen[parameter.name] = (parameter.shape, box, tensor, saves)
     return list(entries.values()), frozen
 
 
-def _entry(
+def _bucket_entry(
     plan: Plan,
-    parameter: Parameter,
+    parameter: ParameterPlan,
     stage: int,
     layer: int,
     box: Box,
     tensor: torch.nn.Parameter,
-    place: Place,
+    place: RankPlace,
     form: str,
     alike: Sequence[AxisName],
-) -> Entry:
+) -> BucketEntry:
     """`form`: how it lies here along the shard axis, which may differ from the owner's; `alike`: axes along which its
     gradient is whole on every device."""
     axes = [axis for axis in place.groups[stage].axes if axis.size > 1]
-    owner = plan.groups[plan.stages[parameter.owner].group].group()
+    owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
     state = {axis.name: each for axis, each in zip(owner.axes, parameter.state, strict=True)}
     lanes = {plan.order.placement[use] for use in parameter.uses}
     copied = [axis.name for axis in axes if axis.name != "shard" or form == "I"]
-    return Entry(
+    return BucketEntry(
         name=parameter.name,
         stage=stage,
         layer=layer,
@@ -304,29 +316,31 @@ def _entry(
     )
 
 
-def _box(parameter: Parameter, model: Model, stage: Stage, programs: Mapping[str, LayerProgram], position: int) -> Box:
+def _parameter_box(
+    parameter: ParameterPlan, model: Model, stage: Stage, programs: Mapping[str, LayerProgram], position: int
+) -> Box:
     """What a device at this position of the shard axis holds: the runs that the sharded graphs' own local shapes add up
     to."""
     whole = tuple((0, length) for length in parameter.shape)
-    for layer in layers_of(model, stage):
+    for layer in stage_layers(model, stage):
         for local, name in layer.parameters.items():
             if name == parameter.name:
                 program = programs[layer.graph]
                 form = program.parameters[local]
                 if form.kind != "G" or form.dim is None:
                     return whole
-                sizes = [graph.parameter(local).shape[form.dim] for graph in program.graphs]
+                sizes = [graph.find_parameter(local).shape[form.dim] for graph in program.graphs]
                 start = sum(sizes[:position])
                 run = (start, start + sizes[position])
                 return (*whole[: form.dim], run, *whole[form.dim + 1 :])
     raise AssertionError(f"{parameter.name} is not in the stage")
 
 
-def _alike(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> set[str]:
+def _whole_gradient_names(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> set[str]:
     """Global names of parameters whose gradients every device of the shard axis computes whole."""
     return {
         layer.parameters[local]
-        for layer in layers_of(model, stage)
+        for layer in stage_layers(model, stage)
         for local in reduced_nowhere(programs[layer.graph].graphs[0])
     }
 
@@ -334,7 +348,7 @@ def _alike(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> 
 def _layer_places(model: Model, stage: Stage) -> dict[str, int]:
     """Global name -> the first layer within the stage that uses it: the last that a backward completes."""
     places: dict[str, int] = {}
-    for index, layer in enumerate(layers_of(model, stage)):
+    for index, layer in enumerate(stage_layers(model, stage)):
         for name in layer.parameters.values():
             places.setdefault(name, index)
     return places
@@ -348,8 +362,8 @@ def tied_uses(
     for parameter in plan.parameters:
         who: dict[int, TiedUse] = {}
         for stage in parameter.uses:
-            group = plan.groups[plan.stages[stage].group].group()
-            form = _form(parameter.name, model, plan.stages[stage], programs_of[stage])
+            group = plan.groups[plan.stages[stage].group].to_mesh()
+            form = _parameter_form(parameter.name, model, plan.stages[stage], programs_of[stage])
             forms = tuple(form if axis.name == "shard" else "I" for axis in group.axes)
             who.setdefault(plan.order.placement[stage], TiedUse(stage, group, forms))
         if len(who) > 1 and parameter.trainable:
@@ -367,20 +381,22 @@ def shared_devices(
     which one sum makes its gradient. All devices, where each of them has it whole and the gradients of its own rows and
     shard; those at the same position of their shard axes, where it is split over these, or its gradient comes out whole
     on all of them. Where stages differ in that, their gradients are exchanged as those of any tied parameter are."""
-    alike = [_alike(model, stage, programs) for stage, programs in zip(plan.stages, programs_of, strict=True)]
+    alike = [
+        _whole_gradient_names(model, stage, programs) for stage, programs in zip(plan.stages, programs_of, strict=True)
+    ]
     found: dict[str, dict[int, tuple[int, ...]]] = {}
     for name, (_, who) in uses.items():
         each = list(who.values())
         if any(plan.stages[use.stage].turns == 1 for use in each):
             continue
-        shards = {use.group.axis("shard").shares for use in each}
+        shards = {use.group.find_axis("shard").shares for use in each}
         parts = {(_shard_form(use), name in alike[use.stage]) for use in each}
         apart = parts != {("I", False)}
         if len(parts) > 1 or (apart and len(shards) > 1):
             continue
         members: dict[int, list[int]] = {}
         for use in each:
-            for device, position in use.group.positions("shard").items():
+            for device, position in use.group.axis_positions("shard").items():
                 members.setdefault(position if apart else 0, []).append(device)
         found[name] = {device: tuple(devices) for devices in members.values() for device in devices}
     return found
@@ -390,17 +406,19 @@ def _shard_form(use: TiedUse) -> str:
     return next((form for axis, form in zip(use.group.axes, use.forms, strict=True) if axis.name == "shard"), "I")
 
 
-def _form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> str:
-    for layer in layers_of(model, stage):
+def _parameter_form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> str:
+    for layer in stage_layers(model, stage):
         for local, other in layer.parameters.items():
             if other == name:
                 return str(programs[layer.graph].parameters[local])
     raise AssertionError(f"{name} is not in the stage")
 
 
-def _scatter_places(entries: Sequence[Entry], place: Place) -> dict[object, tuple[int, int]]:
+def _scatter_places(entries: Sequence[BucketEntry], place: RankPlace) -> dict[object, tuple[int, int]]:
     result: dict[object, tuple[int, int]] = {}
     for entry in entries:
-        members = sorted(place.ranks[d] for d in place.groups[entry.stage].along(place.device, entry.scatter_over))
+        members = sorted(
+            place.ranks[d] for d in place.groups[entry.stage].devices_along(place.device, entry.scatter_over)
+        )
         result[entry.stage, entry.scatter_over] = (members.index(place.ranks[place.device]), len(members))
     return result

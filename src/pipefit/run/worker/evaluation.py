@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.plan.types import Edge
-from pipefit.run.transfers.action_tensors import Ends
+from pipefit.run.transfers.action_tensors import ActionTensors
 from pipefit.run.transfers.cells import Operation
 from pipefit.run.transfers.packed import Counts
-from pipefit.run.transfers.wiring import Wiring
+from pipefit.run.transfers.wiring import TransferWiring
 from pipefit.run.worker.worker import Feeds, Worker
 from pipefit.schedule.actions import Action
 
 
-class Evaluation:
+class LaneEvaluation:
     """The forward part of a lane: the plan's own order, slices among it, without its backward actions.
 
     Leaving actions out of an order that works leaves an order that works, so nothing new can deadlock; and what stays
@@ -27,7 +27,7 @@ class Evaluation:
     def __init__(self, worker: Worker, shape_of: Callable[[Edge, int], Sequence[int]]) -> None:
         self.worker = worker
         plan = worker.plan
-        self.wiring = Wiring(
+        self.wiring = TransferWiring(
             plan,
             worker.lane,
             worker.device,
@@ -37,42 +37,42 @@ class Evaluation:
             worker.dtype,
             shape_of,
         )
-        self.ends = Ends(plan, self.wiring, worker.trained)
+        self.ends = ActionTensors(plan, self.wiring, worker.trained)
         self.actions = [a for a in worker.actions if a.kind in ("F", "SEND_F", "RECV_F")]
         self.operations = []
         for action in self.actions:
             if action.kind == "F":
-                self.operations.append(self._forward(action))
+                self.operations.append(self._forward_operation(action))
             elif action.kind == "SEND_F":
-                self.operations.append(self.wiring.send(action))
+                self.operations.append(self.wiring.send_operation(action))
             else:
-                self.operations.append(self.wiring.receive(action))
+                self.operations.append(self.wiring.receive_operation(action))
         self.feeds: Mapping[int, Feeds] = {}
         self.losses = torch.zeros(len(worker.loss_modules), dtype=torch.float64, device=worker.torch_device)
 
-    def run(self, feeds: Mapping[int, Feeds], counts: Counts) -> Tensor:
+    def run_batch(self, feeds: Mapping[int, Feeds], counts: Counts) -> Tensor:
         """The summed losses over all ranks, one for each of the worker's `loss_modules`."""
         self.feeds = feeds
         self.losses.zero_()
         self.wiring.begin_step(counts)
         for operation in self.operations:
             operation()
-        self.wiring.flush()
+        self.wiring.wait_for_sends()
         if self.worker.world is not None:
             dist.all_reduce(self.losses, group=self.worker.world)
         return self.losses.clone()
 
-    def _forward(self, action: Action) -> Operation:
+    def _forward_operation(self, action: Action) -> Operation:
         worker, stage, microbatch, slice_ = self.worker, action.stage, action.microbatch, action.slice
-        call = worker.programs[stage].evaluate
-        takes, gives = self.ends.takes(action, "F"), self.ends.gives(action, "F")
-        adds_loss, fed = worker.adds_loss(stage), worker.fed(action)
+        call = worker.programs[stage].evaluate_slice
+        takes, gives = self.ends.make_take(action, "F"), self.ends.make_give(action, "F")
+        adds_loss, fed = worker.adds_loss(stage), worker.feed_index(action)
         place = worker.loss_place(stage) if adds_loss else 0
 
-        def forward() -> None:
+        def run_forward() -> None:
             outputs = call(microbatch, slice_, takes(), self.feeds[stage][fed][slice_])
             gives(outputs)
             if adds_loss:
                 self.losses[place] += outputs["loss"]
 
-        return forward
+        return run_forward

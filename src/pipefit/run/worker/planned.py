@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipefit.errors import StalePlanError
-from pipefit.model.graph import Layer, Model, Module, size_value
+from pipefit.model.graph import Layer, Model, ModelModule, size_value
 from pipefit.plan.types import Edge, Plan, Stage
 from pipefit.run.transfers.packed import packed_space
 
@@ -16,8 +16,8 @@ def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ..
     spaces = {space.name: space for space in plan.spaces}
 
     def shape_of(edge: Edge, slice_: int) -> tuple[int, ...]:
-        graph = model.layer_graph(layers_of(model, plan.stages[edge.source])[-1])
-        tensor = graph.tensor(edge.tensor or graph.outputs[0])
+        graph = model.layer_graph(stage_layers(model, plan.stages[edge.source])[-1])
+        tensor = graph.find_tensor(edge.tensor or graph.outputs[0])
         rows = plan.job.batch // plan.order.microbatches
         if packed_space(plan, edge):
             return 1, rows, int(tensor.shape[-1])
@@ -32,12 +32,12 @@ def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ..
 
 def side_loss(model: Model, stage: Stage) -> str:
     """The loss that the stage makes beside the hidden state that it hands to another module; '' where there is none."""
-    module = module_of(model, stage)
+    module = stage_module(model, stage)
     graph = model.layer_graph(module.layers[-1])
-    return graph.loss or "" if stage.layers[1] == len(module.layers) and graph.hidden else ""
+    return graph.loss_output or "" if stage.layers[1] == len(module.layers) and graph.hidden_output else ""
 
 
-def module_of(model: Model, stage: Stage) -> Module:
+def stage_module(model: Model, stage: Stage) -> ModelModule:
     """The module of a stage. StalePlanError where the model has none of that name."""
     for module in model.modules:
         if module.name == stage.module:
@@ -49,9 +49,9 @@ def module_of(model: Model, stage: Stage) -> Module:
     )
 
 
-def layers_of(model: Model, stage: Stage) -> tuple[Layer, ...]:
+def stage_layers(model: Model, stage: Stage) -> tuple[Layer, ...]:
     """The layers of a stage. StalePlanError where the model has fewer."""
-    module = module_of(model, stage)
+    module = stage_module(model, stage)
     if stage.layers[1] > len(module.layers):
         raise StalePlanError(
             "The plan's stages go beyond the model's layers.",

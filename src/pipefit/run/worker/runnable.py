@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipefit.errors import PlanError
-from pipefit.layout import Group
+from pipefit.layout import Mesh
 from pipefit.plan.types import Plan
 
 
@@ -20,17 +20,17 @@ def check_runnable(plan: Plan) -> None:
     for index, stage in enumerate(plan.stages):
         if stage.microbatch_multiple > 1:
             _check_together(plan, index, packed)
-        first = plan.lane_group(plan.order.placement[index])
-        if not packed and plan.stage_group(index) != first:
+        first = plan.lane_mesh(plan.order.placement[index])
+        if not packed and plan.stage_mesh(index) != first:
             raise PlanError(
                 "Stages of text on the same devices that lie there in different grids are not run yet.",
                 where=f"stages[{index}].group",
-                seen=f"{_grid(plan.stage_group(index))}, beside {_grid(first)}",
+                seen=f"{_describe_grid(plan.stage_mesh(index))}, beside {_describe_grid(first)}",
                 allowed="one grid for all stages of a lane, with the same shares and order of devices",
             )
-        group = plan.stage_group(index)
+        group = plan.stage_mesh(index)
         for device in group.devices:
-            axis = group.along(device, ("shard",))
+            axis = group.devices_along(device, ("shard",))
             if list(axis) != sorted(axis):
                 raise PlanError(
                     "The devices of a shard axis must be in rising order: ranks are numbered by device.",
@@ -42,7 +42,7 @@ def check_runnable(plan: Plan) -> None:
                 raise PlanError("This axis is not run yet.", where=f"groups[{stage.group}].axes", seen=axis_.name)
 
 
-def _grid(group: Group) -> str:
+def _describe_grid(group: Mesh) -> str:
     axes = ", ".join(f"{axis.name} {':'.join(map(str, axis.shares))}" for axis in group.axes)
     return f"{axes} on {', '.join(map(str, group.devices))}"
 
@@ -60,7 +60,7 @@ def _check_together(plan: Plan, index: int, packed: list[str]) -> None:
     for number, edge in enumerate(plan.edges):
         ends = (edge.forward.sent, edge.gradient.received), (edge.forward.received, edge.gradient.sent)
         for own, forms in zip((edge.source, edge.target), ends, strict=True):
-            axes = plan.stage_group(index).axes
+            axes = plan.stage_mesh(index).axes
             if own == index and any(
                 axis.name == "shard" and axis.size > 1 and "G1" in (one, two)
                 for axis, one, two in zip(axes, *forms, strict=True)

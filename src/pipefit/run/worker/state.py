@@ -10,47 +10,47 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from pipefit.layout import Run
-from pipefit.run.checkpoint.pieces import Piece
-from pipefit.run.update.buckets import Bucket, Entry
+from pipefit.run.checkpoint.pieces import CheckpointPiece
+from pipefit.run.update.buckets import BucketEntry, GradientBucket
 from pipefit.run.update.optimizer import AdamW
 from pipefit.run.worker.worker import Worker
 
 MODEL, FIRST, SECOND, MASTER = "model/", "first/", "second/", "master/"
 
 
-def model_pieces(worker: Worker, *, saving: bool) -> list[Piece]:
+def model_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
     """What this rank holds of every parameter, frozen ones included.
 
     When `saving`, tied parameters are given by their owner's lane only; when loading, by all that hold them.
     """
     pieces = [
-        Piece(name=MODEL + entry.name, shape=entry.shape, box=entry.box, tensor=entry.tensor.detach())
+        CheckpointPiece(name=MODEL + entry.name, shape=entry.shape, box=entry.box, tensor=entry.tensor.detach())
         for bucket in worker.buckets
         for entry in bucket.entries
         if entry.counted or not saving
     ]
     for name, (shape, box, tensor, counted) in worker.frozen.items():
         if counted or not saving:
-            pieces.append(Piece(name=MODEL + name, shape=shape, box=box, tensor=tensor.detach()))
+            pieces.append(CheckpointPiece(name=MODEL + name, shape=shape, box=box, tensor=tensor.detach()))
     return pieces
 
 
-def optimizer_pieces(worker: Worker, *, saving: bool) -> list[Piece]:
+def optimizer_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
     """What this rank owns of the optimizer's state."""
     pieces = []
     for bucket, optimizer in zip(worker.buckets, worker.optimizers, strict=True):
         for entry, local, owned in bucket.owned_runs():
             if entry.counted or not saving:
-                pieces += _of_entry(entry, local, owned, optimizer)
+                pieces += _entry_pieces(entry, local, owned, optimizer)
     return pieces
 
 
-def all_pieces(worker: Worker, *, saving: bool) -> list[Piece]:
+def all_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
     """Everything that a checkpoint holds."""
     return model_pieces(worker, saving=saving) + optimizer_pieces(worker, saving=saving)
 
 
-def stored_pieces(worker: Worker, stored: Collection[str]) -> list[Piece]:
+def stored_pieces(worker: Worker, stored: Collection[str]) -> list[CheckpointPiece]:
     """`all_pieces` to load from a checkpoint with these tensors, whatever precision it was trained in.
 
     Float32 masters start from the parameters of a float32 run; float32 parameters continue a bfloat16 run's masters.
@@ -58,7 +58,7 @@ def stored_pieces(worker: Worker, stored: Collection[str]) -> list[Piece]:
     pieces = all_pieces(worker, saving=False)
     mastered = {piece.name for piece in pieces if piece.name.startswith(MASTER)}
 
-    def source(name: str) -> str:
+    def source_name(name: str) -> str:
         kind, _, rest = name.partition("/")
         if f"{kind}/" == MASTER and name not in stored:
             return MODEL + rest
@@ -66,13 +66,13 @@ def stored_pieces(worker: Worker, stored: Collection[str]) -> list[Piece]:
             return MASTER + rest
         return name
 
-    return [replace(piece, name=source(piece.name)) for piece in pieces]
+    return [replace(piece, name=source_name(piece.name)) for piece in pieces]
 
 
-def gradient_pieces(worker: Worker) -> list[Piece]:
+def gradient_pieces(worker: Worker) -> list[CheckpointPiece]:
     """The reduced gradients of the last step, as far as this rank owns them (clipped, if clipping is on)."""
     return [
-        Piece(
+        CheckpointPiece(
             name=entry.name, shape=entry.shape, box=entry.box, flat=local,
             tensor=_owned_gradients(bucket)[owned[0] : owned[1]],
         )
@@ -82,15 +82,17 @@ def gradient_pieces(worker: Worker) -> list[Piece]:
     ]  # fmt: skip
 
 
-def _of_entry(entry: Entry, local: Run, owned: Run, optimizer: AdamW) -> list[Piece]:
+def _entry_pieces(entry: BucketEntry, local: Run, owned: Run, optimizer: AdamW) -> list[CheckpointPiece]:
     parts = {FIRST: optimizer.first, SECOND: optimizer.second}
     if optimizer.has_master:
         parts[MASTER] = optimizer.master
     return [
-        Piece(name=prefix + entry.name, shape=entry.shape, box=entry.box, flat=local, tensor=tensor[slice(*owned)])
+        CheckpointPiece(
+            name=prefix + entry.name, shape=entry.shape, box=entry.box, flat=local, tensor=tensor[slice(*owned)]
+        )
         for prefix, tensor in parts.items()
     ]
 
 
-def _owned_gradients(bucket: Bucket):  # type: ignore[no-untyped-def]
+def _owned_gradients(bucket: GradientBucket):  # type: ignore[no-untyped-def]
     return bucket.gradients[slice(*bucket.owned)]

@@ -18,27 +18,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.errors import PlanError
-from pipefit.layout import Box, Group
+from pipefit.layout import Box, Mesh
 from pipefit.plan.types import Edge, Plan
 from pipefit.run.stage.program import StageProgram
-from pipefit.run.stage_inputs import Feed
-from pipefit.run.transfers.action_tensors import Ends
-from pipefit.run.transfers.cells import Cell, Operation
-from pipefit.run.transfers.comms import Comms
+from pipefit.run.stage_inputs import StageInputs
+from pipefit.run.transfers.action_tensors import ActionTensors
+from pipefit.run.transfers.cells import Operation, TensorCell
+from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.packed import Counts
-from pipefit.run.transfers.wiring import Wiring
-from pipefit.run.update.buckets import Bucket
-from pipefit.run.update.grad_norm import clip_factor, counts, sum_of_squares
+from pipefit.run.transfers.wiring import TransferWiring
+from pipefit.run.update.buckets import GradientBucket
+from pipefit.run.update.grad_norm import clip_factor, counts_in_norm, sum_of_squares
 from pipefit.run.update.optimizer import AdamW, OptimizerConfig, learning_rate
-from pipefit.run.update.reduce import Reducer
+from pipefit.run.update.reduce import GradientReducer
 from pipefit.schedule.actions import EVERY, Action
 from pipefit.schedule.lowering.frozen import with_backward
-from pipefit.simulate.timeline import Span
+from pipefit.simulate.timeline import TimelineSpan
 
 if TYPE_CHECKING:
-    from pipefit.run.worker.evaluation import Evaluation
+    from pipefit.run.worker.evaluation import LaneEvaluation
 
-Feeds = Sequence[Sequence[Feed]]
+Feeds = Sequence[Sequence[StageInputs]]
 """feeds[microbatch][slice] of this rank: of every unit that its stage takes, in their order."""
 
 Divisors = int | Mapping[str, int]
@@ -58,7 +58,7 @@ class StepResult:
     "Global, before clipping, float64."
     lr: float
 
-    def read(self) -> tuple[float, float]:
+    def read_values(self) -> tuple[float, float]:
         """(loss, gradient norm) as numbers; waits for the device once."""
         pair = torch.stack((self.loss, self.grad_norm)).tolist()
         return pair[0], pair[1]
@@ -77,11 +77,11 @@ class Worker:
         *,
         device: int,
         ranks: Mapping[int, int],
-        comms: Comms,
+        comms: CommGroups,
         world: Any,
         programs: Mapping[int, StageProgram],
-        buckets: Sequence[Bucket],
-        reducer: Reducer,
+        buckets: Sequence[GradientBucket],
+        reducer: GradientReducer,
         torch_device: torch.device,
         dtype: torch.dtype,
         shape_of: Callable[[Edge, int], Sequence[int]],
@@ -97,22 +97,22 @@ class Worker:
         self.frozen = dict(frozen or {})
         "Parameters that are not trained, by global name."
         self.config = optimizer
-        self.lane = lane_of(plan, device)
-        self.groups: Mapping[int, Group] = {stage: plan.stage_group(stage) for stage in programs}
+        self.lane = device_lane(plan, device)
+        self.groups: Mapping[int, Mesh] = {stage: plan.stage_mesh(stage) for stage in programs}
         "Of every stage of the lane."
-        schedule = plan.schedule()
+        schedule = plan.to_schedule()
         self.actions = schedule.lanes[self.lane]
         self.trained = with_backward(schedule)
-        self.wiring = Wiring(plan, self.lane, device, comms, ranks, torch_device, dtype, shape_of)
-        self.ends = Ends(plan, self.wiring, self.trained)
+        self.wiring = TransferWiring(plan, self.lane, device, comms, ranks, torch_device, dtype, shape_of)
+        self.ends = ActionTensors(plan, self.wiring, self.trained)
         self._turns = schedule.turns
-        self.optimizers = [_optimizer(bucket, master_dtype, optimizer) for bucket in buckets]
+        self.optimizers = [_make_optimizer(bucket, master_dtype, optimizer) for bucket in buckets]
         self.pace: Callable[[Action, float], None] | None = None
         "Called after every action with its duration (without waiting for messages), while set; it may sleep (the lab)."
         self.clock: Callable[[], float] = time.perf_counter
         self.tracing = False
         "Whether the next steps leave a trace."
-        self.trace: list[Span] = []
+        self.trace: list[TimelineSpan] = []
         "The last traced step, as the simulator's timeline has it: seconds since this rank began the step."
         self.trace_waits_s: list[float] = []
         "Of each action of `trace`, the seconds at its beginning that it waited for messages."
@@ -126,23 +126,24 @@ class Worker:
         self._scalars = torch.zeros(1 + count, dtype=torch.float64, device=torch_device)
         self._norm = torch.zeros((), dtype=torch.float64, device=torch_device)
         self._lr, self._count = 0.0, 0
-        self._counted = [counts(bucket, self.groups[bucket.stage], device) for bucket in buckets]
+        self._counted = [counts_in_norm(bucket, self.groups[bucket.stage], device) for bucket in buckets]
         self._shape_of = shape_of
-        self._operations = self._compile(self.actions)
-        self._evaluation: Evaluation | None = None
+        self._operations = self._compile_actions(self.actions)
+        self._evaluation: LaneEvaluation | None = None
 
-    def step(
+    def run_step(
         self, feeds: Feeds | Mapping[int, Feeds], step: int, divisor: Divisors, counts: Counts | None = None
     ) -> StepResult:
         """One training step. `feeds` as the step plan gives them to this rank: those of all its stages, or by stage;
-        `divisor` the labels of the step; `counts` the tokens that every sample of the batch has in packed spaces."""
-        self._feeds = self.by_stage(feeds)
+        `divisor` the labels of the step; `counts_in_norm` the tokens that every sample of the batch has in packed
+        spaces."""
+        self._feeds = self.inputs_by_stage(feeds)
         self._lr, self._count = learning_rate(self.config, step), step + 1
         self._losses.zero_()
         self._scalars.zero_()
-        self.reducer.zero()
+        self.reducer.zero_gradients()
         self.wiring.begin_step(counts or {})
-        by_module = self.divisors(divisor)
+        by_module = self.module_divisors(divisor)
         for stage, program in self.programs.items():
             module = self.plan.stages[stage].module
             program.begin_step(step, by_module.get(module, 1), self.loss_weights.get(module, 1.0))
@@ -151,18 +152,18 @@ class Worker:
         else:
             for operation in self._operations:
                 operation()
-        self.wiring.flush()
+        self.wiring.wait_for_sends()
         self.reducer.finish_gathers()
         self._feeds = {}
         return StepResult(self.mean_loss(self._scalars[1:], by_module), self._norm.clone(), self._lr)
 
-    def evaluate(self, feeds: Feeds | Mapping[int, Feeds], counts: Counts | None = None) -> Tensor:
-        """The summed losses of one batch, one for each of `loss_modules`, forward only; arguments as of `step`."""
-        from pipefit.run.worker.evaluation import Evaluation
+    def evaluate_batch(self, feeds: Feeds | Mapping[int, Feeds], counts: Counts | None = None) -> Tensor:
+        """The summed losses of one batch, one for each of `loss_modules`, forward only; arguments as of `run_step`."""
+        from pipefit.run.worker.evaluation import LaneEvaluation
 
         if self._evaluation is None:
-            self._evaluation = Evaluation(self, self._shape_of)
-        return self._evaluation.run(self.by_stage(feeds), counts or {})
+            self._evaluation = LaneEvaluation(self, self._shape_of)
+        return self._evaluation.run_batch(self.inputs_by_stage(feeds), counts or {})
 
     @property
     def local_loss(self) -> Tensor:
@@ -171,15 +172,15 @@ class Worker:
 
     def mean_loss(self, losses: Tensor, divisor: Divisors) -> Tensor:
         """What training minimises, shape (): the sum over modules of weight x summed loss / divisor."""
-        by_module = self.divisors(divisor)
+        by_module = self.module_divisors(divisor)
         means = [losses[at] / by_module[name] * self.loss_weights[name] for at, name in enumerate(self.loss_modules)]
         return torch.stack(means).sum()
 
-    def by_stage(self, feeds: Any) -> Mapping[int, Any]:
+    def inputs_by_stage(self, feeds: Any) -> Mapping[int, Any]:
         """Feeds by stage: where they are not, all stages of this rank read the same."""
         return feeds if isinstance(feeds, Mapping) else dict.fromkeys(self.programs, feeds)
 
-    def divisors(self, divisor: Divisors) -> Mapping[str, int]:
+    def module_divisors(self, divisor: Divisors) -> Mapping[str, int]:
         if isinstance(divisor, Mapping):
             return divisor
         assert len(self.loss_modules) == 1, f"one divisor for the losses of {self.loss_modules}"
@@ -187,13 +188,13 @@ class Worker:
 
     def _walk_slowly(self) -> None:
         clock, trace, waits = self.clock, [], []
-        incoming = [self._incoming(action) for action in self.actions]
+        incoming = [self._input_cells(action) for action in self.actions]
         begin = clock()
         wait = torch.cuda.synchronize if self.torch_device.type == "cuda" else None
         for action, operation, cells in zip(self.actions, self._operations, incoming, strict=True):
             start = clock()
             for cell in cells:
-                cell.arrive()
+                cell.await_message()
             if wait is not None:
                 wait()
             ready = clock()
@@ -202,89 +203,89 @@ class Worker:
                 wait()
             if self.pace is not None:
                 self.pace(action, clock() - ready)
-            trace.append(Span(self.lane, action, start - begin, clock() - begin))
+            trace.append(TimelineSpan(self.lane, action, start - begin, clock() - begin))
             waits.append(ready - start)
         if self.tracing:
             self.trace, self.trace_waits_s = trace, waits
 
-    def _incoming(self, action: Action) -> list[Cell]:
+    def _input_cells(self, action: Action) -> list[TensorCell]:
         """The cells that a compute action takes its inputs from."""
         if action.kind not in ("F", "I", "B"):
             return []
-        return self.ends.cells(action, "F" if action.kind == "F" else "B")
+        return self.ends.input_cells(action, "F" if action.kind == "F" else "B")
 
     # From actions to operations.
 
-    def _compile(self, actions: Sequence[Action]) -> list[Operation]:
+    def _compile_actions(self, actions: Sequence[Action]) -> list[Operation]:
         last = {a.stage: index for index, a in enumerate(actions) if a.kind in ("B", "W")}
         operations: list[Operation] = []
         for index, action in enumerate(actions):
             if action.kind == "F":
-                operations.append(self._forward(action))
+                operations.append(self._forward_operation(action))
             elif action.kind in ("B", "I", "W"):
-                operation = self._weight(action) if action.kind == "W" else self._backward(action)
+                operation = self._weight_operation(action) if action.kind == "W" else self._backward_operation(action)
                 if last[action.stage] == index:
-                    operation = self._overlapped(operation, action.stage)
+                    operation = self._overlap_reductions(operation, action.stage)
                 operations.append(operation)
             elif action.kind in ("SEND_F", "SEND_B"):
-                operations.append(self.wiring.send(action))
+                operations.append(self.wiring.send_operation(action))
             elif action.kind in ("RECV_F", "RECV_B"):
-                operations.append(self.wiring.receive(action))
+                operations.append(self.wiring.receive_operation(action))
             else:
-                operations.append(self._once(action))
+                operations.append(self._stage_operation(action))
         return operations
 
-    def _forward(self, action: Action) -> Operation:
+    def _forward_operation(self, action: Action) -> Operation:
         stage, microbatch, slice_ = action.stage, action.microbatch, action.slice
         call = self.programs[stage].forward
-        takes, gives = self.ends.takes(action, "F"), self.ends.gives(action, "F")
-        adds_loss, fed = self.adds_loss(stage), self.fed(action)
+        takes, gives = self.ends.make_take(action, "F"), self.ends.make_give(action, "F")
+        adds_loss, fed = self.adds_loss(stage), self.feed_index(action)
         place = self.loss_place(stage) if adds_loss else 0
 
-        def forward() -> None:
+        def run_forward() -> None:
             outputs = call(microbatch, slice_, takes(), self._feeds[stage][fed][slice_])
             gives(outputs)
             if adds_loss:
                 self._losses[place] += outputs["loss"]
 
-        return forward
+        return run_forward
 
-    def _backward(self, action: Action) -> Operation:
+    def _backward_operation(self, action: Action) -> Operation:
         stage, microbatch, slice_ = action.stage, action.microbatch, action.slice
         program = self.programs[stage]
         call = program.backward if action.kind == "B" else program.backward_input
-        takes, gives = self.ends.takes(action, "B"), self.ends.gives(action, "B")
+        takes, gives = self.ends.make_take(action, "B"), self.ends.make_give(action, "B")
 
-        def backward() -> None:
+        def run_backward() -> None:
             gives(call(microbatch, slice_, takes()))
 
-        return backward
+        return run_backward
 
-    def fed(self, action: Action) -> int:
+    def feed_index(self, action: Action) -> int:
         """Where the feed of an F stands among those of its stage, which has one for each of its units."""
         _, turns, multiple = self._turns[action.stage] if self._turns else EVERY
         return action.microbatch // (turns * multiple)
 
     def adds_loss(self, stage: int) -> bool:
         """Whether this device adds the stage's loss to the step's: its first shard does, where it makes one."""
-        return self.programs[stage].has_loss and self.groups[stage].position(self.device, "shard") == 0
+        return self.programs[stage].has_loss and self.groups[stage].axis_position(self.device, "shard") == 0
 
     def loss_place(self, stage: int) -> int:
         """Where the losses of a stage's module stand in loss vectors."""
         return self.loss_modules.index(self.plan.stages[stage].module)
 
-    def _weight(self, action: Action) -> Operation:
+    def _weight_operation(self, action: Action) -> Operation:
         microbatch, slice_ = action.microbatch, action.slice
         call = self.programs[action.stage].backward_weight
 
-        def weight() -> None:
+        def run_weight() -> None:
             call(microbatch, slice_)
 
-        return weight
+        return run_weight
 
-    def _overlapped(self, operation: Operation, stage: int) -> Operation:
+    def _overlap_reductions(self, operation: Operation, stage: int) -> Operation:
         """The stage's last backward: finished layers start their reductions while it still runs."""
-        program, ready = self.programs[stage], self.reducer.ready(stage)
+        program, ready = self.programs[stage], self.reducer.layer_callback(stage)
 
         def last_backward() -> None:
             program.on_layer_gradients = ready
@@ -293,23 +294,24 @@ class Worker:
 
         return last_backward
 
-    def _once(self, action: Action) -> Operation:
+    def _stage_operation(self, action: Action) -> Operation:
         stage = action.stage
         if action.kind == "REDUCE":
-            # Tied sums wait for both lanes' own reductions: `Reducer.finish`, just before the norm, makes them.
-            return _nothing if action.what else lambda: self.reducer.reduce(stage)
+            # Tied sums wait for both lanes' own reductions: `Reducer.finish_reductions`, just before the norm, makes
+            # them.
+            return _do_nothing if action.what else lambda: self.reducer.start_rest(stage)
         if action.kind == "NORM":
             return self._take_norm
         if action.kind == "STEP":
-            return self._update
+            return self._update_parameters
         if action.kind == "GATHER":
-            return lambda: self.reducer.gather(stage)
+            return lambda: self.reducer.start_gathers(stage)
         raise PlanError(
             "This action is not run yet.", where=f"lane {self.lane}", seen=str(action), allowed="all kinds but FREE"
         )
 
     def _take_norm(self) -> None:
-        self.reducer.finish()
+        self.reducer.finish_reductions()
         pieces = [b.gradients[slice(*b.owned)] for b, own in zip(self.buckets, self._counted, strict=True) if own]
         self._scalars[0] = sum_of_squares(pieces, self.torch_device)
         self._scalars[1:] = self._losses
@@ -317,7 +319,7 @@ class Worker:
             dist.all_reduce(self._scalars, group=self.world)
         self._norm = self._scalars[0].sqrt()
 
-    def _update(self) -> None:
+    def _update_parameters(self) -> None:
         factor = clip_factor(self._norm, self.config.max_norm) if self.config.max_norm else None
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
             gradient = bucket.gradients[slice(*bucket.owned)]
@@ -326,12 +328,12 @@ class Worker:
             optimizer.step(gradient, self._lr, self._count)
 
 
-def lane_of(plan: Plan, device: int) -> int:
+def device_lane(plan: Plan, device: int) -> int:
     """The lane of a device. PlanError if it holds no stage."""
     for stage, lane in enumerate(plan.order.placement):
         if device in plan.groups[plan.stages[stage].group].devices:
             return lane
-    raise PlanError("The device holds no stage.", seen=f"device {device}", allowed=f"{plan.devices}")
+    raise PlanError("The device holds no stage.", seen=f"device {device}", allowed=f"{plan.used_devices}")
 
 
 def last_stage(plan: Plan) -> int:
@@ -340,10 +342,10 @@ def last_stage(plan: Plan) -> int:
     return max(stage for stage in range(len(plan.stages)) if stage not in sources)
 
 
-def _optimizer(bucket: Bucket, master_dtype: torch.dtype, config: OptimizerConfig) -> AdamW:
+def _make_optimizer(bucket: GradientBucket, master_dtype: torch.dtype, config: OptimizerConfig) -> AdamW:
     entry = bucket.entries[0]
     return AdamW(bucket.parameters[slice(*bucket.owned)], master_dtype, config, entry.decays)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None

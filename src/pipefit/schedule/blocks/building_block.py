@@ -19,7 +19,7 @@ LENGTH = {"F": 1, "I": 1, "W": 1, "B": 2}
 """Slots that a pass takes."""
 
 
-class Offset(NamedTuple):
+class PassOffset(NamedTuple):
     """One pass of a block."""
 
     start: int
@@ -28,7 +28,7 @@ class Offset(NamedTuple):
     stage: int
 
     @property
-    def stop(self) -> int:
+    def end_slot(self) -> int:
         """The first slot after it."""
         return self.start + LENGTH[self.kind]
 
@@ -48,22 +48,22 @@ class BuildingBlock:
     "Of the W; empty where backwards are fused."
 
     @property
-    def lanes(self) -> int:
+    def num_lanes(self) -> int:
         return max(self.placement) + 1
 
-    def passes(self, lane: int) -> tuple[Offset, ...]:
+    def lane_passes(self, lane: int) -> tuple[PassOffset, ...]:
         """The passes of a lane by time."""
         found = []
         for stage, other in enumerate(self.placement):
             if other == lane:
-                found.append(Offset(self.forward[stage], "F", stage))
-                found.append(Offset(self.backward[stage], "I" if self.weight else "B", stage))
+                found.append(PassOffset(self.forward[stage], "F", stage))
+                found.append(PassOffset(self.backward[stage], "I" if self.weight else "B", stage))
                 if self.weight:
-                    found.append(Offset(self.weight[stage], "W", stage))
+                    found.append(PassOffset(self.weight[stage], "W", stage))
         return tuple(sorted(found))
 
     @property
-    def lifespans(self) -> tuple[int, ...]:
+    def stage_lifespans(self) -> tuple[int, ...]:
         """For each stage, the slots from the start of F to the end of the last pass that needs what F kept."""
         ends = [w + LENGTH["W"] for w in self.weight] or [b + LENGTH["B"] for b in self.backward]
         return tuple(end - start for end, start in zip(ends, self.forward, strict=True))
@@ -72,23 +72,23 @@ class BuildingBlock:
     def peak_bounds(self) -> tuple[int, ...]:
         """For each lane, the most stage-microbatches that it can ever hold, whatever the number of microbatches:
         the sum of ceil(lifespan / interval) over its stages (section 2.2)."""
-        most = [-(-span // self.interval) for span in self.lifespans]
-        return tuple(sum(most[s] for s, lane in enumerate(self.placement) if lane == i) for i in range(self.lanes))
+        most = [-(-span // self.interval) for span in self.stage_lifespans]
+        return tuple(sum(most[s] for s, lane in enumerate(self.placement) if lane == i) for i in range(self.num_lanes))
 
-    def slots(self, lane: int) -> tuple[tuple[Offset, ...], ...]:
+    def slot_claims(self, lane: int) -> tuple[tuple[PassOffset, ...], ...]:
         """For each slot of the interval, the passes of a lane that fall into it; more than one collide."""
-        cells: list[list[Offset]] = [[] for _ in range(self.interval)]
-        for offset in self.passes(lane):
-            for slot in range(offset.start, offset.stop):
+        cells: list[list[PassOffset]] = [[] for _ in range(self.interval)]
+        for offset in self.lane_passes(lane):
+            for slot in range(offset.start, offset.end_slot):
                 cells[slot % self.interval].append(offset)
         return tuple(map(tuple, cells))
 
-    def collisions(self) -> tuple[tuple[int, int], ...]:
+    def find_collisions(self) -> tuple[tuple[int, int], ...]:
         """(lane, slot modulo the interval) of every slot that several passes claim."""
         return tuple(
             (lane, slot)
-            for lane in range(self.lanes)
-            for slot, claims in enumerate(self.slots(lane))
+            for lane in range(self.num_lanes)
+            for slot, claims in enumerate(self.slot_claims(lane))
             if len(claims) > 1
         )
 
@@ -103,10 +103,10 @@ def check_block(block: BuildingBlock) -> None:
                 where=f"stage {stage}",
                 seen=needed,
             )
-    clashes = block.collisions()
+    clashes = block.find_collisions()
     if clashes:
         lane, slot = clashes[0]
-        claims = " and ".join(f"{o.stage}{o.kind} at {o.start}" for o in block.slots(lane)[slot])
+        claims = " and ".join(f"{o.stage}{o.kind} at {o.start}" for o in block.slot_claims(lane)[slot])
         raise ScheduleError(
             f"Passes of the building block collide: repeated every {block.interval} slots, they claim one slot.\n"
             f"{draw_block(block)}",
@@ -133,20 +133,21 @@ def _too_early(block: BuildingBlock, stage: int) -> str | None:
 
 def draw_block(block: BuildingBlock) -> str:
     """The slots modulo the interval, lanes down, with `>...<` around collisions and an arrow below the first."""
-    clashes = set(block.collisions())
+    clashes = set(block.find_collisions())
     cells = {
-        (lane, slot): _cell(claims, (lane, slot) in clashes)
-        for lane in range(block.lanes)
-        for slot, claims in enumerate(block.slots(lane))
+        (lane, slot): _claims_text(claims, (lane, slot) in clashes)
+        for lane in range(block.num_lanes)
+        for slot, claims in enumerate(block.slot_claims(lane))
     }
     widths = [
-        max(len(str(slot)), *(len(cells[lane, slot]) for lane in range(block.lanes))) for slot in range(block.interval)
+        max(len(str(slot)), *(len(cells[lane, slot]) for lane in range(block.num_lanes)))
+        for slot in range(block.interval)
     ]
-    label = max(len("slot"), len(f"lane {block.lanes - 1}"))
-    lines = [_line("slot".ljust(label), map(str, range(block.interval)), widths)]
-    for lane in range(block.lanes):
+    label = max(len("slot"), len(f"lane {block.num_lanes - 1}"))
+    lines = [_join_cells("slot".ljust(label), map(str, range(block.interval)), widths)]
+    for lane in range(block.num_lanes):
         row = [cells[lane, slot] for slot in range(block.interval)]
-        lines.append(_line(f"lane {lane}".ljust(label), row, widths))
+        lines.append(_join_cells(f"lane {lane}".ljust(label), row, widths))
         if clashes and lane == min(clashes)[0]:
             slot = min(clashes)[1]
             lines.append(" " * (label + 1 + sum(w + 1 for w in widths[:slot])) + "^" * len(cells[lane, slot]))
@@ -161,17 +162,17 @@ def describe_block(block: BuildingBlock) -> str:
     )
     for lane, bound in enumerate(block.peak_bounds):
         held = [stage for stage, other in enumerate(block.placement) if other == lane]
-        spans = " + ".join(f"ceil({block.lifespans[stage]} / {block.interval})" for stage in held)
+        spans = " + ".join(f"ceil({block.stage_lifespans[stage]} / {block.interval})" for stage in held)
         lines.append(f"  lane {lane}  stages {', '.join(map(str, held))}: {spans} = {bound}")
     return "\n".join(lines)
 
 
-def _cell(claims: Sequence[Offset], clash: bool) -> str:
+def _claims_text(claims: Sequence[PassOffset], clash: bool) -> str:
     text = "|".join(f"{offset.stage}{offset.kind}" for offset in claims) or "."
     return f">{text}<" if clash else text
 
 
-def _line(label: str, cells: Sequence[str] | map[str], widths: Sequence[int]) -> str:
+def _join_cells(label: str, cells: Sequence[str] | map[str], widths: Sequence[int]) -> str:
     return " ".join([label, *(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
 
 
@@ -182,7 +183,7 @@ def place_weights(block: BuildingBlock) -> BuildingBlock:
     the F and I collide or leave no slot free.
     """
     weight = [0] * len(block.placement)
-    for lane in range(block.lanes):
+    for lane in range(block.num_lanes):
         held = [stage for stage, other in enumerate(block.placement) if other == lane]
         taken = {start[stage] % block.interval for start in (block.forward, block.backward) for stage in held}
         if len(taken) != 2 * len(held) or 3 * len(held) > block.interval:

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipefit.schedule.actions import Kind
-from pipefit.schedule.blocks.passes import Lanes, Pass, number, squeeze
+from pipefit.schedule.blocks.passes import Lanes, TimedPass, number_passes, squeeze_lanes
 
 Sort = tuple[Kind, int]
 """(kind, stage)."""
 
 
-def peak(passes: Sequence[Pass]) -> int:
+def peak_held(passes: Sequence[TimedPass]) -> int:
     """The most stage-microbatches that a lane holds at once, in this order."""
     held = most = 0
     for one in passes:
@@ -41,8 +41,8 @@ def reorder_warm_up(lanes: Lanes, most: int) -> Lanes:
         end = next(place for place, one in enumerate(lane) if (one.kind, one.stage) == ("I", down))
         head = _warm_up(Counter((one.kind, one.stage) for one in lane[:end]), i, depth, most)
         assert all(one.stage == up or one.kind == "F" for one in lane[:end])
-        reordered.append(number([*head, *((one.kind, one.stage) for one in lane[end:])]))
-    return squeeze(reordered, _vee(depth))
+        reordered.append(number_passes([*head, *((one.kind, one.stage) for one in lane[end:])]))
+    return squeeze_lanes(reordered, _vee_stages(depth))
 
 
 def _warm_up(left: Counter[Sort], i: int, depth: int, most: int) -> list[Sort]:
@@ -52,7 +52,7 @@ def _warm_up(left: Counter[Sort], i: int, depth: int, most: int) -> list[Sort]:
     backward: tuple[Sort, Sort] = ("I", up[1]), ("W", up[1])
     order: list[Sort] = []
 
-    def take(sort: Sort) -> bool:
+    def take_pass(sort: Sort) -> bool:
         if not left[sort]:
             return False
         left[sort] -= 1
@@ -63,14 +63,14 @@ def _warm_up(left: Counter[Sort], i: int, depth: int, most: int) -> list[Sort]:
     early_down = min(most - min(i + 1, most // 2), left[down])
     for place in range(2 * (depth - 1 - i) + i + 1):
         if early_down:
-            early_down -= take(down)
+            early_down -= take_pass(down)
         if early_up and place >= 2 * (depth - 1 - i):
-            early_up -= take(up)
+            early_up -= take_pass(up)
     while left.total():
         for sort in backward:
-            take(sort)
-        if not take(up):
-            take(down)
+            take_pass(sort)
+        if not take_pass(up):
+            take_pass(down)
     return order
 
 
@@ -96,19 +96,19 @@ def reorder_cool_down(lanes: Lanes, most: int) -> Lanes:
         down, up = i, 2 * depth - 1 - i
         ups = min(i + 1, most - downs, units)
         grid = {one.start: (one.kind, one.stage) for one in lane}
-        _lift(grid, ("I", down), downs)
-        _lift(grid, ("I", up), ups)
+        _lift_passes(grid, ("I", down), downs)
+        _lift_passes(grid, ("I", up), ups)
         _lift_weights(grid, {("W", down): downs, ("W", up): ups}, most)
         for k in range(downs):
-            _put(grid, turn + 2 * depth - i - 2 * k, ("I", down))
+            _put_pass(grid, turn + 2 * depth - i - 2 * k, ("I", down))
         for k in range(ups):
-            _put(grid, turn + 1 + i - 2 * k, ("I", up))
+            _put_pass(grid, turn + 1 + i - 2 * k, ("I", up))
         _fill_weights(grid, down, up)
-        reordered.append(number(grid[slot] for slot in sorted(grid)))
-    return squeeze(reordered, _vee(depth))
+        reordered.append(number_passes(grid[slot] for slot in sorted(grid)))
+    return squeeze_lanes(reordered, _vee_stages(depth))
 
 
-def _lift(grid: dict[int, Sort], sort: Sort, count: int) -> None:
+def _lift_passes(grid: dict[int, Sort], sort: Sort, count: int) -> None:
     """Take the last `count` passes of a sort out."""
     for slot in sorted((slot for slot, other in grid.items() if other == sort), reverse=True)[:count]:
         del grid[slot]
@@ -124,7 +124,7 @@ def _lift_weights(grid: dict[int, Sort], least: dict[Sort, int], total: int) -> 
             lifted[grid.pop(slot)] += 1
 
 
-def _put(grid: dict[int, Sort], slot: int, sort: Sort) -> None:
+def _put_pass(grid: dict[int, Sort], slot: int, sort: Sort) -> None:
     assert slot not in grid, f"{sort} and {grid[slot]} claim slot {slot}"
     grid[slot] = sort
 
@@ -145,5 +145,5 @@ def _fill_weights(grid: dict[int, Sort], down: int, up: int) -> None:
         slot += 1
 
 
-def _vee(depth: int) -> tuple[int, ...]:
+def _vee_stages(depth: int) -> tuple[int, ...]:
     return (*range(depth), *reversed(range(depth)))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from pipefit.errors import DeadlockError
 from pipefit.schedule.actions import TRANSFER, Action, Schedule
-from pipefit.schedule.check.draw import Cell, bad_cell, draw
+from pipefit.schedule.check.draw import Cell, bad_cell_error, draw_cells
 
 Message = tuple[str, int, int, str, int, int]
 """(F or B, sending stage, receiving stage, tensor, microbatch, slice)."""
@@ -28,19 +28,19 @@ def find_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> DeadlockErr
 
     Expects a lowered schedule that `check` accepts (it looks at communication, not at what is computed).
     """
-    error = _mismatch(schedule)
+    error = _find_mismatch(schedule)
     if error is not None:
         return error
-    execution = _Execution(schedule, rendezvous)
+    execution = _LaneExecution(schedule, rendezvous)
     execution.run()
-    if execution.finished:
+    if execution.is_finished:
         return None
     buffered = False
     if rendezvous:
-        eager = _Execution(schedule, False)
+        eager = _LaneExecution(schedule, False)
         eager.run()
-        buffered = eager.finished
-    return execution.error(buffered)
+        buffered = eager.is_finished
+    return execution.deadlock_error(buffered)
 
 
 def check_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> None:
@@ -50,13 +50,13 @@ def check_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> None:
         raise error
 
 
-def message(action: Action) -> Message:
+def message_name(action: Action) -> Message:
     """What a SEND or RECV moves, named the same at both ends."""
     ends = (action.stage, action.peer) if action.kind.startswith("SEND") else (action.peer, action.stage)
     return (action.kind[-1], *ends, action.what, action.microbatch, action.slice)
 
 
-def channels(schedule: Schedule) -> dict[tuple[int, int], tuple[list[Cell], list[Cell]]]:
+def channel_cells(schedule: Schedule) -> dict[tuple[int, int], tuple[list[Cell], list[Cell]]]:
     """For every directed pair of lanes, the cells of its SENDs and of its RECVs, each in lane order."""
     found: dict[tuple[int, int], tuple[list[Cell], list[Cell]]] = {}
     for lane, step, action in schedule:
@@ -69,14 +69,14 @@ def channels(schedule: Schedule) -> dict[tuple[int, int], tuple[list[Cell], list
     return found
 
 
-def _mismatch(schedule: Schedule) -> DeadlockError | None:
+def _find_mismatch(schedule: Schedule) -> DeadlockError | None:
     """The first channel whose two ends disagree."""
     lanes = schedule.lanes
-    for (source, target), (sends, receives) in sorted(channels(schedule).items()):
+    for (source, target), (sends, receives) in sorted(channel_cells(schedule).items()):
         for index in range(max(len(sends), len(receives))):
             if index < len(sends) and index < len(receives):
                 send, receive = sends[index], receives[index]
-                if message(lanes[send[0]][send[1]]) == message(lanes[receive[0]][receive[1]]):
+                if message_name(lanes[send[0]][send[1]]) == message_name(lanes[receive[0]][receive[1]]):
                     continue
             return _mismatch_error(schedule, source, target, sends, receives, index)
     return None
@@ -89,25 +89,25 @@ def _mismatch_error(
     send = sends[index] if index < len(sends) else (source, len(lanes[source]))
     receive = receives[index] if index < len(receives) else (target, len(lanes[target]))
 
-    def names(cells: Sequence[Cell]) -> str:
+    def action_names(cells: Sequence[Cell]) -> str:
         texts = [str(lanes[lane][step]) for lane, step in cells]
         shown = [f">{text}<" if i == index else text for i, text in enumerate(texts)]
         shown += [">nothing<"] if len(texts) == index else []
         low = max(0, index - 3)
         return ("... " if low else "") + " ".join(shown[low : index + 4]) + (" ..." if index + 4 < len(shown) else "")
 
-    text = draw(lanes, send, steps={source: send[1], target: receive[1]})
+    text = draw_cells(lanes, send, steps={source: send[1], target: receive[1]})
     return DeadlockError(
         f"The two ends of the channel from lane {source} to lane {target} disagree at message {index}.\n"
-        f"  lane {source} sends:    {names(sends)}\n"
-        f"  lane {target} receives: {names(receives)}\n{text}",
+        f"  lane {source} sends:    {action_names(sends)}\n"
+        f"  lane {target} receives: {action_names(receives)}\n{text}",
         where=f"lane {source}, step {send[1]} and lane {target}, step {receive[1]}",
         allowed="one first-in first-out order per directed pair of lanes, the same at both ends, for all tensors",
         next_step="lower the computed schedule with pipefit.schedule.lowering.lower, which keeps this order",
     )
 
 
-class _Execution:
+class _LaneExecution:
     """The lanes, running as far as they can. Wake-ups are by event, so that time is linear in the actions."""
 
     def __init__(self, schedule: Schedule, rendezvous: bool) -> None:
@@ -123,16 +123,16 @@ class _Execution:
         self.last: dict[tuple[int, str], int] = {}
         for lane, step, action in schedule:
             if action.kind.startswith("RECV"):
-                first = schedule.turn(action.stage).first(action.microbatch)
+                first = schedule.stage_turn(action.stage).unit_start(action.microbatch)
                 key = (action.kind[-1], action.stage, first, action.slice)
-                self.inputs.setdefault(key, []).append(message(action))
-            name = _collective(action)
+                self.inputs.setdefault(key, []).append(message_name(action))
+            name = _collective_name(action)
             if name is not None:
                 self.members.setdefault(name, set()).add(lane)
                 self.last[lane, name] = step
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return all(place == len(lane) for place, lane in zip(self.place, self.lanes, strict=True))
 
     def run(self) -> None:
@@ -140,17 +140,17 @@ class _Execution:
         while ready:
             lane = ready.pop()
             while self.place[lane] < len(self.lanes[lane]):
-                needed = self._needs(lane, self.lanes[lane][self.place[lane]])
+                needed = self._blocking_event(lane, self.lanes[lane][self.place[lane]])
                 if needed is not None:
                     self.waiting.setdefault(needed, []).append(lane)
                     break
-                ready += self._done(lane, self.lanes[lane][self.place[lane]])
+                ready += self._record_done(lane, self.lanes[lane][self.place[lane]])
                 self.place[lane] += 1
 
-    def _needs(self, lane: int, action: Action) -> tuple[str, object] | None:
+    def _blocking_event(self, lane: int, action: Action) -> tuple[str, object] | None:
         """The event that the lane must wait for before it can go past the action. Arriving is marked here."""
         if action.kind.startswith("SEND"):
-            wanted = message(action)
+            wanted = message_name(action)
             return ("posted", wanted) if self.rendezvous and wanted not in self.posted else None
         if action.kind in ("F", "B", "I"):
             direction = "F" if action.kind == "F" else "B"
@@ -160,31 +160,31 @@ class _Execution:
                 if wanted not in self.sent:
                     return ("sent", wanted)
             return None
-        name = _collective(action)
+        name = _collective_name(action)
         if name is None or self.place[lane] != self.last[lane, name]:
             return None
         there = self.arrived.setdefault(name, set())
         there.add(lane)
         return ("all", name) if there != self.members[name] else None
 
-    def _done(self, lane: int, action: Action) -> list[int]:
+    def _record_done(self, lane: int, action: Action) -> list[int]:
         """Note what the action did; the lanes that it wakes."""
         event: tuple[str, object] | None = None
         if action.kind.startswith("SEND"):
-            self.sent.add(message(action))
-            event = ("sent", message(action))
+            self.sent.add(message_name(action))
+            event = ("sent", message_name(action))
         elif action.kind.startswith("RECV"):
-            self.posted.add(message(action))
-            event = ("posted", message(action))
-        elif _collective(action) is not None:
-            event = ("all", _collective(action))
+            self.posted.add(message_name(action))
+            event = ("posted", message_name(action))
+        elif _collective_name(action) is not None:
+            event = ("all", _collective_name(action))
         return self.waiting.pop(event, []) if event is not None else []
 
-    def error(self, buffered: bool) -> DeadlockError:
+    def deadlock_error(self, buffered: bool) -> DeadlockError:
         """What the lanes hang on, with a circle of lanes if there is one."""
         stuck = {lane: event for event, lanes in self.waiting.items() for lane in lanes}
-        notes = {lane: self._note(event) for lane, event in stuck.items()}
-        circle = self._circle(stuck)
+        notes = {lane: self._describe_event(event) for lane, event in stuck.items()}
+        circle = self._find_circle(stuck)
         how = "a SEND blocks until its RECV is posted" if self.rendezvous else "sends are buffered"
         what = f"The lanes hang: each waits for another ({how})."
         if circle:
@@ -192,7 +192,7 @@ class _Execution:
         if buffered:
             what += "\n  With buffered sends (gloo with small messages) it would run; with rendezvous (NCCL) it hangs."
         first = circle[0] if circle else min(stuck)
-        return bad_cell(
+        return bad_cell_error(
             DeadlockError,
             what,
             self.lanes,
@@ -202,7 +202,7 @@ class _Execution:
             next_step="post the RECV earlier on the lane that is waited for, or lower with pipefit.schedule.lower",
         )
 
-    def _owner(self, event: tuple[str, object]) -> int:
+    def _owning_lane(self, event: tuple[str, object]) -> int:
         """A lane that the event waits for."""
         kind, what = event
         if kind == "all":
@@ -211,9 +211,9 @@ class _Execution:
         assert isinstance(what, tuple)
         return self.schedule.placement[what[1] if kind == "sent" else what[2]]
 
-    def _note(self, event: tuple[str, object]) -> str:
+    def _describe_event(self, event: tuple[str, object]) -> str:
         kind, what = event
-        owner = self._owner(event)
+        owner = self._owning_lane(event)
         if kind == "all":
             return f"waits for lane {owner} to reach {what}"
         assert isinstance(what, tuple)
@@ -224,16 +224,16 @@ class _Execution:
             action = Action("SEND_F" if direction == "F" else "SEND_B", sender, microbatch, slice_, receiver, tensor)
         return f"waits for {action} of lane {owner}"
 
-    def _circle(self, stuck: dict[int, tuple[str, object]]) -> list[int]:
+    def _find_circle(self, stuck: dict[int, tuple[str, object]]) -> list[int]:
         """Lanes that wait for each other, the first repeated at the end; [] if a lane waits for one that is done."""
         lane, path = min(stuck), list[int]()
         while lane in stuck and lane not in path:
             path.append(lane)
-            lane = self._owner(stuck[lane])
+            lane = self._owning_lane(stuck[lane])
         return [*path[path.index(lane) :], lane] if lane in path else []
 
 
-def _collective(action: Action) -> str | None:
+def _collective_name(action: Action) -> str | None:
     """The name of the collective between lanes that the action takes part in."""
     if action.kind == "NORM":
         return "NORM"

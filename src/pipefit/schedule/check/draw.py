@@ -14,7 +14,7 @@ Cell = tuple[int, int]
 """(lane, step): the step-th action of the lane."""
 
 
-def bad_cell(
+def bad_cell_error(
     error: type[E],
     what: str,
     lanes: Sequence[Sequence[Action]],
@@ -25,11 +25,11 @@ def bad_cell(
     notes: Mapping[int, str] | None = None,
     steps: Mapping[int, int] | None = None,
 ) -> E:
-    """The error whose text says `what`, names the cell and draws it. See `draw` for `notes` and `steps`."""
+    """The error whose text says `what`, names the cell and draws it. See `draw_cells` for `notes` and `steps`."""
     lane, step = cell
     there = lanes[lane][step] if step < len(lanes[lane]) else "the end of the lane"
     return error(
-        f"{what}\n{draw(lanes, cell, notes=notes, steps=steps)}",
+        f"{what}\n{draw_cells(lanes, cell, notes=notes, steps=steps)}",
         where=f"lane {lane}, step {step}",
         seen=there,
         allowed=allowed,
@@ -37,7 +37,7 @@ def bad_cell(
     )
 
 
-def draw(
+def draw_cells(
     lanes: Sequence[Sequence[Action]],
     cell: Cell,
     *,
@@ -58,7 +58,7 @@ def draw(
     for lane in shown:
         rows[lane] = []
         for step in range(centre[lane] - around, centre[lane] + around + 1):
-            text = _text(lanes[lane], step)
+            text = _cell_text(lanes[lane], step)
             if (lane, step) == cell:
                 text = f">{text}<"
             elif steps and steps.get(lane) == step:
@@ -72,12 +72,12 @@ def draw(
         used = [any(row[column] for row in rows.values()) for column in range(2 * around + 1)]
         numbers = [str(first + column) if here else "" for column, here in enumerate(used)]
         widths = [max(width, len(number)) for width, number in zip(widths, numbers, strict=True)]
-        lines.append(" ".join(["step".ljust(label), *_padded(numbers, widths)]).rstrip())
+        lines.append(" ".join(["step".ljust(label), *_pad_columns(numbers, widths)]).rstrip())
     if shown[0] > 0:
         lines.append("...")
     for lane in shown:
         note = f"   {notes[lane]}" if notes and lane in notes else ""
-        lines.append(" ".join([f"lane {lane}".ljust(label), *_padded(rows[lane], widths)]).rstrip() + note)
+        lines.append(" ".join([f"lane {lane}".ljust(label), *_pad_columns(rows[lane], widths)]).rstrip() + note)
         if lane == bad_lane:
             indent = label + 1 + sum(width + 1 for width in widths[:around])
             lines.append(" " * indent + "^" * len(rows[lane][around]))
@@ -86,11 +86,11 @@ def draw(
     return "\n".join("  " + line for line in lines)
 
 
-def _text(lane: Sequence[Action], step: int) -> str:
+def _cell_text(lane: Sequence[Action], step: int) -> str:
     if 0 <= step < len(lane):
         return str(lane[step])
     return "(end)" if step == len(lane) else ""
 
 
-def _padded(texts: Sequence[str], widths: Sequence[int]) -> list[str]:
+def _pad_columns(texts: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [text.ljust(width) for text, width in zip(texts, widths, strict=True)]

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule.actions import COMPUTE, TRANSFER, Action, Schedule, Turn
-from pipefit.schedule.check.draw import Cell, bad_cell
+from pipefit.schedule.actions import COMPUTE, TRANSFER, Action, RoundRobin, Schedule
+from pipefit.schedule.check.draw import Cell, bad_cell_error
 from pipefit.schedule.lowering.frozen import with_backward
-from pipefit.schedule.problem import Edge, chain
+from pipefit.schedule.problem import Edge, chain_edges
 
 Unit = tuple[int, int, int]
 """(stage, microbatch, slice)."""
 
 
-def check(schedule: Schedule, edges: Sequence[Edge] | None = None, frozen: Collection[int] = ()) -> None:
+def check_schedule(schedule: Schedule, edges: Sequence[Edge] | None = None, frozen: Collection[int] = ()) -> None:
     """Raise ScheduleError, with a drawing, unless the schedule is valid.
 
     `edges` is the DAG of stages. Default: the chain; for a lowered schedule the edges that its transfers name, and
@@ -32,10 +32,10 @@ def check(schedule: Schedule, edges: Sequence[Edge] | None = None, frozen: Colle
     """
     _check_shape(schedule)
     dag = tuple(edges) if edges is not None else edges_of(schedule)
-    trained = with_backward(schedule) | (frozenset(range(schedule.stages)) - frozenset(frozen))
+    trained = with_backward(schedule) | (frozenset(range(schedule.num_stages)) - frozenset(frozen))
     done = _check_compute(schedule, trained)
     if schedule.is_lowered:
-        _Transfers(schedule, dag, done, trained).check()
+        _TransferRules(schedule, dag, done, trained).check_transfers()
         _check_once(schedule)
     check_order(schedule, dag)
 
@@ -43,7 +43,7 @@ def check(schedule: Schedule, edges: Sequence[Edge] | None = None, frozen: Colle
 def edges_of(schedule: Schedule) -> tuple[Edge, ...]:
     """The DAG that a schedule implies: see `check`."""
     if not schedule.is_lowered:
-        return chain(schedule.stages)
+        return chain_edges(schedule.num_stages)
     named = {
         (action.stage, action.peer, action.what): None
         for _, _, action in schedule
@@ -55,7 +55,7 @@ def edges_of(schedule: Schedule) -> tuple[Edge, ...]:
         if action.kind in ("SEND_B", "RECV_F")
     }
     fed = {target for _, target, _ in named}
-    return tuple(sorted({**named, **{edge: None for edge in chain(schedule.stages) if edge[1] not in fed}}))
+    return tuple(sorted({**named, **{edge: None for edge in chain_edges(schedule.num_stages) if edge[1] not in fed}}))
 
 
 def check_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
@@ -75,7 +75,7 @@ def check_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
         lane = ready.pop()
         while place[lane] < len(lanes[lane]):
             action = lanes[lane][place[lane]][1]
-            lack = _lacks(schedule, action, feeds, gradients, forward, backward)
+            lack = _missing_unit(schedule, action, feeds, gradients, forward, backward)
             if lack is not None:
                 waiting.setdefault(lack, []).append(lane)
                 break
@@ -86,10 +86,10 @@ def check_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
             place[lane] += 1
     stuck = {lane: needed for needed, lanes_ in waiting.items() for lane in lanes_}
     if stuck:
-        raise _stuck(schedule, {lane: lanes[lane][place[lane]][0] for lane in stuck}, stuck)
+        raise _stuck_error(schedule, {lane: lanes[lane][place[lane]][0] for lane in stuck}, stuck)
 
 
-def _lacks(
+def _missing_unit(
     schedule: Schedule,
     action: Action,
     feeds: dict[int, list[int]],
@@ -101,22 +101,22 @@ def _lacks(
     if action.kind == "W":
         return None
     way, others, done = ("F", feeds, forward) if action.kind == "F" else ("B", gradients, backward)
-    own = range(action.microbatch, action.microbatch + schedule.turn(action.stage).multiple)
+    own = range(action.microbatch, action.microbatch + schedule.stage_turn(action.stage).multiple)
     for other in others.get(action.stage, ()):
-        turn = schedule.turn(other)
-        for first in {turn.first(microbatch): None for microbatch in own if turn.takes(microbatch)}:
+        turn = schedule.stage_turn(other)
+        for first in {turn.unit_start(microbatch): None for microbatch in own if turn.takes_microbatch(microbatch)}:
             if (other, first, action.slice) not in done:
                 return way, (other, first, action.slice)
     return None
 
 
-def _stuck(schedule: Schedule, steps: dict[int, int], needs: dict[int, tuple[str, Unit]]) -> ScheduleError:
+def _stuck_error(schedule: Schedule, steps: dict[int, int], needs: dict[int, tuple[str, Unit]]) -> ScheduleError:
     notes = {}
     for lane, (kind, (stage, microbatch, slice_)) in needs.items():
         wanted = Action("F" if kind == "F" else "B", stage, microbatch, slice_)
         notes[lane] = f"waits for {wanted} of lane {schedule.placement[stage]}"
     first = min(steps)
-    return bad_cell(
+    return bad_cell_error(
         ScheduleError,
         "The lanes wait for each other: no order of the actions satisfies the data dependencies.",
         schedule.lanes,
@@ -144,16 +144,16 @@ def _check_compute(schedule: Schedule, trained: Collection[int]) -> dict[tuple[s
     for lane, step, action in schedule:
         what = _wrong_place(schedule, lane, action) or _wrong_order(schedule, action, done)
         if what is not None:
-            raise bad_cell(ScheduleError, what, schedule.lanes, (lane, step))
+            raise bad_cell_error(ScheduleError, what, schedule.lanes, (lane, step))
         if action.kind in COMPUTE:
             done[action.kind, (action.stage, action.microbatch, action.slice)] = (lane, step)
     for stage, lane in enumerate(schedule.placement):
-        for microbatch in schedule.units(stage):
+        for microbatch in schedule.stage_units(stage):
             for slice_ in range(schedule.slices):
                 unit = (stage, microbatch, slice_)
-                missing = _missing(unit, done, stage in trained)
+                missing = _missing_action(unit, done, stage in trained)
                 if missing:
-                    raise bad_cell(
+                    raise bad_cell_error(
                         ScheduleError,
                         f"Lane {lane} ends without {missing}.",
                         schedule.lanes,
@@ -166,8 +166,8 @@ def _check_compute(schedule: Schedule, trained: Collection[int]) -> dict[tuple[s
 def _wrong_place(schedule: Schedule, lane: int, action: Action) -> str | None:
     if action.kind in ("NORM", "STEP"):
         return None
-    if not 0 <= action.stage < schedule.stages:
-        return f"There is no stage {action.stage}: the schedule has {schedule.stages}."
+    if not 0 <= action.stage < schedule.num_stages:
+        return f"There is no stage {action.stage}: the schedule has {schedule.num_stages}."
     if schedule.placement[action.stage] != lane:
         return f"Stage {action.stage} belongs to lane {schedule.placement[action.stage]}, not to lane {lane}."
     if action.kind in COMPUTE + TRANSFER:
@@ -175,23 +175,23 @@ def _wrong_place(schedule: Schedule, lane: int, action: Action) -> str | None:
             return f"There is no microbatch {action.microbatch}: the schedule has {schedule.microbatches}."
         if not 0 <= action.slice < schedule.slices:
             return f"There is no slice {action.slice}: a microbatch has {schedule.slices}."
-        turn = schedule.turn(action.stage)
-        if not turn.takes(action.microbatch):
+        turn = schedule.stage_turn(action.stage)
+        if not turn.takes_microbatch(action.microbatch):
             return f"Microbatch {action.microbatch} is not one of stage {action.stage}: {_turn_text(turn)}."
-        if action.kind in COMPUTE and turn.first(action.microbatch) != action.microbatch:
+        if action.kind in COMPUTE and turn.unit_start(action.microbatch) != action.microbatch:
             return f"Microbatch {action.microbatch} is not the first of what stage {action.stage} takes together."
     if action.kind in TRANSFER:
-        if not 0 <= action.peer < schedule.stages:
-            return f"There is no stage {action.peer} to exchange with: the schedule has {schedule.stages}."
+        if not 0 <= action.peer < schedule.num_stages:
+            return f"There is no stage {action.peer} to exchange with: the schedule has {schedule.num_stages}."
         if schedule.placement[action.peer] == lane:
             return f"Stages {action.stage} and {action.peer} are on the same lane: nothing is to be transferred."
-        other = schedule.turn(action.peer)
-        if not other.takes(action.microbatch):
+        other = schedule.stage_turn(action.peer)
+        if not other.takes_microbatch(action.microbatch):
             return f"Microbatch {action.microbatch} is not one of stage {action.peer}: {_turn_text(other)}."
     return None
 
 
-def _turn_text(turn: Turn) -> str:
+def _turn_text(turn: RoundRobin) -> str:
     together = f", {turn.multiple} together" if turn.multiple > 1 else ""
     return f"it takes turn {turn.turn} of {turn.turns}{together}"
 
@@ -222,7 +222,7 @@ def _wrong_order(schedule: Schedule, action: Action, done: dict[tuple[str, Unit]
     return None
 
 
-def _missing(unit: Unit, done: dict[tuple[str, Unit], Cell], trained: bool) -> str:
+def _missing_action(unit: Unit, done: dict[tuple[str, Unit], Cell], trained: bool) -> str:
     if ("F", unit) not in done:
         return str(Action("F", *unit))
     if ("B", unit) in done or not trained:
@@ -232,7 +232,7 @@ def _missing(unit: Unit, done: dict[tuple[str, Unit], Cell], trained: bool) -> s
     return "" if ("W", unit) in done else str(Action("W", *unit))
 
 
-class _Transfers:
+class _TransferRules:
     """The rules for SEND and RECV."""
 
     def __init__(
@@ -246,19 +246,19 @@ class _Transfers:
         self.known = set(edges)
         self.cells: dict[Action, Cell] = {}
 
-    def check(self) -> None:
+    def check_transfers(self) -> None:
         """Raise for the first transfer that is wrong, then for the first that is missing."""
         for lane, step, action in self.schedule:
             if action.kind in TRANSFER:
-                what = self._wrong(action, (lane, step))
+                what = self._find_fault(action, (lane, step))
                 if what is not None:
-                    raise bad_cell(ScheduleError, what, self.schedule.lanes, (lane, step))
+                    raise bad_cell_error(ScheduleError, what, self.schedule.lanes, (lane, step))
                 self.cells[action] = (lane, step)
         for edge in self.edges:
             if self.schedule.placement[edge[0]] != self.schedule.placement[edge[1]]:
                 self._check_complete(edge)
 
-    def _wrong(self, action: Action, cell: Cell) -> str | None:
+    def _find_fault(self, action: Action, cell: Cell) -> str | None:
         if action in self.cells:
             return f"{action} stands here for the second time."
         ahead = action.kind in ("SEND_F", "RECV_B")
@@ -267,8 +267,8 @@ class _Transfers:
             return f"There is no edge from stage {pair[0]} to stage {pair[1]} for {action}."
         if action.kind.endswith("B") and pair[0] not in self.trained:
             return f"{action} moves a gradient to stage {pair[0]}, which is frozen and has no backward."
-        unit = (action.stage, self.schedule.turn(action.stage).first(action.microbatch), action.slice)
-        own = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward(unit)
+        unit = (action.stage, self.schedule.stage_turn(action.stage).unit_start(action.microbatch), action.slice)
+        own = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward_action(unit)
         assert own is not None
         if action.kind.startswith("SEND") and own > cell:
             return f"{action} stands before {self.schedule.lanes[own[0]][own[1]]}, which makes what it sends."
@@ -276,29 +276,29 @@ class _Transfers:
             return f"{action} stands behind {self.schedule.lanes[own[0]][own[1]]}, which uses what it receives."
         return None
 
-    def _backward(self, unit: Unit) -> Cell | None:
+    def _backward_action(self, unit: Unit) -> Cell | None:
         return self.done.get(("B", unit)) or self.done.get(("I", unit))
 
     def _check_complete(self, edge: Edge) -> None:
         source, target, tensor = edge
         schedule = self.schedule
-        one, two = schedule.turn(source), schedule.turn(target)
-        for m in filter(two.takes, filter(one.takes, range(schedule.microbatches))):
+        one, two = schedule.stage_turn(source), schedule.stage_turn(target)
+        for m in filter(two.takes_microbatch, filter(one.takes_microbatch, range(schedule.microbatches))):
             for k in range(schedule.slices):
                 back = source in self.trained
-                here, there = (source, one.first(m), k), (target, two.first(m), k)
+                here, there = (source, one.unit_start(m), k), (target, two.unit_start(m), k)
                 for action, user in (
                     (Action("SEND_F", source, m, k, target, tensor), self.done["F", here]),
                     (Action("RECV_F", target, m, k, source, tensor), self.done["F", there]),
-                    (Action("SEND_B", target, m, k, source, tensor), self._backward(there) if back else None),
-                    (Action("RECV_B", source, m, k, target, tensor), self._backward(here) if back else None),
+                    (Action("SEND_B", target, m, k, source, tensor), self._backward_action(there) if back else None),
+                    (Action("RECV_B", source, m, k, target, tensor), self._backward_action(here) if back else None),
                 ):
                     if user is None:  # no gradient comes to a frozen stage
                         continue
                     if action not in self.cells:
                         place = "behind" if action.kind.startswith("SEND") else "before"
                         what = f"{action} is missing; it must stand {place} this action."
-                        raise bad_cell(ScheduleError, what, schedule.lanes, user)
+                        raise bad_cell_error(ScheduleError, what, schedule.lanes, user)
 
 
 def _check_once(schedule: Schedule) -> None:
@@ -321,5 +321,5 @@ def _check_once(schedule: Schedule) -> None:
             elif action.kind == "NORM" and Action("STEP") in seen:
                 what = "NORM stands behind STEP, which needs the norm."
             if what is not None:
-                raise bad_cell(ScheduleError, what, schedule.lanes, (lane, step))
+                raise bad_cell_error(ScheduleError, what, schedule.lanes, (lane, step))
             seen.add(action)

@@ -20,15 +20,15 @@ from types import MappingProxyType, ModuleType
 from pipefit.errors import ScheduleError, most_like
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock
-from pipefit.schedule.problem import Problem, linear
+from pipefit.schedule.problem import ScheduleProblem, linear_placement
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ScheduleFamily:
     """One way of ordering the work; call it with a problem to get a schedule."""
 
     name: str
-    build: Callable[[Problem], Schedule]
+    build: Callable[[ScheduleProblem], Schedule]
     placement: Callable[[int], tuple[int, ...]]
     "Number of devices -> the placement that the family is meant for."
     least_units: Callable[[int], int]
@@ -42,7 +42,7 @@ class Family:
     block: Callable[[int], BuildingBlock] | None = None
     "Number of lanes -> the building block that it repeats, if it is one."
 
-    def __call__(self, problem: Problem) -> Schedule:
+    def __call__(self, problem: ScheduleProblem) -> Schedule:
         if problem.turns and not self.knows_turns:
             raise ScheduleError(
                 "This schedule is written for stages that all take every microbatch.",
@@ -54,7 +54,7 @@ class Family:
         return self.build(problem)
 
 
-def family(name: str) -> Family:
+def find_family(name: str) -> ScheduleFamily:
     """The family that the user calls `name`. Raises ScheduleError that lists the known ones."""
     if name not in FAMILIES:
         near = most_like(name, FAMILIES)
@@ -67,7 +67,7 @@ def family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def register_family(module: ModuleType) -> Family:
+def register_family(module: ModuleType) -> ScheduleFamily:
     """Add the family that a module defines to `FAMILIES`, and return it. Raises ScheduleError for a name that is taken.
 
     Families stand in the order of their modules' names, whatever the order of registration, so that a search tries
@@ -80,10 +80,10 @@ def register_family(module: ModuleType) -> Family:
             seen=module.name,
             allowed=f"a name other than {', '.join(sorted(_modules))}",
         )
-    family = Family(
+    family = ScheduleFamily(
         name=module.name,
         build=module.build,
-        placement=getattr(module, "placement", linear),
+        placement=getattr(module, "placement", linear_placement),
         least_units=getattr(module, "least_units", _one_unit),
         searched=getattr(module, "searched", True),
         searched_with_slices=getattr(module, "searched_with_slices", getattr(module, "searched", True)),
@@ -101,11 +101,11 @@ def _one_unit(lanes: int) -> int:
     return 1
 
 
-_modules: dict[str, tuple[str, Family]] = {}
+_modules: dict[str, tuple[str, ScheduleFamily]] = {}
 """Name of a family -> (module, family)."""
-_families: dict[str, Family] = {}
+_families: dict[str, ScheduleFamily] = {}
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(_families)
+FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(_families)
 """Every family by its name."""
 
 for _entry in pkgutil.iter_modules(__path__):

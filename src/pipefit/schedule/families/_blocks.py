@@ -8,15 +8,15 @@ from functools import lru_cache
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock
-from pipefit.schedule.blocks.passes import Lanes, actions, order_slices, repeat, squeeze
+from pipefit.schedule.blocks.passes import Lanes, name_actions, order_slices, repeat_block, squeeze_lanes
 from pipefit.schedule.blocks.pull import pull_forward
-from pipefit.schedule.blocks.reorder import peak, reorder_cool_down, reorder_warm_up, without_weights
-from pipefit.schedule.problem import Problem, vee
+from pipefit.schedule.blocks.reorder import peak_held, reorder_cool_down, reorder_warm_up, without_weights
+from pipefit.schedule.problem import ScheduleProblem, vee_placement
 
 Named = tuple[tuple[Action, ...], ...]
 
 
-def schedule(name: str, problem: Problem, lanes: Named) -> Schedule:
+def make_schedule(name: str, problem: ScheduleProblem, lanes: Named) -> Schedule:
     """The computed schedule of these lanes."""
     return Schedule(
         name=name,
@@ -27,32 +27,32 @@ def schedule(name: str, problem: Problem, lanes: Named) -> Schedule:
     )
 
 
-def require_vee(title: str, problem: Problem) -> int:
+def require_vee(title: str, problem: ScheduleProblem) -> int:
     """The number of lanes. Raises ScheduleError unless lane i of d holds stages i and 2d-1-i."""
-    if problem.placement != vee(problem.lanes):
+    if problem.placement != vee_placement(problem.num_lanes):
         raise ScheduleError(
             f"{title} is written for the V placement: lane i of d holds stages i and 2d-1-i.",
             where="placement",
             seen=",".join(map(str, problem.placement)),
-            allowed=",".join(map(str, vee(problem.lanes))),
+            allowed=",".join(map(str, vee_placement(problem.num_lanes))),
             next_step="use gpipe, which takes any placement, or a schedule made for this placement",
         )
-    return problem.lanes
+    return problem.num_lanes
 
 
-def in_positions(title: str, problem: Problem, block: Callable[[int], BuildingBlock]) -> BuildingBlock:
+def block_for_dag(title: str, problem: ScheduleProblem, block: Callable[[int], BuildingBlock]) -> BuildingBlock:
     """The block of a chain, given by its length, for a DAG with one stage per lane: a stage stands where its distance
     from the end puts it. Raises ScheduleError where a lane holds several stages."""
-    if problem.lanes != problem.stages:
-        crowded = max(range(problem.lanes), key=lambda lane: len(problem.held(lane)))
+    if problem.num_lanes != problem.num_stages:
+        crowded = max(range(problem.num_lanes), key=lambda lane: len(problem.lane_stages(lane)))
         raise ScheduleError(
             f"{title} is written for one stage per lane.",
             where="placement",
-            seen=f"lane {crowded} holds stages {', '.join(map(str, problem.held(crowded)))}",
-            allowed=f"{problem.lanes} stages for {problem.lanes} lanes",
+            seen=f"lane {crowded} holds stages {', '.join(map(str, problem.lane_stages(crowded)))}",
+            allowed=f"{problem.num_lanes} stages for {problem.num_lanes} lanes",
             next_step="use gpipe, which takes any placement, or a schedule made for this placement",
         )
-    depths = problem.depths()
+    depths = problem.stage_depths()
     of_chain = block(max(depths))
     places = [max(depths) - depth for depth in depths]
     return BuildingBlock(
@@ -65,38 +65,38 @@ def in_positions(title: str, problem: Problem, block: Callable[[int], BuildingBl
 
 
 @lru_cache(maxsize=64)
-def repeated(block: BuildingBlock, microbatches: int, slices: int) -> Named:
+def repeat_actions(block: BuildingBlock, microbatches: int, slices: int) -> Named:
     """The order of the repeated block as it is."""
-    return actions(order_slices(repeat(block, microbatches * slices), slices, block.interval), slices)
+    return name_actions(order_slices(repeat_block(block, microbatches * slices), slices, block.interval), slices)
 
 
 @lru_cache(maxsize=64)
-def pulled(block: BuildingBlock, microbatches: int, slices: int) -> Named:
+def pull_actions(block: BuildingBlock, microbatches: int, slices: int) -> Named:
     """The repeated block with every pass as early as gaps and the block's peak allow."""
-    lanes = pull_forward(repeat(block, microbatches * slices), block.placement)
-    return sliced(lanes, block.placement, slices, block.interval)
+    lanes = pull_forward(repeat_block(block, microbatches * slices), block.placement)
+    return actions_by_slice(lanes, block.placement, slices, block.interval)
 
 
 @lru_cache(maxsize=64)
-def controlled(block: BuildingBlock, microbatches: int, slices: int) -> Named:
+def control_actions(block: BuildingBlock, microbatches: int, slices: int) -> Named:
     """The repeated V block with its warm-up and cool-down reordered within its own peak."""
     units = microbatches * slices
-    lanes = squeeze(repeat(block, units), block.placement)
-    lanes = reorder_warm_up(lanes, max(map(peak, lanes)))
-    if 2 * units <= max(map(peak, repeat(block, 2 * block.lanes))):
-        lanes = squeeze(without_weights(lanes), block.placement)
-    lanes = reorder_cool_down(lanes, max(map(peak, lanes)))
-    return sliced(lanes, block.placement, slices, block.interval)
+    lanes = squeeze_lanes(repeat_block(block, units), block.placement)
+    lanes = reorder_warm_up(lanes, max(map(peak_held, lanes)))
+    if 2 * units <= max(map(peak_held, repeat_block(block, 2 * block.num_lanes))):
+        lanes = squeeze_lanes(without_weights(lanes), block.placement)
+    lanes = reorder_cool_down(lanes, max(map(peak_held, lanes)))
+    return actions_by_slice(lanes, block.placement, slices, block.interval)
 
 
-def written(lanes: Lanes, placement: tuple[int, ...], slices: int) -> Named:
+def actions_in_order(lanes: Lanes, placement: tuple[int, ...], slices: int) -> Named:
     """The actions of lanes with two stages each that were written as an order of units, without times."""
-    return sliced(squeeze(lanes, placement) if slices > 1 else lanes, placement, slices, interval=6)
+    return actions_by_slice(squeeze_lanes(lanes, placement) if slices > 1 else lanes, placement, slices, interval=6)
 
 
-def sliced(lanes: Lanes, placement: tuple[int, ...], slices: int, interval: int) -> Named:
+def actions_by_slice(lanes: Lanes, placement: tuple[int, ...], slices: int, interval: int) -> Named:
     """The actions of lanes with two stages each that are in time, backwards by descending slice. What slices delay is
     pulled forward again as far as the memory allows."""
     if slices > 1:
         lanes = pull_forward(order_slices(lanes, slices, interval), placement, slices)
-    return actions(lanes, slices)
+    return name_actions(lanes, slices)

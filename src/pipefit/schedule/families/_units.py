@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from pipefit.schedule.actions import EVERY, Action, Kind, Turn
+from pipefit.schedule.actions import EVERY, Action, Kind, RoundRobin
 
 
 @lru_cache(maxsize=1024)
-def forwards(stage: int, microbatches: int, slices: int, turn: Turn = EVERY) -> tuple[Action, ...]:
+def forward_actions(stage: int, microbatches: int, slices: int, turn: RoundRobin = EVERY) -> tuple[Action, ...]:
     """All forwards of a stage: microbatches ascending, slices of a microbatch ascending."""
-    return tuple(Action("F", stage, m, k) for m in turn.units(microbatches) for k in range(slices))
+    return tuple(Action("F", stage, m, k) for m in turn.unit_starts(microbatches) for k in range(slices))
 
 
 @lru_cache(maxsize=1024)
-def backwards(stage: int, microbatches: int, slices: int, kind: Kind = "B", turn: Turn = EVERY) -> tuple[Action, ...]:
+def backward_actions(
+    stage: int, microbatches: int, slices: int, kind: Kind = "B", turn: RoundRobin = EVERY
+) -> tuple[Action, ...]:
     """All backwards of a stage: microbatches ascending, slices of a microbatch descending, because the keys and
     values of a slice collect gradients from all later slices (TeraPipe, arXiv 2102.07988, section 3)."""
-    return tuple(Action(kind, stage, m, k) for m in turn.units(microbatches) for k in reversed(range(slices)))
+    return tuple(Action(kind, stage, m, k) for m in turn.unit_starts(microbatches) for k in reversed(range(slices)))

@@ -12,13 +12,13 @@ from functools import lru_cache
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.blocks.passes import Pass
+from pipefit.schedule.blocks.passes import TimedPass
 from pipefit.schedule.blocks.reorder import Sort
-from pipefit.schedule.families._blocks import Named, require_vee, schedule, written
-from pipefit.schedule.problem import Problem, vee
+from pipefit.schedule.families._blocks import Named, actions_in_order, make_schedule, require_vee
+from pipefit.schedule.problem import ScheduleProblem, vee_placement
 
 name = "dualpipe-v"
-placement = vee
+placement = vee_placement
 searched = False
 
 
@@ -27,7 +27,7 @@ def least_units(lanes: int) -> int:
     return 2 * lanes
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError for another placement than the V, and for too few microbatches."""
     depth = require_vee("DualPipeV", problem)
     if problem.microbatches * problem.slices < least_units(depth):
@@ -40,16 +40,16 @@ def build(problem: Problem) -> Schedule:
             allowed=f"at least {-(-least_units(depth) // problem.slices)} microbatches",
             next_step="use more microbatches, or v-zb, which takes any number",
         )
-    return schedule(name, problem, _lanes(depth, problem.microbatches, problem.slices))
+    return make_schedule(name, problem, _lane_orders(depth, problem.microbatches, problem.slices))
 
 
 @lru_cache(maxsize=64)
-def _lanes(depth: int, microbatches: int, slices: int) -> Named:
+def _lane_orders(depth: int, microbatches: int, slices: int) -> Named:
     units = microbatches * slices
-    return written(tuple(_lane(i, depth, units) for i in range(depth)), vee(depth), slices)
+    return actions_in_order(tuple(_lane_order(i, depth, units) for i in range(depth)), vee_placement(depth), slices)
 
 
-def _lane(i: int, depth: int, units: int) -> tuple[Pass, ...]:
+def _lane_order(i: int, depth: int, units: int) -> tuple[TimedPass, ...]:
     """The order of lane i, in the eight steps of DeepSeek's code."""
     down, up = i, 2 * depth - 1 - i
     after, upto = depth - 1 - i, i + 1
@@ -67,10 +67,10 @@ def _lane(i: int, depth: int, units: int) -> tuple[Pass, ...]:
         order += [("W", pending.pop(0)), ("I", down)]
         pending.append(down)
     order += [("W", stage) for stage in pending]
-    return _number(order)
+    return _number_units(order)
 
 
-def _number(order: list[Sort]) -> tuple[Pass, ...]:
+def _number_units(order: list[Sort]) -> tuple[TimedPass, ...]:
     """Units counted over I and B together, as some backwards of a stage are split and some are not; a W has the unit
     of its I."""
     split: dict[int, list[int]] = {}
@@ -84,5 +84,5 @@ def _number(order: list[Sort]) -> tuple[Pass, ...]:
             counts[kind == "F", stage] = unit + 1
             if kind == "I":
                 split.setdefault(stage, []).append(unit)
-        passes.append(Pass(0, kind, stage, unit))
+        passes.append(TimedPass(0, kind, stage, unit))
     return tuple(passes)

@@ -8,14 +8,14 @@ min(m s, 2 (d - 1 - i) + s) slices; where transfers take no time, the time is th
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.families.one_f_one_b import ordered
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.families.one_f_one_b import build_ahead
+from pipefit.schedule.problem import ScheduleProblem
 
 name = "eager-1f1b"
 searched = False
 searched_with_slices = True
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError where a lane holds several stages."""
-    return ordered(name, problem, hop=2)
+    return build_ahead(name, problem, hop=2)

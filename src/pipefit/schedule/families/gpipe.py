@@ -10,21 +10,21 @@ from __future__ import annotations
 from itertools import chain as joined
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.families._units import backwards, forwards
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.families._units import backward_actions, forward_actions
+from pipefit.schedule.problem import ScheduleProblem
 
 name = "gpipe"
 knows_turns = True
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule, for any placement and any DAG whose edges lead to later stages."""
     m, s = problem.microbatches, problem.slices
     lanes = []
-    for lane in range(problem.lanes):
-        held = problem.held(lane)
-        parts = [forwards(stage, m, s, problem.turn(stage)) for stage in held]
-        parts += [backwards(stage, m, s, turn=problem.turn(stage)) for stage in reversed(held)]
+    for lane in range(problem.num_lanes):
+        held = problem.lane_stages(lane)
+        parts = [forward_actions(stage, m, s, problem.stage_turn(stage)) for stage in held]
+        parts += [backward_actions(stage, m, s, turn=problem.stage_turn(stage)) for stage in reversed(held)]
         lanes.append(tuple(joined.from_iterable(parts)))
     return Schedule(
         name=name, placement=problem.placement, microbatches=m, slices=s, lanes=tuple(lanes), turns=problem.turns

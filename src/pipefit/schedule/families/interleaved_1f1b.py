@@ -21,7 +21,7 @@ from itertools import pairwise
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
 from pipefit.schedule.families.one_f_one_b import build as build_1f1b
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.problem import ScheduleProblem
 
 name = "interleaved-1f1b"
 
@@ -31,27 +31,27 @@ def placement(devices: int, turns: int = 2) -> tuple[int, ...]:
     return tuple(range(devices)) * turns
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError where stages do not lie on the lanes in turn."""
-    return ordered(name, problem, hop=2, title="Interleaved 1F1B")
+    return build_interleaved(name, problem, hop=2, title="Interleaved 1F1B")
 
 
-def ordered(name: str, problem: Problem, hop: int, title: str) -> Schedule:
+def build_interleaved(name: str, problem: ScheduleProblem, hop: int, title: str) -> Schedule:
     """Interleaved 1F1B whose lanes run `hop` more forwards ahead for every lane between them and the last; 1 is the
     least with which no lane waits for work, if transfers take no time. Raises ScheduleError where stages do not lie on
     the lanes in turn."""
-    turns = problem.stages // problem.lanes
+    turns = problem.num_stages // problem.num_lanes
     if turns == 1:
         lanes = build_1f1b(problem).lanes
-    elif problem.placement == placement(problem.lanes, turns):
-        groups = _groups(problem)
-        lanes = tuple(_lane(lane, turns, groups, problem, hop) for lane in range(problem.lanes))
+    elif problem.placement == placement(problem.num_lanes, turns):
+        groups = _microbatch_groups(problem)
+        lanes = tuple(_lane_actions(lane, turns, groups, problem, hop) for lane in range(problem.num_lanes))
     else:
         raise ScheduleError(
             f"{title} is written for stages that lie on the lanes in turn.",
             where="placement",
             seen=",".join(map(str, problem.placement)),
-            allowed=f"for example {','.join(map(str, placement(problem.lanes)))}",
+            allowed=f"for example {','.join(map(str, placement(problem.num_lanes)))}",
             next_step="use gpipe, which takes any placement, or a schedule made for this placement",
         )
     return Schedule(
@@ -63,19 +63,21 @@ def ordered(name: str, problem: Problem, hop: int, title: str) -> Schedule:
     )
 
 
-def _groups(problem: Problem) -> list[range]:
+def _microbatch_groups(problem: ScheduleProblem) -> list[range]:
     """Runs of microbatches that pass a lane's stages together: at least one unit for every lane, where there are as
     many, because a group comes back to the first lane after as many units as there are lanes."""
-    least = math.ceil(problem.lanes / problem.slices)
+    least = math.ceil(problem.num_lanes / problem.slices)
     count = max(1, problem.microbatches // least)
     stops = [problem.microbatches * i // count for i in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(stops)]
 
 
-def _lane(lane: int, turns: int, groups: Sequence[range], problem: Problem, hop: int) -> tuple[Action, ...]:
+def _lane_actions(
+    lane: int, turns: int, groups: Sequence[range], problem: ScheduleProblem, hop: int
+) -> tuple[Action, ...]:
     """A warm-up, then one forward and one backward in turn. The warm-up lasts until the first microbatch has come
     through the lane's other stages, plus what it takes from here to the last lane and back."""
-    held, slices = problem.held(lane), problem.slices
+    held, slices = problem.lane_stages(lane), problem.slices
     ahead = [Action("F", stage, m, k) for group in groups for stage in held for m in group for k in range(slices)]
     back = [
         Action("B", stage, m, k)
@@ -84,7 +86,7 @@ def _lane(lane: int, turns: int, groups: Sequence[range], problem: Problem, hop:
         for m in group
         for k in reversed(range(slices))
     ]
-    around = hop * (problem.lanes - 1 - lane)
+    around = hop * (problem.num_lanes - 1 - lane)
     warm = min(len(ahead), (turns - 1) * max(map(len, groups)) * slices + around + slices - 1)
     steady = joined.from_iterable(zip(ahead[warm:], back, strict=False))
     return (*ahead[:warm], *steady, *back[len(ahead) - warm :])

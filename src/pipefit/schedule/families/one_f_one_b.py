@@ -10,33 +10,33 @@ from __future__ import annotations
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
-from pipefit.schedule.families._units import backwards, forwards
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.families._units import backward_actions, forward_actions
+from pipefit.schedule.problem import ScheduleProblem
 
 name = "1f1b"
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError where a lane holds several stages."""
-    return ordered(name, problem, hop=1)
+    return build_ahead(name, problem, hop=1)
 
 
-def ordered(name: str, problem: Problem, hop: int) -> Schedule:
+def build_ahead(name: str, problem: ScheduleProblem, hop: int) -> Schedule:
     """1F1B whose stages run `hop` more forwards ahead for every stage between them and the end; 1 is the least with
     which no stage waits for work, if transfers take no time. Raises ScheduleError where a lane holds several stages.
     """
-    if problem.lanes != problem.stages:
-        crowded = max(range(problem.lanes), key=lambda lane: len(problem.held(lane)))
+    if problem.num_lanes != problem.num_stages:
+        crowded = max(range(problem.num_lanes), key=lambda lane: len(problem.lane_stages(lane)))
         raise ScheduleError(
             "1F1B is written for one stage per lane.",
             where="placement",
-            seen=f"lane {crowded} holds stages {', '.join(map(str, problem.held(crowded)))}",
-            allowed=f"{problem.lanes} stages for {problem.lanes} lanes",
+            seen=f"lane {crowded} holds stages {', '.join(map(str, problem.lane_stages(crowded)))}",
+            allowed=f"{problem.num_lanes} stages for {problem.num_lanes} lanes",
             next_step="use gpipe, which takes any placement, or a schedule made for this placement",
         )
-    lanes: list[tuple[Action, ...]] = [()] * problem.lanes
-    for stage, depth in enumerate(problem.depths()):
-        lanes[problem.placement[stage]] = _lane(stage, hop * (depth - 1), problem)
+    lanes: list[tuple[Action, ...]] = [()] * problem.num_lanes
+    for stage, depth in enumerate(problem.stage_depths()):
+        lanes[problem.placement[stage]] = _lane_actions(stage, hop * (depth - 1), problem)
     return Schedule(
         name=name,
         placement=problem.placement,
@@ -46,9 +46,9 @@ def ordered(name: str, problem: Problem, hop: int) -> Schedule:
     )
 
 
-def _lane(stage: int, ahead_of_end: int, problem: Problem) -> tuple[Action, ...]:
-    ahead = forwards(stage, problem.microbatches, problem.slices)
-    back = backwards(stage, problem.microbatches, problem.slices)
+def _lane_actions(stage: int, ahead_of_end: int, problem: ScheduleProblem) -> tuple[Action, ...]:
+    ahead = forward_actions(stage, problem.microbatches, problem.slices)
+    back = backward_actions(stage, problem.microbatches, problem.slices)
     warm = min(len(ahead), ahead_of_end + problem.slices - 1)
     steady = [action for pair in zip(ahead[warm:], back, strict=False) for action in pair]
     return (*ahead[:warm], *steady, *back[len(ahead) - warm :])

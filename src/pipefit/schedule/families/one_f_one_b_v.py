@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock
-from pipefit.schedule.families._blocks import pulled, require_vee, schedule
-from pipefit.schedule.problem import Problem, vee
+from pipefit.schedule.families._blocks import make_schedule, pull_actions, require_vee
+from pipefit.schedule.problem import ScheduleProblem, vee_placement
 
 name = "1f1b-v"
-placement = vee
+placement = vee_placement
 searched = False
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError for another placement than the V."""
     lanes = require_vee("1F1B-V", problem)
-    return schedule(name, problem, pulled(block(lanes), problem.microbatches, problem.slices))
+    return make_schedule(name, problem, pull_actions(block(lanes), problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
@@ -29,4 +29,6 @@ def block(lanes: int) -> BuildingBlock:
     d = lanes
     first = 2 * d + (3 if d % 3 == 0 else 0)
     backward = [first + 2 * j + 3 * ((j + (1 - d) % 3) // 3) for j in range(2 * d)]
-    return BuildingBlock(placement=vee(d), interval=6, forward=tuple(range(2 * d)), backward=tuple(reversed(backward)))
+    return BuildingBlock(
+        placement=vee_placement(d), interval=6, forward=tuple(range(2 * d)), backward=tuple(reversed(backward))
+    )

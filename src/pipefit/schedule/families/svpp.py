@@ -10,8 +10,8 @@ has. Transfers that take long stall it more: interleaved 1F1B spends its memory 
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.families.interleaved_1f1b import ordered, placement
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.families.interleaved_1f1b import build_interleaved, placement
+from pipefit.schedule.problem import ScheduleProblem
 
 __all__ = ["build", "name", "placement"]
 
@@ -20,6 +20,6 @@ searched = False
 searched_with_slices = True
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError where stages do not lie on the lanes in turn."""
-    return ordered(name, problem, hop=1, title="SVPP")
+    return build_interleaved(name, problem, hop=1, title="SVPP")

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock, place_weights
-from pipefit.schedule.families._blocks import controlled, require_vee, schedule
-from pipefit.schedule.problem import Problem, vee
+from pipefit.schedule.families._blocks import control_actions, make_schedule, require_vee
+from pipefit.schedule.problem import ScheduleProblem, vee_placement
 
 name = "v-zb"
-placement = vee
+placement = vee_placement
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError for another placement than the V."""
     lanes = require_vee("V-ZB", problem)
-    return schedule(name, problem, controlled(block(lanes), problem.microbatches, problem.slices))
+    return make_schedule(name, problem, control_actions(block(lanes), problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
@@ -28,4 +28,6 @@ def block(lanes: int) -> BuildingBlock:
     down, up = range(d), range(d - 1, -1, -1)
     forward = [4 * i for i in down] + [6 * d - 5 - 2 * i for i in up]
     backward = [12 * d - 9 - 2 * i for i in down] + [6 * d - 4 + 4 * i for i in up]
-    return place_weights(BuildingBlock(placement=vee(d), interval=6, forward=tuple(forward), backward=tuple(backward)))
+    return place_weights(
+        BuildingBlock(placement=vee_placement(d), interval=6, forward=tuple(forward), backward=tuple(backward))
+    )

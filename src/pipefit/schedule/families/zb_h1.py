@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock
-from pipefit.schedule.families._blocks import in_positions, repeated, schedule
-from pipefit.schedule.problem import Problem, linear
+from pipefit.schedule.families._blocks import block_for_dag, make_schedule, repeat_actions
+from pipefit.schedule.problem import ScheduleProblem, linear_placement
 
 name = "zb-h1"
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError where a lane holds several stages."""
-    made = in_positions("ZB-H1", problem, block)
-    return schedule(name, problem, repeated(made, problem.microbatches, problem.slices))
+    made = block_for_dag("ZB-H1", problem, block)
+    return make_schedule(name, problem, repeat_actions(made, problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
     """The forwards and backwards of 1F1B, and a W 3 d slots after the F on every lane."""
     d = lanes
     return BuildingBlock(
-        placement=linear(d),
+        placement=linear_placement(d),
         interval=3,
         forward=tuple(range(d)),
         backward=tuple(3 * d - 2 - 2 * i for i in range(d)),

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock
-from pipefit.schedule.families._blocks import in_positions, repeated, schedule
-from pipefit.schedule.problem import Problem, linear
+from pipefit.schedule.families._blocks import block_for_dag, make_schedule, repeat_actions
+from pipefit.schedule.problem import ScheduleProblem, linear_placement
 
 name = "zb-h2"
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError where a lane holds several stages."""
-    made = in_positions("ZB-H2", problem, block)
-    return schedule(name, problem, repeated(made, problem.microbatches, problem.slices))
+    made = block_for_dag("ZB-H2", problem, block)
+    return make_schedule(name, problem, repeat_actions(made, problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
     """Lane i runs 2 (d - i) - 1 forwards before its first I; a W ends 3 (2 d - 1) slots after its F begins."""
     d = lanes
     return BuildingBlock(
-        placement=linear(d),
+        placement=linear_placement(d),
         interval=3,
         forward=tuple(2 * i for i in range(d)),
         backward=tuple(6 * d - 5 - 4 * i for i in range(d)),

@@ -11,46 +11,48 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.blocks.passes import Pass, number
+from pipefit.schedule.blocks.passes import TimedPass, number_passes
 from pipefit.schedule.blocks.reorder import Sort
-from pipefit.schedule.families._blocks import Named, require_vee, schedule, written
-from pipefit.schedule.problem import Problem, vee
+from pipefit.schedule.families._blocks import Named, actions_in_order, make_schedule, require_vee
+from pipefit.schedule.problem import ScheduleProblem, vee_placement
 
 name = "zb-v"
-placement = vee
+placement = vee_placement
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError for another placement than the V."""
-    return schedule(name, problem, _lanes(require_vee("ZB-V", problem), problem.microbatches, problem.slices))
+    return make_schedule(
+        name, problem, _lane_orders(require_vee("ZB-V", problem), problem.microbatches, problem.slices)
+    )
 
 
 @lru_cache(maxsize=64)
-def _lanes(depth: int, microbatches: int, slices: int) -> Named:
+def _lane_orders(depth: int, microbatches: int, slices: int) -> Named:
     units = microbatches * slices
-    return written(tuple(_lane(i, depth, units) for i in range(depth)), vee(depth), slices)
+    return actions_in_order(tuple(_lane_order(i, depth, units) for i in range(depth)), vee_placement(depth), slices)
 
 
-def _lane(i: int, depth: int, units: int) -> tuple[Pass, ...]:
+def _lane_order(i: int, depth: int, units: int) -> tuple[TimedPass, ...]:
     """The order of lane i: fill, then (F I W) of the way down and of the way up in turn, then the rest of the I's
     with their W's behind them."""
     whole = max(units, 2 * depth - 1)
     down, up = i, 2 * depth - 1 - i
 
-    def both(stage: int) -> list[Sort]:
+    def forward_and_backward(stage: int) -> list[Sort]:
         return [("I", stage), ("W", stage)]
 
-    def one_of(stage: int) -> list[Sort]:
-        return [("F", stage), *both(stage)]
+    def add_cycle(stage: int) -> list[Sort]:
+        return [("F", stage), *forward_and_backward(stage)]
 
     early = 2 * depth - 1 - i
     order: list[Sort] = [("F", down)] * (2 * (depth - i) - 1)
     order += [("F", up), ("F", down)] * i
-    order += one_of(up) * (depth - i)
-    order += [*one_of(down), *one_of(up)] * (whole - early)
-    order += [*both(down), *one_of(up)] * (early - depth)
+    order += add_cycle(up) * (depth - i)
+    order += [*add_cycle(down), *add_cycle(up)] * (whole - early)
+    order += [*forward_and_backward(down), *add_cycle(up)] * (early - depth)
     order += [("I", down), ("I", up)] * i
-    order += both(down) * (depth - i)
+    order += forward_and_backward(down) * (depth - i)
     order += [("W", up)] * i
     order += [("W", down)] * i
-    return tuple(one for one in number(order) if one.unit < units)
+    return tuple(one for one in number_passes(order) if one.unit < units)

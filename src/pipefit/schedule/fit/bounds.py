@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, W
+from pipefit.schedule.fit.instance import B, F, FitInstance, Floats, I, W
 
 Windows = list[tuple[float, float]]
 """(length, least idle time in it), both rising, from (0, 0)."""
@@ -46,7 +46,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class LowerBound:
     """A lower bound on the objective, and what it comes from."""
 
     time_s: float
@@ -61,10 +61,10 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Least:
+class LeastTimes:
     """[stage, unit]: the least that any choice of I and W or B takes, and paths made of it."""
 
-    instance: Instance
+    instance: FitInstance
     back: Floats
     "From the start of a way back until its gradient can be sent."
     whole: Floats
@@ -83,7 +83,7 @@ class Least:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paths:
+class LongestPaths:
     """[source lane, stage, unit]: heads from the first operation of a lane, and tails to its end; -inf where no path
     leads. For the makespan there is one source that stands before, and behind, everything."""
 
@@ -95,21 +95,21 @@ class Paths:
     from_back: Floats
 
 
-def lower_bound(instance: Instance) -> Bound:
+def lower_bound(instance: FitInstance) -> LowerBound:
     """The largest bound over lanes."""
-    least = _least(instance)
-    paths = _paths(least)
+    least = _least_times(instance)
+    paths = _longest_paths(least)
     return max((_lane_bound(least, paths, lane) for lane in range(instance.lanes)), key=lambda bound: bound.time_s)
 
 
-def honest(bound_s: float, time_s: float) -> float:
+def check_bound(bound_s: float, time_s: float) -> float:
     """The bound, which must not be above the time of a schedule by more than rounding. Raises AssertionError if it is:
     a proof is wrong."""
     assert bound_s <= time_s * (1 + ROUNDING), f"a bound of {bound_s!r} s for a schedule that takes {time_s!r} s"
     return min(bound_s, time_s)
 
 
-def _least(instance: Instance) -> Least:
+def _least_times(instance: FitInstance) -> LeastTimes:
     split, merge = instance.may_split[:, None], instance.may_merge[:, None]
     time, held = instance.time_s, instance.held_bytes
     apart = np.where(split, time[I] + time[W], np.inf)
@@ -120,8 +120,8 @@ def _least(instance: Instance) -> Least:
     least_kept = keep.min(axis=1)
     limit = instance.limit_bytes[instance.placement] * (1 + 1e-9)
     with np.errstate(divide="ignore", invalid="ignore"):
-        room = np.where((least_kept > 0) & np.isfinite(limit), np.floor(limit / least_kept), instance.units)
-    return Least(
+        room = np.where((least_kept > 0) & np.isfinite(limit), np.floor(limit / least_kept), instance.num_units)
+    return LeastTimes(
         instance=instance,
         back=back,
         whole=whole,
@@ -129,21 +129,21 @@ def _least(instance: Instance) -> Least:
         keep=keep,
         between=between,
         any_order=(instance.may_split & instance.may_merge) | (instance.slices > 1),
-        room=np.clip(room, 1, instance.units).astype(np.int64),
+        room=np.clip(room, 1, instance.num_units).astype(np.int64),
     )
 
 
-def _paths(least: Least) -> Paths:
+def _longest_paths(least: LeastTimes) -> LongestPaths:
     """Longest paths by sweeps over the stages; a sweep more for each time that memory passes a delay on to later units,
     and any number of them leaves lower bounds."""
     instance = least.instance
-    stages, units = instance.stages, instance.units
+    stages, units = instance.num_stages, instance.num_units
     sources = instance.lanes if instance.objective == "span" else 1
     inside = np.ones((1, stages), dtype=np.bool_)
     if instance.objective == "span":
         inside = instance.placement[None, :] == np.arange(sources)[:, None]
     base = np.where(inside[:, :, None], 0.0, -np.inf) + np.zeros((sources, stages, units))
-    paths = Paths(
+    paths = LongestPaths(
         forward=base.copy(),
         back=base.copy(),
         from_forward=base + instance.time_s[F],
@@ -165,21 +165,21 @@ def _in_order(head: Floats, duration: Floats) -> Floats:
     return found
 
 
-def _sweep_heads(least: Least, paths: Paths) -> None:
+def _sweep_heads(least: LeastTimes, paths: LongestPaths) -> None:
     instance, order = least.instance, least.instance.backwards
     forward_s = instance.time_s[F]
-    for stage in range(instance.stages):
+    for stage in range(instance.num_stages):
         head = paths.forward[:, stage]
         for edge in np.flatnonzero(instance.target == stage):
             source = instance.source[edge]
             arrival = paths.forward[:, source] + forward_s[source] + instance.forward_s[edge]
             head = np.maximum(head, arrival)
         room = least.room[stage]
-        if room < instance.units:
+        if room < instance.num_units:
             freed = np.sort((paths.back[:, stage] + least.whole[stage])[:, order], axis=1)
-            head[:, room:] = np.maximum(head[:, room:], freed[:, : instance.units - room])
+            head[:, room:] = np.maximum(head[:, room:], freed[:, : instance.num_units - room])
         paths.forward[:, stage] = _in_order(head, forward_s[stage])
-    for stage in reversed(range(instance.stages)):
+    for stage in reversed(range(instance.num_stages)):
         head = np.maximum(paths.back[:, stage], paths.forward[:, stage] + forward_s[stage])
         for edge in np.flatnonzero(instance.source == stage):
             target = instance.target[edge]
@@ -187,55 +187,55 @@ def _sweep_heads(least: Least, paths: Paths) -> None:
         paths.back[:, stage, order] = _in_order(head[:, order], least.back[stage, order])
 
 
-def _sweep_tails(least: Least, paths: Paths) -> None:
+def _sweep_tails(least: LeastTimes, paths: LongestPaths) -> None:
     instance, order = least.instance, least.instance.backwards
     turned = order[::-1]
-    for stage in range(instance.stages):
+    for stage in range(instance.num_stages):
         tail = paths.from_back[:, stage]
         for edge in np.flatnonzero(instance.target == stage):
             way = least.back[stage] + instance.backward_s[edge]
             tail = np.maximum(tail, way + paths.from_back[:, instance.source[edge]])
         room = least.room[stage]
-        if room < instance.units and instance.slices == 1:
+        if room < instance.num_units and instance.slices == 1:
             # Of the units from j on, one at least is freed before unit j + room begins. Its way back starts with j's,
             # or later.
-            shortest = np.minimum.accumulate(least.whole[stage, ::-1])[::-1][: instance.units - room]
+            shortest = np.minimum.accumulate(least.whole[stage, ::-1])[::-1][: instance.num_units - room]
             freed_before = shortest + paths.from_forward[:, stage, room:]
-            tail[:, : instance.units - room] = np.maximum(tail[:, : instance.units - room], freed_before)
-        paths.from_back[:, stage, turned] = _to_the_end(tail[:, turned], least.back[stage, turned])
-    for stage in reversed(range(instance.stages)):
+            tail[:, : instance.num_units - room] = np.maximum(tail[:, : instance.num_units - room], freed_before)
+        paths.from_back[:, stage, turned] = _tails_to_end(tail[:, turned], least.back[stage, turned])
+    for stage in reversed(range(instance.num_stages)):
         forward_s = instance.time_s[F, stage]
         tail = np.maximum(paths.from_forward[:, stage], forward_s + paths.from_back[:, stage])
         for edge in np.flatnonzero(instance.source == stage):
             way = forward_s + instance.forward_s[edge]
             tail = np.maximum(tail, way + paths.from_forward[:, instance.target[edge]])
-        paths.from_forward[:, stage, ::-1] = _to_the_end(tail[:, ::-1], forward_s[::-1])
+        paths.from_forward[:, stage, ::-1] = _tails_to_end(tail[:, ::-1], forward_s[::-1])
 
 
-def _to_the_end(tail: Floats, duration: Floats) -> Floats:
+def _tails_to_end(tail: Floats, duration: Floats) -> Floats:
     """Tails from starts, in turned order, when the end of one lies before the start of the one turned before it."""
     done = np.cumsum(duration)
     found: Floats = np.maximum.accumulate(tail - done, axis=-1) + done
     return found
 
 
-def _lane_bound(least: Least, paths: Paths, lane: int) -> Bound:
+def _lane_bound(least: LeastTimes, paths: LongestPaths, lane: int) -> LowerBound:
     """The bound of one lane: see the head of the file."""
     instance = least.instance
-    stages = list(instance.held(lane))
+    stages = list(instance.lane_stages(lane))
     work = float((instance.time_s[F] + least.whole)[stages].sum())
     source, shift = 0, np.zeros(1)
     if instance.objective == "span":
         source, shift = lane, paths.forward[:, stages].min(axis=(1, 2))
         shift[lane] = 0.0
     limit = float(instance.limit_bytes[lane]) * (1 + 1e-9)
-    before = _idle([_begin(least, paths, stage, source) for stage in stages], limit)
-    after = _idle([_end(least, paths, stage, shift) for stage in stages], limit)
-    best, parts = _join(work, before, after)
-    return Bound(time_s=best, lane=lane, work_s=work, before_s=parts[0], after_s=parts[1])
+    before = _idle_windows([_begin_side(least, paths, stage, source) for stage in stages], limit)
+    after = _idle_windows([_end_side(least, paths, stage, shift) for stage in stages], limit)
+    best, parts = _join_windows(work, before, after)
+    return LowerBound(time_s=best, lane=lane, work_s=work, before_s=parts[0], after_s=parts[1])
 
 
-def _join(work: float, before: Windows, after: Windows) -> tuple[float, tuple[float, float]]:
+def _join_windows(work: float, before: Windows, after: Windows) -> tuple[float, tuple[float, float]]:
     """(bound, idle times before and after): the two windows count together once they cannot overlap."""
     parts = max((before[-1][1], 0.0), (0.0, after[-1][1]), key=sum)
     best = work + sum(parts)
@@ -248,7 +248,7 @@ def _join(work: float, before: Windows, after: Windows) -> tuple[float, tuple[fl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class WindowSide:
     """What one stage can do in a window at the beginning or the end of its lane, counted in units. Three operations of
     a unit enter the window one after the other: F, the way back and W, or, from the end, W, the way back and F. The
     first holds memory, the last gives it back."""
@@ -262,28 +262,30 @@ class Side:
     held: tuple[Floats, Floats]
     "[unit]: what is held until the second is over, and from then on."
 
-    def tables(self, lengths: Floats) -> tuple[Floats, Floats]:
+    def work_tables(self, lengths: Floats) -> tuple[Floats, Floats]:
         """[length, count]: the most work, and the least level, when so many units have entered a window; -inf and inf
         for more than can enter it."""
         units = len(self.gain[0])
         counts = np.arange(units + 1)[None, :]
         most = [np.searchsorted(enter, lengths)[:, None] for enter in self.enter_s]
         second, third = (np.minimum(counts, many) for many in most[1:])
-        work = _sums(self.gain[0])[counts] + _sums(self.gain[1])[second] + _sums(self.gain[2])[third]
+        work = (
+            _prefix_sums(self.gain[0])[counts] + _prefix_sums(self.gain[1])[second] + _prefix_sums(self.gain[2])[third]
+        )
         over = [np.searchsorted(each, lengths, "right")[:, None] for each in self.over_s]
         changed = np.minimum(counts, over[0])
         freed = np.minimum(np.minimum(counts, over[1]), changed)
-        first, then = (_sums(held) for held in self.held)
+        first, then = (_prefix_sums(held) for held in self.held)
         level = first[counts] - first[changed] + then[changed] - then[freed]
         entered = counts <= most[0]
         return np.where(entered, work, -np.inf), np.where(entered, level, np.inf)
 
 
-def _sums(array: Floats) -> Floats:
+def _prefix_sums(array: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(array)])
 
 
-def _begin(least: Least, paths: Paths, stage: int, source: int) -> Side:
+def _begin_side(least: LeastTimes, paths: LongestPaths, stage: int, source: int) -> WindowSide:
     """A stage in the first window of its lane."""
     instance, order = least.instance, least.instance.backwards
     back, part, whole = (each[order] for each in (paths.back[source, stage], least.back[stage], least.whole[stage]))
@@ -292,7 +294,7 @@ def _begin(least: Least, paths: Paths, stage: int, source: int) -> Side:
     if least.any_order[stage]:
         rest, fresh, kept = -np.sort(-rest), np.full_like(fresh, fresh.min()), np.full_like(kept, kept.min())
     over = np.sort(back + part)
-    return Side(
+    return WindowSide(
         enter_s=(paths.forward[source, stage], back, over),
         over_s=(over, np.sort(back + whole)),
         gain=(instance.time_s[F, stage], np.minimum(part, whole), rest),
@@ -300,11 +302,11 @@ def _begin(least: Least, paths: Paths, stage: int, source: int) -> Side:
     )
 
 
-def _end(least: Least, paths: Paths, stage: int, shift: Floats) -> Side:
+def _end_side(least: LeastTimes, paths: LongestPaths, stage: int, shift: Floats) -> WindowSide:
     """A stage in the last window of its lane, its units turned round. A window has a part of an operation if it is
     longer than what must follow that operation's end."""
     instance, order = least.instance, least.instance.backwards
-    follows = _after_back(least, paths, stage)
+    follows = _tail_after_backward(least, paths, stage)
     after_back = np.maximum.accumulate((shift[:, None] + follows).max(axis=0)[order][::-1])
     after_forward = (shift[:, None] + paths.from_forward[:, stage]).max(axis=0) - instance.time_s[F, stage]
     turned = order[::-1]
@@ -314,15 +316,15 @@ def _end(least: Least, paths: Paths, stage: int, shift: Floats) -> Side:
         weight, rest = -np.sort(-weight), -np.sort(-rest)
         between, kept = np.full_like(between, between.min()), np.full_like(kept, kept.min())
     after_forward = np.sort(after_forward)
-    return Side(
-        enter_s=(np.zeros(instance.units), after_back, after_forward),
+    return WindowSide(
+        enter_s=(np.zeros(instance.num_units), after_back, after_forward),
         over_s=(np.nextafter(after_back, np.inf), np.nextafter(after_forward, np.inf)),
         gain=(weight, rest, instance.time_s[F, stage, ::-1]),
         held=(between, kept),
     )
 
 
-def _after_back(least: Least, paths: Paths, stage: int) -> Floats:
+def _tail_after_backward(least: LeastTimes, paths: LongestPaths, stage: int) -> Floats:
     """[source, unit]: what must follow the end of a way back, its own W left out."""
     instance, order = least.instance, least.instance.backwards
     found: Floats = np.zeros_like(paths.from_back[:, stage])
@@ -334,14 +336,14 @@ def _after_back(least: Least, paths: Paths, stage: int) -> Floats:
     return found
 
 
-def _idle(sides: list[Side], limit: float) -> Windows:
+def _idle_windows(sides: list[WindowSide], limit: float) -> Windows:
     """(length, least idle time) of windows, idle time strictly rising."""
     moments = np.unique(np.concatenate([each for side in sides for each in (*side.enter_s, *side.over_s)]))
     moments = moments[np.isfinite(moments) & (moments >= 0)]
     if len(moments) > CANDIDATES:
         moments = moments[np.linspace(0, len(moments) - 1, CANDIDATES).round().astype(int)]
     found = [(0.0, 0.0)]
-    idle = moments - _most_work([side.tables(moments) for side in sides], limit)
+    idle = moments - _most_work([side.work_tables(moments) for side in sides], limit)
     for length, least in zip(moments.tolist(), idle.tolist(), strict=True):
         if least > found[-1][1]:
             found.append((length, least))
@@ -363,13 +365,13 @@ def _most_work(tables: list[tuple[Floats, Floats]], limit: float) -> Floats:
             fits = level[n][:, None] + height[n][None, :] <= limit
             found[n] = np.where(fits, work[n][:, None] + other[n][None, :], 0.0).max()
         return found
-    return np.array([_priced([(w[n], v[n]) for w, v in tables], limit) for n in range(len(tables[0][0]))])
+    return np.array([_priced_work([(w[n], v[n]) for w, v in tables], limit) for n in range(len(tables[0][0]))])
 
 
-def _priced(tables: list[tuple[Floats, Floats]], limit: float) -> float:
+def _priced_work(tables: list[tuple[Floats, Floats]], limit: float) -> float:
     """An upper bound on the most work, by Lagrange: any price of memory gives one."""
     tables = [(work[np.isfinite(level)], level[np.isfinite(level)]) for work, level in tables]
-    prices = np.unique(np.concatenate([[0.0], *(_prices(work, level) for work, level in tables)]))
+    prices = np.unique(np.concatenate([[0.0], *(_memory_prices(work, level) for work, level in tables)]))
     if len(prices) > 40:
         prices = prices[np.linspace(0, len(prices) - 1, 40).round().astype(int)]
     return min(
@@ -378,7 +380,7 @@ def _priced(tables: list[tuple[Floats, Floats]], limit: float) -> float:
     )
 
 
-def _prices(work: Floats, level: Floats) -> Floats:
+def _memory_prices(work: Floats, level: Floats) -> Floats:
     """Work gained for a byte."""
     gained, taken = np.diff(work), np.diff(level)
     return np.asarray(gained[taken > 0] / taken[taken > 0])

@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.problem import Problem, uniform_costs
+from pipefit.schedule.problem import ScheduleProblem, uniform_costs
 
 name = "fit"
 searched = False
 
 
-def build(problem: Problem) -> Schedule:
+def build(problem: ScheduleProblem) -> Schedule:
     """The computed schedule. Raises ScheduleError where the limit is below what any schedule needs."""
-    from pipefit.schedule.fit.search import fit
+    from pipefit.schedule.fit.search import fit_schedule
 
     if problem.costs is None:
-        problem = replace(problem, costs=uniform_costs(problem.placement, problem.dag), limit_bytes=None)
-    return fit(problem).schedule
+        problem = replace(problem, costs=uniform_costs(problem.placement, problem.stage_edges), limit_bytes=None)
+    return fit_schedule(problem).schedule

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipefit.cost.types import ActionTable, CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import COMPUTE, Action, Schedule
-from pipefit.schedule.problem import Edge, Problem
+from pipefit.schedule.problem import Edge, ScheduleProblem
 from pipefit.schedule.taskgraph.times import edge_table, match_edges
 
 Objective = Literal["makespan", "span"]
@@ -30,7 +30,7 @@ F, I, W, B = range(4)  # noqa: E741
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
+class FitInstance:
     """Times are in seconds, memory in bytes; [kind, stage, unit] with kinds in the order F, I, W, B."""
 
     placement: Ints
@@ -69,7 +69,7 @@ class Instance:
     "Makespan: the end of the last action. Span: the longest time from a lane's first action to its last."
 
     @staticmethod
-    def of(problem: Problem, objective: Objective = "makespan") -> Instance:
+    def from_problem(problem: ScheduleProblem, objective: Objective = "makespan") -> FitInstance:
         """The instance of a problem with costs. Raises ScheduleError for times that no schedule can be made for."""
         costs = problem.costs
         if costs is None:
@@ -79,20 +79,20 @@ class Instance:
                 seen="none",
                 allowed="a cost table, or `--times F,I,W`",
             )
-        shape = (problem.stages, problem.microbatches, problem.slices)
+        shape = (problem.num_stages, problem.microbatches, problem.slices)
         _check_times(costs, shape)
-        time_s, held, passing = np.zeros((3, 4, problem.stages, problem.microbatches * problem.slices))
+        time_s, held, passing = np.zeros((3, 4, problem.num_stages, problem.microbatches * problem.slices))
         for kind, name in enumerate(COMPUTE):
             if name in costs.actions:
-                time_s[kind] = _dense(costs.actions[name].time_s, shape) + costs.overhead_s
-                held[kind] = _dense(costs.actions[name].held_bytes, shape)
-                passing[kind] = _dense(costs.actions[name].peak_bytes, shape)
-        limits = np.full(problem.lanes, np.inf) if problem.limit_bytes is None else np.array(problem.limit_bytes)
-        ahead = _transfers(problem, costs, "forward")
-        back = _transfers(problem, costs, "backward")
-        return Instance(
+                time_s[kind] = _dense_table(costs.actions[name].time_s, shape) + costs.overhead_s
+                held[kind] = _dense_table(costs.actions[name].held_bytes, shape)
+                passing[kind] = _dense_table(costs.actions[name].peak_bytes, shape)
+        limits = np.full(problem.num_lanes, np.inf) if problem.limit_bytes is None else np.array(problem.limit_bytes)
+        ahead = _transfer_tables(problem, costs, "forward")
+        back = _transfer_tables(problem, costs, "backward")
+        return FitInstance(
             placement=np.array(problem.placement, dtype=np.int32),
-            lanes=problem.lanes,
+            lanes=problem.num_lanes,
             microbatches=problem.microbatches,
             slices=problem.slices,
             backwards=backward_order(problem.microbatches, problem.slices),
@@ -100,10 +100,10 @@ class Instance:
             held_bytes=held,
             passing_bytes=passing,
             may_split=_may_split(costs, shape),
-            may_merge=np.full(problem.stages, "B" in costs.actions),
-            edges=problem.dag,
-            source=np.array([edge[0] for edge in problem.dag], dtype=np.int32),
-            target=np.array([edge[1] for edge in problem.dag], dtype=np.int32),
+            may_merge=np.full(problem.num_stages, "B" in costs.actions),
+            edges=problem.stage_edges,
+            source=np.array([edge[0] for edge in problem.stage_edges], dtype=np.int32),
+            target=np.array([edge[1] for edge in problem.stage_edges], dtype=np.int32),
             forward_s=ahead[0],
             backward_s=back[0],
             forward_port_s=ahead[1],
@@ -115,23 +115,23 @@ class Instance:
         )
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         return len(self.placement)
 
     @property
-    def units(self) -> int:
+    def num_units(self) -> int:
         return self.microbatches * self.slices
 
-    def operation(self, kind: int, stage: int, unit: int) -> int:
+    def operation_number(self, kind: int, stage: int, unit: int) -> int:
         """An action as an integer."""
-        return (kind * self.stages + stage) * self.units + unit
+        return (kind * self.num_stages + stage) * self.num_units + unit
 
-    def parts(self, operation: int) -> tuple[int, int, int]:
+    def operation_parts(self, operation: int) -> tuple[int, int, int]:
         """(kind, stage, unit) of an operation."""
-        row, unit = divmod(int(operation), self.units)
-        return row // self.stages, row % self.stages, unit
+        row, unit = divmod(int(operation), self.num_units)
+        return row // self.num_stages, row % self.num_stages, unit
 
-    def held(self, lane: int) -> tuple[int, ...]:
+    def lane_stages(self, lane: int) -> tuple[int, ...]:
         """The stages of a lane, ascending."""
         return tuple(np.flatnonzero(self.placement == lane).tolist())
 
@@ -161,25 +161,25 @@ def backward_order(microbatches: int, slices: int) -> Ints:
     return np.arange(microbatches * slices, dtype=np.int32).reshape(microbatches, slices)[:, ::-1].reshape(-1)
 
 
-def orders_of(instance: Instance, schedule: Schedule) -> list[Ints]:
+def orders_of(instance: FitInstance, schedule: Schedule) -> list[Ints]:
     """The orders of a computed schedule of the instance."""
     codes = {name: kind for kind, name in enumerate(COMPUTE)}
     return [
         np.array(
-            [instance.operation(codes[a.kind], a.stage, a.microbatch * instance.slices + a.slice) for a in lane],
+            [instance.operation_number(codes[a.kind], a.stage, a.microbatch * instance.slices + a.slice) for a in lane],
             dtype=np.int32,
         )
         for lane in schedule.lanes
     ]
 
 
-def schedule_of(instance: Instance, orders: Sequence[Ints], name: str = "fit") -> Schedule:
+def schedule_of(instance: FitInstance, orders: Sequence[Ints], name: str = "fit") -> Schedule:
     """The computed schedule with these orders."""
     lanes = []
     for order in orders:
         row = []
         for operation in order.tolist():
-            kind, stage, unit = instance.parts(operation)
+            kind, stage, unit = instance.operation_parts(operation)
             row.append(Action(COMPUTE[kind], stage, *divmod(unit, instance.slices)))
         lanes.append(tuple(row))
     return Schedule(
@@ -191,7 +191,7 @@ def schedule_of(instance: Instance, orders: Sequence[Ints], name: str = "fit") -
     )
 
 
-def _dense(table: Floats, shape: tuple[int, int, int]) -> Floats:
+def _dense_table(table: Floats, shape: tuple[int, int, int]) -> Floats:
     """[stage, unit] of an array that broadcasts over [stage, microbatch, slice]."""
     return np.broadcast_to(table, shape).reshape(shape[0], -1)
 
@@ -204,7 +204,7 @@ def _may_split(costs: CostTable, shape: tuple[int, int, int]) -> NDArray[np.bool
     if "B" not in costs.actions:
         return np.ones(shape[0], dtype=np.bool_)
     time_s, held, passing = (
-        {kind: _dense(getattr(costs.actions[kind], field), shape) for kind in "IWB"}
+        {kind: _dense_table(getattr(costs.actions[kind], field), shape) for kind in "IWB"}
         for field in ("time_s", "held_bytes", "peak_bytes")
     )
     need = {kind: np.maximum(held[kind], 0.0) + passing[kind] for kind in "IWB"}
@@ -215,16 +215,18 @@ def _may_split(costs: CostTable, shape: tuple[int, int, int]) -> NDArray[np.bool
     return np.asarray(~merges.all(axis=1))
 
 
-def _transfers(problem: Problem, costs: CostTable, way: str) -> tuple[Floats, Floats, Floats]:
+def _transfer_tables(problem: ScheduleProblem, costs: CostTable, way: str) -> tuple[Floats, Floats, Floats]:
     """(time, port time, receive buffer) by [edge, unit], of one direction; zeros for edges within a lane."""
-    shape = (len(problem.dag), problem.microbatches, problem.slices)
+    shape = (len(problem.stage_edges), problem.microbatches, problem.slices)
     whole, port, size = np.zeros((3, shape[0], shape[1] * shape[2]))
-    crossing = [place for place, (s, t, _) in enumerate(problem.dag) if problem.placement[s] != problem.placement[t]]
-    matched = match_edges([problem.dag[place] for place in crossing], costs)
+    crossing = [
+        place for place, (s, t, _) in enumerate(problem.stage_edges) if problem.placement[s] != problem.placement[t]
+    ]
+    matched = match_edges([problem.stage_edges[place] for place in crossing], costs)
     if crossing:
         part = (len(crossing), *shape[1:])
         for table, field in ((whole, "s"), (port, "port_s"), (size, "bytes")):
-            table[crossing] = _dense(edge_table(matched, f"{way}_{field}"), part)
+            table[crossing] = _dense_table(edge_table(matched, f"{way}_{field}"), part)
     return whole, port, size
 
 
@@ -250,7 +252,7 @@ def _check_times(costs: CostTable, shape: tuple[int, int, int]) -> None:
 
 
 def _check_time(name: str, table: ActionTable, shape: tuple[int, int, int], zero: bool) -> None:
-    time_s = _dense(table.time_s, shape)
+    time_s = _dense_table(table.time_s, shape)
     wrong = ~np.isfinite(time_s) | ((time_s < 0) if zero else (time_s <= 0))
     if wrong.any():
         stage, unit = (int(place) for place in np.argwhere(wrong)[0])

@@ -16,18 +16,18 @@ import numpy as np
 
 from pipefit.cost.types import ActionTable, CostTable
 from pipefit.errors import ScheduleError
-from pipefit.schedule.fit.instance import Instance, Objective
-from pipefit.schedule.fit.kernels.arrays import retimed, tables
-from pipefit.schedule.fit.kernels.sweep import Tables
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.fit.instance import FitInstance, Objective
+from pipefit.schedule.fit.kernels.arrays import make_tables, retime_tables
+from pipefit.schedule.fit.kernels.sweep import InstanceTables
+from pipefit.schedule.problem import ScheduleProblem
 
 Choice: TypeAlias = tuple[str, ...]
 
 
-def chosen(problem: Problem, options: Mapping[str, CostTable], choice: Choice) -> Problem:
+def problem_of_choice(problem: ScheduleProblem, options: Mapping[str, CostTable], choice: Choice) -> ScheduleProblem:
     """The problem in which every stage has the costs of its choice."""
     first = next(iter(options.values()))
-    shape = (problem.stages, problem.microbatches, problem.slices)
+    shape = (problem.num_stages, problem.microbatches, problem.slices)
     actions = {}
     for name in first.actions:
         columns = {}
@@ -40,17 +40,20 @@ def chosen(problem: Problem, options: Mapping[str, CostTable], choice: Choice) -
     return replace(problem, costs=replace(first, actions=actions))
 
 
-class Mixture:
+class OptionMixture:
     """The instances in which every stage has one of several options. `problem` says all but the costs."""
 
-    def __init__(self, problem: Problem, options: Mapping[str, CostTable], objective: Objective) -> None:
+    def __init__(self, problem: ScheduleProblem, options: Mapping[str, CostTable], objective: Objective) -> None:
         self.place = {name: place for place, name in enumerate(options)}
-        self.uniform = [Instance.of(chosen(problem, options, (name,) * problem.stages), objective) for name in options]
-        self.tables = tables(self.uniform[0])
+        self.uniform = [
+            FitInstance.from_problem(problem_of_choice(problem, options, (name,) * problem.num_stages), objective)
+            for name in options
+        ]
+        self.tables = make_tables(self.uniform[0])
         fields = ("time_s", "held_bytes", "passing_bytes", "may_split", "may_merge")
         self.by_option = {field: np.stack([getattr(one, field) for one in self.uniform], axis=-1) for field in fields}
 
-    def of(self, choice: Choice) -> tuple[Instance, Tables]:
+    def mixed_instance(self, choice: Choice) -> tuple[FitInstance, InstanceTables]:
         """The instance of a choice, and its tables."""
         rows = np.array([self.place[name] for name in choice])
         stages = np.arange(len(rows))
@@ -59,7 +62,7 @@ class Mixture:
             one = table[stages, rows] if table.ndim == 2 else table[:, stages, :, rows].swapaxes(0, 1)
             columns[field] = np.ascontiguousarray(one)
         instance = replace(self.uniform[0], **columns)
-        return instance, retimed(self.tables, instance)
+        return instance, retime_tables(self.tables, instance)
 
 
 def check_options(options: Mapping[str, CostTable]) -> None:
@@ -74,7 +77,7 @@ def check_options(options: Mapping[str, CostTable]) -> None:
         )
 
 
-def choices(
+def search_choices(
     stages: int,
     names: Sequence[str],
     value: Callable[[Choice], float],
@@ -89,7 +92,7 @@ def choices(
         better = len(names) > 1
         while better and still_going():
             better = False
-            for (low, high), name in product(_runs(stages), names):
+            for (low, high), name in product(_stage_runs(stages), names):
                 other = (*best[:low], *(name,) * (high - low), *best[high:])
                 if other not in known and still_going():
                     known[other] = value(other)
@@ -100,7 +103,7 @@ def choices(
     return sorted(ends, key=lambda choice: known[choice])
 
 
-def _runs(stages: int) -> list[tuple[int, int]]:
+def _stage_runs(stages: int) -> list[tuple[int, int]]:
     """[first, last) of the first so many stages, of the last, and of each one."""
     ahead = [(0, stop) for stop in range(1, stages)]
     return [*ahead, *((start, stages) for start in range(1, stages)), *((one, one + 1) for one in range(stages))]

@@ -8,7 +8,7 @@ from pipefit.schedule.actions import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class FitResult:
     """The best schedule found, with a bound that no schedule can go below."""
 
     schedule: Schedule
@@ -30,6 +30,6 @@ class Fit:
     notes: tuple[str, ...] = ()
 
     @property
-    def gap(self) -> float:
+    def relative_gap(self) -> float:
         """How much of the time the bound leaves open: 0 is proven optimal."""
         return (self.time_s - self.bound_s) / self.time_s

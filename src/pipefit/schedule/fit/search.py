@@ -11,28 +11,28 @@ import numpy as np
 
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
-from pipefit.schedule.fit.bounds import honest, lower_bound
-from pipefit.schedule.fit.instance import Floats, Instance, Objective
-from pipefit.schedule.fit.kernels.arrays import PLAIN, Loops, compiled, state, tables
-from pipefit.schedule.fit.kernels.sweep import Tables
-from pipefit.schedule.fit.local.improve import Budget, improve, merge_neighbours, run
-from pipefit.schedule.fit.options import Choice, Mixture, check_options, choices, chosen
-from pipefit.schedule.fit.result import Fit
+from pipefit.schedule.fit.bounds import check_bound, lower_bound
+from pipefit.schedule.fit.instance import FitInstance, Floats, Objective
+from pipefit.schedule.fit.kernels.arrays import PLAIN, SearchLoops, compile_loops, make_state, make_tables
+from pipefit.schedule.fit.kernels.sweep import InstanceTables
+from pipefit.schedule.fit.local.improve import MoveBudget, anneal_orders, improve_orders, merge_neighbours
+from pipefit.schedule.fit.options import Choice, OptionMixture, check_options, problem_of_choice, search_choices
+from pipefit.schedule.fit.result import FitResult
 from pipefit.schedule.fit.starts.construct import (
     FEW_SPEEDS,
-    Builder,
+    OrderBuilder,
     all_starts,
     block_starts,
-    fits,
+    fits_in_memory,
     merge_choices,
-    swept,
-    wishes,
+    sweep_orders,
+    wished_starts,
 )
-from pipefit.schedule.fit.starts.extend import extended, few, shortened
-from pipefit.schedule.fit.starts.periodic import repeating, tuned
-from pipefit.schedule.fit.starts.start import Start
-from pipefit.schedule.fit.verify import Simulated, least_bytes, least_held, one_by_one
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.fit.starts.extend import extend_starts, initial_microbatches, shorten_instance
+from pipefit.schedule.fit.starts.periodic import steady_starts, tune_offsets
+from pipefit.schedule.fit.starts.start import TimedOrders
+from pipefit.schedule.fit.verify import SimulationMemo, least_bytes, least_held, sequential_orders
+from pipefit.schedule.problem import ScheduleProblem
 
 MOVES = 100_000
 """Moves of the local search that are tried by default."""
@@ -59,16 +59,16 @@ SHORT_SHARE = 0.08
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class FitSearch:
     """What the parts of one call share."""
 
-    problem: Problem
-    instance: Instance
-    loops: Loops
-    budget: Budget
+    problem: ScheduleProblem
+    instance: FitInstance
+    loops: SearchLoops
+    budget: MoveBudget
     seed: int
     exact_seconds: float
-    simulated: Simulated
+    simulated: SimulationMemo
     bound_s: float
 
     @property
@@ -77,8 +77,8 @@ class Search:
         return self.bound_s * (1 + 1e-9)
 
 
-def fit(
-    problem: Problem,
+def fit_schedule(
+    problem: ScheduleProblem,
     *,
     moves: int = MOVES,
     seconds: float | None = None,
@@ -87,7 +87,7 @@ def fit(
     objective: Objective = "makespan",
     options: Mapping[str, CostTable] | None = None,
     use_numba: bool = True,
-) -> Fit:
+) -> FitResult:
     """The best schedule found for the true times of `problem.costs` within `problem.limit_bytes`.
 
     `options`: cost tables by the name of a recomputation choice, of which each stage takes one; they stand in place of
@@ -96,224 +96,235 @@ def fit(
     ScheduleError where the limit is below what any schedule needs, saying the least, and for times that are not
     positive.
     """
-    budget = Budget(moves, math.inf if seconds is None else time.perf_counter() + seconds)
-    loops = compiled() if use_numba else PLAIN
+    budget = MoveBudget(moves, math.inf if seconds is None else time.perf_counter() + seconds)
+    loops = compile_loops() if use_numba else PLAIN
     choice: Choice = ()
-    begin: list[Start] = []
+    begin: list[TimedOrders] = []
     if options is not None:
         check_options(options)
-        choice, begin = _choose(problem, options, objective, loops, budget, seed)
-        problem = chosen(problem, options, choice)
-    instance = Instance.of(problem, objective)
+        choice, begin = _choose_options(problem, options, objective, loops, budget, seed)
+        problem = problem_of_choice(problem, options, choice)
+    instance = FitInstance.from_problem(problem, objective)
     bound_s = lower_bound(instance).time_s
-    simulated = Simulated(problem, instance)
-    search = Search(problem, instance, loops, budget, seed, exact_seconds, simulated, bound_s)
+    simulated = SimulationMemo(problem, instance)
+    search = FitSearch(problem, instance, loops, budget, seed, exact_seconds, simulated, bound_s)
     best, proven_s = _within_limits(search, begin)
-    return _result(search, best, max(proven_s, bound_s), choice)
+    return _make_result(search, best, max(proven_s, bound_s), choice)
 
 
-def _within_limits(search: Search, begin: list[Start]) -> tuple[Start, float]:
+def _within_limits(search: FitSearch, begin: list[TimedOrders]) -> tuple[TimedOrders, float]:
     """The best orders found whose peaks, by the simulator, are within the limits, and a bound. The best start within
     them is the least that comes out. Where buffers take the search beyond the limits, it tries again with less.
     `begin`: what was searched already, and then all constructions, or nothing."""
     instance, budget = search.instance, search.budget
     limit, least = instance.limit_bytes.copy(), least_held(instance)
     moves = budget.moves
-    safe: Start | None = None
+    safe: TimedOrders | None = None
     for repair in range(REPAIRS):
         tight = replace(instance, limit_bytes=limit)
-        t = tables(tight)
+        t = make_tables(tight)
         known = [*begin[:1], *([safe] if safe else [])]
-        kept = [one for one in known if fits(t, swept(tight, t, search.loops, one.orders), one.orders)]
-        fresh = _starts(search, tight, begin[1:] if repair == 0 else [])
+        kept = [one for one in known if fits_in_memory(t, sweep_orders(tight, t, search.loops, one.orders), one.orders)]
+        fresh = _collect_starts(search, tight, begin[1:] if repair == 0 else [])
         starts = sorted([*kept, *fresh], key=lambda start: start.time_s)
         if not starts:
             break
         if budget.until_s < math.inf:
-            budget.kept_s = max(budget.kept_s, AFTERWARDS * _ending_s(search, tight, t, starts[0]))
+            budget.kept_s = max(budget.kept_s, AFTERWARDS * _finishing_s(search, tight, t, starts[0]))
         safe = _first_safe(search, starts, safe)
-        over = search.simulated.excess(starts[0])
+        over = search.simulated.excess_bytes(starts[0])
         if not over.any():
             alone = safe is None or safe.time_s >= starts[0].time_s
-            part = budget if alone else _half(budget)
-            found = improve(tight, t, search.loops, starts, part, search.seed, search.goal_s)
+            part = budget if alone else _spend_half(budget)
+            found = improve_orders(tight, t, search.loops, starts, part, search.seed, search.goal_s)
             found = merge_neighbours(tight, t, search.loops, found)
-            over = search.simulated.excess(found)
+            over = search.simulated.excess_bytes(found)
             if not over.any() and alone:
-                return _exactly(search, tight, found)
+                return _improve_exactly(search, tight, found)
             if not over.any() and safe is not None:
                 safe = min(safe, found, key=lambda start: start.time_s)
                 break
             budget.moves = budget.spent + moves // 3
         limit = np.maximum(limit - over, np.minimum(limit, least))
     if safe is None:
-        slow = [start for start in one_by_one(instance, search.loops) if not _exceeds(search, start)]
+        slow = [start for start in sequential_orders(instance, search.loops) if not _exceeds_limits(search, start)]
         if not slow:
-            raise _too_tight(search.problem, instance, search.loops)
+            raise _limit_error(search.problem, instance, search.loops)
         safe = min(slow, key=lambda start: start.time_s)
-    return _exactly(search, instance, _carefully(search, safe))
+    return _improve_exactly(search, instance, _improve_safely(search, safe))
 
 
-def _ending_s(search: Search, tight: Instance, t: Tables, start: Start) -> float:
+def _finishing_s(search: FitSearch, tight: FitInstance, t: InstanceTables, start: TimedOrders) -> float:
     """What it takes to end a search: merging, and the simulator's word."""
     began = time.perf_counter()
     merge_neighbours(tight, t, search.loops, start)
-    search.simulated.of(start)
+    search.simulated.simulate_start(start)
     return time.perf_counter() - began
 
 
-def _first_safe(search: Search, starts: list[Start], safe: Start | None) -> Start | None:
+def _first_safe(search: FitSearch, starts: list[TimedOrders], safe: TimedOrders | None) -> TimedOrders | None:
     """The quickest of `starts`, which are sorted by time, and `safe` that is within the limits by the simulator."""
     for start in starts:
         if safe is not None and start.time_s >= safe.time_s:
             break
-        if not _exceeds(search, start):
+        if not _exceeds_limits(search, start):
             return start
     return safe
 
 
-def _half(budget: Budget) -> Budget:
+def _spend_half(budget: MoveBudget) -> MoveBudget:
     """Half of what is left, which counts as spent."""
-    half = budget.part(0.5)
+    half = budget.moves_share(0.5)
     budget.spent += half.moves
     return half
 
 
-def _carefully(search: Search, safe: Start) -> Start:
+def _improve_safely(search: FitSearch, safe: TimedOrders) -> TimedOrders:
     """What the rest of the budget makes of orders within the limits, in pieces, each of which must stay within them: by
     turns with all of the memory, and with what the orders hold without buffers."""
     budget, instance = search.budget, search.instance
     length = max((budget.moves - budget.spent) // PIECES, LEAST_PIECE)
     for piece in range(PIECES):
-        if not budget.take(1):
+        if not budget.take_moves(1):
             break
-        tight = instance if piece % 2 else replace(instance, limit_bytes=_held(search, safe))
-        t = tables(tight)
-        found = run(tight, t, search.loops, safe, budget, search.seed + piece, min(length, budget.take(length)))
+        tight = instance if piece % 2 else replace(instance, limit_bytes=_bytes_held(search, safe))
+        t = make_tables(tight)
+        found = anneal_orders(
+            tight, t, search.loops, safe, budget, search.seed + piece, min(length, budget.take_moves(length))
+        )
         found = merge_neighbours(tight, t, search.loops, found)
-        if found.time_s < safe.time_s and not _exceeds(search, found):
+        if found.time_s < safe.time_s and not _exceeds_limits(search, found):
             safe = found
     return safe
 
 
-def _held(search: Search, start: Start) -> Floats:
+def _bytes_held(search: FitSearch, start: TimedOrders) -> Floats:
     """Per lane: what orders take without buffers."""
-    t = tables(search.instance)
-    s = swept(search.instance, t, search.loops, start.orders)
+    t = make_tables(search.instance)
+    s = sweep_orders(search.instance, t, search.loops, start.orders)
     return np.array([(s.level[lane, : len(one)] + t.need[one]).max() for lane, one in enumerate(start.orders)])
 
 
-def _exceeds(search: Search, start: Start) -> bool:
-    return bool(search.simulated.excess(start).any())
+def _exceeds_limits(search: FitSearch, start: TimedOrders) -> bool:
+    return bool(search.simulated.excess_bytes(start).any())
 
 
-def _exactly(search: Search, tight: Instance, found: Start) -> tuple[Start, float]:
+def _improve_exactly(search: FitSearch, tight: FitInstance, found: TimedOrders) -> tuple[TimedOrders, float]:
     """What the exact solver makes of orders, and the bound that it proves where no limit was tightened."""
     if not search.exact_seconds:
         return found, 0.0
     from pipefit.schedule.fit.exact import windows as exact
 
-    made = exact.improve(tight, found.orders, search.exact_seconds, search.seed)
+    made = exact.improve_windows(tight, found.orders, search.exact_seconds, search.seed)
     better = replace(found, time_s=made.time_s, orders=made.orders, name=f"{found.name}, exact")
-    better = merge_neighbours(tight, tables(tight), search.loops, better)
-    if better.time_s < found.time_s and not _exceeds(search, better):
+    better = merge_neighbours(tight, make_tables(tight), search.loops, better)
+    if better.time_s < found.time_s and not _exceeds_limits(search, better):
         found = better
     own = bool((tight.limit_bytes == search.instance.limit_bytes).all())
     return found, made.bound_s if own else 0.0
 
 
-def _starts(search: Search, instance: Instance, known: list[Start]) -> list[Start]:
+def _collect_starts(search: FitSearch, instance: FitInstance, known: list[TimedOrders]) -> list[TimedOrders]:
     """All constructions, which may be known, for many microbatches searches of fewer, extended, and the best ones
     tuned; best first."""
     problem, loops, budget = search.problem, search.loops, search.budget
-    t = tables(instance)
+    t = make_tables(instance)
     starts = known or all_starts(instance, problem, t, loops)
-    if not starts or not budget.take(1) or starts[0].time_s <= search.goal_s:
+    if not starts or not budget.take_moves(1) or starts[0].time_s <= search.goal_s:
         return starts
-    microbatches = few(instance)
+    microbatches = initial_microbatches(instance)
     if microbatches < instance.microbatches:
-        short = shortened(instance, microbatches)
-        short_t = tables(short)
+        short = shorten_instance(instance, microbatches)
+        short_t = make_tables(short)
         begin = all_starts(short, None, short_t, loops)
         begin = begin or all_starts(short, replace(problem, microbatches=microbatches), short_t, loops)
         for n in range(SHORTS if begin else 0):
-            inner = budget.part(SHORT_SHARE)
-            best = improve(short, short_t, loops, begin[n:] or begin, inner, search.seed + 10 * n)
+            inner = budget.moves_share(SHORT_SHARE)
+            best = improve_orders(short, short_t, loops, begin[n:] or begin, inner, search.seed + 10 * n)
             budget.spent += inner.spent
-            starts += extended(instance, t, loops, short, short_t, best)
-    repeated = repeating(instance, t, loops, budget, search.seed) if microbatches < instance.microbatches else []
-    for n, one in enumerate([*repeated, *_different(starts)]):
-        inner = budget.part(TUNE_SHARE)
-        made = tuned(instance, t, loops, one, inner, search.seed + n)
+            starts += extend_starts(instance, t, loops, short, short_t, best)
+    repeated = steady_starts(instance, t, loops, budget, search.seed) if microbatches < instance.microbatches else []
+    for n, one in enumerate([*repeated, *_distinct_starts(starts)]):
+        inner = budget.moves_share(TUNE_SHARE)
+        made = tune_offsets(instance, t, loops, one, inner, search.seed + n)
         budget.spent += inner.spent
         starts += [] if made is None else [made]
     return sorted([*starts, *repeated], key=lambda start: start.time_s)
 
 
-def _different(starts: list[Start]) -> list[Start]:
+def _distinct_starts(starts: list[TimedOrders]) -> list[TimedOrders]:
     """The best few with different names; patterns count as one."""
-    by_name: dict[str, Start] = {}
+    by_name: dict[str, TimedOrders] = {}
     for start in sorted(starts, key=lambda start: start.time_s):
         by_name.setdefault("pattern" if start.name.startswith("pattern ") else start.name, start)
     return list(by_name.values())[:TUNED]
 
 
-def _choose(
-    problem: Problem, options: Mapping[str, CostTable], objective: Objective, loops: Loops, budget: Budget, seed: int
-) -> tuple[Choice, list[Start]]:
+def _choose_options(
+    problem: ScheduleProblem,
+    options: Mapping[str, CostTable],
+    objective: Objective,
+    loops: SearchLoops,
+    budget: MoveBudget,
+    seed: int,
+) -> tuple[Choice, list[TimedOrders]]:
     """One option for each stage, by what a short search reaches with it; the orders that it reached, and those of all
     constructions."""
 
-    mixture = Mixture(problem, options, objective)
-    known: list[tuple[Start, Floats]] = []
+    mixture = OptionMixture(problem, options, objective)
+    known: list[tuple[TimedOrders, Floats]] = []
     for one in mixture.uniform:
-        own = tables(one)
+        own = make_tables(one)
         best = all_starts(one, problem, own, loops)[:KEPT_STARTS]
-        known += [(start, wishes(one, swept(one, own, loops, start.orders))) for start in best]
+        known += [(start, wished_starts(one, sweep_orders(one, own, loops, start.orders))) for start in best]
 
-    def value(choice: Choice) -> float:
-        instance, t = mixture.of(choice)
+    def choice_value(choice: Choice) -> float:
+        instance, t = mixture.mixed_instance(choice)
         made = list(block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS))
-        builder = Builder(instance, t, loops, merge_choices(instance)[0])
+        builder = OrderBuilder(instance, t, loops, merge_choices(instance)[0])
         for start, wish in known:
-            s = state(t, instance, start.orders)
-            if loops.sweep(t, s) and fits(t, s, start.orders):
-                made.append(Start(float(s.value[0]), start.name, start.orders))
-            elif (time_s := builder.value(wish)) < math.inf:
-                made.append(builder.start(time_s, start.name))
+            s = make_state(t, instance, start.orders)
+            if loops.sweep(t, s) and fits_in_memory(t, s, start.orders):
+                made.append(TimedOrders(float(s.value[0]), start.name, start.orders))
+            elif (time_s := builder.wish_objective(wish)) < math.inf:
+                made.append(builder.valued_start(time_s, start.name))
         if not made:
             return math.inf
         best = min(made, key=lambda start: start.time_s)
-        return run(instance, t, loops, best, budget, seed, min(LOOK, 1 + budget.moves // 400)).time_s
+        return anneal_orders(instance, t, loops, best, budget, seed, min(LOOK, 1 + budget.moves // 400)).time_s
 
-    found = choices(problem.stages, tuple(options), value, lambda: time.perf_counter() < budget.until_s)
+    found = search_choices(
+        problem.num_stages, tuple(options), choice_value, lambda: time.perf_counter() < budget.until_s
+    )
     if not found:
-        raise _none_fits(problem, options, objective, loops)
+        raise _no_option_fits(problem, options, objective, loops)
     uniform = [choice for choice in found if len(set(choice)) == 1]
     racers = list(dict.fromkeys([*found[:KEPT_CHOICES], *uniform[:1]]))
     share = CHOICE_SHARE / len(racers)
 
-    def searched(choice: Choice) -> tuple[Choice, list[Start]]:
-        instance, t = mixture.of(choice)
-        inner = budget.part(share)
+    def search_choice(choice: Choice) -> tuple[Choice, list[TimedOrders]]:
+        instance, t = mixture.mixed_instance(choice)
+        inner = budget.moves_share(share)
         starts = all_starts(instance, problem, t, loops)
-        start = improve(instance, t, loops, starts, inner, seed)
+        start = improve_orders(instance, t, loops, starts, inner, seed)
         budget.spent += inner.spent
         return choice, [start, *starts]
 
-    return min(map(searched, racers), key=lambda one: one[1][0].time_s)
+    return min(map(search_choice, racers), key=lambda one: one[1][0].time_s)
 
 
-def _none_fits(problem: Problem, options: Mapping[str, CostTable], objective: Objective, loops: Loops) -> ScheduleError:
+def _no_option_fits(
+    problem: ScheduleProblem, options: Mapping[str, CostTable], objective: Objective, loops: SearchLoops
+) -> ScheduleError:
     """The error for the option that needs least."""
-    uniform = [chosen(problem, options, (name,) * problem.stages) for name in options]
-    instances = [Instance.of(one, objective) for one in uniform]
+    uniform = [problem_of_choice(problem, options, (name,) * problem.num_stages) for name in options]
+    instances = [FitInstance.from_problem(one, objective) for one in uniform]
     needs = [least_bytes(one, instance, loops).max() for one, instance in zip(uniform, instances, strict=True)]
     least = int(np.argmin(needs))
-    return _too_tight(uniform[least], instances[least], loops)
+    return _limit_error(uniform[least], instances[least], loops)
 
 
-def _too_tight(problem: Problem, instance: Instance, loops: Loops) -> ScheduleError:
+def _limit_error(problem: ScheduleProblem, instance: FitInstance, loops: SearchLoops) -> ScheduleError:
     least = least_bytes(problem, instance, loops)
     assert problem.limit_bytes is not None
     lane = int(np.argmax(least - np.array(problem.limit_bytes)))
@@ -326,12 +337,12 @@ def _too_tight(problem: Problem, instance: Instance, loops: Loops) -> ScheduleEr
     )
 
 
-def _result(search: Search, best: Start, bound_s: float, choice: Choice) -> Fit:
-    schedule, peak_bytes = search.simulated.of(best)
-    return Fit(
+def _make_result(search: FitSearch, best: TimedOrders, bound_s: float, choice: Choice) -> FitResult:
+    schedule, peak_bytes = search.simulated.simulate_start(best)
+    return FitResult(
         schedule=schedule,
         time_s=best.time_s,
-        bound_s=honest(bound_s, best.time_s),
+        bound_s=check_bound(bound_s, best.time_s),
         bubble=1.0 - float(search.instance.work_s().max()) / best.time_s,
         recompute=choice,
         peak_bytes=tuple(peak_bytes.tolist()),

@@ -25,13 +25,13 @@ from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
 from pipefit.schedule.lowering.messages import post_ahead
-from pipefit.schedule.problem import Edge, chain, uniform_costs
+from pipefit.schedule.problem import Edge, chain_edges, uniform_costs
 from pipefit.schedule.taskgraph.compile import TaskGraph, task_graph
 from pipefit.schedule.taskgraph.table import SEND_F, Ints
-from pipefit.schedule.taskgraph.times import Times, run
+from pipefit.schedule.taskgraph.times import TaskTimes, run_graph
 
 
-def lower(
+def lower_schedule(
     schedule: Schedule,
     edges: Sequence[Edge] | None = None,
     costs: CostTable | None = None,
@@ -54,11 +54,11 @@ def lower(
         raise ScheduleError(
             "The schedule is lowered already.", where=schedule.name, allowed="compute actions only: F, I, W, B"
         )
-    dag = tuple(chain(schedule.stages) if edges is None else edges)
+    dag = tuple(chain_edges(schedule.num_stages) if edges is None else edges)
     if costs is None:
         costs = uniform_costs(schedule.placement, dag)
     lanes = _with_transfers(schedule, task_graph(schedule, dag), costs)
-    reduced = set(range(schedule.stages) if reductions is None else reductions)
+    reduced = set(range(schedule.num_stages) if reductions is None else reductions)
     gathered = set(zero)
     full = []
     for lane, actions in enumerate(lanes):
@@ -94,10 +94,10 @@ def _with_transfers(schedule: Schedule, graph: TaskGraph, costs: CostTable) -> l
     transfers = np.flatnonzero(graph.consumer >= 0)
     if not len(transfers):
         return [list(lane) for lane in schedule.lanes]
-    rank, slot, slot_phase = _receive_slots(graph, transfers, run(graph, costs))
+    rank, slot, slot_phase = _receive_slots(graph, transfers, run_graph(graph, costs))
     rows, count = len(graph.table.kind), len(transfers)
     actions: list[Action] = [action for lane in schedule.lanes for action in lane]
-    sends, receives = _actions(graph, transfers)
+    sends, receives = _transfer_actions(graph, transfers)
     row = np.concatenate((np.arange(rows), graph.row[transfers], slot))
     phase = np.concatenate((np.repeat([1, 2], [rows, count]), slot_phase))
     tie = np.concatenate((np.zeros(rows, dtype=np.int64), 2 * rank + 1, 2 * rank))
@@ -109,7 +109,7 @@ def _with_transfers(schedule: Schedule, graph: TaskGraph, costs: CostTable) -> l
     return lanes
 
 
-def _receive_slots(graph: TaskGraph, transfers: Ints, times: Times) -> tuple[Ints, Ints, Ints]:
+def _receive_slots(graph: TaskGraph, transfers: Ints, times: TaskTimes) -> tuple[Ints, Ints, Ints]:
     """For every transfer: its rank in time, and the (row, phase) on the consumer's lane where it is posted.
 
     A transfer is issued when its producer stops. All compute tasks are ranked by (start, number); a transfer comes
@@ -137,7 +137,7 @@ def _receive_slots(graph: TaskGraph, transfers: Ints, times: Times) -> tuple[Int
     return rank, latest, np.where(idle, 2, 0)
 
 
-def _actions(graph: TaskGraph, transfers: Ints) -> tuple[list[Action], list[Action]]:
+def _transfer_actions(graph: TaskGraph, transfers: Ints) -> tuple[list[Action], list[Action]]:
     """The SEND and the RECV of every transfer."""
     edge, forward = graph.edge[transfers], graph.kind[transfers] == SEND_F
     ends = np.array([each[:2] for each in graph.table.edges], dtype=np.int64)[edge]
@@ -149,10 +149,10 @@ def _actions(graph: TaskGraph, transfers: Ints) -> tuple[list[Action], list[Acti
     receive = ["RECV_F" if each else "RECV_B" for each in forward.tolist()]
     sends = zip(send, source, *place, target, names, strict=True)
     receives = zip(receive, target, *place, source, names, strict=True)
-    return _made(sends), _made(receives)
+    return _make_actions(sends), _make_actions(receives)
 
 
-def _made(fields: Iterable[tuple[object, ...]]) -> list[Action]:
+def _make_actions(fields: Iterable[tuple[object, ...]]) -> list[Action]:
     """An action for each tuple of its fields: as `Action(...)`, for a third of the time."""
     return list(map(partial(tuple.__new__, Action), fields))
 

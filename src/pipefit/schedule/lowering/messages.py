@@ -11,39 +11,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pipefit.schedule.actions import Action, Turn
+from pipefit.schedule.actions import Action, RoundRobin
 
 Channel = tuple[str, int, int, str]
 """(RECV_F or RECV_B, receiving stage, sending stage, tensor)."""
 
 
-def channel(action: Action) -> Channel:
+def channel_of(action: Action) -> Channel:
     """The channel of a SEND or RECV."""
     if action.kind.startswith("RECV"):
         return action.kind, action.stage, action.peer, action.what
     return "RECV" + action.kind[4:], action.peer, action.stage, action.what
 
 
-def consumers(lane: Sequence[Action], turns: Sequence[Turn] = ()) -> dict[int, int]:
+def message_consumers(lane: Sequence[Action], turns: Sequence[RoundRobin] = ()) -> dict[int, int]:
     """RECV index -> index of the action that takes the message: F, or the I or B. `turns`: of all stages, as in
     `Schedule.turns`."""
     place = {(a.kind in ("I", "B"), a.stage, a.microbatch, a.slice): i for i, a in enumerate(lane) if a.kind in "FIB"}
     return {
-        index: place[action.kind == "RECV_B", action.stage, _first(action, turns), action.slice]
+        index: place[action.kind == "RECV_B", action.stage, _unit_start(action, turns), action.slice]
         for index, action in enumerate(lane)
         if action.kind.startswith("RECV")
     }
 
 
-def _first(action: Action, turns: Sequence[Turn]) -> int:
-    return turns[action.stage].first(action.microbatch) if turns else action.microbatch
+def _unit_start(action: Action, turns: Sequence[RoundRobin]) -> int:
+    return turns[action.stage].unit_start(action.microbatch) if turns else action.microbatch
 
 
-def windows(lane: Sequence[Action], turns: Sequence[Turn] = ()) -> dict[Channel, int]:
+def receive_windows(lane: Sequence[Action], turns: Sequence[RoundRobin] = ()) -> dict[Channel, int]:
     """The greatest number of receives that are open at once, of every channel into a lane."""
     events = [
-        (place, change, channel(lane[post]))
-        for post, use in consumers(lane, turns).items()
+        (place, change, channel_of(lane[post]))
+        for post, use in message_consumers(lane, turns).items()
         for place, change in ((post, 1), (use, -1))
     ]
     now, most = Counter[Channel](), Counter[Channel]()
@@ -53,14 +53,14 @@ def windows(lane: Sequence[Action], turns: Sequence[Turn] = ()) -> dict[Channel,
     return dict(most)
 
 
-def post_ahead(lane: Sequence[Action], placement: Sequence[int], turns: Sequence[Turn] = ()) -> list[Action]:
+def post_ahead(lane: Sequence[Action], placement: Sequence[int], turns: Sequence[RoundRobin] = ()) -> list[Action]:
     """The lane with every receive posted before the message ahead of it, from the same lane, is used, at the latest.
 
     gloo's sender then finds its peer ready and writes at once, which saves it a round of notifications; it costs one
     more buffer for every lane that sends here. The order of the receives from a lane stays, so what could not hang
     still cannot. (Not for NCCL, whose waiting receives take up the device.)
     """
-    users = consumers(lane, turns)
+    users = message_consumers(lane, turns)
     before: dict[int, int] = {}
     moved: dict[int, list[int]] = {}
     for index, user in users.items():

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
-from pipefit.schedule.problem import Problem, linear
+from pipefit.schedule.problem import ScheduleProblem, linear_placement
 
 
-def inline_order(build: Callable[[Problem], Schedule], problem: Problem) -> Schedule:
+def inline_order(build: Callable[[ScheduleProblem], Schedule], problem: ScheduleProblem) -> Schedule:
     """The computed schedule of `problem`, whose placement has a run of stages of the chain on every lane: the order of
     `build` for a stage a lane, every action that of all stages of the lane, forwards along the chain and backwards
     against it. Raises ScheduleError for slices, and what `build` raises."""
@@ -24,7 +24,7 @@ def inline_order(build: Callable[[Problem], Schedule], problem: Problem) -> Sche
             "Modules in line on a lane take whole microbatches.", where="slices", seen=problem.slices, allowed="1"
         )
     assert [*problem.placement] == sorted(problem.placement), "a lane has a run of the chain"
-    plain = build(Problem(placement=linear(problem.lanes), microbatches=problem.microbatches))
+    plain = build(ScheduleProblem(placement=linear_placement(problem.num_lanes), microbatches=problem.microbatches))
     lanes = []
     for lane, actions in enumerate(plain.lanes):
         own = [stage for stage, at in enumerate(problem.placement) if at == lane]

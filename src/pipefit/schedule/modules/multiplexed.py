@@ -25,15 +25,15 @@ from pipefit.cost.types import Array, CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
 from pipefit.schedule.lowering.frozen import without_backward
-from pipefit.schedule.problem import Edge, Problem, chain, linear, uniform_costs
+from pipefit.schedule.problem import Edge, ScheduleProblem, chain_edges, linear_placement, uniform_costs
 
 WORTH = 0.5
 """A gap is used for what takes longer if it covers at least this part of it."""
 
 
-def multiplexed(
-    build: Callable[[Problem], Schedule],
-    problem: Problem,
+def multiplex_stages(
+    build: Callable[[ScheduleProblem], Schedule],
+    problem: ScheduleProblem,
     beside: Collection[int],
     *,
     window: int = 1,
@@ -51,40 +51,44 @@ def multiplexed(
         raise ScheduleError(
             "Stages that share lanes take whole microbatches.", where="slices", seen=problem.slices, allowed="1"
         )
-    pipeline = [stage for stage in range(problem.stages) if stage not in beside]
-    made = _pipeline(build, problem, pipeline, _ahead(problem, pipeline, beside, window))
+    pipeline = [stage for stage in range(problem.num_stages) if stage not in beside]
+    made = _pipeline_order(build, problem, pipeline, _microbatches_ahead(problem, pipeline, beside, window))
     made = without_backward(made, frozen)
-    return replace(made, lanes=_Clock(problem, made, sorted(beside), window, frozenset(frozen)).lanes())
+    return replace(made, lanes=_LaneClock(problem, made, sorted(beside), window, frozenset(frozen)).lane_orders())
 
 
-def _ahead(problem: Problem, pipeline: Sequence[int], beside: Collection[int], window: int) -> int:
+def _microbatches_ahead(problem: ScheduleProblem, pipeline: Sequence[int], beside: Collection[int], window: int) -> int:
     """How many microbatches more the pipeline has under way for the generators behind it: `window` times as many as its
     slowest stage does while one of them is at a unit."""
-    time_s = _durations(_costs(problem), problem)
+    time_s = _action_durations(_problem_costs(problem), problem)
     each_s = time_s["F"] + time_s["B"]
     slowest_s = max(float(each_s[stage].mean()) for stage in pipeline)
     found = 0
-    for stage in {target for _, target, _ in problem.dag if target in beside}:
-        multiple = problem.turn(stage).multiple
+    for stage in {target for _, target, _ in problem.stage_edges if target in beside}:
+        multiple = problem.stage_turn(stage).multiple
         units = max(1, ceil(float(each_s[stage].mean()) / max(multiple * slowest_s, 1e-12)))
         found = max(found, multiple * units)
     return min(window * found, problem.microbatches)
 
 
-def _costs(problem: Problem) -> CostTable:
-    return problem.costs or uniform_costs(problem.placement, problem.dag)
+def _problem_costs(problem: ScheduleProblem) -> CostTable:
+    return problem.costs or uniform_costs(problem.placement, problem.stage_edges)
 
 
-def _pipeline(build: Callable[[Problem], Schedule], problem: Problem, stages: Sequence[int], extra: int) -> Schedule:
+def _pipeline_order(
+    build: Callable[[ScheduleProblem], Schedule], problem: ScheduleProblem, stages: Sequence[int], extra: int
+) -> Schedule:
     """The family's order of the pipeline's own stages, by their numbers in the plan. For what lies behind it the family
     is asked for more stages, whose lanes are left out: so the pipeline runs ahead of the gradients it waits for."""
     place = {stage: index for index, stage in enumerate(stages)}
-    edges: list[Edge] = [(place[s], place[t], name) for s, t, name in problem.dag if s in place and t in place]
-    edges += [(s + len(stages) - 1, t + len(stages) - 1, name) for s, t, name in chain(extra + 1)]
+    edges: list[Edge] = [(place[s], place[t], name) for s, t, name in problem.stage_edges if s in place and t in place]
+    edges += [(s + len(stages) - 1, t + len(stages) - 1, name) for s, t, name in chain_edges(extra + 1)]
     family = build(
-        Problem(placement=linear(len(stages) + extra), microbatches=problem.microbatches, edges=tuple(edges))
+        ScheduleProblem(
+            placement=linear_placement(len(stages) + extra), microbatches=problem.microbatches, edges=tuple(edges)
+        )
     )
-    lanes: list[tuple[Action, ...]] = [()] * problem.lanes
+    lanes: list[tuple[Action, ...]] = [()] * problem.num_lanes
     for index, stage in enumerate(stages):
         lanes[problem.placement[stage]] = tuple(action._replace(stage=stage) for action in family.lanes[index])
     return Schedule(
@@ -98,7 +102,7 @@ def _pipeline(build: Callable[[Problem], Schedule], problem: Problem, stages: Se
 
 
 @dataclass(slots=True)
-class _Beside:
+class _TurnStage:
     """A stage that takes turns, while the clock runs."""
 
     stage: int
@@ -118,48 +122,48 @@ class _Beside:
     "Units whose backward has started."
 
     @property
-    def forward(self) -> Action | None:
+    def next_forward(self) -> Action | None:
         """The next one."""
         return Action("F", self.stage, self.units[self.ahead]) if self.ahead < len(self.units) else None
 
     @property
-    def backward(self) -> Action | None:
+    def next_backward(self) -> Action | None:
         """The next one."""
         return Action("B", self.stage, self.units[self.back]) if self.trained and self.back < self.ahead else None
 
 
-class _Clock:
+class _LaneClock:
     """Runs all lanes by the costs, an action at a time."""
 
     def __init__(
-        self, problem: Problem, pipeline: Schedule, beside: Sequence[int], window: int, frozen: frozenset[int]
+        self, problem: ScheduleProblem, pipeline: Schedule, beside: Sequence[int], window: int, frozen: frozenset[int]
     ) -> None:
         self.problem, self.frozen = problem, frozen
-        costs = _costs(problem)
-        self.time_s, self.transit = _durations(costs, problem), _transits(costs, problem)
+        costs = _problem_costs(problem)
+        self.time_s, self.transit = _action_durations(costs, problem), _edge_transits(costs, problem)
         self.queue = [list(lane) for lane in pipeline.lanes]
-        self.place = [0] * problem.lanes
-        self.made: list[list[Action]] = [[] for _ in range(problem.lanes)]
-        self.started = [0] * problem.stages
+        self.place = [0] * problem.num_lanes
+        self.made: list[list[Action]] = [[] for _ in range(problem.num_lanes)]
+        self.started = [0] * problem.num_stages
         "Forwards of each pipeline stage that have started."
         self.arrived: dict[tuple[str, int, int], float] = {}
         "When the last known input of an action comes."
         self.lacking: dict[tuple[str, int, int], int] = {}
         "How many of its inputs are not known yet."
-        self.free_s = [0.0] * problem.lanes
+        self.free_s = [0.0] * problem.num_lanes
         self.heap: list[tuple[float, int, int]] = []
         self.count = itertools.count()
         self.users: dict[tuple[str, int], list[int]] = {}
         self.makers: dict[tuple[str, int], list[int]] = {}
-        for source, target, _ in problem.dag:
+        for source, target, _ in problem.stage_edges:
             self.users.setdefault(("F", source), []).append(target)
             self.makers.setdefault(("F", target), []).append(source)
             if source not in frozen:
                 self.users.setdefault(("B", target), []).append(source)
                 self.makers.setdefault(("B", source), []).append(target)
-        self.beside: list[list[_Beside]] = [[] for _ in range(problem.lanes)]
+        self.beside: list[list[_TurnStage]] = [[] for _ in range(problem.num_lanes)]
         for stage in beside:
-            self.beside[problem.placement[stage]].append(self._beside(stage, window, pipeline))
+            self.beside[problem.placement[stage]].append(self._turn_stage(stage, window, pipeline))
         self.woken = {
             one.feeds: [lane for lane, held in enumerate(self.beside) if any(two.feeds == one.feeds for two in held)]
             for own in self.beside
@@ -167,17 +171,17 @@ class _Clock:
         }
         "By the pipeline stage that they feed, the lanes with encoders."
 
-    def _beside(self, stage: int, window: int, pipeline: Schedule) -> _Beside:
-        turn = self.problem.turn(stage)
+    def _turn_stage(self, stage: int, window: int, pipeline: Schedule) -> _TurnStage:
+        turn = self.problem.stage_turn(stage)
         feeds = next(iter(self.users.get(("F", stage), ())), -1)
         flying = lead = 0
         if feeds >= 0:
             flying = _in_flight(pipeline, feeds)
             each_s = turn.multiple * max(float(sum(self.time_s[kind][feeds].mean() for kind in ("F", "B"))), 1e-12)
             lead = turn.multiple * ceil(float(self.time_s["F"][stage].max()) / each_s)
-        return _Beside(
+        return _TurnStage(
             stage=stage,
-            units=self.problem.turn(stage).units(self.problem.microbatches),
+            units=self.problem.stage_turn(stage).unit_starts(self.problem.microbatches),
             feeds=feeds,
             trained=stage not in self.frozen,
             window=window,
@@ -185,34 +189,34 @@ class _Clock:
             lead=lead,
         )
 
-    def lanes(self) -> tuple[tuple[Action, ...], ...]:
+    def lane_orders(self) -> tuple[tuple[Action, ...], ...]:
         """Every lane's order. All that waits is woken by what it waits for, so an empty heap is the end."""
-        for lane in range(self.problem.lanes):
-            self._wake(0.0, lane)
+        for lane in range(self.problem.num_lanes):
+            self._wake_lane(0.0, lane)
         while self.heap:
             now_s, _, lane = heapq.heappop(self.heap)
             if self.free_s[lane] <= now_s:
-                action = self._next(lane, now_s)
+                action = self._next_action(lane, now_s)
                 if action is not None:
-                    self._start(lane, action, now_s)
+                    self._start_action(lane, action, now_s)
         assert all(place == len(queue) for place, queue in zip(self.place, self.queue, strict=True))
         assert all(one.ahead == len(one.units) for lane in self.beside for one in lane)
         return tuple(map(tuple, self.made))
 
-    def _wake(self, time_s: float, lane: int) -> None:
+    def _wake_lane(self, time_s: float, lane: int) -> None:
         heapq.heappush(self.heap, (time_s, next(self.count), lane))
 
-    def _next(self, lane: int, now_s: float) -> Action | None:
+    def _next_action(self, lane: int, now_s: float) -> Action | None:
         """What a lane that is free does now; None: it waits."""
         fillers: list[Action] = []
         for one in self.beside[lane]:
-            forward, backward = one.forward, one.backward
-            if backward is not None and not self._ready(backward, now_s):
+            forward, backward = one.next_forward, one.next_backward
+            if backward is not None and not self._is_ready(backward, now_s):
                 backward = None
             if one.feeds < 0:  # the pipeline waits for its gradients
                 if backward is not None:
                     return backward
-                if forward is not None and self._ready(forward, now_s):
+                if forward is not None and self._is_ready(forward, now_s):
                     return forward
                 continue
             full = one.trained and one.ahead - one.back >= one.most_alive
@@ -223,41 +227,41 @@ class _Clock:
                 return forward
             if backward is not None:
                 fillers.append(backward)
-            elif forward is not None and not full and self._stock(one) < one.window:
+            elif forward is not None and not full and self._stocked_units(one) < one.window:
                 fillers.append(forward)
         until_s = float("inf")
         if self.place[lane] < len(self.queue[lane]):
             action = self.queue[lane][self.place[lane]]
-            if self._ready(action, now_s):
+            if self._is_ready(action, now_s):
                 return action
-            if not self._lacks(_key(action)):
-                until_s = self.arrived[_key(action)]
+            if not self._messages_missing(_input_key(action)):
+                until_s = self.arrived[_input_key(action)]
         gap_s = until_s - now_s
-        return next((each for each in fillers if gap_s >= WORTH * self._seconds(each)), None)
+        return next((each for each in fillers if gap_s >= WORTH * self._action_s(each)), None)
 
-    def _stock(self, one: _Beside) -> int:
+    def _stocked_units(self, one: _TurnStage) -> int:
         """Units that the pipeline has not begun with, as far as the window goes."""
         begun = self.started[one.feeds]
         return sum(unit >= begun for unit in one.units[max(0, one.ahead - one.window) : one.ahead])
 
-    def _ready(self, action: Action, now_s: float) -> bool:
-        key = _key(action)
-        return action.kind == "W" or (not self._lacks(key) and self.arrived.get(key, 0.0) <= now_s)
+    def _is_ready(self, action: Action, now_s: float) -> bool:
+        key = _input_key(action)
+        return action.kind == "W" or (not self._messages_missing(key) and self.arrived.get(key, 0.0) <= now_s)
 
-    def _lacks(self, key: tuple[str, int, int]) -> int:
+    def _messages_missing(self, key: tuple[str, int, int]) -> int:
         """How many messages of an action nothing is known of yet: there is one for each microbatch and live edge."""
         if key not in self.lacking:
             way, stage, first = key
-            makers = [self.problem.turn(other) for other in self.makers.get((way, stage), ())]
-            own = range(first, first + self.problem.turn(stage).multiple)
-            self.lacking[key] = sum(turn.takes(microbatch) for turn in makers for microbatch in own)
+            makers = [self.problem.stage_turn(other) for other in self.makers.get((way, stage), ())]
+            own = range(first, first + self.problem.stage_turn(stage).multiple)
+            self.lacking[key] = sum(turn.takes_microbatch(microbatch) for turn in makers for microbatch in own)
         return self.lacking[key]
 
-    def _seconds(self, action: Action) -> float:
+    def _action_s(self, action: Action) -> float:
         return float(self.time_s[action.kind][action.stage][action.microbatch])
 
-    def _start(self, lane: int, action: Action, now_s: float) -> None:
-        stop_s = now_s + self._seconds(action)
+    def _start_action(self, lane: int, action: Action, now_s: float) -> None:
+        stop_s = now_s + self._action_s(action)
         self.made[lane].append(action)
         self.free_s[lane] = stop_s
         own = next((one for one in self.beside[lane] if one.stage == action.stage), None)
@@ -266,35 +270,35 @@ class _Clock:
             self.started[action.stage] += action.kind == "F"
             if action.kind == "F":
                 for other in self.woken.get(action.stage, ()):
-                    self._wake(max(now_s, self.free_s[other]), other)
+                    self._wake_lane(max(now_s, self.free_s[other]), other)
         elif action.kind == "F":
             own.ahead += 1
         else:
             own.back += 1
         if action.kind != "W":
-            self._hand_on(action, stop_s)
-        self._wake(stop_s, lane)
+            self._announce_output(action, stop_s)
+        self._wake_lane(stop_s, lane)
 
-    def _hand_on(self, action: Action, stop_s: float) -> None:
+    def _announce_output(self, action: Action, stop_s: float) -> None:
         """Tell whoever uses what the action makes when it comes."""
-        way, stage, first = _key(action)
+        way, stage, first = _input_key(action)
         if way == "F" and stage not in self.frozen:
-            self._comes(("B", stage, first), stop_s)
-        turn = self.problem.turn(stage)
+            self._message_arrives(("B", stage, first), stop_s)
+        turn = self.problem.stage_turn(stage)
         for user in self.users.get((way, stage), ()):
-            edge, other = ((stage, user) if way == "F" else (user, stage)), self.problem.turn(user)
-            for microbatch in filter(other.takes, range(first, first + turn.multiple)):
-                key = (way, user, other.first(microbatch))
-                self.lacking[key] = self._lacks(key) - 1
-                self._comes(key, stop_s + self.transit[way][edge][microbatch])
+            edge, other = ((stage, user) if way == "F" else (user, stage)), self.problem.stage_turn(user)
+            for microbatch in filter(other.takes_microbatch, range(first, first + turn.multiple)):
+                key = (way, user, other.unit_start(microbatch))
+                self.lacking[key] = self._messages_missing(key) - 1
+                self._message_arrives(key, stop_s + self.transit[way][edge][microbatch])
                 if not self.lacking[key]:
-                    self._wake(self.arrived[key], self.problem.placement[user])
+                    self._wake_lane(self.arrived[key], self.problem.placement[user])
 
-    def _comes(self, key: tuple[str, int, int], time_s: float) -> None:
+    def _message_arrives(self, key: tuple[str, int, int], time_s: float) -> None:
         self.arrived[key] = max(self.arrived.get(key, 0.0), time_s)
 
 
-def _key(action: Action) -> tuple[str, int, int]:
+def _input_key(action: Action) -> tuple[str, int, int]:
     """(direction, stage, microbatch): what inputs are known by."""
     return ("F" if action.kind == "F" else "B", action.stage, action.microbatch)
 
@@ -309,16 +313,16 @@ def _in_flight(pipeline: Schedule, stage: int) -> int:
     return most
 
 
-def _durations(costs: CostTable, problem: Problem) -> dict[str, Array]:
+def _action_durations(costs: CostTable, problem: ScheduleProblem) -> dict[str, Array]:
     """[stage, microbatch] of every kind of action, with what the interpreter adds."""
-    shape = (problem.stages, problem.microbatches)
+    shape = (problem.num_stages, problem.microbatches)
     return {
         kind: np.broadcast_to(costs.actions[kind].time_s[:, :, 0], shape) + costs.overhead_s
         for kind in ("F", "I", "W", "B")
     }
 
 
-def _transits(costs: CostTable, problem: Problem) -> dict[str, dict[tuple[int, int], list[float]]]:
+def _edge_transits(costs: CostTable, problem: ScheduleProblem) -> dict[str, dict[tuple[int, int], list[float]]]:
     """By direction and edge, seconds for each microbatch; nothing within a lane."""
     found: dict[str, dict[tuple[int, int], list[float]]] = {"F": {}, "B": {}}
     for edge in costs.edges:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.problem import Edge, chain
-from pipefit.schedule.taskgraph.kernel import choose, topological_order
+from pipefit.schedule.problem import Edge, chain_edges
+from pipefit.schedule.taskgraph.kernel import choose_loop, topological_order
 from pipefit.schedule.taskgraph.table import (
     BARRIER,
     GATHER,
@@ -40,9 +40,9 @@ from pipefit.schedule.taskgraph.table import (
     F,
     I,
     Ints,
-    Table,
+    ScheduleTable,
     W,
-    columns,
+    schedule_columns,
 )
 
 STOP, ARRIVAL = 0, 1
@@ -50,7 +50,7 @@ STOP, ARRIVAL = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TaskGroup:
     """The tasks of one kind, with the index of each in a flattened [stage or edge, microbatch, slice] array."""
 
     tasks: Ints
@@ -62,7 +62,7 @@ class TaskGraph:
     """The tasks of a schedule, numbered so that predecessors come first, without any times."""
 
     schedule: Schedule
-    table: Table
+    table: ScheduleTable
     kind: Ints
     lane: Ints
     "Of a transfer, the sender's."
@@ -82,7 +82,7 @@ class TaskGraph:
     pointer: Ints
     after: Ints
     "`after[pointer[t]:pointer[t + 1]]` are the moments that task t waits for: 2 p + STOP or 2 p + ARRIVAL."
-    groups: Mapping[int, Group]
+    groups: Mapping[int, TaskGroup]
     "For each kind that takes time by stage or edge, its tasks and where their costs stand."
 
     @property
@@ -100,16 +100,16 @@ def compile_graph(
     numba on or off; both give the same graph.
     """
     if edges is None and not schedule.is_lowered:
-        edges = chain(schedule.stages)
-    table = columns(schedule, () if schedule.is_lowered else edges)
-    builder = _Builder(schedule, table)
+        edges = chain_edges(schedule.num_stages)
+    table = schedule_columns(schedule, () if schedule.is_lowered else edges)
+    builder = _GraphBuilder(schedule, table)
     if schedule.is_lowered:
         builder.add_written_transfers(own_ports)
     else:
         builder.add_implied_transfers(own_ports)
     builder.add_lanes()
     builder.add_communication()
-    return builder.finish(compiled)
+    return builder.finish_graph(compiled)
 
 
 _recent: OrderedDict[tuple[int, tuple[Edge, ...] | None, bool], tuple[Schedule, TaskGraph]] = OrderedDict()
@@ -128,21 +128,21 @@ def task_graph(schedule: Schedule, edges: tuple[Edge, ...] | None = None, own_po
     return graph
 
 
-class _Builder:
+class _GraphBuilder:
     """Collects tasks and waits in table order, then renumbers them so that predecessors come first.
 
     Task numbers during the collection: a row of the table is its own task (RECV rows stay unused); implied
     transfers and the barrier follow.
     """
 
-    def __init__(self, schedule: Schedule, table: Table) -> None:
+    def __init__(self, schedule: Schedule, table: ScheduleTable) -> None:
         self.schedule, self.table = schedule, table
         self.rows = len(table.kind)
         is_recv = (table.kind == RECV_F) | (table.kind == RECV_B)
         is_send = (table.kind == SEND_F) | (table.kind == SEND_B)
         beside = (table.kind == REDUCE) | (table.kind == GATHER)
         self.serial = ~(is_recv | is_send | beside)
-        self.before = self._previous(self.serial)
+        self.before = self._previous_rows(self.serial)
         self.transfer_kind = self.transfer_edge = self.transfer_row = np.zeros(0, dtype=np.int64)
         self.transfer_microbatch = self.transfer_row
         self.waits: list[tuple[Ints, Ints, int]] = []
@@ -150,24 +150,24 @@ class _Builder:
         self.consumer_of: tuple[Ints, Ints] = (np.zeros(0, dtype=np.int64),) * 2
         self.barriers = 0
 
-    def wait(self, task: Ints, source: Ints, kind: int = STOP) -> None:
+    def add_wait(self, task: Ints, source: Ints, kind: int = STOP) -> None:
         """`task` waits for a moment of `source`, where source is not -1."""
         known = source >= 0
         self.waits.append((task[known], source[known], kind))
 
-    def _previous(self, mask: NDArray[np.bool_]) -> Ints:
+    def _previous_rows(self, mask: NDArray[np.bool_]) -> Ints:
         """For every row, the last row before it on its lane where `mask` holds, or -1."""
         marked = np.where(mask, np.arange(self.rows), -1)
         last = np.concatenate(([-1], np.maximum.accumulate(marked)[:-1])) if self.rows else marked
         return np.where(last >= self.table.offset[self.table.lane], last, -1)
 
-    def index(self, *kinds: int, by_edge: bool = False) -> Ints:
+    def index_rows(self, *kinds: int, by_edge: bool = False) -> Ints:
         """Rows by [stage or edge, microbatch, slice] for actions of these kinds; -1 where there is none. The actions of
         a unit of several microbatches stand at each of them."""
         table = self.table
         mask = np.isin(table.kind, kinds)
         first = table.edge if by_edge else table.stage
-        size = len(table.edges) if by_edge else self.schedule.stages
+        size = len(table.edges) if by_edge else self.schedule.num_stages
         found = np.full((size, self.schedule.microbatches, self.schedule.slices), -1, dtype=np.int64)
         found[first[mask], table.microbatch[mask], table.slice[mask]] = np.flatnonzero(mask)
         return found if by_edge else by_unit(found, self.schedule)
@@ -179,27 +179,27 @@ class _Builder:
         sent, users = [], []
         for send, receive, kinds, end in ((SEND_F, RECV_F, (F,), 1), (SEND_B, RECV_B, (I, B), 0)):
             rows = np.flatnonzero(table.kind == send)
-            posted = self.index(receive, by_edge=True)
-            use = self.index(*kinds)
+            posted = self.index_rows(receive, by_edge=True)
+            use = self.index_rows(*kinds)
             place = (table.microbatch[rows], table.slice[rows])
             recv = posted[(table.edge[rows], *place)]
             user = use[(ends[table.edge[rows], end], *place)]
             if (recv < 0).any() or (user < 0).any():
                 raise ScheduleError("A SEND has no RECV or no use; check the schedule to see where.")
-            self.wait(rows, self.before[rows])
-            self.wait(rows, self.before[recv])
-            self.wait(user, rows, ARRIVAL)
+            self.add_wait(rows, self.before[rows])
+            self.add_wait(rows, self.before[recv])
+            self.add_wait(user, rows, ARRIVAL)
             self.task[recv] = rows
             sent.append(rows)
             users.append(user)
         if own_ports:
             is_send = (table.kind == SEND_F) | (table.kind == SEND_B)
-            self.wait(np.flatnonzero(is_send), self._previous(is_send)[is_send])
+            self.add_wait(np.flatnonzero(is_send), self._previous_rows(is_send)[is_send])
         self.consumer_of = (np.concatenate(sent), np.concatenate(users))
 
     def add_implied_transfers(self, own_ports: bool) -> None:
         """A transfer right after every producer whose consumer is on another lane."""
-        forward, backward = self.index(F), self.index(I, B)
+        forward, backward = self.index_rows(F), self.index_rows(I, B)
         rows, kinds, edges, users, places = [], [], [], [], []
         for number, (source, target, _) in enumerate(self.table.edges):
             for code, made, used in (
@@ -221,38 +221,38 @@ class _Builder:
         self.transfer_edge = np.concatenate(edges)[order]
         self.transfer_microbatch = np.concatenate(places)[order]
         tasks = self.rows + np.arange(len(row))
-        self.wait(tasks, row)
-        self.wait(user, tasks, ARRIVAL)
+        self.add_wait(tasks, row)
+        self.add_wait(user, tasks, ARRIVAL)
         if own_ports:
             lane = self.table.lane[row]
             same = lane[1:] == lane[:-1]
-            self.wait(tasks[1:][same], tasks[:-1][same])
+            self.add_wait(tasks[1:][same], tasks[:-1][same])
         self.consumer_of = (tasks, user)
 
     def add_lanes(self) -> None:
         """A lane's compute actions follow each other."""
         rows = np.flatnonzero(self.serial)
-        self.wait(rows, self.before[rows])
+        self.add_wait(rows, self.before[rows])
 
     def add_communication(self) -> None:
         """REDUCE and GATHER beside the lane, NORM over all lanes, STEP after the reductions."""
         kind = self.table.kind
         beside = (kind == REDUCE) | (kind == GATHER)
-        previous = self._previous(beside)
+        previous = self._previous_rows(beside)
         rows = np.flatnonzero(beside)
-        self.wait(rows, self.before[rows])
-        self.wait(rows, previous[rows])
+        self.add_wait(rows, self.before[rows])
+        self.add_wait(rows, previous[rows])
         steps = np.flatnonzero(kind == STEP)
-        self.wait(steps, previous[steps])
+        self.add_wait(steps, previous[steps])
         norms = np.flatnonzero(kind == NORM)
         if len(norms):
             barrier = np.full(len(norms), self.rows + len(self.transfer_row))
             self.barriers = 1
-            self.wait(barrier, self.before[norms])
-            self.wait(barrier, previous[norms])
-            self.wait(norms, barrier)
+            self.add_wait(barrier, self.before[norms])
+            self.add_wait(barrier, previous[norms])
+            self.add_wait(norms, barrier)
 
-    def finish(self, compiled: bool | None) -> TaskGraph:
+    def finish_graph(self, compiled: bool | None) -> TaskGraph:
         """The graph, renumbered."""
         table = self.table
         total = self.rows + len(self.transfer_row) + self.barriers
@@ -261,7 +261,7 @@ class _Builder:
         by_target = np.argsort(target, kind="stable")
         pointer = np.searchsorted(target[by_target], np.arange(total + 1))
         after = after[by_target]
-        order = _order(pointer, after, compiled)
+        order = _renumber_tasks(pointer, after, compiled)
         if len(order) < total:
             raise ScheduleError(
                 "The lanes wait for each other in a circle: no order of the actions satisfies all dependencies.",
@@ -299,7 +299,7 @@ class _Builder:
             consumer=consumer[order],
             pointer=new_pointer,
             after=2 * number[after // 2] + after % 2,
-            groups=_groups(self.schedule, kind, np.where(edge >= 0, edge, stage), microbatch, slice_),
+            groups=_task_groups(self.schedule, kind, np.where(edge >= 0, edge, stage), microbatch, slice_),
         )
 
 
@@ -311,19 +311,19 @@ def by_unit(found: Ints, schedule: Schedule) -> Ints:
     return found
 
 
-def _groups(schedule: Schedule, kind: Ints, first: Ints, microbatch: Ints, slice_: Ints) -> dict[int, Group]:
+def _task_groups(schedule: Schedule, kind: Ints, first: Ints, microbatch: Ints, slice_: Ints) -> dict[int, TaskGroup]:
     place = (first * schedule.microbatches + microbatch) * schedule.slices + slice_
     found = {}
     for code in (F, I, W, B, SEND_F, SEND_B):
         tasks = np.flatnonzero(kind == code)
         if len(tasks):
-            found[code] = Group(tasks, place[tasks])
+            found[code] = TaskGroup(tasks, place[tasks])
     return found
 
 
-def _order(pointer: Ints, after: Ints, compiled: bool | None) -> Ints:
+def _renumber_tasks(pointer: Ints, after: Ints, compiled: bool | None) -> Ints:
     tasks = len(pointer) - 1
-    function = choose(topological_order, len(after), compiled)
+    function = choose_loop(topological_order, len(after), compiled)
     if function is topological_order:
         order = [0] * tasks
         done = topological_order(pointer.tolist(), after.tolist(), order, [-1] * tasks, [0] * tasks)

@@ -11,25 +11,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cost.types import Contention, CostTable, Flow
+from pipefit.cost.types import CostTable, PortContention, PortFlow
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.problem import Edge
 from pipefit.schedule.taskgraph.compile import TaskGraph, task_graph
-from pipefit.schedule.taskgraph.fluid import share
-from pipefit.schedule.taskgraph.kernel import choose
+from pipefit.schedule.taskgraph.fluid import share_ports
+from pipefit.schedule.taskgraph.kernel import choose_loop
 from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, Floats, I, Ints, W
-from pipefit.schedule.taskgraph.times import Times, durations, run
+from pipefit.schedule.taskgraph.times import TaskTimes, run_graph, task_durations
 
 COMPILED_FROM = 15_000
 """Waits from which it pays to import numba: an event costs more than an entry of the plain sweep."""
 
-ALONE = Flow((), (), 1.0)
+ALONE = PortFlow((), (), 1.0)
 """Of a transfer that shares nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class TaskCopies:
     """The tasks of all pipelines: copy k of task t is `base[t] + k`, or `base[t]` where it is there once."""
 
     base: Ints
@@ -42,47 +42,47 @@ class Copies:
     then: Ints
     "`then[first[t]:first[t + 1]]`: what waits for task t, 2 x task + (0: its stop, 1: its arrival)."
 
-    def of(self, pipeline: int) -> Ints:
+    def pipeline_copies(self, pipeline: int) -> Ints:
         """The copies that a pipeline takes part in."""
         return self.base + np.where(self.once == 1, 0, pipeline)
 
 
-def evaluate(
+def evaluate_schedule(
     schedule: Schedule, edges: tuple[Edge, ...] | None, costs: CostTable, compiled: bool | None = None
-) -> tuple[TaskGraph, Times]:
+) -> tuple[TaskGraph, TaskTimes]:
     """The task graph of a schedule and when everything in it runs: with what `costs` say that transfers share, or with
     a port of its own for every lane where they say nothing."""
     graph = task_graph(schedule, edges, own_ports=costs.contention is None)
-    return graph, (run if costs.contention is None else run_contended)(graph, costs, compiled)
+    return graph, (run_graph if costs.contention is None else run_contended)(graph, costs, compiled)
 
 
-def run_contended(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> Times:
+def run_contended(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> TaskTimes:
     """When every task runs, as the pipeline that is done last sees it. `graph` is compiled without ports of the lanes'
     own. `compiled` forces numba on or off; both give the same bits."""
     shared = costs.contention
     assert shared is not None
-    copies = copy(graph, len(shared.pipelines))
+    copies = copy_tasks(graph, len(shared.pipelines))
     duration, transit = np.zeros(copies.size), np.zeros(copies.size)
-    common, _ = durations(graph, costs)
+    common, _ = task_durations(graph, costs)
     own = (graph.kind <= B) | (graph.consumer >= 0)
     for pipeline, table in enumerate(shared.pipelines):
-        times, arrivals = durations(graph, table)
-        duration[copies.of(pipeline)] = np.where(own, times, common)
-        transit[copies.of(pipeline)] = arrivals
-    flow, flows = _flows(graph, copies, shared)
+        times, arrivals = task_durations(graph, table)
+        duration[copies.pipeline_copies(pipeline)] = np.where(own, times, common)
+        transit[copies.pipeline_copies(pipeline)] = arrivals
+    flow, flows = _task_flows(graph, copies, shared)
     rank = np.empty(copies.size, dtype=np.int64)
     for pipeline in range(len(shared.pipelines)):
-        rank[copies.of(pipeline)] = graph.row * len(shared.pipelines) + pipeline
-    start, moment = _run(copies, shared, flow, flows, duration, transit, rank, compiled)
-    last = _last(graph, copies, moment, len(shared.pipelines))
-    seen = copies.of(last)
+        rank[copies.pipeline_copies(pipeline)] = graph.row * len(shared.pipelines) + pipeline
+    start, moment = _run_shared(copies, shared, flow, flows, duration, transit, rank, compiled)
+    last = _last_pipeline(graph, copies, moment, len(shared.pipelines))
+    seen = copies.pipeline_copies(last)
     stop, arrival = moment[0::2][seen], moment[1::2][seen]
     moments = np.empty(2 * graph.size)
     moments[0::2], moments[1::2] = stop, arrival
-    return Times(start_s=start[seen], moment_s=moments, duration_s=stop - start[seen])
+    return TaskTimes(start_s=start[seen], moment_s=moments, duration_s=stop - start[seen])
 
 
-def copy(graph: TaskGraph, pipelines: int) -> Copies:
+def copy_tasks(graph: TaskGraph, pipelines: int) -> TaskCopies:
     """The tasks of all pipelines, and what waits for what."""
     once = np.isin(graph.kind, (REDUCE, GATHER, BARRIER)).astype(np.int64)
     counts = np.where(once == 1, 1, pipelines)
@@ -106,7 +106,7 @@ def copy(graph: TaskGraph, pipelines: int) -> Copies:
         then[at + k * step] = first + k * next_
     hangs = np.where(once == 1, np.bincount(before, weights=many, minlength=graph.size), hanging)
     waits = np.where(once == 1, np.bincount(task, weights=many, minlength=graph.size), np.diff(graph.pointer))
-    return Copies(
+    return TaskCopies(
         base=base[:-1],
         once=once,
         size=int(base[-1]),
@@ -116,7 +116,7 @@ def copy(graph: TaskGraph, pipelines: int) -> Copies:
     )
 
 
-def _flows(graph: TaskGraph, copies: Copies, shared: Contention) -> tuple[Ints, list[Flow]]:
+def _task_flows(graph: TaskGraph, copies: TaskCopies, shared: PortContention) -> tuple[Ints, list[PortFlow]]:
     """(index of its flow for every copy, -1 where it is none; the flows)."""
     known = {key: number for number, key in enumerate(shared.flows)}
     flows = [*shared.flows.values(), ALONE]
@@ -124,12 +124,12 @@ def _flows(graph: TaskGraph, copies: Copies, shared: Contention) -> tuple[Ints, 
     edge_of = np.array([edges[edge] for edge in graph.table.edges] or [0], dtype=np.int64)
     found = np.full(copies.size, -1, dtype=np.int64)
     for pipeline in range(len(shared.pipelines)):
-        own = copies.of(pipeline)
+        own = copies.pipeline_copies(pipeline)
         for code, way in ((SEND_F, "SEND_F"), (SEND_B, "SEND_B")):
             tasks = np.flatnonzero(graph.kind == code)
             lookup = np.array(
                 [
-                    [known.get((way, int(edge), slice_, pipeline), len(known)) for slice_ in range(_slices(graph))]
+                    [known.get((way, int(edge), slice_, pipeline), len(known)) for slice_ in range(_task_slices(graph))]
                     for edge in edge_of
                 ],
                 dtype=np.int64,
@@ -138,8 +138,8 @@ def _flows(graph: TaskGraph, copies: Copies, shared: Contention) -> tuple[Ints, 
         for code, kind in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
             lookup = np.array(
                 [
-                    [known.get((kind, stage, slice_, pipeline), -1) for slice_ in range(_slices(graph))]
-                    for stage in range(graph.schedule.stages)
+                    [known.get((kind, stage, slice_, pipeline), -1) for slice_ in range(_task_slices(graph))]
+                    for stage in range(graph.schedule.num_stages)
                 ],
                 dtype=np.int64,
             )
@@ -151,15 +151,15 @@ def _flows(graph: TaskGraph, copies: Copies, shared: Contention) -> tuple[Ints, 
     return found, flows
 
 
-def _slices(graph: TaskGraph) -> int:
+def _task_slices(graph: TaskGraph) -> int:
     return graph.schedule.slices
 
 
-def _run(
-    copies: Copies,
-    shared: Contention,
+def _run_shared(
+    copies: TaskCopies,
+    shared: PortContention,
     flow: Ints,
-    flows: list[Flow],
+    flows: list[PortFlow],
     duration: Floats,
     transit: Floats,
     rank: Ints,
@@ -172,24 +172,26 @@ def _run(
     weight = np.array([1.0 / each.bytes_per_s for each in flows])
     queue = np.array([each.queue for each in flows], dtype=np.int64)
 
-    def zeros(count: int) -> Floats:
+    def zero_floats(count: int) -> Floats:
         return np.zeros(count)
 
-    def integers(count: int, value: int = 0) -> Ints:
+    def filled_integers(count: int, value: int = 0) -> Ints:
         return np.full(count, value, dtype=np.int64)
 
-    start, moment = zeros(size), zeros(2 * size)
+    start, moment = zero_floats(size), zero_floats(2 * size)
     arrays = [
         copies.first, copies.then, copies.waits.copy(), duration, transit, rank, flow, first_port, port, use, weight,
-        queue, start, moment, zeros(size), zeros(size), np.ones(size), zeros(size), np.full(size, -1.0), zeros(size),
-        integers(size, -1), integers(size), integers(size), integers(size), zeros(size), integers(size), integers(size),
-        integers(ports), zeros(ports), zeros(ports), integers(queues, -1), integers(queues, -1), integers(ports),
+        queue, start, moment, zero_floats(size), zero_floats(size), np.ones(size), zero_floats(size), np.full(size,
+        -1.0), zero_floats(size), filled_integers(size, -1), filled_integers(size), filled_integers(size),
+        filled_integers(size), zero_floats(size), filled_integers(size), filled_integers(size), filled_integers(ports),
+        zero_floats(ports), zero_floats(ports), filled_integers(queues, -1), filled_integers(queues, -1),
+        filled_integers(ports),
     ]  # fmt: skip
     heavy = len(copies.then) >= COMPILED_FROM
-    function = choose(share, len(copies.then), True if compiled is None and heavy else compiled)
-    if function is share:
+    function = choose_loop(share_ports, len(copies.then), True if compiled is None and heavy else compiled)
+    if function is share_ports:
         lists = [array.tolist() for array in arrays]
-        done = share(*lists)
+        done = share_ports(*lists)
         start, moment = np.array(lists[12]), np.array(lists[13])
     else:
         done = function(*arrays)
@@ -198,9 +200,9 @@ def _run(
     return start, moment
 
 
-def _last(graph: TaskGraph, copies: Copies, moment: Floats, pipelines: int) -> int:
+def _last_pipeline(graph: TaskGraph, copies: TaskCopies, moment: Floats, pipelines: int) -> int:
     """The pipeline whose last compute action ends last."""
     compute = np.flatnonzero(graph.kind <= B)
     if not len(compute):
         return 0
-    return int(np.argmax([moment[0::2][copies.of(k)[compute]].max() for k in range(pipelines)]))
+    return int(np.argmax([moment[0::2][copies.pipeline_copies(k)[compute]].max() for k in range(pipelines)]))

@@ -3,8 +3,8 @@
 A fluid model: each active transfer moves at a rate between 0 and 1 of what it reaches alone, and rates change only
 when a transfer begins or ends. On a port that is asked for more than it has, all messages get equal bytes a second;
 what one of them cannot use goes to the others (max-min fairness by progressive filling: Bertsekas and Gallager 1992,
-6.5.2). Transfers of one queue take turns. Written once, as `kernel.sweep` is: plain Python or numba, equal bits, and
-the bits of the sweep where nothing is shared.
+6.5.2). Transfers of one queue take turns. Written once, as `kernel.sweep_tasks` is: plain Python or numba, equal bits,
+and the bits of the sweep where nothing is shared.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 
-def share(
+def share_ports(
     first: Any, then: Any, waits: Any, duration: Any, transit: Any, rank: Any, flow: Any, first_port: Any, port: Any,
     use: Any, weight: Any, queue: Any, start: Any, moment: Any, ready: Any, left: Any, rate: Any, since: Any,
     finish: Any, fresh: Any, behind: Any, stack: Any, pending: Any, active: Any, ends_at: Any, group: Any, spot: Any,
     marked: Any, room: Any, asked: Any, busy: Any, tail: Any, users: Any,
 ) -> int:  # fmt: skip
-    """Fill `start` and `moment` as `kernel.sweep` does; returns how many tasks ran (fewer than all: a circle).
+    """Fill `start` and `moment` as `kernel.sweep_tasks` does; returns how many tasks ran (fewer than all: a circle).
 
     `then[first[t]:first[t + 1]]` are the waits that hang on task t: 2 x (task that waits) + (0: on its stop, 1: on its
     arrival); `waits[t]` counts those of t, and is used up. At one moment the lowest `rank` goes first. `flow[t]` is -1

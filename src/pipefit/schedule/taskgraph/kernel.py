@@ -16,7 +16,7 @@ COMPILED_FROM = 60_000
 """Predecessor entries from which it pays to import numba (about half a second) when it is not yet imported."""
 
 
-def sweep(pointer: Any, after: Any, duration: Any, transit: Any, start: Any, moment: Any) -> float:
+def sweep_tasks(pointer: Any, after: Any, duration: Any, transit: Any, start: Any, moment: Any) -> float:
     """Fill `start` with the earliest start of every task, and `moment` with its stop and its arrival.
 
     Tasks are numbered so that predecessors come first. A task starts when the last moment that it waits for has
@@ -73,15 +73,15 @@ def topological_order(pointer: Any, after: Any, order: Any, cursor: Any, stack: 
     return done
 
 
-def choose(function: Callable[..., Any], entries: int, compiled: bool | None = None) -> Callable[..., Any]:
+def choose_loop(function: Callable[..., Any], entries: int, compiled: bool | None = None) -> Callable[..., Any]:
     """`function`, compiled if asked for, or if it is worth it for that many predecessor entries."""
     if compiled is None:
         compiled = entries >= COMPILED_FROM or (entries >= 2_000 and "numba" in sys.modules)
-    return _compile(function) if compiled else function
+    return _compile_loop(function) if compiled else function
 
 
 @lru_cache(maxsize=32)
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
     compiled: Callable[..., Any] = numba.njit(cache=True)(function)

@@ -35,7 +35,7 @@ CODE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ScheduleTable:
     """A schedule as columns: one entry per action, all lanes one after the other."""
 
     kind: Ints
@@ -53,14 +53,14 @@ class Table:
     "The edges that cross lanes."
 
 
-def columns(schedule: Schedule, edges: Sequence[Edge] | None = None) -> Table:
+def schedule_columns(schedule: Schedule, edges: Sequence[Edge] | None = None) -> ScheduleTable:
     """The schedule as columns. `edges` adds edges that no SEND of the schedule names (computed schedules)."""
     flat = [action for lane in schedule.lanes for action in lane]
     kinds, stages, microbatches, slices, peers, whats = (list(map(itemgetter(field), flat)) for field in range(6))
     kind = np.array([CODE[text] for text in kinds], dtype=np.int64)
     stage = np.array(stages, dtype=np.int64)
     offset = np.cumsum([0, *(len(lane) for lane in schedule.lanes)])
-    index = {edge: i for i, edge in enumerate(_crossing(schedule, edges or ()))}
+    index = {edge: i for i, edge in enumerate(_crossing_edges(schedule, edges or ()))}
     edge = np.full(len(flat), -1, dtype=np.int64)
     transfers = np.flatnonzero((kind >= SEND_F) & (kind <= RECV_B))
     if len(transfers):
@@ -69,7 +69,7 @@ def columns(schedule: Schedule, edges: Sequence[Edge] | None = None) -> Table:
             index.setdefault((stages[i], peers[i], whats[i]) if out else (peers[i], stages[i], whats[i]), len(index))
             for i, out in zip(transfers.tolist(), away[transfers].tolist(), strict=True)
         ]
-    return Table(
+    return ScheduleTable(
         kind=kind,
         stage=stage,
         microbatch=np.array(microbatches, dtype=np.int64),
@@ -82,5 +82,5 @@ def columns(schedule: Schedule, edges: Sequence[Edge] | None = None) -> Table:
     )
 
 
-def _crossing(schedule: Schedule, edges: Sequence[Edge]) -> list[Edge]:
+def _crossing_edges(schedule: Schedule, edges: Sequence[Edge]) -> list[Edge]:
     return [edge for edge in edges if schedule.placement[edge[0]] != schedule.placement[edge[1]]]

@@ -11,12 +11,12 @@ from pipefit.cost.types import CostTable, EdgeCost
 from pipefit.errors import ScheduleError
 from pipefit.schedule.problem import Edge
 from pipefit.schedule.taskgraph.compile import TaskGraph
-from pipefit.schedule.taskgraph.kernel import choose, sweep
+from pipefit.schedule.taskgraph.kernel import choose_loop, sweep_tasks
 from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, Floats, I, W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class TaskTimes:
     """When every task of a graph runs."""
 
     start_s: Floats
@@ -36,25 +36,25 @@ class Times:
         return self.moment_s[1::2]
 
 
-def run(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> Times:
+def run_graph(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> TaskTimes:
     """When every task runs under `costs`. Raises ScheduleError if an edge or a kind of action has no cost."""
-    duration, transit = durations(graph, costs)
+    duration, transit = task_durations(graph, costs)
     return run_sweep(graph, duration, transit, compiled)
 
 
-def run_sweep(graph: TaskGraph, duration: Floats, transit: Floats, compiled: bool | None = None) -> Times:
+def run_sweep(graph: TaskGraph, duration: Floats, transit: Floats, compiled: bool | None = None) -> TaskTimes:
     """When every task runs: the sweep alone, on arrays that are ready."""
-    function = choose(sweep, len(graph.after), compiled)
-    if function is sweep:
+    function = choose_loop(sweep_tasks, len(graph.after), compiled)
+    if function is sweep_tasks:
         start, moment = [0.0] * graph.size, [0.0] * (2 * graph.size)
-        sweep(graph.pointer.tolist(), graph.after.tolist(), duration.tolist(), transit.tolist(), start, moment)
-        return Times(start_s=np.array(start), moment_s=np.array(moment), duration_s=duration)
+        sweep_tasks(graph.pointer.tolist(), graph.after.tolist(), duration.tolist(), transit.tolist(), start, moment)
+        return TaskTimes(start_s=np.array(start), moment_s=np.array(moment), duration_s=duration)
     starts, moments = np.empty(graph.size), np.empty(2 * graph.size)
     function(graph.pointer, graph.after, duration, transit, starts, moments)
-    return Times(start_s=starts, moment_s=moments, duration_s=duration)
+    return TaskTimes(start_s=starts, moment_s=moments, duration_s=duration)
 
 
-def durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
+def task_durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
     """(duration, transit) of every task, in seconds."""
     duration, transit = np.zeros(graph.size), np.zeros(graph.size)
     for code, name in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
@@ -62,18 +62,18 @@ def durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
             if name not in costs.actions:
                 raise ScheduleError("The cost table has no times for an action of the schedule.", seen=name)
             by_stage = costs.actions[name].time_s + costs.overhead_s
-            duration[graph.groups[code].tasks] = spread(graph, code, by_stage)
+            duration[graph.groups[code].tasks] = spread_table(graph, code, by_stage)
     matched = match_edges(graph.table.edges, costs)
     for code, port, whole in ((SEND_F, "forward_port_s", "forward_s"), (SEND_B, "backward_port_s", "backward_s")):
         if code in graph.groups:
             tasks = graph.groups[code].tasks
-            duration[tasks] = spread(graph, code, edge_table(matched, port))
-            transit[tasks] = spread(graph, code, edge_table(matched, whole))
+            duration[tasks] = spread_table(graph, code, edge_table(matched, port))
+            transit[tasks] = spread_table(graph, code, edge_table(matched, whole))
     for code, once in ((REDUCE, left_to_reduce_s(graph, costs)), (GATHER, costs.gather_s)):
         rest = np.flatnonzero((graph.kind == code) & graph.plain)
         duration[rest] = once[graph.stage[rest]]
     tied = np.flatnonzero((graph.kind == REDUCE) & ~graph.plain)
-    duration[tied] = np.broadcast_to(costs.tied_s, graph.schedule.stages)[graph.stage[tied]]
+    duration[tied] = np.broadcast_to(costs.tied_s, graph.schedule.num_stages)[graph.stage[tied]]
     steps = np.flatnonzero(graph.kind == STEP)
     duration[steps] = costs.step_s[graph.lane[steps]]
     return duration, transit
@@ -89,11 +89,11 @@ def left_to_reduce_s(graph: TaskGraph, costs: CostTable) -> Floats:
     return left
 
 
-def spread(graph: TaskGraph, code: int, table: Floats) -> Floats:
+def spread_table(graph: TaskGraph, code: int, table: Floats) -> Floats:
     """For the tasks of one kind, their entries in an array over [stage or edge, microbatch, slice] whose axes of
     length 1 mean "the same for all"."""
     schedule = graph.schedule
-    first = len(graph.table.edges) if code in (SEND_F, SEND_B) else schedule.stages
+    first = len(graph.table.edges) if code in (SEND_F, SEND_B) else schedule.num_stages
     dense = np.broadcast_to(table, (first, schedule.microbatches, schedule.slices))
     found: Floats = dense.reshape(-1)[graph.groups[code].place]
     return found

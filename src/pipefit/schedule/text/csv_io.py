@@ -11,7 +11,7 @@ import io
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import COMPUTE, Action, Schedule, parse_action
-from pipefit.schedule.check.rules import check
+from pipefit.schedule.check.rules import check_schedule
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -34,12 +34,14 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv", where: str = "csv") -> Schedule:
     """The computed schedule that the rows stand for. Blank cells are idle slots, which mean nothing here.
 
-    Raises ScheduleError with row and column for a cell that is no compute action, and the errors of `check`.
+    Raises ScheduleError with row and column for a cell that is no compute action, and the errors of `check_schedule`.
     """
     lanes = []
     for number, row in enumerate(csv.reader(io.StringIO(text)), start=1):
         cells = ((column, cell.strip()) for column, cell in enumerate(row, start=1))
-        lanes.append(tuple(_cell(cell, f"{where}, row {number}, column {column}") for column, cell in cells if cell))
+        lanes.append(
+            tuple(_parse_cell(cell, f"{where}, row {number}, column {column}") for column, cell in cells if cell)
+        )
     placement: dict[int, int] = {}
     for lane, actions in enumerate(lanes):
         for action in actions:
@@ -60,11 +62,11 @@ def from_csv(text: str, name: str = "csv", where: str = "csv") -> Schedule:
         slices=1,
         lanes=tuple(lanes),
     )
-    check(schedule)
+    check_schedule(schedule)
     return schedule
 
 
-def _cell(text: str, where: str) -> Action:
+def _parse_cell(text: str, where: str) -> Action:
     try:
         action = parse_action(text)
     except ScheduleError as error:

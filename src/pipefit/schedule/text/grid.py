@@ -10,7 +10,7 @@ from itertools import groupby
 from pipefit.cost.types import CostTable
 from pipefit.schedule.actions import COMPUTE, Action, Schedule
 from pipefit.schedule.problem import Edge, uniform_costs
-from pipefit.schedule.taskgraph.contended import evaluate
+from pipefit.schedule.taskgraph.contended import evaluate_schedule
 
 WIDEST = 4_000
 """Characters of a row beyond which times are drawn in proportion only."""
@@ -28,7 +28,7 @@ COLOURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GridCell:
     """A piece of a row: an action, or idle time where `action` is None."""
 
     text: str
@@ -37,7 +37,7 @@ class Cell:
 
 def grid_rows(
     schedule: Schedule, costs: CostTable | None = None, edges: tuple[Edge, ...] | None = None
-) -> tuple[tuple[Cell, ...], ...]:
+) -> tuple[tuple[GridCell, ...], ...]:
     """The cells of every lane's row. Without `costs`, F, I and W take one unit each and B two.
 
     Compute actions are shown, each as wide as its label at least. If all times are multiples of one unit, every column
@@ -45,7 +45,7 @@ def grid_rows(
     alone would make wider than `WIDEST` has the letter of every action only where its label does not fit.
     """
     costs = costs or uniform_costs(schedule.placement, edges)
-    graph, times = evaluate(schedule, None if schedule.is_lowered else edges, costs)
+    graph, times = evaluate_schedule(schedule, None if schedule.is_lowered else edges, costs)
     placed: list[list[Placed]] = []
     for lane, actions in enumerate(schedule.lanes):
         offset = int(graph.table.offset[lane])
@@ -57,12 +57,12 @@ def grid_rows(
                 if action.kind in COMPUTE
             ]
         )
-    crowded = schedule.stages > len(schedule.lanes)
-    labels = {action: _label(action, crowded) for lane in placed for action, _, _ in lane}
-    columns, end = _columns(placed, {action: len(label) + 1 for action, label in labels.items()})
+    crowded = schedule.num_stages > len(schedule.lanes)
+    labels = {action: _action_label(action, crowded) for lane in placed for action, _, _ in lane}
+    columns, end = _column_bounds(placed, {action: len(label) + 1 for action, label in labels.items()})
     if end > WIDEST:
-        columns, end = _columns(placed, dict.fromkeys(labels, 2))
-    return tuple(_row(lane, labels, columns, end) for lane in placed)
+        columns, end = _column_bounds(placed, dict.fromkeys(labels, 2))
+    return tuple(_draw_row(lane, labels, columns, end) for lane in placed)
 
 
 def draw_grid(
@@ -87,18 +87,18 @@ def draw_grid(
         ]
         lines.append("held".rjust(len(labels[-1])))
     for lane, row in enumerate(rows):
-        cells = "".join(_markup(cell, first[lane]) if colour else cell.text for cell in row)
+        cells = "".join(_cell_markup(cell, first[lane]) if colour else cell.text for cell in row)
         lines.append(f"{labels[lane].ljust(len(labels[-1]))}  {cells}".rstrip())
     return "\n".join(lines)
 
 
-def _label(action: Action, crowded: bool) -> str:
+def _action_label(action: Action, crowded: bool) -> str:
     """`F3`; with the stage before it, `7F3`, where a lane holds several."""
     text = f"{action.kind}{action.microbatch}" + (f"/{action.slice}" if action.slice else "")
     return f"{action.stage}{text}" if crowded else text
 
 
-def _columns(
+def _column_bounds(
     placed: Sequence[Sequence[Placed]], least: Mapping[Action, int]
 ) -> tuple[dict[Action, tuple[int, int]], int]:
     """First column of every action and the one behind its last, and the width of all.
@@ -107,7 +107,7 @@ def _columns(
     moved to the right. What takes no time at all beside the rest is drawn where it stands in its lane.
     """
     end_s = max((stop for lane in placed for _, _, stop in lane), default=0.0) or 1.0
-    width = _width(placed, least, end_s)
+    width = _row_width(placed, least, end_s)
     events = sorted(
         (start, stop, lane, step) for lane, row in enumerate(placed) for step, (_, start, stop) in enumerate(row)
     )
@@ -134,7 +134,7 @@ def _columns(
     return columns, max((last for _, last in columns.values()), default=0)
 
 
-def _width(placed: Sequence[Sequence[Placed]], least: Mapping[Action, int], end_s: float) -> float:
+def _row_width(placed: Sequence[Sequence[Placed]], least: Mapping[Action, int], end_s: float) -> float:
     """Characters of a row: enough for every label where the times have a common unit."""
     spans = [(least[action], start, stop) for lane in placed for action, start, stop in lane]
     unit = _common_unit({start for _, start, _ in spans}, {stop - start for _, start, stop in spans})
@@ -159,24 +159,24 @@ def _common_unit(starts: set[float], lengths: set[float]) -> float | None:
     return math.gcd(*(int(value * denominator) for value in exact)) / denominator or None
 
 
-def _row(
+def _draw_row(
     lane: Sequence[Placed], labels: Mapping[Action, str], columns: Mapping[Action, tuple[int, int]], end: int
-) -> tuple[Cell, ...]:
+) -> tuple[GridCell, ...]:
     cells, reached = [], 0
     for action, _, _ in lane:
         first, last = columns[action]
         if first > reached:
-            cells.append(Cell("." * (first - reached - 1) + " ", None))
+            cells.append(GridCell("." * (first - reached - 1) + " ", None))
         width = last - first - 1
         text = labels[action] if len(labels[action]) <= width else action.kind
-        cells.append(Cell(text.ljust(width, "-") + " ", action))
+        cells.append(GridCell(text.ljust(width, "-") + " ", action))
         reached = last
     if end > reached:
-        cells.append(Cell("." * (end - reached - 1) + " ", None))
+        cells.append(GridCell("." * (end - reached - 1) + " ", None))
     return tuple(cells)
 
 
-def _markup(cell: Cell, first: int) -> str:
+def _cell_markup(cell: GridCell, first: int) -> str:
     if cell.action is None:
         return cell.text
     return f"[{COLOURS[cell.action.kind][cell.action.stage != first]}]{cell.text[:-1]}[/] "

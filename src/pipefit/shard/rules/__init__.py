@@ -24,7 +24,7 @@ Labels = tuple[str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DevicePart:
     """Where one device's part of a value lies: along which dimension, from which index, of how many.
 
     `start` is -1 for tokens and rows, whose number is only known at run time.
@@ -36,7 +36,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labelled:
+class OperatorLabels:
     """The labels of one operator, in the order of its inputs and outputs; None for an absent optional input."""
 
     inputs: tuple[Labels | None, ...]
@@ -52,12 +52,12 @@ class Labelled:
     joint: Mapping[str, tuple[tuple[Labels | None, ...], tuple[Labels, ...]]] = field(default_factory=dict)
     "Labels with tables of their own (inputs, outputs), where dimensions are split together that are not one: tokens"
     " and experts. Each is cut in its own units; the last input's are the program's."
-    local: Callable[[Mapping[str, Any], Shape, Cut], Mapping[str, Any]] | None = None
+    local: Callable[[Mapping[str, Any], Shape, DevicePart], Mapping[str, Any]] | None = None
     "(attributes, local shape of output 0, its cut) -> attributes on one device, where they name sizes or places."
-    addend: Callable[[Mapping[str, Any], Cut], Mapping[str, Any]] | None = None
+    addend: Callable[[Mapping[str, Any], DevicePart], Mapping[str, Any]] | None = None
     "The same where the output is a partial sum: (attributes, cut of the first input that is split)."
 
-    def along(self, label: str | None) -> Labelled:
+    def for_label(self, label: str | None) -> OperatorLabels:
         """The table that counts where this label is split."""
         if label is None or label not in self.joint:
             return self
@@ -65,12 +65,12 @@ class Labelled:
         return replace(self, inputs=inputs, outputs=outputs, local=None, addend=None)
 
 
-Rule = Callable[[Operator, tuple[Shape | None, ...], tuple[Shape, ...]], Labelled]
+Rule = Callable[[Operator, tuple[Shape | None, ...], tuple[Shape, ...]], OperatorLabels]
 """(operator, input shapes, output shapes) -> labels."""
 
 
 @cache
-def rules() -> Mapping[str, Rule]:
+def find_rules() -> Mapping[str, Rule]:
     """All kinds that have a rule, found by walking this package."""
     found: dict[str, Rule] = {}
     for info in pkgutil.iter_modules(__path__):
@@ -80,9 +80,9 @@ def rules() -> Mapping[str, Rule]:
     return found
 
 
-def labels_of(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def labels_of(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     """The labels of one operator. Raises PlanError for a kind without a rule."""
-    known = rules()
+    known = find_rules()
     if operator.kind not in known:
         raise PlanError(
             f"There is no rule for splitting the operator {operator.kind!r} over devices.",
@@ -93,11 +93,11 @@ def labels_of(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tup
     return known[operator.kind](operator, inputs, outputs)
 
 
-def leading(rank: int) -> Labels:
+def leading_labels(rank: int) -> Labels:
     """Labels of all dimensions but the last: rows, tokens, and what comes between."""
     return (*(f"d{i}" for i in range(rank - 1)), None)
 
 
-def whole(shape: Shape | None) -> Labels | None:
+def whole_labels(shape: Shape | None) -> Labels | None:
     """An input that is never split."""
     return None if shape is None else (None,) * len(shape)

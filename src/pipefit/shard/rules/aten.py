@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.model.analysis.aten_splits import splits
+from pipefit.model.analysis.aten_splits import split_labels
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled, whole
+from pipefit.shard.rules import DevicePart, OperatorLabels, whole_labels
 
 
-def aten(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    known = splits(operator.attributes, [shape for shape in inputs if shape is not None])
+def label_aten(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
+    known = split_labels(operator.attributes, [shape for shape in inputs if shape is not None])
     if known is None:
-        return Labelled(inputs=tuple(map(whole, inputs)), outputs=((None,) * len(outputs[0]),), units={})
+        return OperatorLabels(inputs=tuple(map(whole_labels, inputs)), outputs=((None,) * len(outputs[0]),), units={})
     if not known.groups:
-        return Labelled(inputs=known.inputs, outputs=(known.result,), units={})
+        return OperatorLabels(inputs=known.inputs, outputs=(known.result,), units={})
     dim = known.result.index("groups")
 
-    def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+    def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
         """The call with the groups of this device's part."""
         if cut.dim != dim:
             return attributes
@@ -28,7 +28,9 @@ def aten(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Sh
         arguments[known.argument] = known.groups * part // cut.total
         return {**attributes, "arguments": arguments}
 
-    return Labelled(inputs=known.inputs, outputs=(known.result,), units={"groups": known.groups}, local=fewer_groups)
+    return OperatorLabels(
+        inputs=known.inputs, outputs=(known.result,), units={"groups": known.groups}, local=fewer_groups
+    )
 
 
-RULES = {"aten": aten}
+RULES = {"aten": label_aten}

@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled
-from pipefit.shard.rules.dropout import place
+from pipefit.shard.rules import DevicePart, OperatorLabels
+from pipefit.shard.rules.dropout import place_of_cut
 
 
-def attention(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_attention(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     k = inputs[1]
     assert k is not None
     keys, queries = ("d0", None, "heads", None), ("d0", "d1", "heads", None)
     units = {"heads": int(k[2])}
-    return Labelled(inputs=(queries, keys, keys), outputs=(queries,), units=units, local=place_of_queries)
+    return OperatorLabels(inputs=(queries, keys, keys), outputs=(queries,), units=units, local=place_of_queries)
 
 
-def place_of_queries(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+def place_of_queries(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
     """The attribute `cut`, as dropout has it, where queries are split."""
-    return place(attributes, shape, cut) if cut.dim == 1 else attributes
+    return place_of_cut(attributes, shape, cut) if cut.dim == 1 else attributes
 
 
-RULES = {"attention": attention}
+RULES = {"attention": label_attention}

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled, Labels
+from pipefit.shard.rules import DevicePart, Labels, OperatorLabels
 
 
-def conv(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_conv(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     x, weight, bias = inputs
     assert x is not None and weight is not None
     groups = int(operator.attributes["groups"])
     kernel: Labels = (None,) * (len(x) - 2)
     into, out = ("in", "out") if groups == 1 else ("groups", "groups")
     first, second = (into, out) if operator.kind == "conv_transpose" else (out, into)
-    return Labelled(
+    return OperatorLabels(
         inputs=(
             ("d0", into, *kernel),
             (first, second if groups == 1 else None, *kernel),
@@ -34,7 +34,7 @@ def conv(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Sh
     )
 
 
-def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
     """The groups of this device's channels."""
     if cut.dim != 1:
         return attributes
@@ -42,4 +42,4 @@ def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mappi
     return {**attributes, "groups": attributes["groups"] * shape[1] // cut.total}
 
 
-RULES = {"conv": conv, "conv_transpose": conv}
+RULES = {"conv": label_conv, "conv_transpose": label_conv}

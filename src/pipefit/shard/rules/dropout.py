@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled
-from pipefit.shard.rules.pointwise import pointwise
+from pipefit.shard.rules import DevicePart, OperatorLabels
+from pipefit.shard.rules.pointwise import label_pointwise
 
 
-def dropout(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    return replace(pointwise(operator, inputs, outputs), local=place)
+def label_dropout(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
+    return replace(label_pointwise(operator, inputs, outputs), local=place_of_cut)
 
 
-def place(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+def place_of_cut(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
     """The attribute `cut`: [dimension, first index (-1: by the runtime's tokens), size of the whole dimension]."""
     return {**attributes, "cut": [cut.dim, cut.start, cut.total]}
 
 
-RULES = {"dropout": dropout}
+RULES = {"dropout": label_dropout}

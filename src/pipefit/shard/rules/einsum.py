@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.einsum import labels
-from pipefit.shard.rules import Labelled
+from pipefit.model.ops.einsum import einsum_labels
+from pipefit.shard.rules import OperatorLabels
 
 
-def einsum(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    operands, result = labels(operator.attributes)
+def label_einsum(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
+    operands, result = einsum_labels(operator.attributes)
     letters = [None if shape is None else tuple(each) for each, shape in zip([*operands, ""], inputs, strict=False)]
-    return Labelled(
+    return OperatorLabels(
         inputs=tuple(letters),
         outputs=(tuple(result),),
         units={},
@@ -18,4 +18,4 @@ def einsum(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[
     )
 
 
-RULES = {"einsum": einsum}
+RULES = {"einsum": label_einsum}

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled
+from pipefit.shard.rules import DevicePart, OperatorLabels
 
 
-def embedding(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_embedding(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     front = tuple(f"d{i}" for i in range(len(outputs[0]) - 1))
-    return Labelled(
+    return OperatorLabels(
         inputs=(front, ("vocabulary", "features")), outputs=((*front, "features"),), units={}, addend=own_rows
     )
 
 
-def own_rows(attributes: Mapping[str, Any], cut: Cut) -> Mapping[str, Any]:
+def own_rows(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
     """The attribute `first`: the index of the table's first row that this device holds."""
     return {**attributes, "first": cut.start}
 
 
-RULES = {"embedding": embedding}
+RULES = {"embedding": label_embedding}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import OperatorLabels
 
 
-def image_positions(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def image_positions(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     x = ("d0", "d1", "features")
     start = None if inputs[3] is None else ("features",)
-    return Labelled(inputs=(x, ("d0", "d1", None), (None, "features"), start), outputs=(x,), units={})
+    return OperatorLabels(inputs=(x, ("d0", "d1", None), (None, "features"), start), outputs=(x,), units={})
 
 
 RULES = {"image_positions": image_positions}

@@ -6,14 +6,14 @@ Without a bias partial sums in x pass through.
 from __future__ import annotations
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import OperatorLabels
 
 
-def linear(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_linear(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     x, bias = inputs[0], inputs[2]
     assert x is not None
     front = tuple(f"d{i}" for i in range(len(x) - 1))
-    return Labelled(
+    return OperatorLabels(
         inputs=((*front, "in"), ("out", "in"), None if bias is None else ("out",)),
         outputs=((*front, "out"),),
         units={},
@@ -22,4 +22,4 @@ def linear(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[
     )
 
 
-RULES = {"linear": linear}
+RULES = {"linear": label_linear}

@@ -11,22 +11,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled, Labels, leading, whole
+from pipefit.shard.rules import DevicePart, Labels, OperatorLabels, leading_labels, whole_labels
 
 
-def moe(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_moe(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     x, router = inputs[:2]
     assert x is not None
-    labels = leading(len(x))
+    labels = leading_labels(len(x))
     experts = ("experts", None, None)
     joint = {}
     for dim, size in enumerate(x[:2]):
         if size == ("B", "T")[dim]:
             own = f"experts{dim}"
             tokens: Labels = tuple(own if place == dim else None for place in range(len(x)))
-            joint[own] = (tokens, whole(router), (own, None, None), (own, None, None)), (tokens,)
-    return Labelled(
-        inputs=(labels, whole(router), experts, experts),
+            joint[own] = (tokens, whole_labels(router), (own, None, None), (own, None, None)), (tokens,)
+    return OperatorLabels(
+        inputs=(labels, whole_labels(router), experts, experts),
         outputs=(labels,),
         units={},
         kinds=dict.fromkeys(joint, "moe_shard"),
@@ -35,9 +35,9 @@ def moe(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Sha
     )
 
 
-def own_experts(attributes: Mapping[str, Any], cut: Cut) -> Mapping[str, Any]:
+def own_experts(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
     """The attribute `first`: the first expert whose weights this device holds."""
     return {**attributes, "first": cut.start}
 
 
-RULES = {"moe": moe}
+RULES = {"moe": label_moe}

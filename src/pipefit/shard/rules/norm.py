@@ -6,31 +6,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled, leading
+from pipefit.shard.rules import DevicePart, OperatorLabels, leading_labels
 
 
-def norm(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_norm(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     last = len(outputs[0]) - 1
-    labels = (*leading(last + 1)[:-1], "features")
+    labels = (*leading_labels(last + 1)[:-1], "features")
 
-    def of_how_many(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+    def set_whole_size(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
         """The attribute `whole`, where features are split."""
         return {**attributes, "whole": cut.total} if cut.dim == last else attributes
 
-    return Labelled(
+    return OperatorLabels(
         inputs=(labels, *(None if shape is None else ("features",) for shape in inputs[1:])),
         outputs=(labels,),
         units={},
         kinds={"features": f"{operator.kind}_shard"},
-        local=of_how_many,
+        local=set_whole_size,
     )
 
 
-def softmax(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_softmax(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     rank = len(outputs[0])
     labels = tuple(f"d{i}" for i in range(rank))
     along = f"d{int(operator.attributes['dim']) % rank}"
-    return Labelled(inputs=(labels,), outputs=(labels,), units={}, kinds={along: "softmax_shard"})
+    return OperatorLabels(inputs=(labels,), outputs=(labels,), units={}, kinds={along: "softmax_shard"})
 
 
-RULES = {"rms_norm": norm, "layer_norm": norm, "softmax": softmax}
+RULES = {"rms_norm": label_norm, "layer_norm": label_norm, "softmax": label_softmax}

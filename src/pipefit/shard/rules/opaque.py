@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled, whole
+from pipefit.shard.rules import OperatorLabels, whole_labels
 
 
-def opaque(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    return Labelled(
-        inputs=tuple(map(whole, inputs)), outputs=tuple((None,) * len(shape) for shape in outputs), units={}
+def label_opaque(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
+    return OperatorLabels(
+        inputs=tuple(map(whole_labels, inputs)), outputs=tuple((None,) * len(shape) for shape in outputs), units={}
     )
 
 
-RULES = {"opaque": opaque}
+RULES = {"opaque": label_opaque}

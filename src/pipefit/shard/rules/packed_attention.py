@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import OperatorLabels
 from pipefit.shard.rules.attention import place_of_queries
 
 
-def packed_attention(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def packed_attention(
+    operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]
+) -> OperatorLabels:
     k = inputs[1]
     assert k is not None
     keys, queries = ("d0", None, "heads", None), ("d0", "d1", "heads", None)
-    return Labelled(
+    return OperatorLabels(
         inputs=(queries, keys, keys, ("d0", None)),
         outputs=(queries,),
         units={"heads": int(k[2])},

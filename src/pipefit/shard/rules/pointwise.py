@@ -6,13 +6,13 @@ Partial sums pass through sums, and through products with what is whole.
 from __future__ import annotations
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled, Labels
+from pipefit.shard.rules import Labels, OperatorLabels
 
 
-def pointwise(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_pointwise(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     rank = len(outputs[0])
 
-    def labels(shape: Shape | None) -> Labels | None:
+    def broadcast_labels(shape: Shape | None) -> Labels | None:
         if shape is None:
             return None
         offset = rank - len(shape)
@@ -24,7 +24,7 @@ def pointwise(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tup
     linear = LINEAR.get(operator.kind, ())
     if len(inputs) < 2 or inputs[1] is None:  # beside a number; adding one to every addend would add it several times
         linear = () if operator.kind in ("add", "sub") else tuple(set_ for set_ in linear if set_ == (0,))
-    return Labelled(inputs=tuple(map(labels, inputs)), outputs=(out,), units={}, linear=linear)
+    return OperatorLabels(inputs=tuple(map(broadcast_labels, inputs)), outputs=(out,), units={}, linear=linear)
 
 
 LINEAR = {"add": ((0, 1),), "sub": ((0, 1),), "mul": ((0,), (1,)), "div": ((0,),), "neg": ((0,),)}
@@ -46,5 +46,5 @@ RULES = dict.fromkeys(
         "neg",
         "cast",
     ),
-    pointwise,
+    label_pointwise,
 )

@@ -9,18 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled
-from pipefit.shard.rules.dropout import place
+from pipefit.shard.rules import DevicePart, OperatorLabels
+from pipefit.shard.rules.dropout import place_of_cut
 
 
-def rotary(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_rotary(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     labels = ("d0", "d1", "d2", None)
-    return Labelled(inputs=(labels, labels[:2]), outputs=(labels,), units={}, linear=((0,),), local=place_of_angles)
+    return OperatorLabels(
+        inputs=(labels, labels[:2]), outputs=(labels,), units={}, linear=((0,),), local=place_of_angles
+    )
 
 
-def place_of_angles(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+def place_of_angles(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
     """The attribute `cut`, as dropout has it, where rows or tokens are split; angles are the same for all heads."""
-    return place(attributes, shape, cut) if cut.dim < 2 else attributes
+    return place_of_cut(attributes, shape, cut) if cut.dim < 2 else attributes
 
 
-RULES = {"rotary": rotary}
+RULES = {"rotary": label_rotary}

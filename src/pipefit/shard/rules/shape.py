@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape, Size, multiply_sizes
-from pipefit.shard.rules import Cut, Labelled, Labels
+from pipefit.shard.rules import DevicePart, Labels, OperatorLabels
 
 
-def reshape(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_reshape(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     x, y = inputs[0], outputs[0]
     assert x is not None
     before: list[str | None] = [None] * len(x)
@@ -26,10 +26,12 @@ def reshape(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple
         sizes = [size for size in (x[i], y[j]) if isinstance(size, int)]
         if len(left) + len(right) > 2 and sizes:
             units[f"g{number}"] = min(sizes)
-    return Labelled(inputs=(tuple(before),), outputs=(tuple(after),), units=units, linear=((0,),), local=local_shape)
+    return OperatorLabels(
+        inputs=(tuple(before),), outputs=(tuple(after),), units=units, linear=((0,),), local=local_shape
+    )
 
 
-def local_shape(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+def local_shape(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
     return {**attributes, "shape": list(shape)}
 
 
@@ -39,10 +41,10 @@ def factor_groups(x: Shape, y: Shape) -> list[tuple[range, range]]:
     i = j = 0
     while i < len(x) and j < len(y):
         first = i, j
-        left, right = _advance(x, i), _advance(y, j)
+        left, right = _size_at(x, i), _size_at(y, j)
         i, j = i + 1, j + 1
         while left != right:
-            if (_extent(left) <= _extent(right) and i < len(x)) or j >= len(y):
+            if (_size_order(left) <= _size_order(right) and i < len(x)) or j >= len(y):
                 left, i = multiply_sizes(left, x[i]), i + 1
             else:
                 right, j = multiply_sizes(right, y[j]), j + 1
@@ -50,11 +52,11 @@ def factor_groups(x: Shape, y: Shape) -> list[tuple[range, range]]:
     return groups
 
 
-def _advance(shape: Shape, index: int) -> Size:
+def _size_at(shape: Shape, index: int) -> Size:
     return multiply_sizes(shape[index])
 
 
-def _extent(size: Size) -> tuple[int, int]:
+def _size_order(size: Size) -> tuple[int, int]:
     """An order in which fewer symbols, then a smaller number, come first."""
     factors = str(size).split("*")
     number = 1
@@ -63,17 +65,24 @@ def _extent(size: Size) -> tuple[int, int]:
     return sum(not factor.isdigit() for factor in factors), number
 
 
-def transpose(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_transpose(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     dims = operator.attributes["dims"]
     before = tuple(f"d{i}" for i in range(len(dims)))
-    return Labelled(inputs=(before,), outputs=(tuple(before[dim] for dim in dims),), units={}, linear=((0,),))
+    return OperatorLabels(inputs=(before,), outputs=(tuple(before[dim] for dim in dims),), units={}, linear=((0,),))
 
 
-def along(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def label_unsplit_dim(
+    operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]
+) -> OperatorLabels:
     dim = int(operator.attributes["dim"])
     labels: Labels = tuple(None if i == dim else f"d{i}" for i in range(len(outputs[0])))
     every = tuple(range(len(inputs)))
-    return Labelled(inputs=tuple(labels for _ in inputs), outputs=(labels,), units={}, linear=(every,))
+    return OperatorLabels(inputs=tuple(labels for _ in inputs), outputs=(labels,), units={}, linear=(every,))
 
 
-RULES = {"reshape": reshape, "transpose": transpose, "slice": along, "concat": along}
+RULES = {
+    "reshape": label_reshape,
+    "transpose": label_transpose,
+    "slice": label_unsplit_dim,
+    "concat": label_unsplit_dim,
+}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import OperatorLabels
 
 
-def squared_error(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+def squared_error(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     prediction = inputs[0]
     assert prediction is not None
     labels = tuple(f"d{i}" for i in range(len(prediction)))
-    return Labelled(inputs=(labels, labels), outputs=((),), units={})
+    return OperatorLabels(inputs=(labels, labels), outputs=((),), units={})
 
 
 RULES = {"squared_error": squared_error}

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Cut, Labelled, whole
-from pipefit.shard.rules.dropout import place
+from pipefit.shard.rules import DevicePart, OperatorLabels, whole_labels
+from pipefit.shard.rules.dropout import place_of_cut
 
 SEQUENCE = ("d0", "d1", "features")
 
 
-def put_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    return Labelled(
-        inputs=(SEQUENCE, (None, None, "features"), whole(inputs[2])),
+def put_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
+    return OperatorLabels(
+        inputs=(SEQUENCE, (None, None, "features"), whole_labels(inputs[2])),
         outputs=(SEQUENCE,),
         units={},
         linear=((0, 1),),
@@ -26,8 +26,8 @@ def put_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tu
     )
 
 
-def take_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    return Labelled(
+def take_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
+    return OperatorLabels(
         inputs=(SEQUENCE, (None, "places")),
         outputs=((None, "places", "features"),),
         units={},
@@ -36,12 +36,12 @@ def take_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: t
     )
 
 
-def own_part(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+def own_part(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
     """The attribute `cut`, as dropout has it, where the sequence is split along rows or tokens."""
-    return place(attributes, shape, cut) if cut.dim < 2 else attributes
+    return place_of_cut(attributes, shape, cut) if cut.dim < 2 else attributes
 
 
-def own_rows(attributes: Mapping[str, Any], cut: Cut) -> Mapping[str, Any]:
+def own_rows(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
     """The same of what is taken from."""
     return {**attributes, "cut": [cut.dim, cut.start, cut.total]} if cut.dim < 2 else attributes
 

@@ -10,10 +10,10 @@ import pkgutil
 from collections.abc import Callable, Mapping
 
 from pipefit.errors import PipefitError, most_like
-from pipefit.validate.records import Result
+from pipefit.validate.records import ValidationResult
 
 
-def find_sets() -> Mapping[str, Callable[[], tuple[Result, ...]]]:
+def find_sets() -> Mapping[str, Callable[[], tuple[ValidationResult, ...]]]:
     """Every data set by its name."""
     found = {}
     for entry in pkgutil.iter_modules(__path__):
@@ -22,7 +22,7 @@ def find_sets() -> Mapping[str, Callable[[], tuple[Result, ...]]]:
     return found
 
 
-def chosen(names: list[str]) -> Mapping[str, Callable[[], tuple[Result, ...]]]:
+def select_sets(names: list[str]) -> Mapping[str, Callable[[], tuple[ValidationResult, ...]]]:
     """The sets of these names, or all where none is given. Raises PipefitError that lists the known ones."""
     known = find_sets()
     for name in names:

@@ -18,12 +18,12 @@ import numpy as np
 from pipefit.codec import load_text
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.errors import FormatError
-from pipefit.simulate import Timeline, simulate
-from pipefit.validate.files import check_positive, shipped
-from pipefit.validate.gpt import GPT, layer_graphs
+from pipefit.simulate import Timeline, simulate_schedule
+from pipefit.validate.files import check_positive, shipped_text
+from pipefit.validate.gpt import GptSizes, layer_graphs
 from pipefit.validate.megatron import schedule_of, with_waiting_sends
 from pipefit.validate.memory import kept_bytes
-from pipefit.validate.records import Result, Row, Target, errors, mean
+from pipefit.validate.records import ErrorTarget, ValidationResult, ValidationRow, absolute_errors, mean_or_zero
 
 name = "gh200"
 FILE = "gh200_opt350m.json"
@@ -37,12 +37,12 @@ SMALL_MICRO_BATCH = 2
 STATE_BYTES = 24
 """Per parameter, as the publication states: model 4, optimizer 8, gradient 4, communication 4, framework's copy 4."""
 
-OPT_350M = GPT(hidden=1024, feedforward=4096, heads=16, layers=24, sequence=2048, activation="relu")
+OPT_350M = GptSizes(hidden=1024, feedforward=4096, heads=16, layers=24, sequence=2048, activation="relu")
 DISTRUSTED = {"N4_D4": "its published gradient reduction repeats its iteration time"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MeasuredPlan:
     """One measured plan. `dp` and `tp` are given per stage, and alike."""
 
     name: str
@@ -63,7 +63,7 @@ class Plan:
     def microbatches(self) -> int:
         return self.global_batch // (self.dp[0] * self.micro_batch)
 
-    def stages(self) -> list[range]:
+    def stage_layers(self) -> list[range]:
         """The layers of every stage."""
         stops = np.cumsum((0, *self.layers_per_stage)).tolist()
         return [range(start, stop) for start, stop in pairwise(stops)]
@@ -84,20 +84,20 @@ class LayerSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class PublishedProfile:
     """The file. `profile` is keyed [micro-batch][tp], an entry a layer: forward, backward, update, in seconds."""
 
     source: str
     about: str
-    plans: tuple[Plan, ...]
+    plans: tuple[MeasuredPlan, ...]
     profile: Mapping[str, Mapping[str, tuple[tuple[float, float, float], ...]]]
     layers: Mapping[str, Mapping[str, LayerSize]]
     links: Mapping[str, Mapping[str, tuple[tuple[float, float, float], float]]]
 
 
-def read(text: str, where: str = FILE) -> Published:
+def read_profile(text: str, where: str = FILE) -> PublishedProfile:
     """The file's contents. Raises FormatError for what is damaged."""
-    published = load_text(Published, text, where)
+    published = load_text(PublishedProfile, text, where)
     for plan in published.plans:
         place = f"{where}: {plan.name}"
         measured = ("measured_iteration_s", "measured_gradient_reduce_s", "measured_peak_memory_bytes")
@@ -118,24 +118,24 @@ def read(text: str, where: str = FILE) -> Published:
     return published
 
 
-def results() -> tuple[Result, ...]:
+def results() -> tuple[ValidationResult, ...]:
     """Iteration times, and peak memory."""
-    published = read(shipped(FILE))
+    published = read_profile(shipped_text(FILE))
     return time_result(published), memory_result(published)
 
 
-def time_result(published: Published) -> Result:
+def time_result(published: PublishedProfile) -> ValidationResult:
     """Times of all plans; one constant, the slowdown of gradient reductions, from plans that are not the test."""
     slowdown = reduction_slowdown(published)
     rows = []
     for plan in published.plans:
         fair = plan.micro_batch == FAIR_MICRO_BATCH
         part = "predicted" if fair else f"micro-batch {plan.micro_batch}: the profile is of other runs"
-        predicted = timeline(published, plan, slowdown).makespan_s
-        rows.append(Row(name=plan.name, published=plan.measured_iteration_s, predicted=predicted, part=part))
-    off = errors(rows)
-    others = [abs(row.delta) for row in rows if row.part != "predicted"]
-    return Result(
+        predicted = simulate_measured(published, plan, slowdown).makespan_s
+        rows.append(ValidationRow(name=plan.name, published=plan.measured_iteration_s, predicted=predicted, part=part))
+    off = absolute_errors(rows)
+    others = [abs(row.relative_delta) for row in rows if row.part != "predicted"]
+    return ValidationResult(
         set=name,
         quantity="iteration time",
         unit="s",
@@ -148,21 +148,21 @@ def time_result(published: Published) -> Result:
         constants=1,
         rows=tuple(rows),
         summary={
-            "mean error, micro-batch 8": mean(off),
+            "mean error, micro-batch 8": mean_or_zero(off),
             "largest error, micro-batch 8": max(off),
-            "mean error, smaller micro-batches (apart)": mean(others),
+            "mean error, smaller micro-batches (apart)": mean_or_zero(others),
         },
-        targets=(Target(what="mean error, micro-batch 8", reached=mean(off), limit=0.03),),
+        targets=(ErrorTarget(what="mean error, micro-batch 8", reached=mean_or_zero(off), limit=0.03),),
         notes=("frozen: the released layer profile and link fits",),
     )
 
 
-def memory_result(published: Published) -> Result:
+def memory_result(published: PublishedProfile) -> ValidationResult:
     """Peak memory: fitted to the plans with micro-batch 1 and 2, the others predicted."""
     small = [plan for plan in published.plans if plan.micro_batch <= SMALL_MICRO_BATCH]
     constant, passing = fit_memory(published, small)
     rows = [
-        Row(
+        ValidationRow(
             name=plan.name,
             published=plan.measured_peak_memory_bytes / MB,
             predicted=peak_bytes(published, plan, constant, passing) / MB,
@@ -170,9 +170,9 @@ def memory_result(published: Published) -> Result:
         )
         for plan in published.plans
     ]
-    off = errors(rows)
-    under = max(0.0, -min(row.delta for row in rows if row.part == "predicted"))
-    return Result(
+    off = absolute_errors(rows)
+    under = max(0.0, -min(row.relative_delta for row in rows if row.part == "predicted"))
+    return ValidationResult(
         set=name,
         quantity="peak memory",
         unit="MB",
@@ -181,29 +181,29 @@ def memory_result(published: Published) -> Result:
         fitted={"constant MB": (constant / MB,), "passing memory, layers' scores": (passing,)},
         constants=2,
         rows=tuple(rows),
-        summary={"mean error": mean(off), "largest error": max(off), "largest error below": under},
+        summary={"mean error": mean_or_zero(off), "largest error": max(off), "largest error below": under},
         targets=(
-            Target(what="mean error", reached=mean(off), limit=0.02),
-            Target(what="largest error below", reached=under, limit=0.04),
+            ErrorTarget(what="mean error", reached=mean_or_zero(off), limit=0.02),
+            ErrorTarget(what="largest error below", reached=under, limit=0.04),
         ),
         notes=(f"frozen: {STATE_BYTES} bytes a parameter; kept values by this project's rules: validate/memory.py",),
     )
 
 
-def timeline(published: Published, plan: Plan, slowdown: float = 1.0) -> Timeline:
+def simulate_measured(published: PublishedProfile, plan: MeasuredPlan, slowdown: float = 1.0) -> Timeline:
     """The plan, simulated from its profile and links."""
-    return simulate(schedule_of(plan.pp, 1, plan.microbatches), cost_table(published, plan, slowdown))
+    return simulate_schedule(schedule_of(plan.pp, 1, plan.microbatches), cost_table(published, plan, slowdown))
 
 
-def cost_table(published: Published, plan: Plan, slowdown: float) -> CostTable:
+def cost_table(published: PublishedProfile, plan: MeasuredPlan, slowdown: float) -> CostTable:
     """The profile as costs of every stage; sends and receives block the lane."""
     shards = str(plan.tp[0])
     profile, sizes = published.profile[str(plan.micro_batch)][shards], published.layers[shards]
-    sums = [[sum(profile[layer][column] for layer in stage) for stage in plan.stages()] for column in range(3)]
-    gradients = [float(sum(sizes[str(layer)].params_bytes for layer in stage)) for stage in plan.stages()]
+    sums = [[sum(profile[layer][column] for layer in stage) for stage in plan.stage_layers()] for column in range(3)]
+    gradients = [float(sum(sizes[str(layer)].params_bytes for layer in stage)) for stage in plan.stage_layers()]
     held = stage_bytes(published, plan)
     size = float(sizes["1"].act_output_bytes * plan.micro_batch)
-    transfer_s = plan.tp[0] * size / bandwidth(published, plan.gpus_per_node, plan.tp[0] * size)
+    transfer_s = plan.tp[0] * size / host_bandwidth(published, plan.gpus_per_node, plan.tp[0] * size)
     each, none = np.array([[transfer_s]]), np.zeros((1, 1))
     edges = tuple(
         EdgeCost(
@@ -219,7 +219,7 @@ def cost_table(published: Published, plan: Plan, slowdown: float) -> CostTable:
         for stage in range(plan.pp - 1)
     )
     costs = CostTable(
-        actions={"F": _actions(sums[0], held), "B": _actions(sums[1], [-each for each in held])},
+        actions={"F": _action_table(sums[0], held), "B": _action_table(sums[1], [-each for each in held])},
         edges=edges,
         reduce_s=np.array([slowdown * reduction_s(published, plan, size) for size in gradients]),
         gather_s=np.zeros(plan.pp),
@@ -229,7 +229,7 @@ def cost_table(published: Published, plan: Plan, slowdown: float) -> CostTable:
     return with_waiting_sends(costs, receives_too=True)
 
 
-def stage_bytes(published: Published, plan: Plan) -> list[float]:
+def stage_bytes(published: PublishedProfile, plan: MeasuredPlan) -> list[float]:
     """What every stage keeps of one microbatch on one device."""
     shards = plan.tp[0]
     sizes = published.layers[str(shards)]
@@ -238,20 +238,20 @@ def stage_bytes(published: Published, plan: Plan) -> list[float]:
     ends = {0, sum(plan.layers_per_stage) - 1}
     return [
         float(sum(sizes[str(i)].act_mem_bytes * plan.micro_batch if i in ends else layer for i in stage))
-        for stage in plan.stages()
+        for stage in plan.stage_layers()
     ]
 
 
-def reduction_s(published: Published, plan: Plan, size: float) -> float:
+def reduction_s(published: PublishedProfile, plan: MeasuredPlan, size: float) -> float:
     """A ring over the replicas; the devices of a host reduce their shards at the same time and share its network."""
     replicas, sharing = plan.dp[0], plan.tp[0]
     if replicas == 1:
         return 0.0
     step = sharing * size / replicas
-    return 2 * (replicas - 1) * step / bandwidth(published, plan.gpus_per_node, step)
+    return 2 * (replicas - 1) * step / host_bandwidth(published, plan.gpus_per_node, step)
 
 
-def reduction_slowdown(published: Published) -> float:
+def reduction_slowdown(published: PublishedProfile) -> float:
     """How much longer a published gradient reduction takes than the ring: the geometric mean over the plans below
     micro-batch 8 that reduce over several replicas and whose record can be trusted."""
     ratios = []
@@ -259,10 +259,10 @@ def reduction_slowdown(published: Published) -> float:
         if plan.micro_batch < FAIR_MICRO_BATCH and plan.dp[0] > 1 and plan.name not in DISTRUSTED:
             ring_s = float(cost_table(published, plan, 1.0).reduce_s.max())
             ratios.append(math.log(plan.measured_gradient_reduce_s / ring_s))
-    return math.exp(mean(ratios))
+    return math.exp(mean_or_zero(ratios))
 
 
-def bandwidth(published: Published, devices: int, size: float) -> float:
+def host_bandwidth(published: PublishedProfile, devices: int, size: float) -> float:
     """Bytes per second between hosts when `devices` devices of a host send together `size` bytes: the released fit,
     a parabola in log2 of megabytes, capped; below one megabyte its value there."""
     (a, b, c), most = published.links["inter"][str(devices)]
@@ -270,7 +270,7 @@ def bandwidth(published: Published, devices: int, size: float) -> float:
     return min(most, 1e9 * (a * place * place + b * place + c))
 
 
-def fit_memory(published: Published, plans: Sequence[Plan]) -> tuple[float, float]:
+def fit_memory(published: PublishedProfile, plans: Sequence[MeasuredPlan]) -> tuple[float, float]:
     """(constant bytes, passing memory in units of one layer's scores) that come closest to the plans' peaks, neither
     of them negative. Passing memory is what a layer's backward pass needs besides what was kept."""
     from scipy.optimize import nnls
@@ -284,18 +284,18 @@ def fit_memory(published: Published, plans: Sequence[Plan]) -> tuple[float, floa
     return float(constant), float(passing)
 
 
-def peak_bytes(published: Published, plan: Plan, constant: float, passing: float) -> float:
+def peak_bytes(published: PublishedProfile, plan: MeasuredPlan, constant: float, passing: float) -> float:
     """The fullest lane by the simulator, and the fitted constants."""
-    return float(timeline(published, plan).peak_bytes.max()) + constant + passing * score_bytes(plan)
+    return float(simulate_measured(published, plan).peak_bytes.max()) + constant + passing * score_bytes(plan)
 
 
-def score_bytes(plan: Plan) -> float:
+def score_bytes(plan: MeasuredPlan) -> float:
     """One layer's attention scores of one microbatch."""
     return float(WIDTH * plan.micro_batch * OPT_350M.heads // plan.tp[0] * OPT_350M.sequence**2)
 
 
-def _actions(times: Sequence[float], held: Sequence[float]) -> ActionTable:
-    def column(values: Sequence[float]) -> Array:
+def _action_table(times: Sequence[float], held: Sequence[float]) -> ActionTable:
+    def action_column(values: Sequence[float]) -> Array:
         return np.array([[[value]] for value in values], dtype=np.float64)
 
-    return ActionTable(time_s=column(times), held_bytes=column(held), peak_bytes=np.zeros((1, 1, 1)))
+    return ActionTable(time_s=action_column(times), held_bytes=action_column(held), peak_bytes=np.zeros((1, 1, 1)))

@@ -19,17 +19,17 @@ from pipefit.cost.static_memory import static_parts
 from pipefit.cost.types import Array
 from pipefit.errors import FormatError
 from pipefit.model.graph import Graph
-from pipefit.schedule import Problem, family, uniform_costs
+from pipefit.schedule import ScheduleProblem, find_family, uniform_costs
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
-from pipefit.simulate import simulate
-from pipefit.validate.collectives import Collectives
-from pipefit.validate.files import check_positive, shipped, shipped_collectives
-from pipefit.validate.fitting import fit, log_jacobian
-from pipefit.validate.gpt import GPT, layer_graphs
-from pipefit.validate.kernels import Gpu, KernelCosts
-from pipefit.validate.megatron import Run, cluster_of, costs_of, time_of, with_waiting_sends
+from pipefit.simulate import simulate_schedule
+from pipefit.validate.collectives import MeasuredAllReduces
+from pipefit.validate.files import check_positive, shipped_collectives, shipped_text
+from pipefit.validate.fitting import fit_constants, log_jacobian
+from pipefit.validate.gpt import GptSizes, layer_graphs
+from pipefit.validate.kernels import GpuRates, KernelCosts
+from pipefit.validate.megatron import MegatronRun, cluster_of, costs_of, time_of, with_waiting_sends
 from pipefit.validate.memory import Scores, kept_bytes, matrix_elements
-from pipefit.validate.records import Result, Row, Target, errors, mean
+from pipefit.validate.records import ErrorTarget, ValidationResult, ValidationRow, absolute_errors, mean_or_zero
 
 name = "selene"
 FILE = "selene_a100.json"
@@ -57,7 +57,7 @@ MODES: Mapping[str, tuple[bool, Scores, bool]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class PublishedMachine:
     """The published machine."""
 
     name: str
@@ -68,7 +68,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PublishedCase:
     """One published model."""
 
     model: str
@@ -91,13 +91,13 @@ class Case:
     def microbatches(self) -> int:
         return self.global_batch // (self.micro_batch * self.dp)
 
-    def gpt(self) -> GPT:
-        sizes = {field.name: getattr(self, field.name) for field in fields(GPT) if hasattr(self, field.name)}
-        return GPT(**sizes)
+    def gpt_sizes(self) -> GptSizes:
+        sizes = {field.name: getattr(self, field.name) for field in fields(GptSizes) if hasattr(self, field.name)}
+        return GptSizes(**sizes)
 
-    def run(self, mode: str) -> Run:
-        return Run(
-            model=self.gpt(),
+    def megatron_run(self, mode: str) -> MegatronRun:
+        return MegatronRun(
+            model=self.gpt_sizes(),
             shards=self.tp,
             replicas=self.dp,
             lanes=self.pp,
@@ -110,18 +110,18 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class PublishedModels:
     """The file."""
 
     source: str
-    machine: Machine
-    cases: tuple[Case, ...]
+    machine: PublishedMachine
+    cases: tuple[PublishedCase, ...]
     note: str
 
 
-def read(text: str, where: str = FILE) -> Published:
+def read_models(text: str, where: str = FILE) -> PublishedModels:
     """The file's contents. Raises FormatError for what is damaged."""
-    published = load_text(Published, text, where)
+    published = load_text(PublishedModels, text, where)
     for case in published.cases:
         place = f"{where}: {case.model}"
         check_positive({name: getattr(case, name) for name in ("hidden", "heads", "layers", "tp", "pp", "dp")}, place)
@@ -139,35 +139,35 @@ def read(text: str, where: str = FILE) -> Published:
     return published
 
 
-def results() -> tuple[Result, ...]:
+def results() -> tuple[ValidationResult, ...]:
     """Iteration times with one model left out at a time; memory by formula."""
-    published = read(shipped(FILE))
+    published = read_models(shipped_text(FILE))
     return time_result(published, shipped_collectives()), memory_result(published)
 
 
-def time_result(published: Published, collectives: Collectives) -> Result:
+def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> ValidationResult:
     """Every model's times, predicted with constants that were fitted to the other models."""
     points = [(case, mode) for case in published.cases for mode in (FULL, SELECTIVE)]
     measured = np.array([case.iteration_s[mode] for case, mode in points])
-    gpu = Gpu(
+    gpu = GpuRates(
         peak_flops_per_s=published.machine.peak_flops_fp16,
         memory_bytes_per_s=published.machine.memory_bandwidth_bytes_per_s,
     )
 
-    def predict(values: Array, chosen: Sequence[int]) -> Array:
+    def predict_times(values: Array, chosen: Sequence[int]) -> Array:
         reached: dict[str, Any] = dict(zip(FITTED, map(float, values), strict=True))
         now = replace(gpu, **reached)
         return np.array([_time_s(*points[index], now, published.machine, collectives) for index in chosen])
 
     everything = range(len(points))
-    jacobian = log_jacobian(lambda values: predict(values, everything), START)
-    rows: list[Row] = []
+    jacobian = log_jacobian(lambda values: predict_times(values, everything), START)
+    rows: list[ValidationRow] = []
     found: list[Array] = []
     for case in published.cases:
         own = [index for index in everything if points[index][0] is case]
         others = [index for index in everything if index not in own]
-        values = fit(
-            lambda values, others=others: predict(values, others),  # type: ignore[misc]
+        values = fit_constants(
+            lambda values, others=others: predict_times(values, others),  # type: ignore[misc]
             measured[others].tolist(),
             START,
             jacobian[others],
@@ -175,12 +175,14 @@ def time_result(published: Published, collectives: Collectives) -> Result:
             pull=PULL,
         )
         found.append(values)
-        for index, time_s in zip(own, predict(values, own), strict=True):
+        for index, time_s in zip(own, predict_times(values, own), strict=True):
             rows.append(
-                Row(name=f"{case.model} {points[index][1]}", published=measured[index], predicted=float(time_s))
+                ValidationRow(
+                    name=f"{case.model} {points[index][1]}", published=measured[index], predicted=float(time_s)
+                )
             )
-    off = errors(rows)
-    return Result(
+    off = absolute_errors(rows)
+    return ValidationResult(
         set=name,
         quantity="iteration time",
         unit="s",
@@ -189,22 +191,22 @@ def time_result(published: Published, collectives: Collectives) -> Result:
         fitted={key: tuple(float(values[place]) for values in found) for place, key in enumerate(FITTED)},
         constants=len(FITTED),
         rows=tuple(rows),
-        summary={"mean error": mean(off), "largest error": max(off)},
+        summary={"mean error": mean_or_zero(off), "largest error": max(off)},
         targets=(
-            Target(what="mean error", reached=mean(off), limit=0.04),
-            Target(what="largest error", reached=max(off), limit=0.09),
+            ErrorTarget(what="mean error", reached=mean_or_zero(off), limit=0.04),
+            ErrorTarget(what="largest error", reached=max(off), limit=0.09),
         ),
         notes=("frozen: data sheet of the machine, all-reduce table of a100_nvlink_all_reduce.csv, tile shares",),
     )
 
 
-def memory_result(published: Published) -> Result:
+def memory_result(published: PublishedModels) -> ValidationResult:
     """Parameters with optimizer, and activations, by this project's graphs and rules."""
     rows = []
     for case in published.cases:
         rows += _memory_rows(case)
-    off = errors(rows)
-    return Result(
+    off = absolute_errors(rows)
+    return ValidationResult(
         set=name,
         quantity="memory by formula",
         unit="GiB",
@@ -217,42 +219,42 @@ def memory_result(published: Published) -> Result:
             "largest error": max(off),
             "largest difference of activation percentages, in points": percent_difference(published),
         },
-        targets=(Target(what="largest error", reached=max(off), limit=0.001),),
+        targets=(ErrorTarget(what="largest error", reached=max(off), limit=0.001),),
         notes=("kept values: this project's saved-bytes rules on its own Megatron program; see validate/memory.py",),
     )
 
 
-def _memory_rows(case: Case) -> list[Row]:
-    parts = static_parts(case.layers / case.pp * matrix_elements(_layer(case, "none")), 0, 1.0, "bfloat16")
+def _memory_rows(case: PublishedCase) -> list[ValidationRow]:
+    parts = static_parts(case.layers / case.pp * matrix_elements(_device_graph(case, "none")), 0, 1.0, "bfloat16")
     predicted = {
         MEMORY[0]: sum(value for part, value in parts.items() if part != "workspace"),
         MEMORY[1]: peak_bytes(case, "none"),
         MEMORY[2]: peak_bytes(case, "selective_sequence_parallel"),
     }
     return [
-        Row(name=f"{case.model} {key}", published=case.memory_gib[key], predicted=value / GIB)
+        ValidationRow(name=f"{case.model} {key}", published=case.memory_gib[key], predicted=value / GIB)
         for key, value in predicted.items()
     ]
 
 
-def peak_bytes(case: Case, mode: str) -> float:
+def peak_bytes(case: PublishedCase, mode: str) -> float:
     """Activations at the peak of the first lane, by the simulator, on the published schedule."""
     placement = looped(case.pp, case.interleaving)
     costs = uniform_costs(placement)
     held = float(layer_bytes(case, mode) * case.layers // len(placement))
     actions = {key: replace(table, held_bytes=table.held_bytes * held) for key, table in costs.actions.items()}
-    schedule = family("interleaved-1f1b")(Problem(placement=placement, microbatches=case.microbatches))
-    return float(simulate(schedule, replace(costs, actions=actions)).peak_bytes[0])
+    schedule = find_family("interleaved-1f1b")(ScheduleProblem(placement=placement, microbatches=case.microbatches))
+    return float(simulate_schedule(schedule, replace(costs, actions=actions)).peak_bytes[0])
 
 
-def layer_bytes(case: Case, mode: str) -> int:
+def layer_bytes(case: PublishedCase, mode: str) -> int:
     """What one layer and microbatch keep on one device."""
     _, scores, full = MODES[mode]
     symbols = {"B": case.micro_batch, "T": case.sequence, "S": case.sequence // case.tp}
-    return kept_bytes(_layer(case, mode), symbols, 2, scores, full)
+    return kept_bytes(_device_graph(case, mode), symbols, 2, scores, full)
 
 
-def percent_difference(published: Published) -> float:
+def percent_difference(published: PublishedModels) -> float:
     """The largest difference, in points, between the published percentages of the baseline and these rules."""
     return max(
         abs(100.0 * layer_bytes(case, mode) / layer_bytes(case, "none") - percent)
@@ -261,14 +263,16 @@ def percent_difference(published: Published) -> float:
     )
 
 
-def _layer(case: Case, mode: str) -> Graph:
-    return layer_graphs(case.gpt(), case.tp, MODES[mode][0])[0]
+def _device_graph(case: PublishedCase, mode: str) -> Graph:
+    return layer_graphs(case.gpt_sizes(), case.tp, MODES[mode][0])[0]
 
 
-def _time_s(case: Case, mode: str, gpu: Gpu, machine: Machine, collectives: Collectives) -> float:
-    run = case.run(mode)
+def _time_s(
+    case: PublishedCase, mode: str, gpu: GpuRates, machine: PublishedMachine, collectives: MeasuredAllReduces
+) -> float:
+    run = case.megatron_run(mode)
     cluster = cluster_of(
-        run.devices,
+        run.total_devices,
         inside_bytes_per_s=machine.nvlink_bytes_per_s_each_way,
         between_bytes_per_s=machine.internode_bytes_per_s_per_gpu,
     )

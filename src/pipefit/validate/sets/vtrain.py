@@ -16,9 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.errors import FormatError
-from pipefit.validate.calibration import FITTED, Calibration, Evaluator, Key, Sample, calibrate, jacobians
-from pipefit.validate.files import read_table, shipped, shipped_collectives
-from pipefit.validate.records import Result, Row, Target, errors, mean
+from pipefit.validate.calibration import (
+    FITTED,
+    FittedCalibration,
+    Key,
+    PublishedSample,
+    SampleEvaluator,
+    corner_jacobians,
+    fit_calibration,
+)
+from pipefit.validate.files import read_table, shipped_collectives, shipped_text
+from pipefit.validate.records import ErrorTarget, ValidationResult, ValidationRow, absolute_errors, mean_or_zero
 
 name = "vtrain"
 FILE = "vtrain_a100_single_node.csv"
@@ -43,7 +51,7 @@ BEST_OF = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Regret:
+class ChoiceRegret:
     """What choosing by prediction loses to the best of the same group, as a share of the best."""
 
     first: tuple[float, ...]
@@ -52,7 +60,7 @@ class Regret:
     "The best of the five best-predicted rows of every group."
 
 
-def read(text: str, where: str = FILE) -> tuple[Sample, ...]:
+def read_samples(text: str, where: str = FILE) -> tuple[PublishedSample, ...]:
     """The rows. Raises FormatError for what is damaged or contradicts itself."""
     samples = []
     for number, row in enumerate(read_table(text, COLUMNS, where), 1):
@@ -68,74 +76,85 @@ def read(text: str, where: str = FILE) -> tuple[Sample, ...]:
             )
         if whole["layers"] % whole["pp"] or whole["global_batch"] % (whole["dp"] * whole["micro_batch"]):
             raise FormatError("Layers or batch cannot be cut evenly.", where=place, seen=whole)
-        samples.append(Sample(**whole, published_s=row["iteration_ms"] * 1e-3))
+        samples.append(PublishedSample(**whole, published_s=row["iteration_ms"] * 1e-3))
     return tuple(samples)
 
 
-def results() -> tuple[Result, ...]:
+def results() -> tuple[ValidationResult, ...]:
     """Four rotations over the quarters; and, apart, hidden 2048 from hidden 1024."""
-    samples = read(shipped(FILE))
-    evaluator = Evaluator(shipped_collectives())
+    samples = read_samples(shipped_text(FILE))
+    evaluator = SampleEvaluator(shipped_collectives())
     return split_result(samples, evaluator), size_result(samples, evaluator)
 
 
-def deal(samples: Sequence[Sample], seed: int = SEED) -> tuple[frozenset[Key], ...]:
+def deal_keys(samples: Sequence[PublishedSample], seed: int = SEED) -> tuple[frozenset[Key], ...]:
     """The keys in four parts."""
-    keys = sorted({sample.key for sample in samples})
+    keys = sorted({sample.shape_key for sample in samples})
     random.Random(seed).shuffle(keys)
     return tuple(frozenset(keys[part::PARTS]) for part in range(PARTS))
 
 
-def split_result(samples: Sequence[Sample], evaluator: Evaluator, seed: int = SEED) -> Result:
+def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator, seed: int = SEED) -> ValidationResult:
     """Each quarter fits, the other three are predicted; figures are means over the four turns."""
-    known = jacobians(corners(samples), evaluator)
-    turns: list[tuple[list[Row], list[Row]]] = []
-    found: list[Calibration] = []
-    regrets: list[Regret] = []
-    plain_regrets: list[Regret] = []
-    for number, part in enumerate(deal(samples, seed), 1):
-        own = [sample for sample in samples if sample.key in part]
-        held = [sample for sample in samples if sample.key not in part]
-        calibration = calibrate(corners(own), evaluator, known)
+    known = corner_jacobians(corner_samples(samples), evaluator)
+    turns: list[tuple[list[ValidationRow], list[ValidationRow]]] = []
+    found: list[FittedCalibration] = []
+    regrets: list[ChoiceRegret] = []
+    plain_regrets: list[ChoiceRegret] = []
+    for number, part in enumerate(deal_keys(samples, seed), 1):
+        own = [sample for sample in samples if sample.shape_key in part]
+        held = [sample for sample in samples if sample.shape_key not in part]
+        calibration = fit_calibration(corner_samples(own), evaluator, known)
         found.append(calibration)
-        turns.append((_rows(held, evaluator, calibration, number), _rows(held, evaluator, calibration.plain(), number)))
-        regrets.append(regret(held, turns[-1][0]))
-        plain_regrets.append(regret(held, turns[-1][1]))
+        turns.append(
+            (
+                _predict_rows(held, evaluator, calibration, number),
+                _predict_rows(held, evaluator, calibration.constants_only(), number),
+            )
+        )
+        regrets.append(choice_regret(held, turns[-1][0]))
+        plain_regrets.append(choice_regret(held, turns[-1][1]))
     rows = [row for turn, _ in turns for row in turn]
-    mean_errors = [mean(errors(turn)) for turn, _ in turns]
-    firsts, fives = [mean(each.first) for each in regrets], [mean(each.best_of_five) for each in regrets]
-    plain = [mean(errors(turn)) for _, turn in turns]
-    return Result(
+    mean_errors = [mean_or_zero(absolute_errors(turn)) for turn, _ in turns]
+    firsts, fives = (
+        [mean_or_zero(each.first) for each in regrets],
+        [mean_or_zero(each.best_of_five) for each in regrets],
+    )
+    plain = [mean_or_zero(absolute_errors(turn)) for _, turn in turns]
+    return ValidationResult(
         set=name,
         quantity="iteration time",
         unit="s",
         source=SOURCE,
         split=(
-            f"the {len({s.key for s in samples})} keys (micro-batch, hidden, TP, DP, PP) are shuffled with seed {seed} "
+            f"the {len({s.shape_key for s in samples})} keys (micro-batch, hidden, TP, DP, PP) are shuffled "
+            f"with seed {seed} "
             "and dealt into quarters; each quarter in turn is fitted, the other three are predicted"
         ),
         fitted={key: tuple(each.constants[place] for each in found) for place, key in enumerate(FITTED)},
-        constants=max(each.count for each in found),
+        constants=max(each.fitted_count for each in found),
         rows=tuple(rows),
         summary={
-            "mean error": mean(mean_errors),
+            "mean error": mean_or_zero(mean_errors),
             "mean error, worst quarter": max(mean_errors),
-            "largest error": max(errors(rows)),
-            "mean error of the physical constants alone": mean(plain),
-            "regret of the best-predicted, mean": mean(firsts),
+            "largest error": max(absolute_errors(rows)),
+            "mean error of the physical constants alone": mean_or_zero(plain),
+            "regret of the best-predicted, mean": mean_or_zero(firsts),
             "regret of the best-predicted, worst quarter": max(firsts),
-            "regret of the best of five, mean": mean(fives),
-            "regret of the physical constants alone, mean": mean([mean(each.first) for each in plain_regrets]),
-            "regret of the physical constants alone, best of five": mean(
-                [mean(each.best_of_five) for each in plain_regrets]
+            "regret of the best of five, mean": mean_or_zero(fives),
+            "regret of the physical constants alone, mean": mean_or_zero(
+                [mean_or_zero(each.first) for each in plain_regrets]
+            ),
+            "regret of the physical constants alone, best of five": mean_or_zero(
+                [mean_or_zero(each.best_of_five) for each in plain_regrets]
             ),
             "groups of comparable rows": float(min(len(each.first) for each in regrets)),
-            "median distance of a key's rows from a plane": distance_from_a_plane(samples),
+            "median distance of a key's rows from a plane": plane_deviation(samples),
         },
         targets=(
-            Target(what="mean error, worst quarter", reached=max(mean_errors), limit=0.07),
-            Target(what="regret of the best-predicted, worst quarter", reached=max(firsts), limit=0.03),
-            Target(what="regret of the best of five, worst quarter", reached=max(fives), limit=0.005),
+            ErrorTarget(what="mean error, worst quarter", reached=max(mean_errors), limit=0.07),
+            ErrorTarget(what="regret of the best-predicted, worst quarter", reached=max(firsts), limit=0.03),
+            ErrorTarget(what="regret of the best of five, worst quarter", reached=max(fives), limit=0.005),
         ),
         notes=(
             f"fitted: {len(FITTED)} physical constants, and for every (hidden, TP, micro-batch) of the fitted keys a "
@@ -145,14 +164,16 @@ def split_result(samples: Sequence[Sample], evaluator: Evaluator, seed: int = SE
     )
 
 
-def size_result(samples: Sequence[Sample], evaluator: Evaluator) -> Result:
+def size_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator) -> ValidationResult:
     """Everything of hidden 1024 fits, hidden 2048 is predicted: another model size, with physical constants alone."""
     small = [sample for sample in samples if sample.hidden == 1024]
     large = [sample for sample in samples if sample.hidden == 2048]
-    calibration = calibrate(corners(small), evaluator, jacobians(corners(small), evaluator)).plain()
-    rows = _rows(large, evaluator, calibration, 1)
-    off, lost = errors(rows), regret(large, rows)
-    return Result(
+    calibration = fit_calibration(
+        corner_samples(small), evaluator, corner_jacobians(corner_samples(small), evaluator)
+    ).constants_only()
+    rows = _predict_rows(large, evaluator, calibration, 1)
+    off, lost = absolute_errors(rows), choice_regret(large, rows)
+    return ValidationResult(
         set=name,
         quantity="iteration time, hidden 1024 to 2048",
         unit="s",
@@ -162,21 +183,21 @@ def size_result(samples: Sequence[Sample], evaluator: Evaluator) -> Result:
         constants=len(FITTED),
         rows=tuple(rows),
         summary={
-            "mean error": mean(off),
+            "mean error": mean_or_zero(off),
             "largest error": max(off),
-            "regret of the best-predicted, mean": mean(lost.first),
-            "regret of the best of five, mean": mean(lost.best_of_five),
+            "regret of the best-predicted, mean": mean_or_zero(lost.first),
+            "regret of the best of five, mean": mean_or_zero(lost.best_of_five),
         },
         targets=(),
         notes=("reported, without a target",),
     )
 
 
-def corners(samples: Sequence[Sample]) -> list[Sample]:
+def corner_samples(samples: Sequence[PublishedSample]) -> list[PublishedSample]:
     """Of every key, the rows with the fewest and the most layers and micro-batches: fitting needs no more."""
-    by_key: dict[Key, list[Sample]] = defaultdict(list)
+    by_key: dict[Key, list[PublishedSample]] = defaultdict(list)
     for sample in samples:
-        by_key[sample.key].append(sample)
+        by_key[sample.shape_key].append(sample)
     chosen = []
     for key in sorted(by_key):
         layers = {f(sample.layers for sample in by_key[key]) for f in (min, max)}
@@ -185,12 +206,12 @@ def corners(samples: Sequence[Sample]) -> list[Sample]:
     return chosen
 
 
-def distance_from_a_plane(samples: Sequence[Sample]) -> float:
+def plane_deviation(samples: Sequence[PublishedSample]) -> float:
     """How far rows of one key are from a + b layers + c micro-batches + d layers x micro-batches: the largest relative
     residual of a key, and of these the median. Times taken with a stopwatch are not as even as that."""
-    by_key: dict[Key, list[Sample]] = defaultdict(list)
+    by_key: dict[Key, list[PublishedSample]] = defaultdict(list)
     for sample in samples:
-        by_key[sample.key].append(sample)
+        by_key[sample.shape_key].append(sample)
     largest = []
     for rows in by_key.values():
         layers, counts = (np.array([getattr(row, name) for row in rows]) for name in ("layers", "microbatches"))
@@ -202,11 +223,11 @@ def distance_from_a_plane(samples: Sequence[Sample]) -> float:
     return float(np.median(largest))
 
 
-def regret(samples: Sequence[Sample], rows: Sequence[Row]) -> Regret:
+def choice_regret(samples: Sequence[PublishedSample], rows: Sequence[ValidationRow]) -> ChoiceRegret:
     """Over groups of rows with equal GPUs, global batch and model, where there is a choice."""
     groups: dict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)
     for sample, row in zip(samples, rows, strict=True):
-        groups[sample.group].append((row.predicted, row.published))
+        groups[sample.comparison_group].append((row.predicted, row.published))
     first, five = [], []
     for choices in groups.values():
         if len(choices) > 1:
@@ -214,12 +235,14 @@ def regret(samples: Sequence[Sample], rows: Sequence[Row]) -> Regret:
             ordered = sorted(choices)
             first.append(ordered[0][1] / best - 1.0)
             five.append(min(published for _, published in ordered[:BEST_OF]) / best - 1.0)
-    return Regret(tuple(first), tuple(five))
+    return ChoiceRegret(tuple(first), tuple(five))
 
 
-def _rows(samples: Sequence[Sample], evaluator: Evaluator, calibration: Calibration, turn: int) -> list[Row]:
+def _predict_rows(
+    samples: Sequence[PublishedSample], evaluator: SampleEvaluator, calibration: FittedCalibration, turn: int
+) -> list[ValidationRow]:
     predicted = evaluator.times_s(samples, calibration)
     return [
-        Row(name=f"turn {turn}: {sample.label}", published=sample.published_s, predicted=float(time_s))
+        ValidationRow(name=f"turn {turn}: {sample.row_label}", published=sample.published_s, predicted=float(time_s))
         for sample, time_s in zip(samples, predicted, strict=True)
     ]

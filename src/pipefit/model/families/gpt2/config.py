@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipefit.model.families.config_fields import Fields
-from pipefit.model.families.family import Family, Initial, Stored
+from pipefit.model.families.config_fields import ConfigFields
+from pipefit.model.families.family import InitialValue, ModelFamily, WeightTensor
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -41,7 +41,7 @@ class GPT2Config:
     scale_attention: tuple[bool, bool]
     "Whether scores are divided by sqrt(head dim), and by the layer's number (from 1)."
 
-    def scale(self, layer: int) -> float:
+    def attention_scale(self, layer: int) -> float:
         """The factor of the attention scores of layer `layer`, counted from 0."""
         factor = 1.0 / math.sqrt(self.n_embd // self.n_head) if self.scale_attention[0] else 1.0
         return factor / (layer + 1) if self.scale_attention[1] else factor
@@ -67,43 +67,43 @@ class GPT2Config:
             "scale_attn_by_inverse_layer_idx": self.scale_attention[1],
         }
 
-    def stored(self, name: str) -> tuple[Stored, ...]:
-        return (Stored(name, transposed=name.endswith(_CONV1D)),)
+    def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
+        return (WeightTensor(name, transposed=name.endswith(_CONV1D)),)
 
-    def initial(self, name: str) -> Initial:
+    def initial(self, name: str) -> InitialValue:
         if name.endswith(".bias"):
-            return Initial("zeros")
+            return InitialValue("zeros")
         if ".ln_" in name:
-            return Initial("ones")
+            return InitialValue("ones")
         if name.endswith("c_proj.weight"):  # scaled by the number of residual additions, as in the paper
-            return Initial("normal", self.initializer_range / math.sqrt(2 * self.n_layer))
-        return Initial("normal", self.initializer_range)
+            return InitialValue("normal", self.initializer_range / math.sqrt(2 * self.n_layer))
+        return InitialValue("normal", self.initializer_range)
 
 
 def read(config: Mapping[str, Any], where: str) -> GPT2Config:
     """The typed configuration of a config.json. Raises ModelError."""
-    fields = Fields(config, where)
+    fields = ConfigFields(config, where)
     width, heads = fields.width_of_heads(("n_embd", "hidden_size"), ("n_head", "num_attention_heads"))
-    if fields.number("attn_pdrop", default=0.1) > 0:
+    if fields.read_number("attn_pdrop", default=0.1) > 0:
         warnings.warn(f"{where}: attn_pdrop is left out: attention is computed without dropout", stacklevel=2)
     return GPT2Config(
-        vocab_size=fields.count("vocab_size"),
-        n_positions=fields.count("n_positions", "max_position_embeddings"),
+        vocab_size=fields.read_count("vocab_size"),
+        n_positions=fields.read_count("n_positions", "max_position_embeddings"),
         n_embd=width,
-        n_layer=fields.count("n_layer", "num_hidden_layers"),
+        n_layer=fields.read_count("n_layer", "num_hidden_layers"),
         n_head=heads,
-        n_inner=fields.count("n_inner", default=4 * width),
-        activation=fields.choice("activation_function", default="gelu_new", allowed=ACTIVATIONS),
-        layer_norm_epsilon=fields.number("layer_norm_epsilon", default=1e-5),
-        embd_pdrop=fields.number("embd_pdrop", default=0.1),
-        resid_pdrop=fields.number("resid_pdrop", default=0.1),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
-        initializer_range=fields.number("initializer_range", default=0.02),
+        n_inner=fields.read_count("n_inner", default=4 * width),
+        activation=fields.read_choice("activation_function", default="gelu_new", allowed=ACTIVATIONS),
+        layer_norm_epsilon=fields.read_number("layer_norm_epsilon", default=1e-5),
+        embd_pdrop=fields.read_number("embd_pdrop", default=0.1),
+        resid_pdrop=fields.read_number("resid_pdrop", default=0.1),
+        tie_word_embeddings=fields.read_flag("tie_word_embeddings", default=True),
+        initializer_range=fields.read_number("initializer_range", default=0.02),
         scale_attention=(
-            fields.flag("scale_attn_weights", default=True),
-            fields.flag("scale_attn_by_inverse_layer_idx", default=False),
+            fields.read_flag("scale_attn_weights", default=True),
+            fields.read_flag("scale_attn_by_inverse_layer_idx", default=False),
         ),
     )
 
 
-FAMILY = Family(name="gpt2", model_types=("gpt2",), read=read, builder="pipefit.model.families.gpt2.layers")
+FAMILY = ModelFamily(name="gpt2", model_types=("gpt2",), read=read, builder="pipefit.model.families.gpt2.layers")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipefit.model.families.common import ACTIVATIONS, CausalAttention, Loss, name_layer
+from pipefit.model.families.common import ACTIVATIONS, CausalAttention, TokenLoss, name_layer
 from pipefit.model.families.gpt2.config import GPT2Config
 
 
-class Embed(nn.Module):
+class GPT2Embed(nn.Module):
     """tokens, positions (B,T) -> x (B,T,D)."""
 
     def __init__(self, config: GPT2Config) -> None:
@@ -25,7 +25,7 @@ class Embed(nn.Module):
         return self.drop(self.wte(tokens) + self.wpe(positions))
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Multi-head causal attention with one projection for q, k and v."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
-        self.attention = CausalAttention(config.scale(layer))
+        self.attention = CausalAttention(config.attention_scale(layer))
         self.heads = config.n_head
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         return self.resid_dropout(self.c_proj(self.attention(q_BTHK, k_BTHK, v_BTHK).flatten(-2)))
 
 
-class MLP(nn.Module):
+class GPT2MLP(nn.Module):
     """c_proj(activation(c_fc(x)))."""
 
     def __init__(self, config: GPT2Config) -> None:
@@ -55,22 +55,22 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x_BTD))))
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.attn = Attention(config, layer)
+        self.attn = GPT2Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.mlp = MLP(config)
+        self.mlp = GPT2MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
-class Head(nn.Module):
+class GPT2Head(nn.Module):
     """x (B,T,D) -> logits (B,T,V)."""
 
     def __init__(self, config: GPT2Config) -> None:
@@ -84,13 +84,13 @@ class Head(nn.Module):
 
 def build(config: GPT2Config) -> list[nn.Module]:
     """The chain: embed, layers.0 ..., head, loss."""
-    embed, head = Embed(config), Head(config)
+    embed, head = GPT2Embed(config), GPT2Head(config)
     if config.tie_word_embeddings:
         head.lm_head.weight = embed.wte.weight
     output = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
     return [
         name_layer(embed, "embed", "transformer."),
-        *(name_layer(Block(config, i), f"layers.{i}", f"transformer.h.{i}.") for i in range(config.n_layer)),
+        *(name_layer(GPT2Block(config, i), f"layers.{i}", f"transformer.h.{i}.") for i in range(config.n_layer)),
         name_layer(head, "head", "transformer.", {"lm_head.weight": output}),
-        name_layer(Loss(), "loss", ""),
+        name_layer(TokenLoss(), "loss", ""),
     ]

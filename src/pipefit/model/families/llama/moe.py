@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipefit.model.families.common import ACTIVATIONS, Leaf, wide
+from pipefit.model.families.common import ACTIVATIONS, OperatorModule, statistics_dtype
 
 
-class Router(nn.Module):
+class MoERouter(nn.Module):
     """The weight of the router alone, so that it has Hugging Face's name `gate.weight`."""
 
     def __init__(self, experts: int, features: int) -> None:
@@ -22,7 +22,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, features))
 
 
-class Experts(nn.Module):
+class MoEExperts(nn.Module):
     """The weights of all experts, stacked; gate above up."""
 
     def __init__(self, experts: int, features: int, inner: int) -> None:
@@ -31,15 +31,15 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, features, inner))
 
 
-class MoE(Leaf):
+class MoELayer(OperatorModule):
     """The operator `moe`."""
 
     kind = "moe"
 
     def __init__(self, features: int, inner: int, experts: int, top_k: int, normalize: bool, activation: str) -> None:
         super().__init__()
-        self.gate = Router(experts, features)
-        self.experts = Experts(experts, features, inner)
+        self.gate = MoERouter(experts, features)
+        self.experts = MoEExperts(experts, features, inner)
         self.top_k = top_k
         self.normalize = normalize
         self.activation = activation
@@ -58,7 +58,7 @@ class MoE(Leaf):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = F.linear(x_ND, self.gate.weight)
-        probability_NE = F.softmax(logits_NE, dim=-1, dtype=wide(x_ND.dtype))
+        probability_NE = F.softmax(logits_NE, dim=-1, dtype=statistics_dtype(x_ND.dtype))
         weight_NS, selected_NS = torch.topk(probability_NE, self.top_k, dim=-1)
         if self.normalize:
             weight_NS = weight_NS / weight_NS.sum(dim=-1, keepdim=True)

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipefit.model.families.config_fields import Fields
-from pipefit.model.families.family import Family, Initial, Stored
+from pipefit.model.families.config_fields import ConfigFields
+from pipefit.model.families.family import InitialValue, ModelFamily, WeightTensor
 from pipefit.model.families.llama import config as llama
 from pipefit.model.families.llama.config import LlamaConfig
 from pipefit.model.families.multimodal import diffusion_config as diffusion
@@ -72,48 +72,50 @@ class MultimodalConfig:
             config["generator"] = self.generator.to_config()
         return {**config, "frozen": list(self.frozen), "loss_weights": dict(self.loss_weights)}
 
-    def stored(self, name: str) -> tuple[Stored, ...]:
+    def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
         module, inner = name.split(".", 1)
         if module != "language":
-            return (Stored(name),)
-        return tuple(dataclasses.replace(block, name=f"language.{block.name}") for block in self.language.stored(inner))
+            return (WeightTensor(name),)
+        return tuple(
+            dataclasses.replace(block, name=f"language.{block.name}") for block in self.language.stored_tensors(inner)
+        )
 
-    def initial(self, name: str) -> Initial:
+    def initial(self, name: str) -> InitialValue:
         module, inner = name.split(".", 1)
         part: Any = getattr(self, module)
-        initial: Initial = part.initial(inner)
+        initial: InitialValue = part.initial(inner)
         return initial
 
 
 def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
     """The typed configuration. Raises ModelError naming the part and the field."""
     if config.get("model_type") == "llava":
-        config = _of_llava(Fields(config, where))
-    fields = Fields(config, where)
-    parts = {name: fields.value(name) for name in SPACES}
+        config = _llava_config(ConfigFields(config, where))
+    fields = ConfigFields(config, where)
+    parts = {name: fields.first_value(name) for name in SPACES}
     for name, part in parts.items():
         if part is not None and not isinstance(part, Mapping):
-            raise fields.wrong(name, part, "a configuration: an object")
-    fields.check(
+            raise fields.wrong_field(name, part, "a configuration: an object")
+    fields.check_fields(
         parts["language"] is not None and (parts["vision"] is not None or parts["generator"] is not None),
         "A multimodal model needs a language model, and an image encoder or an image generator.",
         ", ".join(name for name, part in parts.items() if part is not None) or "none of them",
         "`language`, and `vision` or `generator` or both",
     )
     of_language = {"model_type": "llama", **parts["language"]}
-    fields.check(
+    fields.check_fields(
         of_language["model_type"] in llama.FAMILY.model_types,
         "The language model is of no known type.",
         repr(of_language["model_type"]),
         ", ".join(llama.FAMILY.model_types),
     )
-    frozen = _frozen(fields, [name for name, part in parts.items() if part is not None])
+    frozen = _frozen_modules(fields, [name for name, part in parts.items() if part is not None])
     return MultimodalConfig(
         vision=None if parts["vision"] is None else vision.read(parts["vision"], f"{where}, vision"),
         language=llama.read(of_language, f"{where}, language"),
         generator=None if parts["generator"] is None else diffusion.read(parts["generator"], f"{where}, generator"),
-        projector_activation=fields.choice("projector_hidden_act", default="gelu", allowed=ACTIVATIONS),
-        projector_norm=fields.flag("projector_norm", default=True),
+        projector_activation=fields.read_choice("projector_hidden_act", default="gelu", allowed=ACTIVATIONS),
+        projector_norm=fields.read_flag("projector_norm", default=True),
         frozen=frozen,
         loss_weights=_loss_weights(fields, parts["generator"] is not None),
     )
@@ -124,35 +126,38 @@ _LLAMA_DEFAULTS = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_
 """What a `text_config` of type llama leaves out where it is as in transformers."""
 
 
-def _of_llava(fields: Fields) -> dict[str, Any]:
+def _llava_config(fields: ConfigFields) -> dict[str, Any]:
     """A LLaVA's configuration in our words. Raises ModelError where it is no model of this family."""
-    tower, text = fields.value("vision_config", default={}), fields.value("text_config", default={})
+    tower, text = fields.first_value("vision_config", default={}), fields.first_value("text_config", default={})
     for name, part in (("vision_config", tower), ("text_config", text)):
         if not isinstance(part, Mapping):
-            raise fields.wrong(name, part, "a configuration: an object")
+            raise fields.wrong_field(name, part, "a configuration: an object")
     kind = tower.get("model_type", "clip_vision_model")
-    fields.check(
+    fields.check_fields(
         kind in vision.MODEL_TYPES,
         "The image encoder of this LLaVA is of no known type.",
         f"vision_config, model_type {kind!r}",
         f"{', '.join(vision.MODEL_TYPES)}; CLIP has a norm in front of its layers, and its start token is dropped",
     )
-    strategy, layer = fields.value("vision_feature_select_strategy", default="default"), _feature_layer(fields, tower)
-    fields.check(
+    strategy, layer = (
+        fields.first_value("vision_feature_select_strategy", default="default"),
+        _feature_layer(fields, tower),
+    )
+    fields.check_fields(
         strategy == "full",
         "This LLaVA drops the first token of every image.",
         f"vision_feature_select_strategy {strategy!r}",
         "'full': every token of the encoder is one of the language model",
     )
-    fields.check(
-        fields.flag("multimodal_projector_bias", default=True),
+    fields.check_fields(
+        fields.read_flag("multimodal_projector_bias", default=True),
         "The projector of this LLaVA has no biases.",
         "multimodal_projector_bias false",
         "true",
     )
     language = {"model_type": "llama", **text}
     language = {**(_LLAMA_DEFAULTS if language["model_type"] == "llama" else {}), **language}
-    if fields.flag("tie_word_embeddings", default=False):
+    if fields.read_flag("tie_word_embeddings", default=False):
         language["tie_word_embeddings"] = True
     ours = {name: fields.config[name] for name in ("frozen", "loss_weights") if name in fields.config}
     return {
@@ -160,29 +165,31 @@ def _of_llava(fields: Fields) -> dict[str, Any]:
         "model_type": "multimodal",
         "vision": {**tower, "num_hidden_layers": layer},
         "language": language,
-        "projector_hidden_act": fields.value("projector_hidden_act", default="gelu"),
+        "projector_hidden_act": fields.first_value("projector_hidden_act", default="gelu"),
         "projector_norm": False,
     }
 
 
-def _feature_layer(fields: Fields, tower: Mapping[str, Any]) -> int:
+def _feature_layer(fields: ConfigFields, tower: Mapping[str, Any]) -> int:
     """How many layers of the encoder the projector stands behind: -1 is all of them, -2 all but one."""
     layers = vision.read(tower, f"{fields.where}, vision_config").num_hidden_layers
-    layer = fields.value("vision_feature_layer", default=-2)
+    layer = fields.first_value("vision_feature_layer", default=-2)
     good = isinstance(layer, int) and not isinstance(layer, bool)
     behind = (layer if layer >= 0 else layers + 1 + layer) if good else 0
     if not 1 <= behind <= layers:
-        raise fields.wrong("vision_feature_layer", layer, f"one layer: 1 to {layers}, or -1 to -{layers} from behind")
+        raise fields.wrong_field(
+            "vision_feature_layer", layer, f"one layer: 1 to {layers}, or -1 to -{layers} from behind"
+        )
     return behind
 
 
-def _frozen(fields: Fields, modules: list[str]) -> tuple[str, ...]:
-    frozen = fields.value("frozen", default=[])
+def _frozen_modules(fields: ConfigFields, modules: list[str]) -> tuple[str, ...]:
+    frozen = fields.first_value("frozen", default=[])
     allowed = [name for name in FREEZABLE if name.split(".")[0] in modules]
     if not isinstance(frozen, (list, tuple)) or any(name not in allowed for name in frozen):
-        raise fields.wrong("frozen", frozen, f"a list of some of {', '.join(allowed)}")
+        raise fields.wrong_field("frozen", frozen, f"a list of some of {', '.join(allowed)}")
     whole = {*frozen, *(["vision"] if {"vision.encoder", "vision.projector"} <= {*frozen} else [])}
-    fields.check(
+    fields.check_fields(
         not whole.issuperset(modules),
         "Every module is frozen: there is nothing to train.",
         f"frozen {list(frozen)}",
@@ -191,17 +198,19 @@ def _frozen(fields: Fields, modules: list[str]) -> tuple[str, ...]:
     return tuple(name for name in FREEZABLE if name in frozen)
 
 
-def _loss_weights(fields: Fields, generates: bool) -> dict[str, float]:
+def _loss_weights(fields: ConfigFields, generates: bool) -> dict[str, float]:
     allowed = ["language", *(["generator"] if generates else [])]
-    given = fields.value("loss_weights", default={})
+    given = fields.first_value("loss_weights", default={})
     good = isinstance(given, Mapping) and all(name in allowed for name in given)
     numbers = good and all(isinstance(x, (int, float)) and not isinstance(x, bool) and x >= 0 for x in given.values())
     if not numbers or (given and not any(given.get(name, 1.0) for name in allowed)):
-        raise fields.wrong("loss_weights", given, f"{' and '.join(allowed)} -> a number, zero or more, not all zero")
+        raise fields.wrong_field(
+            "loss_weights", given, f"{' and '.join(allowed)} -> a number, zero or more, not all zero"
+        )
     return {name: float(given.get(name, 1.0)) for name in allowed}
 
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     name="multimodal",
     model_types=("multimodal", "llava"),
     read=read,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipefit.model.families.config_fields import Fields
-from pipefit.model.families.family import Initial
+from pipefit.model.families.config_fields import ConfigFields
+from pipefit.model.families.family import InitialValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +40,23 @@ class DiffusionConfig:
             "initializer_range": self.initializer_range,
         }
 
-    def initial(self, name: str) -> Initial:
+    def initial(self, name: str) -> InitialValue:
         """First value of a parameter of the generator, by its name in it."""
-        return Initial("zeros") if name.endswith(".bias") else Initial("normal", self.initializer_range)
+        return InitialValue("zeros") if name.endswith(".bias") else InitialValue("normal", self.initializer_range)
 
 
 def read(config: Mapping[str, Any], where: str) -> DiffusionConfig:
     """The typed configuration. Raises ModelError."""
-    fields = Fields(config, where)
+    fields = ConfigFields(config, where)
     hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
     return DiffusionConfig(
         hidden_size=hidden,
-        intermediate_size=fields.count("intermediate_size", default=4 * hidden),
-        num_hidden_layers=fields.count("num_hidden_layers"),
+        intermediate_size=fields.read_count("intermediate_size", default=4 * hidden),
+        num_hidden_layers=fields.read_count("num_hidden_layers"),
         num_attention_heads=heads,
-        latent_size=fields.count("latent_size"),
-        grid_size=fields.count("grid_size", default=16),
-        time_frequencies=fields.count("time_frequencies", default=64),
-        layer_norm_eps=fields.number("layer_norm_eps", default=1e-6),
-        initializer_range=fields.number("initializer_range", default=0.02),
+        latent_size=fields.read_count("latent_size"),
+        grid_size=fields.read_count("grid_size", default=16),
+        time_frequencies=fields.read_count("time_frequencies", default=64),
+        layer_norm_eps=fields.read_number("layer_norm_eps", default=1e-6),
+        initializer_range=fields.read_number("initializer_range", default=0.02),
     )

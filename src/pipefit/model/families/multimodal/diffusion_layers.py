@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from pipefit.model.families.multimodal.diffusion_config import DiffusionConfig
 from pipefit.model.families.multimodal.packed import FourierFeatures, ImagePositions, SquaredError
-from pipefit.model.families.multimodal.vision_layers import MLP, Attention
-from pipefit.model.graph import Tensor as GraphInput
+from pipefit.model.families.multimodal.vision_layers import VisionAttention, VisionMLP
+from pipefit.model.graph import TensorSpec as GraphInput
 
 TIME = GraphInput(name="time", shape=("B", "T"), dtype="float32", role="data")
 
 
-class Embed(nn.Module):
+class DiffusionEmbed(nn.Module):
     """x (B,T,language features), the conditioning -> (B,T,D): it and the noisy latents projected, and positions."""
 
     def __init__(self, config: DiffusionConfig, condition_features: int) -> None:
@@ -42,7 +42,7 @@ class Embed(nn.Module):
         return self.positions(self.condition(x) + self.latent(noisy), grid)
 
 
-class Modulation(nn.Module):
+class DiffusionModulation(nn.Module):
     """norm(x) (1 + scale(time)) + shift(time), and 1 + gate(time): each linear in the features of the time."""
 
     def __init__(self, config: DiffusionConfig) -> None:
@@ -58,7 +58,7 @@ class Modulation(nn.Module):
         return normal * (self.scale(time_BTF) + 1.0) + self.shift(time_BTF), self.gate(time_BTF) + 1.0
 
 
-class Block(nn.Module):
+class DiffusionBlock(nn.Module):
     """x + gate * attention(modulated x), then x + gate * mlp(modulated x)."""
 
     data_inputs = (TIME,)
@@ -66,10 +66,10 @@ class Block(nn.Module):
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__()
         self.features = FourierFeatures(config.time_frequencies)
-        self.modulation1 = Modulation(config)
-        self.attention = Attention(config.hidden_size, config.num_attention_heads)
-        self.modulation2 = Modulation(config)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, "gelu_tanh")
+        self.modulation1 = DiffusionModulation(config)
+        self.attention = VisionAttention(config.hidden_size, config.num_attention_heads)
+        self.modulation2 = DiffusionModulation(config)
+        self.mlp = VisionMLP(config.hidden_size, config.intermediate_size, "gelu_tanh")
 
     def forward(self, x: Tensor, documents: Tensor, time: Tensor) -> Tensor:
         time_BTF = self.features(time).to(x.dtype)
@@ -79,7 +79,7 @@ class Block(nn.Module):
         return x + gate * self.mlp(modulated)
 
 
-class Output(nn.Module):
+class DiffusionOutput(nn.Module):
     """x (B,T,D) -> the sum of the squared errors of the velocity over all elements, a scalar."""
 
     def __init__(self, config: DiffusionConfig) -> None:

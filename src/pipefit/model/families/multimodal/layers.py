@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipefit.model.families.common import Loss, RMSNorm, name_layer
+from pipefit.model.families.common import RMSNorm, TokenLoss, name_layer
 from pipefit.model.families.llama import layers as llama
 from pipefit.model.families.llama.config import LlamaConfig
 from pipefit.model.families.multimodal import diffusion_layers as diffusion
 from pipefit.model.families.multimodal import vision_layers as vision
 from pipefit.model.families.multimodal.config import SPACES, MultimodalConfig
 from pipefit.model.families.multimodal.packed import PutTokens, TakeTokens
-from pipefit.model.graph import Tensor as GraphInput
+from pipefit.model.graph import TensorSpec as GraphInput
 
 
-class Embed(nn.Module):
+class MultimodalEmbed(nn.Module):
     """x (1,I,D), tokens (B,T) -> (B,T,D): token embeddings, with the image embeddings in their places."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -34,7 +34,7 @@ class Embed(nn.Module):
         return self.put(self.embed_tokens(tokens), x, image_places)
 
 
-class Head(nn.Module):
+class MultimodalHead(nn.Module):
     """x (B,T,D) -> the conditioning (1,L,D): normed hidden states at their places; and the loss, a scalar sum."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -43,7 +43,7 @@ class Head(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.take = TakeTokens()
-        self.loss = Loss()
+        self.loss = TokenLoss()
 
     def forward(self, x: Tensor, labels: Tensor, condition_places: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.norm(x)
@@ -52,7 +52,7 @@ class Head(nn.Module):
 
 def build(config: MultimodalConfig) -> list[nn.Module]:
     """The chain of all modules; every layer says its `module_name` and `space`. Frozen parameters want no gradient."""
-    layers = [*_vision(config), *_language(config), *_generator(config)]
+    layers = [*_vision_layers(config), *_language_layers(config), *_generator_layers(config)]
     for layer in layers:
         module = str(layer.layer_name).split(".", 1)[0]
         layer.module_name, layer.space = module, SPACES[module]  # type: ignore[assignment]
@@ -62,33 +62,33 @@ def build(config: MultimodalConfig) -> list[nn.Module]:
     return layers
 
 
-def _vision(config: MultimodalConfig) -> list[nn.Module]:
+def _vision_layers(config: MultimodalConfig) -> list[nn.Module]:
     if config.vision is None:
         return []
     encoder = config.vision
     norm = {f"norm.{end}": f"vision.norm.{end}" for end in ("weight", "bias")}
     return [
-        name_layer(vision.Embed(encoder), "vision.embed", "vision.embed."),
+        name_layer(vision.VisionEmbed(encoder), "vision.embed", "vision.embed."),
         *(
-            name_layer(vision.Block(encoder), f"vision.layers.{i}", f"vision.layers.{i}.")
+            name_layer(vision.VisionBlock(encoder), f"vision.layers.{i}", f"vision.layers.{i}.")
             for i in range(encoder.num_hidden_layers)
         ),
-        name_layer(vision.Projector(config), "vision.projector", "vision.projector.", norm),
+        name_layer(vision.VisionProjector(config), "vision.projector", "vision.projector.", norm),
     ]
 
 
-def _language(config: MultimodalConfig) -> list[nn.Module]:
+def _language_layers(config: MultimodalConfig) -> list[nn.Module]:
     """The chain of the language model alone, but for its ends where they meet another module."""
     plain = llama.build(config.language)
     embed, *blocks, head, loss = plain
     if config.vision is not None:
-        placed = Embed(config.language)
+        placed = MultimodalEmbed(config.language)
         placed.embed_tokens = embed.embed_tokens  # type: ignore[assignment]
         embed = name_layer(placed, "embed", "model.")
     if config.generator is None:
         ends = [head, loss]
     else:
-        both = Head(config.language)
+        both = MultimodalHead(config.language)
         both.norm, both.lm_head = head.norm, head.lm_head  # type: ignore[assignment]
         ends = [name_layer(both, "head", "model.", {"lm_head.weight": head.parameter_names["lm_head.weight"]})]  # type: ignore[index]
     layers = [embed, *blocks, *ends]
@@ -99,15 +99,17 @@ def _language(config: MultimodalConfig) -> list[nn.Module]:
     return layers
 
 
-def _generator(config: MultimodalConfig) -> list[nn.Module]:
+def _generator_layers(config: MultimodalConfig) -> list[nn.Module]:
     if config.generator is None:
         return []
     generator = config.generator
     return [
-        name_layer(diffusion.Embed(generator, config.language.hidden_size), "generator.embed", "generator.embed."),
+        name_layer(
+            diffusion.DiffusionEmbed(generator, config.language.hidden_size), "generator.embed", "generator.embed."
+        ),
         *(
-            name_layer(diffusion.Block(generator), f"generator.layers.{i}", f"generator.layers.{i}.")
+            name_layer(diffusion.DiffusionBlock(generator), f"generator.layers.{i}", f"generator.layers.{i}.")
             for i in range(generator.num_hidden_layers)
         ),
-        name_layer(diffusion.Output(generator), "generator.output", "generator.output."),
+        name_layer(diffusion.DiffusionOutput(generator), "generator.output", "generator.output."),
     ]

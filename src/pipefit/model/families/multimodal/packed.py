@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipefit.model.families.common import Leaf, wide
-from pipefit.model.ops.fourier_features import frequencies
+from pipefit.model.families.common import OperatorModule, statistics_dtype
+from pipefit.model.ops.fourier_features import fourier_frequencies
 
 
-class PackedAttention(Leaf):
+class PackedAttention(OperatorModule):
     """softmax(q k^T / sqrt(K)) v over the tokens of the same image, before and behind."""
 
     kind = "packed_attention"
@@ -39,7 +39,7 @@ class PackedAttention(Leaf):
         return out
 
 
-class ImagePositions(Leaf):
+class ImagePositions(OperatorModule):
     """x plus a learned table of positions, interpolated to the size of each image; start tokens get their own value.
 
     grid (B, T, 4) int64: row, column, rows, columns; row -1 marks the start token of an image.
@@ -64,13 +64,13 @@ class ImagePositions(Leaf):
         for rows, columns in {(r, c) for start, _, r, c in grid_N4.tolist() if start >= 0}:
             own = (grid_N4[:, 0] >= 0) & (grid_N4[:, 2] == rows) & (grid_N4[:, 3] == columns)
             place = grid_N4[own, 0] * columns + grid_N4[own, 1]
-            positions_ND = positions_ND.masked_scatter(own.unsqueeze(1), self._sized(rows, columns)[place])
+            positions_ND = positions_ND.masked_scatter(own.unsqueeze(1), self._resized_table(rows, columns)[place])
         y_BTD = x_BTD + positions_ND.view_as(x_BTD)
         if self.start is None:
             return y_BTD
         return torch.where(grid_BT4[..., :1] < 0, self.start + self.table[0], y_BTD)
 
-    def _sized(self, rows: int, columns: int) -> Tensor:
+    def _resized_table(self, rows: int, columns: int) -> Tensor:
         """(rows x columns, D): the table for images of so many patches."""
         patches = self.table if self.start is None else self.table[1:]
         if (rows, columns) == (self.side, self.side):
@@ -80,7 +80,7 @@ class ImagePositions(Leaf):
         return sized[0].permute(1, 2, 0).flatten(0, 1)
 
 
-class PutTokens(Leaf):
+class PutTokens(OperatorModule):
     """h (B,T,D) with the rows of x (1,I,D) at the places b T + t (1,I)."""
 
     kind = "put_tokens"
@@ -89,7 +89,7 @@ class PutTokens(Leaf):
         return h_BTD.flatten(0, 1).index_copy(0, places_1I.flatten(), x_1ID.flatten(0, 1)).view_as(h_BTD)
 
 
-class TakeTokens(Leaf):
+class TakeTokens(OperatorModule):
     """The rows of h (B,T,D) at the places b T + t (1,L): (1,L,D)."""
 
     kind = "take_tokens"
@@ -98,7 +98,7 @@ class TakeTokens(Leaf):
         return h_BTD.flatten(0, 1)[places_1L]
 
 
-class FourierFeatures(Leaf):
+class FourierFeatures(OperatorModule):
     """Cosines and sines of times (B,T) at fixed frequencies: (B,T,2K), float32 or wider."""
 
     kind = "fourier_features"
@@ -111,16 +111,18 @@ class FourierFeatures(Leaf):
         return {"frequencies": self.count}
 
     def forward(self, time_BT: Tensor) -> Tensor:
-        rates = torch.tensor(frequencies(self.count), dtype=wide(time_BT.dtype), device=time_BT.device)
+        rates = torch.tensor(
+            fourier_frequencies(self.count), dtype=statistics_dtype(time_BT.dtype), device=time_BT.device
+        )
         angle = time_BT.to(rates.dtype).unsqueeze(-1) * rates
         return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
-class SquaredError(Leaf):
+class SquaredError(OperatorModule):
     """Sum of the squared differences, in float32 or wider."""
 
     kind = "squared_error"
 
     def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
-        kind = wide(prediction.dtype)
+        kind = statistics_dtype(prediction.dtype)
         return (prediction.to(kind) - target.to(kind)).square().sum()

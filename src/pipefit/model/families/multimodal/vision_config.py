@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipefit.model.families.config_fields import Fields
-from pipefit.model.families.family import Initial, Stored
+from pipefit.model.families.config_fields import ConfigFields
+from pipefit.model.families.family import InitialValue, WeightTensor
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
 HUGGING_FACE_ACTIVATION = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
@@ -78,21 +78,21 @@ class VisionConfig:
         return self.model_type == "vit"
 
     @property
-    def side(self) -> int:
+    def grid_side(self) -> int:
         """Patches along one side of the table of positions."""
         return self.image_size // self.patch_size
 
     @property
-    def positions(self) -> int:
+    def position_count(self) -> int:
         """Rows of the table, that of the start token among them."""
-        return self.side**2 + int(self.start_token)
+        return self.grid_side**2 + int(self.start_token)
 
     @property
     def patch_features(self) -> int:
         """Numbers of one patch: channels x patch x patch, in that order."""
         return self.num_channels * self.patch_size**2
 
-    def tokens(self, height: int, width: int) -> int:
+    def token_count(self, height: int, width: int) -> int:
         """Tokens of an image of `height` x `width` pixels: its whole patches, and the start token where there is
         one. They are as many tokens of the language model."""
         return (height // self.patch_size) * (width // self.patch_size) + int(self.start_token)
@@ -115,7 +115,7 @@ class VisionConfig:
         }
         return {**config, "qkv_bias": self.qkv_bias} if self.model_type == "vit" else config
 
-    def stored(self, name: str) -> tuple[Stored, ...]:
+    def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
         """How a parameter of the encoder, by its name in it, stands in Hugging Face's files of its model type."""
         layers, names = _NAMES[self.model_type]
         front, inner = "", name
@@ -125,17 +125,17 @@ class VisionConfig:
         if inner in names:  # a parameter of its own: the table of positions, the start token
             shapes = {"embed.positions.start": (1, 1, self.hidden_size)}
             if self.model_type == "vit":
-                shapes["embed.positions.table"] = (1, self.positions, self.hidden_size)
-            return (Stored(names[inner], shape=shapes.get(inner, ())),)
+                shapes["embed.positions.table"] = (1, self.position_count, self.hidden_size)
+            return (WeightTensor(names[inner], shape=shapes.get(inner, ())),)
         part, end = inner.rsplit(".", 1)
         kernel = (self.hidden_size, self.num_channels, self.patch_size, self.patch_size)
-        return (Stored(f"{front}{names[part]}.{end}", shape=kernel if inner == "embed.patch.weight" else ()),)
+        return (WeightTensor(f"{front}{names[part]}.{end}", shape=kernel if inner == "embed.patch.weight" else ()),)
 
-    def initial(self, name: str) -> Initial:
+    def initial(self, name: str) -> InitialValue:
         """First value of a parameter of the encoder, by its name in it."""
         if name.endswith(".bias"):
-            return Initial("zeros")
-        return Initial("ones") if "norm" in name else Initial("normal", self.initializer_range)
+            return InitialValue("zeros")
+        return InitialValue("ones") if "norm" in name else InitialValue("normal", self.initializer_range)
 
 
 def read(config: Mapping[str, Any], where: str) -> VisionConfig:
@@ -143,46 +143,48 @@ def read(config: Mapping[str, Any], where: str) -> VisionConfig:
     if config.get("model_type") == "siglip":  # both towers: ours is that of images
         tower = config.get("vision_config", {})
         if not isinstance(tower, Mapping):
-            raise Fields(config, where).wrong("vision_config", tower, "a JSON object")
+            raise ConfigFields(config, where).wrong_field("vision_config", tower, "a JSON object")
         config = {"model_type": "siglip_vision_model", **tower}
     if config.get("model_type") == "siglip_vision_model":  # its files leave out what is as in transformers
         config = {**_SIGLIP_DEFAULTS, **config}
-    fields = Fields(config, where)
-    model_type = fields.choice("model_type", default="", allowed=MODEL_TYPES)
+    fields = ConfigFields(config, where)
+    model_type = fields.read_choice("model_type", default="", allowed=MODEL_TYPES)
     siglip = model_type == "siglip_vision_model"
     hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
-    image, patch = fields.count("image_size", default=224), fields.count("patch_size", default=16)
-    fields.check(
+    image, patch = fields.read_count("image_size", default=224), fields.read_count("patch_size", default=16)
+    fields.check_fields(
         image >= patch,
         "An image is smaller than a patch.",
         f"image_size {image}, patch_size {patch}",
         "at least one patch",
     )
     for dropout in ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"):
-        if fields.number(dropout, default=0.0) > 0:
+        if fields.read_number(dropout, default=0.0) > 0:
             warnings.warn(f"{where}: {dropout} is left out: the encoder is computed without dropout", stacklevel=2)
-    channels = fields.count("num_channels", default=3)
+    channels = fields.read_count("num_channels", default=3)
     return VisionConfig(
         model_type=model_type,
         hidden_size=hidden,
-        intermediate_size=fields.count("intermediate_size", default=4 * hidden),
-        num_hidden_layers=fields.count("num_hidden_layers"),
+        intermediate_size=fields.read_count("intermediate_size", default=4 * hidden),
+        num_hidden_layers=fields.read_count("num_hidden_layers"),
         num_attention_heads=heads,
-        activation=fields.choice("hidden_act", default="gelu_pytorch_tanh" if siglip else "gelu", allowed=ACTIVATIONS),
-        layer_norm_eps=fields.number("layer_norm_eps", default=1e-6 if siglip else 1e-12),
+        activation=fields.read_choice(
+            "hidden_act", default="gelu_pytorch_tanh" if siglip else "gelu", allowed=ACTIVATIONS
+        ),
+        layer_norm_eps=fields.read_number("layer_norm_eps", default=1e-6 if siglip else 1e-12),
         image_size=image,
         patch_size=patch,
         num_channels=channels,
-        qkv_bias=siglip or fields.flag("qkv_bias", default=True),
+        qkv_bias=siglip or fields.read_flag("qkv_bias", default=True),
         image_mean=_per_channel(fields, "image_mean", channels),
         image_std=_per_channel(fields, "image_std", channels),
-        initializer_range=fields.number("initializer_range", default=0.02),
+        initializer_range=fields.read_number("initializer_range", default=0.02),
     )
 
 
-def _per_channel(fields: Fields, name: str, channels: int) -> tuple[float, ...]:
-    values = fields.value(name, default=[0.5] * channels)
+def _per_channel(fields: ConfigFields, name: str, channels: int) -> tuple[float, ...]:
+    values = fields.first_value(name, default=[0.5] * channels)
     good = isinstance(values, (list, tuple)) and all(isinstance(v, (int, float)) and v > 0 for v in values)
     if not good or len(values) != channels:
-        raise fields.wrong(name, values, f"{channels} numbers above zero, one a channel")
+        raise fields.wrong_field(name, values, f"{channels} numbers above zero, one a channel")
     return tuple(map(float, values))

@@ -15,10 +15,10 @@ from pipefit.model.families.common import ACTIVATIONS
 from pipefit.model.families.multimodal.config import MultimodalConfig
 from pipefit.model.families.multimodal.packed import ImagePositions, PackedAttention
 from pipefit.model.families.multimodal.vision_config import VisionConfig
-from pipefit.model.graph import Tensor as GraphInput
+from pipefit.model.graph import TensorSpec as GraphInput
 
 
-class Normalise(nn.Module):
+class PixelNormalise(nn.Module):
     """Pixels 0 to 255 -> (pixel - 255 mean) / (255 std) of their channel, in the type of `like`; computed in a wide
     type, which in a graph is float32 or wider."""
 
@@ -36,7 +36,7 @@ class Normalise(nn.Module):
         return ((x - mean) * factor).to(like.dtype)
 
 
-class Embed(nn.Module):
+class VisionEmbed(nn.Module):
     """pixels (B,T,C*P*P) uint8 -> x (B,T,D): patches through a linear layer, and their positions."""
 
     def __init__(self, config: VisionConfig) -> None:
@@ -45,15 +45,15 @@ class Embed(nn.Module):
             GraphInput(name="pixels", shape=("B", "T", config.patch_features), dtype="uint8", role="data"),
             GraphInput(name="grid", shape=("B", "T", 4), dtype="int64", role="data"),
         )
-        self.normalise = Normalise(config)
+        self.normalise = PixelNormalise(config)
         self.patch = nn.Linear(config.patch_features, config.hidden_size)
-        self.positions = ImagePositions(config.side, config.hidden_size, config.start_token)
+        self.positions = ImagePositions(config.grid_side, config.hidden_size, config.start_token)
 
     def forward(self, pixels: Tensor, grid: Tensor) -> Tensor:
         return self.positions(self.patch(self.normalise(pixels, self.patch.weight)), grid)
 
 
-class Attention(nn.Module):
+class VisionAttention(nn.Module):
     """Multi-head attention within each image."""
 
     def __init__(self, features: int, heads: int, qkv_bias: bool = True) -> None:
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attention(q_BTHK, k_BTHK, v_BTHK, documents_BT).flatten(-2))
 
 
-class MLP(nn.Module):
+class VisionMLP(nn.Module):
     """fc2(activation(fc1(x)))."""
 
     def __init__(self, features: int, inner: int, activation: str) -> None:
@@ -85,22 +85,22 @@ class MLP(nn.Module):
         return self.fc2(ACTIVATIONS[self.activation](self.fc1(x)))
 
 
-class Block(nn.Module):
+class VisionBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.attention = Attention(config.hidden_size, config.num_attention_heads, config.qkv_bias)
+        self.attention = VisionAttention(config.hidden_size, config.num_attention_heads, config.qkv_bias)
         self.norm2 = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.activation)
+        self.mlp = VisionMLP(config.hidden_size, config.intermediate_size, config.activation)
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), documents)
         return x + self.mlp(self.norm2(x))
 
 
-class Projector(nn.Module):
+class VisionProjector(nn.Module):
     """The encoder's last norm (LLaVA has none there), then two linear layers to the width of the language model, token
     by token."""
 

@@ -12,42 +12,42 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pipefit.cost.comm.network import Network
-from pipefit.layout import IDENTITY, Axis, Form, Group, box_size, moves, parse_form
-from pipefit.plan.assemble.structure import can_pass, dual
+from pipefit.layout import IDENTITY, Mesh, MeshAxis, TensorForm, box_size, parse_form, transfer_moves
+from pipefit.plan.assemble.structure import can_transfer, gradient_form
 from pipefit.plan.passes.device_groups.layouts import Devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LaneForms:
     """A lane's group with what holding the hidden state in each form costs."""
 
     devices: Devices
     shares: tuple[int, ...]
-    cost_s: Mapping[Form, float]
+    cost_s: Mapping[TensorForm, float]
     "Of all that the lane does for a microbatch."
 
     @property
-    def group(self) -> Group:
-        return Group(axes=(Axis(name="shard", shares=self.shares),), devices=self.devices)
+    def lane_group(self) -> Mesh:
+        return Mesh(axes=(MeshAxis(name="shard", shares=self.shares),), devices=self.devices)
 
 
-def alone(device: int, cost_s: float) -> Held:
+def single_device_lane(device: int, cost_s: float) -> LaneForms:
     """A lane of one device."""
-    return Held(devices=(device,), shares=(1,), cost_s={IDENTITY: cost_s})
+    return LaneForms(devices=(device,), shares=(1,), cost_s={IDENTITY: cost_s})
 
 
 def cheapest_forms(
-    network: Network, lanes: Sequence[Held], placement: Sequence[int], shape: tuple[int, ...], width: int
-) -> tuple[Form, ...] | None:
+    network: Network, lanes: Sequence[LaneForms], placement: Sequence[int], shape: tuple[int, ...], width: int
+) -> tuple[TensorForm, ...] | None:
     """The form of every lane; None where no forms go together. `shape` is that of the hidden state of a microbatch on
     one replica, `width` its bytes a number. A lane that holds several stages keeps to one form."""
     if len({*placement}) < len(placement):  # a path that comes back: every lane in one and the same form
-        return _one_for_all(network, lanes, placement, shape, width)
-    paths: dict[Form, tuple[float, tuple[Form, ...]]] = {
+        return _common_forms(network, lanes, placement, shape, width)
+    paths: dict[TensorForm, tuple[float, tuple[TensorForm, ...]]] = {
         form: (cost, (form,)) for form, cost in lanes[0].cost_s.items()
     }
     for one, two in pairwise(lanes):
-        after: dict[Form, tuple[float, tuple[Form, ...]]] = {}
+        after: dict[TensorForm, tuple[float, tuple[TensorForm, ...]]] = {}
         for form, cost in two.cost_s.items():
             for before, (sofar, path) in paths.items():
                 passing = pass_s(network, (one, before), (two, form), shape, width)
@@ -57,11 +57,11 @@ def cheapest_forms(
     return min(paths.values(), key=lambda path: path[0], default=(0.0, None))[1]
 
 
-def _one_for_all(
-    network: Network, lanes: Sequence[Held], placement: Sequence[int], shape: tuple[int, ...], width: int
-) -> tuple[Form, ...] | None:
+def _common_forms(
+    network: Network, lanes: Sequence[LaneForms], placement: Sequence[int], shape: tuple[int, ...], width: int
+) -> tuple[TensorForm, ...] | None:
     """The cheapest form that every group can have; devices alone have everything whole."""
-    best: tuple[float, tuple[Form, ...]] | None = None
+    best: tuple[float, tuple[TensorForm, ...]] | None = None
     for wanted in dict.fromkeys(form for lane in lanes for form in lane.cost_s):
         forms = tuple(wanted if len(lane.devices) > 1 else IDENTITY for lane in lanes)
         if any(form not in lane.cost_s for form, lane in zip(forms, lanes, strict=True)):
@@ -76,19 +76,23 @@ def _one_for_all(
 
 
 def pass_s(
-    network: Network, one: tuple[Held, Form], two: tuple[Held, Form], shape: tuple[int, ...], width: int
+    network: Network,
+    one: tuple[LaneForms, TensorForm],
+    two: tuple[LaneForms, TensorForm],
+    shape: tuple[int, ...],
+    width: int,
 ) -> float | None:
     """Seconds to move the hidden state of a microbatch on, and its gradient back; None where the forms do not go
     together."""
     (source, gives), (target, takes) = one, two
-    if not can_pass((gives, len(source.devices)), (takes, len(target.devices))):
+    if not can_transfer((gives, len(source.devices)), (takes, len(target.devices))):
         return None
-    back = [parse_form(dual(form, len(held.devices))) for held, form in (one, two)]
+    back = [parse_form(gradient_form(form, len(held.devices))) for held, form in (one, two)]
     total = 0.0
     for sender, sent, receiver, received in (
-        (source.group, gives, target.group, takes),
-        (target.group, back[1], source.group, back[0]),
+        (source.lane_group, gives, target.lane_group, takes),
+        (target.lane_group, back[1], source.lane_group, back[0]),
     ):
-        found = moves(shape, sender, (sent,), receiver, (received,))
-        total += network.transfer([(m.source, m.target, float(width * box_size(m.box))) for m in found]).whole_s
+        found = transfer_moves(shape, sender, (sent,), receiver, (received,))
+        total += network.transfer_time([(m.source, m.target, float(width * box_size(m.box))) for m in found]).whole_s
     return total

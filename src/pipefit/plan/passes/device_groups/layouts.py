@@ -36,17 +36,17 @@ Devices = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GroupLayout:
     """Devices in groups: [lane][replica]; the groups of a lane are equally large, in rising order each."""
 
     lanes: tuple[tuple[Devices, ...], ...]
 
     @property
-    def replicas(self) -> int:
+    def replica_count(self) -> int:
         return len(self.lanes[0])
 
     @property
-    def devices(self) -> Devices:
+    def device_order(self) -> Devices:
         """By lane, replica and shard, as decisions give them."""
         return tuple(device for lane in self.lanes for group in lane for device in group)
 
@@ -56,50 +56,50 @@ class Layout:
         return any(len(group) > 1 for lane in self.lanes for group in lane)
 
 
-def layouts(network: Network, batch: int, most_lanes: int, devices: int | None = None) -> Iterator[Layout]:
-    """Layouts worth looking at, each once: at most so many lanes, no more replicas than the batch has rows; `devices`:
-    exactly so many take part."""
+def iter_layouts(network: Network, batch: int, most_lanes: int, devices: int | None = None) -> Iterator[GroupLayout]:
+    """Layouts worth looking at, each once: at most so many lanes, no more replicas than the batch has rows;
+    `device_order`: exactly so many take part."""
     seen: set[object] = set()
-    for one in _row_cuts(network) if network.devices <= FEW else _blocks(network, batch, most_lanes):
+    for one in _row_cuts(network) if network.devices <= FEW else _block_layouts(network, batch, most_lanes):
         key = frozenset(one.lanes)
-        able = one.is_grouped and len(one.lanes) <= most_lanes and one.replicas <= batch
-        if able and key not in seen and devices in (None, len(one.devices)):
+        able = one.is_grouped and len(one.lanes) <= most_lanes and one.replica_count <= batch
+        if able and key not in seen and devices in (None, len(one.device_order)):
             seen.add(key)
             yield one
 
 
-def turned(network: Network, layout: Layout) -> Iterator[Layout]:
+def reorder_lanes(network: Network, layout: GroupLayout) -> Iterator[GroupLayout]:
     """A layout with its lanes in other orders, backwards first; orders in which kinds of devices come alike are one. A
     lane in front holds more, and what is in front and behind are other layers."""
     lanes, seen = layout.lanes, set[object]()
     for order in (lanes, lanes[::-1], *itertools.islice(itertools.permutations(lanes), 1, ORDERS)):
         key = tuple(tuple(network.kinds[device].name for group in lane for device in group) for lane in order)
         if key not in seen and order is not lanes and len(seen) <= TURNED:
-            yield Layout(order)
+            yield GroupLayout(order)
         seen.add(key)
 
 
-def _row_cuts(network: Network) -> Iterator[Layout]:
+def _row_cuts(network: Network) -> Iterator[GroupLayout]:
     """Every cut of every row of devices into groups, one a lane; and equal neighbours of a cut as replicas."""
-    for row in _rows(network):
+    for row in _device_rows(network):
         for count in range(1, len(row) + 1):
             for inner in itertools.combinations(range(1, len(row)), count - 1):
                 stops = (*inner, len(row))
                 groups = [tuple(sorted(row[a:b])) for a, b in zip((0, *inner), stops, strict=True)]
-                yield Layout(tuple((group,) for group in groups))
+                yield GroupLayout(tuple((group,) for group in groups))
                 for replicas in range(2, len(groups) + 1):
                     if len(groups) % replicas == 0:
                         yield from _with_replicas(groups, replicas)
 
 
-def _with_replicas(groups: Sequence[Devices], replicas: int) -> Iterator[Layout]:
+def _with_replicas(groups: Sequence[Devices], replicas: int) -> Iterator[GroupLayout]:
     """Neighbouring groups as the replicas of a lane, where they are equally large."""
     lanes = [tuple(groups[place : place + replicas]) for place in range(0, len(groups), replicas)]
     if all(len({len(group) for group in lane}) == 1 for lane in lanes):
-        yield Layout(tuple(lanes))
+        yield GroupLayout(tuple(lanes))
 
 
-def _rows(network: Network) -> Iterator[Devices]:
+def _device_rows(network: Network) -> Iterator[Devices]:
     """Devices in a row: hosts in any order (up to ROWS of them), and without the devices of each kind."""
     names = [kind.name for kind in network.kinds]
     hosts: dict[int, list[int]] = {}
@@ -112,7 +112,7 @@ def _rows(network: Network) -> Iterator[Devices]:
             yield tuple(device for device in row if names[device] != left_out)
 
 
-def _blocks(network: Network, batch: int, most_lanes: int) -> Iterator[Layout]:
+def _block_layouts(network: Network, batch: int, most_lanes: int) -> Iterator[GroupLayout]:
     """Equal blocks inside hosts, in grids; and everything of a kind, or everything, as one group."""
     sizes = [network.host.count(host) for host in {*network.host}]
     for size in sorted({*(size for size in BLOCKS if size <= max(sizes)), *({*sizes} if len({*sizes}) == 1 else ())}):
@@ -120,21 +120,21 @@ def _blocks(network: Network, batch: int, most_lanes: int) -> Iterator[Layout]:
             for lanes in (lanes for lanes in LANES if lanes <= min(len(groups), most_lanes)):
                 replicas = max(r for r in range(1, min(len(groups) // lanes, batch) + 1) if batch % r == 0)
                 for inner in ("replica", "stage")[: 1 + (lanes > 1 and replicas > 1)]:
-                    yield Layout(tuple(_grid(groups, lanes, replicas, inner)))
+                    yield GroupLayout(tuple(_block_grid(groups, lanes, replicas, inner)))
     if network.devices <= WIDE:
         everyone = tuple(range(network.devices))
-        yield Layout(((everyone,),))
+        yield GroupLayout(((everyone,),))
         kinds: dict[str, list[int]] = {}
         for device in everyone:
             kinds.setdefault(network.kinds[device].name, []).append(device)
         whole = [tuple(own) for own in kinds.values()]
         for order in itertools.islice(itertools.permutations(whole), ROWS):
-            yield Layout(tuple((group,) for group in order))
+            yield GroupLayout(tuple((group,) for group in order))
             common = gcd(*map(len, order))
             for replicas in (r for r in (2, 4, 8) if common % r == 0):
-                yield Layout(tuple(tuple(group[r::replicas] for r in range(replicas)) for group in order))
+                yield GroupLayout(tuple(tuple(group[r::replicas] for r in range(replicas)) for group in order))
         for group in whole if len(whole) > 1 else ():
-            yield Layout(((group,),))
+            yield GroupLayout(((group,),))
 
 
 def _block_orders(network: Network, size: int) -> list[list[Devices]]:
@@ -151,7 +151,7 @@ def _block_orders(network: Network, size: int) -> list[list[Devices]]:
     return [blocks] if by_kind == blocks else [blocks, by_kind]
 
 
-def _grid(groups: Sequence[Devices], lanes: int, replicas: int, inner: str) -> Iterator[tuple[Devices, ...]]:
+def _block_grid(groups: Sequence[Devices], lanes: int, replicas: int, inner: str) -> Iterator[tuple[Devices, ...]]:
     for lane in range(lanes):
         if inner == "replica":
             yield tuple(groups[lane * replicas : (lane + 1) * replicas])

@@ -14,16 +14,16 @@ from math import ceil
 
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.errors import PlanError
-from pipefit.layout import IDENTITY, Form, gathered
-from pipefit.plan.assemble.shard_recipes import setting_of
-from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.layout import IDENTITY, TensorForm, shard_form
+from pipefit.plan.assemble.shard_recipes import shard_setting
+from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.device_groups.layouts import FEW, Devices
 from pipefit.plan.types import Job
-from pipefit.shard.chain import Chains
-from pipefit.shard.segments import segmented
-from pipefit.shard.synthesize import Synthesized, cheapest, leanest
+from pipefit.shard.chain import ChainSearch
+from pipefit.shard.segments import segment_shares
+from pipefit.shard.synthesize import SynthesizedProgram, cheapest_program, leanest_program
 
-STREAMS: tuple[Form, ...] = (IDENTITY, gathered(0), gathered(1), gathered(2))
+STREAMS: tuple[TensorForm, ...] = (IDENTITY, shard_form(0), shard_form(1), shard_form(2))
 """Forms in which a group can hold the hidden state: whole, by rows, by tokens, by features; the last one, which heads
 mostly rule out, on few devices only."""
 
@@ -32,7 +32,7 @@ SIZES = (4096.0, 2.0**20, 2.0**28)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GroupRequest:
     """A lane's groups, and what they are to do."""
 
     lane: tuple[Devices, ...]
@@ -46,67 +46,67 @@ class Ask:
 
 
 @dataclass(slots=True)
-class _Known:
-    chains: Chains
+class _KnownPrograms:
+    chains: ChainSearch
     shares: tuple[int, ...]
     "That are given; none: the best ones."
-    free: Synthesized | None
+    free: SynthesizedProgram | None
     "The cheapest programs, were memory free."
-    best: Synthesized | None = None
+    best: SynthesizedProgram | None = None
     "Those that fit; known where they were asked for."
-    forms: dict[Form, Synthesized | None] = field(default_factory=dict)
+    forms: dict[TensorForm, SynthesizedProgram | None] = field(default_factory=dict)
 
 
-class Oracle:
+class ProgramOracle:
     """The programs of groups."""
 
-    def __init__(self, bench: Workbench, job: Job, shares: tuple[int, ...] = ()) -> None:
+    def __init__(self, bench: PlannerContext, job: Job, shares: tuple[int, ...] = ()) -> None:
         """`shares` are those of every group, if they are given."""
         self.bench, self.job, self.shares = bench, job, shares
-        self._known: dict[object, _Known] = {}
+        self._known: dict[object, _KnownPrograms] = {}
 
     @property
-    def searched(self) -> int:
+    def searched_count(self) -> int:
         """How many groups that differ were searched for."""
         return len(self._known)
 
-    def least_s(self, ask: Ask) -> float:
+    def least_s(self, ask: GroupRequest) -> float:
         """What programs of all layers cost, were memory free; infinite where there are none."""
-        free = self._answer(ask).free
+        free = self._search_programs(ask).free
         return float("inf") if free is None else free.cost_s
 
-    def best(self, ask: Ask) -> Synthesized | None:
+    def best_programs(self, ask: GroupRequest) -> SynthesizedProgram | None:
         """The cheapest programs and shares of all layers that fit in memory, or nearly; None where there are none."""
-        answer = self._answer(ask)
+        answer = self._search_programs(ask)
         if answer.best is None and answer.free is not None:
-            answer.best = self._leanest(answer.chains, answer.shares, answer.free)
+            answer.best = self._leanest_programs(answer.chains, answer.shares, answer.free)
         return answer.best
 
-    def forms(self, ask: Ask) -> Mapping[Form, Synthesized]:
+    def programs_by_form(self, ask: GroupRequest) -> Mapping[TensorForm, SynthesizedProgram]:
         """The cheapest programs with the best shares for every form of the hidden state between layers."""
-        answer, best = self._answer(ask), self.best(ask)
+        answer, best = self._search_programs(ask), self.best_programs(ask)
         if best is None:
             return {}
         for form in STREAMS if self.bench.network.devices <= FEW else STREAMS[:3]:
             if form not in answer.forms:
                 free, answer.chains.streams = answer.chains.streams, (form,)
-                answer.forms[form] = self._leanest(answer.chains, best.shares)
+                answer.forms[form] = self._leanest_programs(answer.chains, best.shares)
                 answer.chains.streams = free
         return {form: found for form, found in answer.forms.items() if found is not None}
 
-    def whole(self, ask: Ask) -> Synthesized | None:
+    def model_programs(self, ask: GroupRequest) -> SynthesizedProgram | None:
         """The best programs of one group for the whole model, with shares of their own for parts of it where that is
         cheaper; as they are where shares are given or devices are many."""
-        found = self.best(ask)
+        found = self.best_programs(ask)
         if found is None or self.shares or self.bench.network.devices > FEW:
             return found
-        return segmented(self._answer(ask).chains, self.bench.module.layers, found)
+        return segment_shares(self._search_programs(ask).chains, self.bench.only_module.layers, found)
 
-    def _answer(self, ask: Ask) -> _Known:
-        key = self._key(ask)
+    def _search_programs(self, ask: GroupRequest) -> _KnownPrograms:
+        key = self._request_key(ask)
         if key not in self._known:
             bench, job = self.bench, self.job
-            setting = setting_of(
+            setting = shard_setting(
                 bench.model,
                 bench.network,
                 bench.layers,
@@ -115,31 +115,35 @@ class Oracle:
                 tokens=job.sequence,
                 precision=job.precision,
                 microbatches=ask.microbatches,
-                lanes=_lanes(ask),
+                lanes=_estimate_lanes(ask),
                 beside=ask.lane[1:],
             )
-            chains = Chains(bench.model, setting, tied_whole=ask.tied_whole)
+            chains = ChainSearch(bench.model, setting, tied_whole=ask.tied_whole)
             if bench.network.devices > FEW:
                 chains.streams = STREAMS[:3]
-            alike = len(setting.distinct) == 1
+            alike = len(setting.distinct_kinds) == 1
             shares = self.shares or ((1,) * len(setting.kinds) if alike else ())
-            self._known[key] = _Known(chains, shares, cheapest(chains, bench.module.layers, shares))
+            self._known[key] = _KnownPrograms(
+                chains, shares, cheapest_program(chains, bench.only_module.layers, shares)
+            )
         return self._known[key]
 
-    def _leanest(self, chains: Chains, shares: tuple[int, ...], found: Synthesized | None = None) -> Synthesized | None:
+    def _leanest_programs(
+        self, chains: ChainSearch, shares: tuple[int, ...], found: SynthesizedProgram | None = None
+    ) -> SynthesizedProgram | None:
         try:
-            return leanest(chains, self.bench.module.layers, shares, found)
+            return leanest_program(chains, self.bench.only_module.layers, shares, found)
         except PlanError:
             return None
 
-    def _key(self, ask: Ask) -> object:
+    def _request_key(self, ask: GroupRequest) -> object:
         network = self.bench.network
         kinds = tuple(network.kinds[device].name for device in ask.lane[0])
         prices = tuple(
             price(network, ask.lane, size) for price in (all_gather_s, reduce_scatter_s, all_reduce_s) for size in SIZES
         )
-        return kinds, prices, ask.rows, ask.microbatches, _lanes(ask), ask.tied_whole
+        return kinds, prices, ask.rows, ask.microbatches, _estimate_lanes(ask), ask.tied_whole
 
 
-def _lanes(ask: Ask) -> int:
+def _estimate_lanes(ask: GroupRequest) -> int:
     return max(1, ceil(1 / ask.part - 1e-6))

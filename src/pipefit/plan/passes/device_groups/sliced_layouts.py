@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipefit.plan.evaluate.outcome import Evaluated, Found
-from pipefit.plan.evaluate.planner_context import Workbench
-from pipefit.plan.passes.reslice import sliced_again
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.types import Job
 
 LAYOUTS = 2
@@ -21,17 +21,17 @@ LAYOUTS = 2
 DEVICES = 128
 """On more of them groups get no slices: every look costs more."""
 
-NOTHING = Found(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
+NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
 
 
 def with_slices(
-    bench: Workbench, job: Job, pins: Mapping[str, Any], made: Sequence[Evaluated], best_s: float
-) -> tuple[list[Evaluated], int]:
+    bench: PlannerContext, job: Job, pins: Mapping[str, Any], made: Sequence[EvaluatedPlan], best_s: float
+) -> tuple[list[EvaluatedPlan], int]:
     """(The layouts of `made` with slices, where they are faster than without; how many were simulated for that).
     Layouts that could not beat `best_s` if they lost nothing while they fill are left out."""
     if bench.network.devices > DEVICES:
         return [], 0
-    promising = [one for one in made if one.decisions.lanes > 1 and _full_s(one) < best_s]
+    promising = [one for one in made if one.decisions.lane_count > 1 and _full_s(one) < best_s]
     found, simulated = [], 0
     layouts: set[tuple[int, ...]] = set()
     for one in sorted(promising, key=_full_s):
@@ -39,17 +39,17 @@ def with_slices(
             continue
         layouts.add(one.decisions.devices)
         kept = {"microbatches": one.decisions.microbatches, "shards": max(_lane_shards(one), key=sum)}
-        again = sliced_again(bench, job, {**pins, **kept}, replace(NOTHING, fitting=(one,)))
+        again = reslice_best(bench, job, {**pins, **kept}, replace(NOTHING, fitting=(one,)))
         simulated += again.simulated
         found += [again.fitting[0]] if again.fitting[0] is not one else []
     return found, simulated
 
 
-def _full_s(one: Evaluated) -> float:
+def _full_s(one: EvaluatedPlan) -> float:
     """The step without the units of a microbatch by which a pipeline fills and drains."""
     count = one.decisions.microbatches
-    return one.step_s * count / (count + one.decisions.lanes - 1)
+    return one.step_s * count / (count + one.decisions.lane_count - 1)
 
 
-def _lane_shards(one: Evaluated) -> list[tuple[int, ...]]:
-    return [one.decisions.shards_of(lane) for lane in range(one.decisions.lanes)]
+def _lane_shards(one: EvaluatedPlan) -> list[tuple[int, ...]]:
+    return [one.decisions.shards_of(lane) for lane in range(one.decisions.lane_count)]

@@ -65,7 +65,7 @@ SWAP, CYCLE, REVERSE, ROTATE, LANES, LANE_RUN, TAILS, RACKS = range(8)
 two whole lanes; a run of lanes backwards; two pipelines exchange their ends; two racks."""
 
 
-def draw(random: Any, bound: int) -> int:
+def draw_integer(random: Any, bound: int) -> int:
     """A number from 0 to bound - 1. Two multiplicative generators (L'Ecuyer 1988), which fit into 63 bits."""
     random[0] = (random[0] * 40014) % 2147483563
     random[1] = (random[1] * 40692) % 2147483399
@@ -75,7 +75,7 @@ def draw(random: Any, bound: int) -> int:
     return int(number % bound)
 
 
-def note(count: int, slot: int, device: int, whole: Any, at: Any) -> int:
+def note_move(count: int, slot: int, device: int, whole: Any, at: Any) -> int:
     """Write down that `device` goes to `slot`."""
     whole[at[MOVED_SLOT] + count] = slot
     whole[at[MOVED_DEVICE] + count] = device
@@ -87,7 +87,7 @@ def heaviest_entry(random: Any, whole: Any, at: Any) -> int:
     entries = 2 * at[FLOWS] + at[TERMS]
     best, most = -1, 0
     for _ in range(4):
-        entry = draw(random, entries)
+        entry = draw_integer(random, entries)
         part = whole[at[WEIGHT] + entry * at[CUT_ROOM] + at[LEADING]] * whole[at[X] + entry]
         if part > most:
             best, most = entry, part
@@ -99,7 +99,7 @@ def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
     its slowest hop."""
     flows, best = at[FLOWS], heaviest_entry(random, whole, at)
     if best < 0:
-        return draw(random, at[SLOTS])
+        return draw_integer(random, at[SLOTS])
     if best < 2 * flows:
         flow = best % flows
         slowest, time = whole[at[FLOW_START] + flow], -1
@@ -107,7 +107,7 @@ def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
             own = whole[at[MESSAGE_BUSY] + message] + whole[at[MESSAGE_LATENCY] + message]
             if own > time:
                 slowest, time = message, own
-        return int(whole[at[SOURCE] + slowest] if draw(random, 2) == 0 else whole[at[TARGET] + slowest])
+        return int(whole[at[SOURCE] + slowest] if draw_integer(random, 2) == 0 else whole[at[TARGET] + slowest])
     return slow_hop(best - 2 * flows, random, whole, real, at)
 
 
@@ -116,7 +116,7 @@ def slow_hop(term: int, random: Any, whole: Any, real: Any, at: Any) -> int:
     lane = 0
     while whole[at[TERM_START] + lane + 1] <= term:
         lane += 1
-    first = at[ORDER] + (lane * at[SHARDS] + draw(random, at[SHARDS])) * at[REPLICAS]
+    first = at[ORDER] + (lane * at[SHARDS] + draw_integer(random, at[SHARDS])) * at[REPLICAS]
     slowest, most = 0, -1.0
     for i in range(at[REPLICAS]):
         after = i + 1 if i + 1 < at[REPLICAS] else 0
@@ -125,7 +125,7 @@ def slow_hop(term: int, random: Any, whole: Any, real: Any, at: Any) -> int:
         link = (whole[at[MATRIX] + whole[at[RAIL] + a]] * at[HOSTS] + from_host) * at[HOSTS] + to_host
         if from_host != to_host and real[at[PER_BYTE] + link] > most:
             slowest, most = i, real[at[PER_BYTE] + link]
-    end = (slowest + draw(random, 2)) % at[REPLICAS]
+    end = (slowest + draw_integer(random, 2)) % at[REPLICAS]
     return int(whole[first + end])
 
 
@@ -135,18 +135,18 @@ def put_block(count: int, level: int, to: int, source: int, whole: Any, at: Any)
     start = whole[at[BLOCK_START] + level]
     for i in range(width):
         device = whole[at[DEVICE] + whole[at[BLOCK_SLOTS] + start + source * width + i]]
-        count = note(count, whole[at[BLOCK_SLOTS] + start + to * width + i], device, whole, at)
+        count = note_move(count, whole[at[BLOCK_SLOTS] + start + to * width + i], device, whole, at)
     return count
 
 
 def swap_blocks(level: int, random: Any, whole: Any, real: Any, at: Any) -> int:
     """Two blocks change places; often one of them is slow now."""
     blocks = whole[at[BLOCKS] + level]
-    if draw(random, 1000) < at[AIMED]:
+    if draw_integer(random, 1000) < at[AIMED]:
         a = whole[at[BLOCK_OF] + level * at[DEVICES] + slow_slot(random, whole, real, at)]
     else:
-        a = draw(random, blocks)
-    b = (a + 1 + draw(random, blocks - 1)) % blocks
+        a = draw_integer(random, blocks)
+    b = (a + 1 + draw_integer(random, blocks - 1)) % blocks
     at[ARRIVED] = int(level == 0 and at[SHARDS] == 1)
     return put_block(put_block(0, level, a, b, whole, at), level, b, a, whole, at)
 
@@ -154,9 +154,9 @@ def swap_blocks(level: int, random: Any, whole: Any, real: Any, at: Any) -> int:
 def run_of_blocks(kind: int, level: int, random: Any, whole: Any, at: Any) -> int:
     """A run of blocks backwards, or its first part behind its second."""
     blocks = whole[at[BLOCKS] + level]
-    length = 2 + draw(random, min(blocks, 24) - 1)
-    first = draw(random, blocks - length + 1)
-    shift = 1 + draw(random, length - 1)
+    length = 2 + draw_integer(random, min(blocks, 24) - 1)
+    first = draw_integer(random, blocks - length + 1)
+    shift = 1 + draw_integer(random, length - 1)
     count = 0
     for i in range(length):
         other = length - 1 - i if kind == REVERSE else (i + shift) % length
@@ -167,7 +167,7 @@ def run_of_blocks(kind: int, level: int, random: Any, whole: Any, at: Any) -> in
 def move_blocks(kind: int, random: Any, whole: Any, real: Any, at: Any) -> int:
     """One of the moves on blocks, at one of their levels."""
     level = 0
-    if at[LEVELS] > 1 and draw(random, 1000) >= at[FIRST_LEVEL]:
+    if at[LEVELS] > 1 and draw_integer(random, 1000) >= at[FIRST_LEVEL]:
         level = 1
     blocks = whole[at[BLOCKS] + level]
     if blocks < 2:
@@ -175,9 +175,9 @@ def move_blocks(kind: int, random: Any, whole: Any, real: Any, at: Any) -> int:
     if kind == SWAP or blocks < 3:
         return swap_blocks(level, random, whole, real, at)
     if kind == CYCLE:
-        a = draw(random, blocks)
-        b = (a + 1 + draw(random, blocks - 2)) % blocks
-        c = (b + 1 + draw(random, (a - b - 1) % blocks)) % blocks
+        a = draw_integer(random, blocks)
+        b = (a + 1 + draw_integer(random, blocks - 2)) % blocks
+        c = (b + 1 + draw_integer(random, (a - b - 1) % blocks)) % blocks
         count = put_block(0, level, a, b, whole, at)
         count = put_block(count, level, b, c, whole, at)
         return put_block(count, level, c, a, whole, at)
@@ -187,28 +187,28 @@ def move_blocks(kind: int, random: Any, whole: Any, real: Any, at: Any) -> int:
 def move_lanes(kind: int, random: Any, whole: Any, at: Any) -> int:
     """Two lanes change places, or a run of lanes goes backwards."""
     width = at[REPLICAS] * at[SHARDS]
-    a = draw(random, at[LANE_COUNT])
-    b = (a + 1 + draw(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
+    a = draw_integer(random, at[LANE_COUNT])
+    b = (a + 1 + draw_integer(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
     low, high = min(a, b), max(a, b)
     count = 0
     while low < high:
         for i in range(width):
-            count = note(count, low * width + i, whole[at[DEVICE] + high * width + i], whole, at)
-            count = note(count, high * width + i, whole[at[DEVICE] + low * width + i], whole, at)
+            count = note_move(count, low * width + i, whole[at[DEVICE] + high * width + i], whole, at)
+            count = note_move(count, high * width + i, whole[at[DEVICE] + low * width + i], whole, at)
         low, high = low + 1, high - 1
         if kind == LANES:
             break
     return count
 
 
-def repair(count: int, slot: int, random: Any, whole: Any, at: Any) -> int:
+def repair_slot(count: int, slot: int, random: Any, whole: Any, at: Any) -> int:
     """After a device has come to `slot`: it changes places with the one of another pipeline on the same lane, if that
     makes the slower of their messages fastest. Looks at up to REPAIRS pipelines. Only where a device is a block."""
     lane, replicas = slot // at[REPLICAS], at[REPLICAS]
     device = whole[at[DEVICE] + slot]
     own = slot_cost(slot, device, whole, at)
     best, gain = -1, 0
-    first = draw(random, replicas)
+    first = draw_integer(random, replicas)
     for i in range(min(replicas, REPAIRS)):
         other = lane * replicas + (first + i) % replicas
         stands = whole[at[DEVICE] + other]
@@ -219,19 +219,19 @@ def repair(count: int, slot: int, random: Any, whole: Any, at: Any) -> int:
                 best, gain = other, before - after
     if best < 0:
         return count
-    more = note(count, slot, whole[at[DEVICE] + best], whole, at)
-    more = note(more, best, device, whole, at)
+    more = note_move(count, slot, whole[at[DEVICE] + best], whole, at)
+    more = note_move(more, best, device, whole, at)
     exchange(count, more, whole, at)
     return more
 
 
 def repair_both(count: int, random: Any, whole: Any, at: Any) -> int:
-    """`repair` for the two slots of a swap of devices between lanes."""
+    """`repair_slot` for the two slots of a swap of devices between lanes."""
     one, other = whole[at[MOVED_SLOT]], whole[at[MOVED_SLOT] + 1]
     if one // at[REPLICAS] != other // at[REPLICAS]:
         for slot in (one, other):
             if slot < at[SLOTS]:
-                count = repair(count, slot, random, whole, at)
+                count = repair_slot(count, slot, random, whole, at)
     return count
 
 
@@ -239,39 +239,39 @@ def move_tails(random: Any, whole: Any, real: Any, at: Any) -> int:
     """Two pipelines exchange their devices from some lane on, or on one lane; often where it is slow now. Every lane
     keeps its devices, and so its rings."""
     width = at[REPLICAS] * at[SHARDS]
-    slot = draw(random, at[SLOTS])
-    if draw(random, 1000) < at[AIMED]:
+    slot = draw_integer(random, at[SLOTS])
+    if draw_integer(random, 1000) < at[AIMED]:
         slot = slow_slot(random, whole, real, at)
     first, a = slot // width, slot % width // at[SHARDS]
-    b = (a + 1 + draw(random, at[REPLICAS] - 1)) % at[REPLICAS]
-    last = at[LANE_COUNT] if draw(random, 2) == 0 else first + 1
+    b = (a + 1 + draw_integer(random, at[REPLICAS] - 1)) % at[REPLICAS]
+    last = at[LANE_COUNT] if draw_integer(random, 2) == 0 else first + 1
     at[KEEPS] = 1
     count = 0
     for lane in range(first, last):
         for shard in range(at[SHARDS]):
             one, other = lane * width + a * at[SHARDS] + shard, lane * width + b * at[SHARDS] + shard
-            count = note(count, one, whole[at[DEVICE] + other], whole, at)
-            count = note(count, other, whole[at[DEVICE] + one], whole, at)
+            count = note_move(count, one, whole[at[DEVICE] + other], whole, at)
+            count = note_move(count, other, whole[at[DEVICE] + one], whole, at)
     return count
 
 
 def move_racks(random: Any, whole: Any, at: Any) -> int:
     """Two racks change places, device by device."""
-    a = draw(random, at[RACK_COUNT])
-    b = (a + 1 + draw(random, at[RACK_COUNT] - 1)) % at[RACK_COUNT]
+    a = draw_integer(random, at[RACK_COUNT])
+    b = (a + 1 + draw_integer(random, at[RACK_COUNT] - 1)) % at[RACK_COUNT]
     count = 0
     for i in range(at[RACK_SIZE]):
         one = whole[at[RACK_DEVICES] + a * at[RACK_SIZE] + i]
         other = whole[at[RACK_DEVICES] + b * at[RACK_SIZE] + i]
-        count = note(count, whole[at[SLOT_OF] + one], other, whole, at)
-        count = note(count, whole[at[SLOT_OF] + other], one, whole, at)
+        count = note_move(count, whole[at[SLOT_OF] + one], other, whole, at)
+        count = note_move(count, whole[at[SLOT_OF] + other], one, whole, at)
     return count
 
 
 def propose(random: Any, whole: Any, real: Any, at: Any) -> int:
     """Write a random move into `moved_slot` and `moved_device`; how many slots it changes, 0 for none."""
     at[KEEPS], at[ARRIVED] = 0, 0
-    number = draw(random, 1000)
+    number = draw_integer(random, 1000)
     kind = 0
     while number >= whole[at[UNTIL] + kind]:
         kind += 1
@@ -320,7 +320,7 @@ def anneal(
         if at[ARRIVED] == 1:
             changed = repair_both(changed, random, whole, at)
         refresh(changed, whole, real, at)
-        limit = now + temperature * exponential[draw(random, len(exponential))]
+        limit = now + temperature * exponential[draw_integer(random, len(exponential))]
         new = would_be(limit, whole, at)
         if new < limit:
             commit(whole, at)

@@ -33,7 +33,7 @@ lane its devices, whether it is a swap of two devices, how many flows it touches
 
 HOST, RAIL, MATRIX, SHARED, LATENCY, BUSY, INSIDE_LATENCY, INSIDE_BUSY, KIND = range(28, 37)
 """Links: [device], [device], [rail], [rail], [matrix, host, host], [size, matrix, host, host], [host], [size, host],
-[device]. See `links.Links`."""
+[device]. See `links.LinkArrays`."""
 
 FLOW_START, SOURCE, TARGET, SIZE, FLOW_OF, SLOT_START, SLOT_MESSAGES = range(37, 44)
 """Transfers: [flow + 1], [message] four times, [slot + 1], the messages of every slot."""
@@ -78,7 +78,7 @@ COUNT = 107
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class KernelArena:
     """The three arrays."""
 
     whole: Ints
@@ -86,19 +86,19 @@ class Arena:
     at: Ints
     sizes: Mapping[int, int]
 
-    def ints(self, name: int) -> Ints:
+    def array_view(self, name: int) -> Ints:
         """An array of `whole`, as a view: what is written there is written in the arena."""
         start = int(self.at[name])
         return self.whole[start : start + self.sizes[name]]
 
-    def put(self, name: int, values: Ints) -> None:
+    def fill_array(self, name: int, values: Ints) -> None:
         """Fill an array of `whole`, from its beginning."""
         flat = values.reshape(-1)
         assert len(flat) <= self.sizes[name]
-        self.ints(name)[: len(flat)] = flat
+        self.array_view(name)[: len(flat)] = flat
 
 
-def make_arena(numbers: Mapping[int, int], whole: Mapping[int, Ints], real: Mapping[int, Array]) -> Arena:
+def make_arena(numbers: Mapping[int, int], whole: Mapping[int, Ints], real: Mapping[int, Array]) -> KernelArena:
     """The arena of these numbers and arrays by name."""
     at = np.zeros(COUNT, dtype=np.int64)
     for name, number in numbers.items():
@@ -111,4 +111,4 @@ def make_arena(numbers: Mapping[int, int], whole: Mapping[int, Ints], real: Mapp
             start += values.size
     ints = np.concatenate([np.asarray(values, dtype=np.int64).reshape(-1) for values in whole.values()])
     floats = np.concatenate([np.asarray(values, dtype=np.float64).reshape(-1) for values in real.values()])
-    return Arena(ints, floats, at, sizes)
+    return KernelArena(ints, floats, at, sizes)

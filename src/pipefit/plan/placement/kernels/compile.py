@@ -22,7 +22,7 @@ OUTER = ("anneal", "anneal_sets", "recompute")
 
 
 @lru_cache(maxsize=2)
-def functions(compiled: bool) -> Functions:
+def kernel_functions(compiled: bool) -> Functions:
     """Every function of MODULES. Compiled ones are kept on disk by numba; the first call on a machine takes some
     seconds.
 
@@ -37,7 +37,7 @@ def functions(compiled: bool) -> Functions:
         return plain
     import numba
 
-    edition = _edition(plain, scope)
+    edition = _kernel_digest(plain, scope)
     for name, function in plain.items():
         twin = FunctionType(function.__code__, scope, name, function.__defaults__)
         twin.__module__, twin.__qualname__ = function.__module__, f"{name}_{edition}"
@@ -48,7 +48,7 @@ def functions(compiled: bool) -> Functions:
     return {name: scope[name] for name in plain}
 
 
-def _edition(plain: Functions, scope: Mapping[str, Any]) -> str:
+def _kernel_digest(plain: Functions, scope: Mapping[str, Any]) -> str:
     """A digest of all functions and the numbers they name: numba's own cache looks at one file only, and a function
     that changed is often in the other one."""
     numbers = sorted(

@@ -37,7 +37,7 @@ from pipefit.plan.placement.kernels.arena import (
     REPLICAS,
     SIZE,
 )
-from pipefit.plan.placement.kernels.transfer_times import note_x
+from pipefit.plan.placement.kernels.transfer_times import note_entry
 
 BEYOND = 1 << 60
 """More ticks than any pair takes."""
@@ -50,7 +50,7 @@ def pair_ticks(edge: int, left: int, right: int, whole: Any, at: Any) -> int:
     return int(whole[at[PAIR] + (whole[at[PAIR_OF] + edge] * devices + a) * devices + b])
 
 
-def keep(edge: int, whole: Any, at: Any) -> None:
+def keep_pairs(edge: int, whole: Any, at: Any) -> None:
     """Keep the pairs of a boundary before they change, so that they can be taken back; once a move."""
     for i in range(at[KEPT_EDGES]):
         if whole[at[KEPT_EDGE] + i] == edge:
@@ -63,7 +63,7 @@ def keep(edge: int, whole: Any, at: Any) -> None:
     at[KEPT_EDGES] += 1
 
 
-def take_back(whole: Any, at: Any) -> None:
+def restore_pairs(whole: Any, at: Any) -> None:
     """The pairs as they were kept."""
     replicas = at[REPLICAS]
     for kept in range(at[KEPT_EDGES]):
@@ -74,7 +74,7 @@ def take_back(whole: Any, at: Any) -> None:
             whole[at[BACK] + first + partner] = i
 
 
-def augment(edge: int, left: int, right: int, limit: int, whole: Any, at: Any) -> int:
+def augment_path(edge: int, left: int, right: int, limit: int, whole: Any, at: Any) -> int:
     """Part the pair of the places `left` and `right` of a boundary and join them along the alternating path whose
     largest pair is least; returns that pair's ticks, or -1 if they are not below `limit`, and changes nothing then."""
     replicas = at[REPLICAS]
@@ -108,7 +108,7 @@ def augment(edge: int, left: int, right: int, limit: int, whole: Any, at: Any) -
         count -= 1
         whole[ahead + nearest] = whole[ahead + count]
         other = whole[back + place]
-    keep(edge, whole, at)
+    keep_pairs(edge, whole, at)
     end = right
     while True:
         start = whole[parent + end]
@@ -133,14 +133,14 @@ def slowest_pair(edge: int, whole: Any, at: Any) -> int:
     return slowest
 
 
-def rematch(edge: int, whole: Any, at: Any) -> None:
+def rematch_edge(edge: int, whole: Any, at: Any) -> None:
     """Bring a boundary's matching to the least slowest pair: that pair is parted until no path below it joins its ends
     again, and then no matching below it is left; nor is one where the path's own largest pair is the slowest now."""
     partner = at[PARTNER] + edge * at[REPLICAS]
     left = slowest_pair(edge, whole, at)
     while True:
         right = whole[partner + left]
-        reached = augment(edge, left, right, pair_ticks(edge, left, right, whole, at), whole, at)
+        reached = augment_path(edge, left, right, pair_ticks(edge, left, right, whole, at), whole, at)
         if reached < 0:
             return
         left = slowest_pair(edge, whole, at)
@@ -163,5 +163,5 @@ def note_edge(edge: int, whole: Any, at: Any) -> None:
                 a, b = b, a
             link = whole[at[HOP] + a] + whole[at[HOST] + b]
             port, latency = max(port, whole[busy + link]), max(latency, whole[at[LATENCY] + link])
-        note_x(flow, port + latency, whole, at)
-        note_x(at[FLOWS] + flow, port, whole, at)
+        note_entry(flow, port + latency, whole, at)
+        note_entry(at[FLOWS] + flow, port, whole, at)

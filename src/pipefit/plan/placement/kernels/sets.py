@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.plan.placement.kernels.anneal import draw, heaviest_entry, slow_hop
+from pipefit.plan.placement.kernels.anneal import draw_integer, heaviest_entry, slow_hop
 from pipefit.plan.placement.kernels.arena import (
     BACK,
     CHANGES,
@@ -36,7 +36,7 @@ from pipefit.plan.placement.kernels.arena import (
     WEIGHT,
     X,
 )
-from pipefit.plan.placement.kernels.matching import note_edge, rematch, slowest_pair, take_back
+from pipefit.plan.placement.kernels.matching import note_edge, rematch_edge, restore_pairs, slowest_pair
 from pipefit.plan.placement.kernels.transfer_times import commit, recompute, refresh_lane, value_of, would_be
 
 LANE_SWAPS = 10
@@ -50,11 +50,11 @@ def slow_place(random: Any, whole: Any, real: Any, at: Any) -> int:
     """A slot of something that counts much now, as `anneal.slow_slot` chooses it."""
     flows, best = at[FLOWS], heaviest_entry(random, whole, at)
     if best < 0:
-        return draw(random, at[SLOTS])
+        return draw_integer(random, at[SLOTS])
     if best < 2 * flows:
         edge = whole[at[EDGE_OF] + best % flows]
         left = slowest_pair(edge, whole, at)
-        if draw(random, 2) == 0:
+        if draw_integer(random, 2) == 0:
             return int(edge * at[REPLICAS] + left)
         return int((edge + 1) * at[REPLICAS] + whole[at[PARTNER] + edge * at[REPLICAS] + left])
     return slow_hop(best - 2 * flows, random, whole, real, at)
@@ -106,12 +106,12 @@ def refresh_sets(one: int, other: int, limit: Any, whole: Any, real: Any, at: An
         if value_of(at[LEADING], whole, at) - hope // GAIN >= limit:
             return
         edge = whole[at[TOUCHED_EDGE] + i]
-        rematch(edge, whole, at)
+        rematch_edge(edge, whole, at)
         note_edge(edge, whole, at)
         hope -= edge_ticks(edge, whole, at)
 
 
-def lay_out(whole: Any, at: Any) -> None:
+def write_layout(whole: Any, at: Any) -> None:
     """Write the devices to `layout` pipeline by pipeline, as the pairs say; those of idle slots stay."""
     replicas = at[REPLICAS]
     for slot in range(at[DEVICES]):
@@ -132,7 +132,7 @@ def match_all(whole: Any, at: Any) -> None:
             whole[at[PARTNER] + edge * replicas + i] = i
             whole[at[BACK] + edge * replicas + i] = i
         at[KEPT_EDGES] = 0
-        rematch(edge, whole, at)
+        rematch_edge(edge, whole, at)
         note_edge(edge, whole, at)
     would_be(np.inf, whole, at)
     commit(whole, at)
@@ -147,19 +147,21 @@ def anneal_sets(
     temperature, factor = control[0], control[1]
     for _ in range(count):
         temperature *= factor
-        if draw(random, 1000) < LANE_SWAPS and at[LANE_COUNT] > 1:
+        if draw_integer(random, 1000) < LANE_SWAPS and at[LANE_COUNT] > 1:
             width = at[REPLICAS]
-            one = draw(random, at[LANE_COUNT])
-            other = (one + 1 + draw(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
+            one = draw_integer(random, at[LANE_COUNT])
+            other = (one + 1 + draw_integer(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
             one, other = one * width, other * width
         else:
             width = 1
-            one = slow_place(random, whole, real, at) if draw(random, 2) == 0 else draw(random, at[SLOTS])
+            one = (
+                slow_place(random, whole, real, at) if draw_integer(random, 2) == 0 else draw_integer(random, at[SLOTS])
+            )
             first = one // at[REPLICAS] * at[REPLICAS]
-            other = draw(random, at[DEVICES] - at[REPLICAS])
+            other = draw_integer(random, at[DEVICES] - at[REPLICAS])
             if other >= first:
                 other += at[REPLICAS]
-        limit = now + temperature * exponential[draw(random, len(exponential))]
+        limit = now + temperature * exponential[draw_integer(random, len(exponential))]
         swap_slots(one, other, width, whole, at)
         refresh_sets(one, other, limit, whole, real, at)
         new = would_be(limit, whole, at)
@@ -168,14 +170,14 @@ def anneal_sets(
             now = new
             if new < control[2]:
                 control[2] = new
-                lay_out(whole, at)
+                write_layout(whole, at)
                 for slot in range(len(best_device)):
                     best_device[slot] = whole[at[LAYOUT] + slot]
         else:
             swap_slots(one, other, width, whole, at)
-            take_back(whole, at)
+            restore_pairs(whole, at)
     control[0] = temperature
-    lay_out(whole, at)
+    write_layout(whole, at)
     for slot in range(at[DEVICES]):
         whole[at[DEVICE] + slot] = whole[at[LAYOUT] + slot]
     return recompute(whole, real, at)

@@ -8,10 +8,10 @@ import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.plan.placement.kernels import arena as names
-from pipefit.plan.placement.kernels.arena import Arena, make_arena
+from pipefit.plan.placement.kernels.arena import KernelArena, make_arena
 from pipefit.plan.placement.links import Ints
-from pipefit.plan.placement.shape import Question
-from pipefit.plan.placement.starts import Moves
+from pipefit.plan.placement.shape import PlacementProblem
+from pipefit.plan.placement.starts import MoveSet
 
 CUTS = 400
 """Critical paths that the estimate holds at most; the ones that matter least give way. A search of a second meets 100
@@ -28,7 +28,7 @@ AIMED = 500
 """Of 1,000 swaps, those of something that is slow now."""
 
 
-def new_state(question: Question, chain: Mapping[int, Ints] | None = None) -> Arena:
+def new_state(question: PlacementProblem, chain: Mapping[int, Ints] | None = None) -> KernelArena:
     """The arena of a question, with `chains.chain_arrays` if it is one: no cuts yet, and no moves (`set_moves`)."""
     links, shape = question.links, question.shape
     devices, hosts = len(question.devices), len(links.inside_latency)
@@ -43,30 +43,32 @@ def new_state(question: Question, chain: Mapping[int, Ints] | None = None) -> Ar
         names.REPLICAS: shape.replicas,
         names.SHARDS: shape.shards,
         names.SLOTS: shape.slots,
-        names.FLOWS: question.flows,
+        names.FLOWS: question.flow_count,
         names.MESSAGES: len(shape.source),
         names.TERMS: len(shape.passes),
-        names.ENTRIES: question.entries,
+        names.ENTRIES: question.entry_count,
         names.CUT_ROOM: CUTS,
         names.FIRST_LEVEL: FIRST_LEVEL,
         names.AIMED: AIMED,
     }
-    return make_arena(numbers, {**_facts(question), **_scratch(question), **(chain or {})}, _reals(question))
+    return make_arena(
+        numbers, {**_fact_arrays(question), **_scratch_arrays(question), **(chain or {})}, _real_arrays(question)
+    )
 
 
-def set_moves(arena: Arena, moves: Moves) -> None:
+def set_moves(arena: KernelArena, moves: MoveSet) -> None:
     """What the next moves may permute."""
     arena.at[names.LEVELS] = len(moves.levels)
     arena.at[names.RACK_COUNT], arena.at[names.RACK_SIZE] = moves.racks.shape
-    arena.put(names.BLOCK_START, np.cumsum([0, *(level.size for level in moves.levels[:-1])]))
-    arena.put(names.BLOCKS, np.array([len(level) for level in moves.levels]))
-    arena.put(names.BLOCK_WIDTH, np.array([level.shape[1] for level in moves.levels]))
-    arena.put(names.BLOCK_SLOTS, np.concatenate([level.reshape(-1) for level in moves.levels]))
-    arena.put(names.BLOCK_OF, moves.block_of)
-    arena.put(names.RACK_DEVICES, moves.racks)
+    arena.fill_array(names.BLOCK_START, np.cumsum([0, *(level.size for level in moves.levels[:-1])]))
+    arena.fill_array(names.BLOCKS, np.array([len(level) for level in moves.levels]))
+    arena.fill_array(names.BLOCK_WIDTH, np.array([level.shape[1] for level in moves.levels]))
+    arena.fill_array(names.BLOCK_SLOTS, np.concatenate([level.reshape(-1) for level in moves.levels]))
+    arena.fill_array(names.BLOCK_OF, moves.block_of)
+    arena.fill_array(names.RACK_DEVICES, moves.racks)
 
 
-def _facts(question: Question) -> dict[int, Ints]:
+def _fact_arrays(question: PlacementProblem) -> dict[int, Ints]:
     links, shape = question.links, question.shape
     return {
         names.HOST: links.host,
@@ -97,7 +99,7 @@ def _facts(question: Question) -> dict[int, Ints]:
     }
 
 
-def _scratch(question: Question) -> dict[int, Ints]:
+def _scratch_arrays(question: PlacementProblem) -> dict[int, Ints]:
     shape, devices = question.shape, len(question.devices)
     order = np.arange(shape.slots).reshape(shape.lanes, shape.replicas, shape.shards).transpose(0, 2, 1)
     sizes = {
@@ -107,32 +109,32 @@ def _scratch(question: Question) -> dict[int, Ints]:
         names.BLOCK_SLOTS: 2 * devices,
         names.BLOCK_OF: 2 * devices,
         names.RACK_DEVICES: devices,
-        names.WEIGHT: question.entries * CUTS,
+        names.WEIGHT: question.entry_count * CUTS,
         names.CONSTANT: CUTS,
         names.SLOT_OF: devices,
         names.MESSAGE_BUSY: len(shape.source),
         names.MESSAGE_LATENCY: len(shape.source),
-        names.X: question.entries,
+        names.X: question.entry_count,
         names.VALUE: CUTS,
-        names.TOP: 4 * question.flows,
-        names.LOAD: _ports(question),
+        names.TOP: 4 * question.flow_count,
+        names.LOAD: _port_count(question),
         names.MOVED_SLOT: devices + 8,
         names.MOVED_DEVICE: devices + 8,
-        names.SEEN_FLOW: question.flows,
+        names.SEEN_FLOW: question.flow_count,
         names.SEEN_LANE: shape.lanes,
-        names.FLOW_LIST: question.flows,
+        names.FLOW_LIST: question.flow_count,
         names.LANE_LIST: shape.lanes,
-        names.CHANGED_ENTRY: question.entries,
-        names.CHANGED_BY: question.entries,
+        names.CHANGED_ENTRY: question.entry_count,
+        names.CHANGED_BY: question.entry_count,
         names.NEW_VALUE: CUTS,
-        names.NEW_TOP: 4 * question.flows,
-        names.RESCAN: question.flows,
+        names.NEW_TOP: 4 * question.flow_count,
+        names.RESCAN: question.flow_count,
     }
     empty = {name: np.zeros(size, dtype=np.int64) for name, size in sizes.items()}
     return {names.DEVICE: question.devices, names.ORDER: order, **empty}
 
 
-def _reals(question: Question) -> dict[int, Array]:
+def _real_arrays(question: PlacementProblem) -> dict[int, Array]:
     links, shape = question.links, question.shape
     return {
         names.PER_BYTE: links.per_byte,
@@ -144,11 +146,11 @@ def _reals(question: Question) -> dict[int, Array]:
         names.LINE_SHARE: shape.line_share,
         names.LINE_BESIDE: shape.line_beside,
         names.RING: np.zeros(10),
-        names.LOAD_PER_BYTE: np.zeros(_ports(question)),
+        names.LOAD_PER_BYTE: np.zeros(_port_count(question)),
     }
 
 
-def _ports(question: Question) -> int:
+def _port_count(question: PlacementProblem) -> int:
     """Ports that `rings.add_load` counts."""
     links = question.links
     return 2 * len(question.devices) + 2 * len(links.inside_latency) * links.rails

@@ -128,7 +128,7 @@ def flow_port(flow: int, whole: Any, at: Any) -> int:
     return most
 
 
-def note_x(entry: int, ticks: int, whole: Any, at: Any) -> None:
+def note_entry(entry: int, ticks: int, whole: Any, at: Any) -> None:
     """Write down that one entry of x would change: nothing else changes yet."""
     change = ticks - whole[at[X] + entry]
     if change != 0:
@@ -181,8 +181,8 @@ def refresh_flow(flow: int, whole: Any, at: Any) -> None:
     if whole[at[RESCAN] + flow] == 1:
         scan_flow(flow, whole, at)
     port = whole[at[NEW_TOP] + 4 * flow]
-    note_x(flow, port + whole[at[NEW_TOP] + 4 * flow + 2], whole, at)
-    note_x(at[FLOWS] + flow, port, whole, at)
+    note_entry(flow, port + whole[at[NEW_TOP] + 4 * flow + 2], whole, at)
+    note_entry(at[FLOWS] + flow, port, whole, at)
 
 
 def refresh_lane(lane: int, whole: Any, real: Any, at: Any) -> None:
@@ -191,14 +191,14 @@ def refresh_lane(lane: int, whole: Any, real: Any, at: Any) -> None:
     if whole[at[TERM_START] + lane] < whole[at[TERM_START] + lane + 1]:
         ring_facts(lane, whole, real, at)
         for term in range(whole[at[TERM_START] + lane], whole[at[TERM_START] + lane + 1]):
-            note_x(first + term, term_ticks(term, whole, real, at), whole, at)
+            note_entry(first + term, term_ticks(term, whole, real, at), whole, at)
     first += at[TERMS]
     width = at[REPLICAS] * at[SHARDS]
     for row in range(whole[at[ROW_START] + lane], whole[at[ROW_START] + lane + 1]):
         most = 0
         for slot in range(lane * width, (lane + 1) * width):
             most = max(most, whole[at[ROW_TIME] + row * at[KINDS] + whole[at[KIND] + whole[at[DEVICE] + slot]]])
-        note_x(first + row, most, whole, at)
+        note_entry(first + row, most, whole, at)
 
 
 def exchange(first: int, count: int, whole: Any, at: Any) -> None:

@@ -10,54 +10,54 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.schedule.fit.exact.scale import BACK, FORWARD, WEIGHT, Model
+from pipefit.schedule.fit.exact.scale import BACK, FORWARD, WEIGHT, WindowModel
 from pipefit.schedule.fit.instance import B, F, I, W
 
 Demand = tuple[Any, Any, int, Any]
 """(from, until, amount, literal under which it is there or None)."""
 
 
-def limit_memory(model: Model, lane: int, first: int, last: int) -> None:
+def limit_memory(model: WindowModel, lane: int, first: int, last: int) -> None:
     """Keep a lane within its limit while its nodes [first, last) run."""
     scaled, nodes = model.scaled, model.state.lanes[lane]
     window = set(nodes[first:last])
-    units = dict.fromkeys(scaled.parts(node)[1:] for node in nodes[first:last])
-    level = sum(_change(model, node) for node in nodes[:first] if scaled.parts(node)[1:] not in units)
+    units = dict.fromkeys(scaled.node_parts(node)[1:] for node in nodes[first:last])
+    level = sum(_net_change(model, node) for node in nodes[:first] if scaled.node_parts(node)[1:] not in units)
     place = dict.fromkeys(nodes[:first], -1) | dict.fromkeys(nodes[last:], 1) | dict.fromkeys(window, 0)
     demands: list[Demand] = []
     for stage, unit in units:
-        level += _lasting(model, stage, unit, place, demands)
-        _passing(model, stage, unit, window, demands)
-    _add(model, demands, int(scaled.limit[lane]) - level)
+        level += _add_lasting(model, stage, unit, place, demands)
+        _add_passing(model, stage, unit, window, demands)
+    _add_cumulative(model, demands, int(scaled.limit[lane]) - level)
 
 
-def _change(model: Model, node: int) -> int:
+def _net_change(model: WindowModel, node: int) -> int:
     """What an action leaves allocated (negative: frees) in the schedule that the window is cut from."""
-    kind, stage, unit = model.scaled.parts(node)
-    code = F if kind == FORWARD else W if kind == WEIGHT else B if model.merged(stage, unit) else I
+    kind, stage, unit = model.scaled.node_parts(node)
+    code = F if kind == FORWARD else W if kind == WEIGHT else B if model.is_merged(stage, unit) else I
     return int(model.scaled.held[code, stage, unit])
 
 
-def _steps(model: Model, stage: int, unit: int) -> list[int]:
+def _action_changes(model: WindowModel, stage: int, unit: int) -> list[int]:
     """What F, the way back and W leave allocated. Where merging is open, W frees what B would, if that is more."""
     held = [int(each) for each in model.scaled.held[:, stage, unit]]
     if (stage, unit) in model.merge:
         return [held[F], held[I], min(held[W], held[B] - held[I])]
-    return [held[F], held[B]] if model.merged(stage, unit) else [held[F], held[I], held[W]]
+    return [held[F], held[B]] if model.is_merged(stage, unit) else [held[F], held[I], held[W]]
 
 
-def _lasting(model: Model, stage: int, unit: int, place: dict[int, int], demands: list[Demand]) -> int:
+def _add_lasting(model: WindowModel, stage: int, unit: int, place: dict[int, int], demands: list[Demand]) -> int:
     """Append the demands of what a unit holds on a stage; returns what is to be added to the level beside them."""
     scaled, level = model.scaled, 0
     stack: list[tuple[Any, int, Any]] = []
-    steps = _steps(model, stage, unit)
+    steps = _action_changes(model, stage, unit)
     for kind, step in zip((FORWARD, BACK, WEIGHT), steps, strict=False):
-        node = scaled.node(kind, stage, unit)
+        node = scaled.node_number(kind, stage, unit)
         where = place.get(node, 0)
         begin = model.start[node] if where == 0 else 0 if where < 0 else model.horizon
         end = model.end[node] if where == 0 else begin
         if step > 0:
-            stack.append((begin, step, model.parted(stage, unit) if kind == BACK else None))
+            stack.append((begin, step, model.is_parted(stage, unit) if kind == BACK else None))
         while step < 0 and stack:
             origin, amount, literal = stack.pop()
             freed = min(amount, -step)
@@ -72,23 +72,23 @@ def _lasting(model: Model, stage: int, unit: int, place: dict[int, int], demands
     return level
 
 
-def _passing(model: Model, stage: int, unit: int, window: set[int], demands: list[Demand]) -> None:
+def _add_passing(model: WindowModel, stage: int, unit: int, window: set[int], demands: list[Demand]) -> None:
     """Append the demands of what a unit needs on a stage only while an action runs."""
     scaled = model.scaled
     merge = model.merge.get((stage, unit))
     passing = [int(each) for each in scaled.passing[:, stage, unit]]
     for kind, code in ((FORWARD, F), (BACK, I), (WEIGHT, W), (BACK, B)):
-        node = scaled.node(kind, stage, unit)
+        node = scaled.node_number(kind, stage, unit)
         is_open = merge is not None and kind != FORWARD
-        if not is_open and (node not in window or (kind == BACK and (code == B) != model.merged(stage, unit))):
+        if not is_open and (node not in window or (kind == BACK and (code == B) != model.is_merged(stage, unit))):
             continue
         literal = None
         if is_open:
-            literal = merge if code == B else model.parted(stage, unit)
+            literal = merge if code == B else model.is_parted(stage, unit)
         demands.append((model.start[node], model.end[node], passing[code], literal))
 
 
-def _add(model: Model, demands: list[Demand], capacity: int) -> None:
+def _add_cumulative(model: WindowModel, demands: list[Demand], capacity: int) -> None:
     cp, intervals, amounts = model.cp, [], []
     for begin, end, amount, literal in demands:
         if amount <= 0 or (isinstance(begin, int) and isinstance(end, int) and begin >= end):

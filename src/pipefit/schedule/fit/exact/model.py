@@ -15,48 +15,48 @@ from itertools import pairwise
 from typing import Any
 
 from pipefit.schedule.fit.exact.lane_memory import limit_memory
-from pipefit.schedule.fit.exact.scale import BACK, FORWARD, WEIGHT, Model, Scaled, State, state_of
+from pipefit.schedule.fit.exact.scale import BACK, FORWARD, WEIGHT, NodeSchedule, ScaledInstance, WindowModel, state_of
 from pipefit.schedule.fit.instance import B, I, W
 
 
-def build(scaled: Scaled, state: State, free: set[int], horizon: int) -> Model:
+def build_model(scaled: ScaledInstance, state: NodeSchedule, free: set[int], horizon: int) -> WindowModel:
     """The model in which the nodes in `free` may move, within the part of their lane from the first of them to the
     last; all times are at most `horizon`."""
     from ortools.sat.python import cp_model
 
-    model = Model(scaled, state, free, horizon, cp_model.CpModel())
-    ranges = [_range(lane, free) for lane in state.lanes]
-    _times(model, ranges)
-    _dependencies(model)
+    model = WindowModel(scaled, state, free, horizon, cp_model.CpModel())
+    ranges = [_movable_range(lane, free) for lane in state.lanes]
+    _node_times(model, ranges)
+    _add_dependencies(model)
     for lane, (first, last) in enumerate(ranges):
-        _order(model, lane, first, last)
+        _order_lane(model, lane, first, last)
         if first < last and scaled.limit[lane] >= 0:
             limit_memory(model, lane, first, last)
-    _objective(model)
+    _set_objective(model)
     return model
 
 
-def _range(lane: Sequence[int], free: set[int]) -> tuple[int, int]:
+def _movable_range(lane: Sequence[int], free: set[int]) -> tuple[int, int]:
     """[first, last) positions of a lane between which nodes may move."""
     places = [place for place, node in enumerate(lane) if node in free]
     return (places[0], places[-1] + 1) if places else (len(lane), len(lane))
 
 
-def _times(model: Model, ranges: Sequence[tuple[int, int]]) -> None:
+def _node_times(model: WindowModel, ranges: Sequence[tuple[int, int]]) -> None:
     """Start and end of every node: integers for what comes before all that may move, variables for the rest."""
     scaled, cp, state = model.scaled, model.cp, model.state
-    settled = _settled(scaled, state, ranges)
+    settled = _settled_nodes(scaled, state, ranges)
     for lane in state.lanes:
         for node in lane:
-            kind, stage, unit = scaled.parts(node)
-            merged = model.merged(stage, unit)
-            duration = scaled.duration(kind, stage, unit, merged)
+            kind, stage, unit = scaled.node_parts(node)
+            merged = model.is_merged(stage, unit)
+            duration = scaled.node_duration(kind, stage, unit, merged)
             if node in settled:
                 model.start[node], model.end[node] = state.start[node], state.start[node] + duration
                 continue
             begin = model.start[node] = cp.new_int_var(0, model.horizon, "")
-            back = scaled.node(BACK, stage, unit)
-            weight = scaled.node(WEIGHT, stage, unit)
+            back = scaled.node_number(BACK, stage, unit)
+            weight = scaled.node_number(WEIGHT, stage, unit)
             if kind == BACK and scaled.is_open[stage] and back in model.free and (merged or weight in model.free):
                 _open_backward(model, stage, unit)
             elif kind != WEIGHT or (stage, unit) not in model.merge:
@@ -66,10 +66,10 @@ def _times(model: Model, ranges: Sequence[tuple[int, int]]) -> None:
         _open_weight(model, stage, unit)
 
 
-def _open_backward(model: Model, stage: int, unit: int) -> None:
+def _open_backward(model: WindowModel, stage: int, unit: int) -> None:
     """A way back whose length depends on whether W is merged into it."""
     scaled, cp = model.scaled, model.cp
-    node = scaled.node(BACK, stage, unit)
+    node = scaled.node_number(BACK, stage, unit)
     merge = model.merge[stage, unit] = cp.new_bool_var("")
     alone, both = int(scaled.time[I, stage, unit]), int(scaled.time[B, stage, unit])
     size = alone + (both - alone) * merge
@@ -77,21 +77,21 @@ def _open_backward(model: Model, stage: int, unit: int) -> None:
     model.intervals[node] = cp.new_interval_var(model.start[node], size, end, "")
 
 
-def _open_weight(model: Model, stage: int, unit: int) -> None:
+def _open_weight(model: WindowModel, stage: int, unit: int) -> None:
     """A W that is there unless it is merged; if merged, it starts and ends where the way back ends."""
     scaled, cp = model.scaled, model.cp
-    node, merge = scaled.node(WEIGHT, stage, unit), model.merge[stage, unit]
+    node, merge = scaled.node_number(WEIGHT, stage, unit), model.merge[stage, unit]
     begin = model.start.setdefault(node, cp.new_int_var(0, model.horizon, ""))
     end = model.end[node] = cp.new_int_var(0, model.horizon, "")
     duration = int(scaled.time[W, stage, unit])
-    back = model.end[scaled.node(BACK, stage, unit)]
+    back = model.end[scaled.node_number(BACK, stage, unit)]
     model.intervals[node] = cp.new_optional_interval_var(begin, duration, end, ~merge, "")
     cp.add(begin >= back)
     cp.add(begin == back).only_enforce_if(merge)
     cp.add(end == back).only_enforce_if(merge)
 
 
-def _settled(scaled: Scaled, state: State, ranges: Sequence[tuple[int, int]]) -> set[int]:
+def _settled_nodes(scaled: ScaledInstance, state: NodeSchedule, ranges: Sequence[tuple[int, int]]) -> set[int]:
     """The nodes that start at the same time whatever happens in the window."""
     settled: set[int] = set()
     cursor, moved = [0] * len(state.lanes), True
@@ -100,7 +100,7 @@ def _settled(scaled: Scaled, state: State, ranges: Sequence[tuple[int, int]]) ->
         for place, lane in enumerate(state.lanes):
             while cursor[place] < ranges[place][0]:
                 node = lane[cursor[place]]
-                if any(earlier not in settled for earlier, _ in scaled.before(*scaled.parts(node))):
+                if any(earlier not in settled for earlier, _ in scaled.data_predecessors(*scaled.node_parts(node))):
                     break
                 settled.add(node)
                 cursor[place] += 1
@@ -108,25 +108,25 @@ def _settled(scaled: Scaled, state: State, ranges: Sequence[tuple[int, int]]) ->
     return settled
 
 
-def _dependencies(model: Model) -> None:
+def _add_dependencies(model: WindowModel) -> None:
     """Data arrives before it is used, and every stage keeps the order of units."""
     scaled, cp = model.scaled, model.cp
     for node, begin in model.start.items():
-        kind, stage, unit = scaled.parts(node)
+        kind, stage, unit = scaled.node_parts(node)
         if isinstance(begin, int):
             continue
-        for earlier, distance in scaled.before(kind, stage, unit):
+        for earlier, distance in scaled.data_predecessors(kind, stage, unit):
             cp.add(begin >= model.end[earlier] + distance)
         place = unit if kind == FORWARD else int(scaled.position[unit])
         if place == 0 or (kind == WEIGHT and scaled.is_open[stage]):
             continue
         previous = place - 1 if kind == FORWARD else int(scaled.instance.backwards[place - 1])
-        before = scaled.node(kind, stage, previous)
+        before = scaled.node_number(kind, stage, previous)
         if before in model.end:
             cp.add(begin >= model.end[before])
 
 
-def _order(model: Model, lane: int, first: int, last: int) -> None:
+def _order_lane(model: WindowModel, lane: int, first: int, last: int) -> None:
     """One node at a time: what may not move keeps its order, and the window stays between what is around it."""
     cp, nodes = model.cp, model.state.lanes[lane]
     for left, right in pairwise(nodes):
@@ -135,7 +135,7 @@ def _order(model: Model, lane: int, first: int, last: int) -> None:
             cp.add(model.start[right] >= model.end[left])
     window = nodes[first:last]
     extra = [
-        model.scaled.node(WEIGHT, stage, unit)
+        model.scaled.node_number(WEIGHT, stage, unit)
         for stage, unit in model.merge
         if model.scaled.instance.placement[stage] == lane
     ]
@@ -154,38 +154,38 @@ def _order(model: Model, lane: int, first: int, last: int) -> None:
             cp.add(model.start[nodes[last]] >= model.end[node])
 
 
-def _objective(model: Model) -> None:
+def _set_objective(model: WindowModel) -> None:
     """The span is at least the distance from the first start on a lane, or from 0, to the last end."""
     scaled, cp, instance = model.scaled, model.cp, model.scaled.instance
     model.span = cp.new_int_var(0, model.horizon, "span")
-    sources = [stage for stage in range(instance.stages) if stage not in instance.target]
-    if len(sources) == 1 and not isinstance(model.start[scaled.node(FORWARD, sources[0], 0)], int):
-        cp.add(model.start[scaled.node(FORWARD, sources[0], 0)] == 0)
+    sources = [stage for stage in range(instance.num_stages) if stage not in instance.target]
+    if len(sources) == 1 and not isinstance(model.start[scaled.node_number(FORWARD, sources[0], 0)], int):
+        cp.add(model.start[scaled.node_number(FORWARD, sources[0], 0)] == 0)
     final = int(instance.backwards[-1])
     for lane in model.state.lanes:
-        stages = sorted({scaled.parts(node)[1] for node in lane})
+        stages = sorted({scaled.node_parts(node)[1] for node in lane})
         ends = [model.end[lane[-1]]]
         for stage in stages:
-            last = [scaled.node(kind, stage, final) for kind in (BACK, WEIGHT)]
+            last = [scaled.node_number(kind, stage, final) for kind in (BACK, WEIGHT)]
             if scaled.is_open[stage]:  # its W's may come in any order
-                last += [scaled.node(WEIGHT, stage, unit) for unit in range(instance.units) if unit != final]
+                last += [scaled.node_number(WEIGHT, stage, unit) for unit in range(instance.num_units) if unit != final]
             ends += [model.end[node] for node in last if node in model.end]
         begins: list[Any] = [0]
         if instance.objective == "span":
-            begins = [model.start[scaled.node(FORWARD, stage, 0)] for stage in stages]
+            begins = [model.start[scaled.node_number(FORWARD, stage, 0)] for stage in stages]
         for end in ends:
             for begin in begins:
                 cp.add(model.span >= end - begin)
 
 
-def read(model: Model, solver: Any) -> dict[int, int]:
+def read_starts(model: WindowModel, solver: Any) -> dict[int, int]:
     """Node -> start in the solver's solution."""
     return {
         node: begin if isinstance(begin, int) else int(solver.value(begin)) for node, begin in model.start.items()
     } | {-1 - k: int(solver.value(literal)) for k, literal in enumerate(model.merge.values())}
 
 
-def orders_in(model: Model, start: dict[int, int]) -> State | None:
+def orders_from_starts(model: WindowModel, start: dict[int, int]) -> NodeSchedule | None:
     """The schedule with the orders of these starts, every node as early as it can be."""
     scaled = model.scaled
     merged = model.state.merged.copy()
@@ -195,8 +195,8 @@ def orders_in(model: Model, start: dict[int, int]) -> State | None:
     for node, begin in start.items():
         if node < 0:
             continue
-        kind, stage, unit = scaled.parts(node)
+        kind, stage, unit = scaled.node_parts(node)
         if kind != WEIGHT or not merged[stage, unit]:
-            end = begin + scaled.duration(kind, stage, unit, bool(merged[stage, unit]))
+            end = begin + scaled.node_duration(kind, stage, unit, bool(merged[stage, unit]))
             lanes[int(scaled.instance.placement[stage])].append((begin, end, node))
     return state_of(scaled, [[node for _, _, node in sorted(lane)] for lane in lanes], merged)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.schedule.fit.exact.scale import common_quantum
-from pipefit.schedule.fit.kernels.unit_cycle import Cycle, Orders, least
+from pipefit.schedule.fit.kernels.unit_cycle import Orders, UnitCycle, least_period_of
 
 GRAINS = 400
 """Quanta in the busiest lane's work where no quantum divides all times."""
@@ -26,36 +26,36 @@ WORKERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class QuantisedCycle:
     """A cycle in whole quanta, rounded down."""
 
-    cycle: Cycle
+    cycle: UnitCycle
     grain: float
     exact: bool
     time: NDArray[np.int64]
     weight: NDArray[np.int64]
 
     @staticmethod
-    def of(cycle: Cycle) -> Whole:
+    def from_cycle(cycle: UnitCycle) -> QuantisedCycle:
         times = np.concatenate([cycle.time, cycle.weight[: cycle.fixed]])
         grain, exact = common_quantum(times, cycle.low / GRAINS)
         down = [np.floor(each / grain + 1e-6).astype(np.int64) for each in (cycle.time, cycle.weight)]
-        return Whole(cycle=cycle, grain=grain, exact=exact, time=down[0], weight=down[1])
+        return QuantisedCycle(cycle=cycle, grain=grain, exact=exact, time=down[0], weight=down[1])
 
 
-def shorten(cycle: Cycle, found: Orders | None, seconds: float, seed: int) -> Orders | None:
+def shorten_period(cycle: UnitCycle, found: Orders | None, seconds: float, seed: int) -> Orders | None:
     """A steady state with a shorter period than `found`, or `found`, with the bound that was proven."""
     until = time.perf_counter() + seconds
-    whole = Whole.of(cycle)
+    whole = QuantisedCycle.from_cycle(cycle)
     low = int(np.ceil(cycle.low / whole.grain - 1e-6))
-    high = 8 * low if found is None else int(np.ceil(_period(cycle, found) / whole.grain - 1e-6))
+    high = 8 * low if found is None else int(np.ceil(_lane_period(cycle, found) / whole.grain - 1e-6))
     bound, best, target = cycle.low, found, low
     while target < high and time.perf_counter() < until - 0.05:
-        status, orders = solve(whole, target, (until - time.perf_counter()) / 2, seed)
+        status, orders = solve_period(whole, target, (until - time.perf_counter()) / 2, seed)
         if orders is not None:
             high = target
-            period = least(cycle, *orders)
-            if period is not None and (best is None or period < _period(cycle, best) * (1 - 1e-9)):
+            period = least_period_of(cycle, *orders)
+            if period is not None and (best is None or period < _lane_period(cycle, best) * (1 - 1e-9)):
                 best = (*orders, bound)
         elif status == "INFEASIBLE":
             bound = max(bound, target * whole.grain)
@@ -63,16 +63,16 @@ def shorten(cycle: Cycle, found: Orders | None, seconds: float, seed: int) -> Or
         else:
             low = target + 1
         target = (low + high) // 2
-    return None if best is None else (best[0], best[1], min(bound, _period(cycle, best)))
+    return None if best is None else (best[0], best[1], min(bound, _lane_period(cycle, best)))
 
 
-def _period(cycle: Cycle, orders: Orders) -> float:
-    period = least(cycle, orders[0], orders[1])
+def _lane_period(cycle: UnitCycle, orders: Orders) -> float:
+    period = least_period_of(cycle, orders[0], orders[1])
     assert period is not None, "orders without a period were kept"
     return period
 
 
-def solve(whole: Whole, period: int, seconds: float, seed: int) -> tuple[str, Any]:
+def solve_period(whole: QuantisedCycle, period: int, seconds: float, seed: int) -> tuple[str, Any]:
     """(status, (order, turn) or None) for a period of so many quanta."""
     from ortools.sat.python import cp_model
 
@@ -81,7 +81,7 @@ def solve(whole: Whole, period: int, seconds: float, seed: int) -> tuple[str, An
     if any(period < whole.time[node] for node in nodes):
         return "INFEASIBLE", None
     stages = len(cycle.time) // 3
-    place, turn, start = _variables(whole, cp, nodes, period)
+    place, turn, start = _make_variables(whole, cp, nodes, period)
     for (source, target), weight in zip(cycle.edges[: cycle.fixed].tolist(), whole.weight.tolist(), strict=False):
         if target in start:
             cp.add(start[target] >= start[source] + weight)
@@ -90,7 +90,7 @@ def solve(whole: Whole, period: int, seconds: float, seed: int) -> tuple[str, An
         spans = [cp.new_fixed_size_interval_var(place[node], int(whole.time[node]), "") for node in own]
         cp.add_no_overlap(spans)
         if np.isfinite(cycle.limit[lane]):
-            _limit(whole, cp, own, place, turn, float(cycle.limit[lane]))
+            _limit_level(whole, cp, own, place, turn, float(cycle.limit[lane]))
     cp.minimize(start[stages])
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = WORKERS
@@ -106,7 +106,7 @@ def solve(whole: Whole, period: int, seconds: float, seed: int) -> tuple[str, An
     return status, (order, turns)
 
 
-def _variables(whole: Whole, cp: Any, nodes: list[int], period: int) -> tuple[dict[int, Any], ...]:
+def _make_variables(whole: QuantisedCycle, cp: Any, nodes: list[int], period: int) -> tuple[dict[int, Any], ...]:
     """(place in the lane's period, turn, start) of every node."""
     cycle = whole.cycle
     deep = 3 + int(cycle.weight.sum() / cycle.low)
@@ -127,7 +127,7 @@ def _variables(whole: Whole, cp: Any, nodes: list[int], period: int) -> tuple[di
     return place, turn, start
 
 
-def _limit(whole: Whole, cp: Any, own: list[int], place: Any, turn: Any, limit: float) -> None:
+def _limit_level(whole: QuantisedCycle, cp: Any, own: list[int], place: Any, turn: Any, limit: float) -> None:
     """The level of a lane at the start of each of its operations, from turns and the order in the period."""
     cycle = whole.cycle
     scale = MEMORY_GRAINS / limit

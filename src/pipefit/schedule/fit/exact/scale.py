@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit.instance import B, F, I, Instance, Ints, W
+from pipefit.schedule.fit.instance import B, F, FitInstance, I, Ints, W
 
 Whole = NDArray[np.int64]
 
@@ -29,10 +29,10 @@ FINEST_MEMORY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
+class ScaledInstance:
     """An instance in whole quanta of time and of memory."""
 
-    instance: Instance
+    instance: FitInstance
     quantum_s: float
     exact: bool
     "Whether every time is a whole number of quanta."
@@ -53,13 +53,13 @@ class Scaled:
     " cannot stand for another."
 
     @staticmethod
-    def of(instance: Instance, down: bool = False) -> Scaled:
+    def from_instance(instance: FitInstance, down: bool = False) -> ScaledInstance:
         """Whole numbers for an instance: nearest, or all times rounded down."""
         times = (instance.time_s, instance.forward_s, instance.backward_s)
         longest = float(instance.work_s().max())
         quantum, exact = common_quantum(np.concatenate([each.ravel() for each in times]), longest / FINEST)
 
-        def rounded(array: NDArray[np.float64]) -> Whole:
+        def to_quanta(array: NDArray[np.float64]) -> Whole:
             lower = np.floor(array / quantum + 1e-6) if down and not exact else np.rint(array / quantum)
             return lower.astype(np.int64)
 
@@ -67,59 +67,62 @@ class Scaled:
         memory = np.concatenate([instance.held_bytes.ravel(), instance.passing_bytes.ravel()])
         largest = float(max(np.abs(memory).max(), finite.max(initial=0.0), 1e-300))
         grain, even = common_quantum(memory, largest / FINEST_MEMORY)
-        slack = 0 if even else 6 * instance.units
+        slack = 0 if even else 6 * instance.num_units
         limit = np.full(instance.lanes, -1, dtype=np.int64)
         bounded = np.isfinite(instance.limit_bytes)
         limit[bounded] = np.floor(instance.limit_bytes[bounded] / grain * (1 + 1e-9) + 1e-6).astype(np.int64) + slack
-        return Scaled(
+        return ScaledInstance(
             instance=instance,
             quantum_s=quantum,
             exact=exact,
-            time=rounded(times[0]),
-            forward=rounded(times[1]),
-            backward=rounded(times[2]),
+            time=to_quanta(times[0]),
+            forward=to_quanta(times[1]),
+            backward=to_quanta(times[2]),
             held=np.rint(instance.held_bytes / grain).astype(np.int64),
             passing=np.rint(instance.passing_bytes / grain).astype(np.int64),
             limit=limit,
             position=np.argsort(instance.backwards).astype(np.int32),
-            is_open=instance.open_stages() | (instance.may_split & instance.may_merge & ~_alike(instance)),
+            is_open=instance.open_stages() | (instance.may_split & instance.may_merge & ~_uniform_weights(instance)),
         )
 
     @property
-    def slack(self) -> int:
+    def rounding_slack(self) -> int:
         """Quanta by which rounding may have moved the objective below a true bound."""
-        return 0 if self.exact else 4 * self.instance.stages + 2 * self.instance.units + 8
+        return 0 if self.exact else 4 * self.instance.num_stages + 2 * self.instance.num_units + 8
 
-    def node(self, kind: int, stage: int, unit: int) -> int:
-        return (kind * self.instance.stages + stage) * self.instance.units + unit
+    def node_number(self, kind: int, stage: int, unit: int) -> int:
+        return (kind * self.instance.num_stages + stage) * self.instance.num_units + unit
 
-    def parts(self, node: int) -> tuple[int, int, int]:
+    def node_parts(self, node: int) -> tuple[int, int, int]:
         """(node kind, stage, unit)."""
-        row, unit = divmod(node, self.instance.units)
-        return row // self.instance.stages, row % self.instance.stages, unit
+        row, unit = divmod(node, self.instance.num_units)
+        return row // self.instance.num_stages, row % self.instance.num_stages, unit
 
-    def duration(self, kind: int, stage: int, unit: int, merged: bool) -> int:
+    def node_duration(self, kind: int, stage: int, unit: int, merged: bool) -> int:
         """Of a node; a W that is merged takes no time."""
         if kind == BACK:
             return int(self.time[B if merged else I, stage, unit])
         return int(self.time[F, stage, unit] if kind == FORWARD else 0 if merged else self.time[W, stage, unit])
 
-    def before(self, kind: int, stage: int, unit: int) -> list[tuple[int, int]]:
+    def data_predecessors(self, kind: int, stage: int, unit: int) -> list[tuple[int, int]]:
         """(node, distance from its end) of everything that a node waits for on account of data."""
         instance = self.instance
         if kind == WEIGHT:
-            return [(self.node(BACK, stage, unit), 0)]
+            return [(self.node_number(BACK, stage, unit), 0)]
         if kind == FORWARD:
             edges = np.flatnonzero(instance.target == stage)
             return [
-                (self.node(FORWARD, int(instance.source[edge]), unit), int(self.forward[edge, unit])) for edge in edges
+                (self.node_number(FORWARD, int(instance.source[edge]), unit), int(self.forward[edge, unit]))
+                for edge in edges
             ]
         edges = np.flatnonzero(instance.source == stage)
-        found = [(self.node(BACK, int(instance.target[edge]), unit), int(self.backward[edge, unit])) for edge in edges]
-        return [(self.node(FORWARD, stage, unit), 0), *found]
+        found = [
+            (self.node_number(BACK, int(instance.target[edge]), unit), int(self.backward[edge, unit])) for edge in edges
+        ]
+        return [(self.node_number(FORWARD, stage, unit), 0), *found]
 
 
-def _alike(instance: Instance) -> NDArray[np.bool_]:
+def _uniform_weights(instance: FitInstance) -> NDArray[np.bool_]:
     """[stage]: whether the W's of all units are alike."""
     weights = np.stack([each[W] for each in (instance.time_s, instance.held_bytes, instance.passing_bytes)])
     return np.asarray((weights == weights[:, :, :1]).all(axis=(0, 2)))
@@ -147,41 +150,46 @@ def common_quantum(values: NDArray[np.float64], finest: float) -> tuple[float, b
     return (quantum, True) if off < 1e-6 else (finest, False)
 
 
-def nodes_of(scaled: Scaled, orders: Sequence[Ints]) -> tuple[list[list[int]], NDArray[np.bool_]]:
+def nodes_of(scaled: ScaledInstance, orders: Sequence[Ints]) -> tuple[list[list[int]], NDArray[np.bool_]]:
     """(nodes of every lane in order, [stage, unit] whether merged) of orders of operations."""
     instance = scaled.instance
-    merged = np.zeros((instance.stages, instance.units), dtype=np.bool_)
+    merged = np.zeros((instance.num_stages, instance.num_units), dtype=np.bool_)
     lanes = []
     for order in orders:
         lane = []
         for operation in order.tolist():
-            kind, stage, unit = instance.parts(operation)
+            kind, stage, unit = instance.operation_parts(operation)
             merged[stage, unit] |= kind == B
-            lane.append(scaled.node((FORWARD, BACK, WEIGHT, BACK)[kind], stage, unit))
+            lane.append(scaled.node_number((FORWARD, BACK, WEIGHT, BACK)[kind], stage, unit))
         lanes.append(lane)
     return lanes, merged
 
 
-def orders_from(scaled: Scaled, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> list[Ints]:
+def orders_from(scaled: ScaledInstance, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> list[Ints]:
     """The inverse of `nodes_of`. W's of a stage take their units in the order of backwards."""
     instance = scaled.instance
     waiting = {
-        stage: [int(unit) for unit in instance.backwards if not merged[stage, unit]] for stage in range(instance.stages)
+        stage: [int(unit) for unit in instance.backwards if not merged[stage, unit]]
+        for stage in range(instance.num_stages)
     }
     orders = []
     for lane in lanes:
         row = []
         for node in lane:
-            kind, stage, unit = scaled.parts(node)
+            kind, stage, unit = scaled.node_parts(node)
             if kind == WEIGHT:
-                row.append(instance.operation(W, stage, waiting[stage].pop(0)))
+                row.append(instance.operation_number(W, stage, waiting[stage].pop(0)))
             else:
-                row.append(instance.operation(F if kind == FORWARD else B if merged[stage, unit] else I, stage, unit))
+                row.append(
+                    instance.operation_number(F if kind == FORWARD else B if merged[stage, unit] else I, stage, unit)
+                )
         orders.append(np.array(row, dtype=np.int32))
     return orders
 
 
-def earliest(scaled: Scaled, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> dict[int, int] | None:
+def earliest_starts(
+    scaled: ScaledInstance, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]
+) -> dict[int, int] | None:
     """The earliest start of every node in these orders; None if they contradict the dependencies."""
     start: dict[int, int] = {}
     end: dict[int, int] = {}
@@ -192,19 +200,21 @@ def earliest(scaled: Scaled, lanes: Sequence[Sequence[int]], merged: NDArray[np.
         for place, lane in enumerate(lanes):
             while cursor[place] < len(lane):
                 node = lane[cursor[place]]
-                kind, stage, unit = scaled.parts(node)
-                waits = scaled.before(kind, stage, unit)
+                kind, stage, unit = scaled.node_parts(node)
+                waits = scaled.data_predecessors(kind, stage, unit)
                 if any(earlier not in end for earlier, _ in waits):
                     break
                 start[node] = max([free[place], *(end[earlier] + distance for earlier, distance in waits)])
-                end[node] = free[place] = start[node] + scaled.duration(kind, stage, unit, bool(merged[stage, unit]))
+                end[node] = free[place] = start[node] + scaled.node_duration(
+                    kind, stage, unit, bool(merged[stage, unit])
+                )
                 cursor[place] += 1
                 moved = True
     return start if all(cursor[place] == len(lane) for place, lane in enumerate(lanes)) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class NodeSchedule:
     """A schedule: the nodes of every lane in order, which backwards are merged, and when everything starts."""
 
     lanes: list[list[int]]
@@ -212,19 +222,19 @@ class State:
     start: dict[int, int]
 
 
-def state_of(scaled: Scaled, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> State | None:
+def state_of(scaled: ScaledInstance, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> NodeSchedule | None:
     """The state of these orders, every node as early as it can be; None if they contradict the dependencies."""
-    start = earliest(scaled, lanes, merged)
-    return None if start is None else State(lanes=[list(lane) for lane in lanes], merged=merged, start=start)
+    start = earliest_starts(scaled, lanes, merged)
+    return None if start is None else NodeSchedule(lanes=[list(lane) for lane in lanes], merged=merged, start=start)
 
 
-def end_of(scaled: Scaled, state: State, node: int) -> int:
+def end_of(scaled: ScaledInstance, state: NodeSchedule, node: int) -> int:
     """When a node is over."""
-    kind, stage, unit = scaled.parts(node)
-    return state.start[node] + scaled.duration(kind, stage, unit, bool(state.merged[stage, unit]))
+    kind, stage, unit = scaled.node_parts(node)
+    return state.start[node] + scaled.node_duration(kind, stage, unit, bool(state.merged[stage, unit]))
 
 
-def objective_of(scaled: Scaled, state: State) -> int:
+def objective_of(scaled: ScaledInstance, state: NodeSchedule) -> int:
     """The objective, in quanta."""
     ends = [end_of(scaled, state, lane[-1]) for lane in state.lanes]
     if scaled.instance.objective == "makespan":
@@ -233,11 +243,11 @@ def objective_of(scaled: Scaled, state: State) -> int:
 
 
 @dataclass(slots=True)
-class Model:
+class WindowModel:
     """What is built up while the model of a window is written."""
 
-    scaled: Scaled
-    state: State
+    scaled: ScaledInstance
+    state: NodeSchedule
     "The schedule that the window is cut from."
     free: set[int]
     "The nodes that may move."
@@ -251,9 +261,9 @@ class Model:
     intervals: dict[int, Any] = field(default_factory=dict)
     span: Any = None
 
-    def merged(self, stage: int, unit: int) -> bool:
+    def is_merged(self, stage: int, unit: int) -> bool:
         return bool(self.state.merged[stage, unit])
 
-    def parted(self, stage: int, unit: int) -> Any:
+    def is_parted(self, stage: int, unit: int) -> Any:
         """The literal of not merging, where that is open."""
         return ~self.merge[stage, unit] if (stage, unit) in self.merge else None

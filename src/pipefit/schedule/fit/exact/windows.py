@@ -5,8 +5,8 @@ what some lanes do for a while; everything else keeps its order, and the solver 
 first and last windows, and half of the others, ask for a shorter schedule and nothing else, which is often refuted at
 once; the rest may also end the lanes earlier at the same length, from where the next window starts. Windows of a kind
 grow while they are solved to the end and shrink while they are not, and kinds are drawn by what they gained. From a
-changed schedule a short local search (`improve.run`) goes on. Where windows find nothing, a long and hot one looks for
-another schedule as good, whose windows may have more to give.
+changed schedule a short local search (`improve.anneal_orders`) goes on. Where windows find nothing, a long and hot one
+looks for another schedule as good, whose windows may have more to give.
 
 The solver works in whole quanta (`exact_scale`) and without ports; what it returns counts only as the evaluator has it.
 """
@@ -26,15 +26,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule.fit.bounds import honest, lower_bound
-from pipefit.schedule.fit.exact.model import build, orders_in, read
-from pipefit.schedule.fit.exact.scale import Scaled, State, end_of, nodes_of, objective_of, orders_from, state_of
-from pipefit.schedule.fit.instance import B, I, Instance, Ints, W
-from pipefit.schedule.fit.kernels.arrays import PLAIN, Loops, compiled, state, tables
-from pipefit.schedule.fit.kernels.sweep import Tables
+from pipefit.schedule.fit.bounds import check_bound, lower_bound
+from pipefit.schedule.fit.exact.model import build_model, orders_from_starts, read_starts
+from pipefit.schedule.fit.exact.scale import (
+    NodeSchedule,
+    ScaledInstance,
+    end_of,
+    nodes_of,
+    objective_of,
+    orders_from,
+    state_of,
+)
+from pipefit.schedule.fit.instance import B, FitInstance, I, Ints, W
+from pipefit.schedule.fit.kernels.arrays import PLAIN, SearchLoops, compile_loops, make_state, make_tables
+from pipefit.schedule.fit.kernels.sweep import InstanceTables
 from pipefit.schedule.fit.local import improve as local
-from pipefit.schedule.fit.starts.construct import fits
-from pipefit.schedule.fit.starts.start import Start
+from pipefit.schedule.fit.starts.construct import fits_in_memory
+from pipefit.schedule.fit.starts.start import TimedOrders
 
 WORKERS = 2
 SMALL = 260
@@ -53,7 +61,7 @@ HOTTER = 3.5
 """What a long one begins with, in heats of a short one."""
 
 
-class Improved(NamedTuple):
+class ExactResult(NamedTuple):
     """What the exact solver made of a schedule."""
 
     orders: list[Ints]
@@ -65,10 +73,10 @@ class Improved(NamedTuple):
 
 
 @dataclass(slots=True)
-class Kind:
+class WindowKind:
     """One kind of window, and what is known about it."""
 
-    choose: Callable[[Search, int], set[int]]
+    choose: Callable[[WindowSearch, int], set[int]]
     size: float
     gains: float = 1.0
     spent: float = 3.0
@@ -78,36 +86,36 @@ class Kind:
 
 
 @dataclass(slots=True)
-class Search:
+class WindowSearch:
     """The best schedule so far, in the evaluator's orders and as nodes."""
 
-    instance: Instance
-    t: Tables
-    loops: Loops
-    scaled: Scaled
-    state: State
-    start: Start
+    instance: FitInstance
+    t: InstanceTables
+    loops: SearchLoops
+    scaled: ScaledInstance
+    state: NodeSchedule
+    start: TimedOrders
     random: random.Random
     bound_s: float
-    kinds: list[Kind]
+    kinds: list[WindowKind]
     windows: int = 0
 
 
-def improve(instance: Instance, orders: Sequence[Ints], seconds: float, seed: int = 0) -> Improved:
+def improve_windows(instance: FitInstance, orders: Sequence[Ints], seconds: float, seed: int = 0) -> ExactResult:
     """The best orders found from `orders` in so many seconds, with a bound.
 
     Raises ScheduleError if OR-tools is not installed. `orders` must be a schedule of the instance within its limits.
     """
     require_solver()
     until = time.perf_counter() + seconds
-    search = _begin(instance, orders, seed)
+    search = _begin_search(instance, orders, seed)
     nodes = sum(map(len, search.state.lanes))
     if nodes <= SMALL and not _is_best(search):
         _solve_whole(search, seconds / 3 if nodes > SMALL // 2 else seconds)
     while not _is_best(search) and time.perf_counter() < until - 0.05:
-        _window(search, until)
-    bound_s = honest(search.bound_s, search.start.time_s)
-    return Improved(search.start.orders, search.start.time_s, bound_s, search.windows)
+        _improve_window(search, until)
+    bound_s = check_bound(search.bound_s, search.start.time_s)
+    return ExactResult(search.start.orders, search.start.time_s, bound_s, search.windows)
 
 
 def require_solver() -> None:
@@ -122,18 +130,18 @@ def require_solver() -> None:
         )
 
 
-def _begin(instance: Instance, orders: Sequence[Ints], seed: int) -> Search:
-    loops = compiled() if find_spec("numba") is not None else PLAIN
-    t, scaled = tables(instance), Scaled.of(instance)
+def _begin_search(instance: FitInstance, orders: Sequence[Ints], seed: int) -> WindowSearch:
+    loops = compile_loops() if find_spec("numba") is not None else PLAIN
+    t, scaled = make_tables(instance), ScaledInstance.from_instance(instance)
     orders = [order.copy() for order in orders]
-    first = _evaluated(instance, t, loops, orders)
+    first = _evaluate_orders(instance, t, loops, orders)
     assert first is not None, "the schedule to improve does not run within its limits"
-    parted = _evaluated(instance, t, loops, apart(instance, orders))
+    parted = _evaluate_orders(instance, t, loops, split_backwards(instance, orders))
     start = parted if parted is not None and parted.time_s <= first.time_s * (1 + 1e-12) else first
     lanes, merged = nodes_of(scaled, start.orders)
     nodes = state_of(scaled, lanes, merged)
     assert nodes is not None
-    return Search(
+    return WindowSearch(
         instance=instance,
         t=t,
         loops=loops,
@@ -143,84 +151,86 @@ def _begin(instance: Instance, orders: Sequence[Ints], seed: int) -> Search:
         random=random.Random(seed),
         bound_s=lower_bound(instance).time_s,
         kinds=[
-            *(Kind(choose, FIRST_SIZE, gains=6.0, strict=1.0) for choose in (of_begin, of_end)),
-            *(Kind(choose, FIRST_SIZE) for choose in (in_time, of_microbatches, of_lanes)),
+            *(WindowKind(choose, FIRST_SIZE, gains=6.0, strict=1.0) for choose in (nodes_at_begin, nodes_at_end)),
+            *(WindowKind(choose, FIRST_SIZE) for choose in (nodes_in_time, nodes_of_microbatches, nodes_of_lanes)),
         ],
     )
 
 
-def apart(instance: Instance, orders: Sequence[Ints]) -> list[Ints]:
+def split_backwards(instance: FitInstance, orders: Sequence[Ints]) -> list[Ints]:
     """The orders with every B as I and W on the stages where that takes no more time or memory: what a window may then
     part. Their W's keep the order of backwards."""
     parted = instance.may_split & instance.may_merge & ~instance.open_stages()
-    turns = [iter(instance.backwards.tolist()) for _ in range(instance.stages)]
+    turns = [iter(instance.backwards.tolist()) for _ in range(instance.num_stages)]
     found = []
     for order in orders:
         row: list[int] = []
         for operation in order.tolist():
-            kind, stage, unit = instance.parts(operation)
+            kind, stage, unit = instance.operation_parts(operation)
             for each in (I, W) if kind == B and parted[stage] else (kind,):
                 turn = next(turns[stage]) if each == W and parted[stage] else unit
-                row.append(instance.operation(each, stage, turn))
+                row.append(instance.operation_number(each, stage, turn))
         found.append(np.array(row, dtype=np.int32))
     return found
 
 
-def _evaluated(instance: Instance, t: Tables, loops: Loops, orders: list[Ints], name: str = "exact") -> Start | None:
+def _evaluate_orders(
+    instance: FitInstance, t: InstanceTables, loops: SearchLoops, orders: list[Ints], name: str = "exact"
+) -> TimedOrders | None:
     """The orders with the evaluator's time; None if they hang or need more memory than there is."""
-    s = state(t, instance, orders)
-    if not loops.sweep(t, s) or not fits(t, s, orders):
+    s = make_state(t, instance, orders)
+    if not loops.sweep(t, s) or not fits_in_memory(t, s, orders):
         return None
-    return Start(float(s.value[0]), name, orders)
+    return TimedOrders(float(s.value[0]), name, orders)
 
 
-def _is_best(search: Search) -> bool:
+def _is_best(search: WindowSearch) -> bool:
     return search.start.time_s <= search.bound_s * (1 + 1e-9)
 
 
-def in_time(search: Search, count: int) -> set[int]:
+def nodes_in_time(search: WindowSearch, count: int) -> set[int]:
     """About `count` nodes that run at the same time, on all lanes; fewer at the beginning and at the end."""
     start = search.state.start
     ordered = sorted(start, key=lambda node: (start[node], node))
-    first = _around(search, [start[node] for node in ordered], count)
+    first = _idle_moment(search, [start[node] for node in ordered], count)
     return set(ordered[max(0, first) : max(0, first + count)])
 
 
-def of_begin(search: Search, count: int) -> set[int]:
+def nodes_at_begin(search: WindowSearch, count: int) -> set[int]:
     """The first `count` nodes: what all lanes do until the longest one works without a pause."""
     start = search.state.start
     return set(sorted(start, key=lambda node: (start[node], node))[:count])
 
 
-def of_end(search: Search, count: int) -> set[int]:
+def nodes_at_end(search: WindowSearch, count: int) -> set[int]:
     """The last `count` nodes."""
     start = search.state.start
     return set(sorted(start, key=lambda node: (start[node], node))[-count:])
 
 
-def of_microbatches(search: Search, count: int) -> set[int]:
+def nodes_of_microbatches(search: WindowSearch, count: int) -> set[int]:
     """All nodes of consecutive units."""
-    units = search.instance.units
-    width = max(1, min(units, round(count / (3 * search.instance.stages))))
+    units = search.instance.num_units
+    width = max(1, min(units, round(count / (3 * search.instance.num_stages))))
     middles = [0.0] * units
     for node, start in search.state.start.items():
-        middles[search.scaled.parts(node)[2]] += start / (3 * search.instance.stages)
-    first = min(max(_around(search, sorted(middles), width), 0), units - width)
-    return {node for node in search.state.start if first <= search.scaled.parts(node)[2] < first + width}
+        middles[search.scaled.node_parts(node)[2]] += start / (3 * search.instance.num_stages)
+    first = min(max(_idle_moment(search, sorted(middles), width), 0), units - width)
+    return {node for node in search.state.start if first <= search.scaled.node_parts(node)[2] < first + width}
 
 
-def of_lanes(search: Search, count: int) -> set[int]:
+def nodes_of_lanes(search: WindowSearch, count: int) -> set[int]:
     """What one to four neighbouring lanes do for a while."""
     width = search.random.randint(1, min(4, search.instance.lanes))
     first = search.random.randint(0, search.instance.lanes - width)
     start = search.state.start
     nodes = [node for lane in search.state.lanes[first : first + width] for node in lane]
     nodes.sort(key=lambda node: (start[node], node))
-    place = _around(search, [start[node] for node in nodes], count)
+    place = _idle_moment(search, [start[node] for node in nodes], count)
     return set(nodes[max(0, place) : max(0, place + count)])
 
 
-def _around(search: Search, starts: Sequence[float], count: int) -> int:
+def _idle_moment(search: WindowSearch, starts: Sequence[float], count: int) -> int:
     """Where `count` of these ascending starts begin, so that a moment is among them in which the lane that takes
     longest idles: where it works without a pause there is nothing to gain."""
     lanes, start = search.state.lanes, search.state.start
@@ -239,14 +249,14 @@ def _around(search: Search, starts: Sequence[float], count: int) -> int:
     return place - search.random.randint(count // 4, max(count - count // 4, 1))
 
 
-def _window(search: Search, until: float) -> None:
+def _improve_window(search: WindowSearch, until: float) -> None:
     """Choose a window, solve it, and take what it gives if it is no worse."""
     shares = [kind.gains / kind.spent for kind in search.kinds]
     kind = search.random.choices(search.kinds, shares)[0]
     free = kind.choose(search, int(kind.size))
     strict = search.random.random() < kind.strict
     search.windows += 1
-    is_done, effort, found = _solve(search, free, strict, until - time.perf_counter())
+    is_done, effort, found = _solve_window(search, free, strict, until - time.perf_counter())
     kind.spent += effort + 0.1
     if not is_done:
         kind.size = max(kind.size * 0.93, LEAST_SIZE)
@@ -254,30 +264,30 @@ def _window(search: Search, until: float) -> None:
         kind.size *= 1.12 if effort > EFFORT / 30 else 1.25
     if found is not None:
         before = search.start.time_s
-        _take(search, found)
+        _accept_schedule(search, found)
         kind.gains += min(100.0 * (1 - search.start.time_s / before), 3.0)
     if found is not None:
-        _polish(search, POLISH, 1.0, until)
+        _polish_locally(search, POLISH, 1.0, until)
     elif search.windows % 2 == 0:
-        _polish(search, LONG // len(search.state.start), HOTTER, until)
+        _polish_locally(search, LONG // len(search.state.start), HOTTER, until)
 
 
-def _take(search: Search, found: State) -> None:
+def _accept_schedule(search: WindowSearch, found: NodeSchedule) -> None:
     """Make `found` the present schedule if it is no worse by the evaluator."""
     orders = orders_from(search.scaled, found.lanes, found.merged)
-    fresh = _evaluated(search.instance, search.t, search.loops, orders)
+    fresh = _evaluate_orders(search.instance, search.t, search.loops, orders)
     if fresh is None or fresh.time_s > search.start.time_s:
         return
     search.start, search.state = fresh, found
 
 
-def _polish(search: Search, moves: int, hotter: float, until: float) -> None:
+def _polish_locally(search: WindowSearch, moves: int, hotter: float, until: float) -> None:
     """Go on from the present schedule by local search, to another one that is as good at least."""
     if not moves or search.loops is PLAIN or _is_best(search):
         return
     seed = search.random.randrange(1 << 16)
-    budget = local.Budget(moves, until)
-    fresh = local.run(search.instance, search.t, search.loops, search.start, budget, seed, hotter=hotter)
+    budget = local.MoveBudget(moves, until)
+    fresh = local.anneal_orders(search.instance, search.t, search.loops, search.start, budget, seed, hotter=hotter)
     if fresh is search.start or fresh.time_s > search.start.time_s:
         return
     lanes, merged = nodes_of(search.scaled, fresh.orders)
@@ -286,26 +296,28 @@ def _polish(search: Search, moves: int, hotter: float, until: float) -> None:
         search.start, search.state = fresh, found
 
 
-def _solve(search: Search, free: set[int], strict: bool, seconds: float) -> tuple[bool, float, State | None]:
+def _solve_window(
+    search: WindowSearch, free: set[int], strict: bool, seconds: float
+) -> tuple[bool, float, NodeSchedule | None]:
     """(whether nothing is left to find, effort, schedule) of a window: a shorter schedule, or, if not `strict`, one
     that ends some lanes earlier."""
     scaled = search.scaled
     best = objective_of(scaled, search.state)
-    model = build(scaled, search.state, free, max(search.state.start.values()) + best // 4)
+    model = build_model(scaled, search.state, free, max(search.state.start.values()) + best // 4)
     model.cp.add(model.span <= best - strict)
-    model.cp.add(model.span >= math.floor(search.bound_s / scaled.quantum_s * (1 - 1e-9)) - scaled.slack)
+    model.cp.add(model.span >= math.floor(search.bound_s / scaled.quantum_s * (1 - 1e-9)) - scaled.rounding_slack)
     ends = [model.end[lane[-1]] for lane in search.state.lanes if not isinstance(model.end[lane[-1]], int)]
     model.cp.minimize(model.span if strict else model.span * (4 * len(ends) + 4) + sum(ends))
     if not strict:
-        _hint(model)
-    solver = _solver(search, seconds)
+        _add_hint(model)
+    solver = _make_solver(search, seconds)
     solver.parameters.max_deterministic_time = EFFORT
     status = str(solver.status_name(solver.solve(model.cp)))
-    found = orders_in(model, read(model, solver)) if status in ("OPTIMAL", "FEASIBLE") else None
+    found = orders_from_starts(model, read_starts(model, solver)) if status in ("OPTIMAL", "FEASIBLE") else None
     return status in ("OPTIMAL", "INFEASIBLE"), float(solver.response_proto.deterministic_time), found
 
 
-def _hint(model: Any) -> None:
+def _add_hint(model: Any) -> None:
     """Begin with the present schedule."""
     for node, begin in model.start.items():
         if not isinstance(begin, int) and node in model.state.start:
@@ -314,7 +326,7 @@ def _hint(model: Any) -> None:
         model.cp.add_hint(literal, model.merged(stage, unit))
 
 
-def _solver(search: Search, seconds: float) -> Any:
+def _make_solver(search: WindowSearch, seconds: float) -> Any:
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()
@@ -324,29 +336,29 @@ def _solver(search: Search, seconds: float) -> Any:
     return solver
 
 
-def _solve_whole(search: Search, seconds: float) -> None:
+def _solve_whole(search: WindowSearch, seconds: float) -> None:
     """Solve the whole instance, for a better schedule and a bound: times rounded down, so that it is true."""
-    scaled = search.scaled if search.scaled.exact else Scaled.of(search.instance, down=True)
+    scaled = search.scaled if search.scaled.exact else ScaledInstance.from_instance(search.instance, down=True)
     present = state_of(scaled, search.state.lanes, search.state.merged)
     assert present is not None
-    nodes = {scaled.node(kind, *pair) for kind in range(3) for pair in np.ndindex(*search.state.merged.shape)}
-    free = {node for node in nodes if node in present.start or scaled.is_open[scaled.parts(node)[1]]}
+    nodes = {scaled.node_number(kind, *pair) for kind in range(3) for pair in np.ndindex(*search.state.merged.shape)}
+    free = {node for node in nodes if node in present.start or scaled.is_open[scaled.node_parts(node)[1]]}
     best = objective_of(scaled, present)
-    model = build(scaled, present, free, best * (2 if search.instance.objective == "span" else 1))
+    model = build_model(scaled, present, free, best * (2 if search.instance.objective == "span" else 1))
     model.cp.add(model.span <= best)
-    model.cp.add(model.span >= math.floor(search.bound_s / scaled.quantum_s * (1 - 1e-9)) - scaled.slack)
+    model.cp.add(model.span >= math.floor(search.bound_s / scaled.quantum_s * (1 - 1e-9)) - scaled.rounding_slack)
     model.cp.minimize(model.span)
-    _hint(model)
-    solver = _solver(search, seconds)
+    _add_hint(model)
+    solver = _make_solver(search, seconds)
     status = str(solver.status_name(solver.solve(model.cp)))
     if status in ("OPTIMAL", "FEASIBLE"):
-        found = orders_in(model, read(model, solver))
+        found = orders_from_starts(model, read_starts(model, solver))
         if found is not None:
             orders = orders_from(scaled, found.lanes, found.merged)
             lanes, merged = nodes_of(search.scaled, orders)
             again = state_of(search.scaled, lanes, merged)
             if again is not None:
-                _take(search, again)
+                _accept_schedule(search, again)
     if (search.instance.may_split & present.merged.any(axis=1) & ~scaled.is_open).any():
         return  # backwards that were B stayed B: no word on all schedules
     if status in ("OPTIMAL", "FEASIBLE", "UNKNOWN"):

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit.instance import B, Floats, I, Instance, Ints
+from pipefit.schedule.fit.instance import B, FitInstance, Floats, I, Ints
 from pipefit.schedule.fit.kernels import block_passes as pattern_passes
 from pipefit.schedule.fit.kernels import block_patterns as pattern_kernel
 from pipefit.schedule.fit.kernels import greedy, moves
 from pipefit.schedule.fit.kernels import sweep as kernel
-from pipefit.schedule.fit.kernels.greedy import Plan
-from pipefit.schedule.fit.kernels.sweep import State, Tables, Trial
+from pipefit.schedule.fit.kernels.greedy import ConstructionScratch
+from pipefit.schedule.fit.kernels.sweep import InstanceTables, OrderState, OrderTrial
 
 
-def tables(instance: Instance) -> Tables:
+def make_tables(instance: FitInstance) -> InstanceTables:
     """The tables of an instance."""
-    stages, units = instance.stages, instance.units
+    stages, units = instance.num_stages, instance.num_units
     operation = np.arange(4 * stages * units)
     kind, stage, unit = operation // (stages * units), operation // units % stages, operation % units
     row = np.where(kind == B, I, kind) * stages + stage
@@ -48,7 +48,7 @@ def tables(instance: Instance) -> Tables:
     port = np.concatenate((instance.forward_port_s, instance.backward_port_s))
     limits = instance.limit_bytes
     held = instance.held_bytes.reshape(-1)
-    return Tables(
+    return InstanceTables(
         lane=instance.placement[stage].astype(np.int64),
         stage=stage,
         unit=unit,
@@ -75,7 +75,7 @@ def tables(instance: Instance) -> Tables:
     )
 
 
-def retimed(t: Tables, instance: Instance) -> Tables:
+def retime_tables(t: InstanceTables, instance: FitInstance) -> InstanceTables:
     """The tables of an instance that differs in its actions' times and memory only."""
     held = instance.held_bytes.reshape(-1)
     return t._replace(
@@ -87,20 +87,20 @@ def retimed(t: Tables, instance: Instance) -> Tables:
     )
 
 
-def state(t: Tables, instance: Instance, orders: Sequence[Ints]) -> State:
+def make_state(t: InstanceTables, instance: FitInstance, orders: Sequence[Ints]) -> OrderState:
     """A state of these orders, without times."""
-    lanes, most = instance.lanes, 3 * instance.units * max(np.bincount(instance.placement))
+    lanes, most = instance.lanes, 3 * instance.num_units * max(np.bincount(instance.placement))
     order = np.zeros((lanes, most), dtype=np.int64)
     for lane, one in enumerate(orders):
         order[lane, : len(one)] = one
-    return State(
+    return OrderState(
         order=order,
         length=np.array(list(map(len, orders)), dtype=np.int64),
         start=np.zeros((lanes, most)),
         done=np.zeros((lanes, most)),
         sent=np.zeros((lanes, most)),
-        begin=np.zeros(3 * instance.stages * instance.units),
-        position=np.full(3 * instance.stages * instance.units, -1, dtype=np.int64),
+        begin=np.zeros(3 * instance.num_stages * instance.num_units),
+        position=np.full(3 * instance.num_stages * instance.num_units, -1, dtype=np.int64),
         level=np.zeros((lanes, most + 1)),
         arrival=np.zeros(t.whole.shape),
         value=np.zeros(2),
@@ -110,10 +110,10 @@ def state(t: Tables, instance: Instance, orders: Sequence[Ints]) -> State:
     )
 
 
-def trial(t: Tables, s: State, seed: int) -> Trial:
+def make_trial(t: InstanceTables, s: OrderState, seed: int) -> OrderTrial:
     """Scratch space for changes of a state."""
     lanes = len(s.length)
-    return Trial(
+    return OrderTrial(
         order=s.order.copy(),
         length=s.length.copy(),
         changed=np.zeros(lanes, dtype=np.bool_),
@@ -133,11 +133,11 @@ def trial(t: Tables, s: State, seed: int) -> Trial:
     )
 
 
-def plan(instance: Instance, t: Tables, merge: NDArray[np.bool_]) -> Plan:
+def make_scratch(instance: FitInstance, t: InstanceTables, merge: NDArray[np.bool_]) -> ConstructionScratch:
     """What constructions work on; `merge` says of each stage whether its backwards run as B."""
-    lanes, stages, units = instance.lanes, instance.stages, instance.units
-    held = [instance.held(lane) for lane in range(lanes)]
-    return Plan(
+    lanes, stages, units = instance.lanes, instance.num_stages, instance.num_units
+    held = [instance.lane_stages(lane) for lane in range(lanes)]
+    return ConstructionScratch(
         backwards=instance.backwards.astype(np.int64),
         first=np.cumsum([0, *map(len, held)]),
         held=np.array([stage for each in held for stage in each], dtype=np.int64),
@@ -146,7 +146,7 @@ def plan(instance: Instance, t: Tables, merge: NDArray[np.bool_]) -> Plan:
         done=np.zeros(3 * stages, dtype=np.int64),
         count=np.zeros(3 * stages, dtype=np.int64),
         refused=np.zeros(3 * stages, dtype=np.int64),
-        reserve=_reserve(instance),
+        reserve=_reserve_bytes(instance),
         placed=np.zeros(3 * stages * units, dtype=np.bool_),
         arrival=np.zeros(t.whole.shape),
         free=np.zeros(lanes),
@@ -160,13 +160,16 @@ def plan(instance: Instance, t: Tables, merge: NDArray[np.bool_]) -> Plan:
     )
 
 
-def _reserve(instance: Instance) -> Floats:
+def _reserve_bytes(instance: FitInstance) -> Floats:
     """Per lane: the most that any microbatch takes when it runs alone, with all its forwards first, or more."""
     grown = np.maximum(instance.held_bytes, 0.0).max(axis=0) + np.maximum(instance.held_bytes[I], 0.0)
-    by_stage = grown.reshape(instance.stages, instance.microbatches, instance.slices).sum(axis=2).max(axis=1)
+    by_stage = grown.reshape(instance.num_stages, instance.microbatches, instance.slices).sum(axis=2).max(axis=1)
     passing = instance.passing_bytes.max(axis=(0, 2))
     return np.array(
-        [by_stage[list(held)].sum() + passing[list(held)].max() for held in map(instance.held, range(instance.lanes))]
+        [
+            by_stage[list(held)].sum() + passing[list(held)].max()
+            for held in map(instance.lane_stages, range(instance.lanes))
+        ]
     )
 
 
@@ -175,7 +178,7 @@ INLINE = ("conflict", "draw", "idle_around", "choose_place", "safe", "choose_nex
 
 
 @dataclass(frozen=True, slots=True)
-class Loops:
+class SearchLoops:
     """The inner loops that the search calls, plain or compiled."""
 
     sweep: Callable[..., Any]
@@ -184,11 +187,11 @@ class Loops:
     patterns: Callable[..., Any]
 
 
-PLAIN = Loops(kernel.sweep, moves.anneal, greedy.construct, pattern_kernel.patterns)
+PLAIN = SearchLoops(kernel.sweep, moves.anneal, greedy.construct, pattern_kernel.patterns)
 
 
 @lru_cache(maxsize=1)
-def compiled() -> Loops:
+def compile_loops() -> SearchLoops:
     """The loops, compiled: copies of the functions that call each other's compiled copies. numba keeps what it compiled
     by the name and file of a function; the name has the text of all files in it, as a function contains others. None of
     them allocates: without reference counts (`_nrt`) on the arrays that each call hands on, they run twice as fast."""
@@ -206,4 +209,4 @@ def compiled() -> Loops:
                 copy.__module__, copy.__qualname__ = module.__name__, f"{name}_{digest}"
                 inline = "always" if name in INLINE else "never"
                 found[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=False)(copy)
-    return Loops(found["sweep"], found["anneal"], found["construct"], found["patterns"])
+    return SearchLoops(found["sweep"], found["anneal"], found["construct"], found["patterns"])

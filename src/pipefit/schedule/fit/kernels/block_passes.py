@@ -13,7 +13,7 @@ INTERVAL = 6
 SORTS = 6
 
 
-class Scratch(NamedTuple):
+class BlockScratch(NamedTuple):
     """What one block after the other is built in."""
 
     offset: Any
@@ -40,7 +40,7 @@ class Scratch(NamedTuple):
     "[operation]: the W's that wait, as those of F's stage and unit."
 
 
-def lay(p: Any, slots: Any, hops: Any, n: int) -> None:
+def lay_offsets(p: Any, slots: Any, hops: Any, n: int) -> None:
     """The offsets of block n: lane 0's F of the way up, I of the way up and I of the way down stand in `slots` modulo
     the interval, lane i + 1 has its passes `hops[n, i]` slots later away from lane 0 or one earlier towards it."""
     depth = len(p.length)
@@ -74,7 +74,7 @@ def lay(p: Any, slots: Any, hops: Any, n: int) -> None:
             p.at[lane, slot % INTERVAL] = back + 2
 
 
-def repeat(p: Any, units: int) -> None:
+def repeat_block(p: Any, units: int) -> None:
     """The block so many times, one interval apart."""
     for lane in range(len(p.length)):
         first, last = p.offset[lane, 0], p.offset[lane, 0]
@@ -91,7 +91,7 @@ def repeat(p: Any, units: int) -> None:
         p.length[lane] = n
 
 
-def peaks(p: Any) -> int:
+def fill_peaks(p: Any) -> int:
     """Fill in the most stage-microbatches that each lane holds; returns the most of all."""
     most = 0
     for lane in range(len(p.length)):
@@ -108,7 +108,7 @@ def peaks(p: Any) -> int:
     return most
 
 
-def squeeze(p: Any) -> bool:
+def squeeze_passes(p: Any) -> bool:
     """Every pass as early as its lane and the chain of stages allow, in unchanged order. Returns whether it can run."""
     depth = len(p.length)
     last = 2 * depth - 1
@@ -127,7 +127,7 @@ def squeeze(p: Any) -> bool:
                 sort = p.row[lane, p.place[lane]]
                 kind, stage = sort // 2, last - lane if sort % 2 else lane
                 unit = p.count[lane, sort]
-                ready = needed(p, kind, stage, unit)
+                ready = first_slot(p, kind, stage, unit)
                 if ready < 0:
                     break
                 slot = max(ready, p.free[lane])
@@ -143,7 +143,7 @@ def squeeze(p: Any) -> bool:
     return placed == 0
 
 
-def needed(p: Any, kind: int, stage: int, unit: int) -> int:
+def first_slot(p: Any, kind: int, stage: int, unit: int) -> int:
     """The first slot for a pass by what it needs; -1 if that has not been placed."""
     last = p.stop.shape[1] - 1
     if kind == 2 or (kind == 0 and stage == 0):
@@ -153,7 +153,7 @@ def needed(p: Any, kind: int, stage: int, unit: int) -> int:
     return int(p.stop[0, stage, unit] if stage == last else p.stop[1, stage + 1, unit])
 
 
-def keep(p: Any, units: int) -> None:
+def keep_units(p: Any, units: int) -> None:
     """Drop all units from `units` on."""
     for lane in range(len(p.length)):
         for sort in range(SORTS):

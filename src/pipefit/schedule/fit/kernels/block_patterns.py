@@ -12,19 +12,19 @@ from typing import Any
 
 from pipefit.schedule.fit.kernels.block_passes import (
     SORTS,
-    keep,
-    lay,
-    needed,
-    peaks,
+    fill_peaks,
+    first_slot,
+    keep_units,
+    lay_offsets,
     read_grid,
-    repeat,
-    squeeze,
+    repeat_block,
+    squeeze_passes,
     write_grid,
 )
 from pipefit.schedule.fit.kernels.sweep import INFINITE, sweep
 
 
-def take(p: Any, lane: int, sort: int, n: int) -> int:
+def take_pass(p: Any, lane: int, sort: int, n: int) -> int:
     """Place one of a sort as the n-th pass of a lane if one is left; returns the number of passes."""
     if p.left[lane, sort] > 0:
         p.left[lane, sort] -= 1
@@ -51,19 +51,19 @@ def warm_up(p: Any, most: int) -> None:
         for place in range(2 * (depth - 1 - lane) + lane + 1):
             if down:
                 before = n
-                n = take(p, lane, 0, n)
+                n = take_pass(p, lane, 0, n)
                 down -= n - before
             if up and place >= 2 * (depth - 1 - lane):
                 before = n
-                n = take(p, lane, 1, n)
+                n = take_pass(p, lane, 1, n)
                 up -= n - before
         while n < end:
-            n = take(p, lane, 3, n)
-            n = take(p, lane, 5, n)
+            n = take_pass(p, lane, 3, n)
+            n = take_pass(p, lane, 5, n)
             before = n
-            n = take(p, lane, 1, n)
+            n = take_pass(p, lane, 1, n)
             if n == before:
-                n = take(p, lane, 0, n)
+                n = take_pass(p, lane, 0, n)
 
 
 def cool_down(p: Any, most: int, units: int) -> bool:
@@ -78,8 +78,8 @@ def cool_down(p: Any, most: int, units: int) -> bool:
     for lane in range(depth):
         ups = min(lane + 1, most - downs, units)
         end = write_grid(p, lane)
-        lift(p, lane, end, 2, downs)
-        lift(p, lane, end, 3, ups)
+        lift_passes(p, lane, end, 2, downs)
+        lift_passes(p, lane, end, 3, ups)
         lift_weights(p, lane, end, downs, ups, most)
         for k in range(downs):
             slot = turn + 2 * depth - lane - 2 * k
@@ -97,7 +97,7 @@ def cool_down(p: Any, most: int, units: int) -> bool:
     return True
 
 
-def lift(p: Any, lane: int, end: int, sort: int, count: int) -> None:
+def lift_passes(p: Any, lane: int, end: int, sort: int, count: int) -> None:
     """Take the last `count` passes of a sort out of the grid."""
     slot = end - 1
     while count > 0 and slot >= 0:
@@ -160,7 +160,7 @@ def fill_holes(p: Any) -> None:
     takes the lane above the highest peak. Of each sort only the next one is looked at, nearest first."""
     depth = len(p.length)
     last = 2 * depth - 1
-    most = peaks(p)
+    most = fill_peaks(p)
     end = 0
     for lane in range(depth):
         end = max(end, write_grid(p, lane))
@@ -175,7 +175,7 @@ def fill_holes(p: Any) -> None:
     for slot in range(end):
         for lane in range(depth):
             if p.grid[lane, slot] < 0:
-                found = movable(p, lane, slot, end, most - p.free[lane])
+                found = find_movable(p, lane, slot, end, most - p.free[lane])
                 if found < 0:
                     continue
                 p.grid[lane, slot] = p.grid[lane, found]
@@ -194,7 +194,7 @@ def fill_holes(p: Any) -> None:
         read_grid(p, lane)
 
 
-def movable(p: Any, lane: int, hole: int, end: int, room: int) -> int:
+def find_movable(p: Any, lane: int, hole: int, end: int, room: int) -> int:
     """The slot of the first later pass that may move into the hole, or -1."""
     last = p.stop.shape[1] - 1
     open_sorts = 0
@@ -222,7 +222,7 @@ def movable(p: Any, lane: int, hole: int, end: int, room: int) -> int:
             if p.count[lane, sort - 2] > unit:
                 return slot
             continue
-        ready = needed(p, kind, last - lane if sort % 2 else lane, unit)
+        ready = first_slot(p, kind, last - lane if sort % 2 else lane, unit)
         if ready >= 0 and ready <= hole:
             return slot
     return -1
@@ -251,7 +251,7 @@ def name_passes(t: Any, s: Any, p: Any) -> None:
         s.length[lane] = p.length[lane]
 
 
-def fits(t: Any, s: Any) -> bool:
+def fits_in_memory(t: Any, s: Any) -> bool:
     """Whether memory suffices for the orders."""
     for lane in range(len(s.length)):
         if t.limit[lane] >= INFINITE:
@@ -265,37 +265,37 @@ def fits(t: Any, s: Any) -> bool:
     return True
 
 
-def pattern(t: Any, s: Any, p: Any, slots: Any, hops: Any, n: int) -> float:
+def evaluate_block(t: Any, s: Any, p: Any, slots: Any, hops: Any, n: int) -> float:
     """The orders of block n, evaluated: fills the state. Returns the objective, or INFINITE where memory is too small
     or no orders come out."""
     depth = len(p.length)
     units = max(t.units, 2 * depth)
-    lay(p, slots, hops, n)
-    repeat(p, units)
-    most = peaks(p)
+    lay_offsets(p, slots, hops, n)
+    repeat_block(p, units)
+    most = fill_peaks(p)
     if most > 2 * depth:
         return INFINITE
     if units == t.units:
         name_passes(t, s, p)
-        if not fits(t, s):
+        if not fits_in_memory(t, s):
             return INFINITE
-    if not squeeze(p):
+    if not squeeze_passes(p):
         return INFINITE
     warm_up(p, most)
-    if not squeeze(p) or peaks(p) > most:
+    if not squeeze_passes(p) or fill_peaks(p) > most:
         return INFINITE
     if units > t.units:
-        keep(p, t.units)
-        if not squeeze(p):
+        keep_units(p, t.units)
+        if not squeeze_passes(p):
             return INFINITE
-        most = peaks(p)
-    if not cool_down(p, most, t.units) or not squeeze(p):
+        most = fill_peaks(p)
+    if not cool_down(p, most, t.units) or not squeeze_passes(p):
         return INFINITE
     fill_holes(p)
-    if peaks(p) > most:
+    if fill_peaks(p) > most:
         return INFINITE
     name_passes(t, s, p)
-    if not fits(t, s) or not sweep(t, s):
+    if not fits_in_memory(t, s) or not sweep(t, s):
         return INFINITE
     return float(s.value[0])
 
@@ -303,4 +303,4 @@ def pattern(t: Any, s: Any, p: Any, slots: Any, hops: Any, n: int) -> float:
 def patterns(t: Any, s: Any, p: Any, slots: Any, hops: Any, values: Any) -> None:
     """The objective of every block [block, 3] and [block, lane]."""
     for n in range(len(values)):
-        values[n] = pattern(t, s, p, slots, hops, n)
+        values[n] = evaluate_block(t, s, p, slots, hops, n)

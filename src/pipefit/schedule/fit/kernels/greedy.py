@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 FAR = 1e300
 
 
-class Plan(NamedTuple):
+class ConstructionScratch(NamedTuple):
     """What a construction works on. A row is a forward, a backward or a W of a stage: kind * stages + stage."""
 
     backwards: Any

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.schedule.fit.kernels.sweep import INFINITE, evaluate, sweep
+from pipefit.schedule.fit.kernels.sweep import INFINITE, evaluate_trial, sweep
 
 EDGE = 8
 """Operations at each end of a stretch of the critical path that are worth moving."""
@@ -37,7 +37,7 @@ def open_lane(s: Any, r: Any, lane: int) -> None:
             r.order[lane, place] = s.order[lane, place]
 
 
-def shift(t: Any, r: Any, lane: int, at: int, to: int) -> int:
+def shift_operation(t: Any, r: Any, lane: int, at: int, to: int) -> int:
     """Move the operation at a place of the trial towards another one, as far as its own stage allows. Returns where it
     came to stand."""
     op = r.order[lane, at]
@@ -52,7 +52,7 @@ def shift(t: Any, r: Any, lane: int, at: int, to: int) -> int:
     return at
 
 
-def admit(t: Any, s: Any, r: Any, lane: int, low: int, high: int) -> bool:
+def admit_operations(t: Any, s: Any, r: Any, lane: int, low: int, high: int) -> bool:
     """Put off what does not fit in memory until it does, from place `low` on, to `high` at least. Returns whether
     everything could be placed."""
     if t.limit[lane] >= INFINITE:
@@ -102,7 +102,7 @@ def admit(t: Any, s: Any, r: Any, lane: int, low: int, high: int) -> bool:
     return True
 
 
-def pull(t: Any, r: Any, lane: int, at: int, level: float) -> None:
+def pull_freeing(t: Any, r: Any, lane: int, at: int, level: float) -> None:
     """Bring operations that free memory in front of place `at`, before which `level` is held, until what stands there
     fits."""
     op = r.order[lane, at]
@@ -116,7 +116,7 @@ def pull(t: Any, r: Any, lane: int, at: int, level: float) -> None:
         if found >= length:
             return
         freed = t.held[r.order[lane, found]]
-        came = shift(t, r, lane, found, at)
+        came = shift_operation(t, r, lane, found, at)
         if came > at:
             return
         level += freed
@@ -139,7 +139,7 @@ def choose_place(t: Any, s: Any, r: Any, lane: int) -> int:
     return at
 
 
-def trace(t: Any, s: Any, r: Any) -> None:
+def trace_path(t: Any, s: Any, r: Any) -> None:
     """Write down the critical path: from the end of the lane that takes longest, back to what each operation waits for,
     its lane or its data. Of a long stretch on one lane only both ends count: order within it changes nothing."""
     lane, most = 0, -1.0
@@ -210,13 +210,13 @@ def shift_to(t: Any, s: Any, r: Any, lane: int, at: int, to: int) -> float:
     """The operation at a place moves towards another. Returns the time from which things change, or -1."""
     pulls = draw(r.numbers, 2)
     open_lane(s, r, lane)
-    came = shift(t, r, lane, at, to)
+    came = shift_operation(t, r, lane, at, to)
     if came == at:
         return -1.0
     low = min(at, came)
     if pulls and came < at:
-        pull(t, r, lane, came, s.level[lane, came])
-    if not admit(t, s, r, lane, low, max(at, came)):
+        pull_freeing(t, r, lane, came, s.level[lane, came])
+    if not admit_operations(t, s, r, lane, low, max(at, came)):
         return -1.0
     return float(s.start[lane, low])
 
@@ -237,11 +237,11 @@ def shift_run(t: Any, s: Any, r: Any, lane: int) -> float:
         op = r.order[lane, at]
         if t.row[op] != row or t.unit[op] < first or t.unit[op] >= last:
             continue
-        came = shift(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
+        came = shift_operation(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
         if came != at:
             low, high = min(low, at, came), max(high, at, came)
             count += 1
-    if not count or not admit(t, s, r, lane, low, high):
+    if not count or not admit_operations(t, s, r, lane, low, high):
         return -1.0
     return float(s.start[lane, low])
 
@@ -263,20 +263,20 @@ def shift_wave(t: Any, s: Any, r: Any) -> float:
             continue  # a W that is part of a B, or a lane that has moved
         open_lane(s, r, lane)
         length = s.length[lane]
-        came = shift(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
+        came = shift_operation(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
         if came == at:
             r.changed[lane] = False
             continue
         low = min(at, came)
         if not later:
-            pull(t, r, lane, came, s.level[lane, came])
-        if not admit(t, s, r, lane, low, max(at, came)):
+            pull_freeing(t, r, lane, came, s.level[lane, came])
+        if not admit_operations(t, s, r, lane, low, max(at, came)):
             return -1.0
         since = min(since, s.start[lane, low])
     return since if since < INFINITE else -1.0
 
 
-def toggle(t: Any, s: Any, r: Any, lane: int) -> float:
+def toggle_merge(t: Any, s: Any, r: Any, lane: int) -> float:
     """A random backward of a lane that runs as I and W runs as B from now on, or the other way round."""
     place = draw(r.numbers, s.length[lane])
     op = s.order[lane, place]
@@ -301,7 +301,7 @@ def toggle(t: Any, s: Any, r: Any, lane: int) -> float:
     else:
         gone = s.position[(2 * stages + stage) * t.units + unit]
         if kind == 2:
-            at = shift(t, r, lane, at, gone)
+            at = shift_operation(t, r, lane, at, gone)
         for other in range(gone, length - 1):
             r.order[lane, other] = r.order[lane, other + 1]
         length -= 1
@@ -309,7 +309,7 @@ def toggle(t: Any, s: Any, r: Any, lane: int) -> float:
         at = min(at, gone - 1)
         r.order[lane, at] = (3 * stages + stage) * t.units + unit
         at = s.position[(stages + stage) * t.units + unit]
-    if not admit(t, s, r, lane, at, r.length[lane]):
+    if not admit_operations(t, s, r, lane, at, r.length[lane]):
         return -1.0
     return float(s.start[lane, at])
 
@@ -328,7 +328,7 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
     floor = 0.0
     for lane in range(lanes):
         floor += t.work[lane]
-    trace(t, s, r)
+    trace_path(t, s, r)
     for _ in range(moves):
         heat *= heats[2]
         for lane in range(lanes):
@@ -336,7 +336,7 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
         which = draw(r.numbers, 100)
         lane = draw(r.numbers, lanes)
         if which < settings[2]:
-            since = toggle(t, s, r, lane)
+            since = toggle_merge(t, s, r, lane)
         elif which < settings[3]:
             if draw(r.numbers, 100) < settings[6]:
                 since = shift_critical(t, s, r, int(settings[5]))
@@ -356,7 +356,7 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
                 r.left[lanes + lane] = total
         u = draw(r.numbers, 1 << 20) / 1048576.0
         most = current + 3.0 * heat * u * u
-        if not evaluate(t, s, r, most - weight * floor, since):
+        if not evaluate_trial(t, s, r, most - weight * floor, since):
             continue
         value = r.value[0] + weight * r.value[1]
         if value > most:
@@ -368,7 +368,7 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
                 for place in range(r.length[lane]):
                     s.order[lane, place] = r.order[lane, place]
         sweep(t, s)
-        trace(t, s, r)
+        trace_path(t, s, r)
         current = s.value[0] + weight * s.value[1]
         if current < settings[1]:
             settings[1] = current

@@ -70,7 +70,7 @@ def write_edges(order: Any, first: Any, turn: Any, time: Any, edges: Any, weight
     return count
 
 
-def fits(order: Any, first: Any, turn: Any, held: Any, most: Any, limit: Any) -> bool:
+def fits_limits(order: Any, first: Any, turn: Any, held: Any, most: Any, limit: Any) -> bool:
     """Whether no lane exceeds its limit: `most` is what an operation needs above the level before it."""
     for lane in range(len(first) - 1):
         level = 0.0
@@ -115,7 +115,7 @@ def anneal(
     share = 1e-3
     count = write_edges(order, first, turn, time, edges, weight, turns, fixed)
     period = least_period(edges, weight, turns, count, x, parent, low)
-    if period < 0 or not fits(order, first, turn, held, most, limit):
+    if period < 0 or not fits_limits(order, first, turn, held, most, limit):
         return -1.0
     cost = period + share * x[last]
     best: float = cost
@@ -144,7 +144,7 @@ def anneal(
         else:
             order[place], order[other_place] = order[other_place], one
         taken = False
-        if fits(order, first, turn, held, most, limit):
+        if fits_limits(order, first, turn, held, most, limit):
             count = write_edges(order, first, turn, time, edges, weight, turns, fixed)
             period = least_period(edges, weight, turns, count, x, parent, low)
             if period >= 0:

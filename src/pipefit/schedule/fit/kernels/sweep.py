@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 INFINITE = 1e300
 
 
-class Tables(NamedTuple):
+class InstanceTables(NamedTuple):
     """An instance for the loops. A **node** is the forward or the backward (or the W) of a stage and unit: (kind *
     stages + stage) * units + unit with a B under I. A **row** is a node without its unit; a **slot** is one way of one
     edge."""
@@ -53,7 +53,7 @@ class Tables(NamedTuple):
     span: bool
 
 
-class State(NamedTuple):
+class OrderState(NamedTuple):
     """Orders with their times; of a lane, only the first `length` entries count."""
 
     order: Any
@@ -81,8 +81,8 @@ class State(NamedTuple):
     port: Any
 
 
-class Trial(NamedTuple):
-    """A changed order under evaluation: as `State`, for what had to be evaluated anew."""
+class OrderTrial(NamedTuple):
+    """A changed order under evaluation: as `OrderState`, for what had to be evaluated anew."""
 
     order: Any
     length: Any
@@ -165,7 +165,7 @@ def sweep(t: Any, s: Any) -> bool:
     return True
 
 
-def evaluate(t: Any, s: Any, r: Any, most: float, since: float) -> bool:
+def evaluate_trial(t: Any, s: Any, r: Any, most: float, since: float) -> bool:
     """The value of the trial's orders, by evaluating only what the state starts at `since` or later. Returns False
     when they cannot run, or as soon as the main objective is known to exceed `most`."""
     lanes = len(s.length)

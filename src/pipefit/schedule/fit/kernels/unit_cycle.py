@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, W
+from pipefit.schedule.fit.instance import B, F, FitInstance, Floats, I, W
 from pipefit.schedule.fit.kernels import steady_state as modulo_kernel
 
 
-class Steady(NamedTuple):
+class SteadyState(NamedTuple):
     """A steady state: unit u runs operation `kind` of stage s at offset_s[kind, s] + u * period_s."""
 
     period_s: float
@@ -25,7 +25,7 @@ class Steady(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cycle:
+class UnitCycle:
     """What the search needs of an instance: operations as nodes F, I, W of every stage, in units of `scale_s`."""
 
     time: Floats
@@ -53,9 +53,9 @@ Orders = tuple[NDArray[np.int64], NDArray[np.int64], float]
 """(nodes lane after lane in cyclic order, turn of every node, a bound on the period in the cycle's units)."""
 
 
-def cycle_of(instance: Instance, merged: NDArray[np.bool_]) -> Cycle | None:
+def cycle_of(instance: FitInstance, merged: NDArray[np.bool_]) -> UnitCycle | None:
     """The graph of one unit, times and memory averaged over units. None if a unit leaves memory behind."""
-    stages = instance.stages
+    stages = instance.num_stages
     time, held, passing = (each.mean(axis=2) for each in (instance.time_s, instance.held_bytes, instance.passing_bytes))
     time, held, passing = (
         np.stack([each[F], np.where(merged, each[B], each[I]), np.where(merged, 0.0, each[W])])
@@ -65,7 +65,7 @@ def cycle_of(instance: Instance, merged: NDArray[np.bool_]) -> Cycle | None:
     if (left > 1e-6 * np.abs(held).max(initial=0.0) + 1e-12).any():
         return None
     pairs, weight = [], []
-    scale = float(instance.work_s().max()) / instance.units
+    scale = float(instance.work_s().max()) / instance.num_units
     for stage in range(stages):
         pairs += [(stage, stages + stage), (stages + stage, 2 * stages + stage)]
         weight += [time[F, stage], time[I, stage]]
@@ -78,7 +78,7 @@ def cycle_of(instance: Instance, merged: NDArray[np.bool_]) -> Cycle | None:
     lane = np.tile(instance.placement.astype(np.int64), 3)
     flat = time.ravel() / scale
     work = np.bincount(lane, weights=flat, minlength=instance.lanes)
-    cycle = Cycle(
+    cycle = UnitCycle(
         time=flat,
         held=held.ravel(),
         most=(np.maximum(held, 0.0) + passing).ravel(),
@@ -95,7 +95,7 @@ def cycle_of(instance: Instance, merged: NDArray[np.bool_]) -> Cycle | None:
     return replace(cycle, low=max(cycle.low, _memory_period(cycle, stages)))
 
 
-def _memory_period(cycle: Cycle, stages: int) -> float:
+def _memory_period(cycle: UnitCycle, stages: int) -> float:
     """Little's law: what a lane's stages hold of a unit, times how long they must hold it, is at most limit * period.
 
     A stage holds what F allocates from F's start to I's end at least, and what is then left to W's end; both times are
@@ -119,7 +119,7 @@ def _memory_period(cycle: Cycle, stages: int) -> float:
     return low
 
 
-def longest_paths(cycle: Cycle) -> Floats:
+def longest_paths(cycle: UnitCycle) -> Floats:
     """[node, node]: the longest path of data from start to start, -inf where there is none."""
     nodes = len(cycle.time)
     longest: Floats = np.full((nodes, nodes), -np.inf)
@@ -131,12 +131,14 @@ def longest_paths(cycle: Cycle) -> Floats:
     return longest
 
 
-def least(cycle: Cycle, order: NDArray[np.int64], turn: NDArray[np.int64], x: Floats | None = None) -> float | None:
+def least_period_of(
+    cycle: UnitCycle, order: NDArray[np.int64], turn: NDArray[np.int64], x: Floats | None = None
+) -> float | None:
     """The least period of these orders, in the cycle's units; None if no period will do, or memory does not. Fills `x`
     with the earliest starts."""
     size = len(cycle.time)
     first = np.searchsorted(cycle.lane[order], np.arange(len(cycle.limit) + 1))
-    if not modulo_kernel.fits(order, first, turn, cycle.held, cycle.most, cycle.limit):
+    if not modulo_kernel.fits_limits(order, first, turn, cycle.held, cycle.most, cycle.limit):
         return None
     edges, weight = cycle.edges.copy(), cycle.weight.copy()
     turns = np.zeros(len(edges), dtype=np.int64)
@@ -146,10 +148,10 @@ def least(cycle: Cycle, order: NDArray[np.int64], turn: NDArray[np.int64], x: Fl
     return float(period) if period > 0 else None
 
 
-def steady(cycle: Cycle, order: NDArray[np.int64], turn: NDArray[np.int64], bound: float) -> Steady:
+def steady_state_of(cycle: UnitCycle, order: NDArray[np.int64], turn: NDArray[np.int64], bound: float) -> SteadyState:
     """The steady state of these orders at their least period, everything as early as it can be."""
     x = np.zeros(len(cycle.time))
-    period = least(cycle, order, turn, x)
+    period = least_period_of(cycle, order, turn, x)
     assert period is not None, "orders without a period were kept"
     offset = (x - x.min()).reshape(3, -1) * cycle.scale_s
-    return Steady(period * cycle.scale_s, offset, cycle.merged, bound * cycle.scale_s)
+    return SteadyState(period * cycle.scale_s, offset, cycle.merged, bound * cycle.scale_s)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit.instance import B, I, Instance, W
-from pipefit.schedule.fit.kernels.arrays import Loops, state, trial
-from pipefit.schedule.fit.kernels.sweep import Tables
-from pipefit.schedule.fit.starts.construct import fits, swept
-from pipefit.schedule.fit.starts.start import Start
+from pipefit.schedule.fit.instance import B, FitInstance, I, W
+from pipefit.schedule.fit.kernels.arrays import SearchLoops, make_state, make_trial
+from pipefit.schedule.fit.kernels.sweep import InstanceTables
+from pipefit.schedule.fit.starts.construct import fits_in_memory, sweep_orders
+from pipefit.schedule.fit.starts.start import TimedOrders
 
 RACERS = 8
 FIRST_LENGTH = 1000
@@ -43,7 +43,7 @@ HOTTEST = 4.0
 
 
 @dataclass(slots=True)
-class Budget:
+class MoveBudget:
     """What is left to spend."""
 
     moves: int
@@ -53,89 +53,99 @@ class Budget:
     kept_s: float = 0.0
     "Of the time, what is kept for what comes after the search."
 
-    def take(self, most: int) -> int:
+    def take_moves(self, most: int) -> int:
         """So many moves now; 0 when the budget is spent."""
         if time.perf_counter() > self.until_s - self.kept_s:
             return 0
         return max(min(most, self.moves - self.spent), 0)
 
-    def part(self, share: float) -> Budget:
+    def moves_share(self, share: float) -> MoveBudget:
         """A share of what is left."""
         now = time.perf_counter()
         left = self.until_s - self.kept_s - now
         until_s = now + share * max(left, 0.0) if left < math.inf else math.inf
-        return Budget(int(share * (self.moves - self.spent)), until_s)
+        return MoveBudget(int(share * (self.moves - self.spent)), until_s)
 
 
-def improve(
-    instance: Instance, t: Tables, loops: Loops, starts: list[Start], budget: Budget, seed: int, goal_s: float = 0.0
-) -> Start:
+def improve_orders(
+    instance: FitInstance,
+    t: InstanceTables,
+    loops: SearchLoops,
+    starts: list[TimedOrders],
+    budget: MoveBudget,
+    seed: int,
+    goal_s: float = 0.0,
+) -> TimedOrders:
     """The best orders found from `starts`, which are sorted by time; the first that reach the goal are enough."""
     best = starts[0]
-    racers, first = _race(budget.moves - budget.spent)
+    racers, first = _race_sizes(budget.moves - budget.spent)
     generation = 0
-    while budget.take(1) and best.time_s > goal_s:
+    while budget.take_moves(1) and best.time_s > goal_s:
         length = first << generation
         draws, hotter = seed + 1000 * generation, min(1.0 + generation, HOTTEST)
         pool = starts[:racers]
-        while len(pool) > 1 and budget.take(1):
-            pool = [run(instance, t, loops, one, budget, draws + n, length, hotter) for n, one in enumerate(pool)]
+        while len(pool) > 1 and budget.take_moves(1):
+            pool = [
+                anneal_orders(instance, t, loops, one, budget, draws + n, length, hotter) for n, one in enumerate(pool)
+            ]
             pool = sorted(pool, key=lambda one: one.time_s)[: len(pool) // 2]
             length *= 2
         for one in sorted((*pool, best), key=lambda one: one.time_s)[: 1 + (generation > 0)]:
-            found = run(instance, t, loops, one, budget, draws + 500, 2 * length, hotter)
+            found = anneal_orders(instance, t, loops, one, budget, draws + 500, 2 * length, hotter)
             best = min(best, found, key=lambda one: one.time_s)
         generation += 1
     return best
 
 
-def _race(moves: int) -> tuple[int, int]:
+def _race_sizes(moves: int) -> tuple[int, int]:
     """(racers, moves of each in the first round) of the first generation, so that it ends within so many moves."""
     racers = max(1, min(RACERS, moves // LEAST_MOVES))
     return racers, max(1, min(FIRST_LENGTH, int(moves / (racers * (2 + math.log2(racers))))))
 
 
-def run(
-    instance: Instance,
-    t: Tables,
-    loops: Loops,
-    start: Start,
-    budget: Budget,
+def anneal_orders(
+    instance: FitInstance,
+    t: InstanceTables,
+    loops: SearchLoops,
+    start: TimedOrders,
+    budget: MoveBudget,
     seed: int,
     moves: int | None = None,
     hotter: float = 1.0,
-) -> Start:
+) -> TimedOrders:
     """What `moves` moves (default: all of the budget's) make of a start, while the heat falls once, from `hotter` times
     the heat that short runs begin with."""
     moves = budget.moves - budget.spent if moves is None else moves
-    if not budget.take(moves):
+    if not budget.take_moves(moves):
         return start
-    s = swept(instance, t, loops, start.orders)
-    r = trial(t, s, seed)
+    s = sweep_orders(instance, t, loops, start.orders)
+    r = make_trial(t, s, seed)
     best, size = s.order.copy(), s.length.copy()
     mean = float(t.time[np.concatenate(start.orders)].mean())
     value = s.value[0] + WEIGHT * s.value[1]
-    free = toggles(instance)
+    free = toggle_percent(instance)
     settings = np.array([WEIGHT, value, free, *np.cumsum(SHARES) + free, REACH, CRITICAL])
     hot = HOT * hotter
     heats = np.array([hot * mean, COLD * mean, (COLD / hot) ** (1.0 / moves)])
     while moves > 0:
-        now = budget.take(min(moves, CHUNK))
+        now = budget.take_moves(min(moves, CHUNK))
         if not now:
             break
         loops.anneal(t, s, r, best, size, heats, settings, now)
         budget.spent += now
         moves -= now
-    s = swept(instance, t, loops, [best[lane, : size[lane]].astype(np.int32) for lane in range(instance.lanes)])
+    s = sweep_orders(instance, t, loops, [best[lane, : size[lane]].astype(np.int32) for lane in range(instance.lanes)])
     if float(s.value[0]) > start.time_s:
         return start
-    return Start(float(s.value[0]), start.name, [s.order[k, : s.length[k]].astype(np.int32) for k in range(len(size))])
+    return TimedOrders(
+        float(s.value[0]), start.name, [s.order[k, : s.length[k]].astype(np.int32) for k in range(len(size))]
+    )
 
 
-def merge_neighbours(instance: Instance, t: Tables, loops: Loops, start: Start) -> Start:
+def merge_neighbours(instance: FitInstance, t: InstanceTables, loops: SearchLoops, start: TimedOrders) -> TimedOrders:
     """The orders with every I that its own W follows at once turned into a B with it, where B takes no longer and the
     objective does not grow."""
-    size = instance.stages * instance.units
+    size = instance.num_stages * instance.num_units
     quicker = instance.time_s[B] <= (instance.time_s[I] + instance.time_s[W]) * (1 + 1e-12)
     may = np.zeros(4 * size, dtype=np.bool_)
     may[I * size : W * size] = (quicker & instance.may_merge[:, None]).reshape(-1)
@@ -143,31 +153,33 @@ def merge_neighbours(instance: Instance, t: Tables, loops: Loops, start: Start) 
     count = sum(map(len, pairs))
     if not count:
         return start
-    everything = _merged(instance, t, loops, start, pairs)
+    everything = _merge_pairs(instance, t, loops, start, pairs)
     if everything is not None:
         return everything
     for lane, places in enumerate(pairs):
         for place in places[::-1] if count > 1 else ():
             alone = [places[:0]] * len(pairs)
             alone[lane] = np.array([place])
-            start = _merged(instance, t, loops, start, alone) or start
+            start = _merge_pairs(instance, t, loops, start, alone) or start
     return start
 
 
-def _merged(instance: Instance, t: Tables, loops: Loops, start: Start, pairs: list[NDArray[np.intp]]) -> Start | None:
+def _merge_pairs(
+    instance: FitInstance, t: InstanceTables, loops: SearchLoops, start: TimedOrders, pairs: list[NDArray[np.intp]]
+) -> TimedOrders | None:
     """The orders with the operations at these places of every lane merged with the next ones, if that is no slower."""
     orders = list(start.orders)
     for lane, places in enumerate(pairs):
         if len(places):
             order = orders[lane].copy()
-            order[places] += (B - I) * instance.stages * instance.units
+            order[places] += (B - I) * instance.num_stages * instance.num_units
             orders[lane] = np.delete(order, places + 1)
-    s = state(t, instance, orders)
-    if loops.sweep(t, s) and s.value[0] <= start.time_s and fits(t, s, orders):
-        return Start(float(s.value[0]), start.name, orders)
+    s = make_state(t, instance, orders)
+    if loops.sweep(t, s) and s.value[0] <= start.time_s and fits_in_memory(t, s, orders):
+        return TimedOrders(float(s.value[0]), start.name, orders)
     return None
 
 
-def toggles(instance: Instance) -> int:
+def toggle_percent(instance: FitInstance) -> int:
     """Of a hundred moves, how many choose anew between B and I with W: none where B saves neither time nor memory."""
     return 10 if instance.open_stages().any() else 0

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, Ints, W, orders_of
-from pipefit.schedule.fit.kernels.arrays import Loops, plan, state
-from pipefit.schedule.fit.kernels.sweep import State, Tables
+from pipefit.schedule.fit.instance import B, F, FitInstance, Floats, I, Ints, W, orders_of
+from pipefit.schedule.fit.kernels.arrays import SearchLoops, make_scratch, make_state
+from pipefit.schedule.fit.kernels.sweep import InstanceTables, OrderState
 from pipefit.schedule.fit.starts.patterns import pattern_starts
-from pipefit.schedule.fit.starts.start import Start
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.fit.starts.start import TimedOrders
+from pipefit.schedule.problem import ScheduleProblem
 
 
-class Speed(NamedTuple):
+class BlockSpeed(NamedTuple):
     """What a repeating block is made from."""
 
     fast: float
@@ -37,62 +37,68 @@ class Speed(NamedTuple):
     "The period, in units of the busiest lane's work."
 
 
-SPEEDS = tuple(Speed(*values) for values in product((1.0, 1.25, 1.6, 2.1, 2.8, 3.8), (1.0, 1.2, 1.5, 2.0), (1.0, 1.06)))
+SPEEDS = tuple(
+    BlockSpeed(*values) for values in product((1.0, 1.25, 1.6, 2.1, 2.8, 3.8), (1.0, 1.2, 1.5, 2.0), (1.0, 1.06))
+)
 
 
 FEW_SPEEDS = tuple(
-    Speed(*values, 1.0) for values in ((1.0, 1.2), (1.25, 1.5), (1.6, 1.0), (2.1, 1.2), (2.8, 1.5), (3.8, 2.0))
+    BlockSpeed(*values, 1.0) for values in ((1.0, 1.2), (1.25, 1.5), (1.6, 1.0), (2.1, 1.2), (2.8, 1.5), (3.8, 2.0))
 )
 """For a quick look, from little memory to much."""
 
 
-class Builder:
+class OrderBuilder:
     """Turns wishes into orders that fit in memory, again and again in the same arrays. `merge`: of each stage, whether
     its backwards run as B."""
 
-    def __init__(self, instance: Instance, t: Tables, loops: Loops, merge: NDArray[np.bool_]) -> None:
+    def __init__(self, instance: FitInstance, t: InstanceTables, loops: SearchLoops, merge: NDArray[np.bool_]) -> None:
         self.instance, self.t, self.loops = instance, t, loops
-        self.plan = plan(instance, t, merge)
-        lanes, most = instance.lanes, 3 * instance.units * max(np.bincount(instance.placement))
+        self.plan = make_scratch(instance, t, merge)
+        lanes, most = instance.lanes, 3 * instance.num_units * max(np.bincount(instance.placement))
         self.order = np.zeros((lanes, most), dtype=np.int64)
         self.length = np.zeros(lanes, dtype=np.int64)
         turns = np.argsort(instance.backwards)
-        self.count = np.stack([np.arange(instance.units), turns, turns])[:, None, :].astype(np.float64)
+        self.count = np.stack([np.arange(instance.num_units), turns, turns])[:, None, :].astype(np.float64)
 
-    def value(self, wish: Floats) -> float:
+    def wish_objective(self, wish: Floats) -> float:
         """The objective of the orders that wished starts of [row, unit] lead to; inf where memory is too small."""
         time_s = self.loops.construct(self.t, self.plan, wish, self.order, self.length)
         return math.inf if time_s >= 1e299 else float(time_s)
 
-    def repeated(self, offset: Floats, period: float) -> float:
+    def repeated_objective(self, offset: Floats, period: float) -> float:
         """The same for the offsets [kind, stage] of one unit, repeated every period."""
         wish = offset[:, :, None] + period * self.count
-        return self.value(wish.reshape(-1, self.instance.units))
+        return self.wish_objective(wish.reshape(-1, self.instance.num_units))
 
-    def start(self, time_s: float, name: str) -> Start:
+    def valued_start(self, time_s: float, name: str) -> TimedOrders:
         """The orders that were valued last."""
         orders = [self.order[lane, : self.length[lane]].astype(np.int32) for lane in range(self.instance.lanes)]
-        return Start(time_s, name, orders)
+        return TimedOrders(time_s, name, orders)
 
 
-def all_starts(instance: Instance, problem: Problem | None, t: Tables, loops: Loops) -> list[Start]:
+def all_starts(
+    instance: FitInstance, problem: ScheduleProblem | None, t: InstanceTables, loops: SearchLoops
+) -> list[TimedOrders]:
     """All constructions that fit, best first, without doubles; without a problem no families."""
     starts = list(family_starts(instance, problem, t, loops)) if problem is not None else []
     for merge in merge_choices(instance):
         starts += block_starts(instance, t, loops, merge)
     starts += pattern_starts(instance, t, loops)
-    found: dict[bytes, Start] = {}
+    found: dict[bytes, TimedOrders] = {}
     for start in sorted(starts, key=lambda start: start.time_s):
         found.setdefault(b"".join(order.tobytes() for order in start.orders), start)
     return list(found.values())
 
 
-def family_starts(instance: Instance, problem: Problem, t: Tables, loops: Loops) -> Iterator[Start]:
+def family_starts(
+    instance: FitInstance, problem: ScheduleProblem, t: InstanceTables, loops: SearchLoops
+) -> Iterator[TimedOrders]:
     """Every family that is written for this placement: as it is where it fits, and with its starts as wishes."""
     from pipefit.schedule.families import FAMILIES
 
     for family in FAMILIES.values():
-        if family.name == "fit" or instance.units < family.least_units(instance.lanes):
+        if family.name == "fit" or instance.num_units < family.least_units(instance.lanes):
             continue
         try:
             schedule = family(problem)
@@ -101,65 +107,71 @@ def family_starts(instance: Instance, problem: Problem, t: Tables, loops: Loops)
         yield from schedule_starts(instance, schedule, t, loops)
 
 
-def schedule_starts(instance: Instance, schedule: Schedule, t: Tables, loops: Loops) -> Iterator[Start]:
+def schedule_starts(
+    instance: FitInstance, schedule: Schedule, t: InstanceTables, loops: SearchLoops
+) -> Iterator[TimedOrders]:
     """A schedule as it is, where its actions are allowed and fit, and with its starts as wishes."""
-    orders = allowed(instance, orders_of(instance, schedule))
-    s = state(t, instance, orders)
+    orders = allowed_orders(instance, orders_of(instance, schedule))
+    s = make_state(t, instance, orders)
     if not loops.sweep(t, s):
         return
-    if fits(t, s, orders):
-        yield Start(float(s.value[0]), schedule.name, orders)
-    wish = wishes(instance, s)
+    if fits_in_memory(t, s, orders):
+        yield TimedOrders(float(s.value[0]), schedule.name, orders)
+    wish = wished_starts(instance, s)
     for merge in merge_choices(instance):
-        made = built(instance, t, loops, wish, merge)
+        made = build_orders(instance, t, loops, wish, merge)
         if made is not None:
-            yield Start(made.time_s, f"{schedule.name} in memory", made.orders)
+            yield TimedOrders(made.time_s, f"{schedule.name} in memory", made.orders)
 
 
-def wishes(instance: Instance, s: State) -> Floats:
+def wished_starts(instance: FitInstance, s: OrderState) -> Floats:
     """[row, unit]: the starts of a swept state; of a W that is part of a B, the end of I."""
-    begin = s.begin.reshape(3, instance.stages, instance.units)
+    begin = s.begin.reshape(3, instance.num_stages, instance.num_units)
     back_s = np.where(instance.may_split[:, None], instance.time_s[I], instance.time_s[B])
     weight = np.where(begin[W] < 1e299, begin[W], begin[I] + back_s)
     return np.concatenate((begin[F], begin[I], weight))
 
 
-def allowed(instance: Instance, orders: list[Ints]) -> list[Ints]:
+def allowed_orders(instance: FitInstance, orders: list[Ints]) -> list[Ints]:
     """The orders with I and W as B, at the place of I, on stages that may not split, and with B as I and the next W of
     the stage on stages that may not merge."""
     found = []
     for order in orders:
         row: list[int] = []
-        turns = {stage: iter(instance.backwards.tolist()) for stage in range(instance.stages)}
+        turns = {stage: iter(instance.backwards.tolist()) for stage in range(instance.num_stages)}
         for operation in order.tolist():
-            kind, stage, unit = instance.parts(operation)
+            kind, stage, unit = instance.operation_parts(operation)
             if kind == F or (instance.may_split[stage] and instance.may_merge[stage]):
                 row.append(operation)
             elif instance.may_split[stage]:
-                row += [] if kind == W else [instance.operation(I, stage, unit)]
-                row += [] if kind == I else [instance.operation(W, stage, next(turns[stage]))]
+                row += [] if kind == W else [instance.operation_number(I, stage, unit)]
+                row += [] if kind == I else [instance.operation_number(W, stage, next(turns[stage]))]
             elif kind != W:
-                row.append(instance.operation(B, stage, unit))
+                row.append(instance.operation_number(B, stage, unit))
         found.append(np.array(row, dtype=np.int32))
     return found
 
 
-def swept(instance: Instance, t: Tables, loops: Loops, orders: list[Ints]) -> State:
+def sweep_orders(instance: FitInstance, t: InstanceTables, loops: SearchLoops, orders: list[Ints]) -> OrderState:
     """The state of orders that can run to their ends, with its times."""
-    s = state(t, instance, orders)
+    s = make_state(t, instance, orders)
     ran = loops.sweep(t, s)
     assert ran
     return s
 
 
-def merged_stages(instance: Instance, orders: list[Ints]) -> NDArray[np.bool_]:
+def merged_stages(instance: FitInstance, orders: list[Ints]) -> NDArray[np.bool_]:
     """Of each stage, whether more than half of its backwards run as B."""
     operations = np.concatenate(orders)
-    stages = operations[operations >= B * instance.stages * instance.units] // instance.units % instance.stages
-    return np.asarray(2 * np.bincount(stages, minlength=instance.stages) > instance.units)
+    stages = (
+        operations[operations >= B * instance.num_stages * instance.num_units]
+        // instance.num_units
+        % instance.num_stages
+    )
+    return np.asarray(2 * np.bincount(stages, minlength=instance.num_stages) > instance.num_units)
 
 
-def fits(t: Tables, s: State, orders: list[Ints]) -> bool:
+def fits_in_memory(t: InstanceTables, s: OrderState, orders: list[Ints]) -> bool:
     """Whether memory suffices for swept orders."""
     for lane, order in enumerate(orders):
         if (s.level[lane, : len(order)] + t.need[order] > t.limit[lane]).any():
@@ -167,14 +179,16 @@ def fits(t: Tables, s: State, orders: list[Ints]) -> bool:
     return True
 
 
-def built(instance: Instance, t: Tables, loops: Loops, wish: Floats, merge: NDArray[np.bool_]) -> Start | None:
+def build_orders(
+    instance: FitInstance, t: InstanceTables, loops: SearchLoops, wish: Floats, merge: NDArray[np.bool_]
+) -> TimedOrders | None:
     """The orders that wished starts of [row, unit] lead to, or None where memory is too small."""
-    builder = Builder(instance, t, loops, merge)
-    time_s = builder.value(wish)
-    return builder.start(time_s, "") if time_s < math.inf else None
+    builder = OrderBuilder(instance, t, loops, merge)
+    time_s = builder.wish_objective(wish)
+    return builder.valued_start(time_s, "") if time_s < math.inf else None
 
 
-def merge_choices(instance: Instance) -> list[NDArray[np.bool_]]:
+def merge_choices(instance: FitInstance) -> list[NDArray[np.bool_]]:
     """Of each stage, whether its backwards run as B: nowhere, and everywhere, as far as is allowed; where B may pay on
     some stages only, those where it is quicker, and those that memory is too small to split on."""
     split, merged = ~instance.may_split, instance.may_merge.copy()
@@ -188,20 +202,24 @@ def merge_choices(instance: Instance) -> list[NDArray[np.bool_]]:
 
 
 def block_starts(
-    instance: Instance, t: Tables, loops: Loops, merge: NDArray[np.bool_], speeds: Sequence[Speed] = SPEEDS
-) -> Iterator[Start]:
+    instance: FitInstance,
+    t: InstanceTables,
+    loops: SearchLoops,
+    merge: NDArray[np.bool_],
+    speeds: Sequence[BlockSpeed] = SPEEDS,
+) -> Iterator[TimedOrders]:
     """Repeating blocks of several speeds, those that fit."""
-    period = float((instance.work_s() / instance.units).max())
-    builder = Builder(instance, t, loops, merge)
-    for speed, offset in zip(speeds, blocks(instance, speeds), strict=True):
-        time_s = builder.repeated(offset, period * speed.stretch)
+    period = float((instance.work_s() / instance.num_units).max())
+    builder = OrderBuilder(instance, t, loops, merge)
+    for speed, offset in zip(speeds, block_offsets(instance, speeds), strict=True):
+        time_s = builder.repeated_objective(offset, period * speed.stretch)
         if time_s < math.inf:
-            yield builder.start(time_s, f"block {speed.fast:g}, {speed.slow:g}")
+            yield builder.valued_start(time_s, f"block {speed.fast:g}, {speed.slow:g}")
 
 
-def blocks(instance: Instance, speeds: Sequence[Speed]) -> Floats:
+def block_offsets(instance: FitInstance, speeds: Sequence[BlockSpeed]) -> Floats:
     """[speed, kind, stage]: the offsets of one unit's F, I and W when hops take as many times as long as they need."""
-    stages = instance.stages
+    stages = instance.num_stages
     fast, slow = np.array([[speed.fast, speed.slow] for speed in speeds]).T[:, :, None]
     seen: dict[int, int] = {}
     leg = np.zeros(stages, dtype=np.int64)

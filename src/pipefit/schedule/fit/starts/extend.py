@@ -11,17 +11,17 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from pipefit.schedule.fit.instance import Floats, I, Instance, W, backward_order
-from pipefit.schedule.fit.kernels.arrays import Loops
-from pipefit.schedule.fit.kernels.sweep import Tables
-from pipefit.schedule.fit.starts.construct import Builder, merged_stages, swept
-from pipefit.schedule.fit.starts.start import Start
+from pipefit.schedule.fit.instance import FitInstance, Floats, I, W, backward_order
+from pipefit.schedule.fit.kernels.arrays import SearchLoops
+from pipefit.schedule.fit.kernels.sweep import InstanceTables
+from pipefit.schedule.fit.starts.construct import OrderBuilder, merged_stages, sweep_orders
+from pipefit.schedule.fit.starts.start import TimedOrders
 
 CUTS = 8
 """Places where the middle is cut, each with steady states of one to four microbatches."""
 
 
-def few(instance: Instance) -> int:
+def initial_microbatches(instance: FitInstance) -> int:
     """The microbatches that a search for this instance begins with: enough for a steady state between the ends."""
     passes = int(np.bincount(instance.placement).max())
     enough = 2 * instance.lanes if passes > 1 else instance.lanes + 8
@@ -29,7 +29,7 @@ def few(instance: Instance) -> int:
     return least if instance.microbatches >= 1.5 * least else instance.microbatches
 
 
-def shortened(instance: Instance, microbatches: int) -> Instance:
+def shorten_instance(instance: FitInstance, microbatches: int) -> FitInstance:
     """The instance with its first microbatches only."""
     units = microbatches * instance.slices
     cut = {
@@ -40,26 +40,33 @@ def shortened(instance: Instance, microbatches: int) -> Instance:
     return replace(instance, microbatches=microbatches, backwards=backward_order(microbatches, instance.slices), **cut)
 
 
-def extended(instance: Instance, t: Tables, loops: Loops, short: Instance, short_t: Tables, best: Start) -> list[Start]:
+def extend_starts(
+    instance: FitInstance,
+    t: InstanceTables,
+    loops: SearchLoops,
+    short: FitInstance,
+    short_t: InstanceTables,
+    best: TimedOrders,
+) -> list[TimedOrders]:
     """Starts for the instance from orders for its first microbatches, best first."""
-    s = swept(short, short_t, loops, best.orders)
-    begin = s.begin.reshape(3, short.stages, short.microbatches, short.slices).copy()
+    s = sweep_orders(short, short_t, loops, best.orders)
+    begin = s.begin.reshape(3, short.num_stages, short.microbatches, short.slices).copy()
     gone = begin[W] >= 1e299
     back_s = short.time_s[I].reshape(begin[I].shape)
     begin[W] = np.where(gone, begin[I] + back_s, begin[W])
-    builder = Builder(instance, t, loops, merged_stages(short, best.orders))
+    builder = OrderBuilder(instance, t, loops, merged_stages(short, best.orders))
     middle = short.microbatches // 2
     found = []
     for cut in range(max(1, middle - CUTS // 2), min(short.microbatches - 4, middle + CUTS // 2)):
         for count in (1, 2, 3, 4):
-            wish = stretched(begin, cut, count, instance.microbatches)
-            time_s = builder.value(wish.reshape(3 * instance.stages, instance.units))
+            wish = stretch_starts(begin, cut, count, instance.microbatches)
+            time_s = builder.wish_objective(wish.reshape(3 * instance.num_stages, instance.num_units))
             if time_s < math.inf:
-                found.append(builder.start(time_s, f"{best.name}, extended"))
+                found.append(builder.valued_start(time_s, f"{best.name}, extended"))
     return sorted(found, key=lambda start: start.time_s)
 
 
-def stretched(begin: Floats, cut: int, count: int, microbatches: int) -> Floats:
+def stretch_starts(begin: Floats, cut: int, count: int, microbatches: int) -> Floats:
     """Starts [kind, stage, microbatch, slice] with those of `count` microbatches from `cut` on repeated until there are
     `microbatches`."""
     period = float((begin[:, :, cut + count] - begin[:, :, cut]).mean()) / count

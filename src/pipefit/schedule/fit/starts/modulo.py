@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit.exact.modulo import shorten
-from pipefit.schedule.fit.instance import B, Floats, I, Instance, W
+from pipefit.schedule.fit.exact.modulo import shorten_period
+from pipefit.schedule.fit.instance import B, FitInstance, Floats, I, W
 from pipefit.schedule.fit.kernels import steady_state as modulo_kernel
-from pipefit.schedule.fit.kernels.unit_cycle import Cycle, Orders, Steady, cycle_of, steady
+from pipefit.schedule.fit.kernels.unit_cycle import Orders, SteadyState, UnitCycle, cycle_of, steady_state_of
 
 STARTS = 12
 STRETCHES = (1.0, 1.1, 1.3, 1.0, 1.6, 1e9)
@@ -31,26 +31,28 @@ HEAT = 0.1
 """What a move may cost in the beginning, in periods."""
 
 
-def offsets(instance: Instance, *, moves: int = 6000, seconds: float = 0.0, seed: int = 0) -> Steady | None:
+def find_steady_state(
+    instance: FitInstance, *, moves: int = 6000, seconds: float = 0.0, seed: int = 0
+) -> SteadyState | None:
     """The shortest steady state found; None where none was found within the limits.
 
     `moves` are tried by annealing from each of several starts; with `seconds` above 0 and OR-tools installed, CP-SAT
     continues for that long. Where B is quicker than I and W, both are tried.
     """
-    found: list[Steady] = []
-    for merged in _choices(instance):
+    found: list[SteadyState] = []
+    for merged in _merge_options(instance):
         cycle = cycle_of(instance, merged)
         if cycle is None:
             continue
-        best = _anneal(cycle, moves, np.random.default_rng(seed))
+        best = _anneal_cycle(cycle, moves, np.random.default_rng(seed))
         if seconds > 0 and find_spec("ortools") is not None:
-            best = shorten(cycle, best, seconds / len(_choices(instance)), seed)
+            best = shorten_period(cycle, best, seconds / len(_merge_options(instance)), seed)
         if best is not None:
-            found.append(steady(cycle, *best))
+            found.append(steady_state_of(cycle, *best))
     return min(found, key=lambda one: (one.period_s, float(one.offset_s.max())), default=None)
 
 
-def _choices(instance: Instance) -> list[NDArray[np.bool_]]:
+def _merge_options(instance: FitInstance) -> list[NDArray[np.bool_]]:
     """Per stage whether to merge I and W: nowhere it is not needed, and everywhere it is quicker."""
     apart = instance.time_s[I].mean(axis=1) + instance.time_s[W].mean(axis=1)
     quicker = instance.may_merge & (instance.time_s[B].mean(axis=1) < apart * (1 - 1e-9))
@@ -60,17 +62,17 @@ def _choices(instance: Instance) -> list[NDArray[np.bool_]]:
     return choices
 
 
-def _anneal(cycle: Cycle, moves: int, random: np.random.Generator) -> Orders | None:
+def _anneal_cycle(cycle: UnitCycle, moves: int, random: np.random.Generator) -> Orders | None:
     """The best of several annealings, from orders that an unlimited number of devices would run in if hops took longer
     than they need."""
-    run = _compiled()
+    run = _compile_anneal()
     size = len(cycle.time)
     best: Orders | None = None
     best_cost = np.inf
     for attempt in range(STARTS):
         slower = random.uniform(1.0, 2.6, 4) if attempt % 2 else np.ones(4)
         stretch = STRETCHES[attempt // 2 % len(STRETCHES)]
-        order, first, turn = _start(cycle, _slowed(cycle, slower), cycle.low * stretch)
+        order, first, turn = _orders_of_starts(cycle, _slowed_starts(cycle, slower), cycle.low * stretch)
         kept = np.zeros_like(order), np.zeros_like(turn)
         cost = run(
             order, first, turn, cycle.time, cycle.held, cycle.most, cycle.limit, cycle.edges.copy(),
@@ -82,7 +84,7 @@ def _anneal(cycle: Cycle, moves: int, random: np.random.Generator) -> Orders | N
     return best
 
 
-def _slowed(cycle: Cycle, slower: Floats) -> Floats:
+def _slowed_starts(cycle: UnitCycle, slower: Floats) -> Floats:
     """[node]: earliest starts when hops take so many times as long: forwards and backwards, on a lane's even and odd
     stages."""
     stages = len(cycle.time) // 3
@@ -101,7 +103,9 @@ def _slowed(cycle: Cycle, slower: Floats) -> Floats:
     return x
 
 
-def _start(cycle: Cycle, x: Floats, period: float) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _orders_of_starts(
+    cycle: UnitCycle, x: Floats, period: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """(order, first, turn) of a lane's nodes by where they would stand in the period."""
     turn = np.floor(x / period).astype(np.int64)
     order = np.lexsort((x, x - turn * period, cycle.lane))
@@ -111,7 +115,7 @@ def _start(cycle: Cycle, x: Floats, period: float) -> tuple[NDArray[np.int64], N
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Any:
+def _compile_anneal() -> Any:
     """The annealing compiled by numba: copies of the kernel's functions that call each other's compiled copies."""
     import numba
 

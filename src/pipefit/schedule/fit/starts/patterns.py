@@ -14,12 +14,12 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit.instance import Instance
-from pipefit.schedule.fit.kernels.arrays import Loops, state
-from pipefit.schedule.fit.kernels.block_passes import INTERVAL, SORTS, Scratch
-from pipefit.schedule.fit.kernels.sweep import INFINITE, Tables
-from pipefit.schedule.fit.starts.start import Start
-from pipefit.schedule.problem import vee
+from pipefit.schedule.fit.instance import FitInstance
+from pipefit.schedule.fit.kernels.arrays import SearchLoops, make_state
+from pipefit.schedule.fit.kernels.block_passes import INTERVAL, SORTS, BlockScratch
+from pipefit.schedule.fit.kernels.sweep import INFINITE, InstanceTables
+from pipefit.schedule.fit.starts.start import TimedOrders
+from pipefit.schedule.problem import vee_placement
 
 LONGEST_HOP = 5
 KEPT = 6
@@ -28,19 +28,19 @@ KEPT = 6
 Whole = NDArray[np.int64]
 
 
-def pattern_starts(instance: Instance, t: Tables, loops: Loops, kept: int = KEPT) -> list[Start]:
+def pattern_starts(instance: FitInstance, t: InstanceTables, loops: SearchLoops, kept: int = KEPT) -> list[TimedOrders]:
     """The orders of the best blocks that fit, best first; none where the placement is no V, where stages cannot split
     or where microbatches are sliced."""
     lanes = instance.lanes
     if lanes < 2 or instance.slices > 1 or not instance.may_split.all():
         return []
-    if tuple(instance.placement.tolist()) != vee(lanes):
+    if tuple(instance.placement.tolist()) != vee_placement(lanes):
         return []
-    slots, hops = blocks(lanes)
-    s, p = state(t, instance, [np.zeros(0, dtype=np.int32)] * lanes), scratch(lanes, instance.units)
+    slots, hops = all_blocks(lanes)
+    s, p = make_state(t, instance, [np.zeros(0, dtype=np.int32)] * lanes), make_scratch(lanes, instance.num_units)
     values = np.zeros(len(slots))
     loops.patterns(t, s, p, slots, hops, values)
-    found: list[Start] = []
+    found: list[TimedOrders] = []
     for n in np.argsort(values, kind="stable").tolist():
         if values[n] >= INFINITE or len(found) == kept:
             break
@@ -49,12 +49,12 @@ def pattern_starts(instance: Instance, t: Tables, loops: Loops, kept: int = KEPT
         loops.patterns(t, s, p, slots[n : n + 1], hops[n : n + 1], values[n : n + 1])
         orders = [s.order[lane, : s.length[lane]].astype(np.int32) for lane in range(lanes)]
         name = "pattern " + "".join(map(str, slots[n])) + " hops " + ",".join(map(str, dict.fromkeys(hops[n].tolist())))
-        found.append(Start(float(values[n]), name, orders))
+        found.append(TimedOrders(float(values[n]), name, orders))
     return found
 
 
 @lru_cache(maxsize=32)
-def blocks(lanes: int) -> tuple[Whole, Whole]:
+def all_blocks(lanes: int) -> tuple[Whole, Whole]:
     """([block, 3] slots of lane 0, [block, lanes - 1] hops) of every block without collisions, once.
 
     A lane's passes away from lane 0 stand in slots 0 and b plus all hops so far, those towards it in a and c less the
@@ -80,11 +80,11 @@ def blocks(lanes: int) -> tuple[Whole, Whole]:
     return np.array(slots, dtype=np.int64).reshape(-1, 3), np.concatenate(rows)
 
 
-def scratch(lanes: int, units: int) -> Scratch:
+def make_scratch(lanes: int, units: int) -> BlockScratch:
     """The arrays for blocks of so many lanes and units."""
     most = max(units, 2 * lanes)
     places, slots = SORTS * most, SORTS * most + 20 * lanes + 64
-    return Scratch(
+    return BlockScratch(
         offset=np.zeros((lanes, SORTS), dtype=np.int64),
         at=np.zeros((lanes, INTERVAL), dtype=np.int64),
         row=np.zeros((lanes, places), dtype=np.int64),

@@ -12,13 +12,13 @@ import time
 
 import numpy as np
 
-from pipefit.schedule.fit.instance import Floats, I, Instance, W
-from pipefit.schedule.fit.kernels.arrays import Loops
-from pipefit.schedule.fit.kernels.sweep import Tables
-from pipefit.schedule.fit.local.improve import Budget
-from pipefit.schedule.fit.starts.construct import Builder, merged_stages, swept
-from pipefit.schedule.fit.starts.modulo import offsets
-from pipefit.schedule.fit.starts.start import Start
+from pipefit.schedule.fit.instance import FitInstance, Floats, I, W
+from pipefit.schedule.fit.kernels.arrays import SearchLoops
+from pipefit.schedule.fit.kernels.sweep import InstanceTables
+from pipefit.schedule.fit.local.improve import MoveBudget
+from pipefit.schedule.fit.starts.construct import OrderBuilder, merged_stages, sweep_orders
+from pipefit.schedule.fit.starts.modulo import find_steady_state
+from pipefit.schedule.fit.starts.start import TimedOrders
 
 COST = 30
 """Moves that one construction counts as."""
@@ -33,58 +33,64 @@ STEADY_S = 2.5e-4
 """Seconds that it takes, about."""
 
 
-def repeating(instance: Instance, t: Tables, loops: Loops, budget: Budget, seed: int) -> list[Start]:
+def steady_starts(
+    instance: FitInstance, t: InstanceTables, loops: SearchLoops, budget: MoveBudget, seed: int
+) -> list[TimedOrders]:
     """What the shortest steady state found leads to, if there is one."""
-    size = (16 / instance.stages) ** 2
+    size = (16 / instance.num_stages) ** 2
     moves = int(min(MOST_STEADY, (budget.moves - budget.spent) / STEADY_COST) * size)
     if budget.until_s < math.inf:
         left = max(budget.until_s - time.perf_counter(), 0.0)
         moves = min(moves, int(0.15 * left / STEADY_S * size))
     if moves < LEAST_STEADY:
         return []
-    found = offsets(instance, moves=moves, seed=seed)
+    found = find_steady_state(instance, moves=moves, seed=seed)
     if found is None:
         return []
-    builder = Builder(instance, t, loops, found.merged)
-    time_s = builder.repeated(found.offset_s, found.period_s)
-    return [builder.start(time_s, "steady state")] if time_s < math.inf else []
+    builder = OrderBuilder(instance, t, loops, found.merged)
+    time_s = builder.repeated_objective(found.offset_s, found.period_s)
+    return [builder.valued_start(time_s, "steady state")] if time_s < math.inf else []
 
 
-def tuned(instance: Instance, t: Tables, loops: Loops, start: Start, budget: Budget, seed: int) -> Start | None:
-    """The best orders that blocks near the steady state of `start` lead to."""
-    offset, period = steady(instance, t, loops, start)
-    builder = Builder(instance, t, loops, merged_stages(instance, start.orders))
+def tune_offsets(
+    instance: FitInstance, t: InstanceTables, loops: SearchLoops, start: TimedOrders, budget: MoveBudget, seed: int
+) -> TimedOrders | None:
+    """The best orders that blocks near the steady state of `valued_start` lead to."""
+    offset, period = middle_period(instance, t, loops, start)
+    builder = OrderBuilder(instance, t, loops, merged_stages(instance, start.orders))
     random = np.random.default_rng(seed)
     step = float(instance.time_s[:3].mean())
     name = f"{start.name}, tuned"
-    time_s = builder.repeated(offset, period)
-    best = builder.start(time_s, name) if time_s < math.inf else None
+    time_s = builder.repeated_objective(offset, period)
+    best = builder.valued_start(time_s, name) if time_s < math.inf else None
     tries = min(MOST, budget.moves // COST)
     for n in range(tries):
-        if not budget.take(COST):
+        if not budget.take_moves(COST):
             break
         budget.spent += COST
-        near, stretch = changed(random, offset, step * (1.0 - n / tries) + 0.05 * step)
-        time_s = builder.repeated(near, period * stretch)
+        near, stretch = change_offsets(random, offset, step * (1.0 - n / tries) + 0.05 * step)
+        time_s = builder.repeated_objective(near, period * stretch)
         if time_s < math.inf and (best is None or time_s <= best.time_s):
-            best, offset, period = builder.start(time_s, name), near, period * stretch
+            best, offset, period = builder.valued_start(time_s, name), near, period * stretch
     return best
 
 
-def steady(instance: Instance, t: Tables, loops: Loops, start: Start) -> tuple[Floats, float]:
+def middle_period(
+    instance: FitInstance, t: InstanceTables, loops: SearchLoops, start: TimedOrders
+) -> tuple[Floats, float]:
     """([kind, stage] offsets, period) of the middle of a schedule."""
-    begin = swept(instance, t, loops, start.orders).begin.reshape(3, instance.stages, instance.units)
+    begin = sweep_orders(instance, t, loops, start.orders).begin.reshape(3, instance.num_stages, instance.num_units)
     begin = np.stack([begin[0], begin[I], np.where(begin[W] < 1e299, begin[W], begin[I] + instance.time_s[I])])
     begin[I:] = begin[I:][:, :, instance.backwards]
-    middle, reach = instance.units // 2, max(1, min(6, instance.units // 4))
-    low, high = middle - reach, min(middle + reach, instance.units - 1)
+    middle, reach = instance.num_units // 2, max(1, min(6, instance.num_units // 4))
+    low, high = middle - reach, min(middle + reach, instance.num_units - 1)
     period = float((begin[:, :, high] - begin[:, :, low]).mean()) / max(high - low, 1)
     n = np.arange(low, high + 1)
     offset: Floats = np.median(begin[:, :, low : high + 1] - period * n, axis=2)
     return offset, period
 
 
-def changed(random: np.random.Generator, offset: Floats, step: float) -> tuple[Floats, float]:
+def change_offsets(random: np.random.Generator, offset: Floats, step: float) -> tuple[Floats, float]:
     """Other offsets, and a factor for the period: one offset moves, or those of one kind on a run of stages, all alike
     or ever more; or the period changes."""
     kinds, stages = offset.shape

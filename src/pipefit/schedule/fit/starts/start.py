@@ -8,7 +8,7 @@ from pipefit.schedule.fit.instance import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class TimedOrders:
     """Orders that fit in memory, with their time."""
 
     time_s: float

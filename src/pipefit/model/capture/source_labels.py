@@ -1,0 +1,49 @@
+"""Labels of modules in captured graphs: the class of the module that an operator comes from.
+
+A label is part of a graph's hash, and plans and checkpoints store hashes. So a class of our own families that is
+renamed keeps its first label here, and files made before stay valid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+OWN_MODULES = "pipefit.model."
+
+FIRST_LABELS = {
+    "DiffusionBlock": "Block",
+    "DiffusionEmbed": "Embed",
+    "DiffusionModulation": "Modulation",
+    "DiffusionOutput": "Output",
+    "GPT2Attention": "Attention",
+    "GPT2Block": "Block",
+    "GPT2Embed": "Embed",
+    "GPT2Head": "Head",
+    "GPT2MLP": "MLP",
+    "LlamaAttention": "Attention",
+    "LlamaBlock": "Block",
+    "LlamaEmbed": "Embed",
+    "LlamaHead": "Head",
+    "LlamaMLP": "MLP",
+    "MoEExperts": "Experts",
+    "MoELayer": "MoE",
+    "MoERouter": "Router",
+    "MultimodalEmbed": "Embed",
+    "MultimodalHead": "Head",
+    "OperatorModule": "Leaf",
+    "PixelNormalise": "Normalise",
+    "TokenLoss": "Loss",
+    "VisionAttention": "Attention",
+    "VisionBlock": "Block",
+    "VisionEmbed": "Embed",
+    "VisionMLP": "MLP",
+    "VisionProjector": "Projector",
+}
+"""Class name of a family's module today -> its label in graphs."""
+
+
+def source_label(kind: type | str | Any) -> str:
+    """Return the label of a module's class, given as a type or as its dotted name (as `nn_module_stack` has it)."""
+    dotted = f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
+    name = dotted.rpartition(".")[2]
+    return FIRST_LABELS.get(name, name) if dotted.startswith(OWN_MODULES) else name
