@@ -1,7 +1,7 @@
-"""Frozen dataclasses to JSON and back, strictly: an unknown, missing or wrong field is one clear FormatError.
+"""Strict conversion of frozen dataclasses to JSON and back: every unknown, missing or wrong field is a FormatError.
 
-Supports what our types use: dataclasses, tuples, mappings with string keys, optionals, unions of plain types,
-`Literal`, int, float, str, bool. Reloading what was dumped gives an equal object.
+Supported types: dataclasses, tuples, mappings with string keys, optionals, unions of plain types, `Literal`, int,
+float, str, bool. Loading dumped text gives an equal object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def to_data(value: Any) -> Any:
-    """Plain JSON data of a dataclass (nested ones, tuples and mappings included). Default-valued fields are kept."""
+    """Return plain JSON data of a dataclass, nested values included. Fields with default values are kept."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -33,20 +33,20 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(kind: type[T], data: Any, where: str) -> T:
-    """An object of dataclass `kind` from JSON data. `where` names the file for the error message.
+    """Build an object of dataclass `kind` from JSON data. `where` names the file in error messages.
 
-    Raises FormatError naming the path of the wrong field, what was seen and what is allowed.
+    Raises FormatError with the path of the wrong field, the value seen and the values allowed.
     """
     return typing.cast(T, _build_value(kind, data, where))
 
 
 def dump_text(value: Any) -> str:
-    """JSON text with short arrays on one line, so that a person can read, edit and diff it."""
+    """Return JSON text with short arrays on one line, readable in an editor and in a diff."""
     return _format_json(to_data(value), 0) + "\n"
 
 
 def load_text(kind: type[T], text: str, where: str) -> T:
-    """The inverse of `dump_text`. A text that is not JSON gives a FormatError with line and column."""
+    """Parse the output of `dump_text`. Raises FormatError with line and column for text that is not JSON."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -60,7 +60,7 @@ def load_text(kind: type[T], text: str, where: str) -> T:
 
 
 def load_file(kind: type[T], path: Path) -> T:
-    """`load_text` of a file; a file that is absent or unreadable is a FormatError too."""
+    """Load a file with `load_text`. Raises FormatError if the file is absent or unreadable."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +69,7 @@ def load_file(kind: type[T], path: Path) -> T:
 
 
 def make_folder(path: Path, what: str, error: type[PipefitError] = PipefitError) -> None:
-    """Make the folder that the file `path` will lie in. Raises `error`, naming `what`, where that cannot be."""
+    """Create the parent folder of the file `path`. Raises `error`, naming `what`, if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -79,7 +79,7 @@ def make_folder(path: Path, what: str, error: type[PipefitError] = PipefitError)
 
 
 def write_file(path: str | Path, text: str, what: str, error: type[PipefitError] = PipefitError) -> None:
-    """Write a text file and the folders above it. Raises `error`, naming `what` ("plan"), where that cannot be."""
+    """Write a text file and create its parent folders. Raises `error`, naming `what` ("plan"), if that fails."""
     path = Path(path)
     make_folder(path, what, error)
     try:
@@ -98,7 +98,7 @@ def _write_error(path: Path, what: str, error: type[PipefitError], reason: OSErr
 
 
 def content_digest(value: Any) -> str:
-    """A short stable hash (16 hex digits of SHA-256) of the JSON form of `value`."""
+    """Return a short stable hash (16 hex digits of SHA-256) of the JSON form of `value`."""
     canonical = json.dumps(to_data(value), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

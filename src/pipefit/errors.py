@@ -1,7 +1,7 @@
-"""The errors a user can meet. Each says what is wrong, where, what was seen, what is allowed, and what to do next.
+"""The errors shown to users: each says what is wrong, where, the value seen, the values allowed, and the next step.
 
-A user's mistake is a `PipefitError`; the command line prints it and exits with code 2. A broken invariant of our
-own is an `assert`, never a `PipefitError`.
+A user's mistake is a `PipefitError`; the command line prints it and exits with code 2. A broken internal invariant is
+an `assert`, never a `PipefitError`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 
 class PipefitError(ValueError):
-    """A mistake in the user's input, or a fact about the user's machines, told so that it can be mended.
+    """A mistake in the user's input, or a property of the user's machines that the user can change.
 
     `what` is the mistake in one sentence; `where` the file, field or option; `seen` the value found;
-    `allowed` what would have been accepted; `next_step` a command or change to try.
+    `allowed` the accepted values; `next_step` a command or change to try.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PipefitError(ValueError):
         super().__init__(self.full_text())
 
     def full_text(self) -> str:
-        """The whole message, a line for each part that is known."""
+        """Return the full message, one line for each known part."""
         parts = [self.what]
         for label, value in (
             ("where", self.where),
@@ -47,11 +47,11 @@ class PipefitError(ValueError):
 
 
 class FormatError(PipefitError):
-    """A file that cannot be read as what it should be: truncated, of another version, or with a wrong field."""
+    """A file that cannot be parsed as its format: truncated, of another version, or with a wrong field."""
 
 
 class ModelError(PipefitError):
-    """A model that is unknown, or whose configuration contradicts itself."""
+    """An unknown model, or a model with a contradictory configuration."""
 
 
 class ClusterError(PipefitError):
@@ -59,15 +59,15 @@ class ClusterError(PipefitError):
 
 
 class ScheduleError(PipefitError):
-    """A schedule that is wrong, or cannot be made for what was asked. Its text draws the bad cell."""
+    """A schedule that is wrong, or cannot be built for the request. The text draws the bad cell."""
 
 
 class DeadlockError(ScheduleError):
-    """A lowered schedule that would hang under rendezvous sends."""
+    """A lowered schedule that would deadlock under rendezvous sends."""
 
 
 class PlanError(PipefitError):
-    """A plan that is malformed, or contradicts itself."""
+    """A plan that is malformed or contradicts itself."""
 
 
 class StalePlanError(PlanError):
@@ -75,11 +75,11 @@ class StalePlanError(PlanError):
 
 
 class DoesNotFitError(PlanError):
-    """Nothing, or not this plan, fits in the memory of the devices."""
+    """A plan that exceeds the memory of the devices, or a search in which every plan does."""
 
 
 class DataError(PipefitError):
-    """A corpus that is empty, unreadable or not what it was said to be."""
+    """A corpus that is empty, unreadable, or different from its description."""
 
 
 class CheckpointError(PipefitError):
@@ -91,11 +91,11 @@ class RunError(PipefitError):
 
 
 class LabError(PipefitError):
-    """An emulated cluster that cannot be made on this machine, or that did not keep to what it emulates."""
+    """An emulated cluster that cannot be made on this machine, or whose measured speeds differ from the emulation."""
 
 
 def most_like(name: str, known: Iterable[str]) -> list[str]:
-    """The known name that is most like this one; none if nothing is like it."""
+    """Return the known name closest to `name` in a list of one, or an empty list if none is similar."""
     import difflib
 
     return difflib.get_close_matches(name, list(known), n=1)

@@ -1,7 +1,7 @@
-"""Seconds, bytes, FLOPs: reading what people write and printing what people read. Converted here, at the edge, only.
+"""Parsing and formatting of seconds, bytes and FLOPs at the user interface, the only place of unit conversion.
 
 Inside the project every number carries its unit in its name: `_s`, `_bytes`, `_bytes_per_s`, `flops`,
-`_flops_per_s`. Decimal prefixes are powers of 1000 (kB, MB, Gbit/s), binary ones of 1024 (KiB, MiB, GiB).
+`_flops_per_s`. Decimal prefixes are powers of 1000 (kB, MB, Gbit/s), binary prefixes powers of 1024 (KiB, MiB, GiB).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*
 
 
 def parse_bytes(text: str | int | float, where: str = "size") -> int:
-    """Bytes from `80GB`, `80 GiB`, `512` (bytes) or a number. Raises PipefitError for anything else."""
+    """Parse bytes from `80GB`, `80 GiB`, `512` (bytes) or a number. Raises PipefitError for any other text."""
     if isinstance(text, (int, float)):
         return int(text)
     value, unit = _split_unit(text, where, "80GB or 80GiB")
@@ -28,7 +28,7 @@ def parse_bytes(text: str | int | float, where: str = "size") -> int:
 
 
 def parse_bandwidth(text: str | int | float, where: str = "bandwidth") -> float:
-    """Bytes per second from `25Gbit/s`, `3GB/s`, `3 GiB/s` or a number of bytes per second."""
+    """Parse bytes per second from `25Gbit/s`, `3GB/s`, `3 GiB/s` or a number. Raises PipefitError for other text."""
     if isinstance(text, (int, float)):
         return float(text)
     value, unit = _split_unit(text, where, "25Gbit/s or 3GB/s")
@@ -41,7 +41,7 @@ def parse_bandwidth(text: str | int | float, where: str = "bandwidth") -> float:
 
 
 def parse_seconds(text: str | int | float, where: str = "time") -> float:
-    """Seconds from `5us`, `3.2 ms`, `1s` or a number of seconds."""
+    """Parse seconds from `5us`, `3.2 ms`, `1s` or a number. Raises PipefitError for any other text."""
     if isinstance(text, (int, float)):
         return float(text)
     value, unit = _split_unit(text, where, "5us or 3.2ms")
@@ -51,7 +51,7 @@ def parse_seconds(text: str | int | float, where: str = "time") -> float:
 
 
 def format_bytes(count: float) -> str:
-    """`1.50 GiB`: three significant figures in binary units, as memory tools print them."""
+    """Return bytes as `1.50 GiB`: three significant figures in binary units, as memory tools print them."""
     sign, count = ("-", -count) if count < 0 else ("", count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -61,7 +61,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`3.21 ms`: three significant figures in the unit that fits."""
+    """Return seconds as `3.21 ms`: three significant figures in the fitting unit."""
     sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
     if seconds >= 120:
         return f"{sign}{_three_digits(seconds / 60)} min"
@@ -72,17 +72,17 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """`3.12 GB/s`, in decimal units as links are sold and measured."""
+    """Return a bandwidth as `3.12 GB/s`, in decimal units as links are sold and measured."""
     return f"{_format_decimal(bytes_per_s)}B/s"
 
 
 def format_flops(flops: float) -> str:
-    """`312 TFLOP`."""
+    """Return FLOPs as `312 TFLOP`."""
     return f"{_format_decimal(flops)}FLOP"
 
 
 def format_count(count: float) -> str:
-    """`8.03 B`: parameters and tokens as people speak of them (K, M, B, T)."""
+    """Return a count of parameters or tokens as `8.03 B` (K, M, B, T)."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= scale:
             return f"{_three_digits(count / scale)} {unit}"

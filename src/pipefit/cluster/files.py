@@ -82,23 +82,23 @@ def _host_problems(cluster: Cluster, where: str) -> Iterator[ClusterError]:
         yield ClusterError("A cluster needs at least one host.", where=f"{where}: hosts")
     names: set[str] = set()
     for index, host in enumerate(cluster.hosts):
-        place = f"{where}: hosts[{index}] ({host.name})"
+        host_where = f"{where}: hosts[{index}] ({host.name})"
         if host.name in names:
-            yield ClusterError("Two hosts have the same name.", where=place, seen=host.name)
+            yield ClusterError("Two hosts have the same name.", where=host_where, seen=host.name)
         names.add(host.name)
         if host.kind not in cluster.kinds:
             yield ClusterError(
                 "The host is of a kind that the file does not describe.",
-                where=f"{place}.kind",
+                where=f"{host_where}.kind",
                 seen=host.kind,
                 allowed=", ".join(cluster.kinds) or "(no kinds in the file)",
             )
         if host.devices < 1:
-            yield ClusterError("A host has at least one device.", where=f"{place}.devices", seen=host.devices)
+            yield ClusterError("A host has at least one device.", where=f"{host_where}.devices", seen=host.devices)
         if host.devices > 1 and host.link not in cluster.links:
             yield ClusterError(
                 "The link between the devices of this host is missing.",
-                where=f"{place}.link",
+                where=f"{host_where}.link",
                 seen=repr(host.link),
                 allowed=", ".join(cluster.links) or "(no links in the file)",
             )

@@ -22,12 +22,12 @@ def measurement_problems(
         yield from _curve_problems(link.sizes_bytes, link.time_s, f"{where}.links.{name}")
     for name, rail in measured.rails.items():
         yield from _rail_problems(rail, hosts, f"{where}.rails.{name}")
-    for index, each in enumerate(measured.collectives):
-        place = f"{where}.collectives[{index}] ({each.operation})"
-        yield from _curve_problems(each.sizes_bytes, each.time_s, place)
-        for factor in (each.latency_factor, each.bandwidth_factor):
+    for index, collective in enumerate(measured.collectives):
+        curve_where = f"{where}.collectives[{index}] ({collective.operation})"
+        yield from _curve_problems(collective.sizes_bytes, collective.time_s, curve_where)
+        for factor in (collective.latency_factor, collective.bandwidth_factor):
             if not (math.isfinite(factor) and factor > 0):
-                yield _range_error(place, factor, "a factor above zero")
+                yield _range_error(curve_where, factor, "a factor above zero")
     for kind, overheads in measured.overhead_s.items():
         for action, time_s in overheads.items():
             if not (math.isfinite(time_s) and time_s >= 0):
@@ -143,9 +143,9 @@ def _sharing_problems(sharing: PortSharing, hosts: Sequence[str], where: str) ->
                 seen=", ".join(unknown),
                 allowed=", ".join(hosts),
             )
-        for way, rate in (("up", uplink.up_bytes_per_s), ("down", uplink.down_bytes_per_s)):
+        for direction, rate in (("up", uplink.up_bytes_per_s), ("down", uplink.down_bytes_per_s)):
             if rate is not None and not (math.isfinite(rate) and rate > 0):
-                yield _range_error(f"{where}.uplinks[{index}].{way}_bytes_per_s", rate, "bytes per second above zero")
+                yield _range_error(f"{where}.uplinks[{index}].{direction}_bytes_per_s", rate, "bytes per second above zero")
 
 
 def _length_error(where: str, what: str, seen: int, hosts: int) -> ClusterError:

@@ -90,8 +90,8 @@ def local_cluster(devices: int) -> Cluster:
         raise ClusterError("At least one device is needed.", where="--local", seen=devices, allowed="1 or more")
     cores, hertz, memory = _core_count(), _frequency_hz(), _memory_bytes()
     share = cores / devices
-    each = memory // devices - PROCESS_BYTES
-    if each <= 0:
+    device_bytes = memory // devices - PROCESS_BYTES
+    if device_bytes <= 0:
         raise ClusterError(
             "This machine has too little memory for so many processes.",
             where="--local",
@@ -100,7 +100,7 @@ def local_cluster(devices: int) -> Cluster:
         )
     kind = DeviceKind(
         name="cpu",
-        memory_bytes=each,
+        memory_bytes=device_bytes,
         peak_flops_per_s={dtype: per_cycle * hertz * share for dtype, per_cycle in _FLOPS_PER_CYCLE.items()},
         memory_bandwidth_bytes_per_s=20e9 / devices,
         efficiency=0.5,

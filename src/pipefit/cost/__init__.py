@@ -1,1 +1,1 @@
-"""What a piece costs: compute time, transfers, collectives, memory."""
+"""Costs of work in a pipeline: compute time, transfers, collectives, memory."""

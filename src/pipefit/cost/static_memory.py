@@ -1,7 +1,7 @@
-"""Memory that stays for the whole run, by parts: parameters, gradients, optimizer state, workspace.
+"""Memory that stays allocated for the whole run, by parts: parameters, gradients, optimizer state, workspace.
 
-Mixed precision as Megatron and torchtitan run it: bfloat16 parameters, float32 gradients, and float32 master weights
-with AdamW's two moments (2 + 4 + 12 bytes a parameter). Without mixed precision everything is in one type.
+Mixed precision follows Megatron and torchtitan: bfloat16 parameters, float32 gradients, and float32 master weights
+with AdamW's two moments (2 + 4 + 12 bytes a parameter). Without mixed precision all parts have one type.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ COMPUTE_BYTES: Mapping[Precision, int] = {"float64": 8, "float32": 4, "bfloat16"
 """Bytes of a parameter, and of an activation."""
 
 GRADIENT_BYTES: Mapping[Precision, int] = {"float64": 8, "float32": 4, "bfloat16": 4}
-"""Bytes of one entry of the gradient buffer that all microbatches are added into."""
+"""Bytes of one entry of the gradient buffer into which all microbatches are accumulated."""
 
 STATE_BYTES: Mapping[Precision, int] = {"float64": 16, "float32": 8, "bfloat16": 12}
 """Bytes of AdamW's state per parameter: two moments, and the float32 master weight under bfloat16."""
 
 WORKSPACE_BYTES = 64 * 2**20
-"""Assumed: what libraries take for themselves (matrix product workspaces, communication buffers)."""
+"""Assumed workspace of libraries (matrix product workspaces, communication buffers)."""
 
 
 def static_parts(elements: float, frozen: float, state_share: float, precision: Precision) -> Mapping[str, float]:
-    """Bytes by part on one device that stores `elements` trainable and `frozen` other parameter elements.
+    """Return the bytes by part on a device that stores `elements` trainable and `frozen` other parameter elements.
 
-    `state_share` is the part of the optimizer state that it keeps: 1, or its share of the replicas under ZeRO-1.
+    `state_share` is the part of the optimizer state on this device: 1, or its share of the replicas under ZeRO-1.
     """
     return {
         "parameters": (elements + frozen) * COMPUTE_BYTES[precision],
@@ -38,10 +38,13 @@ def static_parts(elements: float, frozen: float, state_share: float, precision: 
 
 
 def optimizer_traffic_bytes(elements: float, state_share: float, precision: Precision) -> float:
-    """Bytes that the norm and AdamW read and write: gradients twice, the state in and out, the parameters out."""
-    own = elements * state_share
+    """Return the bytes read and written by the norm and AdamW.
+
+    The gradients are read twice, the state is read and written, and the parameters are written.
+    """
+    owned_elements = elements * state_share
     return (
         elements * GRADIENT_BYTES[precision]
-        + own * (GRADIENT_BYTES[precision] + 2 * STATE_BYTES[precision])
-        + own * COMPUTE_BYTES[precision]
+        + owned_elements * (GRADIENT_BYTES[precision] + 2 * STATE_BYTES[precision])
+        + owned_elements * COMPUTE_BYTES[precision]
     )

@@ -1,7 +1,7 @@
-"""What a piece of work costs: the tables that schedules are built from and simulations run on.
+"""The cost tables from which schedules are built and on which the simulator runs.
 
-A cost is a duration and what it does to memory. Tables are arrays over [stage, microbatch, slice]; an axis of
-length 1 stands for "the same for all", so that uniform work stays small and ragged work is expressible.
+A cost is a duration and a change of memory. Tables are arrays over [stage, microbatch, slice]. An axis of length 1
+holds the same value for all its indices, which keeps uniform work small and allows ragged work.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ActionCost:
-    """Of one action."""
+    """The cost of one action."""
 
     time_s: float
     held_bytes: float = 0.0
-    "What stays allocated after the action (negative: what it frees)."
+    "Bytes still allocated after the action, minus those before (negative: freed bytes)."
     peak_bytes: float = 0.0
-    "What it needs beside that while it runs: its inputs and outputs among it, as far as they are not held."
+    "Additional bytes while the action runs, including its inputs and outputs that are not held."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class ActionTable:
     peak_bytes: Array
 
     def cost_of(self, stage: int, microbatch: int, slice_: int) -> ActionCost:
-        """The cost of one action, whatever axes were stored as length 1."""
+        """Return the cost of one action; axes of length 1 are broadcast."""
         return ActionCost(
             _entry_at(self.time_s, stage, microbatch, slice_),
             _entry_at(self.held_bytes, stage, microbatch, slice_),
@@ -46,23 +46,24 @@ class ActionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeCost:
-    """Moving one tensor between two stages: arrays that broadcast over [microbatch, slice]."""
+    """The cost of moving one tensor between two stages: arrays that broadcast over [microbatch, slice]."""
 
     source: int
     target: int
     tensor: str = ""
     "'' is the hidden state."
     forward_s: Array
-    "Time from the send's start until the tensor can be used, without waiting for a port."
+    "Seconds from the start of the send until the tensor can be used, without waiting for a port."
     backward_s: Array
     forward_port_s: Array
-    "The part of it during which the sender's port is busy (no latency)."
+    "The part of `forward_s` during which the sender's port is busy (no latency)."
     backward_port_s: Array
     forward_bytes: Array
-    "The receive buffer: held from when the receive is posted until the consumer starts, whose own memory it is then."
+    "The receive buffer, held from posting the receive until the consumer starts. From then on the consumer's"
+    " memory includes it."
     backward_bytes: Array
     forward_sent_bytes: Array = field(default_factory=lambda: np.zeros((1, 1)))
-    "What the sender keeps of it from the end of its producer until it has left (or, on one lane, until it is used)."
+    "Bytes held by the sender from the end of the producer until the tensor is sent (on one lane: until it is used)."
     backward_sent_bytes: Array = field(default_factory=lambda: np.zeros((1, 1)))
 
 
@@ -71,67 +72,66 @@ class CostTable:
     """All costs of one iteration of a pipeline, by stage, edge and lane."""
 
     actions: Mapping[str, ActionTable]
-    "Keys F, I, W, B. B (fused) is what a schedule without W uses."
+    "Keys F, I, W, B. Schedules without W use B, the fused backward."
     edges: tuple[EdgeCost, ...]
     reduce_s: Array
-    "Per stage: reduction of its gradients, once an iteration."
+    "Per stage: gradient reduction, once an iteration."
     tied_s: Array = field(default_factory=lambda: np.zeros(1))
-    "Per stage: summing its gradients over all stages that take turns with it, once all have come to that."
+    "Per stage: gradient sum over all stages that hold the same layers in turns. It starts when all have finished."
     gather_s: Array
-    "Per stage: parameters gathered after the optimizer step (ZeRO-1), once an iteration."
+    "Per stage: parameter all-gather after the optimizer step (ZeRO-1), once an iteration."
     step_s: Array
-    "Per lane: optimizer step, norm included."
+    "Per lane: optimizer step, including the gradient norm."
     static_bytes: Array
     "Per lane: parameters, gradients, optimizer state, workspace."
     owed_bytes: Array = field(default_factory=lambda: np.zeros((1, 1, 1)))
-    "What a slice's backward leaves for the keys and values of earlier slices, until the next one of the microbatch"
-    " starts, whose own memory it is then; over [stage, microbatch, slice]."
+    "Gradients that a slice's backward leaves for the keys and values of earlier slices, over [stage, microbatch,"
+    " slice]. Held until the next backward of the microbatch starts, whose memory includes them."
     reduce_copy_bytes: Array = field(default_factory=lambda: np.zeros(1))
-    "Per stage: what its reduction holds from its last backward on (gloo sums a copy of what it scatters)."
+    "Per stage: bytes held by the reduction from the last backward on (gloo reduce-scatter sums a copy)."
     reduce_hidden_s: Mapping[str, Array] = field(default_factory=dict)
-    "Keys B and W, the kind of a stage's last backward; per stage: the part of `reduce_s` that runs beside it. Empty:"
-    " reductions start when the last backward is over."
+    "Key: kind of the stage's last backward (B or W). Per stage: the part of `reduce_s` that overlaps it. Empty:"
+    " reductions start after the last backward."
     overhead_s: float = 0.0
-    "Added to every compute action: what the interpreter needs per action."
+    "Interpreter overhead, added to every compute action."
     receives_ahead: bool = False
-    "Whether a receive is posted before the message ahead of it is used (gloo: the sender then writes at once)."
+    "Whether a receive is posted before the preceding message is used (gloo: the sender then writes at once)."
     kinds: tuple[KindMemory, ...] = ()
-    "What each kind of device holds, where that is less than the rest of the table says; empty: all hold the same."
+    "Memory of each device kind, where kinds hold different amounts; empty: all hold the same."
     contention: PortContention | None = None
-    "What transfers at the same time do to each other; None: every lane has a port of its own, and all replicas go in"
-    " step."
+    "Contention of concurrent transfers; None: every lane has its own port, and all replicas run in step."
     notes: tuple[str, ...] = field(default=())
-    "Which measurements or assumptions the numbers came from."
+    "The measurements and assumptions behind the numbers."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindMemory:
-    """What the devices of one kind hold: of every lane the fullest one of that kind."""
+    """The memory of one device kind: per lane, of the fullest device of that kind."""
 
     name: str
     devices: frozenset[int]
-    "All of the kind, by their numbers in the cluster."
+    "Cluster indices of all devices of the kind."
     limit_bytes: Array
-    "Per lane: what a process may use there; infinite where no such device is."
+    "Per lane: the bytes that a process may use; infinite on a lane without such a device."
     table: CostTable
-    "Its bytes; nothing else of it is read."
+    "Only the bytes of this table are read."
     parts: tuple[Mapping[str, float], ...]
-    "Per lane: its static bytes by part."
+    "Per lane: static bytes by part."
     end_bytes: Array
-    "Per lane: what the end of an iteration needs beside what always stays (`cost/memory/step_end.py`)."
+    "Per lane: bytes at the end of an iteration beside the static bytes (`cost/memory/step_end.py`)."
 
 
 @dataclass(frozen=True, slots=True)
 class PortFlow:
-    """A transfer, a collective, or an action with collectives of its own, as ports see it."""
+    """The port usage of a transfer, of a collective, or of an action with collectives inside."""
 
     ports: tuple[int, ...]
     use: tuple[float, ...]
-    "Of each port: the share of it that the flow takes when it is alone, at most 1."
+    "The share of each port that the flow uses when it is alone, at most 1."
     bytes_per_s: float
-    "Of one of its messages, alone: flows that share a port get equal parts of it for each of their messages."
+    "Rate of one message of the flow, alone. Flows that share a port get equal parts of it per message."
     queue: int = -1
-    "Flows with the same number take turns, in the order in which they are ready; -1: with nobody."
+    "Flows with the same number run one at a time, in the order in which they are ready; -1: no queue."
 
 
 FlowKey = tuple[str, int, int, int]
@@ -141,10 +141,10 @@ or (F, I, W or B, stage, slice, pipeline)."""
 
 @dataclass(frozen=True, slots=True)
 class PortContention:
-    """Pipelines that go at their own pace between reductions, and what their transfers share."""
+    """Pipelines that run at their own pace between reductions, and the ports that their transfers share."""
 
     pipelines: tuple[CostTable, ...]
-    "The times of each replica by itself (`actions`, `edges`; the rest is not read); one for all of them together."
+    "The times of each replica alone (only `actions` and `edges` are read); one table if replicas run in step."
     flows: Mapping[FlowKey, PortFlow]
     ports: int
     queues: int

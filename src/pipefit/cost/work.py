@@ -1,4 +1,4 @@
-"""What a pipeline has to do, in the terms that costs are made from: no plan, no schedule, only graphs and groups."""
+"""The work of a pipeline from which costs are computed: graphs and meshes, without a plan or a schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipefit.model.graph import Graph
 Recompute = Literal["none", "selective", "full"]
 
 BUCKET_BYTES = 32 << 20
-"""Bytes of gradients that are reduced together: as `run/worker/build.py` fills its buckets."""
+"""Bytes of gradients reduced together: the bucket size of `run/worker/build.py`."""
 
 Messages = tuple[tuple[int, int, float], ...]
 """(source device, target device, bytes)."""
@@ -20,22 +20,22 @@ Messages = tuple[tuple[int, int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
-    """Elements that the devices of a stage store, per position of the shard axis."""
+    """Parameter elements stored by the devices of a stage, per position of the shard axis."""
 
     trainable: tuple[int, ...]
     frozen: tuple[int, ...]
     whole: tuple[int, ...]
-    "The trainable ones that every shard position stores alike: their gradients are summed over the shard axis."
+    "Trainable elements that are replicated over the shard axis: their gradients are summed over it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """One stage on its group."""
+    """The work of one stage on its mesh."""
 
     lane: int
     group: Mesh
     layers: tuple[tuple[Graph, ...], ...]
-    "[layer][position of the shard axis]; one entry where the layer is not sharded."
+    "[layer][position of the shard axis]; one entry if the layer is not sharded."
     rows: tuple[int, ...]
     "Rows of one microbatch on each position of the replica axis."
     slices: tuple[int, ...]
@@ -45,26 +45,26 @@ class StageWork:
     split_state: bool
     "ZeRO-1: the optimizer state is split over the replicas by their shares."
     shares: tuple[tuple[int, ...], ...] = ()
-    "Of every layer along the shard axis, where layers have shares of their own; empty: the group's."
+    "Shares of every layer along the shard axis, where they differ from the mesh's; empty: the mesh's."
 
     symbols: tuple[tuple[str, int], ...] = ()
-    "Sizes that the graphs name beside rows and tokens, the same in every microbatch."
+    "Other sizes named in the graphs besides rows and tokens, the same in every microbatch."
     packed: tuple[tuple[tuple[int, int], ...], ...] = ()
-    "[microbatch][replica] of rows that are packed: tokens, and the sum of the images' tokens squared. `rows` and"
-    " `slices` are then those of an average one. Empty: all microbatches are alike."
+    "[microbatch][replica] of packed rows: tokens, and the sum of the squared tokens of each image. `rows` and"
+    " `slices` then describe an average microbatch. Empty: all microbatches are equal."
     frozen: int = 0
-    "Layers at its beginning without a backward: neither they nor any layer before them is trained."
+    "Number of leading layers without a backward: neither they nor any earlier layer is trained."
     turns: int = 1
-    "Stages that hold the same layers on lanes of their own and take turns, itself included: their gradients are summed"
-    " over all of them at once (`TiedWork.rings`)."
+    "Number of stages, this one included, that hold the same layers on different lanes and take turns. Their gradients"
+    " are summed over all of them at once (`TiedWork.rings`)."
 
     @property
     def has_equal_shards(self) -> bool:
-        """Whether all positions of the shard axis have as much of every layer."""
+        """Whether all positions of the shard axis have equal parts of every layer."""
         return all(len({*shares}) <= 1 for shares in (*self.shares, self.group.find_axis("shard").shares))
 
     def shares_of(self, layer: int) -> tuple[int, ...]:
-        """Everyone's shares of a layer along the shard axis."""
+        """Return the shares of a layer along the shard axis."""
         return self.shares[layer] if self.shares else self.group.find_axis("shard").shares
 
 
@@ -79,20 +79,20 @@ class EdgeWork:
     "[slice] -> messages."
     backward: tuple[tuple[tuple[int, int, float], ...], ...]
     ragged: tuple[tuple[Messages, Messages], ...] = ()
-    "[microbatch] -> (forward, backward), where microbatches differ; `forward` and `backward` are then the largest."
+    "[microbatch] -> (forward, backward), if microbatches differ; `forward` and `backward` are then the largest."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedWork:
-    """Gradients that several stages exchange once an iteration, because they share parameters."""
+    """Gradients of parameters shared by several stages, exchanged once an iteration."""
 
     stages: tuple[int, ...]
     messages: tuple[tuple[int, int, float], ...]
-    "(source device, target device, bytes): every stage's own gradient to each of the others."
+    "(source device, target device, bytes): every stage sends its gradient to each other stage."
     elements: int = 0
-    "Of the shared parameters, as one device holds them."
+    "Elements of the shared parameters on one device."
     rings: tuple[tuple[int, ...], ...] = ()
-    "Of stages that take turns: the devices that sum theirs together, in place of messages."
+    "For stages that take turns: the device groups that sum their gradients, instead of messages."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class PipelineWork:
     tied: tuple[TiedWork, ...] = ()
     precision: Precision
     bucket_bytes: float = BUCKET_BYTES
-    "Gradients that are reduced together."
+    "Bytes of gradients reduced together."
 
     @property
     def num_lanes(self) -> int:
@@ -112,5 +112,5 @@ class PipelineWork:
 
     @property
     def distinct_microbatches(self) -> int:
-        """The number of microbatches, where they differ; else 1."""
+        """The number of microbatches if they differ, else 1."""
         return max([1, *(len(stage.packed) for stage in self.stages)])

@@ -1,1 +1,1 @@
-"""What is trained: operator graphs, their capture, the model families."""
+"""Models to train: operator graphs, their capture from PyTorch modules, and the model families."""

@@ -1,10 +1,11 @@
-"""Operator graphs: what one layer computes, as plain data. No torch here; `capture` makes graphs from modules.
+"""Operator graphs: the computation of one layer as plain data. Torch is not imported here; `capture` makes graphs from
+modules.
 
-A graph is a list of operators in execution order over named tensors. Sizes are integers or products with the
-symbols B (rows of the microbatch on one device) and T (tokens of the slice), so one graph serves every microbatch
-size, slice and share. Where a packed row of images meets a sequence, I and L are the tokens of that row
-(`docs/models.md`). An operator names its `kind`; what the kind means stands in `model/ops/KIND.py` (shapes, FLOPs,
-saved bytes), `shard/rules/KIND.py` (how it may be split) and `run/ops/KIND.py` (how it is executed).
+A graph is a list of operators in execution order over named tensors. Sizes are integers or products with the symbols B
+(rows of the microbatch on one device) and T (tokens of the slice), so one graph serves every microbatch size, slice and
+share. I and L are the tokens of a packed row of images that enters or leaves a token sequence (`docs/models.md`). An
+operator names its `kind`, which is defined in `model/ops/KIND.py` (shapes, FLOPs, saved bytes), `shard/rules/KIND.py`
+(ways to split it) and `run/ops/KIND.py` (execution).
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ Size = int | str
 Shape = tuple[Size, ...]
 
 LOCAL: Mapping[Size, Size] = MappingProxyType({"T": "S", "B": "R", "I": "J", "L": "M"})
-"""What a device's part of a dimension is called whose size is only known at run time: of tokens, of rows, of the tokens
-of a packed row that comes into a sequence or out of it."""
+"""Symbols of one device's part of a dimension whose size is only known at run time: tokens, rows, and tokens of a
+packed row that enters or leaves a sequence."""
 
 Role = Literal["activation", "tokens", "positions", "labels", "documents", "data"]
-"""Where an input of a layer comes from: the layer before it, or the step plan (never transferred); `data` is any other
-input of a model, by its name: images, token types, masks."""
+"""The source of a layer's input: the layer before it (`activation`), or the step plan, which is never transferred.
+`data` is any other input of a model, by its name: images, token types, masks."""
 
 
 def size_value(size: Size, symbols: Mapping[str, int]) -> int:
-    """The number that a size stands for, given values for its symbols."""
+    """The number that a size stands for, given values of its symbols."""
     if isinstance(size, int):
         return size
     number, letters = size_factors(size)
@@ -136,7 +137,7 @@ class Operator:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     "Plain JSON values: numbers, strings, booleans, lists of them."
     source: str = ""
-    "The module path or source line that this operator came from, for messages."
+    "The module path or source line that made this operator, for messages."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,17 +167,17 @@ class Graph:
 
     @property
     def hidden_output(self) -> str | None:
-        """The output that the next layer takes as its x; None where the chain ends."""
+        """The output that the next layer takes as its x; None at the end of the chain."""
         return self.outputs[0] if self.find_tensor(self.outputs[0]).shape else None
 
     @property
     def loss_output(self) -> str | None:
-        """The output without dimensions, a sum; the last of the outputs. None where there is no loss."""
+        """The output without dimensions, which is the last output; None if the graph has no loss."""
         return None if self.find_tensor(self.outputs[-1]).shape else self.outputs[-1]
 
     @property
     def hash(self) -> str:
-        """Stable over processes: two ranks with equal hashes run the same program."""
+        """A digest that is stable over processes: two ranks with equal hashes run the same program."""
         return content_digest(self)
 
 
@@ -194,7 +195,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelModule:
-    """A named chain of layers whose rows live in one space."""
+    """A named chain of layers whose rows are in one space."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -203,18 +204,18 @@ class ModelModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is trained: modules, the graphs of their distinct layers, and where it came from. Saved as JSON."""
+    """The model to train: modules, the graphs of their distinct layers, and its origin. Saved as JSON."""
 
     family: str
     "The registry name of the family that can rebuild its modules (`llama`, `gpt2`, ...), or `user`."
     config: Mapping[str, Any]
-    "The family's configuration in the words of a Hugging Face config.json."
+    "The family's configuration with the field names of a Hugging Face config.json."
     modules: tuple[ModelModule, ...]
     graphs: Mapping[str, Graph]
 
     @property
     def hash(self) -> str:
-        """A stable digest of all of it: what a plan is made for."""
+        """A stable digest of the model; plans store it."""
         return content_digest(self)
 
     @property

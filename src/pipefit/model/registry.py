@@ -1,6 +1,6 @@
-"""Which models we know, by name, directory or file; how to get their layers and their graphs. No torch at import.
+"""Known models by name, directory or file, and their layers and graphs. No torch at import.
 
-A source is a built-in name (`BUILTINS`), a directory with a Hugging Face config.json, such a file, a saved model
+A source is a built-in name (`builtin_names`), a directory with a Hugging Face config.json, such a file, a saved model
 (JSON of `Model`), or `FILE.py:FUNCTION`, a user's function that returns a list of `nn.Module` layers.
 """
 
@@ -36,12 +36,12 @@ _BUILTIN_DIRECTORY = Path(__file__).parent / "builtin"
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A model by description: enough to build its layers."""
+    """The family and configuration of a model: enough to build its layers."""
 
     name: str
     family: str
     config: Mapping[str, Any]
-    "In the words of a Hugging Face config.json, in our canonical spelling."
+    "Field names of a Hugging Face config.json, in pipefit's canonical spelling."
 
 
 def builtin_names() -> tuple[str, ...]:
@@ -50,7 +50,8 @@ def builtin_names() -> tuple[str, ...]:
 
 
 def resolve_model(source: str) -> ModelDescription:
-    """What `source` names. Raises ModelError (unknown name or model type, bad fields) or FormatError (no JSON)."""
+    """Return the description of the model named by `source`. Raises ModelError (unknown name or model type, bad fields)
+    or FormatError (invalid JSON)."""
     path = Path(source)
     if source in builtin_names():
         return describe_config(
@@ -79,7 +80,8 @@ def resolve_model(source: str) -> ModelDescription:
 
 
 def describe_config(config: Mapping[str, Any], name: str, where: str) -> ModelDescription:
-    """A `ModelDescription` of a config.json's data: family found by model type, configuration in canonical spelling."""
+    """Return the `ModelDescription` of a config.json's data: the family by model type, the configuration in canonical
+    spelling."""
     model_type = config.get("model_type")
     for family in FAMILIES.values():
         if model_type in family.model_types:
@@ -95,7 +97,8 @@ def describe_config(config: Mapping[str, Any], name: str, where: str) -> ModelDe
 
 
 def open_model(source: str) -> Model:
-    """The captured model that `source` names: a saved model is read (no torch), anything else is captured."""
+    """Return the captured model named by `source`: a saved model is read (without torch), any other source is
+    captured."""
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         data = read_json(path)
@@ -108,12 +111,12 @@ def open_model(source: str) -> Model:
 
 
 def save_model(model: Model, path: Path) -> None:
-    """Write a captured model as JSON; `open_model` reads it back equal."""
+    """Write a captured model as JSON; `open_model` reads back an equal model."""
     path.write_text(codec.dump_text(model), encoding="utf-8")
 
 
 def parameter_count(model: Model) -> int:
-    """Numbers in all parameters, tied ones once."""
+    """The number of elements in all parameters; tied parameters count once."""
     sizes: dict[str, int] = {}
     for layer in model.layers:
         for parameter in model.layer_graph(layer).parameters:
@@ -125,8 +128,8 @@ def parameter_count(model: Model) -> int:
 
 
 def _load_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A multimodal configuration may name directories for its encoder and its language model: what their config.json
-    says stands there afterwards. Paths count from the folder of the configuration."""
+    """Replace the directories that a multimodal configuration names for its encoder and language model by the contents
+    of their config.json. Paths are relative to the folder of the configuration."""
     if config.get("model_type") not in FAMILIES["multimodal"].model_types:
         return config
     named = {part: folder / config[part] for part in ("vision", "language") if isinstance(config.get(part), str)}

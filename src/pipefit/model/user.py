@@ -1,5 +1,5 @@
 """A user's own model: `FILE.py:FUNCTION`, a function without arguments that returns a list of nn.Module layers, or an
-`Example` of a whole model."""
+`Example` of a complete model."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pipefit.model.example import Example
 
 
 def make_user_model(source: str) -> Any:
-    """What the function that `source` names returns: an Example, or a list. Raises ModelError where it cannot be
-    called, and for anything else."""
+    """Call the function that `source` names and return its Example or list of layers. Raises ModelError if the call
+    fails or returns any other object."""
     function = load_function(source)
-    made = _run_user_code(function, source, "The function of the model failed.")
-    if isinstance(made, Example):
-        return made
-    if not isinstance(made, (list, tuple)) or not made:
+    user_model = _run_user_code(function, source, "The function of the model failed.")
+    if isinstance(user_model, Example):
+        return user_model
+    if not isinstance(user_model, (list, tuple)) or not user_model:
         raise ModelError(
             "The function returns no model.",
             where=source,
-            seen="an empty list" if isinstance(made, (list, tuple)) else type(made).__name__,
+            seen="an empty list" if isinstance(user_model, (list, tuple)) else type(user_model).__name__,
             allowed="a list of nn.Module layers, or pipefit.model.example.Example(module=..., inputs=...)",
-            next_step="for a whole nn.Module give an Example" if hasattr(made, "named_parameters") else None,
+            next_step="for a whole nn.Module give an Example" if hasattr(user_model, "named_parameters") else None,
         )
-    return list(made)
+    return list(user_model)
 
 
 @contextmanager
 def seeded_generators(*key: int) -> Iterator[None]:
-    """User code that draws random numbers: the generators of torch, numpy and Python start from a key, and are as they
-    were afterwards. Equal keys give equal numbers in every process."""
+    """Seed the generators of torch, numpy and Python from a key while user code runs, and restore them afterwards.
+    Equal keys give equal numbers in every process."""
     import numpy as np
     import torch
 
@@ -55,8 +55,8 @@ def seeded_generators(*key: int) -> Iterator[None]:
 
 
 def load_function(source: str) -> Callable[[], Any]:
-    """The function that `source` names. Raises ModelError where there is no such file or function, and where the file
-    cannot be imported."""
+    """Return the function that `source` names. Raises ModelError if the file or function does not exist or the import
+    fails."""
     file, _, name = source.rpartition(":")
     path = Path(file)
     if not path.is_file():
@@ -76,7 +76,7 @@ def load_function(source: str) -> Callable[[], Any]:
 
 
 def _run_user_code(function: Callable[[], Any], source: str, what: str) -> Any:
-    """The result of the user's code; what it raises becomes one ModelError with the line in the user's file."""
+    """Return the result of the user's code. Its exceptions become one ModelError with the line in the user's file."""
     file = str(Path(source.rpartition(":")[0]))
     try:
         return function()

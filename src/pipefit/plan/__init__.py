@@ -1,1 +1,1 @@
-"""What to do: the plan format, the search for the best plan, and its explanation."""
+"""The plan format, the search for the best plan, and its explanation."""

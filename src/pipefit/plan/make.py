@@ -1,4 +1,8 @@
-"""From a model, a cluster and a job to the plan: search, prediction, alternatives, or what is missing."""
+"""Search for the fastest plan of a model, a cluster and a job, and explain it.
+
+`make_plan` runs the search passes in order. The plan has a prediction, runners-up and notes; if nothing fits, the error
+says how much memory is missing.
+"""
 
 from __future__ import annotations
 
@@ -56,106 +60,124 @@ def make_plan(
     samples: SampledBatches | None = None,
     arrange: Arrange = deal_samples,
 ) -> Plan:
-    """The fastest plan that fits, with its prediction and the runners-up.
+    """Return the fastest plan that fits, with its prediction and the runners-up.
 
-    `name` and `cluster_source` are what the user typed for the model and the cluster.
-    `pins` are parsed `--fix` values, `top` counts the winner and its runners-up, `layers` replaces the roofline. Of a
-    model of several modules, `samples` are global batches to plan for (default: `assumed_samples`), and `arrange` says
-    who takes which sample.
-    Raises DoesNotFitError (how much is missing, and the nearest change that would fit) or PlanError (pins that leave
-    nothing to consider, a model that brings rows together).
+    `name` and `cluster_source` are the texts that the user typed for the model and the cluster. `pins` are parsed
+    `--fix` constraints. `top` counts the winner and its runners-up. `layers` replaces the roofline. For a model of
+    several modules, `samples` are the global batches to plan for (default: `assumed_samples`), and `arrange` assigns
+    samples to replicas and microbatches.
+
+    Raises DoesNotFitError with the missing bytes and the nearest change that would fit. Raises PlanError if the
+    constraints leave no candidate, or if the model mixes rows of the batch.
     """
     check_row_independence(model)
     bench = PlannerContext(model, cluster, layers, name, cluster_source)
     if len(model.modules) > 1:
-        given = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
-        return _plan_modules(bench, job, search_modules(bench, job, pins or {}, given, arrange, progress), top)
+        sampled = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
+        return _plan_modules(bench, job, search_modules(bench, job, pins or {}, sampled, arrange, progress), top)
     check_one_module(pins or {})
     pins = {**default_constraints(model, pins or {}), **(pins or {})}
     if pins.get("sharding") == "searched":
         count = device_count(cluster)
         check_space(job, len(bench.only_module.layers), count, pins)
         bench.search_recipes(job, request_from_constraints(pins, job, count))
-    found = best_plans(bench, job, pins, top, progress)
-    placing = place_candidates(bench, job, pins, found)
+    result = best_plans(bench, job, pins, top, progress)
+    placing = place_candidates(bench, job, pins, result)
     grouping = search_groups(bench, job, pins, placing.found)
     if not grouping.found.fitting:
-        raise does_not_fit(bench, job, pins, found)
+        raise does_not_fit(bench, job, pins, result)
     curve = trade_memory(bench, job, pins, grouping.found.fitting[0])
-    found = _put_first(grouping.found, curve.best)
-    best = found.fitting[0]
+    result = _put_first(grouping.found, curve.best)
+    best = result.fitting[0]
     plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
+    plan = add_prediction(plan, model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
     assert plan.prediction is not None
-    binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(found))))
-    if found.open_bound_s >= best.step_s:
+    binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(result))))
+    if result.open_bound_s >= best.step_s:
         proof = "no candidate left has a lower bound below this plan's time"
     else:
-        proof = f"its budget was spent: a plan of {format_seconds(found.open_bound_s)} is not ruled out"
-    counted = f"search: {found.considered} candidates, {found.simulated} simulated, {found.unfit} did not fit; {proof}"
+        proof = f"its budget was spent: a plan of {format_seconds(result.open_bound_s)} is not ruled out"
+    counted = (
+        f"search: {result.considered} candidates, {result.simulated} simulated, {result.unfit} did not fit; {proof}"
+    )
     if placing.note:
         counted += (
             "; all of it in hostname order" if not bench.layer_cutter.fleet.is_mixed else "; before devices were placed"
         )
-    counted += _fitted_order_note(found, pins)
+    counted += _fitted_order_note(result, pins)
     prediction = replace(
         plan.prediction,
         binds=binds,
         assumptions=(
             *plan.prediction.assumptions,
-            *unused_kind_notes(bench, job, found),
+            *unused_kind_notes(bench, job, result),
             *filter(None, [placing.note, grouping.note]),
-            slice_note(bench, job, pins, found),
+            slice_note(bench, job, pins, result),
             counted,
         ),
         sensitivity=analyse_sensitivity(bench, job, pins, best),
         trade=curve.points,
     )
-    return replace(plan, prediction=prediction, alternatives=list_alternatives(found, top))
+    return replace(plan, prediction=prediction, alternatives=list_alternatives(result, top))
 
 
 def _plan_modules(bench: PlannerContext, job: Job, made: ModuleSearchResult, top: int) -> Plan:
-    """The plan of the best layout of several modules."""
-    found, best = made.found, made.found.fitting[0]
+    """Return the plan of the best layout of several modules."""
+    result, best = made.found, made.found.fitting[0]
     plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, bench.model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
+    plan = add_prediction(plan, bench.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
     assert plan.prediction is not None
-    counted = f"search: {found.considered} layouts of modules, {found.simulated} simulated, {found.unfit} did not fit"
+    counted = (
+        f"search: {result.considered} layouts of modules, {result.simulated} simulated, {result.unfit} did not fit"
+    )
     prediction = replace(
         plan.prediction,
-        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(found)))),
+        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
         assumptions=(*plan.prediction.assumptions, *made.notes, counted),
     )
     return replace(
-        plan, prediction=prediction, alternatives=list_alternatives(found, top, made.mean_s), arranging=made.arranging
+        plan, prediction=prediction, alternatives=list_alternatives(result, top, made.mean_s), arranging=made.arranging
     )
 
 
 def default_constraints(model: Model, pins: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What goes with pinned shards where nothing is said: a model that was captured whole is split by a search, as
-    Megatron's fixed program is for layers over any number of tokens."""
+    """Return the constraints that follow from fixed shards.
+
+    A model captured as one graph has its sharding searched; Megatron's fixed program is for layers over any number of
+    tokens.
+    """
     return {"sharding": "searched"} if len(pins.get("shards", ())) > 1 and fixed_length(model) is not None else {}
 
 
 def sound_bound_s(bound_s: float, step_s: float) -> float:
-    """The bound, or 0 for none. It is proved for replicas that keep step; on unlike devices or links, replicas that go
-    at their own pace can be faster, and then it bounds nothing."""
+    """Return the lower bound, or 0 if it does not hold.
+
+    The bound is proved for replicas that run in lockstep. On unlike devices or links, replicas that run at their own
+    pace can be faster than it.
+    """
     return bound_s if bound_s <= step_s else 0.0
 
 
 def _put_first(found: SearchResult, best: EvaluatedPlan) -> SearchResult:
-    """What was found, with the best point of the trade curve before all else."""
+    """Return the search result with the best point of the trade curve as its first plan."""
     if best is found.fitting[0]:
         return found
     return replace(found, fitting=(best, *found.fitting))
 
 
 def _fitted_order_note(found: SearchResult, pins: Mapping[str, Any]) -> str:
-    """What a fitted order gained, for the notes; '' where a family won, or where families were not to be compared:
-    plans of groups are not with those of devices alone, whose difference is not the order's."""
+    """Return a note on the gain of a fitted order over the best schedule family; '' if a family won or none can be
+    compared.
+
+    Plans of device groups are not compared with plans of single devices: their difference is not due to the order.
+    """
     best = found.fitting[0]
-    alike = [one for one in found.fitting if bool(one.decisions.lane_shards) == bool(best.decisions.lane_shards)]
-    families = [one.step_s for one in alike if one.decisions.schedule != FIT]
+    alike = [
+        candidate
+        for candidate in found.fitting
+        if bool(candidate.decisions.lane_shards) == bool(best.decisions.lane_shards)
+    ]
+    families = [candidate.step_s for candidate in alike if candidate.decisions.schedule != FIT]
     if best.decisions.schedule != FIT or pins.get("schedule") == FIT or not families:
         return ""
     return f"; a fitted order takes {1 - best.step_s / min(families):.1%} less than the best schedule family"

@@ -1,8 +1,9 @@
-"""Plans under a memory correction: the probability that one does not fit, and the fastest one for which it is small.
+"""Plans under a memory correction: the probability of running out of memory, and the fastest plan that keeps it small.
 
-The search counts bytes of the analytic model. So it is given limits in such bytes: first those beyond which no mix of
-parts fits with the probability that is asked for; where the plan that it finds is still too risky, because of its own
-mix of parts, the limit of that kind of device that this plan could keep with its mix, and so on.
+The search counts bytes of the analytic memory model, so its limits are stated in those bytes. The first limits are
+those beyond which no mix of memory parts fits with the requested probability. If the resulting plan is still too risky,
+the limit of the device kind concerned is lowered to the bytes that this plan's mix could use, and the search is
+repeated.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from pipefit.plan.types import Job, MemoryRisk, Plan
 from pipefit.units import format_bytes
 
 RISK = 0.05
-"""The probability of not fitting that a plan may have where the user names none."""
+"""Default probability that a plan does not fit."""
 
 ROUNDS = 8
-"""Searches, each under tighter limits, before none is called safe enough."""
+"""Searches under ever tighter limits before DoesNotFitError is raised."""
 
 Parts = Mapping[str, float]
 
@@ -44,9 +45,9 @@ def make_plan_at_risk(
     pins: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """`make_plan` (its `options`), where a plan fits if it does so with probability 1 - `oom_probability` at least.
+    """Return a plan of `make_plan` (with its `options`) that fits with a probability of at least 1 - `risk`.
 
-    Raises ClusterError where `facts` know none of the cluster's kinds of devices, PlanError for a risk that cannot be,
+    Raises ClusterError if `facts` has no correction for any device kind of the cluster, PlanError for an invalid risk,
     and DoesNotFitError as `make_plan` does.
     """
     check_risk(risk)
@@ -79,7 +80,7 @@ def make_plan_at_risk(
 
 
 def check_risk(risk: float) -> None:
-    """Raises PlanError for a probability that no plan can be asked for."""
+    """Raise PlanError if `risk` is not above 0 and below 0.5."""
     if not 0 < risk < 0.5:
         raise PlanError(
             "A plan cannot be asked for this risk of not fitting.",
@@ -90,9 +91,9 @@ def check_risk(risk: float) -> None:
 
 
 def corrections_for(cluster: Cluster, facts: MemoryFacts) -> Mapping[str, MemoryCorrection]:
-    """The corrections of the cluster's kinds of devices. Raises ClusterError where there is none."""
-    found = {kind: facts.corrections[kind] for kind in cluster.kinds if kind in facts.corrections}
-    if not found:
+    """Return the corrections of the cluster's device kinds. Raises ClusterError if there is none."""
+    corrections = {kind: facts.corrections[kind] for kind in cluster.kinds if kind in facts.corrections}
+    if not corrections:
         raise ClusterError(
             "The memory file knows nothing of the cluster's devices.",
             where="--memory",
@@ -101,38 +102,45 @@ def corrections_for(cluster: Cluster, facts: MemoryFacts) -> Mapping[str, Memory
             allowed=f"some for {', '.join(cluster.kinds)}",
             next_step="record runs on such a device with `pipefit verify PLAN --record FILE`",
         )
-    return found
+    return corrections
 
 
 def analytic_limit_bytes(correction: MemoryCorrection, limit_bytes: float, risk: float) -> float:
-    """The most that the analytic model may say of a lane that fits into the limit with this risk: no mix of parts has
-    lower coefficients, none is closer to what was measured."""
+    """Return the largest analytic peak that any lane can have and still fit into the limit with this risk.
+
+    It assumes the smallest coefficients of any mix of parts, and the least distance to the measured plans.
+    """
     least = max(0.5, min(value for name, value in correction.coefficients.items() if name != "workspace"))
     constant = correction.coefficients["workspace"] * WORKSPACE_BYTES
     return WORKSPACE_BYTES + (limit_bytes / (1.0 + correction.error_quantile(risk)) - constant) / least
 
 
 def peak_parts(simulation: PlanSimulation, kind: str = "") -> tuple[Parts, ...]:
-    """Of every lane, what the analytic peak of its device of this kind is made of (where it has none, or all hold the
-    same: of the device that is fullest for its limit)."""
+    """Return, for each lane, the parts of the analytic peak on its device of this kind.
+
+    Without such a device, or if all devices hold the same, they are the parts of the device that is fullest relative to
+    its limit.
+    """
     return tuple(
-        analytic_parts(next((one for one in lane if kind and one.kind == kind), lane[0]))
+        analytic_parts(next((device for device in lane if kind and device.kind == kind), lane[0]))
         for lane in simulation.device_peaks
     )
 
 
 def analytic_parts(device: DevicePeak) -> Parts:
-    """What an analytic peak is made of, by the names of `memory_correction.PARTS`. What the end of an iteration needs
-    counts as messages."""
+    """Return the parts of an analytic peak, by the names in `PARTS` of `cost/memory/correction.py`. Memory of the end
+    of an iteration counts as messages."""
     ends = device.peak_bytes > device.curve.peak_bytes
     moving = {"messages": device.peak_bytes - device.static_bytes} if ends else device.curve.parts_bytes
     return {name: float({**device.static, **moving}.get(name, 0.0)) for name in PARTS}
 
 
 def attach_risk(plan: Plan, model: Model, cluster: Cluster, facts: MemoryFacts) -> Plan:
-    """The plan, its prediction with the probability that each lane, and that some lane, does not fit; what it says of a
-    lane is of the kind of device that is likeliest to overflow. On devices whose kind has no correction a lane fits if
-    the analytic peak does, as without corrections."""
+    """Return the plan with the probability that each lane, and any lane, runs out of memory.
+
+    Each lane's prediction describes the device kind most likely to overflow. Device kinds without a correction fit if
+    their analytic peak does.
+    """
     assert plan.prediction is not None
     corrections = corrections_for(cluster, facts)
     network, simulation = Network(cluster), simulate_plan(plan, model, cluster)
@@ -140,34 +148,36 @@ def attach_risk(plan: Plan, model: Model, cluster: Cluster, facts: MemoryFacts) 
     for index, devices in enumerate(simulation.device_peaks):
         kinds = {network.kinds[device].name for device in plan.lane_mesh(index).devices}
         judged = _assess_peaks(devices, kinds, cluster, corrections)
-        worst, memory = max(judged, key=lambda one: (_overflow_probability(*one), one[1] is not None))
+        worst, memory = max(judged, key=lambda pair: (_overflow_probability(*pair), pair[1] is not None))
         lanes.append(replace(lane_prediction(plan, simulation, index, worst), memory=memory))
         risks.append(_overflow_probability(worst, memory))
-    whole = 1.0 - math.prod(1.0 - risk for risk in risks)
-    notes = (*plan.prediction.assumptions, *(_correction_note(one) for one in corrections.values()))
-    prediction = replace(plan.prediction, lanes=tuple(lanes), risk=max(whole, *risks, 0.0), assumptions=notes)
+    any_overflows = 1.0 - math.prod(1.0 - risk for risk in risks)
+    notes = (*plan.prediction.assumptions, *(_correction_note(correction) for correction in corrections.values()))
+    prediction = replace(plan.prediction, lanes=tuple(lanes), risk=max(any_overflows, *risks, 0.0), assumptions=notes)
     return replace(plan, prediction=prediction)
 
 
 def _assess_peaks(
     devices: Sequence[DevicePeak], kinds: set[str], cluster: Cluster, corrections: Mapping[str, MemoryCorrection]
 ) -> list[tuple[DevicePeak, MemoryRisk | None]]:
-    """Every kind of device of a lane by itself, with what its correction, if there is one, makes of its peak; known
-    ones first. `kinds`: all of the lane."""
-    found: list[tuple[DevicePeak, MemoryRisk | None]] = []
-    for one in devices:
-        for kind in sorted(kinds, key=lambda name: (name not in corrections, name)) if not one.kind else [one.kind]:
-            own = replace(one, limit_bytes=float(cluster.kinds[kind].memory_bytes))
+    """Return the peak of each device kind of a lane with its corrected memory, if there is a correction. Corrected
+    kinds come first. `kinds` are all kinds of the lane."""
+    assessed: list[tuple[DevicePeak, MemoryRisk | None]] = []
+    for device in devices:
+        for kind in (
+            sorted(kinds, key=lambda name: (name not in corrections, name)) if not device.kind else [device.kind]
+        ):
+            peak = replace(device, limit_bytes=float(cluster.kinds[kind].memory_bytes))
             memory = None
             if kind in corrections:
-                estimate = corrections[kind].estimate_rank(analytic_parts(own))
+                estimate = corrections[kind].estimate_rank(analytic_parts(peak))
                 memory = MemoryRisk(
                     expected_bytes=estimate.expected_bytes,
                     margin_bytes=estimate.margin_bytes,
-                    risk=estimate.oom_probability(own.limit_bytes),
+                    risk=estimate.oom_probability(peak.limit_bytes),
                 )
-            found.append((own, memory))
-    return found
+            assessed.append((peak, memory))
+    return assessed
 
 
 def _overflow_probability(device: DevicePeak, memory: MemoryRisk | None) -> float:
@@ -182,7 +192,8 @@ def _tighten_limits(
     limits: Mapping[str, float],
     risk: float,
 ) -> dict[str, float]:
-    """Limits that leave the plan out: for the kinds of its risky lanes what these may take with their mix of parts."""
+    """Return limits that exclude the plan: for the kinds of its risky lanes, the bytes allowed for their mix of
+    parts."""
     assert plan.prediction is not None
     network = Network(cluster)
     risks = [lane.memory.risk if lane.memory else 0.0 for lane in plan.prediction.lanes]
@@ -191,12 +202,12 @@ def _tighten_limits(
         if risks[index] <= risk and risks[index] < max(risks):
             continue
         kinds = {network.kinds[device].name for device in plan.lane_mesh(index).devices} & {*corrections}
-        for one in devices:
-            for kind in kinds & {one.kind} if one.kind else kinds:
-                estimate = corrections[kind].estimate_rank(analytic_parts(one))
+        for peak in devices:
+            for kind in kinds & {peak.kind} if peak.kind else kinds:
+                estimate = corrections[kind].estimate_rank(analytic_parts(peak))
                 upper = estimate.expected_bytes * (1.0 + corrections[kind].error_quantile(risk) * estimate.distance)
                 share = min(cluster.kinds[kind].memory_bytes / upper, 1.0 - 1e-6)
-                result[kind] = min(result[kind], one.peak_bytes * share)
+                result[kind] = min(result[kind], peak.peak_bytes * share)
     return result
 
 
@@ -208,7 +219,7 @@ def _limit_memory(cluster: Cluster, limits: Mapping[str, float]) -> Cluster:
 def _explain_limits(
     error: DoesNotFitError, cluster: Cluster, limits: Mapping[str, float], risk: float
 ) -> DoesNotFitError:
-    """The error, saying what the limits are that it speaks of."""
+    """Return the error with an explanation of the limits that it refers to."""
     return DoesNotFitError(
         error.what,
         where=error.where,
@@ -219,21 +230,25 @@ def _explain_limits(
 
 
 def _describe_limits(cluster: Cluster, limits: Mapping[str, float], risk: float) -> str:
-    each = ", ".join(
+    per_kind = ", ".join(
         f"{format_bytes(limits[name])} for the {format_bytes(kind.memory_bytes)} of {name}"
         for name, kind in cluster.kinds.items()
     )
-    return f"which may say, at a risk of {risk:.1%}, {each}"
+    return f"which may say, at a risk of {risk:.1%}, {per_kind}"
 
 
 def _restore_cluster(plan: Plan, cluster: Cluster, limits: Mapping[str, float], risk: float) -> Plan:
-    """The plan as one for the cluster itself; `attach_risk` tells of its lanes. The memory of alternatives stays in
-    bytes of the analytic model, beside the most that it may say, and a note tells so; memory against time, a part of
-    the smallest limit, is put into its bytes."""
+    """Return the plan as one for the original cluster; `attach_risk` then corrects its lanes.
+
+    The memory of alternatives stays in bytes of the analytic model, and a note says so. Points of the trade curve are
+    rescaled to bytes of the smallest device.
+    """
     assert plan.prediction is not None
     least, kinds = min(lane.least_limit_bytes for lane in plan.prediction.lanes), Network(cluster).kinds
     has = min(float(kinds[device].memory_bytes) for device in plan.used_devices)
-    points = tuple(replace(one, memory_bytes=scale_need(one.memory_bytes, least, has)) for one in plan.prediction.trade)
+    points = tuple(
+        replace(point, memory_bytes=scale_need(point.memory_bytes, least, has)) for point in plan.prediction.trade
+    )
     told = plan.prediction.assumptions
     if plan.alternatives:
         told += (f"memory of alternatives: of the analytic model, {_describe_limits(cluster, limits, risk)}",)

@@ -1,7 +1,8 @@
-"""The plan: every decision of a run and every prediction made for it, as one JSON file that all ranks hash.
+"""The plan: every decision of a run and its predictions, as one JSON file that all ranks hash.
 
 These types carry every kind of run that pipefit knows: uneven replicas and shards, V placements, slices, tied
-parameters, split optimizer state, modules with their own layouts. `plan/check/rules.py` says what makes a plan valid.
+parameters, sharded optimizer state, and modules with separate layouts. The rules of a valid plan are in
+`plan/check/rules.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Divide = Literal["samples", "images"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPlan:
-    """An axis as it stands in a plan file."""
+    """A mesh axis as it stands in a plan file."""
 
     name: Literal["replica", "shard", "context", "expert"]
     shares: tuple[int, ...]
@@ -30,7 +31,7 @@ class AxisPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """A group as it stands in a plan file."""
+    """A mesh of devices as it stands in a plan file."""
 
     axes: tuple[AxisPlan, ...]
     devices: tuple[int, ...]
@@ -42,25 +43,25 @@ class MeshPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpace:
-    """What rows are, and how many of them a step has."""
+    """A kind of rows, with their number and size in one step."""
 
     name: str
     "`samples`, `images`, `patches`, ..."
     rows: int
     "Rows of one step (the global batch for samples)."
     tokens: int
-    "Tokens of one row; 0 where rows differ and the step plan knows."
+    "Tokens of one row; 0 where rows differ and the step plan gives them."
     counts: tuple[int, ...] = ()
-    "Where rows differ: tokens of each, in the order of one sampled batch, the one that predictions are made for."
+    "If rows differ: tokens of each row of one sampled batch, in its order. Predictions are made for this batch."
     squares: tuple[int, ...] = ()
-    "Of each of them, the sum over its images of their tokens squared."
+    "For each row, the sum over its images of their squared token counts."
     images: tuple[tuple[int, ...], ...] = ()
-    "Of each of them, the tokens of its images; () where that is not known, and no stage divides images."
+    "For each row, the tokens of its images; () if unknown, in which case no stage divides images."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A run of consecutive layers of one module, held by one group."""
+    """A run of consecutive layers of one module on one mesh of devices."""
 
     module: str
     layers: tuple[int, int]
@@ -69,36 +70,37 @@ class Stage:
     space: str = "samples"
     recompute: Recompute = "none"
     sharding: Literal["none", "megatron", "megatron-sp", "searched"] = "none"
-    "The SPMD program over the group's shard axis; `searched`: by the plan's recipes."
+    "The SPMD program over the shard axis; `searched`: by the plan's recipes."
     recipes: str = ""
-    "Of a searched sharding, the name of its set among the plan's recipes; '': the unnamed one."
+    "For searched sharding, the name of the stage's recipe set; '' is the unnamed set."
     program: str = ""
-    "Hash of the operator graph after sharding; '' in a plan written by hand (then ranks only check each other)."
+    "Hash of the sharded operator graphs; '' in a plan written by hand (then ranks only check each other)."
     microbatch_multiple: int = 1
-    "How many of the schedule's microbatches this stage's module takes together."
+    "Microbatches of the schedule that the stage's module processes per call."
     divide: Divide = "samples"
-    "What the replicas of a packed stage divide among them: the microbatch's samples, or its images (`image_split.py`)."
+    "Unit that the replicas of a packed stage divide: the samples of a microbatch, or its images (`image_split.py`)."
     turn: int = 0
-    "Of the stages that hold the same layers on lanes of their own and take turns, which this is."
+    "Index of this stage among the stages that hold the same layers and process microbatches round-robin."
     turns: int = 1
-    "How many take turns: unit u of the module's microbatches is this stage's where u % turns == turn."
+    "Number of those stages: unit u of the module's microbatches belongs to the stage with u % turns == turn."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeTransfer:
-    """How one direction of an edge crosses: forms along the axes of the source and target groups, as text."""
+    """Transfer of a tensor in one direction of an edge: its forms along the axes of the source and target meshes, as
+    text."""
 
     sent: tuple[str, ...]
-    "As the sender holds the tensor."
+    "Forms in which the sender holds the tensor."
     wire: tuple[str, ...]
-    "As it leaves the sender, after a conversion within the sender's group (free where it equals `sent`)."
+    "Forms in which it leaves the sender, after a conversion within the sender's mesh (free if equal to `sent`)."
     received: tuple[str, ...]
-    "As the receiver gets it, in its own group's axes."
+    "Forms in which the receiver gets it, along the axes of its mesh."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """A tensor that stage `source` makes and stage `target` uses. Any DAG; skips allowed."""
+    """A tensor produced by stage `source` and used by stage `target`. Any DAG is allowed, skip connections included."""
 
     source: int
     target: int
@@ -118,11 +120,11 @@ class ParameterPlan:
     uses: tuple[int, ...]
     "Stages that use it; two for tied embeddings."
     stored: tuple[str, ...]
-    "Form along each axis of the owner's group as the parameter is stored for use."
+    "Form along each axis of the owner's mesh, as stored for use."
     state: tuple[str, ...]
-    "Form of its optimizer state: `Gflat` along an axis is ZeRO-1's split over that axis."
+    "Form of its optimizer state: `Gflat` along an axis is ZeRO-1 sharding over that axis."
     owner: int
-    "The stage that counts it in the global norm and saves it: one of `uses`."
+    "The stage that counts it in the gradient norm and saves it: one of `uses`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +135,13 @@ class SchedulePlan:
     placement: tuple[int, ...]
     microbatches: int
     slices: tuple[int, ...]
-    "Token count of each slice; one entry where sequences are not cut."
+    "Token count of each slice; one entry if sequences are not sliced."
     lanes: tuple[str, ...]
     "Lowered actions of every lane, as text."
 
     def to_schedule(self, turns: tuple[RoundRobin, ...] = ()) -> Schedule:
-        """The schedule that the lines stand for, `turns` as `Schedule` has it (`Plan.to_schedule` knows). Raises
-        ScheduleError at the first word that is no action."""
+        """Return the schedule, with `turns` as in `Schedule` (`Plan.to_schedule` supplies them). Raises ScheduleError
+        at the first word that is not an action."""
         return Schedule(
             name=self.name,
             placement=self.placement,
@@ -152,7 +154,7 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What was asked for: the part that a plan depends on."""
+    """The requested training job: the part that a plan depends on."""
 
     batch: int
     "Sequences of one step, over all replicas."
@@ -161,53 +163,53 @@ class Job:
     precision: Precision = "float32"
     seed: int = 0
     documents: Documents = "joined"
-    "Whether attention crosses the documents that are packed into one sequence, or keeps them apart."
+    "`joined`: attention crosses the documents packed into one sequence; `apart`: it does not."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLoad:
-    """What samples cost on one stage: forward seconds on a replica with an average share."""
+    """Cost of samples on one stage: forward seconds on a replica with an average share."""
 
     space: str
     row_s: float = 0.0
-    "Of a row, whatever it holds."
+    "Per row, whatever its size."
     token_s: float = 0.0
-    "Of a token of the space."
+    "Per token of the space."
     square_s: float = 0.0
-    "Of the square of an image's tokens: attention within it."
+    "Per squared token count of an image: attention within it."
     backward: float = 2.0
-    "The backward pass in forward passes: 0 where there is none, about 1 for input gradients alone, else about 2."
+    "Cost of the backward pass relative to forward: 0 without one, about 1 for input gradients alone, else about 2."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleArrangement:
-    """How the samples of a batch are given to replicas and microbatches, where they differ."""
+    """Rules for assigning unequal samples of a batch to replicas and microbatches."""
 
     balance: bool = True
-    "Whether samples change between replicas and microbatches, so that none has much more than others."
+    "Move samples between replicas and microbatches to even out their load."
     order: bool = True
-    "Whether microbatches change places in their pipeline."
+    "Reorder microbatches within their pipeline."
     swaps: int = 250
-    "Exchanges of microbatches that are tried on the simulator."
+    "Exchanges of microbatches tried on the simulator."
     loads: tuple[SampleLoad, ...] = ()
-    "Of every stage."
+    "One per stage."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRisk:
-    """What a memory correction (docs/memory.md) makes of a lane's peak, on the device that is likeliest to overflow."""
+    """Corrected peak memory of a lane (docs/memory.md), on the device most likely to overflow."""
 
     expected_bytes: float
-    "The peak, corrected."
+    "The corrected peak."
     margin_bytes: float
-    "What may come on top of it, hardly ever more."
+    "Margin on top of it that is hardly ever exceeded."
     risk: float
-    "The probability that it takes more than the limit."
+    "Probability that the peak exceeds the limit."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindPrediction:
-    """What the devices of one kind need on a lane whose kinds hold different amounts: the fullest of them."""
+    """Peak memory of one device kind on a lane whose kinds hold different amounts: its fullest device."""
 
     kind: str
     devices: tuple[int, ...]
@@ -217,7 +219,7 @@ class KindPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanePrediction:
-    """What the simulator says of one lane; its memory is that of the device that is fullest for its limit."""
+    """The simulator's figures for one lane. Its memory is that of the device that is fullest relative to its limit."""
 
     peak_bytes: float
     limit_bytes: float
@@ -225,55 +227,55 @@ class LanePrediction:
     busy_s: float
     idle_s: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    "Bytes by what they are: parameters, gradients, optimizer, activations, buffers, workspace."
+    "Bytes by part: parameters, gradients, optimizer, activations, buffers, workspace."
     memory: MemoryRisk | None = None
-    "Where a correction for its devices is known."
+    "Set if a correction for its devices is known."
     kind: str = ""
-    "Of the fullest device, where the lane's kinds of devices hold different amounts."
+    "Kind of the fullest device, if the lane's device kinds hold different amounts."
     others: tuple[KindPrediction, ...] = ()
-    "The other kinds then, the fullest for its limit first."
+    "The remaining kinds in that case, the fullest relative to its limit first."
 
     @property
     def least_limit_bytes(self) -> float:
-        """Of the smallest device."""
-        return min([self.limit_bytes, *(other.limit_bytes for other in self.others)])
+        """Memory of the smallest device."""
+        return min([self.limit_bytes, *(kind.limit_bytes for kind in self.others)])
 
     def for_device(self, device: int) -> KindPrediction:
-        """What is said of one of the lane's devices, by its number in the cluster."""
-        own = KindPrediction(kind=self.kind, devices=(), peak_bytes=self.peak_bytes, limit_bytes=self.limit_bytes)
-        return next((other for other in self.others if device in other.devices), own)
+        """Return the prediction for one of the lane's devices, by its number in the cluster."""
+        fullest = KindPrediction(kind=self.kind, devices=(), peak_bytes=self.peak_bytes, limit_bytes=self.limit_bytes)
+        return next((kind for kind in self.others if device in kind.devices), fullest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSensitivity:
-    """What a better cluster would give."""
+    """Predicted gain from a better cluster."""
 
     change: str
-    "In words: `links twice as fast`, `one more host`."
+    "The change in words: `links twice as fast`, `one more host`."
     step_s: float
-    "The step with it; never above the prediction where plans were searched again."
+    "The step time after the change; never above the prediction if plans were searched again."
     how: str
-    "Whether the same plan was simulated again, or planned again, and with what held."
+    "The method: the same plan simulated again, or a new search and its constraints."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradePoint:
-    """What the plan's layout would need and take with another order or other recomputation."""
+    """Memory and step time of the plan's layout with another order or other recomputation."""
 
     schedule: str
     recompute: str
-    "One for all stages, or one per stage with commas."
+    "One value for all stages, or one per stage with commas."
     memory_bytes: float
-    "What the lane that is fullest for its limit fills of it, in bytes of the smallest limit: no point with more fits."
+    "The largest filled share of any lane's limit, times the smallest limit: a point that exceeds it does not fit."
     step_s: float
     fits: bool = True
-    "Every lane, into what the search kept to: its devices' memory, or what a memory correction makes of that."
+    "Every lane fits the limits of the search: device memory, or the corrected limits."
     chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPrediction:
-    """What the simulator says of the plan."""
+    """The simulator's figures for the whole plan."""
 
     step_s: float
     compute_s: float
@@ -283,20 +285,20 @@ class PlanPrediction:
     "Model FLOPs of one step, without recomputation."
     lanes: tuple[LanePrediction, ...]
     lower_bound_s: float = 0.0
-    "Of every plan considered, with replicas that keep step; 0 where there is none."
+    "Lower bound of all plans considered, with replicas in lockstep; 0 if unknown."
     binds: str = ""
-    "What limits it: compute of a stage, a link, or memory."
+    "The critical path: compute of stages, links, or memory."
     assumptions: tuple[str, ...] = ()
     sensitivity: tuple[ClusterSensitivity, ...] = ()
     trade: tuple[TradePoint, ...] = ()
-    "Memory against time on the plan's layout, by memory; empty for a single lane."
+    "Memory against step time for the plan's layout, by memory; empty for a single lane."
     risk: float | None = None
-    "The probability that some lane does not fit, as if lanes erred independently; None without a memory correction."
+    "Probability that any lane does not fit, with independent errors per lane; None without a memory correction."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlternativePlan:
-    """A runner-up, and why it lost or did not fit."""
+    """A runner-up, with the reason why it lost or did not fit."""
 
     decisions: Mapping[str, str]
     step_s: float
@@ -307,7 +309,7 @@ class AlternativePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputHashes:
-    """What the plan was made for; a plan is stale when one of these changed."""
+    """Hashes of the model and the cluster; the plan is stale if one of them changed."""
 
     model: str
     cluster: str
@@ -315,17 +317,17 @@ class InputHashes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Enough to build the model again."""
+    """The data needed to build the model again."""
 
     name: str
-    "What the user typed: a directory, a file or a built-in name."
+    "The text that the user typed: a directory, a file or a built-in name."
     family: str
     config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All decisions of a run and all predictions made for it."""
+    """All decisions of a run and all its predictions."""
 
     version: int
     job: Job
@@ -340,14 +342,16 @@ class Plan:
     alternatives: tuple[AlternativePlan, ...] = ()
     hashes: InputHashes
     decisions: Mapping[str, str] = field(default_factory=dict)
-    "The choices in words: replicas, stages, schedule, ...: what `--fix` can pin."
+    "The choices in words (replicas, stages, schedule, ...), under the keys of `--fix`."
     cluster: str = ""
-    "What the user typed for the cluster: a file, a short text such as `8xH100`, or `local:4`; '' where unknown."
+    "The text that the user typed for the cluster: a file, a text such as `8xH100`, or `local:4`; '' if unknown."
     recipes: Mapping[str, str] = field(default_factory=dict)
-    "Of searched shardings: how every distinct layer is split (`shard/recipe.py`), by the key of its graph; with the"
+    "Recipes of searched shardings (`shard/recipe.py`), one for each distinct layer, by the key of its graph. A named"
+    " set has its name and a slash in front of the key."
+    " set has its name and a slash in front of the key."
     " name of the set and a slash in front where that has one."
     arranging: SampleArrangement | None = None
-    "Where samples differ in what they cost; None: they are taken as they come."
+    "Set if samples differ in cost; None: samples are taken in their order."
 
     @property
     def content_hash(self) -> str:
@@ -356,24 +360,26 @@ class Plan:
 
     @property
     def used_devices(self) -> tuple[int, ...]:
-        """The devices that take part, in cluster order: rank i of the run is the i-th of these."""
+        """The devices of the plan in cluster order: rank i of the run is the i-th of them."""
         return tuple(sorted({device for group in self.groups for device in group.devices}))
 
     def to_schedule(self) -> Schedule:
-        """The schedule of the order's lines, with what every stage takes of it. Raises ScheduleError as they do."""
+        """Return the schedule with the round-robin turns of every stage. Raises ScheduleError as
+        `SchedulePlan.to_schedule` does."""
         return self.order.to_schedule(collect_turns(self.stages))
 
     def stage_mesh(self, stage: int) -> Mesh:
-        """The group that holds a stage."""
+        """Return the mesh of a stage."""
         return self.groups[self.stages[stage].group].to_mesh()
 
     def lane_mesh(self, lane: int) -> Mesh:
-        """The group of the stages that lane holds; where some take turns with those of other lanes, of the others."""
-        held = [stage for stage, other in enumerate(self.order.placement) if other == lane]
+        """Return the mesh of the lane's stages. Stages that take turns with other lanes count only if there are no
+        others."""
+        held = [stage for stage, stage_lane in enumerate(self.order.placement) if stage_lane == lane]
         return self.stage_mesh(min(held, key=lambda stage: (self.stages[stage].turns > 1, stage)))
 
 
 def collect_turns(stages: Sequence[Stage]) -> tuple[RoundRobin, ...]:
-    """Which microbatches every stage takes, as schedules have it: () where all take all, one by one."""
+    """Return the round-robin turns of all stages; () if every stage takes every microbatch, one by one."""
     turns = tuple(RoundRobin(stage.turn, stage.turns, stage.microbatch_multiple) for stage in stages)
     return () if all(turn == EVERY for turn in turns) else turns

@@ -1,1 +1,1 @@
-"""Doing it: launch, worker, stage program, operators, transfers, optimizer, checkpoint, faults."""
+"""Execution of a plan: launch, worker, stage program, operators, transfers, optimizer, checkpoint, faults."""

@@ -1,4 +1,4 @@
-"""What a training run was asked for, resolved: kept as `config.json` in the run's folder."""
+"""The resolved configuration of a training run, kept as `config.json` in the run's folder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pipefit.run.update.optimizer import OptimizerConfig, check_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Everything that `pipefit train` takes beside the plan itself."""
+    """All options of `pipefit train` other than the plan itself."""
 
     plan: str
     "The plan file."
     cluster: str = ""
-    "The cluster, where it is not to be found as the plan names it."
+    "The cluster, if it is not found under the plan's name for it."
     run_dir: str
-    "Where metrics, checkpoints and final weights go."
+    "Folder for metrics, checkpoints and final weights."
     data: tuple[str, ...] = (STDLIB,)
-    "Files, folders, patterns, or `stdlib`; for a model that was captured whole FILE.py:FUNCTION, a data set."
+    "Files, folders, patterns, or `stdlib`; for a captured module a data set as FILE.py:FUNCTION."
     tokenizer: str = "bytes"
     "`bytes`, or a local tokenizer.json."
     field: str = "text"
@@ -31,17 +31,17 @@ class TrainConfig:
     held_out: float = 0.01
     "Rows kept for evaluation: a fraction below 1, or a number of rows."
     workers: int = 0
-    "Processes of every rank that prepare images ahead; 0: the rank itself, when a step begins. Multimodal models."
+    "Processes of every rank that prepare images ahead; 0: the rank itself, at the start of a step. Multimodal models."
     prepare: Literal["processes", "ray"] = "processes"
-    "What the workers are: processes of the rank's host, or actors of a Ray cluster. Multimodal models."
+    "Kind of the workers: processes of the rank's host, or actors of a Ray cluster. Multimodal models."
     pack: bool = False
     "Put as many samples into a sequence as fit. Multimodal models."
     on_long: Literal["fail", "skip"] = "fail"
-    "What a sample does that is longer than the sequence. Multimodal models."
+    "Treatment of a sample longer than the sequence: end the run, or skip the sample. Multimodal models."
     on_broken: Literal["fail", "skip"] = "fail"
-    "What an image does that has broken since it was indexed: end the run, or have its sample left out. Multimodal."
+    "Treatment of an image that broke after indexing: end the run, or skip its sample. Multimodal models."
     steps: int
-    "Optimizer steps of the whole run, those before a resume included."
+    "Optimizer steps of the whole run, including those before a resume."
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     resume: str = ""
     "A run's folder or one of its checkpoints."
@@ -64,13 +64,13 @@ class TrainConfig:
     "Write the actions' times of this step (from 1) to trace.json; 0: none."
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = 60.0
-    "A rank without a sign of life for so long is called dead."
+    "A rank without a heartbeat for this long counts as dead."
     transfer_timeout_s: float = 1800.0
     "A transfer or collective that takes longer fails."
 
 
 def check_train_config(config: TrainConfig) -> TrainConfig:
-    """The configuration itself. Raises RunError naming the first option that cannot be."""
+    """Return the configuration unchanged. Raises RunError naming the first invalid option."""
     check_config(config.optimizer)
     limits = {
         "held_out": (

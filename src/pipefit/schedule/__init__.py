@@ -1,4 +1,4 @@
-"""In which order: actions, schedule families, lowering, checks, CSV."""
+"""Pipeline schedules: the order of actions on every lane, schedule families, lowering, checks, CSV."""
 
 from pipefit.schedule.actions import Action, Schedule, format_lanes, parse_lanes
 from pipefit.schedule.check.deadlock import check_deadlock, find_deadlock

@@ -1,10 +1,10 @@
-"""Actions and schedules: in which order every lane does what.
+"""Actions and schedules: the order of every lane's actions.
 
-Compute actions are written in the grammar that PyTorch's pipelining runtime reads: `0F0`, `2I3`, `1W4`, `0B2`; a
-slice is a suffix, `0F0/2`. Communication is spelled out too: `2SEND_F3` (stage 2 sends its output of microbatch 3
-to the next stage), `3RECV_F3`, `3SEND_B3`, `2RECV_B3`. Where a stage has several neighbours the peer is written
-behind: `2SEND_F3>5`, `5RECV_F3<2`; a tensor other than the hidden state is named: `2SEND_F3>5:context`. Once an
-iteration: `1REDUCE`, `NORM`, `STEP`, `1GATHER`, `1FREE`; `what` follows a colon (`1REDUCE:tied`).
+Compute actions are written in the grammar of PyTorch's pipelining runtime: `0F0`, `2I3`, `1W4`, `0B2`; a slice is a
+suffix, `0F0/2`. Communication is spelled out: `2SEND_F3` (stage 2 sends its output of microbatch 3 to the next stage),
+`3RECV_F3`, `3SEND_B3`, `2RECV_B3`. If a stage has several neighbours, a suffix names the peer: `2SEND_F3>5`,
+`5RECV_F3<2`; a tensor other than the hidden state is named: `2SEND_F3>5:context`. Once per iteration: `1REDUCE`,
+`NORM`, `STEP`, `1GATHER`, `1FREE`; the field `what` follows a colon (`1REDUCE:tied`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PATTERN = re.compile(
 
 
 class Action(NamedTuple):
-    """One thing that a lane does."""
+    """One action of a lane."""
 
     kind: Kind
     stage: int = -1
@@ -55,12 +55,12 @@ class Action(NamedTuple):
 
 
 def default_peer(kind: Kind, stage: int) -> int:
-    """The neighbour that a transfer means when none is written: the next or the previous stage of a chain."""
+    """Return the implied neighbour of a transfer: the next or the previous stage of a chain."""
     return stage + 1 if kind in ("SEND_F", "RECV_B") else stage - 1
 
 
 def parse_action(text: str) -> Action:
-    """The action that `str(action)` wrote. Raises ScheduleError that quotes the text."""
+    """Return the action of a text that `str(action)` wrote. Raises ScheduleError that quotes the text."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ScheduleError(
@@ -81,59 +81,59 @@ def parse_action(text: str) -> Action:
 
 
 class RoundRobin(NamedTuple):
-    """Which microbatches a stage takes: `multiple` at once are a unit, and of the units every `turns`-th is its own."""
+    """The share of microbatches that a stage takes: units of `multiple` microbatches, every `turns`-th of them."""
 
     turn: int = 0
-    "Unit u is this stage's where u % turns == turn."
+    "The stage takes unit u if u % turns == turn."
     turns: int = 1
     multiple: int = 1
 
     def takes_microbatch(self, microbatch: int) -> bool:
-        """Whether the microbatch is in a unit of the stage."""
+        """Return whether the microbatch is in a unit of the stage."""
         return microbatch // self.multiple % self.turns == self.turn
 
     def unit_start(self, microbatch: int) -> int:
-        """The first microbatch of the unit that the microbatch is in: the number of the unit's actions."""
+        """Return the first microbatch of the microbatch's unit, which numbers the unit's actions."""
         return microbatch - microbatch % self.multiple
 
     def unit_starts(self, microbatches: int) -> range:
-        """The first microbatches of the stage's units, of so many."""
+        """Return the first microbatch of each of the stage's units."""
         return range(self.turn * self.multiple, microbatches, self.turns * self.multiple)
 
 
 EVERY = RoundRobin()
-"""All microbatches, one by one."""
+"""All microbatches, one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The ordered actions of every lane, with the shape they are for.
 
-    `lanes[i]` is the list of lane i. `placement[s]` is the lane that holds stage s. A schedule is **computed** when
-    it has compute actions only, **lowered** when transfers and once-an-iteration actions have been inserted.
-    Compute actions of a stage bear the first microbatch of a unit of its turn, transfers every single microbatch that
-    both ends take.
+    `lanes[i]` is the list of lane i. `placement[s]` is the lane that holds stage s. A schedule is **computed** if it
+    has compute actions only, and **lowered** if it has transfers and once-per-iteration actions too. Compute actions of
+    a stage bear the first microbatch of a unit of its turn; transfers bear every single microbatch that both stages
+    take.
     """
 
     name: str
     placement: tuple[int, ...]
     microbatches: int
     slices: int
-    "Slices per microbatch; 1 where sequences are not cut."
+    "Slices per microbatch; 1 if sequences are not sliced."
     lanes: tuple[tuple[Action, ...], ...]
     turns: tuple[RoundRobin, ...] = ()
-    "Which microbatches every stage takes; (): all stages take all, one by one."
+    "The microbatches that every stage takes; (): all stages take all, one at a time."
 
     @property
     def num_stages(self) -> int:
         return len(self.placement)
 
     def stage_turn(self, stage: int) -> RoundRobin:
-        """Which microbatches a stage takes."""
+        """Return the share of microbatches that a stage takes."""
         return self.turns[stage] if self.turns else EVERY
 
     def stage_units(self, stage: int) -> range:
-        """The microbatches that the compute actions of a stage are numbered by."""
+        """Return the microbatches that number the compute actions of a stage."""
         return self.stage_turn(stage).unit_starts(self.microbatches)
 
     @property
@@ -145,17 +145,17 @@ class Schedule:
         return any(action.kind == "W" for lane in self.lanes for action in lane)
 
     def __iter__(self) -> Iterator[tuple[int, int, Action]]:
-        """(lane, position, action) over all lanes."""
+        """Yield (lane, position, action) over all lanes."""
         for lane, actions in enumerate(self.lanes):
             for position, action in enumerate(actions):
                 yield lane, position, action
 
 
 def format_lanes(lanes: Sequence[Sequence[Action]]) -> tuple[str, ...]:
-    """One line of text per lane, actions separated by blanks: the form that plans store."""
+    """Return one line of text per lane, actions separated by blanks: the form stored in plans."""
     return tuple(" ".join(map(str, lane)) for lane in lanes)
 
 
 def parse_lanes(lines: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
-    """The inverse of `format_lanes`."""
+    """Parse the lines that `format_lanes` wrote."""
     return tuple(tuple(map(parse_action, line.split())) for line in lines)

@@ -1,4 +1,4 @@
-"""What a schedule is made for: the stages and where they lie, the units of work, the costs and the memory."""
+"""The input of a schedule family: stages and their placement, microbatches and slices, costs and memory limits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import EVERY, RoundRobin
 
 Edge = tuple[int, int, str]
-"""(source stage, target stage, tensor): the tensor that source makes and target uses; '' is the hidden state."""
+"""(source stage, target stage, tensor): a tensor made by source and used by target; '' is the hidden state."""
 
 
 def chain_edges(stages: int) -> tuple[Edge, ...]:
-    """The edges of a plain chain: every stage hands its hidden state to the next."""
+    """Return the edges of a plain chain: every stage passes its hidden state to the next."""
     return tuple((stage, stage + 1, "") for stage in range(stages - 1))
 
 
@@ -29,15 +29,15 @@ class ScheduleProblem:
     "`placement[s]` is the lane that holds stage s."
     microbatches: int
     slices: int = 1
-    "Slices per microbatch; 1 where sequences are not cut."
+    "Slices per microbatch; 1 if sequences are not sliced."
     edges: tuple[Edge, ...] | None = None
     "None is the chain of all stages."
     costs: CostTable | None = None
-    "What families that look at costs work with; the others ignore it."
+    "The cost table for families that use costs; ignored by the rest."
     limit_bytes: tuple[float, ...] | None = None
-    "Memory of every lane for what `costs` counts; None is no limit."
+    "Memory of every lane available for the bytes in `costs`; None is no limit."
     turns: tuple[RoundRobin, ...] = ()
-    "Which microbatches every stage takes; (): all stages take all, one by one."
+    "The microbatches that every stage takes; (): all stages take all, one at a time."
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -75,15 +75,16 @@ class ScheduleProblem:
         return chain_edges(self.num_stages) if self.edges is None else self.edges
 
     def stage_turn(self, stage: int) -> RoundRobin:
-        """Which microbatches a stage takes."""
+        """Return the share of microbatches that a stage takes."""
         return self.turns[stage] if self.turns else EVERY
 
     def lane_stages(self, lane: int) -> tuple[int, ...]:
-        """The stages that a lane holds, ascending."""
-        return tuple(stage for stage, other in enumerate(self.placement) if other == lane)
+        """Return the stages of a lane, ascending."""
+        return tuple(stage for stage, stage_lane in enumerate(self.placement) if stage_lane == lane)
 
     def stage_depths(self) -> tuple[int, ...]:
-        """For each stage, the number of stages on the longest way from it to an end of the DAG, itself included."""
+        """Return, for each stage, the number of stages on the longest path from it to an end of the DAG, itself
+        included."""
         depth = [1] * self.num_stages
         for source, target, _ in sorted(self.stage_edges, reverse=True):
             depth[source] = max(depth[source], depth[target] + 1)
@@ -92,13 +93,13 @@ class ScheduleProblem:
 
 @lru_cache(maxsize=256)
 def linear_placement(devices: int) -> tuple[int, ...]:
-    """The placement of one stage per lane."""
+    """Return the placement of one stage per lane."""
     return tuple(range(devices))
 
 
 @lru_cache(maxsize=256)
 def vee_placement(devices: int) -> tuple[int, ...]:
-    """The V placement: lane i holds stages i and 2d-1-i (Qi et al. 2024, arXiv 2405.15362)."""
+    """Return the V placement: lane i holds stages i and 2d-1-i (Qi et al. 2024, arXiv 2405.15362)."""
     return (*range(devices), *reversed(range(devices)))
 
 
@@ -113,11 +114,11 @@ def uniform_costs(
     port_s: float = 0.0,
     held_bytes: tuple[float, float, float] = (1.0, 0.0, -1.0),
 ) -> CostTable:
-    """A cost table in which all stages are alike, or differ in their times only: what drawings, defaults, benchmarks
-    and closed forms use.
+    """Return a cost table in which all stages are alike, or differ in their times only.
 
-    A time is one number, or one for each stage. B takes I's and W's time together. `held_bytes` is what F, I and W
-    add to the memory: by default a forward holds 1 byte, B or W frees it, and I changes nothing.
+    It serves drawings, defaults, benchmarks and closed forms. A time is one number, or one for each stage. B takes the
+    time of I and W together. `held_bytes` are the bytes that F, I and W add to the memory: by default a forward holds 1
+    byte, B or W frees it, and I changes nothing.
     """
     stages = len(placement)
     lanes = max(placement) + 1

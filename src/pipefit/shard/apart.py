@@ -73,11 +73,11 @@ def _layer_problems(graph: Graph, where: str) -> Iterator[PlanError]:
     states |= {tensor.name: RowIndependence(0) for tensor in graph.inputs if tensor.shape[:1] == (ROWS,)}
     for operator in graph.operators:
         try:
-            found = _output_state(operator, shapes, [states[name] if name else None for name in operator.inputs])
+            state = _output_state(operator, shapes, [states[name] if name else None for name in operator.inputs])
         except _MixedRows as mixed:
             yield _mixing_error(str(mixed), f"{where}, {operator.source}" if operator.source else where)
             return
-        states |= dict.fromkeys(operator.outputs, found)
+        states |= dict.fromkeys(operator.outputs, state)
     for name in graph.outputs:
         if states[name] is None and shapes[name][1:2] in [(symbol,) for symbol in PACKED]:
             continue
@@ -92,15 +92,15 @@ def _output_state(operator: Operator, shapes: Mapping[str, Shape], states: Seque
     name = operator.attributes.get("target", operator.kind)
     out = shapes[operator.outputs[0]]
     _refuse_counts(operator, name)
-    rows = {place: state for place, state in enumerate(states) if isinstance(state, RowIndependence)}
-    sums = {place for place, state in enumerate(states) if isinstance(state, SummedRows)}
+    rows = {index: state for index, state in enumerate(states) if isinstance(state, RowIndependence)}
+    sums = {index for index, state in enumerate(states) if isinstance(state, SummedRows)}
     if not (rows or sums) or str(name).startswith("aten.new_"):  # of these only the type of the value is read
         return RowIndependence(out.index(ROWS)) if ROWS in out else None
     if operator.kind in ("put_tokens", "take_tokens"):
         return states[0] if operator.kind == "put_tokens" else None
     labelled = labels_at(shapes, operator)
     if sums:
-        if operator.kind != "cast" and (rows or sums not in [{*each} for each in labelled.linear]):
+        if operator.kind != "cast" and (rows or sums not in [{*linear_set} for linear_set in labelled.linear]):
             raise _MixedRows(f"{name} of a sum over rows, which is no sum of what it makes of each")
         return SummedRows()
     if operator.kind == "reshape":
@@ -111,7 +111,7 @@ def _output_state(operator: Operator, shapes: Mapping[str, Shape], states: Seque
                 f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}"
             )
         return _assumed_state(name, out, [*rows.values()])
-    labels = {(labelled.inputs[place] or ())[state.dim] for place, state in rows.items()}
+    labels = {(labelled.inputs[index] or ())[state.dim] for index, state in rows.items()}
     mixing = {None, *labelled.kinds}  # along labels with a kind of their own parts must know of each other
     if len(labels) > 1 or labels & mixing or len({state.inner for state in rows.values()}) > 1:
         raise _MixedRows(f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
@@ -123,15 +123,15 @@ def _rows_along(operator: Operator, labelled: OperatorLabels, label: str | None,
     """Rows lie along this label."""
     if label in labelled.outputs[0]:
         return RowIndependence(labelled.outputs[0].index(label), inner)
-    if any(operator.inputs[place] for place in labelled.once):
+    if any(operator.inputs[index] for index in labelled.once):
         raise _MixedRows(f"{name} that adds a bias to a sum over rows")
     return SummedRows()
 
 
 def _refuse_counts(operator: Operator, name: Any) -> None:
     """The number of rows is another one in every microbatch; sizes, in lists, may have it."""
-    given = (*operator.attributes.get("arguments", ()), *operator.attributes.get("keywords", {}).values())
-    for item in given:
+    values = (*operator.attributes.get("arguments", ()), *operator.attributes.get("keywords", {}).values())
+    for item in values:
         if isinstance(item, dict) and ROWS in size_factors(str(item.get("size", "")))[1]:
             raise _MixedRows(f"{name} with the number of rows")
 
@@ -150,18 +150,18 @@ def _seen_along(operator: Operator, rank: int) -> frozenset[int]:
     arguments, keywords = operator.attributes.get("arguments", ()), operator.attributes.get("keywords", {})
     function = str(operator.attributes.get("target", "")).split(".")[1:2]
     if function in (["index"], ["index_put"]):
-        return frozenset(place for place, item in enumerate(arguments[1]) if item is not None)
+        return frozenset(index for index, item in enumerate(arguments[1]) if item is not None)
     if function in (["tril"], ["triu"]):
         return frozenset((rank - 2, rank - 1))
     if function in (["take"], ["put"]):
         return frozenset(range(rank))
     if not function or function[0] not in ALONG:
         return frozenset()
-    place = ALONG[function[0]]
-    given = arguments[place] if len(arguments) > place else keywords.get("dim", keywords.get("dims"))
-    if given is None or given == [] or isinstance(given, dict):  # all of them, or the last
+    index = ALONG[function[0]]
+    dims = arguments[index] if len(arguments) > index else keywords.get("dim", keywords.get("dims"))
+    if dims is None or dims == [] or isinstance(dims, dict):  # all of them, or the last
         return frozenset((rank - 1,) if function == ["argsort"] else range(rank))
-    return frozenset(dim % rank for dim in ([given] if isinstance(given, int) else given))
+    return frozenset(dim % rank for dim in ([dims] if isinstance(dims, int) else dims))
 
 
 def _is_unknown(operator: Operator, shapes: Mapping[str, Shape]) -> bool:
@@ -174,8 +174,8 @@ def _assumed_state(name: Any, out: Shape, rows: Sequence[RowIndependence]) -> St
     """Of a function that nothing is known of: rows stay where they are, or all of them are in a loss."""
     if not out and name == "opaque":
         return SummedRows()
-    (first, *others) = {*rows}
-    if others or first.inner != 1 or first.dim >= len(out) or out[first.dim] != ROWS:
+    (first, *rest) = {*rows}
+    if rest or first.inner != 1 or first.dim >= len(out) or out[first.dim] != ROWS:
         raise _MixedRows(f"{name}, of which nothing is known, and whose result {out} has no rows where they were")
     return first
 

@@ -45,8 +45,8 @@ class ChainLink:
 
     @property
     def layer_recipe(self) -> ShardRecipe:
-        found = recipe_of(self.layer, self.choice, self.takes, self.gives, self.shares)
-        return replace(found, shares=self.around)
+        recipe = recipe_of(self.layer, self.choice, self.takes, self.gives, self.shares)
+        return replace(recipe, shares=self.around)
 
 
 _Met = tuple[TensorForm, tuple[tuple[str, tuple[TensorForm, TensorForm]], ...]]
@@ -76,11 +76,11 @@ class ChainSearch:
         The first takes its hidden state and the last hands it on in whatever form is cheapest. Raises PlanError where
         there is no program at all."""
         best: tuple[float, tuple[ChainLink, ...]] | None = None
-        each = own or (tuple(shares),) * len(layers)
+        layer_shares = own or (tuple(shares),) * len(layers)
         for forms in self._tied_forms(layers):
-            found = self._cheapest_path(layers, each, forms)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
+            candidate = self._cheapest_path(layers, layer_shares, forms)
+            if candidate is not None and (best is None or candidate[0] < best[0]):
+                best = candidate
         if best is None:
             raise PlanError(
                 "There is no program for these layers and shares.",
@@ -107,8 +107,8 @@ class ChainSearch:
             (form, ()): (0.0, ()) for form in hidden_state_forms(first, True)
         }
         owners = {name: layer.graph for layer in reversed(layers) for name in layer.parameters.values()}
-        comes_again = {layer.graph: place for place, layer in enumerate(layers)}
-        for place, layer in enumerate(layers):
+        comes_again = {layer.graph: index for index, layer in enumerate(layers)}
+        for index, layer in enumerate(layers):
             pinned = tuple(
                 (local, tied[name], owners[name] == layer.graph)
                 for local, name in layer.parameters.items()
@@ -116,21 +116,21 @@ class ChainSearch:
             )
             after: dict[_Met, tuple[float, tuple[ChainLink, ...]]] = {}
             for (form, met), (cost, path) in states.items():
-                cost += resharing_s(self, layers, place, form, shares)
+                cost += resharing_s(self, layers, index, form, shares)
                 if cost == float("inf"):
                     continue
                 before = dict(met).get(layer.graph)
                 if before is not None and before[0] != form:
                     continue
-                for gives, link in self._layer_programs(layer.graph, pinned, form, shares[place]).items():
+                for gives, link in self._layer_programs(layer.graph, pinned, form, shares[index]).items():
                     if before is not None and before[1] != gives:
                         continue
                     new = met if before is not None else (*met, (layer.graph, (form, gives)))
-                    state = gives, tuple(one for one in new if comes_again[one[0]] > place)
+                    state = gives, tuple(entry for entry in new if comes_again[entry[0]] > index)
                     if state not in after or cost + link.cost_s < after[state][0]:
                         after[state] = cost + link.cost_s, (*path, link)
             states = after
-        return min(states.values(), key=lambda one: one[0], default=None)
+        return min(states.values(), key=lambda entry: entry[0], default=None)
 
     def _layer_programs(
         self, name: str, pinned: Pinned, takes: TensorForm, shares: Sequence[int]
@@ -140,7 +140,7 @@ class ChainSearch:
         if key not in self._solved:
             self._solved[key] = self._all_layer_programs(name, pinned, shares)
         able = self._output_forms(self.model.graphs[name])
-        return {gives: link for (taken, gives), link in self._solved[key].items() if taken == takes and gives in able}
+        return {gives: link for (input_form, gives), link in self._solved[key].items() if input_form == takes and gives in able}
 
     def _all_layer_programs(
         self, name: str, pinned: Pinned, shares: Sequence[int]
@@ -152,11 +152,11 @@ class ChainSearch:
         layer = self._templates[name, pinned]
         template = layer.template
         fractions = held_fractions(template.cuts, shares, self.setting.axis_members)
-        taken = [tensor.name for tensor in graph.inputs if is_hidden_state(tensor)]
+        hidden_inputs = [tensor.name for tensor in graph.inputs if is_hidden_state(tensor)]
         takes = [
             form
             for form in hidden_state_forms(graph, True)
-            if not taken or layer.can_hand_on(taken[0], form, fractions)
+            if not hidden_inputs or layer.can_hand_on(hidden_inputs[0], form, fractions)
         ]
         gives = [
             form for form in hidden_state_forms(graph, False) if layer.can_hand_on(graph.outputs[0], form, fractions)
@@ -166,9 +166,9 @@ class ChainSearch:
         layers = [layer.with_input_form(graph, form) for form in takes]
         result = layer.values.index(graph.outputs[0])
         problem, numbers = template.problem_at(fractions, self.byte_price_s, self.exposed)
-        found = solve_between(
+        solutions = solve_between(
             problem,
-            [each.template.given for each in layers],
+            [variant.template.given for variant in layers],
             [{**template.wanted, result: number_of(form)} for form in gives],
         )
         return {
@@ -180,7 +180,7 @@ class ChainSearch:
                 cost_s=solution.cost_s,
                 shares=tuple(shares),
             )
-            for (first, second), solution in found.items()
+            for (first, second), solution in solutions.items()
         }
 
     def _output_forms(self, graph: Graph) -> tuple[TensorForm, ...]:
@@ -194,17 +194,17 @@ class ChainSearch:
         for layer in layers:
             for name in layer.parameters.values():
                 uses.setdefault(name, []).append(layer)
-        shared = {name: found for name, found in uses.items() if len({layer.graph for layer in found}) > 1}
+        shared = {name: readers for name, readers in uses.items() if len({layer.graph for layer in readers}) > 1}
         ranks = {}
-        for name, found in shared.items():
-            local = next(local for local, other in found[0].parameters.items() if other == name)
-            ranks[name] = len(self.model.layer_graph(found[0]).find_parameter(local).shape)
+        for name, readers in shared.items():
+            local = next(local for local, parameter in readers[0].parameters.items() if parameter == name)
+            ranks[name] = len(self.model.layer_graph(readers[0]).find_parameter(local).shape)
         split = () if self.tied_whole else range(max(ranks.values(), default=0))
         options = [
             [(name, form) for form in (IDENTITY, *(shard_form(dim) for dim in split if dim < rank))]
             for name, rank in ranks.items()
         ]
-        return [dict(each) for each in itertools.product(*options)]
+        return [dict(assignment) for assignment in itertools.product(*options)]
 
 
 def resharing_s(
@@ -229,7 +229,7 @@ def total_resharing_s(
     chains: ChainSearch, layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[Shares]
 ) -> float:
     """The same of all layers."""
-    return sum(resharing_s(chains, layers, place, link.takes, shares) for place, link in enumerate(links))
+    return sum(resharing_s(chains, layers, index, link.takes, shares) for index, link in enumerate(links))
 
 
 def with_shares(
@@ -238,14 +238,14 @@ def with_shares(
     """These programs with shares of their own. Of two layers that meet, the first reshares if it comes once, else the
     second; where nothing is split nobody need."""
     used = Counter(layer.graph for layer in layers)
-    found = []
-    for place, link in enumerate(links):
-        before, own, after = shares[max(0, place - 1)], shares[place], shares[min(len(links) - 1, place + 1)]
-        gives = after if used[layers[place].graph] == 1 and link.gives.kind == "G" else own
-        takes = before if place and used[layers[place - 1].graph] > 1 and link.takes.kind == "G" else own
-        around = () if {takes, own, gives} == {group} else (takes, own, gives)
-        found.append(replace(link, shares=own, around=around))
-    return tuple(found)
+    reshared = []
+    for index, link in enumerate(links):
+        before, layer_shares, after = shares[max(0, index - 1)], shares[index], shares[min(len(links) - 1, index + 1)]
+        gives = after if used[layers[index].graph] == 1 and link.gives.kind == "G" else layer_shares
+        takes = before if index and used[layers[index - 1].graph] > 1 and link.takes.kind == "G" else layer_shares
+        around = () if {takes, layer_shares, gives} == {group} else (takes, layer_shares, gives)
+        reshared.append(replace(link, shares=layer_shares, around=around))
+    return tuple(reshared)
 
 
 def hidden_state_forms(graph: Graph, incoming: bool) -> tuple[TensorForm, ...]:
@@ -253,9 +253,9 @@ def hidden_state_forms(graph: Graph, incoming: bool) -> tuple[TensorForm, ...]:
     that every part of a run cuts alike: rows, tokens, or features in units of one."""
     tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
     if incoming:
-        taken = [tensor for tensor in graph.inputs if tensor.role == "activation"]
+        hidden = [tensor for tensor in graph.inputs if tensor.role == "activation"]
     else:
-        taken = [tensors[graph.outputs[0]]]
-    if not taken or not is_hidden_state(taken[0]):
+        hidden = [tensors[graph.outputs[0]]]
+    if not hidden or not is_hidden_state(hidden[0]):
         return (IDENTITY,)
-    return (IDENTITY, *(shard_form(dim) for dim in range(len(taken[0].shape))))
+    return (IDENTITY, *(shard_form(dim) for dim in range(len(hidden[0].shape))))

@@ -54,7 +54,7 @@ class FormConverter:
         if key not in self._bounds:
             starts = [self._between[form] for form in range(BITS) if have >> form & 1]
             self._bounds[key] = sum(
-                min((each[form] for each in starts), default=float("inf"))
+                min((distances[form] for distances in starts), default=float("inf"))
                 for form in range(BITS)
                 if missing >> form & 1
             )
@@ -69,11 +69,11 @@ class FormConverter:
                 self._options[key] = ((have, 0.0),)
                 return self._options[key]
             able = sorted((s, mask) for mask, (s, _, _) in self._reachable_sets(have).items() if not want & ~mask)
-            found: list[tuple[int, float]] = []
+            options: list[tuple[int, float]] = []
             for seconds, mask in able:
-                if not any(other_s + self.bound_s(other, mask) <= seconds for other, other_s in found):
-                    found.append((mask, seconds))
-            self._options[key] = tuple(found)
+                if not any(other_s + self.bound_s(subset, mask) <= seconds for subset, other_s in options):
+                    options.append((mask, seconds))
+            self._options[key] = tuple(options)
         return self._options[key]
 
     def conversion_tree(self, have: int, want: int) -> dict[int, int]:
@@ -82,11 +82,11 @@ class FormConverter:
             return {}
         reached = self._reachable_sets(have)
         mask = min((m for m in reached if not want & ~m), key=lambda m: (reached[m][0], m.bit_count()))
-        found: dict[int, int] = {}
+        sources: dict[int, int] = {}
         while mask != have:
             _, mask, (source, target) = reached[mask]
-            found[target] = source
-        return found
+            sources[target] = source
+        return sources
 
     def _reachable_sets(self, have: int) -> _Reached:
         """Every set of forms that can be reached from these."""
@@ -107,14 +107,14 @@ class FormConverter:
 
 def _shortest_paths(conversions: Conversions) -> list[list[float]]:
     """Seconds from every form to every other, by Floyd and Warshall."""
-    found = [[0.0 if a == b else float("inf") for b in range(BITS)] for a in range(BITS)]
+    distances = [[0.0 if a == b else float("inf") for b in range(BITS)] for a in range(BITS)]
     for (source, target), seconds in conversions.items():
-        found[source][target] = min(found[source][target], seconds)
+        distances[source][target] = min(distances[source][target], seconds)
     used = sorted({form for move in conversions for form in move})
     for via in used:
         for source in used:
-            first = found[source][via]
+            first = distances[source][via]
             for target in used:
-                if first + found[via][target] < found[source][target]:
-                    found[source][target] = first + found[via][target]
-    return found
+                if first + distances[via][target] < distances[source][target]:
+                    distances[source][target] = first + distances[via][target]
+    return distances

@@ -27,10 +27,10 @@ def cut_units(graph: Graph) -> Mapping[Place, int]:
     parent: dict[Place, Place] = {}
     numbers: dict[Place, list[Size]] = {}
 
-    def find_root(place: Place) -> Place:
-        while parent.setdefault(place, place) != place:
-            place = parent[place]
-        return place
+    def find_root(dimension: Place) -> Place:
+        while parent.setdefault(dimension, dimension) != dimension:
+            dimension = parent[dimension]
+        return dimension
 
     for operator in graph.operators:
         labelled = labels_at(shapes, operator)
@@ -41,20 +41,22 @@ def cut_units(graph: Graph) -> Mapping[Place, int]:
                 if name and label is not None:
                     places.setdefault(label, []).append((name, dim))
         for label, tied in places.items():
-            for place in tied:
-                parent[find_root(place)] = find_root(tied[0])
+            for dimension in tied:
+                parent[find_root(dimension)] = find_root(tied[0])
             if label in labelled.units:
                 numbers.setdefault(tied[0], []).append(labelled.units[label])
     for name, shape in shapes.items():
         for dim, size in enumerate(shape):
             numbers.setdefault((name, dim), []).append(size)
     classes: dict[Place, list[Size]] = {}
-    for place, sizes in numbers.items():
-        if place in parent:
-            classes.setdefault(find_root(place), []).extend(sizes)
+    for dimension, sizes in numbers.items():
+        if dimension in parent:
+            classes.setdefault(find_root(dimension), []).extend(sizes)
     units = {root: _common_units(sizes) for root, sizes in classes.items()}
     return {
-        place: found for place in parent if place[1] < DIMENSIONS and (found := units[find_root(place)]) is not None
+        dimension: count
+        for dimension in parent
+        if dimension[1] < DIMENSIONS and (count := units[find_root(dimension)]) is not None
     }
 
 
@@ -62,8 +64,8 @@ def _common_units(sizes: list[Size]) -> int | None:
     """One number of units for dimensions of these sizes; None where there is none."""
     if {*sizes} <= {*LOCAL}:
         return 0 if len({*sizes}) == 1 else None
-    whole = [size for size in sizes if isinstance(size, int)]
-    return gcd(*whole) if len(whole) == len(sizes) else None
+    fixed_sizes = [size for size in sizes if isinstance(size, int)]
+    return gcd(*fixed_sizes) if len(fixed_sizes) == len(sizes) else None
 
 
 def shapes_of(graph: Graph) -> dict[str, Shape]:

@@ -107,12 +107,12 @@ def solve_between(
     fixed = {value: form for value, form in starts[0].items() if all(start[value] == form for start in starts)}
     joiner = BlockJoiner(converters, fixed, frozenset(ends[0]))
     blocks = joiner.join_blocks(_build_blocks(problem, converters, joiner))
-    found: dict[tuple[int, int], FormSolution] = {}
+    solutions: dict[tuple[int, int], FormSolution] = {}
     for first, start in enumerate(starts):
         frontier = _FormFrontier(blocks, converters, frozenset(ends[0]))
         states: _States = {frontier.start_state(start): (0.0, None)}
-        for place, block in enumerate(blocks):
-            states = frontier.advance_states(place, block, states)
+        for index, block in enumerate(blocks):
+            states = frontier.advance_states(index, block, states)
         for second, end in enumerate(ends):
             needs = tuple((value, 1 << form) for value, form in end.items())
             able = [
@@ -122,47 +122,47 @@ def solve_between(
             ]
             if able:
                 cost, trail = min(able, key=lambda one: one[0])
-                found[first, second] = _build_solution(
+                solutions[first, second] = _build_solution(
                     problem, converters, (start, end), cost, _trace_picks(blocks, trail)
                 )
-    return found
+    return solutions
 
 
 def _build_converters(problem: FormProblem) -> list[FormConverter]:
     """Of every value; values with equal conversions share one."""
     known: dict[object, FormConverter] = {}
-    found = []
+    converters = []
     for conversions in problem.conversions:
         key = tuple(conversions.items())
         if key not in known:
             known[key] = FormConverter(conversions)
-        found.append(known[key])
-    return found
+        converters.append(known[key])
+    return converters
 
 
 def _build_blocks(problem: FormProblem, converters: Sequence[FormConverter], joiner: BlockJoiner) -> list[StepBlock]:
     """Every step as a block; equal ones share their ways."""
     known: dict[object, Joints] = {}
-    found = []
-    for place, step in enumerate(problem.steps):
+    blocks = []
+    for index, step in enumerate(problem.steps):
         inputs = tuple(dict.fromkeys(step.inputs))
         slots = tuple(inputs.index(value) for value in step.inputs)
         key = step.ways, slots, tuple(id(converters[value]) for value in (*inputs, step.output))
         if key not in known:
-            block = StepBlock(inputs, step.output, _build_joints(step.ways, slots, len(inputs)), place)
+            block = StepBlock(inputs, step.output, _build_joints(step.ways, slots, len(inputs)), index)
             known[key] = joiner.drop_dominated(block).ways
-        found.append(StepBlock(inputs, step.output, known[key], place))
-    return found
+        blocks.append(StepBlock(inputs, step.output, known[key], index))
+    return blocks
 
 
 def _build_joints(ways: Sequence[PricedOption], slots: tuple[int, ...], count: int) -> Joints:
-    found = []
-    for number, way in enumerate(ways):
+    joints = []
+    for number, option in enumerate(ways):
         needs = [0] * count
-        for slot, form in zip(slots, way.needs, strict=True):
+        for slot, form in zip(slots, option.needs, strict=True):
             needs[slot] |= 1 << form
-        found.append(JointOption(tuple(needs), way.gives, way.cost_s, (number, -1)))
-    return tuple(found)
+        joints.append(JointOption(tuple(needs), option.gives, option.cost_s, (number, -1)))
+    return tuple(joints)
 
 
 class _FormFrontier:
@@ -173,9 +173,9 @@ class _FormFrontier:
     ) -> None:
         self.converters = converters
         self.last: dict[int, int] = {}
-        for place, block in enumerate(blocks):
+        for index, block in enumerate(blocks):
             for value in block.inputs:
-                self.last[value] = place
+                self.last[value] = index
         for value in wanted:
             self.last[value] = len(blocks)
         self.slots: dict[int, int] = {}
@@ -195,18 +195,18 @@ class _FormFrontier:
         drop = 0
         for value in dying:
             drop |= ALL << self.slots[value]
-        made: list[tuple[int, float, int, _Trail]] = []
-        for number, way in enumerate(block.ways):
-            needs = tuple(zip(block.inputs, way.needs, strict=True))
+        successors: list[tuple[int, float, int, _Trail]] = []
+        for number, option in enumerate(block.ways):
+            needs = tuple(zip(block.inputs, option.needs, strict=True))
             for state, (cost, trail) in states.items():
                 for reached, extra in self.reachable_states(state, needs):
-                    made.append((reached & ~drop, cost + extra + way.cost_s, number, trail))
+                    successors.append((reached & ~drop, cost + extra + option.cost_s, number, trail))
         for value in dying:
             self.free.append(self.slots.pop(value))
         keeps = block.output in self.last
         slot = self._take_slot(block.output) if keeps else 0
         after: dict[int, tuple[float, _Trail]] = {}
-        for state, cost, number, trail in made:
+        for state, cost, number, trail in successors:
             if keeps:
                 state |= 1 << (slot + block.ways[number].gives)
             if state not in after or cost < after[state][0]:
@@ -215,15 +215,15 @@ class _FormFrontier:
 
     def _drop_dominated(self, states: _States) -> _States:
         """Without states that cost as much as a cheaper one with the conversions that make it hold all they hold."""
-        kept: dict[int, tuple[float, _Trail]] = {}
+        undominated: dict[int, tuple[float, _Trail]] = {}
         cheapest: list[tuple[int, float]] = []
         for state, reached in sorted(states.items(), key=lambda item: item[1][0]):
-            if any(self._can_hold(other, state, reached[0] - cost) for other, cost in cheapest):
+            if any(self._can_hold(cheaper, state, reached[0] - cost) for cheaper, cost in cheapest):
                 continue
-            kept[state] = reached
+            undominated[state] = reached
             if len(cheapest) < COMPARED:
                 cheapest.append((state, reached[0]))
-        return kept
+        return undominated
 
     def _can_hold(self, state: int, wanted: int, budget_s: float) -> bool:
         """Whether conversions for no more than this make a state hold all that another one holds."""
@@ -255,12 +255,12 @@ class _FormFrontier:
 
 def _trace_picks(blocks: Sequence[StepBlock], trail: _Trail) -> dict[int, int]:
     """The way of every step, by its place."""
-    found: dict[int, int] = {}
+    picks: dict[int, int] = {}
     for block in reversed(blocks):
         assert trail is not None
         trail, number = trail
-        found.update(block.step_picks(number))
-    return found
+        picks.update(block.step_picks(number))
+    return picks
 
 
 def _build_solution(
@@ -272,11 +272,11 @@ def _build_solution(
 ) -> FormSolution:
     """The program of these ways, between the forms of what comes in and goes out: every value converted by its cheapest
     tree, when a form is first needed."""
-    given, end = ends
-    ways = tuple(picks[place] for place in range(len(problem.steps)))
-    held = {value: 1 << form for value, form in given.items()}
+    start, end = ends
+    option_numbers = tuple(picks[index] for index in range(len(problem.steps)))
+    held = {value: 1 << form for value, form in start.items()}
     wanted: dict[int, int] = {value: 1 << form for value, form in end.items()}
-    for step, number in zip(problem.steps, ways, strict=True):
+    for step, number in zip(problem.steps, option_numbers, strict=True):
         held[step.output] = 1 << step.ways[number].gives
         for value, form in zip(step.inputs, step.ways[number].needs, strict=True):
             wanted[value] = wanted.get(value, 0) | 1 << form
@@ -296,7 +296,7 @@ def _build_solution(
             for value, form in zip(step.inputs, step.ways[number].needs, strict=True)
             for move in missing_moves(value, form)
         )
-        for step, number in zip(problem.steps, ways, strict=True)
+        for step, number in zip(problem.steps, option_numbers, strict=True)
     )
     after = tuple(move for value, form in end.items() for move in missing_moves(value, form))
-    return FormSolution(cost_s=cost_s, ways=ways, before=before, after=after)
+    return FormSolution(cost_s=cost_s, ways=option_numbers, before=before, after=after)

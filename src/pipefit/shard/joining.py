@@ -51,8 +51,8 @@ class StepBlock:
         """(place, number of its way) of every step in it."""
         waiting: list[tuple[StepBlock, int]] = [(self, number)]
         while waiting:
-            block, way = waiting.pop()
-            first, second = block.ways[way].parts
+            block, option = waiting.pop()
+            first, second = block.ways[option].parts
             if block.joined is None:
                 yield block.place, first
             else:
@@ -92,8 +92,8 @@ class BlockJoiner:
                 if len(maker.ways) * len(block.ways) > WIDEST:
                     refused.add(value)
                     continue
-                for other in maker.inputs:
-                    readers[other] = readers[other] - {maker.place} | {block.place}
+                for operand in maker.inputs:
+                    readers[operand] = readers[operand] - {maker.place} | {block.place}
                 del left[maker.place]
                 block = self._join_pair(maker, block, value)
             left[block.place] = makers[block.output] = block
@@ -101,54 +101,54 @@ class BlockJoiner:
 
     def drop_dominated(self, block: StepBlock) -> StepBlock:
         """The block without ways that another one can stand in for."""
-        ways = self._undominated_options(block.ways, block.inputs, block.output)
-        return StepBlock(block.inputs, block.output, ways, block.place, block.joined)
+        options = self._undominated_options(block.ways, block.inputs, block.output)
+        return StepBlock(block.inputs, block.output, options, block.place, block.joined)
 
     def _feed_value(self, block: StepBlock, value: int) -> StepBlock:
         """The block with a value that comes from outside converted in it."""
-        own = block.inputs.index(value)
+        slot = block.inputs.index(value)
         have, converter = 1 << self.given[value], self.converters[value]
         best: dict[tuple[int, tuple[int, ...]], JointOption] = {}
-        for way in block.ways:
-            seconds = way.cost_s + converter.cheapest_s(have, way.needs[own])
-            key = way.gives, way.needs[:own] + way.needs[own + 1 :]
+        for option in block.ways:
+            seconds = option.cost_s + converter.cheapest_s(have, option.needs[slot])
+            key = option.gives, option.needs[:slot] + option.needs[slot + 1 :]
             if seconds < (best[key].cost_s if key in best else float("inf")):
-                best[key] = JointOption(key[1], way.gives, seconds, way.parts)
-        inputs = block.inputs[:own] + block.inputs[own + 1 :]
-        ways = self._undominated_options(tuple(best.values()), inputs, block.output)
-        return StepBlock(inputs, block.output, ways, block.place, block.joined)
+                best[key] = JointOption(key[1], option.gives, seconds, option.parts)
+        inputs = block.inputs[:slot] + block.inputs[slot + 1 :]
+        options = self._undominated_options(tuple(best.values()), inputs, block.output)
+        return StepBlock(inputs, block.output, options, block.place, block.joined)
 
     def _join_pair(self, maker: StepBlock, reader: StepBlock, value: int) -> StepBlock:
-        own = reader.inputs.index(value)
-        around = [each for each in reader.inputs if each != value]
+        slot = reader.inputs.index(value)
+        around = [operand for operand in reader.inputs if operand != value]
         inputs = tuple(dict.fromkeys((*around, *maker.inputs)))
         places = tuple(map(inputs.index, maker.inputs)), tuple(map(inputs.index, around))
         kin = tuple(id(self.converters[v]) for v in (value, *inputs, reader.output))
-        key = id(maker.ways), id(reader.ways), own, places, kin
+        key = id(maker.ways), id(reader.ways), slot, places, kin
         if key not in self._known:
-            pairs = _pair_options(maker.ways, reader.ways, own, places, len(inputs), self.converters[value])
-            ways = self._undominated_options(pairs, inputs, reader.output)
-            self._known[key] = ways, (maker.ways, reader.ways)  # kept alive: the key has their identities
+            pairs = _pair_options(maker.ways, reader.ways, slot, places, len(inputs), self.converters[value])
+            options = self._undominated_options(pairs, inputs, reader.output)
+            self._known[key] = options, (maker.ways, reader.ways)  # kept alive: the key has their identities
         return StepBlock(inputs, reader.output, self._known[key][0], reader.place, (maker, reader))
 
     def _undominated_options(self, ways: Joints, inputs: Sequence[int], output: int) -> Joints:
         """Without ways that cost as much as another one together with the conversions that make up for it."""
-        given = self.converters[output]
+        output_converter = self.converters[output]
         read = [self.converters[value] for value in inputs]
-        kept: list[JointOption] = []
-        for way in sorted(ways, key=lambda one: one.cost_s):
-            for other in kept:
-                left_s = way.cost_s - other.cost_s - given.bound_s(1 << other.gives, 1 << way.gives)
+        undominated: list[JointOption] = []
+        for option in sorted(ways, key=lambda one: one.cost_s):
+            for rival in undominated:
+                left_s = option.cost_s - rival.cost_s - output_converter.bound_s(1 << rival.gives, 1 << option.gives)
                 if left_s < 0:
                     continue
-                for converter, have, want in zip(read, way.needs, other.needs, strict=True):
+                for converter, have, want in zip(read, option.needs, rival.needs, strict=True):
                     if want & ~have:
                         left_s -= converter.bound_s(have, want)
                 if left_s >= 0:
                     break
             else:
-                kept.append(way)
-        return tuple(kept)
+                undominated.append(option)
+        return tuple(undominated)
 
 
 def _pair_options(
@@ -162,23 +162,23 @@ def _pair_options(
     """Every way of the maker with every way of the reader, which reads what is made as its input `own`; `places` are
     those of the inputs of both among `count`. Of those with the same needs and result, the cheapest."""
     by_form: dict[int, list[tuple[int, JointOption]]] = defaultdict(list)
-    for number, way in enumerate(makers):
-        by_form[way.gives].append((number, way))
+    for number, option in enumerate(makers):
+        by_form[option.gives].append((number, option))
     from_maker, from_reader = places
     best: dict[tuple[int, tuple[int, ...]], tuple[float, int, int]] = {}
     for second, reader in enumerate(readers):
         wanted = reader.needs[own]
         around = [0] * count
-        for place, mask in zip(from_reader, reader.needs[:own] + reader.needs[own + 1 :], strict=True):
-            around[place] = mask
-        for form, ways in by_form.items():
+        for slot, mask in zip(from_reader, reader.needs[:own] + reader.needs[own + 1 :], strict=True):
+            around[slot] = mask
+        for form, options in by_form.items():
             base_s = reader.cost_s + converter.cheapest_s(1 << form, wanted)
             if base_s == float("inf"):
                 continue
-            for first, maker in ways:
+            for first, maker in options:
                 needs = around.copy()
-                for place, mask in zip(from_maker, maker.needs, strict=True):
-                    needs[place] |= mask
+                for slot, mask in zip(from_maker, maker.needs, strict=True):
+                    needs[slot] |= mask
                 key = reader.gives, tuple(needs)
                 seconds = base_s + maker.cost_s
                 if key not in best or seconds < best[key][0]:

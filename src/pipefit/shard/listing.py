@@ -73,9 +73,9 @@ class ProgramListing:
         for kind, held in self.held_bytes.items():
             lines.append(f"memory of {kind}: {format_bytes(held)} of {format_bytes(self.limit_bytes[kind])}")
         for layer in self.layers:
-            many = f" and {layer.times - 1} more like it" if layer.times > 1 else ""
-            own = f" with shares {':'.join(map(str, layer.shares))}" if layer.shares else ""
-            lines += ["", f"{layer.name}{many}{own}: {layer.takes} to {layer.gives}, {format_seconds(layer.cost_s)}"]
+            repeats = f" and {layer.times - 1} more like it" if layer.times > 1 else ""
+            share_note = f" with shares {':'.join(map(str, layer.shares))}" if layer.shares else ""
+            lines += ["", f"{layer.name}{repeats}{share_note}: {layer.takes} to {layer.gives}, {format_seconds(layer.cost_s)}"]
             lines += [f"  {line.text}{_format_costs(line)}" for line in layer.lines]
         return "\n".join(lines) + "\n"
 
@@ -132,16 +132,16 @@ def _layer_lines(model: Model, layer: Layer, link: ChainLink, setting: ShardSett
     costs = {line.text: line for line in _parameter_lines(link, fractions)}
     moved = [_resharing_line(program.graphs[0], operator, setting) for operator in program.graphs[0].operators]
     operators = [*filter(None, moved[:1]), *_operator_lines(model, layer, link, fractions), *filter(None, moved[1:])]
-    place = 0
+    index = 0
     for text in rest:
         if text.startswith("parameter "):
             cost = costs[text.split(":")[0].removeprefix("parameter ")]
         elif text.startswith("return "):
             cost = ListingLine(text=text)
         else:
-            cost, place = operators[place], place + 1
+            cost, index = operators[index], index + 1
         yield ListingLine(text=text, forward_s=cost.forward_s, backward_s=cost.backward_s, once_s=cost.once_s)
-    assert place == len(operators), "a line of the program has no cost"
+    assert index == len(operators), "a line of the program has no cost"
 
 
 def _resharing_line(graph: Graph, operator: Operator, setting: ShardSetting) -> ListingLine | None:
@@ -158,8 +158,8 @@ def _resharing_line(graph: Graph, operator: Operator, setting: ShardSetting) -> 
 
 def _parameter_lines(link: ChainLink, fractions: HeldFractions) -> Iterator[ListingLine]:
     """By name: reducing the gradient and updating."""
-    for place, step, number in zip(link.layer.operators, link.layer.template.steps, link.choice.ways, strict=True):
-        if place == -1:
+    for index, step, number in zip(link.layer.operators, link.layer.template.steps, link.choice.ways, strict=True):
+        if index == -1:
             seconds = step.ways[number].cost_s(fractions, link.layer.template.members.kind_count)
             yield ListingLine(text=link.layer.values[step.output], once_s=seconds)
 
@@ -170,21 +170,21 @@ def _operator_lines(model: Model, layer: Layer, link: ChainLink, fractions: Held
     template, choice = link.layer.template, link.choice
     kinds = range(template.members.kind_count)
     steps = zip(link.layer.operators, template.steps, choice.ways, choice.before, strict=True)
-    for place, step, number, moves in steps:
+    for index, step, number, moves in steps:
         for value, source, target in moves:
             yield ListingLine(text="", forward_s=template.tolls[value][source, target].conversion_s(fractions))
-        if place < 0:
+        if index < 0:
             continue
-        way = step.ways[number]
+        option = step.ways[number]
         yield ListingLine(
             text="",
-            forward_s=max(way.forward_s(fractions, kind) for kind in kinds)
-            + (way.talk.conversion_s(fractions) if way.talk else 0.0),
-            backward_s=max(way.backward_s(fractions, kind) for kind in kinds),
+            forward_s=max(option.forward_s(fractions, kind) for kind in kinds)
+            + (option.talk.conversion_s(fractions) if option.talk else 0.0),
+            backward_s=max(option.backward_s(fractions, kind) for kind in kinds),
         )
-        if way.toll is not None:
-            yield ListingLine(text="", forward_s=way.toll.conversion_s(fractions))
-            operator = graph.operators[place]
+        if option.toll is not None:
+            yield ListingLine(text="", forward_s=option.toll.conversion_s(fractions))
+            operator = graph.operators[index]
             yield from [
                 ListingLine(text="") for name in operator.inputs[2:] if name
             ]  # the bias, added after the reduction

@@ -73,19 +73,19 @@ def column_linears(graph: Graph) -> dict[int, int]:
     Those whose result reaches only linear layers and attention, through operators that keep its features apart.
     """
     consumers: dict[str, list[int]] = {}
-    for place, operator in enumerate(graph.operators):
+    for index, operator in enumerate(graph.operators):
         for name in operator.inputs:
-            consumers.setdefault(name, []).append(place)
+            consumers.setdefault(name, []).append(index)
     shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
     shapes |= {spec.name: spec.shape for spec in graph.parameters}
-    found = {}
-    for place, operator in enumerate(graph.operators):
+    columns = {}
+    for index, operator in enumerate(graph.operators):
         if operator.kind == "linear":
             last = len(shapes[operator.outputs[0]]) - 1
             units = _units_downstream(graph, operator.outputs[0], last, consumers, shapes)
             if units:
-                found[place] = units
-    return found
+                columns[index] = units
+    return columns
 
 
 def _units_downstream(
@@ -95,15 +95,15 @@ def _units_downstream(
     if name in graph.outputs or shapes[name][dim] == TOKENS:
         return 0
     result = 0
-    for place in consumers.get(name, []):
-        operator = graph.operators[place]
+    for index in consumers.get(name, []):
+        operator = graph.operators[index]
         labelled = labels_at(shapes, operator)
         labels = labelled.inputs[operator.inputs.index(name)]
         label = None if labels is None else labels[dim]
         if label is None or (label in labelled.kinds and label in labelled.outputs[0]):  # a norm would have to talk
             return 0
-        others = [o for o, each in zip(operator.inputs, labelled.inputs, strict=True) if each and label in each]
-        if label in labelled.outputs[0] and any(_made_from_whole(graph, other) for other in others if other != name):
+        partners = [o for o, operand_labels in zip(operator.inputs, labelled.inputs, strict=True) if operand_labels and label in operand_labels]
+        if label in labelled.outputs[0] and any(_made_from_whole(graph, partner) for partner in partners if partner != name):
             return 0
         if label in labelled.outputs[0] and operator.kind not in ATTENTION:
             units = _units_downstream(graph, operator.outputs[0], labelled.outputs[0].index(label), consumers, shapes)
@@ -123,4 +123,4 @@ def _made_from_whole(graph: Graph, name: str) -> bool:
         return maker is not None or any(tensor.name == name and tensor.role == "activation" for tensor in graph.inputs)
     if maker.kind in (*ATTENTION, "linear", "matmul", "embedding"):
         return False
-    return any(_made_from_whole(graph, each) for each in maker.inputs if each)
+    return any(_made_from_whole(graph, input_name) for input_name in maker.inputs if input_name)

@@ -36,8 +36,8 @@ class OperatorPricing:
             for graph in graphs
         )
         return tuple(
-            tuple(self.roofline_lines(one, two, kind) for kind in self.setting.distinct_kinds)
-            for one, two in zip(once, twice, strict=True)
+            tuple(self.roofline_lines(single, double, kind) for kind in self.setting.distinct_kinds)
+            for single, double in zip(once, twice, strict=True)
         )
 
     def price_exchanges(
@@ -50,7 +50,7 @@ class OperatorPricing:
         graph, setting = self.isolated_graph(operator, labelled, label, 1), self.setting
         said = operator_exchanges(graph, graph.operators[0], setting.symbol_sizes, setting.precision)
         if setting.lowered is not None and earlier != WHOLE_CUT:
-            ahead, back = (self._direct_exchanges(each) for each in (said.forward, said.input_gradient))
+            ahead, back = (self._direct_exchanges(exchanges) for exchanges in (said.forward, said.input_gradient))
             return ConversionCost((0.0, 0.0), cut, ahead=ahead, back=back, earlier=earlier)
         return ConversionCost((sum(exchanges_s(said, setting.collective)), 0.0), cut, earlier=earlier)
 
@@ -58,8 +58,8 @@ class OperatorPricing:
         """Equal exchanges, as the runtime does them: straight from device to device."""
         assert self.setting.lowered is not None and len({*said}) == 1
         (kind, size, how, _), times = said[0], len(said)
-        found = [one for one in self.setting.lowered(kind, size) if one.name == how]
-        return tuple(replace(one, constant_s=times * one.constant_s, slope=times * one.slope) for one in found)
+        options = [option for option in self.setting.lowered(kind, size) if option.name == how]
+        return tuple(replace(option, constant_s=times * option.constant_s, slope=times * option.slope) for option in options)
 
     def roofline_lines(self, one: PassWork | None, two: PassWork | None, kind: DeviceKind) -> Lines:
         """Roofline of a pass that does `one` with all of a label and `two` with twice as much of it."""
@@ -68,14 +68,14 @@ class OperatorPricing:
         slow = self.setting.slowness.get(kind.name, 1.0)
         rate = kind.peak_flops_per_s[self.setting.precision] * kind.efficiency / slow
         speed = kind.memory_bandwidth_bytes_per_s / slow
-        found = []
+        coefficients = []
         for first, second, per_s in (
             (one.flops, two.flops, rate),
             (one.moved_bytes, two.moved_bytes, speed),
         ):
-            found.append((2 * first - second) / per_s + kind.overhead_s)
-            found.append((second - first) / per_s)
-        lines = ((found[0], found[1]), (found[2], found[3]))
+            coefficients.append((2 * first - second) / per_s + kind.overhead_s)
+            coefficients.append((second - first) / per_s)
+        lines = ((coefficients[0], coefficients[1]), (coefficients[2], coefficients[3]))
         return _upper_envelope(lines)
 
     def isolated_graph(self, operator: Operator, labelled: OperatorLabels, label: str, times: int) -> Graph:

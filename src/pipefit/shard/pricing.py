@@ -73,13 +73,13 @@ class PricedLayer:
         tokens, and of features one by one."""
         if form.dim is None:
             return form.kind == "I"
-        place = name, form.dim
-        return self.cuts.get(place) in fractions.worst and self.units[place] in (0, self.shapes[name][form.dim])
+        dimension = name, form.dim
+        return self.cuts.get(dimension) in fractions.worst and self.units[dimension] in (0, self.shapes[name][form.dim])
 
     def with_input_form(self, graph: Graph, takes: TensorForm) -> PricedLayer:
         """The same for another form of the hidden state that comes in."""
-        given = {self.values.index(t.name): number_of(takes) for t in graph.inputs if is_hidden_state(t)}
-        return replace(self, template=replace(self.template, given={**self.template.given, **given}))
+        input_forms = {self.values.index(t.name): number_of(takes) for t in graph.inputs if is_hidden_state(t)}
+        return replace(self, template=replace(self.template, given={**self.template.given, **input_forms}))
 
 
 def price_layer(
@@ -142,23 +142,23 @@ class _LayerPricing:
     def build_layer(self) -> PricedLayer:
         for tensor in self.graph.inputs:
             self.value_number(tensor.name)
-        for place, operator in enumerate(self.graph.operators):
+        for index, operator in enumerate(self.graph.operators):
             for name in operator.inputs:
                 if name in self.parameters and name not in self.values:
                     self.add_parameter(self.parameters[name])
-            self.add_operator(place, operator)
-        given = {
+            self.add_operator(index, operator)
+        input_forms = {
             self.values[t.name]: number_of(self.takes if is_hidden_state(t) else IDENTITY) for t in self.graph.inputs
         }
         wanted = {self.values[name]: frontier.WHOLE for name in self.graph.outputs}
         names = tuple(self.values)
-        cuts = {place: cut for place in self.units if (cut := self.dimension_units(*place)) is not None}
+        cuts = {dimension: cut for dimension in self.units if (cut := self.dimension_units(*dimension)) is not None}
         template = LayerTemplate(
             members=self.setting.axis_members,
             steps=tuple(self.steps),
             tolls=tuple(self.conversion_costs(name) for name in names),
             cuts=tuple(sorted({*cuts.values()})),
-            given=given,
+            given=input_forms,
             wanted=wanted,
         )
         return PricedLayer(
@@ -177,18 +177,18 @@ class _LayerPricing:
     def add_parameter(self, spec: ParameterSpec) -> None:
         """A parameter chooses its form: whole, and its gradient is reduced once an iteration; or split."""
         like = (spec.shape, spec.trainable, self.value_units(spec.name), self.pinned.get(spec.name))
-        ways, picks = self.setting.make_once(
+        options, picks = self.setting.make_once(
             (*like, spec.name in self.factored_parameters), lambda: self.parameter_options(spec)
         )
         if spec.name in self.elsewhere:
             nothing = (((),) * len(self.setting.distinct_kinds),) * 3
-            ways = tuple(replace(way, passes=nothing, once_s=0.0, held=(0.0, 0.0)) for way in ways)
-        self._add_step((), spec.name, ways, picks, -1)
+            options = tuple(replace(option, passes=nothing, once_s=0.0, held=(0.0, 0.0)) for option in options)
+        self._add_step((), spec.name, options, picks, -1)
 
     def parameter_options(self, spec: ParameterSpec) -> Offered:
         """The forms that a parameter may have."""
         elements = element_count(spec.shape, {})
-        ways, picks = [], []
+        options, picks = [], []
         forms = [
             IDENTITY,
             *(shard_form(dim) for dim in range(len(spec.shape)) if self.dimension_units(spec.name, dim) is not None),
@@ -212,12 +212,12 @@ class _LayerPricing:
             parts = static_parts(*((elements, 0) if spec.trainable else (0, elements)), 1.0, self.setting.precision)
             size = sum(parts.values()) - parts["workspace"]
             held = (0.0, size) if form.kind == "G" else (size, 0.0)
-            ways.append(OpenOption((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
+            options.append(OpenOption((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
             picks.append(OptionPick())
             if form == IDENTITY and spec.name in self.factored_parameters:
-                ways.append(replace(ways[-1], gives=frontier.ALIKE, once_s=0.0))
+                options.append(replace(options[-1], gives=frontier.ALIKE, once_s=0.0))
                 picks.append(OptionPick())
-        return tuple(ways), tuple(picks)
+        return tuple(options), tuple(picks)
 
     def unsharding_costs(self, spec: ParameterSpec, often: int) -> Tolls:
         """Storing a parameter split and gathering it for use (FSDP): in the forward, for the input gradient again, and
@@ -239,17 +239,17 @@ class _LayerPricing:
         if alias not in self.values:
             number = self.values[name]
             step = next(step for step in self.steps if step.output == number)
-            ways = tuple(OpenOption((way.gives,), way.gives) for way in step.ways)
+            options = tuple(OpenOption((option.gives,), option.gives) for option in step.ways)
             self.aliases[alias] = name, often
-            self._add_step((name,), alias, ways, (OptionPick(),) * len(ways), ALIAS)
+            self._add_step((name,), alias, options, (OptionPick(),) * len(options), ALIAS)
         return alias
 
     def add_operator(self, place: int, operator: Operator) -> None:
         assert len(operator.outputs) == 1, f"{operator.kind} has several outputs"
         like = (operator.kind, repr(operator.attributes), *map(self.operand_key, (*operator.inputs, *operator.outputs)))
-        ways, picks = self.setting.make_once(like, lambda: self.operator_options(operator))
+        options, picks = self.setting.make_once(like, lambda: self.operator_options(operator))
         inputs = tuple(self.read_name(operator, index) for index, name in enumerate(operator.inputs) if name)
-        self._add_step(inputs, operator.outputs[0], ways, picks, place)
+        self._add_step(inputs, operator.outputs[0], options, picks, place)
 
     def operand_key(self, name: str) -> object:
         """What of an operand its operator's ways depend on."""
@@ -265,14 +265,14 @@ class _LayerPricing:
         """The ways to compute an operator."""
         labelled = labels_at(self.shapes, operator)
         present = [index for index, name in enumerate(operator.inputs) if name]
-        whole = (0,) * len(present)
+        all_whole = (0,) * len(present)
         plain = self.work.pass_lines(operator, labelled, "")
         size = self.held_bytes(operator.outputs[0])
-        ways = [OpenOption(whole, frontier.WHOLE, WHOLE_CUT, plain, held=(size, 0.0))]
+        options = [OpenOption(all_whole, frontier.WHOLE, WHOLE_CUT, plain, held=(size, 0.0))]
         picks = [OptionPick()]
         for number, sums in enumerate(labelled.linear):
             needs = tuple(frontier.PARTIAL if index in sums else frontier.WHOLE for index in present)
-            ways.append(OpenOption(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
+            options.append(OpenOption(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
             picks.append(OptionPick(linear=number))
         tables = labelled
         for label, (cut, earlier) in self.splittable_labels(operator, tables).items():
@@ -286,20 +286,20 @@ class _LayerPricing:
                 frontier.WHOLE if index in once else _form_along(labelled.inputs[index], label) for index in present
             )
             if not partial:
-                ways.append(OpenOption(needs, gives, cut, passes, held=(0.0, size), talk=talk))
+                options.append(OpenOption(needs, gives, cut, passes, held=(0.0, size), talk=talk))
                 picks.append(OptionPick(label))
             elif not once:
-                ways.append(OpenOption(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0), talk=talk))
+                options.append(OpenOption(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0), talk=talk))
                 picks.append(OptionPick(label))
             else:
                 for form, toll in self.settlement_forms(operator, labelled, once):
-                    ways.append(OpenOption(needs, number_of(form), cut, passes, toll, held=(size, 0.0)))
+                    options.append(OpenOption(needs, number_of(form), cut, passes, toll, held=(size, 0.0)))
                     picks.append(OptionPick(label, settle=form))
         if operator.inputs[1:2] and operator.inputs[1] in self.factored_parameters:
-            for way, pick in self.factored_options(operator, tables, plain[2], size):
-                ways.append(way)
+            for option, pick in self.factored_options(operator, tables, plain[2], size):
+                options.append(option)
                 picks.append(pick)
-        return tuple(ways), tuple(picks)
+        return tuple(options), tuple(picks)
 
     @cached_property
     def reader_counts(self) -> Counter[str]:
@@ -310,19 +310,19 @@ class _LayerPricing:
     def factored_parameters(self) -> frozenset[str]:
         """Parameters of linear layers that nobody else reads, whose factors may be gathered."""
         lowered = self.setting.lowered
-        found: set[str] = set()
+        factored: set[str] = set()
         for operator in self.graph.operators if lowered is not None else ():
-            own = {name for name in operator.inputs[1:] if name}
+            weights = {name for name in operator.inputs[1:] if name}
             free = all(
                 self.reader_counts[name] == 1
                 and name in self.parameters
                 and self.parameters[name].trainable
                 and name not in self.pinned
-                for name in own
+                for name in weights
             )
             if operator.kind == "linear" and free:
-                found |= own
-        return frozenset(found)
+                factored |= weights
+        return frozenset(factored)
 
     def factored_options(
         self, operator: Operator, labelled: OperatorLabels, whole: tuple[Lines, ...], size: float
@@ -352,21 +352,21 @@ class _LayerPricing:
             talk = ConversionCost((0.0, 0.0), cut, ahead=ahead, back=behind)
             along = frontier.form_number_along(dim)
             passes = (forward, back, all_of_it)
-            way = OpenOption((along, *weights), along, cut, passes, held=(0.0, size), talk=talk)
-            yield way, OptionPick(label, factors=True)
+            option = OpenOption((along, *weights), along, cut, passes, held=(0.0, size), talk=talk)
+            yield option, OptionPick(label, factors=True)
 
     def splittable_labels(self, operator: Operator, labelled: OperatorLabels) -> Mapping[str, tuple[int, int]]:
         """The labels that can be split here, with their cuts; a joint one with that of the first input before."""
-        found: dict[str, int] = {}
+        cuts_by_label: dict[str, int] = {}
         barred = set()
         names = (*operator.inputs, *operator.outputs)
         for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
             for dim, label in enumerate(labels or ()):
                 if name and label is not None:
                     cut = self.dimension_units(name, dim)
-                    if cut is None or found.setdefault(label, cut) != cut:
+                    if cut is None or cuts_by_label.setdefault(label, cut) != cut:
                         barred.add(label)
-        able = {label: (cut, WHOLE_CUT) for label, cut in found.items() if label not in barred}
+        able = {label: (cut, WHOLE_CUT) for label, cut in cuts_by_label.items() if label not in barred}
         for label, (inputs, _) in labelled.joint.items():
             cuts = [
                 self.dimension_units(name, labels.index(label))
@@ -383,14 +383,14 @@ class _LayerPricing:
         """Forms in which a bias can be added after the reduction: the bias stays whole."""
         output = operator.outputs[0]
         barred = {label for index in once for label in labelled.inputs[index] or ()}
-        found = []
+        settlements = []
         for (source, target), toll in self.tensor_costs(self.tensors[output]).items():
             form = form_of(target)
             split = labelled.outputs[0][form.dim] if form.dim is not None else None
             runs_late = form.dim is None or self.shapes[output][form.dim] in ("B", "T")
             if source == frontier.PARTIAL and split not in barred - {None} and runs_late:
-                found.append((form, toll))
-        return found
+                settlements.append((form, toll))
+        return settlements
 
     def conversion_costs(self, name: str) -> Tolls:
         """Every conversion of a value; a parameter that several read is converted where they read it."""
@@ -404,14 +404,14 @@ class _LayerPricing:
 
     def tensor_costs(self, tensor: TensorSpec) -> Tolls:
         """Every conversion of a value, with what its backward does."""
-        kept, cuts, activation = (
+        bytes_kept, cuts, activation = (
             self.held_bytes(tensor.name),
             self.value_units(tensor.name),
             tensor.role == "activation",
         )
-        like = ("convert", tensor.shape, cuts, kept, activation)
+        like = ("convert", tensor.shape, cuts, bytes_kept, activation)
         return self.setting.make_once(
-            like, lambda: price_conversions(self.setting, tensor.shape, cuts, kept, activation)
+            like, lambda: price_conversions(self.setting, tensor.shape, cuts, bytes_kept, activation)
         )
 
     def held_bytes(self, name: str) -> float:

@@ -135,8 +135,8 @@ class ProgramWriter:
                 inputs.append("")
             else:
                 want = HeldForm(PARTIAL) if index in sums else self._wanted_form(name, labels, choice)
-                own = self.gathered.get((name, operator.outputs[0])) if want == WHOLE else None
-                inputs.append(own or (self.hold_as(name, want) if name else ""))
+                gathered = self.gathered.get((name, operator.outputs[0])) if want == WHOLE else None
+                inputs.append(gathered or (self.hold_as(name, want) if name else ""))
         return tuple(inputs), late
 
     def convert_value(self, conversion: FormConversion, reader: Operator | None = None) -> None:
@@ -155,7 +155,7 @@ class ProgramWriter:
                 "This value cannot be converted so.",
                 where=f"recipe, {name}",
                 seen=f"{source.form}>{target.form}",
-                allowed="from a form in which it is held: " + ", ".join(f"{one}>{two}" for one, two in CONVERSIONS),
+                allowed="from a form in which it is held: " + ", ".join(f"{source_kind}>{target_kind}" for source_kind, target_kind in CONVERSIONS),
             )
         if reader is not None and self._gathers_alone(reader, name):
             new = f"{name}.{target.form}.{reader.outputs[0]}"
@@ -165,7 +165,7 @@ class ProgramWriter:
 
     def _gathers_alone(self, reader: Operator, name: str) -> bool:
         """Whether a parameter has several readers, of which this one gathers it for itself."""
-        readers = [each for each in self.graph.operators if name in each.inputs]
+        readers = [operator for operator in self.graph.operators if name in operator.inputs]
         shared = name in self.parameters and len(readers) > 1 and reader in readers
         return shared and KINDS[reader.kind].gathers.get(reader.inputs.index(name), 0) > 0
 
@@ -190,15 +190,15 @@ class ProgramWriter:
         outputs = []
         for name in self.graph.outputs:
             on_stream = len(self.shapes[name]) > 1
-            found = self.hold_as(name, replace(gives, shares=()) if on_stream else WHOLE)
+            result = self.hold_as(name, replace(gives, shares=()) if on_stream else WHOLE)
             if on_stream and gives.shares:
-                found = self._write_reshare(found, f"{name}.given", gives)
-            outputs.append(found)
-        taken = [t.name for t in self.graph.inputs if t.role == "activation"]
+                result = self._write_reshare(result, f"{name}.given", gives)
+            outputs.append(result)
+        hidden_inputs = [t.name for t in self.graph.inputs if t.role == "activation"]
         return ShardedGraph(
             graphs=tuple(self._local_graph(position, tuple(outputs)) for position in range(len(self.shares))),
             parameter_forms={name: self.held[name].form for name in self.parameters},
-            input_form=self.input_held[taken[0]].form if taken else IDENTITY,
+            input_form=self.input_held[hidden_inputs[0]].form if hidden_inputs else IDENTITY,
             output_form=self.held[outputs[0]].form,
             shares=self.shares,
             forms={tensor.name: self.held[tensor.name].form for tensor in self.tensors[0]},
@@ -266,8 +266,8 @@ class ProgramWriter:
             if kind == "all_to_all":
                 old = have.form.dim
                 assert old is not None
-                whole = self.shapes[name][old]
-                attributes |= {"from": old, "whole": whole, "from_units": have.units if have.units != whole else 0}
+                full_size = self.shapes[name][old]
+                attributes |= {"from": old, "whole": full_size, "from_units": have.units if have.units != full_size else 0}
             if how:
                 attributes["lowering"] = how
             operator = Operator(kind=kind, inputs=(name,), outputs=(new,), attributes=attributes)
@@ -279,15 +279,15 @@ class ProgramWriter:
         have, dim = self.held[name], want.form.dim
         assert dim is not None and have.form == want.form, f"{name} is {have.form}, not {want.form}"
         self.shapes[new], self.dtypes[new], self.held[new] = self.shapes[name], self.dtypes[name], want
-        whole = self.shapes[name][dim]
+        full_size = self.shapes[name][dim]
         for position in range(len(self.shares)):
             attributes = {
                 "dim": dim,
                 "size": self.local_shape(new, position)[dim],
-                "whole": whole,
+                "whole": full_size,
                 "from": list(have.shares or self.shares),
                 "to": list(want.shares or self.shares),
-            } | ({"units": want.units} if want.units not in (0, whole) else {})
+            } | ({"units": want.units} if want.units not in (0, full_size) else {})
             self._append_operator(
                 position, Operator(kind=RESHARE, inputs=(name,), outputs=(new,), attributes=attributes)
             )
@@ -378,8 +378,8 @@ class ProgramWriter:
                 seen=f"{choice.label}*",
                 allowed="linear layers that are split along rows or tokens",
             )
-        whole = self.shapes[operator.outputs[0]][held.dim]
-        return {"dim": held.dim, "whole": whole} | ({"lowering": choice.how} if choice.how else {})
+        full_size = self.shapes[operator.outputs[0]][held.dim]
+        return {"dim": held.dim, "whole": full_size} | ({"lowering": choice.how} if choice.how else {})
 
     def _device_part(self, name: str, position: int) -> DevicePart:
         held = self.held[name]
@@ -423,9 +423,9 @@ def shard_graph(
     """The program that `choose` describes, with the hidden state coming in as `takes` and handed on as `gives` (the
     same where it is not said); `after` converts results at the end."""
     program = ProgramWriter(graph, shares, takes)
-    for place, operator in enumerate(graph.operators):
+    for index, operator in enumerate(graph.operators):
         labelled = labels_at(program.shapes, operator)
-        program.add_operator(operator, labelled, choose(place, operator, labelled, program.held) or OperatorChoice())
+        program.add_operator(operator, labelled, choose(index, operator, labelled, program.held) or OperatorChoice())
     for conversion in after:
         program.convert_value(conversion)
     return program.finish_graphs(takes if gives is None else gives)
@@ -439,11 +439,11 @@ def labels_at(shapes: Mapping[str, Shape], operator: Operator) -> OperatorLabels
 
 def _shape_columns(shapes: Iterable[Shape]) -> str:
     """One shape a device; `8 x (B, T, 512)` for more neighbours with the same one than are quickly read."""
-    found = []
+    columns = []
     for shape, run in groupby(shapes):
         count = len([*run])
-        found += [f"{count} x {_shape_text(shape)}"] if count > SIDE_BY_SIDE else [_shape_text(shape)] * count
-    return " | ".join(found)
+        columns += [f"{count} x {_shape_text(shape)}"] if count > SIDE_BY_SIDE else [_shape_text(shape)] * count
+    return " | ".join(columns)
 
 
 def _shape_text(shape: Shape) -> str:

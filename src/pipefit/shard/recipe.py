@@ -83,11 +83,11 @@ def recipe_of(
     picks, before = [], []
     waiting: tuple[Turn, ...] = ()
     steps = zip(layer.operators, layer.picks, layer.template.steps, choice.ways, choice.before, strict=True)
-    for place, each, step, number, moves in steps:
+    for index, step_picks, step, number, moves in steps:
         waiting += name_turns(moves)
-        if place >= 0:
-            way = step.ways[number]
-            picks.append(replace(each[number], how=lowering_word(way.talk if each[number].factors else way.toll)))
+        if index >= 0:
+            option = step.ways[number]
+            picks.append(replace(step_picks[number], how=lowering_word(option.talk if step_picks[number].factors else option.toll)))
             before.append(waiting)
             waiting = ()
     return ShardRecipe(
@@ -138,12 +138,12 @@ def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> S
             next_step="make the plan again with the model as it is now",
         )
     units = cut_units(graph)
-    taken, own, given = recipe.shares or (tuple(shares),) * 3
-    if any(len(each) != len(shares) for each in (taken, own, given)):
+    takes_shares, layer_shares, gives_shares = recipe.shares or (tuple(shares),) * 3
+    if any(len(axis_shares) != len(shares) for axis_shares in (takes_shares, layer_shares, gives_shares)):
         raise PlanError(
             "This recipe is for another number of devices.",
             where="recipe",
-            seen=":".join(map(str, own)),
+            seen=":".join(map(str, layer_shares)),
             allowed=f"{len(shares)} shares",
         )
 
@@ -166,7 +166,7 @@ def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> S
     after = [_turn_conversion(turn, units) for turn in recipe.after]
     hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
     takes, gives = _held_form(hidden, recipe.takes, units), _held_form(graph.outputs[0], recipe.gives, units)
-    return shard_graph(graph, own, _cut_by(takes, taken, own), choose_operator, _cut_by(gives, given, own), after)
+    return shard_graph(graph, layer_shares, _cut_by(takes, takes_shares, layer_shares), choose_operator, _cut_by(gives, gives_shares, layer_shares), after)
 
 
 def _cut_by(held: HeldForm, shares: Shares, own: Shares) -> HeldForm:

@@ -79,8 +79,8 @@ def group_tied_layers(layers: Sequence[Layer]) -> list[list[int]]:
         for name in layer.parameters.values():
             parent[find_root(f"parameter {name}")] = find_root(layer.graph)
     classes: dict[str, list[int]] = {}
-    for place, layer in enumerate(layers):
-        classes.setdefault(find_root(layer.graph), []).append(place)
+    for index, layer in enumerate(layers):
+        classes.setdefault(find_root(layer.graph), []).append(index)
     return list(classes.values())
 
 
@@ -135,18 +135,18 @@ class _SegmentPrices:
         passing = 0.0
         for part in _equal_share_runs(shares):
             chain = [link.choice for link in links[part.start : part.stop]]
-            each = transient_bytes(chain)
-            passing = max(passing, each)
+            transient = transient_bytes(chain)
+            passing = max(passing, transient)
             for kind, size in enumerate(held_bytes(chain, shares[part.start])):
-                totals[kind] += size - each
+                totals[kind] += size - transient
         return tuple(total + passing for total in totals)
 
 
 def _equal_share_runs(shares: Sequence[Shares]) -> Iterator[range]:
     """Runs of layers with the same shares."""
     for _, places in itertools.groupby(range(len(shares)), key=lambda place: shares[place]):
-        first, *others = places
-        yield range(first, others[-1] + 1 if others else first + 1)
+        first, *rest = places
+        yield range(first, rest[-1] + 1 if rest else first + 1)
 
 
 def _class_runs(classes: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -167,17 +167,17 @@ def _try_shares(
     """The same with other shares for the layers at these places: forms as they are, and the best with forms anew."""
     tried = []
     for shares in _share_options(chains, prices, now, run):
-        each = tuple(shares if place in run else now.shares[place] for place in range(len(layers)))
-        priced = prices.price_program(now.links, each) if each != now.shares else None
+        layer_shares = tuple(shares if index in run else now.shares[index] for index in range(len(layers)))
+        priced = prices.price_program(now.links, layer_shares) if layer_shares != now.shares else None
         if priced is not None:
             tried.append(priced)
     yield from tried
-    for one in sorted(tried, key=lambda one: (not one.fits, one.cost_s))[:SEARCHED]:
+    for candidate in sorted(tried, key=lambda program: (not program.fits, program.cost_s))[:SEARCHED]:
         try:
-            links = chains.search_programs(layers, one.shares[0], one.shares)
+            links = chains.search_programs(layers, candidate.shares[0], candidate.shares)
         except PlanError:
             continue
-        priced = prices.price_program(links, one.shares)
+        priced = prices.price_program(links, candidate.shares)
         if priced is not None:
             yield priced
 
@@ -186,31 +186,31 @@ def _share_options(
     chains: ChainSearch, prices: _SegmentPrices, now: _SegmentedProgram, run: Sequence[int]
 ) -> list[Shares]:
     """Shares to try for the layers at these places: the best for them alone, and those of the others."""
-    members, own = chains.setting.axis_members, {*run}
-    chain = [now.links[place].choice for place in run]
+    members, run_set = chains.setting.axis_members, {*run}
+    chain = [now.links[index].choice for index in run]
     stretches: list[tuple[ComputeSegment, int]] = []
-    for part in _equal_share_runs([now.shares[place] if place in own else () for place in range(len(now.shares))]):
-        if part.start in own:
-            stretches += count_segments([now.links[place].choice for place in part])
+    for part in _equal_share_runs([now.shares[index] if index in run_set else () for index in range(len(now.shares))]):
+        if part.start in run_set:
+            stretches += count_segments([now.links[index].choice for index in part])
     cuts = cuts_of(stretches)
     everything = prices.fullest_bytes(now.links, now.shares)
-    mine = prices.fullest_bytes([now.links[place] for place in run], [now.shares[place] for place in run])
+    mine = prices.fullest_bytes([now.links[index] for index in run], [now.shares[index] for index in run])
     left = [limit - (all_ - own_) for limit, all_, own_ in zip(memory_limits(chains), everything, mine, strict=True)]
-    around = _reference_fractions(cuts, [*dict.fromkeys(now.shares[place] for place in run)], members)
+    around = _reference_fractions(cuts, [*dict.fromkeys(now.shares[index] for index in run)], members)
     weights = (
         best_weights(stretches, members, least_fraction(cuts), memory_rooms(chain, left), around)
         if min(left) > 0
         else None
     )
-    found = dict.fromkeys(now.shares)
-    return [*found, *(each for each in (round_weights(weights, cuts) if weights else ()) if each not in found)]
+    options = dict.fromkeys(now.shares)
+    return [*options, *(option for option in (round_weights(weights, cuts) if weights else ()) if option not in options)]
 
 
 def _reference_fractions(cuts: Sequence[int], shares: Sequence[Shares], members: AxisMembers) -> HeldFractions:
     """The fractions around which collectives are lowered: by the first of these shares that leaves every device a unit
     of all cuts, though its layer has only some of them; else by even ones, which always do."""
-    for each in (*shares, (1,) * len(members.kind)):
-        found = held_fractions(cuts, each, members)
-        if all(cut in found.worst for cut in cuts):
+    for candidate in (*shares, (1,) * len(members.kind)):
+        fractions = held_fractions(cuts, candidate, members)
+        if all(cut in fractions.worst for cut in cuts):
             break
-    return found
+    return fractions

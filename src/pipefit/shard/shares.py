@@ -61,8 +61,8 @@ def best_weights(
         program.add_row({fraction: room.split_bytes / room.limit_bytes}, 1.0 - room.whole_bytes / room.limit_bytes)
     for stretch, times in stretches:
         program.add_segment(stretch, float(times))
-    found = program.solve_fractions()
-    return None if found is None else tuple(found[kind] for kind in members.kind)
+    fractions = program.solve_fractions()
+    return None if fractions is None else tuple(fractions[kind] for kind in members.kind)
 
 
 class _ShareProgram:
@@ -92,12 +92,12 @@ class _ShareProgram:
         for toll in stretch.tolls:
             if toll.cut != WHOLE_CUT:
                 self.costs[self.widest] += times * toll.line[1]
-            for one, _ in toll.cheapest_lowerings(self.around) if self.around is not None else ():
-                self.add_collective(one, times)
+            for lowering, _ in toll.cheapest_lowerings(self.around) if self.around is not None else ():
+                self.add_collective(lowering, times)
         for passes in ((0,), (1, 2)):
-            whole = self.add_variable(times)
+            segment_s = self.add_variable(times)
             for kind, fraction in enumerate(self.fraction):
-                terms, constant = {whole: -1.0}, 0.0
+                terms, constant = {segment_s: -1.0}, 0.0
                 for lines, cut in _pass_lines(stretch.ways, passes, kind):
                     constant += self._add_lines(lines, cut, fraction, terms)
                 self.add_row(terms, -constant)
@@ -108,22 +108,22 @@ class _ShareProgram:
             self.costs[self.widest] += times * one.slope
             return
         if id(one.rounds) not in self.rounds:
-            found = []
+            variables = []
             for loads, constant in one.rounds.as_lines(len(self.members.kind)):
-                found.append(self.add_variable())
+                variables.append(self.add_variable())
                 rows = {tuple(self._by_kind(load)) for load in loads}
                 for row in rows:
-                    self.add_row({**dict(zip(self.fraction, row, strict=True)), found[-1]: -1.0}, -constant)
-            self.rounds[id(one.rounds)] = one.rounds, found
+                    self.add_row({**dict(zip(self.fraction, row, strict=True)), variables[-1]: -1.0}, -constant)
+            self.rounds[id(one.rounds)] = one.rounds, variables
         for variable in self.rounds[id(one.rounds)][1]:
             self.costs[variable] += times * one.slope
 
     def _by_kind(self, load: Sequence[float]) -> list[float]:
         """What a port carries of the fraction of every kind."""
-        found = [0.0] * self.members.kind_count
+        totals = [0.0] * self.members.kind_count
         for seconds, kind in zip(load, self.members.kind, strict=True):
-            found[kind] += float(seconds)
-        return found
+            totals[kind] += float(seconds)
+        return totals
 
     def _add_lines(self, lines: Lines, cut: int, fraction: int, terms: dict[int, float]) -> float:
         """Add one operator's pass to a row; what of it is constant is returned."""
@@ -134,10 +134,10 @@ class _ShareProgram:
         if len(lines) == 1:
             terms[fraction] = terms.get(fraction, 0.0) + lines[0][1]
             return lines[0][0]
-        taken = self.add_variable()
+        slowest = self.add_variable()
         for first, second in lines:
-            self.add_row({fraction: second, taken: -1.0}, -first)
-        terms[taken] = 1.0
+            self.add_row({fraction: second, slowest: -1.0}, -first)
+        terms[slowest] = 1.0
         return 0.0
 
     def solve_fractions(self) -> Sequence[float] | None:
@@ -146,7 +146,7 @@ class _ShareProgram:
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
 
-        entries = [(place, *term) for place, (terms, _) in enumerate(self.rows) for term in terms.items()]
+        entries = [(row_index, *term) for row_index, (terms, _) in enumerate(self.rows) for term in terms.items()]
         places, variables, factors = zip(*entries, strict=True)
         scale = max(*self.costs, 1e-12)  # seconds are small against HiGHS's tolerances
         matrix = csr_array((factors, (places, variables)), shape=(len(self.rows), len(self.costs)))
@@ -164,19 +164,19 @@ class _ShareProgram:
 
 
 def _pass_lines(ways: Sequence[OpenOption], passes: Sequence[int], kind: int) -> Iterator[tuple[Lines, int]]:
-    for way in ways:
-        for number in passes if way.passes else ():
-            yield way.passes[number][kind], way.cut
+    for option in ways:
+        for number in passes if option.passes else ():
+            yield option.passes[number][kind], option.cut
 
 
 def nearest_shares(weights: Weights) -> tuple[int, ...]:
     """The smallest whole shares that are within 0.1 % of everything of these weights."""
-    found = round_weights(weights, ())
+    candidates = round_weights(weights, ())
 
     def share_error(shares: tuple[int, ...]) -> float:
         return max(abs(share / sum(shares) - weight) for share, weight in zip(shares, weights, strict=True))
 
-    return next((shares for shares in found if share_error(shares) <= 1e-3), found[-1])
+    return next((shares for shares in candidates if share_error(shares) <= 1e-3), candidates[-1])
 
 
 def count_segments(chain: Sequence[ChosenProgram]) -> list[tuple[ComputeSegment, int]]:
@@ -185,19 +185,19 @@ def count_segments(chain: Sequence[ChosenProgram]) -> list[tuple[ComputeSegment,
     known: dict[int, list[ComputeSegment]] = {}
     pieces: list[list[tuple[int, int]]] = []
     for chosen in chain:
-        each = known.setdefault(id(chosen), [])
-        each.extend(chosen.compute_segments() if not each else ())
-        for place, stretch in enumerate(each):
+        segments = known.setdefault(id(chosen), [])
+        segments.extend(chosen.compute_segments() if not segments else ())
+        for index, stretch in enumerate(segments):
             if pieces and not any(toll.meets for toll in stretch.tolls):
-                pieces[-1].append((id(chosen), place))
+                pieces[-1].append((id(chosen), index))
             else:
-                pieces.append([(id(chosen), place)])
-    found = []
+                pieces.append([(id(chosen), index)])
+    counted = []
     for piece, times in Counter(map(tuple, pieces)).items():
-        parts = [known[owner][place] for owner, place in piece]
+        parts = [known[owner][index] for owner, index in piece]
         tolls = tuple(toll for part in parts for toll in part.tolls)
-        found.append((ComputeSegment(tolls, tuple(way for part in parts for way in part.ways)), times))
-    return found
+        counted.append((ComputeSegment(tolls, tuple(option for part in parts for option in part.ways)), times))
+    return counted
 
 
 def cost_s(
@@ -219,22 +219,22 @@ def overlapped_reduction_s(
     bucket (`cost/pipeline/overlap.py`), where reducing a full one takes `bucket_s`; `shares` are those of every
     program. Sizes are told in seconds here."""
     pieces: dict[tuple[int, Sequence[int]], list[Piece]] = {}
-    for key, (chosen, own) in {(id(one), each): (one, each) for one, each in zip(chain, shares, strict=True)}.items():
+    for key, (chosen, layer_shares) in {(id(program), program_shares): (program, program_shares) for program, program_shares in zip(chain, shares, strict=True)}.items():
         template, kinds = chosen.template, range(chosen.template.members.kind_count)
-        fractions = held_fractions(template.cuts, own, template.members)
-        ways = [step.ways[number] for step, number in zip(template.steps, chosen.ways, strict=True)]
+        fractions = held_fractions(template.cuts, layer_shares, template.members)
+        options = [step.ways[number] for step, number in zip(template.steps, chosen.ways, strict=True)]
         pieces[key] = [
-            (microbatches * way.once_s, max(way.backward_s(fractions, kind) for kind in kinds)) for way in ways
+            (microbatches * option.once_s, max(option.backward_s(fractions, kind) for kind in kinds)) for option in options
         ]
-    every = [piece for one, each in zip(chain, shares, strict=True) for piece in pieces[id(one), each]]
-    return hidden_s(sum(size for size, _ in every), every, bucket_s) / microbatches
+    all_pieces = [piece for program, program_shares in zip(chain, shares, strict=True) for piece in pieces[id(program), program_shares]]
+    return hidden_s(sum(size for size, _ in all_pieces), all_pieces, bucket_s) / microbatches
 
 
 def cuts_of(stretches: Sequence[tuple[ComputeSegment, int]]) -> list[int]:
     """The cuts that occur, coarsest first."""
-    found = {way.cut for stretch, _ in stretches for way in stretch.ways}
-    found |= {cut for stretch, _ in stretches for toll in stretch.tolls for cut in (toll.cut, toll.earlier)}
-    return sorted(found - {WHOLE_CUT})
+    cuts = {option.cut for stretch, _ in stretches for option in stretch.ways}
+    cuts |= {cut for stretch, _ in stretches for toll in stretch.tolls for cut in (toll.cut, toll.earlier)}
+    return sorted(cuts - {WHOLE_CUT})
 
 
 def held_bytes(chain: Sequence[ChosenProgram], shares: Sequence[float]) -> tuple[float, ...]:
@@ -245,9 +245,9 @@ def held_bytes(chain: Sequence[ChosenProgram], shares: Sequence[float]) -> tuple
     for chosen, times in _distinct_programs(chain):
         fractions = held_fractions(chosen.template.cuts, shares, members)
         by_cut: dict[int, float] = defaultdict(float)
-        for one in chosen.chosen_parts():
-            by_cut[WHOLE_CUT] += times * one.held[0]
-            by_cut[one.cut] += times * one.held[1]
+        for part in chosen.chosen_parts():
+            by_cut[WHOLE_CUT] += times * part.held[0]
+            by_cut[part.cut] += times * part.held[1]
         for kind in range(members.kind_count):
             totals[kind] += sum(size * fractions.worst[cut][kind] for cut, size in by_cut.items())
     return tuple(totals)
@@ -257,10 +257,10 @@ def transient_bytes(chain: Sequence[ChosenProgram]) -> float:
     """The largest weight that is stored split and gathered for an operator, or its gradient."""
     return max(
         (
-            one.passing
+            part.passing
             for chosen, _ in _distinct_programs(chain)
-            for one in chosen.chosen_parts()
-            if isinstance(one, ConversionCost)
+            for part in chosen.chosen_parts()
+            if isinstance(part, ConversionCost)
         ),
         default=0.0,
     )
@@ -268,10 +268,10 @@ def transient_bytes(chain: Sequence[ChosenProgram]) -> float:
 
 def memory_rooms(chain: Sequence[ChosenProgram], limits: Sequence[float]) -> tuple[MemoryRoom, ...]:
     """The memory of every kind of device as a line in its fraction; `limits` are what is free for it."""
-    parts = [(one.held, times) for chosen, times in _distinct_programs(chain) for one in chosen.chosen_parts()]
-    whole = transient_bytes(chain) + sum(times * held[0] for held, times in parts)
+    parts = [(part.held, times) for chosen, times in _distinct_programs(chain) for part in chosen.chosen_parts()]
+    fixed_bytes = transient_bytes(chain) + sum(times * held[0] for held, times in parts)
     split_ = sum(times * held[1] for held, times in parts)
-    return tuple(MemoryRoom(whole, split_, limit) for limit in limits)
+    return tuple(MemoryRoom(fixed_bytes, split_, limit) for limit in limits)
 
 
 def _distinct_programs(chain: Sequence[ChosenProgram]) -> list[tuple[ChosenProgram, int]]:
@@ -290,10 +290,10 @@ def round_weights(weights: Weights, units: Sequence[int]) -> list[tuple[int, ...
     """Whole shares near these weights, small numbers first: by the units of every cut, and finer; every device has one
     at least."""
     exact = [round(weight * 1e9) for weight in weights]
-    found: dict[tuple[int, ...], None] = {}
+    rounded: dict[tuple[int, ...], None] = {}
     for total in sorted({*(unit for unit in units if 0 < unit <= 4096), *range(2, 17), 32, 64, 100, 1000}):
         if total >= len(weights):
             counts = [max(1, stop - start) for start, stop in split_by_shares(total, exact)]
             common = gcd(*counts)
-            found[tuple(count // common for count in counts)] = None
-    return list(found)
+            rounded[tuple(count // common for count in counts)] = None
+    return list(rounded)

@@ -75,27 +75,27 @@ def alternate_searches(
             program = search(shares)
             if program is None:
                 break
-            tried = [(cost(program, each), each) for each in (shares, *improve(program))]
-            able = [ProgramRecord(program, each, seconds) for seconds, each in tried if seconds is not None]
+            tried = [(cost(program, candidate), candidate) for candidate in (shares, *improve(program))]
+            able = [ProgramRecord(program, candidate, seconds) for seconds, candidate in tried if seconds is not None]
             if not able:
                 break
-            found = min(able, key=lambda record: record.cost_s)
-            if best is None or found.cost_s < best.cost_s:
-                best = found
-            if last is not None and found.cost_s >= last * (1 - 1e-9):
+            cheapest = min(able, key=lambda record: record.cost_s)
+            if best is None or cheapest.cost_s < best.cost_s:
+                best = cheapest
+            if last is not None and cheapest.cost_s >= last * (1 - 1e-9):
                 break
-            last, shares = found.cost_s, found.shares
+            last, shares = cheapest.cost_s, cheapest.shares
     return best
 
 
 def start_weights(*speeds: Sequence[float]) -> list[Weights]:
     """Shares to start from: even, proportional to each of these speeds, and half and thirds of the way between them."""
     count = len(speeds[0])
-    corners = [tuple(speed / sum(each) for speed in each) for each in (*speeds, (1.0,) * count)]
-    found: dict[Weights, None] = {}
-    for mixed in (each for size in (1, 2, 3) for each in combinations(corners, size)):
-        found[tuple(round(sum(column) / len(mixed), 12) for column in zip(*mixed, strict=True))] = None
-    return list(found)
+    corners = [tuple(speed / sum(group) for speed in group) for group in (*speeds, (1.0,) * count)]
+    weights: dict[Weights, None] = {}
+    for mixed in (group for size in (1, 2, 3) for group in combinations(corners, size)):
+        weights[tuple(round(sum(column) / len(mixed), 12) for column in zip(*mixed, strict=True))] = None
+    return list(weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +112,10 @@ class SynthesizedProgram:
 
 def synthesize_program(chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int] = ()) -> SynthesizedProgram:
     """`leanest_program`, where it fits. Raises PlanError where there is no program, or none that fits in memory."""
-    found = leanest_program(chains, layers, shares)
-    if not fits_in_memory(chains, found.held_bytes):
+    program = leanest_program(chains, layers, shares)
+    if not fits_in_memory(chains, program.held_bytes):
         raise _no_program(chains, shares)
-    return found
+    return program
 
 
 def cheapest_program(
@@ -187,9 +187,9 @@ def _search_alternating(
     best: ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]] | None = None
     for exposed in EXPOSED if chains.setting.overlap_share else EXPOSED[:1]:
         chains.exposed = exposed
-        found = _ChainAlternation(chains, layers, bool(shares)).run_from(first)
-        if best is None or (found is not None and found.cost_s < best.cost_s):
-            best = found
+        record = _ChainAlternation(chains, layers, bool(shares)).run_from(first)
+        if best is None or (record is not None and record.cost_s < best.cost_s):
+            best = record
         if best is not None and not shares:
             first = [best.shares, nearest_shares(start_weights(chains.setting.device_speeds[0])[0])]
     chains.exposed = EXPOSED[0]

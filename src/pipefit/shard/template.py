@@ -80,8 +80,8 @@ class ConversionCost:
 
     def conversion_s(self, fractions: HeldFractions) -> float:
         seconds = self.line[0] + self.line[1] * fractions.padding[self.cut]
-        for one, parts in self.cheapest_lowerings(fractions):
-            seconds += one.lowered_s(*parts)
+        for lowering, parts in self.cheapest_lowerings(fractions):
+            seconds += lowering.lowered_s(*parts)
         return seconds
 
     def cheapest_lowerings(self, fractions: HeldFractions) -> tuple[tuple[LoweredCollective, tuple[Parts, ...]], ...]:
@@ -92,20 +92,20 @@ class ConversionCost:
         parts: tuple[Parts, ...] = (fractions.parts[self.cut],)
         if self.earlier != WHOLE_CUT:
             parts = (fractions.parts[self.earlier], *parts)
-        ways = (self.ahead, parts), (self.back, parts[::-1])
-        return tuple((_cheapest_lowering(each, moved), moved) for each, moved in ways)
+        directions = (self.ahead, parts), (self.back, parts[::-1])
+        return tuple((_cheapest_lowering(options, moved), moved) for options, moved in directions)
 
     def lowering_names(self, fractions: HeldFractions) -> str:
         """The cheapest lowerings in a word: `grouped`, or `padded+alltoallv` where the backward has another one; ''
         where nothing is to be chosen, or both are padded."""
-        names = tuple(dict.fromkeys(one.name for one, _ in self.cheapest_lowerings(fractions)))
+        names = tuple(dict.fromkeys(lowering.name for lowering, _ in self.cheapest_lowerings(fractions)))
         return "" if names in ((), ("padded",)) else "+".join(names)
 
 
 def _cheapest_lowering(ways: Sequence[LoweredCollective], parts: tuple[Parts, ...]) -> LoweredCollective:
     """The first whose price no other is really below: sums in another order round otherwise."""
-    least = min(one.lowered_s(*parts) for one in ways)
-    return next(one for one in ways if one.lowered_s(*parts) <= least * (1 + 1e-9))
+    least = min(lowering.lowered_s(*parts) for lowering in ways)
+    return next(lowering for lowering in ways if lowering.lowered_s(*parts) <= least * (1 + 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ class OpenOption:
     def cost_s(self, fractions: HeldFractions, kinds: int, exposed: float = 1.0) -> float:
         """The slowest device's forward and its backward, the reduction, and what of what comes once is `exposed`."""
         toll_s = sum(toll.conversion_s(fractions) for toll in (self.toll, self.talk) if toll)
-        each = range(kinds)
-        slowest = max(self.forward_s(fractions, k) for k in each) + max(self.backward_s(fractions, k) for k in each)
+        kind_numbers = range(kinds)
+        slowest = max(self.forward_s(fractions, k) for k in kind_numbers) + max(self.backward_s(fractions, k) for k in kind_numbers)
         return slowest + toll_s + exposed * self.once_s
 
 
@@ -178,13 +178,13 @@ class LayerTemplate:
         def options_at(ways: tuple[OpenOption, ...]) -> tuple[tuple[PricedOption, ...], tuple[int, ...]]:
             able = tuple(
                 number
-                for number, way in enumerate(ways)
-                if way.cut in fractions.worst
-                and all(toll.can_split(fractions) for toll in (way.toll, way.talk) if toll is not None)
+                for number, option in enumerate(ways)
+                if option.cut in fractions.worst
+                and all(toll.can_split(fractions) for toll in (option.toll, option.talk) if toll is not None)
             )
             costs = [ways[n].cost_s(fractions, self.members.kind_count, exposed) + held_s(ways[n]) for n in able]
-            found = tuple(PricedOption(ways[n].needs, ways[n].gives, cost) for n, cost in zip(able, costs, strict=True))
-            return found, able
+            options = tuple(PricedOption(ways[n].needs, ways[n].gives, cost) for n, cost in zip(able, costs, strict=True))
+            return options, able
 
         def costs_at(tolls: Mapping[tuple[int, int], ConversionCost]) -> Conversions:
             return {
@@ -193,8 +193,8 @@ class LayerTemplate:
                 if toll.can_split(fractions)
             }
 
-        each = {id(step.ways): step.ways for step in self.steps}  # steps that are alike have the same ways
-        priced = {key: options_at(ways) for key, ways in each.items()}
+        distinct = {id(step.ways): step.ways for step in self.steps}  # steps that are alike have the same ways
+        priced = {key: options_at(options) for key, options in distinct.items()}
         steps = [PricedStep(step.inputs, step.output, priced[id(step.ways)][0]) for step in self.steps]
         numbers = [priced[id(step.ways)][1] for step in self.steps]
         moves = {key: costs_at(tolls) for key, tolls in {id(tolls): tolls for tolls in self.tolls}.items()}
@@ -215,37 +215,37 @@ class ChosenProgram:
 
     def compute_segments(self) -> list[ComputeSegment]:
         """What is computed between two collectives, in order, each with the collective in front of it."""
-        found: list[ComputeSegment] = []
+        segments: list[ComputeSegment] = []
         tolls: list[ConversionCost] = []
-        ways: list[OpenOption] = []
+        options: list[OpenOption] = []
 
         def add_conversion(toll: ConversionCost) -> None:
-            nonlocal tolls, ways
-            if ways and toll.meets:
-                found.append(ComputeSegment(tuple(tolls), tuple(ways)))
-                tolls, ways = [], []
+            nonlocal tolls, options
+            if options and toll.meets:
+                segments.append(ComputeSegment(tuple(tolls), tuple(options)))
+                tolls, options = [], []
             tolls.append(toll)
 
         for step, number, moves in zip(self.template.steps, self.ways, self.before, strict=True):
             for value, source, target in moves:
                 add_conversion(self.template.tolls[value][source, target])
-            way = step.ways[number]
-            if way.talk is not None:
-                add_conversion(way.talk)
-            ways.append(way)
-            if way.toll is not None:
-                add_conversion(way.toll)
+            option = step.ways[number]
+            if option.talk is not None:
+                add_conversion(option.talk)
+            options.append(option)
+            if option.toll is not None:
+                add_conversion(option.toll)
         for value, source, target in self.after:
             add_conversion(self.template.tolls[value][source, target])
-        return [*found, ComputeSegment(tuple(tolls), tuple(ways))]
+        return [*segments, ComputeSegment(tuple(tolls), tuple(options))]
 
     def chosen_parts(self) -> list[OpenOption | ConversionCost]:
         """The ways and the conversions that were chosen."""
-        ways: list[OpenOption | ConversionCost] = [
+        options: list[OpenOption | ConversionCost] = [
             step.ways[number] for step, number in zip(self.template.steps, self.ways, strict=True)
         ]
-        moves = [move for each in (*self.before, self.after) for move in each]
-        return [*ways, *(self.template.tolls[value][source, target] for value, source, target in moves)]
+        moves = [move for conversions in (*self.before, self.after) for move in conversions]
+        return [*options, *(self.template.tolls[value][source, target] for value, source, target in moves)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,16 +256,16 @@ class ComputeSegment:
     ways: tuple[OpenOption, ...]
 
     def cost_s(self, fractions: HeldFractions, kinds: int) -> float:
-        forward = max(sum(way.forward_s(fractions, k) for way in self.ways) for k in range(kinds))
-        backward = max(sum(way.backward_s(fractions, k) for way in self.ways) for k in range(kinds))
+        forward = max(sum(option.forward_s(fractions, k) for option in self.ways) for k in range(kinds))
+        backward = max(sum(option.backward_s(fractions, k) for option in self.ways) for k in range(kinds))
         moved = sum(toll.conversion_s(fractions) for toll in self.tolls)
-        return forward + backward + moved + sum(way.once_s for way in self.ways)
+        return forward + backward + moved + sum(option.once_s for option in self.ways)
 
 
 def choose_program(template: LayerTemplate, numbers: Sequence[Sequence[int]], solution: FormSolution) -> ChosenProgram:
     """What a solution of `template.at(...)` means."""
-    ways = tuple(able[way] for able, way in zip(numbers, solution.ways, strict=True))
-    return ChosenProgram(template, ways, solution.before, solution.after)
+    option_numbers = tuple(able[number] for able, number in zip(numbers, solution.ways, strict=True))
+    return ChosenProgram(template, option_numbers, solution.before, solution.after)
 
 
 def held_fractions(cuts: Iterable[int], shares: Sequence[float], members: AxisMembers) -> HeldFractions:
@@ -275,14 +275,14 @@ def held_fractions(cuts: Iterable[int], shares: Sequence[float], members: AxisMe
     parts: dict[int, tuple[float, ...]] = {}
     for units in cuts:
         if units:
-            each = [(stop - start) / units for start, stop in split_by_shares(units, [int(share) for share in shares])]
+            fractions = [(stop - start) / units for start, stop in split_by_shares(units, [int(share) for share in shares])]
         else:
-            each = [share / sum(shares) for share in shares]
-        if min(each) > 0:
+            fractions = [share / sum(shares) for share in shares]
+        if min(fractions) > 0:
             worst[units] = tuple(
-                max(part for part, kind in zip(each, members.kind, strict=True) if kind == number)
+                max(part for part, kind in zip(fractions, members.kind, strict=True) if kind == number)
                 for number in range(members.kind_count)
             )
-            padding[units] = len(each) * max(each)
-            parts[units] = tuple(each)
+            padding[units] = len(fractions) * max(fractions)
+            parts[units] = tuple(fractions)
     return HeldFractions(worst, padding, parts)

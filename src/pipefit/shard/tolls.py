@@ -26,21 +26,21 @@ def price_conversions(setting: ShardSetting, shape: Shape, cuts: Cuts, kept_byte
     able = {dim: cut for dim, cut in enumerate(cuts) if cut is not None}
     size = float(element_count(shape, setting.symbol_sizes) * COMPUTE_BYTES[setting.precision])
     slow = max(2 * size / kind.memory_bandwidth_bytes_per_s + 2 * kind.overhead_s for kind in setting.kinds)
-    found: dict[tuple[int, int], ConversionCost] = {}
+    tolls: dict[tuple[int, int], ConversionCost] = {}
     for dim, cut in able.items():
         along = frontier.form_number_along(dim)
-        found[frontier.WHOLE, along] = ConversionCost((slow, 0.0), cut, meets=False, held=(0.0, kept_bytes))
+        tolls[frontier.WHOLE, along] = ConversionCost((slow, 0.0), cut, meets=False, held=(0.0, kept_bytes))
         if activation:
-            found[along, frontier.WHOLE] = _price_collective(setting, "all_gather", size, cut, (kept_bytes, 0.0))
-            found[frontier.PARTIAL, along] = _price_collective(setting, "reduce_scatter", size, cut, (0.0, kept_bytes))
+            tolls[along, frontier.WHOLE] = _price_collective(setting, "all_gather", size, cut, (kept_bytes, 0.0))
+            tolls[frontier.PARTIAL, along] = _price_collective(setting, "reduce_scatter", size, cut, (0.0, kept_bytes))
     if activation and setting.lowered is not None:
         for (old, earlier), (new, cut) in itertools.permutations(able.items(), 2):
             toll = _price_collective(setting, "all_to_all", size, cut, (0.0, kept_bytes), earlier)
-            found[frontier.form_number_along(old), frontier.form_number_along(new)] = toll
+            tolls[frontier.form_number_along(old), frontier.form_number_along(new)] = toll
     if activation:
         seconds = _round_trip_s(setting, "all_reduce", size)
-        found[frontier.PARTIAL, frontier.WHOLE] = ConversionCost((seconds, 0.0), held=(kept_bytes, 0.0))
-    return found
+        tolls[frontier.PARTIAL, frontier.WHOLE] = ConversionCost((seconds, 0.0), held=(kept_bytes, 0.0))
+    return tolls
 
 
 def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable: bool, often: int) -> Tolls:
@@ -56,9 +56,9 @@ def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable
         return sum(times[kind] * setting.collective(kind, padding * sizes[kind]) for kind in sizes)
 
     def lowered_options(kind: str) -> tuple[LoweredCollective, ...]:
-        found = lowered(kind, sizes[kind]) if lowered else ()
+        lowerings = lowered(kind, sizes[kind]) if lowered else ()
         return tuple(
-            replace(one, constant_s=times[kind] * one.constant_s, slope=times[kind] * one.slope) for one in found
+            replace(lowering, constant_s=times[kind] * lowering.constant_s, slope=times[kind] * lowering.slope) for lowering in lowerings
         )
 
     line = (0.0, 0.0) if lowered else (2 * unsharding_s(1.0) - unsharding_s(2.0), unsharding_s(2.0) - unsharding_s(1.0))
@@ -77,8 +77,8 @@ def _price_collective(
 ) -> ConversionCost:
     """A collective of parts, with the lowerings from which the cheapest is taken."""
     if setting.lowered is None:
-        one, two = _round_trip_s(setting, kind, size), _round_trip_s(setting, kind, 2 * size)
-        return ConversionCost((2 * one - two, two - one), cut, held=held)  # padded: a line in n x the largest fraction
+        once_s, twice_s = _round_trip_s(setting, kind, size), _round_trip_s(setting, kind, 2 * size)
+        return ConversionCost((2 * once_s - twice_s, twice_s - once_s), cut, held=held)  # padded: a line in n x the largest fraction
     ahead, back = setting.lowered(kind, size), setting.lowered(BACKWARD[kind], size)
     return ConversionCost((0.0, 0.0), cut, held=held, ahead=ahead, back=back, earlier=earlier)
 

@@ -1,4 +1,4 @@
-"""What would happen: a timeline and a memory curve from a schedule and costs."""
+"""Simulation of one training iteration: a timeline and a memory curve from a schedule and its costs."""
 
 from pipefit.simulate.timeline import Timeline, TimelineSpan, simulate_schedule
 

@@ -1,13 +1,17 @@
-"""The memory of every lane over time: what is held, what passes, and what is on its way.
+"""The memory of every lane over time: tensors held between actions, transient memory of actions, and messages.
 
-An action that holds more afterwards takes that memory when it starts; one that frees does so when it ends; what it
-needs beside that (`peak_bytes`, its inputs and outputs among it) lives from its start to its end. A receive buffer is
-alive from the moment its receive is posted until the action that uses it starts. What a slice's backward leaves for
-the keys and values of earlier slices is alive until the next one's starts. What an action hands on is alive from
-its end until the next stage on the same lane starts with it, or until it has been sent: in a lowered schedule until as
-many later messages of its channel have been sent as the receiver has receives open at once
-(`schedule/lowering/messages.py`), in a computed one until the transfer is over. Under all of it lie the lane's static
-bytes.
+The rules for the lifetime of memory:
+
+- An action that holds more memory afterwards allocates it at its start; an action that frees memory frees it at its
+  end. Its transient memory (`peak_bytes`, with its inputs and outputs) lives from its start to its end.
+- A receive buffer lives from the posting of its receive until the action that uses it starts.
+- Gradients that a slice's backward leaves for the keys and values of earlier slices live until the next slice's
+  backward starts.
+- The output of an action lives from the action's end until the next stage on the same lane starts, or until it has been
+  sent. In a computed schedule that is the end of the transfer. In a lowered schedule a later send of the same channel
+  releases it: with w receives open at once at the receiver (`schedule/lowering/messages.py`), the w-th later send.
+
+The static bytes of the lane are added throughout.
 """
 
 from __future__ import annotations
@@ -25,35 +29,38 @@ from pipefit.schedule.taskgraph.times import TaskTimes, edge_table, match_edges,
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """The memory of one lane: a step function."""
+    """The memory of one lane as a step function of time."""
 
     time_s: Floats
     bytes: Floats
-    "In use from the time beside it until the next one; events at one time stand in the order they happen."
+    "Bytes in use from the time at this index to the next; simultaneous events are in the order they happen."
     static_bytes: float
     peak_bytes: float
-    "The largest of `bytes`, and of the static bytes before anything runs."
+    "The maximum of `bytes` and `static_bytes`."
     peak_s: float
-    "When it is first reached."
+    "The first time at which the peak is reached."
     buffers_bytes: float
-    "The largest sum of receive buffers alone."
+    "The maximum sum of receive buffers."
     left_bytes: float
-    "What is still kept of what was sent when the lane has nothing more to compute: until its last action is over."
+    "Sent tensors that are not released before the end of the lane's last action."
     parts_bytes: Mapping[str, float]
-    "What the peak is made of beside the static bytes: `saved` (held between actions), `passing`, `messages`."
+    "The peak without the static bytes, by part: `saved` (held between actions), `passing` (transient), `messages`."
 
 
 def memory_curves(
     graph: TaskGraph, costs: CostTable, times: TaskTimes, posted_s: Floats, reached_s: Floats
 ) -> tuple[MemoryCurve, ...]:
-    """One curve per lane. `posted_s`: of each transfer, when its receive is posted; `reached_s`: of each action, when
-    its lane gets there."""
+    """Return the memory curve of every lane.
+
+    `posted_s` is the time at which the receive of each transfer is posted, `reached_s` the time at which its lane
+    reaches each action.
+    """
     events = _MemoryEvents()
     compute = np.flatnonzero(graph.kind <= B)
-    held, passing = (each[compute] for each in _task_bytes(graph, costs))
-    lane, place = graph.lane[compute], PLACES * graph.row[compute]
-    events.add_change(lane, times.start_s[compute], place + START, np.maximum(held, 0.0) + passing, passing=passing)
-    events.add_change(lane, times.stop_s[compute], place + STOP, np.minimum(held, 0.0) - passing, passing=-passing)
+    held, passing = (task_bytes[compute] for task_bytes in _task_bytes(graph, costs))
+    lane, position = graph.lane[compute], PLACES * graph.row[compute]
+    events.add_change(lane, times.start_s[compute], position + START, np.maximum(held, 0.0) + passing, passing=passing)
+    events.add_change(lane, times.stop_s[compute], position + STOP, np.minimum(held, 0.0) - passing, passing=-passing)
     transfers = np.flatnonzero(graph.consumer >= 0)
     if len(transfers):
         size, user = _edge_bytes(graph, costs, "bytes")[transfers], graph.consumer[transfers]
@@ -68,18 +75,18 @@ def memory_curves(
 
 PLACES = 8
 TAKE, START, STOP, GIVE = 1, 2, 6, 7
-"""The order of the events of one action at one time: it takes its inputs over, starts, stops, hands on."""
+"""The order of simultaneous events of one action: it takes its inputs, starts, stops, hands on its outputs."""
 
 REDUCING = 3.5
-"""Hidden states that the last backward of a stage has alive when its reduction begins: of its first layer the input,
-the output where that is made again, and its gradient; and the tables of the positions."""
+"""Hidden states alive in the last backward of a stage when the gradient reduction begins: the input of its first layer,
+the recomputed output and its gradient, and the position tables."""
 
 COMPUTE, RECEIVED, SENT = range(3)
-"""What an event is about: what actions hold and need, receive buffers, what is handed on until it has left."""
+"""The category of an event: memory of actions, receive buffers, or outputs that have not been sent yet."""
 
 
 def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes, reached_s: Floats) -> None:
-    """What senders keep."""
+    """Add the outputs that senders keep until they have been sent."""
     transfers = np.flatnonzero(graph.consumer >= 0)
     size = _edge_bytes(graph, costs, "sent_bytes")[transfers]
     if not size.any():
@@ -89,8 +96,8 @@ def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: 
         left = _releasing_sends(graph, transfers)
         known = left >= 0
         last_s = np.zeros(len(graph.schedule.lanes))
-        own = graph.lane >= 0
-        np.maximum.at(last_s, graph.lane[own], np.maximum(times.stop_s, times.arrival_s)[own])
+        on_lane = graph.lane >= 0
+        np.maximum.at(last_s, graph.lane[on_lane], np.maximum(times.stop_s, times.arrival_s)[on_lane])
         gone_s = np.where(known, reached_s[left], last_s[graph.lane[transfers]])
         gone = np.where(known, PLACES * left + STOP, PLACES * len(graph.table.kind))
     else:
@@ -102,24 +109,25 @@ def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: 
 
 
 def _producing_tasks(graph: TaskGraph, transfers: Ints) -> Ints:
-    """The task that makes what each transfer of a lowered schedule carries: of its own stage, microbatch and slice."""
+    """Return, for each transfer of a lowered schedule, the compute task of the same stage, microbatch and slice that
+    produces its tensor."""
     forward, backward = _task_index(graph, (F,)), _task_index(graph, (I, B))
-    place = graph.stage[transfers], graph.microbatch[transfers], graph.slice[transfers]
-    maker: Ints = np.where(graph.kind[transfers] == SEND_F, forward[place], backward[place])
+    unit = graph.stage[transfers], graph.microbatch[transfers], graph.slice[transfers]
+    maker: Ints = np.where(graph.kind[transfers] == SEND_F, forward[unit], backward[unit])
     return maker
 
 
 def _releasing_sends(graph: TaskGraph, transfers: Ints) -> Ints:
-    """The row of the SEND with which the tensor of each SEND is let go; -1: the end of the lane."""
+    """Return, for each SEND, the row of the SEND that releases its tensor; -1 is the end of the lane."""
     channel = 2 * graph.edge[transfers] + (graph.kind[transfers] == SEND_B)
     count, channels = len(transfers), int(channel.max()) + 1
     receive = np.zeros(graph.size, dtype=np.int64)
     rows = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
     receive[graph.task[rows]] = rows
-    place = np.concatenate((receive[transfers], graph.row[graph.consumer[transfers]]))
+    row = np.concatenate((receive[transfers], graph.row[graph.consumer[transfers]]))
     change = np.repeat([1, -1], count)
     both = np.concatenate((channel, channel))
-    order = np.lexsort((place, both))
+    order = np.lexsort((row, both))
     now = np.cumsum(change[order])  # every channel ends at zero
     window = np.zeros(channels, dtype=np.int64)
     np.maximum.at(window, both[order], now)
@@ -133,45 +141,57 @@ def _releasing_sends(graph: TaskGraph, transfers: Ints) -> Ints:
 
 
 def _add_handed_on(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
-    """What one stage hands to another on its own lane: from the end of the one's action to the start of the other's."""
+    """Add the outputs passed between two stages of one lane: from the end of the producer to the start of the
+    consumer."""
     placement = graph.schedule.placement
     local = [edge for edge in costs.edges if placement[edge.source] == placement[edge.target]]
     if not local:
         return
     forward, backward = _task_index(graph, (F,)), _task_index(graph, (I, B))
     for edge in local:
-        for made, used, table in (
+        for producers, consumers, table in (
             (forward[edge.source], forward[edge.target], edge.forward_sent_bytes),
             (backward[edge.target], backward[edge.source], edge.backward_sent_bytes),
         ):
-            there = (made >= 0) & (used >= 0)
-            size, made, used = np.broadcast_to(table, made.shape)[there], made[there], used[there]
-            events.add_change(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size, SENT)
-            events.add_change(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size, SENT)
+            there = (producers >= 0) & (consumers >= 0)
+            size, producers, consumers = (
+                np.broadcast_to(table, producers.shape)[there],
+                producers[there],
+                consumers[there],
+            )
+            events.add_change(
+                graph.lane[producers], times.stop_s[producers], PLACES * graph.row[producers] + GIVE, size, SENT
+            )
+            events.add_change(
+                graph.lane[consumers], times.start_s[consumers], PLACES * graph.row[consumers] + TAKE, -size, SENT
+            )
 
 
 def _add_kv_gradients(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
-    """What a backward leaves for the keys and values of earlier slices, until the next one of its microbatch starts."""
+    """Add the gradients that a backward leaves for the keys and values of earlier slices, until the next backward of
+    its microbatch starts."""
     if not costs.owed_bytes.any():
         return
     backward = _task_index(graph, (I, B))
     there = (backward[:, :, 1:] >= 0) & (backward[:, :, :-1] >= 0)
     size = np.broadcast_to(costs.owed_bytes, backward.shape)[:, :, 1:][there]
-    made, used = backward[:, :, 1:][there], backward[:, :, :-1][there]
-    events.add_change(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size)
-    events.add_change(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size)
+    producers, consumers = backward[:, :, 1:][there], backward[:, :, :-1][there]
+    events.add_change(graph.lane[producers], times.stop_s[producers], PLACES * graph.row[producers] + GIVE, size)
+    events.add_change(graph.lane[consumers], times.start_s[consumers], PLACES * graph.row[consumers] + TAKE, -size)
 
 
 def _add_reductions(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
-    """What the reduction of a stage holds from its last backward until the end; when it begins, that backward has not
-    let go of its last tensors yet."""
+    """Add the memory of each stage's gradient reduction, from its last backward until the end.
+
+    The reduction begins before that backward has released its last tensors (see `REDUCING`).
+    """
     for stage in np.flatnonzero(np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.num_stages)):
-        own = np.flatnonzero((graph.stage == stage) & ((graph.kind == B) | (graph.kind == W)))
-        last = own[[int(graph.row[own].argmax())]]
+        backward_tasks = np.flatnonzero((graph.stage == stage) & ((graph.kind == B) | (graph.kind == W)))
+        last = backward_tasks[[int(graph.row[backward_tasks].argmax())]]
         size = np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.num_stages)[stage]
         near = [edge for edge in costs.edges if stage in (edge.source, edge.target)]
         ends = [edge.forward_bytes if edge.target == stage else edge.forward_sent_bytes for edge in near]
-        hidden = max((float(each.max()) for each in ends), default=0.0)
+        hidden = max((float(tensor_bytes.max()) for tensor_bytes in ends), default=0.0)
         for change in (size, REDUCING * hidden, -REDUCING * hidden):
             events.add_change(
                 graph.lane[last], times.stop_s[last], PLACES * graph.row[last] + GIVE, np.full(1, change), SENT
@@ -179,16 +199,16 @@ def _add_reductions(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, t
 
 
 def _task_index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
-    """Tasks by [stage, microbatch, slice] of actions of these kinds."""
+    """Return the tasks of these kinds of actions by [stage, microbatch, slice]."""
     schedule = graph.schedule
     tasks = np.flatnonzero(np.isin(graph.kind, kinds))
-    found = np.full((schedule.num_stages, schedule.microbatches, schedule.slices), -1, dtype=np.int64)
-    found[graph.stage[tasks], graph.microbatch[tasks], graph.slice[tasks]] = tasks
-    return by_unit(found, schedule)
+    index = np.full((schedule.num_stages, schedule.microbatches, schedule.slices), -1, dtype=np.int64)
+    index[graph.stage[tasks], graph.microbatch[tasks], graph.slice[tasks]] = tasks
+    return by_unit(index, schedule)
 
 
 def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
-    """For every task, the bytes it leaves allocated, and the bytes it needs beside them while it runs."""
+    """Return, for every task, the bytes it leaves allocated and the transient bytes while it runs."""
     held, passing = np.zeros(graph.size), np.zeros(graph.size)
     for name in ("F", "I", "W", "B"):
         code = CODE[name]
@@ -200,25 +220,26 @@ def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
 
 
 def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Floats:
-    """For every task, `bytes` (the receive buffer) or `sent_bytes` of what it transfers."""
+    """Return, for every task, the field `bytes` (the receive buffer) or `sent_bytes` of its transfer."""
     size = np.zeros(graph.size)
     matched = match_edges(graph.table.edges, costs)
-    for code, way in ((SEND_F, "forward"), (SEND_B, "backward")):
+    for code, direction in ((SEND_F, "forward"), (SEND_B, "backward")):
         if code in graph.groups:
-            size[graph.groups[code].tasks] = spread_table(graph, code, edge_table(matched, f"{way}_{field}"))
+            size[graph.groups[code].tasks] = spread_table(graph, code, edge_table(matched, f"{direction}_{field}"))
     return size
 
 
 def _posting_order(graph: TaskGraph) -> Ints:
-    """For every transfer, the place of its posting among the events of one time: at its RECV, or before its user."""
-    place = PLACES * graph.row[graph.consumer] - 1
+    """Return, for every transfer, the position of its posting among simultaneous events: at its RECV, or before its
+    user."""
+    position = PLACES * graph.row[graph.consumer] - 1
     receives = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
-    place[graph.task[receives]] = PLACES * receives + START
-    return place
+    position[graph.task[receives]] = PLACES * receives + START
+    return position
 
 
 class _MemoryEvents:
-    """Changes of memory, collected in any order; each has a lane, a time, a place among events of that time."""
+    """Changes of memory, collected in any order; each has a lane, a time and a position among simultaneous events."""
 
     def __init__(self) -> None:
         self.columns: list[tuple[Ints, Floats, Ints, Floats, Ints, Floats]] = []
@@ -232,37 +253,37 @@ class _MemoryEvents:
         about: int = COMPUTE,
         passing: Floats | None = None,
     ) -> None:
-        """`passing` is the part of the change that is over with the action."""
+        """Add changes; `passing` is the part of each change that is transient memory of an action."""
         none = np.zeros(len(change)) if passing is None else passing
         self.columns.append((lane, time_s, place, change, np.full(len(change), about), none))
 
     def lane_curves(self, static_bytes: Floats, lanes: int, end: int) -> tuple[MemoryCurve, ...]:
-        """`end`: the place of what happens at the end of a lane."""
-        lane, time_s, place, change, about, passing = (
+        """Build the curves; `end` is the position of events at the end of a lane."""
+        lane, time_s, position, change, about, passing = (
             np.concatenate(column) for column in zip(*self.columns, strict=True)
         )
-        order = np.lexsort((place, time_s, lane))
+        order = np.lexsort((position, time_s, lane))
         bounds = np.searchsorted(lane[order], np.arange(lanes + 1))
         result = []
         for i in range(lanes):
-            own = order[bounds[i] : bounds[i + 1]]
+            on_lane = order[bounds[i] : bounds[i + 1]]
             static = float(static_bytes[i])
-            level = static + np.cumsum(change[own])
+            level = static + np.cumsum(change[on_lane])
             top = int(level.argmax()) if len(level) else 0
             peak = float(level[top]) if len(level) else static
-            buffers = np.cumsum(np.where(about[own] == RECEIVED, change[own], 0.0))
-            until = own[: top + 1] if peak > static else own[:0]
+            buffers = np.cumsum(np.where(about[on_lane] == RECEIVED, change[on_lane], 0.0))
+            until = on_lane[: top + 1] if peak > static else on_lane[:0]
             passes = float(passing[until].sum())
             sums = np.bincount(about[until], weights=change[until], minlength=3)
             result.append(
                 MemoryCurve(
-                    time_s=time_s[own],
+                    time_s=time_s[on_lane],
                     bytes=level,
                     static_bytes=static,
                     peak_bytes=max(static, peak),
-                    peak_s=float(time_s[own][top]) if len(level) and peak > static else 0.0,
+                    peak_s=float(time_s[on_lane][top]) if len(level) and peak > static else 0.0,
                     buffers_bytes=float(buffers.max()) if len(level) else 0.0,
-                    left_bytes=-float(change[own][place[own] == end].sum()),
+                    left_bytes=-float(change[on_lane][position[on_lane] == end].sum()),
                     parts_bytes={
                         "saved": float(sums[COMPUTE]) - passes,
                         "passing": passes,

@@ -1,4 +1,4 @@
-"""The critical path: backwards from what ends last, always to a predecessor that the start had to wait for."""
+"""The critical path: from the last task backwards, always to the predecessor that finished last."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pipefit.schedule.taskgraph.times import TaskTimes
 
 
 def critical_tasks(graph: TaskGraph, times: TaskTimes) -> list[tuple[int, float]]:
-    """(task, moment until which it counts) along the path, first to last.
+    """Return (task, end of its part of the path) along the critical path, first to last.
 
-    The moment is the start of the next task: a task's stop, or a transfer's arrival, or, where the next transfer
-    waited for the port, the moment the port was free. Barriers take no time and are left out.
+    The end is the start of the next task: a task's stop, a transfer's arrival, or, if the next transfer waited for the
+    port, the time at which the port was free. Barriers take no time and are left out.
     """
     if not graph.size:
         return []

@@ -1,7 +1,7 @@
-"""The timeline of one iteration: when every action runs, what is idle, what memory is held, what the time hangs on.
+"""The timeline of one iteration: the times of all actions, idle time, memory and the critical path.
 
-The rules are those of `pipefit.schedule.taskgraph.compile`; this file reads the results. Everything beyond the start
-times is worked out when it is first asked for, so that a search pays only for what it looks at.
+The rules are those of `pipefit.schedule.taskgraph.compile`; this file reads the results. Everything but the start times
+is computed on first use, so that a search pays only for the properties that it reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TimelineSpan:
     """One action in time. A transfer spans from its start to the arrival of its data."""
 
     lane: int
-    "Of a transfer, the sender's."
+    "For a transfer, the lane of the sender."
     action: Action
     start_s: float
     stop_s: float
@@ -37,11 +37,11 @@ class TimelineSpan:
 def simulate_schedule(
     schedule: Schedule, costs: CostTable, edges: tuple[Edge, ...] | None = None, compiled: bool | None = None
 ) -> Timeline:
-    """The timeline of one iteration of a valid schedule, computed or lowered.
+    """Return the timeline of one iteration of a valid schedule, computed or lowered.
 
-    For a computed schedule transfers are implied along `edges` (default: those of `costs`, or the chain if it has
-    none); in a lowered one they are the SEND actions. `compiled` forces numba on or off; the result has the same
-    bits. Raises ScheduleError if the schedule cannot run to its end or a cost is missing.
+    In a computed schedule, transfers are implied along `edges` (default: the edges of `costs`, or the chain if it has
+    none); in a lowered one they are the SEND actions. `compiled` forces numba on or off; the result has the same bits.
+    Raises ScheduleError if the schedule cannot run to its end or a cost is missing.
     """
     if schedule.is_lowered:
         edges = None
@@ -52,7 +52,7 @@ def simulate_schedule(
 
 
 class Timeline:
-    """What one iteration looks like. Times are in seconds from the start of the first action."""
+    """The simulated timeline of one iteration. Times are in seconds from the start of the first action."""
 
     def __init__(self, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
         self.graph = graph
@@ -65,38 +65,38 @@ class Timeline:
 
     @cached_property
     def makespan_s(self) -> float:
-        """When the last action is over and the last transfer has arrived."""
+        """The time at which the last action has ended and the last transfer has arrived."""
         ends = np.maximum(self.times.stop_s, self.times.arrival_s)
         return float(ends.max()) if len(ends) else 0.0
 
     @cached_property
     def compute_end_s(self) -> float:
-        """When the last compute action is over: the makespan without reductions, norm and step."""
+        """The end of the last compute action: the makespan without reductions, norm and step."""
         mask = self.graph.kind <= B
         return float(self.times.stop_s[mask].max()) if mask.any() else 0.0
 
     @cached_property
     def starts_s(self) -> tuple[Floats, ...]:
-        """For each lane, the start of each of its actions. A RECV starts when it is posted."""
+        """The start of each action, by lane. A RECV starts when it is posted."""
         table, start_s = self.graph.table, self.times.start_s[self.graph.task]
         receive = (table.kind == RECV_F) | (table.kind == RECV_B)
         return self._per_lane(np.where(receive, self._reached_s, start_s))
 
     @cached_property
     def stops_s(self) -> tuple[Floats, ...]:
-        """For each lane, the end of each of its actions. Transfers end, at both ends, when the data has arrived."""
+        """The end of each action, by lane. SEND and RECV end when the data has arrived."""
         stop = np.where(self.graph.consumer >= 0, self.times.arrival_s, self.times.stop_s)
         return self._per_lane(stop[self.graph.task])
 
     @cached_property
     def busy_s(self) -> Floats:
-        """For each lane, the time spent in compute actions and the optimizer step."""
+        """The time of each lane in compute actions and the optimizer step."""
         mask = (self.graph.kind <= B) | (self.graph.kind == STEP)
         return self._sum_by_lane(mask, self.times.duration_s)
 
     @cached_property
     def idle_s(self) -> Floats:
-        """For each lane, the rest of the makespan."""
+        """The rest of the makespan, by lane."""
         return self.makespan_s - self.busy_s
 
     @cached_property
@@ -106,18 +106,20 @@ class Timeline:
         For 1F1B and GPipe on d equal stages it is (d - 1)/(m + d - 1).
         """
         computed = self._sum_by_lane(self.graph.kind <= B, self.times.duration_s).sum()
-        whole = self.compute_end_s * len(self.schedule.lanes)
-        return float(1.0 - computed / whole) if whole else 0.0
+        lane_time = self.compute_end_s * len(self.schedule.lanes)
+        return float(1.0 - computed / lane_time) if lane_time else 0.0
 
     @cached_property
     def port_s(self) -> Floats:
-        """For each lane, the time its port spends sending."""
+        """The time that the port of each lane spends sending."""
         return self._sum_by_lane(self.graph.consumer >= 0, self.times.duration_s)
 
     @cached_property
     def exposed_transfer_s(self) -> Floats:
-        """For each lane, the time it stands idle only because data is under way or waits for a port: from the moment
-        when the lane is free and everything it needs has been sent, to the arrival."""
+        """The idle time of each lane caused by communication only: data under way or waiting for a port.
+
+        It counts from the time at which the lane is free and all its inputs have been sent, to their arrival.
+        """
         graph, start_s = self.graph, self.times.start_s
         transfers = np.flatnonzero(graph.consumer >= 0)
         ready = np.zeros(graph.size)
@@ -128,22 +130,24 @@ class Timeline:
 
     @cached_property
     def lane_memory(self) -> tuple[MemoryCurve, ...]:
-        """For each lane, its memory over time."""
+        """The memory of each lane over time."""
         return self.memory_under(self.costs)
 
     def memory_under(self, costs: CostTable) -> tuple[MemoryCurve, ...]:
-        """For each lane, its memory over time at the same times, with the bytes of another table of these stages."""
+        """Return the memory curves at the same times with the bytes of another cost table of these stages."""
         return memory_curves(self.graph, costs, self.times, self._posted_s, self._reached_s)
 
     @cached_property
     def peak_bytes(self) -> Floats:
-        """For each lane, the largest memory in use, static and passing memory included."""
+        """The peak memory of each lane, with static and transient memory."""
         return np.array([curve.peak_bytes for curve in self.lane_memory])
 
     @cached_property
     def critical_path(self) -> tuple[TimelineSpan, ...]:
-        """A chain of actions and transfers, first to last, that the makespan hangs on: each starts when the one
-        before it ends, the first at 0, and the last ends at the makespan."""
+        """The chain of actions and transfers, first to last, that determines the makespan.
+
+        Each starts when the one before it ends, the first at 0, and the last ends at the makespan.
+        """
         spans = []
         for task, reached in critical_tasks(self.graph, self.times):
             lane = int(self.graph.lane[task])
@@ -151,7 +155,7 @@ class Timeline:
         return tuple(spans)
 
     def task_action(self, task: int) -> Action:
-        """The action that a task stands for; of an implied transfer, the SEND that lowering would insert."""
+        """Return the action of a task; for an implied transfer, the SEND that lowering would insert."""
         graph = self.graph
         kind = int(graph.kind[task])
         if kind == BARRIER:
@@ -167,7 +171,7 @@ class Timeline:
         return self.schedule.lanes[lane][row - int(graph.table.offset[lane])]
 
     def all_spans(self) -> tuple[TimelineSpan, ...]:
-        """Every task in time order: what a trace draws."""
+        """Return the spans of all tasks in time order, as traces draw them."""
         order = np.lexsort((np.arange(self.graph.size), self.times.start_s))
         stop = np.where(self.graph.consumer >= 0, self.times.arrival_s, self.times.stop_s)
         return tuple(
@@ -180,13 +184,13 @@ class Timeline:
 
     @cached_property
     def _reached_s(self) -> Floats:
-        """For each row of the table, when its lane gets there: the end of what the lane did before."""
+        """The time at which the lane reaches each row of the table: the end of its previous action."""
         before = self.graph.before
         return np.where(before >= 0, self.times.stop_s[before], 0.0)
 
     @cached_property
     def _posted_s(self) -> Floats:
-        """For each task that is a transfer, when its receive was posted (lowered) or it started (computed)."""
+        """The time at which the receive of each transfer was posted (lowered) or the transfer started (computed)."""
         posted: Floats = self.times.start_s.copy()
         table = self.graph.table
         receives = np.flatnonzero((table.kind == RECV_F) | (table.kind == RECV_B))
@@ -195,7 +199,7 @@ class Timeline:
 
     @cached_property
     def _issued_s(self) -> Floats:
-        """For each task that is a transfer, when its SEND was reached (lowered) or its producer stopped (computed)."""
+        """The time at which the SEND of each transfer was reached (lowered) or its producer stopped (computed)."""
         graph = self.graph
         if self.schedule.is_lowered:
             return np.where(graph.row >= 0, self._reached_s[graph.row], 0.0)

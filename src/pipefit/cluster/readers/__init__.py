@@ -24,13 +24,13 @@ __all__ = ["ClusterReader", "ReaderInput", "ReaderOptions", "check_plausible", "
 @cache
 def find_readers() -> Mapping[str, ClusterReader]:
     """All readers by name, found by walking this package."""
-    found: dict[str, ClusterReader] = {}
+    readers: dict[str, ClusterReader] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         reader = getattr(module, "READER", None)
         if isinstance(reader, ClusterReader):
-            found[reader.name] = reader
-    return found
+            readers[reader.name] = reader
+    return readers
 
 
 def read_cluster(source: str, files: Sequence[str], *, devices: str = "", network: str = "") -> Cluster:

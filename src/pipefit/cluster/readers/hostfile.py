@@ -31,7 +31,7 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
 
 def parse_hosts(text: ReaderInput) -> dict[str, int | None]:
     """Slots by host, None where the file does not say. FormatError naming the line."""
-    found: dict[str, int | None] = {}
+    hosts: dict[str, int | None] = {}
     bare: dict[str, int] = {}
     for number, line in enumerate(text.text.splitlines(), 1):
         line = line.partition("#")[0].strip()
@@ -39,14 +39,14 @@ def parse_hosts(text: ReaderInput) -> dict[str, int | None]:
             continue
         where = f"{text.where}, line {number}"
         name, count = _parse_host(line, where)
-        if name in found and (count is not None or name not in bare):
+        if name in hosts and (count is not None or name not in bare):
             raise FormatError("A host is listed twice.", where=where, seen=name)
         if count is None:
             bare[name] = bare.get(name, 0) + 1
-        found[name] = count
-    if not found:
+        hosts[name] = count
+    if not hosts:
         raise FormatError("The hostfile names no host.", where=text.where, allowed="lines such as: node1 slots=8")
-    return found | {name: count for name, count in bare.items() if count > 1}
+    return hosts | {name: count for name, count in bare.items() if count > 1}
 
 
 def _parse_host(line: str, where: str) -> tuple[str, int | None]:
@@ -59,16 +59,16 @@ def _parse_host(line: str, where: str) -> tuple[str, int | None]:
         if option is None or option["key"] not in _KEYS:
             raise _line_error(line, where)
         options[option["key"]] = option["value"]
-    given = options.get("slots", match["mpich"])
-    if given is None:
+    slots = options.get("slots", match["mpich"])
+    if slots is None:
         return match["name"], None
-    if not re.fullmatch(r"-?\d+", given):
+    if not re.fullmatch(r"-?\d+", slots):
         raise FormatError(
             "The line does not say a number of slots; it may have been cut short.", where=where, seen=repr(line)
         )
-    if int(given) < 1:
+    if int(slots) < 1:
         raise FormatError("A host has at least one slot.", where=where, seen=repr(line), allowed="slots=1 or more")
-    return match["name"], int(given)
+    return match["name"], int(slots)
 
 
 def _line_error(line: str, where: str) -> FormatError:

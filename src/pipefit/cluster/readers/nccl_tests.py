@@ -136,12 +136,12 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
             devices.setdefault(rank.host, {})[rank.device] = rank.name
     kinds: dict[str, DeviceKind] = {}
     hosts, links = [], {}
-    for name, found in devices.items():
-        kind, sheet_link, count = _kind_of(name, found, given, tables[0].where)
+    for name, device_names in devices.items():
+        kind, sheet_link, count = _kind_of(name, device_names, given, tables[0].where)
         kinds[kind.name] = kind
-        own = [table for table in tables if table.host_names == (name,) and len(table.ranks) > 1]
-        label = f"inside {name}" if own else f"inside {kind.name}"
-        links[label] = link_of(own[-1]) if own else sheet_link
+        host_tables = [table for table in tables if table.host_names == (name,) and len(table.ranks) > 1]
+        label = f"inside {name}" if host_tables else f"inside {kind.name}"
+        links[label] = link_of(host_tables[-1]) if host_tables else sheet_link
         hosts.append(Host(name=name, kind=kind.name, devices=count, link=label))
     rails = _build_rails([host.name for host in hosts], tables, given)
     return Cluster(
@@ -189,8 +189,8 @@ def _build_rails(names: Sequence[str], tables: Sequence[NcclTable], given: Reade
         )
     bandwidth = parse_bandwidth(given.network, "--network") if given.network else 0.0
     default = Link(latency_s=RAIL_LATENCY_S, bandwidth_bytes_per_s=bandwidth)
-    own = Link(latency_s=0.0, bandwidth_bytes_per_s=0.0)
-    table_of = [[own if a == b else pairs.get((a, b), default) for b in names] for a in names]
+    loopback = Link(latency_s=0.0, bandwidth_bytes_per_s=0.0)
+    table_of = [[loopback if a == b else pairs.get((a, b), default) for b in names] for a in names]
     return (
         Rail(
             name="network",

@@ -46,11 +46,11 @@ def check_plausible(cluster: Cluster, where: str) -> None:
     _check_bandwidths(inside, INSIDE if known else INSIDE_OTHER, "inside the hosts", f"{where}: links")
     _check_latencies([link.latency_s for link in used], "inside the hosts", f"{where}: links")
     for rail in cluster.rails:
-        place = f"{where}: rails ({rail.name})"
+        rail_where = f"{where}: rails ({rail.name})"
         _check_bandwidths(
-            _off_diagonal(rail.bandwidth_bytes_per_s), BETWEEN if known else BETWEEN_OTHER, "between hosts", place
+            _off_diagonal(rail.bandwidth_bytes_per_s), BETWEEN if known else BETWEEN_OTHER, "between hosts", rail_where
         )
-        _check_latencies(_off_diagonal(rail.latency_s), "between hosts", place)
+        _check_latencies(_off_diagonal(rail.latency_s), "between hosts", rail_where)
 
 
 def _check_bandwidths(values: Sequence[float], allowed: PlausibleRange, what: str, where: str) -> None:

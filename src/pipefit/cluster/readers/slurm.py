@@ -26,8 +26,8 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
     names: list[str] = []
     slots: list[int | None] = []
     for text in texts:
-        found, counts = _list_nodes(text)
-        names += found
+        listed, counts = _list_nodes(text)
+        names += listed
         slots += counts
     twice = {name for name in names if names.count(name) > 1} if len(names) < 4096 else set()
     if twice:
@@ -79,16 +79,16 @@ def _node_slots(variables: dict[str, str], nodes: int, where: str) -> list[int |
         return [int(value)] * nodes
     if "SLURM_TASKS_PER_NODE" not in variables:
         return [None] * nodes
-    place = f"{where}: SLURM_TASKS_PER_NODE"
+    slots_where = f"{where}: SLURM_TASKS_PER_NODE"
     counts: list[int | None] = []
     for part in _strip_quotes(variables["SLURM_TASKS_PER_NODE"]).split(","):
         match = _TASKS.match(part.strip())
         if match is None:
-            raise FormatError("This is not a list of task counts.", where=place, seen=repr(part), allowed="8(x3),4")
+            raise FormatError("This is not a list of task counts.", where=slots_where, seen=repr(part), allowed="8(x3),4")
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != nodes:
         raise FormatError(
-            "There is not one task count for each node.", where=place, seen=len(counts), allowed=str(nodes)
+            "There is not one task count for each node.", where=slots_where, seen=len(counts), allowed=str(nodes)
         )
     return counts
 
@@ -100,13 +100,13 @@ def _strip_quotes(value: str) -> str:
 def _split_commas(text: str, where: str, whole: str) -> list[str]:
     """Cut at the commas outside of brackets."""
     parts, depth, start = [], 0, 0
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         depth += (character == "[") - (character == "]")
         if depth < 0:
-            raise _bracket_error(where, whole, place)
+            raise _bracket_error(where, whole, position)
         if character == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
+            parts.append(text[start:position])
+            start = position + 1
     if depth:
         raise _bracket_error(where, whole, len(text))
     parts.append(text[start:])

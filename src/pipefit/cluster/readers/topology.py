@@ -93,11 +93,11 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
         topology = parse_topology(text.text, text.where)
         kind, _, count = given_devices(given, text.where, len(topology.gpus))
         kinds[kind.name] = kind
-        way = slowest_path(topology)
-        name = f"{way} of {kind.name}"
-        links[name] = Link(latency_s=LATENCY_S, bandwidth_bytes_per_s=path_bytes_per_s(way, kind.name, text.where))
+        slowest = slowest_path(topology)
+        name = f"{slowest} of {kind.name}"
+        links[name] = Link(latency_s=LATENCY_S, bandwidth_bytes_per_s=path_bytes_per_s(slowest, kind.name, text.where))
         hosts.append(Host(name=Path(text.where).stem, kind=kind.name, devices=count, link=name))
-        said.append(f"{hosts[-1].name}: {describe_topology(topology, way)}")
+        said.append(f"{hosts[-1].name}: {describe_topology(topology, slowest)}")
     names = [host.name for host in hosts]
     if len(set(names)) < len(names):
         raise ClusterError("Two files stand for the same host: their names are alike.", where=", ".join(names))
@@ -116,13 +116,13 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
 def slowest_path(topology: HostTopology) -> str:
     """The slowest way between two GPUs: fewest NVLinks, else the longest way over PCIe."""
     order = list(WAYS)
-    ways = [way for i, row in enumerate(topology.ways) for j, way in enumerate(row[: len(topology.gpus)]) if i != j]
-    if not ways:
+    paths = [path for i, row in enumerate(topology.ways) for j, path in enumerate(row[: len(topology.gpus)]) if i != j]
+    if not paths:
         return "NV0"
-    slow = [way for way in ways if way in order]
+    slow = [path for path in paths if path in order]
     if slow:
         return max(slow, key=order.index)
-    return min(ways, key=lambda way: int(way[2:]))
+    return min(paths, key=lambda path: int(path[2:]))
 
 
 def path_bytes_per_s(way: str, kind: str, where: str) -> float:

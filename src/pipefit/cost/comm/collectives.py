@@ -47,7 +47,7 @@ def one_pass_s(network: Network, operation: str, rings: Rings, total_bytes: floa
 def pass_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> list[tuple[Rings, float]]:
     """(rings, bytes of the whole tensor on each) of what one pass goes through, one after the other: the rings
     themselves, or rings inside hosts and rings between them, whichever is faster. An all-reduce is two passes."""
-    return [(each, total_bytes / parts) for each, parts, _ in _fastest_levels(network, operation, rings, total_bytes)]
+    return [(level_rings, total_bytes / parts) for level_rings, parts, _ in _fastest_levels(network, operation, rings, total_bytes)]
 
 
 def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> Way:
@@ -55,10 +55,10 @@ def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes:
     key = operation, tuple(map(tuple, rings))
     if key not in network.ways:
         network.ways[key] = tuple(
-            [(each, parts, _ring_time(network, operation, each)) for each, parts in way]
-            for way in _level_choices(network, rings)
+            [(level_rings, parts, _ring_time(network, operation, level_rings)) for level_rings, parts in levels]
+            for levels in _level_choices(network, rings)
         )
-    return min(network.ways[key], key=lambda way: _levels_s(way, total_bytes))
+    return min(network.ways[key], key=lambda levels: _levels_s(levels, total_bytes))
 
 
 def _levels_s(way: Way, total_bytes: float) -> float:

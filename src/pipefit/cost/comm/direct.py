@@ -66,7 +66,7 @@ class SizeCorrection:
 
     def relative_factor(self, *parts: Sequence[float]) -> float:
         """The factor of these parts (of every cut, fractions by position), over that of an even cut."""
-        return self._fraction_factor(math.prod(max(each) for each in parts[: self.cuts])) / self.even_factor
+        return self._fraction_factor(math.prod(max(cut_parts) for cut_parts in parts[: self.cuts])) / self.even_factor
 
     def _fraction_factor(self, fraction: float) -> float:
         logs = [math.log(curve.time_factor(self.whole_bytes * fraction)) for curve in self.curves]

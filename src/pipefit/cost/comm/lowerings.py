@@ -86,8 +86,8 @@ class PortLoads:
         """Seconds for a byte of the whole tensor, with these parts (fractions by position; of two cuts, two lists)."""
         if parts not in self._known:
             total = 0.0
-            for each in self.loads:
-                load = each @ np.asarray(parts[-1])
+            for round_load in self.loads:
+                load = round_load @ np.asarray(parts[-1])
                 if load.ndim > 1:
                     load = load @ np.asarray(parts[0])
                 total += float(load.max(initial=0.0))
@@ -96,19 +96,19 @@ class PortLoads:
 
     def exchange_s_per_byte(self, matrix: Array) -> float:
         """Seconds for a byte of the whole tensor, of which [i, j] goes from i to j: of rounds where two cuts meet."""
-        return sum(float((each * matrix).sum(axis=(1, 2)).max(initial=0.0)) for each in self.loads)
+        return sum(float((round_load * matrix).sum(axis=(1, 2)).max(initial=0.0)) for round_load in self.loads)
 
     def as_lines(self, count: int) -> list[tuple[Array, float]]:
         """(load [port, position], constant) of every round as straight lines in the parts of `count` devices: the
         loads themselves; of two cuts, what touches them at even parts."""
-        found: list[tuple[Array, float]] = []
-        for each in self.loads:
-            if each.ndim == 2:
-                found.append((each, 0.0))
+        lines: list[tuple[Array, float]] = []
+        for round_load in self.loads:
+            if round_load.ndim == 2:
+                lines.append((round_load, 0.0))
             else:
-                constant = -float(each.sum(axis=(1, 2)).max(initial=0.0)) / count**2
-                found.append(((each.sum(axis=1) + each.sum(axis=2)) / count, constant))
-        return found
+                constant = -float(round_load.sum(axis=(1, 2)).max(initial=0.0)) / count**2
+                lines.append(((round_load.sum(axis=1) + round_load.sum(axis=2)) / count, constant))
+        return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class LoweredCollective:
     def lowered_s(self, *parts: Parts) -> float:
         """With these parts: fractions by position; of two cuts, two lists."""
         if self.name == "padded" and len(parts) > 1:
-            parts = tuple((max(each),) * len(each) for each in parts)
+            parts = tuple((max(fractions),) * len(fractions) for fractions in parts)
         times = 1.0 if self.bend is None else self.bend.relative_factor(*parts)
         return self.constant_s + self.slope * times * self.rounds.s_per_byte(*parts)
 
@@ -150,13 +150,13 @@ class DuplexLoads:
 
     def loads_at(self, factor: float) -> tuple[float, PortLoads]:
         """(what is left of the factor, the rounds) where even parts take `factor` times what they do one way."""
-        own, back = self._even
-        wanted = factor * float(own.max(initial=0.0))
-        slowed = (wanted - own[back > 0]) / back[back > 0]
+        carried, back = self._even
+        wanted = factor * float(carried.max(initial=0.0))
+        slowed = (wanted - carried[back > 0]) / back[back > 0]
         turns = int(min(1.0, max(0.0, float(slowed.min(initial=1.0)))) / TURN)
         if turns not in self._rounds:
             self._rounds[turns] = PortLoads(self._own + turns * TURN * self._back)
-        return wanted / float((own + turns * TURN * back).max(initial=0.0)), self._rounds[turns]
+        return wanted / float((carried + turns * TURN * back).max(initial=0.0)), self._rounds[turns]
 
 
 class CollectiveLowerings:
@@ -177,8 +177,8 @@ class CollectiveLowerings:
     def one_named(self, operation: str, name: Lowering, total_bytes: float) -> LoweredCollective:
         """One of them."""
         if name == "padded" and operation in EVEN:
-            one, two = (EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes))
-            return LoweredCollective(name, 2 * one - two, two - one, self._padding)
+            once_s, twice_s = (EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes))
+            return LoweredCollective(name, 2 * once_s - twice_s, twice_s - once_s, self._padding)
         if (operation, name) not in self._known:
             self._known[operation, name] = self.plain_lowering(operation, name)
         steps_s, rounds = self._known[operation, name]
@@ -191,9 +191,9 @@ class CollectiveLowerings:
 
     def reshare_s(self, total_bytes: float, old: Sequence[float], new: Sequence[float]) -> float:
         """A dimension that is cut by some shares is cut by others: straight, each what both have (`reshare`)."""
-        one = self.one_named("all_to_all", "alltoallv", total_bytes)
-        times = 1.0 if one.bend is None else one.bend.relative_factor(_as_fractions(old), _as_fractions(new))
-        return one.constant_s + one.slope * times * one.rounds.exchange_s_per_byte(
+        lowering = self.one_named("all_to_all", "alltoallv", total_bytes)
+        times = 1.0 if lowering.bend is None else lowering.bend.relative_factor(_as_fractions(old), _as_fractions(new))
+        return lowering.constant_s + lowering.slope * times * lowering.rounds.exchange_s_per_byte(
             np.array(overlap_lengths(_share_intervals(old), _share_intervals(new)))
         )
 
@@ -216,7 +216,7 @@ class CollectiveLowerings:
             yield from ((i, j, total_bytes * both[i][j]) for i, j in itertools.permutations(range(n), 2) if both[i][j])
             return
         if operation == "all_to_all" and name != "grouped":
-            old, new = ((max(each),) * n for each in parts) if name == "padded" else parts
+            old, new = ((max(fractions),) * n for fractions in parts) if name == "padded" else parts
             yield from ((i, j, total_bytes * old[i] * new[j]) for i, j in itertools.permutations(range(n), 2))
             return
         operation = "all_gather" if operation == "all_to_all" else operation
@@ -266,15 +266,15 @@ class CollectiveLowerings:
         else:
             load = self._loads_by_port(self._message_rounds(operation, "alltoallv")[0][0], (self.size,))
         back = [
-            load.get(opposite_port(port, len(self.network.cluster.hosts)), np.zeros_like(each))
-            for port, each in load.items()
+            load.get(opposite_port(port, len(self.network.cluster.hosts)), np.zeros_like(port_load))
+            for port, port_load in load.items()
         ]
         return np.stack([*load.values()]), np.stack(back)
 
     def _grouped_all_gather(self) -> tuple[float, PortLoads]:
         """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
         constant, rounds = self.plain_lowering("all_gather", "grouped")
-        return constant, PortLoads(*(np.repeat(each[:, :, None], self.size, axis=2) for each in rounds.loads))
+        return constant, PortLoads(*(np.repeat(round_load[:, :, None], self.size, axis=2) for round_load in rounds.loads))
 
     def _message_rounds(self, operation: str, name: str) -> list[tuple[list[Message], float]]:
         """The rounds of an all-gather or a reduce-scatter: messages that go at the same time, and which share of a part
@@ -285,7 +285,7 @@ class CollectiveLowerings:
         if not self.network.over_gloo:  # along the ring, all parts at once: a hop carries all but one
             hops = self._ring_hops()
             return [([(*hop, part) for hop in hops for part in range(n) if part != hop[1 if gathers else 0]], 1.0)]
-        return [each for root in range(n) for each in (_binomial_tree(n, root) if gathers else self._gloo_reduce(root))]
+        return [message_round for root in range(n) for message_round in (_binomial_tree(n, root) if gathers else self._gloo_reduce(root))]
 
     def _gloo_reduce(self, root: int) -> list[tuple[list[Message], float]]:
         """One gloo reduce: n - 1 steps of a part of it round the ring, then every other member's to the root."""
@@ -409,5 +409,5 @@ def _binomial_tree(size: int, root: int) -> list[tuple[list[Message], float]]:
 
 def _drop_dominated(rows: Iterable[Array], shape: tuple[int, ...]) -> Array:
     """Rows without those that are nowhere more than another one."""
-    found: dict[bytes, Array] = {row.tobytes(): row for row in rows}
-    return np.stack(list(found.values())) if found else np.zeros((0, *shape))
+    distinct: dict[bytes, Array] = {row.tobytes(): row for row in rows}
+    return np.stack(list(distinct.values())) if distinct else np.zeros((0, *shape))

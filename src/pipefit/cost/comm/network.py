@@ -213,19 +213,19 @@ class Network:
             if not self.cluster.rails[rail].shared_ports:
                 return [(("device", source, 1), link_s)]
             return [(("host out", a, rail), link_s), (("host in", b, rail), link_s)]
-        found: list[tuple[Port, float]] = [(("link", a * len(self.cluster.hosts) + b, rail), link_s)]
+        loads: list[tuple[Port, float]] = [(("link", a * len(self.cluster.hosts) + b, rail), link_s)]
         if shared.out_shared[a]:
-            found.append((("host out", a, rail), size / shared.out_bytes_per_s[a]))
+            loads.append((("host out", a, rail), size / shared.out_bytes_per_s[a]))
         if shared.in_shared[b]:
-            found.append((("host in", b, rail), size / shared.in_bytes_per_s[b]))
+            loads.append((("host in", b, rail), size / shared.in_bytes_per_s[b]))
         names = self.cluster.hosts[a].name, self.cluster.hosts[b].name
         for number, uplink in enumerate(shared.uplinks):
             from_here, to_here = (name in uplink.hosts for name in names)
             if from_here and not to_here and uplink.up_bytes_per_s:
-                found.append((("rack up", number, rail), size / uplink.up_bytes_per_s))
+                loads.append((("rack up", number, rail), size / uplink.up_bytes_per_s))
             if to_here and not from_here and uplink.down_bytes_per_s:
-                found.append((("rack down", number, rail), size / uplink.down_bytes_per_s))
-        return found
+                loads.append((("rack down", number, rail), size / uplink.down_bytes_per_s))
+        return loads
 
     def _shared_rail(self, rail: int) -> PortSharing | None:
         measured = self.cluster.measured

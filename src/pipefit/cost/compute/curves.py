@@ -1,9 +1,9 @@
-"""Times from what `pipefit profile` measured: layers, links, collectives, the overhead of an action. Pure functions.
+"""Times from the measurements of `pipefit profile`: layers, links, collectives, overhead of an action. Pure functions.
 
-A layer's time is a piecewise linear function of its tokens (with the knee of small sizes) plus attention, whose
-feature is length x (context + length / 2): a causal square costs half of a rectangle. A context that came in several
-slices is attended to slice by slice, which costs once and for each query anew. `MeasuredCosts` puts measured
-curves where they exist behind the interface that the roofline has, and the roofline elsewhere; its notes say which.
+A layer's time is a piecewise linear function of its tokens (with the knee of small sizes) plus attention, whose feature
+is length x (context + length / 2): a causal square costs half of a rectangle. A context of several slices is attended
+to slice by slice, with a cost per slice and per query of each slice. `MeasuredCosts` returns measured times where they
+exist and the roofline elsewhere, behind the same interface; its notes name the source.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ FEATURES = (
     "earlier slices beyond the first",
     "rows x length x earlier slices beyond the first",
 )
-"""What attention costs beyond the tokens: the causal square of a whole sequence; and for a slice with context what it
-costs once, per query, per earlier key, per score on them and on its own keys, and for masks that all rows share; and
-what every further earlier slice costs once, and per query. Curves that were measured before the last two were told
-apart have no weights for them."""
+"""Costs of attention beyond the tokens. Without context: the causal square of the sequence. With context: a constant, and
+costs per query, per earlier key, per score on earlier keys and on own keys, and for masks shared by all rows. Each
+further earlier slice has a constant and a cost per query. Curves measured before the last two features existed have no
+weights for them.
+"""
 
 
 Floats = Sequence[float] | Array
@@ -69,13 +70,13 @@ class LayerTimes:
     input_s: float
     weight_s: float
     fused_s: float
-    "B, measured by itself: not always the sum of I and W."
+    "B, measured separately: not always the sum of I and W."
 
 
 def attention_features(rows: Floats, tokens: Floats, past: Floats, earlier: Floats | None = None) -> Array:
-    """The features of points: an array [point, feature] in the order of `FEATURES`.
+    """Return the features as an array [point, feature] in the order of `FEATURES`.
 
-    `earlier` is how many slices `past` came in; None: as many as it has slices of this length.
+    `earlier` is the number of slices that form `past`; None: past / tokens, rounded.
     """
     b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
     sliced = (p > 0).astype(np.float64)
@@ -99,8 +100,10 @@ def attention_features(rows: Floats, tokens: Floats, past: Floats, earlier: Floa
 def action_times_s(
     curve: ActionCurve, rows: Floats, tokens: Floats, past: Floats, earlier: Floats | None = None
 ) -> Array:
-    """Seconds of one action for `rows` rows of `tokens` tokens with `past` earlier tokens, arrays of one shape; 0 rows
-    cost nothing. `earlier`: see `attention_features`."""
+    """Return the seconds of one action for `rows` rows of `tokens` tokens with `past` earlier tokens.
+
+    The arguments are arrays of one shape; 0 rows cost nothing. `earlier`: see `attention_features`.
+    """
     b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
     time_s = interpolate_many(curve.tokens, curve.time_s, b * t)
     if curve.attention_s:
@@ -110,12 +113,12 @@ def action_times_s(
 
 
 def action_time_s(curve: ActionCurve, rows: float, tokens: float, past: int = 0, earlier: int | None = None) -> float:
-    """`action_times_s` of one size."""
+    """Return `action_times_s` of one size."""
     return float(action_times_s(curve, [rows], [tokens], [past], None if earlier is None else [earlier])[0])
 
 
 def interpolate_many(places: Sequence[float], values: Sequence[float], wanted: Array) -> Array:
-    """Linear interpolation; beyond the last knot the last slope goes on, below the first its value stays."""
+    """Interpolate linearly. Beyond the last knot the last slope continues; below the first knot its value holds."""
     inside = np.interp(wanted, places, values)
     if len(places) == 1:
         return np.where(wanted > places[-1], values[-1] * wanted / places[-1], inside)
@@ -124,12 +127,12 @@ def interpolate_many(places: Sequence[float], values: Sequence[float], wanted: A
 
 
 def interpolate_one(places: Sequence[float], values: Sequence[float], place: float) -> float:
-    """`interpolate_many` of one place."""
+    """Return `interpolate_many` of one place."""
     return float(interpolate_many(places, values, np.asarray([place], dtype=np.float64))[0])
 
 
 def layer_times(curve: LayerCurve, rows: float, tokens: float, past: int = 0, earlier: int | None = None) -> LayerTimes:
-    """Seconds of all actions of one measured layer. `earlier`: see `attention_features`."""
+    """Return the seconds of all actions of one measured layer. `earlier`: see `attention_features`."""
     return LayerTimes(
         *(action_time_s(curve.actions[action], rows, tokens, past, earlier) for action in ("F", "I", "W", "B"))
     )
@@ -138,17 +141,17 @@ def layer_times(curve: LayerCurve, rows: float, tokens: float, past: int = 0, ea
 def find_layer(
     measured: ClusterMeasurements, graph_signature: str, kind: str, dtype: str, setting: Setting = "together"
 ) -> LayerCurve | None:
-    """The curve of that layer on that kind of device; the other setting's where the wished one was not measured."""
-    found = {
+    """Return the curve of a layer on a device kind, or None; another setting's curve if `setting` was not measured."""
+    by_setting = {
         curve.setting: curve
         for curve in measured.layers
         if curve.signature == graph_signature and curve.kind == kind and curve.dtype == dtype
     }
-    return found.get(setting) or next(iter(found.values()), None)
+    return by_setting.get(setting) or next(iter(by_setting.values()), None)
 
 
 def digest_graph(graph: Graph) -> str:
-    """A digest of what a graph computes: kinds, shapes, attributes and connections, not names and source lines."""
+    """Return a digest of a graph's computation: kinds, shapes, attributes and connections, not names or source lines."""
     places = {tensor.name: f"in{i}" for i, tensor in enumerate(graph.inputs)}
     places |= {parameter.name: f"p{i}" for i, parameter in enumerate(graph.parameters)}
     for i, operator in enumerate(graph.operators):
@@ -170,20 +173,22 @@ def digest_graph(graph: Graph) -> str:
 
 
 def message_time_s(curve: LinkCurve, size_bytes: float) -> float:
-    """Seconds of one message of that size inside a host."""
+    """Return the seconds of one message of `size_bytes` inside a host."""
     return interpolate_one(curve.sizes_bytes, curve.time_s, size_bytes)
 
 
 def rail_message_time_s(curve: RailCurve, source: int, target: int, size_bytes: float) -> float:
-    """Seconds of one message of that size from one host to another."""
+    """Return the seconds of one message of `size_bytes` from host `source` to host `target`."""
     return interpolate_one(curve.sizes_bytes, [matrix[source][target] for matrix in curve.time_s], size_bytes)
 
 
 def collective_factors(
     measured: ClusterMeasurements, operation: str, host: Sequence[int], size: int, inside: bool
 ) -> tuple[float, float]:
-    """(latency factor, bandwidth factor) of a collective on groups of `size` devices against a ring over its links: the
-    geometric mean over `collective_curves`; (1, 1) where it was not measured."""
+    """Return (latency factor, bandwidth factor) of a collective on groups of `size` devices, relative to a ring.
+
+    It is the geometric mean over `collective_curves`, or (1, 1) if the collective was not measured.
+    """
     curves = collective_curves(measured, operation, host, size, inside)
     if not curves:
         return 1.0, 1.0
@@ -195,9 +200,10 @@ def collective_factors(
 def collective_curves(
     measured: ClusterMeasurements, operation: str, host: Sequence[int], size: int, inside: bool
 ) -> tuple[CollectiveCurve, ...]:
-    """The measured groups that are most like groups of `size` devices inside one host, or on several: those of that
-    reach (all where there are none of these), and of them those whose size is nearest, as a ratio. `host` is the host
-    of every device."""
+    """Return the measured groups most similar to groups of `size` devices inside one host or on several hosts.
+
+    Groups of the same reach are preferred, then the nearest sizes, as a ratio. `host` is the host of every device.
+    """
     curves = [curve for curve in measured.collectives if curve.operation == operation]
     alike = [curve for curve in curves if (len({host[device] for device in curve.devices}) == 1) == inside] or curves
 
@@ -209,32 +215,36 @@ def collective_curves(
 
 
 def times_at(curve: LayerCurve, place: MicrobatchShape) -> LayerTimes:
-    """`layer_times` at a place, of a packed row by its images."""
+    """Return `layer_times` of a shape; a packed row counts by its images."""
     rows, tokens = equivalent_rows(place)
     return layer_times(curve, rows, tokens, place.past, place.earlier)
 
 
 def stage_overhead_s(cluster: Cluster) -> float:
-    """Seconds that running a stage once costs beside its layers: the mean over F, I, W and B of the slowest kind of
-    device; 0 where it was not measured (layer times from the roofline hold it)."""
+    """Return the seconds per stage action beside its layers: the mean over F, I, W and B of the slowest device kind.
+
+    It is 0 if it was not measured; roofline layer times include it.
+    """
     known = cluster.measured.overhead_s if cluster.measured is not None else {}
-    return max((float(np.mean(list(each.values()))) for each in known.values() if each), default=0.0)
+    return max((float(np.mean(list(by_action.values()))) for by_action in known.values() if by_action), default=0.0)
 
 
 def best_costs(cluster: Cluster, setting: Setting = "together", graphs: Iterable[Graph] = ()) -> LayerCosts:
-    """Measured curves where the cluster has some, else the roofline. `graphs`: the whole layers of the model, by which
-    parts of them are corrected."""
+    """Return measured costs if the cluster has measurements, else the roofline.
+
+    `graphs`: the full layers of the model, which correct the times of their shards.
+    """
     if cluster.measured is not None and cluster.measured.layers:
         return MeasuredCosts(cluster, setting, graphs)
     return RooflineCosts()
 
 
 class MeasuredCosts:
-    """Layer costs from a cluster's measured curves, and for layers that were not measured from the roofline, corrected
-    by those that were (`cost/compute/roofline_correction.py`).
+    """Layer costs from a cluster's measured curves. Layers without measurements use the corrected roofline
+    (`cost/compute/roofline_correction.py`).
 
-    Memory, collectives inside a sharded layer and what recomputation adds keep the roofline's formulas; recomputation
-    is scaled by how far the measured forward is from the roofline's. `notes` says which layers were measured.
+    Memory, collectives inside a sharded layer and the time added by recomputation keep the roofline's formulas;
+    recomputation is scaled by measured forward / roofline forward. `notes` lists the measured layers.
     """
 
     notes: tuple[str, ...]
@@ -256,7 +266,7 @@ class MeasuredCosts:
     def measured_times(
         self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision
     ) -> LayerTimes | None:
-        """Measured times of one layer, or None if it was not measured."""
+        """Return measured times of one layer, or None if it was not measured."""
         curve = find_layer(self.measured, self._digest_of(graph), kind.name, precision, self.setting)
         if curve is None:
             return None
@@ -276,7 +286,7 @@ class MeasuredCosts:
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerCost:
-        """The cost of `graph`; arguments as for `Roofline.layer_cost`."""
+        """Return the cost of `graph`; the arguments are those of `RooflineCosts.layer_cost`."""
         key = (self._digest_of(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:
             self._known[key] = self._work_out_cost(graph, place, kind, precision, recompute, collective, collective_key)
@@ -292,7 +302,7 @@ class MeasuredCosts:
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerSeconds:
-        """The times of `layer_cost` alone; arguments as there."""
+        """Return the times of `layer_cost`; the arguments are the same."""
         key = (self._digest_of(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._seconds:
             self._seconds[key] = self._lookup_times(
@@ -344,17 +354,17 @@ class MeasuredCosts:
     def _correction_ratios(
         self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision
     ) -> RooflineRatios:
-        """By how much the roofline is to be corrected for a layer that was not measured."""
+        """Return the roofline correction for a layer that was not measured."""
         what = f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: not measured"
-        for whole in self._whole.similar_layers(graph):
-            curve = find_layer(self.measured, self._digest_of(whole), kind.name, precision, self.setting)
+        for layer in self._whole.similar_layers(graph):
+            curve = find_layer(self.measured, self._digest_of(layer), kind.name, precision, self.setting)
             if curve is not None:
-                at = unsharded_shape(graph, place)
-                times = LayerSeconds(*astuple(times_at(curve, at)))
+                full_shape = unsharded_shape(graph, place)
+                times = LayerSeconds(*astuple(times_at(curve, full_shape)))
                 self._add_note(f"{what}; roofline, corrected as {curve.name} was measured at the same sizes")
-                return measured_ratios(times, self.roofline.layer_durations(whole, at, kind, precision, "none"))
-        own = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]
-        ratios = mean_ratios([curve for curve in own if curve.setting == self.setting] or own)
+                return measured_ratios(times, self.roofline.layer_durations(layer, full_shape, kind, precision, "none"))
+        curves = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]
+        ratios = mean_ratios([curve for curve in curves if curve.setting == self.setting] or curves)
         if ratios != (1.0, 1.0, 1.0, 1.0):
             forward, back, weight, _ = ratios
             what += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), as measured layers showed"

@@ -1,4 +1,4 @@
-"""Seconds of one operator on one device by the roofline of its data sheet, with the collectives that it waits for."""
+"""The time of one operator on one device by the data-sheet roofline, including the collectives that it waits for."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from pipefit.model.ops import KINDS
 from pipefit.model.ops.unshard import stored_weights
 
 MERGING = (5, 4)
-"""Kernels that attention runs for each earlier slice beside those for its own keys, forward and backward: over that
-slice's keys, and to merge what comes of them (`run/ops/attention.py`)."""
+"""Additional attention kernels per earlier slice, (forward, backward): attention over the slice's keys, and the merge of
+its result (`run/ops/attention.py`).
+"""
 
 Times = tuple[float, float, float]
-"""Seconds of an operator's (forward, input gradient, weight gradient)."""
+"""Seconds of an operator's forward, input gradient and weight gradient."""
 
 
 class CollectiveTime(Protocol):
-    """Seconds of collectives over the shard axis in question."""
+    """A function that returns the seconds of collectives over one shard axis."""
 
     def __call__(self, kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
-        """`total_bytes` of the whole tensor; `how` uneven parts are moved (`cost/comm/lowerings.py`); `units` in which
-        the split dimension is cut, of an all_to_all that before and that afterwards; none: any fraction."""
+        """Return the seconds of collective `kind` on a tensor with `total_bytes` in all.
+
+        `how`: the lowering of uneven parts (`cost/comm/lowerings.py`). `units`: the number of units of the split
+        dimension (of an all_to_all: of the source and the target dimension); empty: any fraction is allowed.
+        """
 
 
 SILENT = "no collectives"
-"""The key of layer costs with collectives that are `free_collective`."""
+"""The cache key of layer costs computed with `free_collective`."""
 
 
 def free_collective(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
-    """Collectives that cost nothing."""
+    """Return 0 seconds: collectives that cost nothing."""
     return 0.0
 
 
@@ -46,7 +50,7 @@ def operator_times(
     collective: CollectiveTime | None,
     symbols: Mapping[str, int],
 ) -> Times:
-    """An operator's time, of attention without what it takes to merge earlier slices."""
+    """Return an operator's times; attention without the merging of earlier slices."""
     said_s = exchanges_s(operator_exchanges(graph, operator, symbols, precision), collective)
     if operator.kind == "unshard" or operator.kind in BACKWARD:
         return said_s
@@ -59,25 +63,25 @@ def operator_times(
 
 
 def with_merging(times: Times, chunks: int, kind: DeviceKind) -> Times:
-    """The time of attention with what `chunks` earlier slices add to it."""
+    """Return the times of attention with the merging of `chunks` earlier slices."""
     more_s, back_s = (count * chunks * kind.overhead_s for count in MERGING)
     return times[0] + more_s, times[1] + back_s, times[2]
 
 
 def exchanges_s(exchanges: OperatorExchanges, collective: CollectiveTime | None) -> Times:
-    """Seconds of the collectives of an operator."""
+    """Return the seconds of an operator's collectives, per pass."""
     if not any(exchanges):
         return 0.0, 0.0, 0.0
     assert collective is not None, "an operator that speaks to others is costed without a shard axis"
     forward_s, input_s, weight_s = (
-        sum(collective(kind, size, how, units) if units else collective(kind, size) for kind, size, how, units in each)
-        for each in exchanges
+        sum(collective(kind, size, how, units) if units else collective(kind, size) for kind, size, how, units in pass_exchanges)
+        for pass_exchanges in exchanges
     )
     return forward_s, input_s, weight_s
 
 
 class PassWork(NamedTuple):
-    """What one pass of an operator computes and moves."""
+    """FLOPs and memory traffic of one pass of an operator."""
 
     flops: float
     moved_bytes: float
@@ -86,7 +90,7 @@ class PassWork(NamedTuple):
 def operator_work(
     graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
 ) -> tuple[PassWork | None, PassWork | None, PassWork | None]:
-    """Forward, input gradient and weight gradient of an operator; None for a pass that it does not have."""
+    """Return the work of an operator's forward, input gradient and weight gradient; None for a missing pass."""
     if KINDS[operator.kind].view:
         return None, None, None
     width = COMPUTE_BYTES[precision]
@@ -94,8 +98,8 @@ def operator_work(
     traffic = operator_traffic_bytes(graph, operator, symbols, width)
     outputs = sum(element_count(graph.find_tensor(name).shape, symbols) * width for name in operator.outputs)
     parameters = _parameter_elements(graph, operator.inputs)
-    # The gradient pass of a product reads and writes as much as its forward; of anything else, its output's gradient
-    # comes on top. A weight gradient is added into a buffer: read and written once each.
+    # The input gradient of a product reads and writes as much as its forward; for other operators, the gradient of
+    # the output comes on top. A weight gradient is added into a buffer: one read and one write.
     back = traffic if flops.input_gradient else traffic + outputs
     forward = PassWork(flops.forward, traffic)
     input_ = PassWork(flops.input_gradient, back) if _has_input_gradient(graph, operator) else None
@@ -113,8 +117,10 @@ def _roofline_s(work: PassWork | None, rate: float, kind: DeviceKind) -> float:
 
 
 def _has_input_gradient(graph: Graph, operator: Operator) -> bool:
-    """Whether a gradient flows to an activation input: not for what only reads tokens or positions, or is made of data
-    alone."""
+    """Whether a gradient flows to an activation input.
+
+    False for operators that only read tokens or positions, and for values made from data alone.
+    """
     if made_from_data(graph, operator):
         return False
     roles = {tensor.name: tensor.role for tensor in graph.inputs}
@@ -125,5 +131,5 @@ def _has_input_gradient(graph: Graph, operator: Operator) -> bool:
 
 
 def _parameter_elements(graph: Graph, names: Sequence[str]) -> int:
-    found = stored_weights(graph)
-    return sum(element_count(found[name].shape, {}) for name in {*names} & {*found} if found[name].trainable)
+    weights = stored_weights(graph)
+    return sum(element_count(weights[name].shape, {}) for name in {*names} & {*weights} if weights[name].trainable)

@@ -1,8 +1,8 @@
-"""What a stage costs whose rows are packed: images one behind the other, another number of tokens in every microbatch.
+"""Costs of a stage with packed rows: consecutive images, with a different number of tokens in every microbatch.
 
-A layer's time goes by the tokens of the row and by the sum of its images' tokens squared, which attention within
-images takes. Both are looked up on a grid (tokens by half octaves, tokens of an image by octaves) and interpolated in
-between: a roofline bends at few places, and equal sizes come up again and again over the candidates of a search.
+A layer's time depends on the tokens of the row and, for attention within images, on the sum of the squared tokens of
+each image. Both are looked up on a grid (tokens by half octaves, tokens per image by octaves) and interpolated. A
+roofline has few bends, and a search asks for the same sizes many times.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from pipefit.cost.work import StageWork
 from pipefit.model.ops.packed_attention import SQUARES
 
 CostsAt = Callable[[StageWork], Mapping[str, tuple[float, ...]]]
-"""The costs of a stage whose rows are alike, by kind of device."""
+"""A function from a stage with equal rows to its costs by device kind."""
 
 
 def with_equal_rows(stage: StageWork, tokens: int, squares: int) -> StageWork:
-    """The stage with the same row in every microbatch and on every replica."""
+    """Return the stage with the same row in every microbatch and on every replica."""
     symbols = (*stage.symbols, (SQUARES, squares))
     return replace(stage, rows=(1,) * len(stage.rows), slices=(tokens,), packed=(), symbols=symbols)
 
 
 def packed_costs(stage: StageWork, costs_at: CostsAt) -> list[Mapping[str, tuple[float, ...]]]:
-    """For every microbatch, the costs of the fullest replica, by kind of device."""
+    """Return the costs of the fullest replica for every microbatch, by device kind."""
     grid = _PackedCostGrid(lambda tokens, each: costs_at(with_equal_rows(stage, tokens, round(tokens * each))))
     return [grid.interpolate_at(max(t for t, _ in row), max(s for _, s in row)) for row in stage.packed]
 
 
 def equivalent_rows(place: MicrobatchShape) -> tuple[float, float]:
-    """(rows, tokens of each) that take as much as the place's: of a packed row its images as rows of one length, whose
-    tokens and squared tokens add up to the same."""
+    """Return (rows, tokens of each row) with the same cost as `place`.
+
+    A packed row becomes rows of equal length with the same sum of tokens and of squared tokens.
+    """
     squares = dict(place.symbols).get(SQUARES, 0)
-    every = place.rows * place.tokens
-    if not squares or not every:
+    total_tokens = place.rows * place.tokens
+    if not squares or not total_tokens:
         return place.rows, place.tokens
-    return every**2 / squares, squares / every
+    return total_tokens**2 / squares, squares / total_tokens
 
 
 class _PackedCostGrid:
-    """Costs by kind of device, by (tokens of a row, tokens of an image on average), looked up at most once."""
+    """Costs by device kind on a grid of (tokens of a row, mean tokens of an image); each point is looked up once."""
 
     def __init__(self, look_up: Callable[[int, float], Mapping[str, tuple[float, ...]]]) -> None:
         self._look_up = look_up
@@ -53,15 +55,15 @@ class _PackedCostGrid:
         self._answers: dict[tuple[int, int], Mapping[str, tuple[float, ...]]] = {}
 
     def interpolate_at(self, tokens: int, squares: int) -> Mapping[str, tuple[float, ...]]:
-        """Interpolated costs of a row of so many tokens whose images' squares add up to `squares`."""
+        """Return interpolated costs of a row with `tokens` tokens, whose squared image sizes sum to `squares`."""
         if (tokens, squares) not in self._answers:
-            each = squares / tokens if tokens else 1.0
-            found: dict[str, Array] = {}
+            image_tokens = squares / tokens if tokens else 1.0
+            blended: dict[str, Array] = {}
             for row, row_part in _bracket_weights(tokens, _half_octave_knots(tokens)):
-                for image, image_part in _bracket_weights(each, _octave_knots(each)):
+                for image, image_part in _bracket_weights(image_tokens, _octave_knots(image_tokens)):
                     for kind, costs in self._corner_costs(int(row), image).items():
-                        found[kind] = found.get(kind, 0.0) + row_part * image_part * costs
-            self._answers[tokens, squares] = {kind: tuple(costs.tolist()) for kind, costs in found.items()}
+                        blended[kind] = blended.get(kind, 0.0) + row_part * image_part * costs
+            self._answers[tokens, squares] = {kind: tuple(costs.tolist()) for kind, costs in blended.items()}
         return self._answers[tokens, squares]
 
     def _corner_costs(self, tokens: int, each: float) -> dict[str, Array]:
@@ -72,14 +74,14 @@ class _PackedCostGrid:
 
 
 def _bracket_weights(value: float, ends: tuple[float, float]) -> Iterator[tuple[float, float]]:
-    """(end, part of it) of the two ends that a value lies between."""
+    """Yield (end, weight) of the two interval ends around a value; ends with weight 0 are omitted."""
     low, high = ends
     part = (value - low) / (high - low) if high > low else 0.0
-    yield from ((end, own) for end, own in ((low, 1.0 - part), (high, part)) if own > 0.0)
+    yield from ((end, weight) for end, weight in ((low, 1.0 - part), (high, part)) if weight > 0.0)
 
 
 def _half_octave_knots(tokens: int) -> tuple[float, float]:
-    """The numbers 2^n and 1.5 x 2^n around a number of tokens; small ones by themselves."""
+    """Return the two neighbours of `tokens` among the numbers 2^n and 1.5 x 2^n; numbers below 4 are knots themselves."""
     if tokens < 4:
         return float(tokens), float(tokens)
     low = 1 << (tokens.bit_length() - 1)

@@ -1,9 +1,9 @@
 """The time and the memory of one layer on one device, from a data sheet.
 
-Time of an operator: the larger of FLOPs / (peak x efficiency) and bytes moved / memory bandwidth, plus the overhead
-of issuing it (roofline: Williams, Waterman and Patterson 2009). Bytes moved: every operator reads its inputs and
-writes its outputs once, views move nothing (no fusion is assumed, so pointwise chains are costed on the slow side).
-The measured cost model of a later version takes this one's place behind the same `LayerCosts` interface.
+Time of an operator: the larger of FLOPs / (peak x efficiency) and bytes moved / memory bandwidth, plus the launch
+overhead (roofline: Williams, Waterman and Patterson 2009). Bytes moved: every operator reads its inputs and writes its
+outputs once; views move nothing. No fusion is assumed, so pointwise chains are overestimated. Measured costs
+(`curves.py`) implement the same `LayerCosts` interface.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class MicrobatchShape(NamedTuple):
     tokens: int
     "Symbol T: of the slice."
     past: int
-    "Symbol P: tokens of earlier slices that are attended to."
+    "Symbol P: tokens of earlier slices, to which attention attends."
     own_tokens: int
-    "Symbol S: this device's part of the tokens where a shard program splits them."
+    "Symbol S: this device's part of the tokens if a shard program splits them."
     earlier: int | None = None
-    "Slices that the past came in; None: as many as it has slices of this length."
+    "Number of slices that form the past; None: past / tokens, rounded."
     own_rows: int = 0
-    "Symbol R: this device's part of the rows where a shard program splits them."
+    "Symbol R: this device's part of the rows if a shard program splits them."
     later: int = 0
     "Tokens of later slices."
     symbols: tuple[tuple[str, int], ...] = ()
-    "Other sizes that graphs name."
+    "Other sizes named in graphs."
 
     @property
     def is_sliced(self) -> bool:
-        """Whether the microbatch comes in several slices, of which this is one."""
+        """Whether the microbatch has several slices."""
         return self.past + self.later > 0
 
     @property
     def earlier_chunks(self) -> int:
-        """Earlier slices that attention goes through one by one."""
+        """The number of earlier slices that attention processes one by one."""
         if not self.past:
             return 0
         return max(1, round(self.past / max(1, self.tokens)) if self.earlier is None else self.earlier)
@@ -58,38 +58,38 @@ class MicrobatchShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Of one layer, microbatch and slice on one device."""
+    """The cost of one layer for one microbatch and slice on one device."""
 
     forward_s: float
     input_s: float
-    "The input-gradient part of the backward pass, recomputation included."
+    "The input-gradient part of the backward pass, including recomputation."
     weight_s: float
     saved_bytes: float
-    "Alive from F to its B or I."
+    "Bytes held from F to its B or I."
     pending_bytes: float
-    "Alive from I to its W."
+    "Bytes held from I to its W."
     passing: TransientMemory | None = None
-    "The worst moments of its actions; None: what only passes is not counted."
+    "Peak transient memory of the actions; None: transient memory is not counted."
     fused_s: float | None = None
-    "A fused backward, where it was measured by itself; None: it takes the time of both parts."
+    "Seconds of a fused backward, if measured; None: the sum of both parts."
     owed_before: float = 0.0
-    "What slices owe to keys and values (of this slice and earlier ones) when its backward begins."
+    "Bytes of gradients for the keys and values of this and earlier slices, held when the backward begins."
     owed_behind: float = 0.0
-    "The same when its backward ends: to earlier ones."
+    "Bytes of gradients for the keys and values of earlier slices, held when the backward ends."
 
     @property
     def backward_s(self) -> float:
-        """A fused backward (B)."""
+        """Seconds of a fused backward (B)."""
         return self.input_s + self.weight_s if self.fused_s is None else self.fused_s
 
     @property
     def least_backward_s(self) -> float:
-        """The backward, fused or in two parts, whichever is faster."""
+        """Seconds of the backward, fused or in two parts, whichever is faster."""
         return min(self.input_s + self.weight_s, self.backward_s)
 
 
 def without_backward(cost: LayerCost) -> LayerCost:
-    """Of a layer without a backward: nothing is kept for one, what would be passes."""
+    """Return the cost of a layer without a backward: it holds nothing, and its activations are transient."""
     return LayerCost(cost.forward_s, 0.0, 0.0, 0.0, 0.0, cost.passing)
 
 
@@ -103,13 +103,13 @@ class LayerSeconds(NamedTuple):
 
     @property
     def least_backward_s(self) -> float:
-        """The backward, fused or in two parts, whichever is faster."""
+        """Seconds of the backward, fused or in two parts, whichever is faster."""
         parted = self.input_s + self.weight_s
         return parted if self.fused_s is None else min(parted, self.fused_s)
 
 
 class LayerCosts(Protocol):
-    """Where layer costs come from: this file's roofline, or measured curves."""
+    """A source of layer costs: this file's roofline, or measured curves."""
 
     notes: tuple[str, ...]
 
@@ -123,7 +123,7 @@ class LayerCosts(Protocol):
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerCost:
-        """The cost of `graph` for these sizes."""
+        """Return the cost of `graph` for these sizes."""
         ...
 
 
@@ -137,7 +137,7 @@ def layer_seconds(
     collective: CollectiveTime | None = None,
     collective_key: object = None,
 ) -> LayerSeconds:
-    """The times of `LayerCosts.layer_cost`, without working out its memory where the source of costs can do without."""
+    """Return the times of `LayerCosts.layer_cost`; the memory is not computed if the source allows that."""
     if isinstance(layers, LayerTimeSource):
         return layers.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
     cost = layers.layer_cost(graph, place, kind, precision, recompute, collective, collective_key)
@@ -146,7 +146,7 @@ def layer_seconds(
 
 @runtime_checkable
 class LayerTimeSource(Protocol):
-    """Layer costs that know times without memory."""
+    """A source of layer costs that can compute times without memory."""
 
     def layer_durations(
         self,
@@ -158,12 +158,12 @@ class LayerTimeSource(Protocol):
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerSeconds:
-        """The times of `graph` for these sizes: the same as those of its `LayerCost`."""
+        """Return the times of `graph` for these sizes, equal to those of its `LayerCost`."""
         ...
 
 
 class RooflineCosts:
-    """Layer costs from device data sheets; equal questions are answered from memory."""
+    """Layer costs from device data sheets; results are cached."""
 
     notes: tuple[str, ...] = (
         "layer times: roofline of the device's data-sheet peak x efficiency and memory bandwidth, no operator fusion",
@@ -173,11 +173,11 @@ class RooflineCosts:
     def __init__(self) -> None:
         self._known: dict[object, LayerCost] = {}
         self._memory: dict[object, LayerCost] = {}
-        "Without times: what layers hold, whatever the kind of device and its rings."
+        "Memory of layers without times, independent of the device kind and its rings."
         self._operators: dict[object, list[Times]] = {}
-        "Of every operator of a graph in one place."
+        "Times of every operator of a graph for one shape."
         self._times: dict[object, list[SymbolMemo[Times]]] = {}
-        "Of every operator of a graph, before what earlier slices add to attention, in all places."
+        "Memos of every operator of a graph for all shapes; attention without the merging of earlier slices."
         self._graphs: dict[int, Graph] = {}
 
     def layer_cost(
@@ -190,8 +190,8 @@ class RooflineCosts:
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerCost:
-        """The cost of `graph`. `collective` is needed where the graph holds collectives; `collective_key` names it."""
-        self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
+        """Return the cost of `graph`. A graph with collectives needs `collective`; `collective_key` is its cache key."""
+        self._graphs[id(graph)] = graph  # kept alive, so that its id stays unique
         key = (id(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:
             times = self.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
@@ -201,7 +201,7 @@ class RooflineCosts:
     def _memory_of(
         self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision, recompute: Recompute
     ) -> LayerCost:
-        """The memory of a layer."""
+        """Return the memory of a layer, as a cost without times."""
         widens = is_processor(kind) and GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
         key = (id(graph), place, widens, precision, recompute)
         if key not in self._memory:
@@ -218,7 +218,7 @@ class RooflineCosts:
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerSeconds:
-        """The times of `layer_cost` alone; arguments as there."""
+        """Return the times of `layer_cost`; the arguments are the same."""
         self._graphs[id(graph)] = graph
         if place.rows == 0:
             return LayerSeconds(0.0, 0.0, 0.0)
@@ -240,34 +240,34 @@ class RooflineCosts:
         collective: CollectiveTime | None,
         collective_key: object,
     ) -> list[Times]:
-        """The times of every operator. What does not depend on the earlier slices is not worked out for each again."""
-        sizes = None if collective is None else place._replace(past=0, earlier=None, later=0)  # these tell shares apart
+        """Return the times of every operator, cached across earlier slices where they do not matter."""
+        sizes = None if collective is None else place._replace(past=0, earlier=None, later=0)  # distinguishes shares
         key = (id(graph), kind.name, precision, collective_key, sizes)
         if key not in self._times:
             self._times[key] = [SymbolMemo() for _ in graph.operators]
         symbols = _shape_symbols(place)
-        found = []
+        results = []
         for operator, kept_times in zip(graph.operators, self._times[key], strict=True):
             work_out = partial(operator_times, graph, operator, kind, precision, collective)
             times = kept_times.get_or_compute(symbols, work_out)
-            found.append(with_merging(times, place.earlier_chunks, kind) if operator.kind == "attention" else times)
-        return found
+            results.append(with_merging(times, place.earlier_chunks, kind) if operator.kind == "attention" else times)
+        return results
 
 
 def _shape_symbols(place: MicrobatchShape) -> dict[str, int]:
-    own = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
+    sizes = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
     parts = {
         str(LOCAL[symbol]): -(-count * place.own_tokens // max(1, place.tokens))
         for symbol, count in place.symbols
         if symbol in LOCAL
     }
-    return {**own, **parts, **dict(place.symbols)}
+    return {**sizes, **parts, **dict(place.symbols)}
 
 
 def _layer_memory(
     graph: Graph, place: MicrobatchShape, precision: Precision, recompute: Recompute, widens: bool
 ) -> LayerCost:
-    """A layer's cost without its times."""
+    """Return a layer's cost without its times."""
     symbols = _shape_symbols(place)
     width = COMPUTE_BYTES[precision]
     if place.rows == 0:

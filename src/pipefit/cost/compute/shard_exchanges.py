@@ -1,8 +1,8 @@
-"""What the devices of a shard axis send each other for one operator, pass by pass: the collectives between operators,
-those that gather a parameter stored split and reduce its gradient, and those inside operators.
+"""Collectives over the shard axis for one operator, by pass.
 
-Layer times are priced by it (`cost/compute/roofline.py`), and the report counts its bytes on the links
-(`show/traffic.py`).
+They are the collectives between operators, the all-gather of sharded parameters with the reduction of their gradients,
+and the collectives inside operators. Layer times include them (`cost/compute/roofline.py`), and the report counts their
+bytes on the links (`show/traffic.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BACKWARD = {
     "all_reduce": "all_reduce",
     "all_to_all": "all_to_all",
 }
-"""What a collective of the forward pass does in the backward pass; `shard_slice` moves nothing between devices."""
+"""Forward collective -> its collective in the backward pass; `shard_slice` moves nothing between devices."""
 
 
 class OperatorExchanges(NamedTuple):
-    """The collectives of one operator by pass, each (kind, bytes of the whole tensor, lowering, units)."""
+    """The collectives of one operator by pass, each (kind, bytes of the full tensor, lowering, units)."""
 
     forward: tuple[Said, ...] = ()
     input_gradient: tuple[Said, ...] = ()
@@ -43,7 +43,7 @@ NOTHING = OperatorExchanges()
 def operator_exchanges(
     graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
 ) -> OperatorExchanges:
-    """The collectives of an operator, for these sizes."""
+    """Return the collectives of an operator for these sizes."""
     if operator.kind == "unshard":
         return _unshard_exchanges(graph, operator, precision)
     if operator.kind == RESHARE:
@@ -60,31 +60,33 @@ def operator_exchanges(
 def _between_operators(
     graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
 ) -> OperatorExchanges:
-    """A collective between operators, and the one of its backward."""
+    """Return a collective between operators, with its backward."""
     elements, units = _moved_elements(graph, operator, symbols)
-    whole = float(elements * COMPUTE_BYTES[precision])
+    total_bytes = float(elements * COMPUTE_BYTES[precision])
     ahead, back = lowering_of(operator)
     return OperatorExchanges(
-        forward=((operator.kind, whole, ahead, units),),
-        input_gradient=((BACKWARD[operator.kind], whole, back, units[::-1]),),
+        forward=((operator.kind, total_bytes, ahead, units),),
+        input_gradient=((BACKWARD[operator.kind], total_bytes, back, units[::-1]),),
     )
 
 
 def _reshare_exchange(
     graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
 ) -> OperatorExchanges:
-    """What is cut by some shares is cut by others; the units of a `Said` are the shares here, before and after."""
-    (old, new), at = shares_of(operator), operator.attributes
+    """Return the exchange that changes the shares of a split dimension; `units` hold the old and the new shares."""
+    (old, new), attributes = shares_of(operator), operator.attributes
     shape = graph.find_tensor(operator.outputs[0]).shape
-    whole = (*shape[: at["dim"]], at["whole"], *shape[at["dim"] + 1 :])
-    size = float(element_count(whole, symbols) * COMPUTE_BYTES[precision])
-    there, back = ((RESHARE, size, "alltoallv", each) for each in ((*old, *new), (*new, *old)))
+    full_shape = (*shape[: attributes["dim"]], attributes["whole"], *shape[attributes["dim"] + 1 :])
+    size = float(element_count(full_shape, symbols) * COMPUTE_BYTES[precision])
+    there, back = ((RESHARE, size, "alltoallv", shares) for shares in ((*old, *new), (*new, *old)))
     return OperatorExchanges(forward=(there,), input_gradient=(back,))
 
 
 def _moved_elements(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
-    """The elements of the whole tensor, and the units in which it is cut (of an all_to_all, before and afterwards; of
-    an all_reduce, none)."""
+    """Return the elements of the full tensor, and the units of the split dimension.
+
+    An all_to_all has the units of the source and the target dimension, an all_reduce none.
+    """
     shapes = [graph.find_tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
     units: tuple[int, ...] = ()
     if operator.kind == "all_to_all":
@@ -101,9 +103,12 @@ def _moved_elements(graph: Graph, operator: Operator, symbols: Mapping[str, int]
 
 
 def _unshard_exchanges(graph: Graph, operator: Operator, precision: Precision) -> OperatorExchanges:
-    """A parameter that is stored split: gathered in the forward and, where the input gradient needs it, again; its
-    gradient reduced in every microbatch, with the weight's. Where autograd keeps it, it is gathered once, and its
-    gradient reduced as it comes."""
+    """Return the collectives of a sharded parameter.
+
+    It is gathered in the forward and, if the input gradient needs it, again in the backward. Its gradient is reduced in
+    every microbatch, with the weight gradient. If autograd keeps the gathered weight, there is one gather, and the
+    gradient is reduced with the input gradient.
+    """
     name = operator.outputs[0]
     weight = stored_weights(graph)[name]
     elements, times = float(element_count(weight.shape, {})), gathers_of(graph, name)

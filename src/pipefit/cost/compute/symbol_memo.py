@@ -1,7 +1,7 @@
-"""Answers kept by what they were worked out from: of all the sizes that a question names, most answers read few.
+"""A cache of answers keyed by the sizes that their computation read; most answers read few of the available sizes.
 
-An operator without attention does not care how many tokens came before, a norm not how they are split; asked for every
-slice of every cutting, such an operator is worked out once for each number of tokens.
+An operator other than attention does not depend on the earlier tokens, and a norm not on their split. When costs of
+every slice of every cut are requested, such an operator is computed once for each number of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Answer = TypeVar("Answer")
 
 
 class TrackedSymbols(Mapping[str, int]):
-    """Sizes by symbol, and which of them were asked for."""
+    """Sizes by symbol that record which symbols were read."""
 
     __slots__ = ("read", "symbols")
 
@@ -34,15 +34,17 @@ class TrackedSymbols(Mapping[str, int]):
 
 
 class SymbolMemo(Generic[Answer]):
-    """The answers to one question. Two mappings that agree in all that was read get the same answer: whoever works it
-    out reads the same again, as long as it looks at nothing else that changes."""
+    """Cached answers to one question. Two mappings that agree in all symbols read get the same answer.
+
+    The computation must depend on nothing else that changes.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], dict[tuple[int | None, ...], Answer]] = {}
-        "Symbols that were read -> their values -> the answer."
+        "Symbols read -> their values -> the answer."
 
     def get_or_compute(self, symbols: Mapping[str, int], work_out: Callable[[Mapping[str, int]], Answer]) -> Answer:
-        """What `work_out` says of these symbols, or said when it read the same values."""
+        """Return the result of `work_out` for these symbols, cached by the values that it read."""
         for names, answers in self._known.items():
             values = tuple(map(symbols.get, names))
             if values in answers:

@@ -97,7 +97,7 @@ class MemoryCorrection:
         """The probability that a relative error, its distance taken out, is above `error`."""
         from scipy.special import stdtr
 
-        worse = sum(one >= error for one in self.errors) / (len(self.errors) + 1)
+        worse = sum(observed >= error for observed in self.errors) / (len(self.errors) + 1)
         tail = float(stdtr(max(1, self.configurations - 1), -error / self.spread))
         return min(1.0, max(worse, tail))
 
@@ -132,8 +132,8 @@ class MemoryEstimate:
 
 def learn_correction(runs: Sequence[MemoryRun], kind: str) -> MemoryCorrection:
     """The correction that these runs teach for a kind of device. ClusterError where they are too few to have a band."""
-    own = [run for run in runs if run.kind == kind]
-    names = sorted({run.configuration for run in own})
+    kind_runs = [run for run in runs if run.kind == kind]
+    names = sorted({run.configuration for run in kind_runs})
     if len(names) < LEAST_CONFIGURATIONS:
         raise ClusterError(
             "Too few plans were measured to learn a memory correction from.",
@@ -144,14 +144,14 @@ def learn_correction(runs: Sequence[MemoryRun], kind: str) -> MemoryCorrection:
         )
     errors: list[float] = []
     for name in names:
-        rest = [run for run in own if run.configuration != name]
+        rest = [run for run in kind_runs if run.configuration != name]
         without = _fit_coefficients(rest, kind, (0.0,), LEAST_SPREAD, len(names) - 1)
-        for run in own:
+        for run in kind_runs:
             if run.configuration == name:
                 estimate = without.estimate_rank(run.parts)
                 errors.append((run.measured_bytes / estimate.expected_bytes - 1.0) / estimate.distance)
     spread = max(LEAST_SPREAD, math.sqrt(sum(error**2 for error in errors) / len(errors)))
-    return _fit_coefficients(own, kind, tuple(sorted(errors)), spread, len(names))
+    return _fit_coefficients(kind_runs, kind, tuple(sorted(errors)), spread, len(names))
 
 
 def _fit_coefficients(

@@ -74,8 +74,8 @@ def record_runs(path: Path, runs: Sequence[MemoryRun]) -> MemoryFacts:
     """Add runs to a file (made where it is not there), in place of earlier ones of the same ranks, and learn again."""
     before = load_memory(path).runs if path.exists() else ()
     new = {(run.configuration, run.kind, run.rank) for run in runs}
-    kept = [run for run in before if (run.configuration, run.kind, run.rank) not in new]
-    facts = learn_facts((*kept, *runs))
+    earlier = [run for run in before if (run.configuration, run.kind, run.rank) not in new]
+    facts = learn_facts((*earlier, *runs))
     write_file(path, dump_text(facts), "memory file", ClusterError)
     return facts
 

@@ -34,18 +34,18 @@ def stage_holdings(stage: StageWork, network: Network) -> Mapping[str, StageHold
     names = [axis.name for axis in stage.group.axes]
     shares = stage.group.find_axis("replica").shares
     even = stage.group.find_axis("shard").is_even
-    found: dict[str, StageHolding] = {}
+    holdings: dict[str, StageHolding] = {}
     places = itertools.product(*(range(axis.size) for axis in stage.group.axes))
-    for device, place in zip(stage.group.devices, places, strict=True):
-        replica = place[names.index("replica")] if "replica" in names else 0
-        position = () if even else (place[names.index("shard")],)
+    for device, coordinates in zip(stage.group.devices, places, strict=True):
+        replica = coordinates[names.index("replica")] if "replica" in names else 0
+        position = () if even else (coordinates[names.index("shard")],)
         share = shares[replica] / sum(shares) if stage.split_state else 1.0
-        known = found.get(network.kinds[device].name, StageHolding(0, (), 0.0))
+        known = holdings.get(network.kinds[device].name, StageHolding(0, (), 0.0))
         positions = known.positions if {*position} <= {*known.positions} else (*known.positions, *position)
-        found[network.kinds[device].name] = StageHolding(
+        holdings[network.kinds[device].name] = StageHolding(
             max(known.rows, stage.rows[replica]), positions, max(known.share, share)
         )
-    return found
+    return holdings
 
 
 def lanes_differ(work: PipelineWork, network: Network) -> bool:
@@ -60,8 +60,8 @@ def lane_limits(work: PipelineWork, network: Network, kind: str = "") -> tuple[f
     where it has none)."""
     limits = [float("inf")] * work.num_lanes
     for stage in work.stages:
-        own = [network.kinds[device] for device in stage.group.devices]
-        sizes = (each.memory_bytes for each in own if not kind or each.name == kind)
+        kinds = [network.kinds[device] for device in stage.group.devices]
+        sizes = (device_kind.memory_bytes for device_kind in kinds if not kind or device_kind.name == kind)
         limits[stage.lane] = min(limits[stage.lane], float(min(sizes, default=float("inf"))))
     return tuple(limits)
 
@@ -72,15 +72,15 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
     lanes = []
     for lane in range(work.num_lanes):
         stages = [pair for pair in zip(work.stages, held, strict=True) if pair[0].lane == lane]
-        most = max(len(stage.parameters.trainable) for stage, _ in stages)
-        own = {position for _, each in stages for position in each.positions} or range(most)
+        num_positions = max(len(stage.parameters.trainable) for stage, _ in stages)
+        positions = {position for _, holding in stages for position in holding.positions} or range(num_positions)
         places = [
-            [static_parts(*_stored_elements(stage, position), each.share, work.precision) for stage, each in stages]
-            for position in own
+            [static_parts(*_stored_elements(stage, position), holding.share, work.precision) for stage, holding in stages]
+            for position in positions
         ]
-        sums = [{name: sum(parts[name] for parts in place) for name in place[0]} for place in places]
-        for total, place in zip(sums, places, strict=True):
-            total["workspace"] = place[0]["workspace"]
+        sums = [{name: sum(parts[name] for parts in stage_parts) for name in stage_parts[0]} for stage_parts in places]
+        for total, stage_parts in zip(sums, places, strict=True):
+            total["workspace"] = stage_parts[0]["workspace"]
             for name, size in _tied_parts(work, lane, held).items():
                 total[name] += size
         lanes.append(max(sums, key=lambda parts: sum(parts.values())))
@@ -104,12 +104,12 @@ def _tied_parts(work: PipelineWork, lane: int, held: Sequence[StageHolding]) -> 
     less what is stored once although several stages of the lane use it."""
     changes = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for tied in work.tied:
-        own = [index for index in tied.stages if work.stages[index].lane == lane]
-        if not own or tied.rings:  # a sum over all devices is made in place
+        lane_stages = [index for index in tied.stages if work.stages[index].lane == lane]
+        if not lane_stages or tied.rings:  # a sum over all devices is made in place
             continue
-        others = len({work.stages[index].lane for index in tied.stages}) - 1
-        changes["gradients"] += others * tied.elements * GRADIENT_BYTES[work.precision]
-        for index in own[1:]:
+        num_peers = len({work.stages[index].lane for index in tied.stages}) - 1
+        changes["gradients"] += num_peers * tied.elements * GRADIENT_BYTES[work.precision]
+        for index in lane_stages[1:]:
             once = static_parts(tied.elements, 0, held[index].share, work.precision)
             for name in changes:
                 changes[name] -= once[name]

@@ -39,8 +39,8 @@ def order_limits(costs: CostTable, placement: Sequence[int], least_bytes: Sequen
 
 def _largest_ratio(own: Array, most: Array) -> float:
     """The largest part that one has of the other, entry by entry."""
-    some = most > 0
-    return float((own[some] / most[some]).max(initial=0.0))
+    nonzero = most > 0
+    return float((own[nonzero] / most[nonzero]).max(initial=0.0))
 
 
 def _held_row(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
@@ -56,11 +56,11 @@ def _held_row(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
 
 
 def _passing_bytes(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
-    each = [_lane_stages(costs.actions[kind].peak_bytes, placement, lane) for kind in ("F", "I", "W", "B")]
-    return np.concatenate([part.ravel() for part in each])
+    peaks = [_lane_stages(costs.actions[kind].peak_bytes, placement, lane) for kind in ("F", "I", "W", "B")]
+    return np.concatenate([part.ravel() for part in peaks])
 
 
 def _lane_stages(table: Array, placement: Sequence[int], lane: int) -> Array:
     """The stages of a lane from an array over stages, which may have one entry for all."""
-    own: Array = np.broadcast_to(table, (len(placement), *table.shape[1:]))[np.asarray(placement) == lane]
-    return own
+    rows: Array = np.broadcast_to(table, (len(placement), *table.shape[1:]))[np.asarray(placement) == lane]
+    return rows

@@ -34,22 +34,22 @@ def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
     if first is None or last is None:
         return StageMemory(saved, pending, {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0})
     tables = max(layer.passing.tables for layer in layers if layer.passing)
-    taken = 0 if first.keeps_input else first.input
-    given = {"B": last.output, "I": 0 if last.holds_output_gradient else last.output}
-    most = {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0}
+    input_bytes = 0 if first.keeps_input else first.input
+    output_gradient = {"B": last.output, "I": 0 if last.holds_output_gradient else last.output}
+    peak = {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0}
     before, behind = float(tables), pending
     owed = sum(layer.owed_behind for layer in layers)
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         worst = layer.passing
         assert worst is not None, "all layers of a stage are costed alike"
         behind -= layer.pending_bytes
-        most["W"] = max(most["W"], pending - behind + worst.weight)
-        end = place == len(layers) - 1
-        most["F"] = max(most["F"], before + worst.forward + (taken if place else 0))
+        peak["W"] = max(peak["W"], pending - behind + worst.weight)
+        end = index == len(layers) - 1
+        peak["F"] = max(peak["F"], before + worst.forward + (input_bytes if index else 0))
         owed += layer.owed_before - layer.owed_behind
-        most["B"] = max(most["B"], before + owed + (worst.fused_last if end else worst.fused + given["B"]))
-        at_once = worst.input_gradient_last if end else worst.input_gradient + given["I"]
-        most["I"] = max(most["I"], before + behind + owed + at_once)
+        peak["B"] = max(peak["B"], before + owed + (worst.fused_last if end else worst.fused + output_gradient["B"]))
+        at_once = worst.input_gradient_last if end else worst.input_gradient + output_gradient["I"]
+        peak["I"] = max(peak["I"], before + behind + owed + at_once)
         before += layer.saved_bytes
     held = {"F": before, "B": before, "I": max(before, pending), "W": pending}
-    return StageMemory(before, pending, {kind: max(0.0, most[kind] - held[kind]) for kind in most})
+    return StageMemory(before, pending, {kind: max(0.0, peak[kind] - held[kind]) for kind in peak})

@@ -21,13 +21,13 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     """Of every stage: what its reduction holds from its last backward until all reductions are over. Parameters that
     lanes share are not scattered (with shards they are counted, on the safe side)."""
     width = GRADIENT_BYTES[work.precision]
-    found = []
+    copy_bytes = []
     for index, stage in enumerate(work.stages):
         copies = gloo and stage.split_state and stage.group.find_axis("replica").size > 1 and stage.turns == 1
-        own = [tied for tied in work.tied if index in tied.stages and stage.group.find_axis("shard").size == 1]
-        shared = sum(tied.elements for tied in own if len({work.stages[other].lane for other in tied.stages}) > 1)
-        found.append(float((max(stage.parameters.trainable) - shared) * width) if copies else 0.0)
-    return tuple(found)
+        tied_groups = [tied for tied in work.tied if index in tied.stages and stage.group.find_axis("shard").size == 1]
+        shared = sum(tied.elements for tied in tied_groups if len({work.stages[member].lane for member in tied.stages}) > 1)
+        copy_bytes.append(float((max(stage.parameters.trainable) - shared) * width) if copies else 0.0)
+    return tuple(copy_bytes)
 
 
 def state_share(stage: StageWork) -> float:
@@ -58,5 +58,5 @@ def _largest_bucket(stage: StageWork, shared: Sequence[int]) -> int:
     elements = max(stage.parameters.trainable)
     if stage.group.find_axis("shard").size == 1:
         return max(elements - sum(shared), *shared, 0)
-    whole = max(stage.parameters.whole)
-    return max(elements - whole, whole - sum(shared) if whole >= sum(shared) else whole, *shared)
+    replicated = max(stage.parameters.whole)
+    return max(elements - replicated, replicated - sum(shared) if replicated >= sum(shared) else replicated, *shared)

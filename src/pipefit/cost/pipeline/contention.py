@@ -64,31 +64,31 @@ def with_contention(
     `split_pipelines` says, where that is known."""
     works, tables = alone or split_pipelines(costs, work, network, layers)
     loads: dict[FlowKey, _UnnumberedFlow] = {}
-    for pipeline, (one, table) in enumerate(zip(works, tables, strict=True)):
-        for index, edge in enumerate(one.edges):
+    for pipeline, (pipeline_work, table) in enumerate(zip(works, tables, strict=True)):
+        for index, edge in enumerate(pipeline_work.edges):
             cost = table.edges[index]
-            for way, slices, port_s in (
+            for direction, slices, port_s in (
                 ("F", edge.forward, cost.forward_port_s),
                 ("B", edge.backward, cost.backward_port_s),
             ):
                 for slice_, messages in enumerate(slices):
-                    found = _transfer_flow(messages, float(port_s[:, slice_].max()), network)
-                    if found is not None:
-                        loads[f"SEND_{way}", index, slice_, pipeline] = found
+                    flow = _transfer_flow(messages, float(port_s[:, slice_].max()), network)
+                    if flow is not None:
+                        loads[f"SEND_{direction}", index, slice_, pipeline] = flow
     alone_on = Counter(stage.lane for stage in work.stages)
     lanes: dict[FlowKey, int] = {}
     for index, stage in enumerate(work.stages):
-        own = _reduction_flows(index, stage, work, network, costs)
+        reductions = _reduction_flows(index, stage, work, network, costs)
         if alone_on[stage.lane] == 1:
-            lanes |= dict.fromkeys(own, stage.lane)
+            lanes |= dict.fromkeys(reductions, stage.lane)
         beside = _competing_groups(stage, network) if len(works) > 1 else [shard_rings(stage)]
         actions = {
             key: load
-            for pipeline, one in enumerate(works)
-            for key, load in _action_flows(index, pipeline, one, beside[pipeline], network, layers).items()
+            for pipeline, pipeline_work in enumerate(works)
+            for key, load in _action_flows(index, pipeline, pipeline_work, beside[pipeline], network, layers).items()
         }
         lanes |= dict.fromkeys(actions, stage.lane)
-        loads |= own | actions
+        loads |= reductions | actions
     return replace(costs, contention=_number_ports(tables, loads, lanes))
 
 
@@ -104,20 +104,20 @@ def _replica_works(work: PipelineWork) -> list[PipelineWork]:
     if len(counts) > 1 or not 1 < max(counts) <= MOST_PIPELINES:
         return [work]
     count = max(counts)
-    place = [stage.group.axis_positions("replica") for stage in work.stages]
+    replica_maps = [stage.group.axis_positions("replica") for stage in work.stages]
     for edge in work.edges:
-        source, target = place[edge.source], place[edge.target]
+        source, target = replica_maps[edge.source], replica_maps[edge.target]
         ahead, back = zip(*edge.ragged, strict=True) if edge.ragged else (edge.forward, edge.backward)
-        if any(source[a] != target[b] for each in ahead for a, b, _ in each):
+        if any(source[a] != target[b] for parts in ahead for a, b, _ in parts):
             return [work]
-        if any(target[a] != source[b] for each in back for a, b, _ in each):
+        if any(target[a] != source[b] for parts in back for a, b, _ in parts):
             return [work]
-    edges = [_edges_of(edge, place[edge.source], count) for edge in work.edges]
+    edges = [_edges_of(edge, replica_maps[edge.source], count) for edge in work.edges]
     return [
         replace(
             work,
-            stages=tuple(_of_replica(stage, at, k) for stage, at in zip(work.stages, place, strict=True)),
-            edges=tuple(each[k] for each in edges),
+            stages=tuple(_of_replica(stage, replica_of, k) for stage, replica_of in zip(work.stages, replica_maps, strict=True)),
+            edges=tuple(parts[k] for parts in edges),
             tied=(),
         )
         for k in range(count)
@@ -135,25 +135,25 @@ def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[Edge
     """For every replica its part of the messages: those that its devices of the source stage send, or receive. Where
     microbatches differ, its own largest one stands for all: it may have nothing of the one that is largest in all."""
     ahead, back = (
-        [_by_replica(messages, place, sent, count) for messages in each]
-        for each, sent in ((edge.forward, True), (edge.backward, False))
+        [_by_replica(messages, place, sent, count) for messages in slices]
+        for slices, sent in ((edge.forward, True), (edge.backward, False))
     )
     ragged = [(_by_replica(a, place, True, count), _by_replica(b, place, False, count)) for a, b in edge.ragged]
-    found = []
+    edges = []
     for k in range(count):
-        own = tuple((a[k], b[k]) for a, b in ragged)
-        forward, backward = tuple(each[k] for each in ahead), tuple(each[k] for each in back)
-        if own:
-            forward, backward = ((part,) for part in max(own, key=lambda each: sum(size for _, _, size in each[0])))
-        found.append(replace(edge, forward=forward, backward=backward, ragged=own))
-    return found
+        pairs = tuple((a[k], b[k]) for a, b in ragged)
+        forward, backward = tuple(parts[k] for parts in ahead), tuple(parts[k] for parts in back)
+        if pairs:
+            forward, backward = ((part,) for part in max(pairs, key=lambda pair: sum(size for _, _, size in pair[0])))
+        edges.append(replace(edge, forward=forward, backward=backward, ragged=pairs))
+    return edges
 
 
 def _by_replica(messages: Messages, place: Mapping[int, int], sent: bool, count: int) -> list[tuple[Message, ...]]:
-    found: list[list[Message]] = [[] for _ in range(count)]
+    by_replica: list[list[Message]] = [[] for _ in range(count)]
     for message in messages:
-        found[place[message[0] if sent else message[1]]].append(message)
-    return [tuple(each) for each in found]
+        by_replica[place[message[0] if sent else message[1]]].append(message)
+    return [tuple(part) for part in by_replica]
 
 
 def _times_alone(
@@ -168,18 +168,18 @@ def _times_alone(
     known: dict[object, list[StageCost]] = {}
     actions: dict[tuple[int, ...], Mapping[str, ActionTable]] = {}
     tables = []
-    for k, one in enumerate(works):
-        found = []
-        for index, (stage, rings) in enumerate(zip(one.stages, beside, strict=True)):
+    for k, pipeline in enumerate(works):
+        columns = []
+        for index, (stage, rings) in enumerate(zip(pipeline.stages, beside, strict=True)):
             kinds = tuple(network.kinds[device].name for device in stage.group.devices)
             key = (keys[index], kinds, stage.rows, stage.packed, rings[k])
             if key not in known:
-                known[key] = stage_costs(stage, one, network, layers, rings[k])
-            found.append(known[key])
-        same = tuple(map(id, found))
+                known[key] = stage_costs(stage, pipeline, network, layers, rings[k])
+            columns.append(known[key])
+        same = tuple(map(id, columns))
         if same not in actions:
-            actions[same] = action_tables(found, work.distinct_microbatches)
-        edges = tuple(edge_times(edge, network) for edge in one.edges)
+            actions[same] = action_tables(columns, work.distinct_microbatches)
+        edges = tuple(edge_times(edge, network) for edge in pipeline.edges)
         tables.append(replace(costs, actions=actions[same], edges=edges))
     return tuple(tables)
 
@@ -192,10 +192,10 @@ def _competing_groups(stage: StageWork, network: Network) -> list[Rings]:
     rings = shard_rings(stage)
     ports = [_ring_ports(ring, network) for ring in rings]
     replica = [stage.group.axis_position(ring[0], "replica") for ring in rings]
-    own: list[set[Port]] = [set() for _ in range(stage.group.find_axis("replica").size)]
+    replica_ports: list[set[Port]] = [set() for _ in range(stage.group.find_axis("replica").size)]
     for k, used in zip(replica, ports, strict=True):
-        own[k] |= used
-    return [tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used)) for mine in own]
+        replica_ports[k] |= used
+    return [tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used)) for mine in replica_ports]
 
 
 def _ring_ports(ring: tuple[int, ...], network: Network) -> set[Port]:
@@ -238,12 +238,12 @@ def _reduction_flows(
     once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}
     if stage.split_state:
         jobs.append(("GATHER", "all_gather", 1, count * COMPUTE_BYTES[work.precision]))
-    found: dict[FlowKey, _UnnumberedFlow] = {}
+    flows: dict[FlowKey, _UnnumberedFlow] = {}
     for kind, operation, passes, total in jobs:
         seconds, hop_bytes = _hop_loads(network, operation, rings, total, passes)
         if once_s[kind] > 0.0 and hop_bytes > 0.0:
-            found[kind, index, 0, 0] = _UnnumberedFlow(seconds, once_s[kind], hop_bytes / once_s[kind], None)
-    return found
+            flows[kind, index, 0, 0] = _UnnumberedFlow(seconds, once_s[kind], hop_bytes / once_s[kind], None)
+    return flows
 
 
 def _action_flows(
@@ -278,10 +278,10 @@ def _hop_loads(
     exchange, one between hosts a device's part; the hop that is told is one between hosts."""
     seconds: dict[Port, float] = defaultdict(float)
     told = 0.0
-    for each, level_bytes in pass_levels(network, operation, rings, total_bytes):
-        factor, loads = _loads_of(network, operation, each)
+    for level_rings, level_bytes in pass_levels(network, operation, rings, total_bytes):
+        factor, loads = _loads_of(network, operation, level_rings)
         moved = passes * level_bytes * factor
-        told = told or next((len(ring) - 1) / len(ring) * moved for ring in each)
+        told = told or next((len(ring) - 1) / len(ring) * moved for ring in level_rings)
         for port, load_s in loads:
             seconds[port] += moved * load_s
     return dict(seconds), told
@@ -318,7 +318,7 @@ def _number_ports(
     for key, load in loads.items():
         for port in load.seconds:
             users[port].add(lanes.get(key, key))
-    numbers = {port: number for number, port in enumerate(port for port, each in users.items() if len(each) > 1)}
+    numbers = {port: number for number, port in enumerate(port for port, sharers in users.items() if len(sharers) > 1)}
     queues: dict[Port, int] = {}
     flows = {}
     for key, load in loads.items():

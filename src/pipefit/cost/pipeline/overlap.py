@@ -30,29 +30,29 @@ def remaining_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES)
     """(share, seconds) of every bucket: at least share x the whole reduction - seconds of it are left after the
     backward, because the bucket and those behind it cannot start sooner. Empty where nothing is reduced."""
     pieces = bucket_finish_times(layers, bucket_bytes)
-    whole = sum(size for size, _ in pieces)
-    if not whole:
+    total_bytes = sum(size for size, _ in pieces)
+    if not total_bytes:
         return []
     backward_s = sum(seconds for _, seconds in layers)
-    found: list[tuple[float, float]] = []
+    lines: list[tuple[float, float]] = []
     behind = 0.0
     for size, complete_s in reversed(pieces):
         behind += size
-        found.append((behind / whole, backward_s - complete_s))
-    return found
+        lines.append((behind / total_bytes, backward_s - complete_s))
+    return lines
 
 
 def bucket_finish_times(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[Piece]:
     """(bytes, when in the backward it is complete) of every bucket, in the order in which they start."""
-    found: list[Piece] = []
+    buckets: list[Piece] = []
     size, complete_s, elapsed_s = 0.0, 0.0, 0.0
-    for own, seconds in reversed(layers):
+    for layer_bytes, seconds in reversed(layers):
         elapsed_s += seconds
-        if not own:
+        if not layer_bytes:
             continue
-        if size and size + own > bucket_bytes:
-            found.append((size, complete_s))
+        if size and size + layer_bytes > bucket_bytes:
+            buckets.append((size, complete_s))
             size = 0.0
-        size += own
+        size += layer_bytes
         complete_s = elapsed_s
-    return [*found, (size, complete_s)] if size else found
+    return [*buckets, (size, complete_s)] if size else buckets

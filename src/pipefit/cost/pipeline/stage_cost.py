@@ -72,5 +72,5 @@ def kv_gradient_table(costs: Sequence[Sequence[StageCost]], microbatches: int = 
 def _cost_array(costs: Sequence[Sequence[StageCost]], value: Callable[[StageCost], float], microbatches: int) -> Array:
     if microbatches == 1:
         return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
-    own = [row if len(row) == microbatches else [row[0]] * microbatches for row in costs]
-    return np.array([[[value(cost)] for cost in row] for row in own], dtype=np.float64)
+    rows = [row if len(row) == microbatches else [row[0]] * microbatches for row in costs]
+    return np.array([[[value(cost)] for cost in row] for row in rows], dtype=np.float64)

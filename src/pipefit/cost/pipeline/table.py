@@ -57,14 +57,14 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
             beside[key] = overlap_share(stage, work, network, layers)
     by_kind = [of_each[key] for key in keys]
     statics = lane_parts(work)
-    worst = [[worst_stage(each.values()) for each in row] for row in by_kind]
+    worst = [[worst_stage(entry.values()) for entry in row] for row in by_kind]
     summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
     hidden = [_hidden_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
     costs = CostTable(
         actions=action_tables(worst, work.distinct_microbatches),
         edges=tuple(edge_cost(edge, network) for edge in work.edges),
         reduce_s=summed_s + _tied_s(work, network),
-        reduce_hidden_s={kind: np.array([each[kind] for each in hidden]) for kind in ("B", "W")},
+        reduce_hidden_s={kind: np.array([entry[kind] for entry in hidden]) for kind in ("B", "W")},
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.num_lanes)]),
         static_bytes=np.array([sum(parts.values()) for parts in statics]),
@@ -108,7 +108,7 @@ def stage_costs(
     rings: tuple[tuple[int, ...], ...] | None = None,
 ) -> list[StageCost]:
     """`stage_cost` of every slice, or of every microbatch where they differ."""
-    return [worst_stage(each.values()) for each in _stage_columns(stage, work, network, layers, rings)]
+    return [worst_stage(column.values()) for column in _stage_columns(stage, work, network, layers, rings)]
 
 
 def _stage_columns(
@@ -122,8 +122,10 @@ def _stage_columns(
     if not stage.packed:
         places = slice_places(stage.slices)
         return [_stage_costs(stage, tokens, past, work, network, layers, rings) for tokens, past in places]
-    each = packed_costs(stage, lambda one: _stage_costs(one, one.slices[0], 0, work, network, layers, rings))
-    return [{kind: StageCost(*costs) for kind, costs in one.items()} for one in each]
+    by_microbatch = packed_costs(
+        stage, lambda equal: _stage_costs(equal, equal.slices[0], 0, work, network, layers, rings)
+    )
+    return [{kind: StageCost(*costs) for kind, costs in by_kind.items()} for by_kind in by_microbatch]
 
 
 def collective_shares(
@@ -135,20 +137,20 @@ def collective_shares(
 ) -> list[Mapping[str, float]]:
     """Of every slice, by kind of action (F, I, W and B), the part of its time that goes by in collectives over the
     shard axis; of an average microbatch, where they differ. Arguments as of `stage_cost`."""
-    found: list[Mapping[str, float]] = []
+    shares: list[Mapping[str, float]] = []
     for tokens, past in slice_places(stage.slices):
-        whole, rest = (
+        total, rest = (
             worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings, silent).values())
             for silent in (False, True)
         )
         pairs = {
-            "F": (whole.forward_s, rest.forward_s),
-            "I": (whole.input_s, rest.input_s),
-            "W": (whole.weight_s, rest.weight_s),
-            "B": (whole.backward_s, rest.backward_s),
+            "F": (total.forward_s, rest.forward_s),
+            "I": (total.input_s, rest.input_s),
+            "W": (total.weight_s, rest.weight_s),
+            "B": (total.backward_s, rest.backward_s),
         }
-        found.append({kind: 1.0 - rest_s / whole_s if whole_s else 0.0 for kind, (whole_s, rest_s) in pairs.items()})
-    return found
+        shares.append({kind: 1.0 - rest_s / whole_s if whole_s else 0.0 for kind, (whole_s, rest_s) in pairs.items()})
+    return shares
 
 
 def layer_costs(
@@ -159,7 +161,7 @@ def layer_costs(
     by_kind: dict[str, list[list[LayerCost]]] = {}
     for kind, costs in _costs_by_place(stage, sum(stage.slices), 0, precision, network, layers):
         by_kind.setdefault(kind, []).append(costs)
-    worst = {kind: _worst_layers(each) for kind, each in by_kind.items()}
+    worst = {kind: _worst_layers(places) for kind, places in by_kind.items()}
     return {**worst, "": _worst_layers([*worst.values()])}
 
 
@@ -213,10 +215,10 @@ def overlap_share(
     if not share:
         return 0.0, {}
     by_place = [costs for _, costs in _costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers)]
-    each = _worst_layers(by_place)
+    worst = _worst_layers(by_place)
     width = GRADIENT_BYTES[work.precision]
     sizes = [max(_is_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
-    times = {"B": [cost.backward_s for cost in each], "W": [cost.weight_s for cost in each]}
+    times = {"B": [cost.backward_s for cost in worst], "W": [cost.weight_s for cost in worst]}
     return share, {kind: list(zip(sizes, seconds, strict=True)) for kind, seconds in times.items()}
 
 
@@ -230,21 +232,21 @@ def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
 def stage_cost_key(stage: StageWork, network: Network) -> object:
     """Equal for stages whose layers cost the same: equal graphs on devices of the same kinds with as many rows. Of
     stages with a shard axis only for the very devices, whose links count."""
-    own: object = stage.group
+    devices_key: object = stage.group
     if stage.group.find_axis("shard").size == 1:
         places = zip(stage.group.devices, stage.group.axis_positions("replica").values(), strict=True)
-        own = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
+        devices_key = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
     more = stage.symbols, stage.packed, stage.frozen
-    return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute, stage.shares, *more
+    return tuple(map(id, stage.layers)), devices_key, stage.slices, stage.recompute, stage.shares, *more
 
 
 @lru_cache(maxsize=4096)
 def _axis_rings(group: Mesh, name: AxisName) -> tuple[tuple[int, ...], ...]:
     """The runs of devices that differ along one axis only: all of them, in grid order."""
     rings: dict[tuple[int, ...], list[int]] = {}
-    for device, place in _grid_positions(group):
-        others = tuple(-1 if axis.name == name else at for axis, at in zip(group.axes, place, strict=True))
-        rings.setdefault(others, []).append(device)
+    for device, coordinates in _grid_positions(group):
+        fixed = tuple(-1 if axis.name == name else position for axis, position in zip(group.axes, coordinates, strict=True))
+        rings.setdefault(fixed, []).append(device)
     return tuple(map(tuple, rings.values()))
 
 
@@ -257,13 +259,13 @@ def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int,
     """(device, replica, shard position) of devices that differ in kind, rows or program: one for each combination."""
     names = [axis.name for axis in stage.group.axes]
     even = stage.has_equal_shards
-    found: dict[object, tuple[int, int, int]] = {}
-    for device, place in _grid_positions(stage.group):
-        replica = place[names.index("replica")] if "replica" in names else 0
-        position = place[names.index("shard")] if "shard" in names else 0
+    distinct: dict[object, tuple[int, int, int]] = {}
+    for device, coordinates in _grid_positions(stage.group):
+        replica = coordinates[names.index("replica")] if "replica" in names else 0
+        position = coordinates[names.index("shard")] if "shard" in names else 0
         key = (network.kinds[device].name, stage.rows[replica], 0 if even else position)
-        found.setdefault(key, (device, replica, position))
-    return list(found.values())
+        distinct.setdefault(key, (device, replica, position))
+    return list(distinct.values())
 
 
 def _costs_by_place(
@@ -278,11 +280,11 @@ def _costs_by_place(
 ) -> Iterator[tuple[str, list[LayerCost]]]:
     """(kind, the cost of every layer), for each distinct device of the group. `silent`: as if collectives were free."""
     rings = (rings or shard_rings(stage)) if stage.group.find_axis("shard").size > 1 else None
-    every = {stage.shares_of(index) for index in range(len(stage.layers))}
-    collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(every)
+    distinct_shares = {stage.shares_of(index) for index in range(len(stage.layers))}
+    collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(distinct_shares)
     if rings:
         collectives = {
-            shares: free_collective if silent else shard_collective(network, rings, shares) for shares in every
+            shares: free_collective if silent else shard_collective(network, rings, shares) for shares in distinct_shares
         }
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
@@ -293,8 +295,8 @@ def _costs_by_place(
             places[shares] = MicrobatchShape(rows, tokens, past, own_tokens, earlier, own_rows, later, stage.symbols)
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
-            key, place = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
-            cost = layers.layer_cost(graph, place, kind, precision, stage.recompute, collectives[shares], key)
+            key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
+            cost = layers.layer_cost(graph, shape, kind, precision, stage.recompute, collectives[shares], key)
             costs.append(without_backward(cost) if index < stage.frozen else cost)
         yield kind.name, costs
 
@@ -318,7 +320,7 @@ def _stage_costs(
     by_kind: dict[str, list[StageCost]] = {}
     for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings, silent):
         by_kind.setdefault(kind, []).append(StageCost(*_sum_layers(costs)))
-    return {kind: worst_stage(each) for kind, each in by_kind.items()}
+    return {kind: worst_stage(device_costs) for kind, device_costs in by_kind.items()}
 
 
 def _kind_memory(
@@ -329,15 +331,15 @@ def _kind_memory(
     network: Network,
 ) -> KindMemory:
     """What the devices of one kind hold; on lanes without them the same as all."""
-    own = [[each.get(name) or worst_stage(each.values()) for each in row] for row in by_kind]
+    kind_costs = [[entry.get(name) or worst_stage(entry.values()) for entry in row] for row in by_kind]
     members = frozenset(device for device, kind in enumerate(network.kinds) if kind.name == name)
     parts = lane_parts(work, network, name)
     table = replace(
         costs,
-        actions=action_tables(own, work.distinct_microbatches),
-        owed_bytes=kv_gradient_table(own, work.distinct_microbatches),
+        actions=action_tables(kind_costs, work.distinct_microbatches),
+        owed_bytes=kv_gradient_table(kind_costs, work.distinct_microbatches),
         edges=tuple(with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
-        static_bytes=np.array([sum(each.values()) for each in parts]),
+        static_bytes=np.array([sum(entry.values()) for entry in parts]),
     )
     return KindMemory(
         name=name,
@@ -350,12 +352,12 @@ def _kind_memory(
 
 
 def _is_trainable(graph: Graph) -> int:
-    return sum(prod(map(int, one.shape)) for one in graph.parameters if one.trainable)
+    return sum(prod(map(int, parameter.shape)) for parameter in graph.parameters if parameter.trainable)
 
 
 def _worst_layers(by_place: Sequence[list[LayerCost]]) -> list[LayerCost]:
     """Of every layer, over places."""
-    return by_place[0] if len(by_place) == 1 else [_worst_cost(each) for each in zip(*by_place, strict=True)]
+    return by_place[0] if len(by_place) == 1 else [_worst_cost(costs) for costs in zip(*by_place, strict=True)]
 
 
 def _worst_cost(each: Sequence[LayerCost]) -> LayerCost:

@@ -27,9 +27,9 @@ def add_turn_costs(costs: CostTable, work: PipelineWork, network: Network) -> Co
             summed_s[list(tied.stages)] += all_reduce_s(network, tied.rings, tied.elements * width)
     if summed_s.any():
         costs = replace(costs, tied_s=summed_s)
-    for edge, own in zip(costs.edges, work.edges, strict=True):
+    for edge, edge_work in zip(costs.edges, work.edges, strict=True):
         source, target = work.stages[edge.source], work.stages[edge.target]
-        if source.lane == target.lane and (source.group != target.group or own.ragged):
+        if source.lane == target.lane and (source.group != target.group or edge_work.ragged):
             waits = edge.target if target.turns > 1 else edge.source
             costs = _add_exchange_time(costs, edge, waits, len(work.stages))
     return costs

@@ -1,7 +1,7 @@
-"""Which dimensions of a function of PyTorch do not see each other: by these it may be split over devices.
+"""Independent dimensions of PyTorch functions: a function can be split over devices along these.
 
-A function that is not here is computed whole on every device, and capture says so. Dimensions of a result are tied to
-those of the values by labels, as in `shard/rules`.
+A function that is not listed is computed in full on every device, and capture warns of it. Labels tie the dimensions of
+a result to the dimensions of its inputs, as in `shard/rules`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ Labels = tuple[str | None, ...]
 
 
 class SplitLabels(NamedTuple):
-    """The labels of a call."""
+    """The dimension labels of one call."""
 
     inputs: tuple[Labels, ...]
     result: Labels
     groups: int = 0
-    "Of so many, that the label `groups` is cut in; 0: the call has none."
+    "Number of groups that the label `groups` divides; 0: the call has no groups."
     argument: int = 0
-    "The number of the argument that says how many, which a part has fewer of."
+    "Index of the argument that holds the number of groups; a part of the tensor passes a smaller number."
 
 
 def split_labels(attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> SplitLabels | None:
-    """The labels of a call; None where nothing is known of its function."""
+    """The labels of a call; None if no rule is known for its function."""
     function = str(attributes["target"]).rsplit(".", 1)[0]
     known = _TABLE.get(function)
     return None if known is None else known(attributes, tuple(inputs), tuple(attributes["shape"]))
 
 
 def _label_pointwise(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
-    """Element by element, with broadcasting: a dimension that is broadcast stays whole in its operand."""
+    """Elementwise with broadcasting: a broadcast dimension stays unsplit in its operand."""
 
     def label_shape(shape: Shape) -> Labels:
         offset = len(out) - len(shape)
@@ -49,16 +49,16 @@ def _label_pointwise(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], o
 def _label_along(
     place: int, default: Any = None
 ) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], SplitLabels]:
-    """Along one dimension of the first value (argument number `place`, or `dim`): all others go by themselves. The
-    result has this dimension too, as long or not, or lacks it."""
+    """A function along one dimension of the first value (argument number `place`, or `dim`); all other dimensions are
+    independent. The result keeps this dimension with the same or another length, or drops it."""
 
     def label_call(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
         arguments = attributes["arguments"]
-        given = arguments[place] if len(arguments) > place else attributes["keywords"].get("dim", default)
+        dim_argument = arguments[place] if len(arguments) > place else attributes["keywords"].get("dim", default)
         rank = len(inputs[0])
-        if given is None or isinstance(given, dict):
+        if dim_argument is None or isinstance(dim_argument, dict):
             return SplitLabels(tuple((None,) * len(shape) for shape in inputs), (None,) * len(out))
-        dims = {dim % rank for dim in ([given] if isinstance(given, int) else given)}
+        dims = {dim % rank for dim in ([dim_argument] if isinstance(dim_argument, int) else dim_argument)}
         before = tuple(None if i in dims else f"d{i}" for i in range(rank))
         after = before if len(out) == rank else tuple(label for i, label in enumerate(before) if i not in dims)
         same = tuple(before if len(shape) == rank else (None,) * len(shape) for shape in inputs)
@@ -70,30 +70,33 @@ def _label_along(
 def _label_images(
     spatial: int, together: int = 0
 ) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], SplitLabels]:
-    """Rows and channels by themselves, in front of so many spatial dimensions: pooling, resizing. Of the dimensions in
-    front, the last `together` are seen with them."""
+    """Pooling and resizing: rows and channels, in front of `spatial` dimensions, are independent. The last `together`
+    of the leading dimensions are not, for example the channels of pixel_shuffle."""
 
     def label_call(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
         apart = len(inputs[0]) - spatial - together
-        each = (*(f"d{i}" for i in range(apart)), *(None,) * (spatial + together))
-        return SplitLabels((each,), each)
+        labels = (*(f"d{i}" for i in range(apart)), *(None,) * (spatial + together))
+        return SplitLabels((labels,), labels)
 
     return label_call
 
 
 def _label_channels(spatial: bool) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], SplitLabels]:
-    """Rows and channels by themselves, and with `spatial` all behind them; other values are one number a channel."""
+    """Rows and channels are independent, with `spatial` also all dimensions behind them. Other operands hold one number
+    per channel."""
 
     def label_call(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
-        each = tuple(f"d{i}" if i < 2 or spatial else None for i in range(len(out)))
-        others = tuple(("d1",) if shape == out[1:2] and shape != (1,) else (None,) * len(shape) for shape in inputs[1:])
-        return SplitLabels((each, *others), each)
+        labels = tuple(f"d{i}" if i < 2 or spatial else None for i in range(len(out)))
+        operand_labels = tuple(
+            ("d1",) if shape == out[1:2] and shape != (1,) else (None,) * len(shape) for shape in inputs[1:]
+        )
+        return SplitLabels((labels, *operand_labels), labels)
 
     return label_call
 
 
 def _label_group_norm(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
-    """Rows by themselves, and channels in whole groups; weight and bias go with the channels."""
+    """Rows are independent, and channels in full groups; weight and bias are split like the channels."""
     label = "groups" if isinstance(out[1], int) else None  # rows there would be seen together
     labels: Labels = ("d0", label, *(None,) * (len(out) - 2))
     groups = int(attributes["arguments"][1]) if label else 0
@@ -101,22 +104,22 @@ def _label_group_norm(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], 
 
 
 def _label_pad(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
-    """What is not padded: widths come in pairs, those of the last dimension first. One more in front and one less
-    behind keeps the length and moves all elements."""
+    """Dimensions without padding. Widths come in pairs, the last dimension first. A pair of +1 in front and -1 behind
+    keeps the length but moves all elements, so it counts as padding."""
     widths = attributes["arguments"][1]
-    still = [widths[place : place + 2] == [0, 0] for place in range(0, len(widths), 2)]
+    still = [widths[pair : pair + 2] == [0, 0] for pair in range(0, len(widths), 2)]
     still = [*[True] * (len(out) - len(still)), *reversed(still)]
     labels = tuple(f"d{i}" if stays else None for i, stays in enumerate(still))
     return SplitLabels((labels,), labels)
 
 
 def _label_by_size(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
-    """A result whose sizes are arguments: whole, whatever becomes of the value that says its type."""
+    """A result whose sizes are arguments stays unsplit; the input only gives its dtype."""
     return SplitLabels(tuple((None,) * len(shape) for shape in inputs), (None,) * len(out))
 
 
 def _label_one_hot(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
-    """A dimension behind all others: one-hot."""
+    """One-hot adds an unsplit dimension behind all others."""
     labels = tuple(f"d{i}" for i in range(len(inputs[0])))
     return SplitLabels((labels,), (*labels, None))
 
@@ -129,7 +132,7 @@ _POINTWISE = """
     sigmoid sign silu sin sinh softplus sqrt square sub tan tanh threshold to trunc type_as where xlogy zeros_like
     binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss smooth_l1_loss
 """
-"""The losses are those of every element: capture adds them up by itself."""
+"""The losses are per element: capture emits their sum as a separate operator."""
 
 _IMAGES = "max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample_nearest _upsample_nearest_exact"
 

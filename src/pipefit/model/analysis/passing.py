@@ -1,12 +1,12 @@
-"""The most that one layer has alive while it runs: what it keeps, its inputs and outputs, and what only passes.
+"""Peak memory of one layer during its actions: saved tensors, inputs, outputs and temporaries.
 
-The forward and the backward of a graph are gone through operator by operator as the runtime does (`run/stage_compile`,
-PyTorch's autograd engine): every storage is counted once, from its allocation until nobody refers to it. Where an
-operator allocates something for itself, its kind says how much (`forward_extra`, `backward_extra`).
+The forward and the backward of a graph are simulated operator by operator in the order of the runtime
+(`run/stage/compile`, PyTorch's autograd engine). Every storage counts once, from its allocation until its last
+reference is dropped. Temporaries inside an operator come from its kind (`forward_extra`, `backward_extra`).
 
-Rules of the engine that matter: an operator's saved values go as soon as its backward has run; gradients of one value
-are added in place where nobody else refers to the first of them, else into a new tensor; sums and views hand the
-gradient on as it is. A weight gradient that is put off keeps what the column "W holds" of docs/operators.md says.
+Rules of the engine: an operator's saved values are freed as soon as its backward has run. Gradients of one value are
+added in place if nothing else refers to the first of them, otherwise into a new tensor. Sums and views pass the
+gradient on without a copy. A deferred weight gradient keeps the tensors in column "W holds" of docs/operators.md.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pipefit.model.ops.table import KINDS
 
 @dataclass(frozen=True, slots=True)
 class TransientMemory:
-    """Bytes alive at the worst moment of a layer's actions, of the layer's own storages: what it keeps for the
-    backward (or has kept) among them, its input and output too."""
+    """Peak bytes of a layer's actions, counting only the layer's own storages. Tensors saved for the backward, the
+    input and the output are included."""
 
     forward: int
     "F."
     fused: int
-    "B, with the output's gradient alive until it has been used."
+    "B, with the output's gradient alive until its last use."
     input_gradient: int
-    "I, with the same."
+    "I, with the output's gradient alive until its last use."
     fused_last: int
     "B, with the output's gradient alive to the end: the last layer of a stage."
     input_gradient_last: int
-    "I, with the same."
+    "I, with the output's gradient alive to the end."
     input: int
-    "The hidden state that comes in; 0 where a layer starts from tokens."
+    "The hidden state of the input; 0 if a layer starts from tokens."
     output: int
-    "The hidden state that goes out, and its gradient; 0 for a loss."
+    "The hidden state of the output, and equally its gradient; 0 for a loss."
     keeps_input: bool
-    "Whether the forward keeps its input for the backward."
+    "Whether the forward saves its input for the backward."
     holds_output_gradient: bool
-    "Whether a pending W holds the gradient of the output."
+    "Whether a deferred weight gradient (W) holds the gradient of the output."
     weight: int
-    "What W needs beside what it was kept for it."
+    "Transient bytes of W beside the tensors that were kept for it."
     tables: int
-    "What the layers of a stage share from F until B or I: cos and sin of the positions."
+    "Tensors that the layers of a stage share from F until B or I: cos and sin of the positions."
 
 
 def transient_bytes(
@@ -59,8 +59,8 @@ def transient_bytes(
     widens: bool = False,
     sliced: bool = False,
 ) -> TransientMemory:
-    """The worst moments of one layer for `symbols` B, T (and P, S). `widens`: on a device that makes the factors of
-    weight gradients as wide as their buffer first (`OperatorKind.widened_bytes`). `sliced`: see `saved_bytes`."""
+    """Return the peaks of one layer for `symbols` B, T (and P, S). `widens`: the device first converts the factors of
+    weight gradients to the dtype of their buffer (`OperatorKind.widened_bytes`). `sliced`: see `saved_bytes`."""
     walk = _GraphWalk(graph, symbols, compute_bytes, recompute, widens, sliced)
     hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
     result = graph.outputs[0]
@@ -93,7 +93,7 @@ def _table_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -
 
 
 class _StorageHeap:
-    """Storages with the number of their holders; the bytes alive and the most that ever were."""
+    """Storages with reference counts, the live bytes and their peak."""
 
     def __init__(self) -> None:
         self.size: list[int] = []
@@ -165,8 +165,8 @@ class _GraphWalk:
         return heap.peak
 
     def backward_peak(self, deferred: bool, lasting: bool) -> int:
-        """The peak of B, or of I where weight gradients are `deferred`. `lasting`: somebody else holds the output's
-        gradient to the end."""
+        """The peak of B, or of I if weight gradients are `deferred`. `lasting`: the caller holds the output's gradient
+        to the end."""
         heap = _StorageHeap()
         gradient = heap.allocate(self.bytes_of(self.graph.outputs[0]))
         if lasting:
@@ -189,26 +189,27 @@ class _GraphWalk:
         return KINDS[self.graph.operators[index].kind].own_bytes(self.calls[index])
 
     def widening_bytes(self, index: int) -> int:
-        """What adding an operator's weight gradient allocates."""
+        """Bytes allocated to add an operator's weight gradient."""
         operator = self.graph.operators[index]
         trains = self.widens and self.analysis.is_trainable(operator)
         return KINDS[operator.kind].widened_bytes(self.calls[index]) if trains else 0
 
     def gathered_bytes(self, index: int, wide: bool) -> int:
-        """The largest weight that an operator's backward has whole although it is stored split: the weight, or (`wide`)
-        its gradient before that is reduced, in float32 or wider."""
+        """The largest gathered weight in an operator's backward if weights are stored sharded: the weight, or (`wide`)
+        its gradient before the reduction, in float32 or wider."""
         operator = self.graph.operators[index]
         gathers = KINDS[operator.kind].gathers
         unsharded = [
-            place
-            for place, name in enumerate(operator.inputs)
+            position
+            for position, name in enumerate(operator.inputs)
             if name in self.analysis.producer
             and not self.analysis.is_activation(name)
-            and (wide or gathers.get(place) == 2)
+            and (wide or gathers.get(position) == 2)
         ]
         width = self.calls[index].wide_bytes if wide else self.compute_bytes
         return max(
-            (self.bytes_of(operator.inputs[place]) // self.compute_bytes * width for place in unsharded), default=0
+            (self.bytes_of(operator.inputs[position]) // self.compute_bytes * width for position in unsharded),
+            default=0,
         )
 
     def fresh_outputs(self, operator: Operator) -> list[str]:
@@ -216,22 +217,22 @@ class _GraphWalk:
         return [name for name in operator.outputs if self.analysis.root[name] == name]
 
     def _run_forward(self, heap: _StorageHeap, values: set[str], statistics: set[int]) -> None:
-        """Run forward; `values` (roots) and `statistics` stay, and so do inputs and outputs."""
+        """Simulate the forward. `values` (roots), `statistics`, inputs and outputs stay alive."""
         root = self.analysis.root
         last: dict[str, int] = {}
-        for place, item in enumerate(self.items):
+        for position, item in enumerate(self.items):
             names = [name for index in _item_operators(item) for name in self._touched_values(index)]
-            last |= {root[name]: place for name in names if name in root}
+            last |= {root[name]: position for name in names if name in root}
         stays = values | self.inputs | {root[name] for name in self.graph.outputs}
         storages = {name: heap.allocate(self.bytes_of(name)) for name in sorted(self.inputs)}
-        for place, item in enumerate(self.items):
+        for position, item in enumerate(self.items):
             for index in _item_operators(item):
                 for name in self.fresh_outputs(self.graph.operators[index]):
                     storages[name] = heap.allocate(self.bytes_of(name))
                 if index in statistics:
                     heap.allocate(self.own_bytes(index))
                 heap.touch_peak(KINDS[self.graph.operators[index].kind].forward_extra(self.calls[index]))
-            for name in [name for name in storages if name not in stays and last[name] <= place]:
+            for name in [name for name in storages if name not in stays and last[name] <= position]:
                 heap.drop_holder(storages.pop(name))
 
     def _touched_values(self, index: int) -> Iterable[str]:
@@ -240,8 +241,8 @@ class _GraphWalk:
 
 
 def _reset_heap(heap: _StorageHeap, gradient: int) -> _StorageHeap:
-    """The heap as the backward of a layer that has just been run again finds it: nothing but the output's gradient,
-    which the backward's own count starts from."""
+    """Return the heap at the start of the backward of a layer that was just recomputed: only the output's gradient is
+    alive, and the simulation of the backward allocates the rest again."""
     heap.live = heap.size[gradient]
     return heap
 
@@ -264,12 +265,12 @@ class _BackwardWalk:
             index: item for item in walk.items if isinstance(item, OperatorRegion) for index in item.operators
         }
         self.computed: dict[int, list[int]] = {}
-        "First operator of a region that was run again -> what it holds."
+        "First operator of a rerun region -> the storages that it holds."
         self.brought: dict[str, int] = {}
-        "Values of such regions."
+        "Value computed by a rerun region -> its storage."
         for name in values:
             self.storages[name] = heap.allocate(walk.bytes_of(name))
-            for _ in range(walk.readers[name] - 1):  # at least one, for what is kept for no gradient
+            for _ in range(walk.readers[name] - 1):  # at least one, for values kept without a gradient
                 heap.add_holder(self.storages[name])
         self.statistics = {index: heap.allocate(walk.own_bytes(index)) for index in statistics}
 
@@ -289,21 +290,21 @@ class _BackwardWalk:
                     self.heap.drop_holder(self.storages[name])
 
     def _rerun_region(self, name: str) -> None:
-        """Run the region again that makes a value which was not kept."""
+        """Rerun the region that computes a value which was not saved."""
         index = self.analysis.producer.get(name, -1)
         region = self.region_of.get(index)
         if region is None or region.operators[0] in self.computed or self.analysis.root[name] in self.storages:
             return
-        for other in region.inputs:
-            if self.analysis.is_activation(other):
-                self._rerun_region(other)
+        for input_name in region.inputs:
+            if self.analysis.is_activation(input_name):
+                self._rerun_region(input_name)
         held = self.computed[region.operators[0]] = []
-        made: list[int] = []
+        storages: list[int] = []
         for index in region.operators:
             operator = self.graph.operators[index]
             for value in self.walk.fresh_outputs(operator):
                 self.brought[value] = self.heap.allocate(self.walk.bytes_of(value))
-                made.append(self.brought[value])
+                storages.append(self.brought[value])
             if self.analysis.has_own_bytes(index) and not self.analysis.keeps_own_bytes(index):
                 self.statistics[index] = self.heap.allocate(self.walk.own_bytes(index))
             self.heap.touch_peak(KINDS[operator.kind].forward_extra(self.walk.calls[index]))
@@ -311,11 +312,11 @@ class _BackwardWalk:
             for value in self._saved_inside(index):
                 self.heap.add_holder(self.brought[value])
         held += [self.heap.add_holder(self.brought[root]) for root in self._brought_outputs(region)]
-        for storage in made:
+        for storage in storages:
             self.heap.drop_holder(storage)
 
     def _saved_inside(self, index: int) -> set[str]:
-        """The values of its own region, run again, that an operator's backward needs."""
+        """Values of the operator's own rerun region that its backward needs."""
         roots = {self.analysis.root[name] for name in self.analysis.saved_values(self.graph.operators[index])}
         return roots & set(self.brought)
 
@@ -326,12 +327,14 @@ class _BackwardWalk:
         if not any(name in self.gradients for name in region.outputs):
             return
         self._rerun_region(region.outputs[0])
-        given = [self.heap.add_holder(self.gradients[name]) for name in region.outputs if name in self.gradients]
+        output_gradients = [
+            self.heap.add_holder(self.gradients[name]) for name in region.outputs if name in self.gradients
+        ]
         for index in reversed(region.operators):
             self._run_operator(index)
             for value in self._saved_inside(index):
                 self.heap.drop_holder(self.brought[value])
-        for storage in (*given, *self.computed.pop(region.operators[0], [])):
+        for storage in (*output_gradients, *self.computed.pop(region.operators[0], [])):
             self.heap.drop_holder(storage)
 
     def _run_operator(self, index: int) -> None:
@@ -339,21 +342,23 @@ class _BackwardWalk:
         arrived = [self.gradients.pop(name) for name in operator.outputs if name in self.gradients]
         if not arrived:
             return
-        kind, made = KINDS[operator.kind], []
+        kind, input_gradients = KINDS[operator.kind], []
         waits = self.deferred and self.analysis.is_trainable(operator)
         if not waits:
             heap.touch_peak(self.walk.widening_bytes(index) + self.walk.gathered_bytes(index, wide=True))
         for name in dict.fromkeys(operator.inputs):
             if name and self.analysis.is_activation(name) and self.analysis.needs_gradient(name):
                 handed = self.analysis.shares_gradient(operator, name)
-                made.append((name, heap.add_holder(arrived[0]) if handed else heap.allocate(self.walk.bytes_of(name))))
+                input_gradients.append(
+                    (name, heap.add_holder(arrived[0]) if handed else heap.allocate(self.walk.bytes_of(name)))
+                )
         extra = kind.backward_extra(self.walk.calls[index]) + self.walk.gathered_bytes(index, wide=False)
         heap.touch_peak(extra + (kind.deferred_extra(self.walk.calls[index]) if waits else 0))
         if waits:
             if kind.pending_gradients:
                 heap.add_holder(arrived[0])
-            for place in kind.pending_values:
-                root = self.analysis.root[operator.inputs[place]]
+            for position in kind.pending_values:
+                root = self.analysis.root[operator.inputs[position]]
                 known = self.storages.get(root, self.brought.get(root))
                 if known is not None:
                     heap.add_holder(known)
@@ -362,11 +367,11 @@ class _BackwardWalk:
             heap.drop_holder(self.statistics[index])
         for storage in arrived:
             heap.drop_holder(storage)
-        for name, storage in made:
+        for name, storage in input_gradients:
             self._add_gradient(name, storage)
 
     def _add_gradient(self, name: str, storage: int) -> None:
-        """A gradient joins what has arrived for its value already."""
+        """Add a gradient to the gradient that its value has so far."""
         heap, first = self.heap, self.gradients.get(name)
         if first is None:
             self.gradients[name] = storage

@@ -1,8 +1,8 @@
-"""What a forward keeps for its backward, and what a pending W holds, in bytes: the rules that the runtime follows.
+"""Bytes that a forward saves for its backward, and that a deferred weight gradient (W) holds, by the runtime's rules.
 
-`docs/operators.md` states them. A storage counts once, however many operators save it or views of it. Not counted:
-parameters, inputs from the step plan (tokens, positions, labels), and a layer's outputs, which the next layer counts
-as its input x.
+`docs/operators.md` states the rules. A storage counts once, even if several operators save it or views of it. Not
+counted: parameters, inputs from the step plan (tokens, positions, labels), and a layer's outputs, which count as the
+next layer's input x.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """Bytes, of one layer, microbatch and slice."""
+    """Saved bytes of one layer, microbatch and slice."""
 
     after_forward: int
     "Alive from F to its B or I."
@@ -32,22 +32,23 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True)
 class KeptValues:
-    """What stays of one forward, by name."""
+    """Names and indices of the tensors that stay alive after a forward."""
 
     values: tuple[str, ...]
-    "Values whose storages stay (roots of views), in order of production; the layer's outputs left out."
+    "Values whose storages are kept (roots of views), in order of production, without the layer's outputs."
     statistics: tuple[int, ...]
-    "Indices of the operators whose own bytes (statistics, masks) stay."
+    "Indices of the operators whose own bytes (statistics, masks) are kept."
     again: tuple[int, ...]
-    "Indices of the operators that the backward runs again, in order."
+    "Indices of the operators that the backward reruns, in order."
 
 
 def saved_bytes(
     graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute, sliced: bool = False
 ) -> SavedBytes:
-    """Bytes kept after a forward and after an input-gradient pass of `graph`, for `symbols` B, T (and P).
+    """Return the bytes kept after a forward and after an input-gradient pass of `graph`, for `symbols` B, T (and P).
 
-    `sliced`: the microbatch comes in several slices, so that what later slices read stays whatever is recomputed.
+    `sliced`: the microbatch has several slices, so values that later slices read are kept under every recomputation
+    choice.
     """
     analysis = analyse_graph(graph, compute_bytes)
     held = kept_values(graph, recompute, compute_bytes, sliced)
@@ -59,19 +60,19 @@ def saved_bytes(
 
 
 def effective_recompute(graph: Graph, recompute: Recompute) -> Recompute:
-    """`full` acts as `selective` on a layer with fewer than two heavy operators (embedding, head, loss): running them
-    again would cost much and free little."""
+    """Treat `full` as `selective` on a layer with fewer than two heavy operators (embedding, head, loss): rerunning
+    such a layer costs much and frees little."""
     if recompute == "full" and sum(KINDS[operator.kind].heavy for operator in graph.operators) < 2:
         return "selective"
     return recompute
 
 
 def kv_gradient_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -> int:
-    """Bytes of the gradients that later slices owe to the T tokens of one slice: of the keys and values that they
-    read, in float32 or wider. Alive from the first backward of such a later slice to the slice's own B or I."""
+    """Bytes of the key and value gradients that later slices add for the T tokens of one slice, in float32 or wider.
+    Alive from the first backward of a later slice to the slice's own B or I."""
     analysis = analyse_graph(graph, compute_bytes)
-    own = sum(analysis.value_bytes(name, symbols) for name in _slice_state(graph))
-    return own // compute_bytes * max(4, compute_bytes)
+    kept_bytes = sum(analysis.value_bytes(name, symbols) for name in _slice_state(graph))
+    return kept_bytes // compute_bytes * max(4, compute_bytes)
 
 
 def _slice_state(graph: Graph) -> list[str]:
@@ -80,7 +81,7 @@ def _slice_state(graph: Graph) -> list[str]:
 
 
 def kept_values(graph: Graph, recompute: Recompute, compute_bytes: int, sliced: bool = False) -> KeptValues:
-    """Which values, statistics and reruns `recompute` means for this graph. `sliced`: see `saved_bytes`."""
+    """Return the values, statistics and reruns of this graph under `recompute`. `sliced`: see `saved_bytes`."""
     analysis = analyse_graph(graph, compute_bytes)
     if (recompute, sliced) not in analysis.kept:
         held = _select_kept(graph, recompute, analysis)
@@ -89,8 +90,8 @@ def kept_values(graph: Graph, recompute: Recompute, compute_bytes: int, sliced: 
 
 
 def _add_slice_state(held: KeptValues, graph: Graph, recompute: Recompute, analysis: GraphAnalysis) -> KeptValues:
-    """With what later slices read. Under full recomputation these are copies where they are parts of a storage that
-    does not stay; else the storage stays."""
+    """Add the values that later slices read. Under full recomputation a value is copied if it is a part of a storage
+    that is not kept; otherwise its storage is kept."""
     names = [name for name in _slice_state(graph) if analysis.is_activation(name)]
     if effective_recompute(graph, recompute) != "full":
         names = list(analysis.storage_roots(names))
@@ -117,7 +118,7 @@ def _select_kept(graph: Graph, recompute: Recompute, analysis: GraphAnalysis) ->
 
 
 def operator_call(graph: Graph, operator: Operator, symbols: Mapping[str, int], compute_bytes: int) -> OperatorCall:
-    """The operator with numbers for its sizes."""
+    """The operator with numeric sizes."""
     parameters = {parameter.name: parameter.shape for parameter in graph.parameters}
 
     def shape_of(name: str) -> tuple[int, ...] | None:
@@ -131,20 +132,20 @@ def operator_call(graph: Graph, operator: Operator, symbols: Mapping[str, int], 
 
 
 def element_bytes(dtype: str, compute_bytes: int) -> int:
-    """Bytes of one number. `float32` in a graph means float32 or wider."""
+    """Bytes of one element. `float32` in a graph means float32 or wider."""
     if dtype == "compute":
         return compute_bytes
     return {"float32": max(4, compute_bytes), "int64": 8, "int32": 4, "uint8": 1, "bool": 1}[dtype]
 
 
 _ANALYSES: dict[tuple[int, int], GraphAnalysis] = {}
-"""By the identity of the graph, which each of them keeps alive, and the width."""
+"""Analyses by graph identity, which the entry keeps alive, and bytes per element."""
 
 MOST_ANALYSES = 1024
 
 
 def analyse_graph(graph: Graph, compute_bytes: int) -> GraphAnalysis:
-    """The analysis of a graph, made once: the costs of every size of a layer ask for it."""
+    """Return the cached analysis of a graph, which the costs of every size of a layer use."""
     key = (id(graph), compute_bytes)
     if key not in _ANALYSES:
         if len(_ANALYSES) >= MOST_ANALYSES:
@@ -154,7 +155,7 @@ def analyse_graph(graph: Graph, compute_bytes: int) -> GraphAnalysis:
 
 
 class GraphAnalysis:
-    """Storages and gradients of one graph: who aliases whom, and what needs what."""
+    """Storages and gradients of one graph: aliases, saved values and gradient flow."""
 
     def __init__(self, graph: Graph, compute_bytes: int) -> None:
         self.graph = graph
@@ -168,7 +169,7 @@ class GraphAnalysis:
                 self.consumers.setdefault(name, []).append(index)
         self.root: dict[str, str] = {}
         self.kept: dict[tuple[Recompute, bool], KeptValues] = {}
-        "What `kept_values` has found."
+        "Cached results of `kept_values`."
         self._gradient: dict[str, bool] = {"": False}
         self._saves: dict[str, tuple[str, ...]] = {}
         self._factors: dict[str, tuple[int, tuple[str, ...]]] = {}
@@ -239,8 +240,9 @@ class GraphAnalysis:
         return KINDS[self.graph.operators[index].kind].boundary
 
     def find_sources(self, name: str, again: set[int]) -> list[str]:
-        """The boundary outputs and layer inputs that `name` is made from; the operators between go into `again`."""
-        found: list[str] = []
+        """Return the boundary outputs and layer inputs that `name` is computed from; add the operators between to
+        `again`."""
+        sources: list[str] = []
         stack, seen = [name], set()
         while stack:
             value = stack.pop()
@@ -249,31 +251,31 @@ class GraphAnalysis:
             seen.add(value)
             index = self.producer.get(value)
             if index is None or self.is_boundary(index):
-                found.append(value)
+                sources.append(value)
                 continue
             again.add(index)
             stack += self.graph.operators[index].inputs
-        return found
+        return sources
 
     def storage_roots(self, names: list[str]) -> tuple[str, ...]:
-        """Distinct storages of these values in order of production, outputs of the layer left out."""
+        """Distinct storages of these values in order of production, without outputs of the layer."""
         inputs = {tensor.name for tensor in self.graph.inputs}
         outputs = {self.root[name] for name in self.graph.outputs} - inputs
-        found = {self.root[name] for name in names} - outputs
-        return tuple(name for name in self.tensors if name in found)
+        roots = {self.root[name] for name in names} - outputs
+        return tuple(name for name in self.tensors if name in roots)
 
     def value_bytes(self, name: str, symbols: Mapping[str, int]) -> int:
         if name not in self._factors:
             tensor = self.tensors[name]
             parts = [size_factors(str(size)) for size in tensor.shape]
-            number = prod(each for each, _ in parts)
-            letters = tuple(letter for _, each in parts for letter in each)
+            number = prod(part for part, _ in parts)
+            letters = tuple(letter for _, part in parts for letter in part)
             self._factors[name] = (number * self._element_bytes(tensor.dtype), letters)
         number, letters = self._factors[name]
         return number * prod(map(symbols.__getitem__, letters))
 
     def gradient_root(self, name: str) -> str:
-        """The value whose gradient is the same storage as the gradient of `name`: sums and views hand it on."""
+        """The value whose gradient shares its storage with the gradient of `name`: sums and views pass it on."""
         users = self.consumers.get(name, [])
         if name in self.graph.outputs or len(users) != 1:
             return name
@@ -281,7 +283,7 @@ class GraphAnalysis:
         return self.gradient_root(operator.outputs[0]) if self.shares_gradient(operator, name) else name
 
     def shares_gradient(self, operator: Operator, name: str) -> bool:
-        """Whether the gradient of the operator's output is, as a storage, that of its input `name`."""
+        """Return whether the gradients of the operator's output and of its input `name` share one storage."""
         return operator.kind in ("reshape", "transpose") or (
             (operator.kind == "add" or (operator.kind == "sub" and operator.inputs[0] == name))
             and self.tensors[operator.outputs[0]].shape == self.tensors[name].shape
@@ -289,11 +291,11 @@ class GraphAnalysis:
         )
 
     def is_trainable(self, operator: Operator) -> bool:
-        """Whether a trainable parameter goes into the operator."""
+        """Return whether the operator reads a trainable parameter."""
         return any(self.parameters[name].trainable for name in operator.inputs if name in self.parameters)
 
     def pending_gradients(self) -> set[str]:
-        """The values (roots of gradients) whose gradients a pending W holds."""
+        """The values (roots of gradients) whose gradients a deferred weight gradient (W) holds."""
         return {
             self.gradient_root(operator.outputs[0])
             for operator in self.graph.operators

@@ -1,4 +1,4 @@
-"""Sums over a graph: FLOPs, what recomputation adds, and the bytes that its operators read and write."""
+"""Sums over a graph: FLOPs, FLOPs added by recomputation, and bytes that its operators read and write."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def infer_shapes(kind: str, inputs: tuple[Shape | None, ...], attributes: Mappin
 def graph_flops(graph: Graph, symbols: Mapping[str, int]) -> Flops:
     """FLOPs of one forward and backward of `graph`, split into forward, input gradient (I) and weight gradient (W).
 
-    `symbols` gives B and T, and P where earlier slices are attended to. Convention: see `kind.Flops`.
+    `symbols` gives B and T, and P if earlier slices are attended to. Convention: see `kind.Flops`.
     """
     return sum((operator_flops(graph, operator, symbols) for operator in graph.operators), Flops())
 
 
 def operator_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> Flops:
-    """FLOPs of one operator of `graph`. No weight gradient of frozen parameters, no gradient of what is made from the
-    step plan alone (pixels)."""
+    """FLOPs of one operator of `graph`. Frozen parameters have no weight gradient; values computed from the step plan
+    alone (pixels) have no gradient."""
     flops = KINDS[operator.kind].flops(operator_call(graph, operator, symbols, 4))
     if flops.weight_gradient:
-        found = stored_weights(graph)
-        read = [found[name] for name in operator.inputs if name in found]
+        weights = stored_weights(graph)
+        read = [weights[name] for name in operator.inputs if name in weights]
         if read and not any(spec.trainable for spec in read):
             flops = replace(flops, weight_gradient=0)
         if made_from_data(graph, operator):
@@ -41,7 +41,8 @@ def operator_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int])
 
 
 def made_from_data(graph: Graph, operator: Operator) -> bool:
-    """Whether no input of an operator but its parameters wants a gradient: all is made from the model's data."""
+    """Return whether no activation input of an operator needs a gradient: all of them are computed from the model's
+    data."""
     if not any(tensor.role == "data" for tensor in graph.inputs):
         return False
     analysis = analyse_graph(graph, 4)
@@ -49,15 +50,16 @@ def made_from_data(graph: Graph, operator: Operator) -> bool:
 
 
 def recompute_flops(graph: Graph, symbols: Mapping[str, int], recompute: Recompute) -> int:
-    """FLOPs that recomputation adds to a backward pass: a forward where the layer is fully recomputed, else none."""
+    """FLOPs that recomputation adds to a backward pass: one forward if the layer is fully recomputed, otherwise
+    none."""
     if effective_recompute(graph, recompute) != "full":
         return 0
     return graph_flops(graph, symbols).forward
 
 
 def graph_traffic_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -> int:
-    """Bytes that a forward of `graph` reads and writes if every operator but views goes through memory: each operator
-    reads its inputs and parameters once and writes its outputs once (no fusion)."""
+    """Bytes that a forward of `graph` reads and writes without fusion: every operator except views reads its inputs and
+    parameters once and writes its outputs once."""
     return sum(operator_traffic_bytes(graph, operator, symbols, compute_bytes) for operator in graph.operators)
 
 

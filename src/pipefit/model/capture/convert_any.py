@@ -61,8 +61,8 @@ def emit_aten_call(emitter: GraphEmitter, node: Any, base: str, reason: Unconver
         return
     wanted = {user.args[1] for user in node.users}
     emitter.parts[node] = [
-        _emit_result(emitter, node, value, {**call, "result": place}, inputs) if place in wanted else ""
-        for place, value in enumerate(node.meta["val"])
+        _emit_result(emitter, node, value, {**call, "result": index}, inputs) if index in wanted else ""
+        for index, value in enumerate(node.meta["val"])
     ]
 
 
@@ -81,7 +81,7 @@ def _emit_result(emitter: GraphEmitter, node: Any, value: Any, call: Mapping[str
 def to_json_argument(emitter: GraphEmitter, item: Any, inputs: list[str]) -> Any:
     """An argument as JSON; values are appended to `inputs`."""
     if isinstance(item, (list, tuple)):
-        return [to_json_argument(emitter, each, inputs) for each in item]
+        return [to_json_argument(emitter, element, inputs) for element in item]
     if hasattr(item, "meta"):
         value = item.meta["val"]
         if is_number(value):
@@ -224,9 +224,9 @@ def _convert_batch_norm(emitter: GraphEmitter, node: Any, args: list[Any], kwarg
 def _convert_attention(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     """Attention, with a causal mask recognised; with another mask or dropout its products written out."""
     names = ("attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args[3:], strict=False)), **kwargs}
-    mask, dropout = given.get("attn_mask"), float(given.get("dropout_p", 0.0))
-    causal, window = bool(given.get("is_causal", False)), None
+    options = {**dict(zip(names, args[3:], strict=False)), **kwargs}
+    mask, dropout = options.get("attn_mask"), float(options.get("dropout_p", 0.0))
+    causal, window = bool(options.get("is_causal", False)), None
     if mask is not None:
         seen = _known_mask(emitter, mask)
         if seen is not None and bool(seen.all()):
@@ -236,7 +236,7 @@ def _convert_attention(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
     q, k = args[:2]
     features, heads, groups = emitter.node_shape(q)[-1], emitter.node_shape(q)[1], emitter.node_shape(k)[1]
     assert isinstance(features, int)
-    scale = float(given["scale"]) if given.get("scale") is not None else features**-0.5
+    scale = float(options["scale"]) if options.get("scale") is not None else features**-0.5
     if emitter.node_rank(q) != 4:
         raise UnconvertibleError(f"attention in {emitter.node_rank(q)} dimensions{line_of(node)}")
     if mask is None and not dropout:
@@ -280,9 +280,9 @@ def _decompose_attention(
     if causal:
         if queries != keys:
             raise UnconvertibleError(f"causal attention of {queries} queries and {keys} keys{line_of(node)}")
-        given = {"values": "causal", "shape": [queries, keys], "dtype": "bool"}
+        mask_attributes = {"values": "causal", "shape": [queries, keys], "dtype": "bool"}
         scores = _apply_mask(
-            emitter, scores, emitter.emit("constant", (), (queries, keys), "bool", given), shape, dtype
+            emitter, scores, emitter.emit("constant", (), (queries, keys), "bool", mask_attributes), shape, dtype
         )
     if mask is not None and emitter.node_dtype(mask) == "bool":
         scores = _apply_mask(emitter, scores, emitter.value_name(mask), shape, dtype)

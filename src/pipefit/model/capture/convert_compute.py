@@ -65,13 +65,13 @@ def _check_last_only(shape: Sequence[Any], node: Any) -> None:
 @register_converter("aten.scaled_dot_product_attention")
 def _convert_attention(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     q, k, v = args[:3]
-    given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)), **kwargs}
-    mask, dropout, causal = given.get("attn_mask"), given.get("dropout_p", 0.0), given.get("is_causal", False)
+    options = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)), **kwargs}
+    mask, dropout, causal = options.get("attn_mask"), options.get("dropout_p", 0.0), options.get("is_causal", False)
     if mask is not None:
         raise UnconvertibleError(f"attention with a mask (use is_causal, or a Leaf of kind attention){line_of(node)}")
     if dropout:
         raise UnconvertibleError(f"attention with dropout of probabilities{line_of(node)}")
-    scale = given.get("scale")
+    scale = options.get("scale")
     features = emitter.node_shape(q)[-1]
     assert isinstance(features, int)
     attributes = {"causal": bool(causal), "scale": float(scale) if scale is not None else features**-0.5}
@@ -82,8 +82,8 @@ def _convert_attention(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
 def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     logits, labels = args[:2]
     names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    given = {**dict(zip(names, args[2:], strict=False)), **kwargs}
-    reduction, ignore = given.get("reduction", 1), given.get("ignore_index", -100)
+    options = {**dict(zip(names, args[2:], strict=False)), **kwargs}
+    reduction, ignore = options.get("reduction", 1), options.get("ignore_index", -100)
     if reduction != 2:
         raise ModelError(
             "A loss layer must return the sum over the labels, not the mean: the run divides by the labels of a step.",
@@ -91,7 +91,7 @@ def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kw
             seen={0: "reduction='none'", 1: "reduction='mean'"}.get(reduction, str(reduction)),
             allowed="reduction='sum'",
         )
-    if given.get("weight") is not None or given.get("label_smoothing"):
+    if options.get("weight") is not None or options.get("label_smoothing"):
         raise UnconvertibleError(f"cross-entropy with class weights or label smoothing{line_of(node)}")
     return emitter.emit_like(
         node, "cross_entropy", (emitter.value_name(logits), emitter.value_name(labels)), {"ignore_index": ignore}

@@ -16,14 +16,14 @@ def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kw
     """The sum; where the model takes the mean, the run divides by the labels of the step."""
     logits, labels = args[:2]
     names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    given = {**dict(zip(names, args[2:], strict=False)), **kwargs}
+    options = {**dict(zip(names, args[2:], strict=False)), **kwargs}
     if "nll" in str(node.target):
         if not str(logits.target).startswith("aten.log_softmax") or emitter.normalized_dim(logits, logits.args[1]) != 1:
             raise UnconvertibleError(f"a negative log-likelihood of something else than log_softmax{line_of(node)}")
         logits = logits.args[0]
-    if given.get("weight") is not None or given.get("label_smoothing"):
+    if options.get("weight") is not None or options.get("label_smoothing"):
         raise _no_sum_error(node, "cross-entropy with class weights or label smoothing")
-    if given.get("reduction", 1) == 0 or emitter.node_dtype(labels) != "int64":
+    if options.get("reduction", 1) == 0 or emitter.node_dtype(labels) != "int64":
         raise _no_sum_error(node, "cross-entropy without a sum, or of probabilities")
     value, shape = emitter.value_name(logits), emitter.node_shape(logits)
     if len(shape) > 2:  # classes are dimension 1
@@ -31,9 +31,9 @@ def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kw
         value = emitter.emit(
             "transpose", (value,), tuple(shape[dim] for dim in dims), emitter.node_dtype(logits), {"dims": dims}
         )
-    ignore = int(given.get("ignore_index", -100))
+    ignore = int(options.get("ignore_index", -100))
     name = emitter.emit("cross_entropy", (value, emitter.value_name(labels)), (), "float32", {"ignore_index": ignore})
-    if given.get("reduction", 1) == 1:
+    if options.get("reduction", 1) == 1:
         emitter.means.add(name)
     return name
 
@@ -56,13 +56,13 @@ _REDUCTION = {"mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2,
 @converts_any(*(f"aten.{name}" for name in _REDUCTION))
 def _convert_elementwise_loss(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     """The loss of every element, and their sum; where the model takes the mean, the run divides by their number."""
-    place = _REDUCTION[str(node.target).split(".")[1]]
-    reduction = kwargs.get("reduction", args[place] if len(args) > place else 1)
+    position = _REDUCTION[str(node.target).split(".")[1]]
+    reduction = kwargs.get("reduction", args[position] if len(args) > position else 1)
     shape = emitter.node_shape(args[0])
     if reduction == 0 or shape != emitter.node_shape(args[1]):
         raise UnconvertibleError(f"{node.target} without a sum, or of another shape than its target{line_of(node)}")
     inputs: list[str] = []
-    values = [*[*args, *([None] * place)][:place], 0, *args[place + 1 :]]
+    values = [*[*args, *([None] * position)][:position], 0, *args[position + 1 :]]
     attributes = {
         "target": str(node.target),
         "arguments": [to_json_argument(emitter, item, inputs) for item in values],
@@ -71,8 +71,8 @@ def _convert_elementwise_loss(emitter: GraphEmitter, node: Any, args: list[Any],
         "shape": list(shape),
         "dtype": emitter.node_dtype(args[0]),
     }
-    each = emitter.emit("aten", inputs, shape, emitter.node_dtype(args[0]), attributes)
-    return _emit_sum(emitter, node, each, shape, mean=reduction == 1)
+    losses = emitter.emit("aten", inputs, shape, emitter.node_dtype(args[0]), attributes)
+    return _emit_sum(emitter, node, losses, shape, mean=reduction == 1)
 
 
 @converts_any("aten.mean")

@@ -171,14 +171,14 @@ def _emit_slice(emitter: GraphEmitter, x: Any, dim: int, start: int, stop: int) 
 
 def _convert_broadcast(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> list[str]:
     """Tensors in the shape that all of them have together."""
-    found = []
+    expanded = []
     for item in args[0]:
         shape = tuple(emitter.convert_size(size) for size in node.meta["val"][0].shape)
         name = emitter.value_name(item)
         if emitter.node_shape(item) != shape:
             name = emitter.emit("expand", (name,), shape, emitter.node_dtype(item), {"shape": list(shape)})
-        found.append(name)
-    return found
+        expanded.append(name)
+    return expanded
 
 
 SPLITTERS: dict[str, Splitter] = {

@@ -31,11 +31,11 @@ class LossDivisor:
 def loss_divisor(model: Model) -> LossDivisor:
     """How to count for the model's last layer. Raises ModelError where its labels are made of hidden states."""
     graph = model.layer_graph(model.layers[-1])
-    made = {name: operator for operator in graph.operators for name in operator.outputs}
+    producers = {name: operator for operator in graph.operators for name in operator.outputs}
     name = graph.outputs[0]
-    while name in made and made[name].kind in PASSING and not any(made[name].inputs[1:]):
-        name = made[name].inputs[0]
-    last = made.get(name)
+    while name in producers and producers[name].kind in PASSING and not any(producers[name].inputs[1:]):
+        name = producers[name].inputs[0]
+    last = producers.get(name)
     if last is not None and last.kind == "cross_entropy":
         return LossDivisor(
             labels=_label_graph(graph, last.inputs[1]), ignore_index=int(last.attributes["ignore_index"])

@@ -35,9 +35,9 @@ def cut_layers(graph: Graph) -> tuple[tuple[Layer, ...], dict[str, Graph]]:
     names = _make_unique(names) if len(parts) > 1 else [WHOLE]
     takes = ""
     for part, name in zip(parts, names, strict=True):
-        made, parameters = _layer_graph(graph, shared, part, takes)
-        same = known.setdefault(content_digest(_without_sources(made)), made.hash)
-        graphs.setdefault(same, made)
+        layer_graph, parameters = _layer_graph(graph, shared, part, takes)
+        same = known.setdefault(content_digest(_without_sources(layer_graph)), layer_graph.hash)
+        graphs.setdefault(same, layer_graph)
         layers.append(Layer(name=name, graph=same, parameters=parameters))
         takes = part.gives
     return tuple(layers), graphs
@@ -66,13 +66,13 @@ class _LayerPart:
 def _shared_operators(graph: Graph) -> dict[str, Operator]:
     """Values that need no parameters, no random numbers and no heavy work -> what makes them."""
     known = {tensor.name for tensor in graph.inputs}
-    found: dict[str, Operator] = {}
+    producers: dict[str, Operator] = {}
     for operator in graph.operators:
         free = operator.kind != "dropout" and not KINDS[operator.kind].heavy
         if free and all(name in known for name in operator.inputs if name):
-            found |= dict.fromkeys(operator.outputs, operator)
+            producers |= dict.fromkeys(operator.outputs, operator)
             known |= {*operator.outputs}
-    return found
+    return producers
 
 
 def _finest_parts(graph: Graph, shared: Mapping[str, Operator]) -> list[_LayerPart]:
@@ -80,23 +80,23 @@ def _finest_parts(graph: Graph, shared: Mapping[str, Operator]) -> list[_LayerPa
     chain = [operator for operator in graph.operators if operator.outputs[0] not in shared]
     specs = {spec.name: spec for spec in graph.parameters}
     tensors = {tensor.name: tensor for tensor in graph.tensors}
-    made = {name for operator in chain for name in operator.outputs}
-    last = {name: place for place, operator in enumerate(chain) for name in operator.inputs if name in made}
+    produced = {name for operator in chain for name in operator.outputs}
+    last = {name: position for position, operator in enumerate(chain) for name in operator.inputs if name in produced}
     last |= dict.fromkeys(graph.outputs, len(chain))
     pieces: list[_LayerPart] = []
     alive: set[str] = set()
     begun = 0
-    for place, operator in enumerate(chain):
+    for position, operator in enumerate(chain):
         alive |= {name for name in operator.outputs if name in last}
-        alive -= {name for name in operator.inputs if last.get(name) == place}
-        end = place == len(chain) - 1
+        alive -= {name for name in operator.inputs if last.get(name) == position}
+        end = position == len(chain) - 1
         if end or (specs and len(alive) == 1 and _can_cross_stages(tensors[next(iter(alive))])):
-            piece = _LayerPart(chain[begun : place + 1], graph.outputs[0] if end else next(iter(alive)))
-            read = {name for each in piece.operators for name in each.inputs}
+            piece = _LayerPart(chain[begun : position + 1], graph.outputs[0] if end else next(iter(alive)))
+            read = {name for member in piece.operators for name in member.inputs}
             piece.parameters = [specs[name] for name in specs if name in read]
             piece.key = _block_name(_common_prefix(spec.name for spec in piece.parameters))
             pieces.append(piece)
-            begun = place + 1
+            begun = position + 1
     return pieces
 
 
@@ -124,20 +124,20 @@ def _belongs_to(before: _LayerPart, piece: _LayerPart) -> bool:
 
 def _without_empty(pieces: Sequence[_LayerPart]) -> list[_LayerPart]:
     """Pieces without parameters go to a neighbour: rather to one that is no numbered block, whose like are many."""
-    kept: list[_LayerPart] = []
+    nonempty: list[_LayerPart] = []
     waiting: list[Operator] = []
-    for place, piece in enumerate(pieces):
+    for position, piece in enumerate(pieces):
         if piece.parameters or len(pieces) == 1:
             piece.operators = [*waiting, *piece.operators]
             waiting = []
-            kept.append(piece)
+            nonempty.append(piece)
             continue
-        after = next((one for one in pieces[place + 1 :] if one.parameters), None)
-        if after is None or (kept and not waiting and (not kept[-1].key or after.key)):
-            _append_part(kept[-1], piece)
+        after = next((later for later in pieces[position + 1 :] if later.parameters), None)
+        if after is None or (nonempty and not waiting and (not nonempty[-1].key or after.key)):
+            _append_part(nonempty[-1], piece)
         else:
             waiting += piece.operators
-    return kept
+    return nonempty
 
 
 def _append_part(part: _LayerPart, piece: _LayerPart) -> None:
@@ -150,10 +150,10 @@ def _common_prefix(names: Iterable[str]) -> str:
     """The longest front, in whole words between dots, that all names share."""
     words = [name.split(".") for name in names]
     front = []
-    for each in zip(*words, strict=False):
-        if len({*each}) > 1:
+    for column in zip(*words, strict=False):
+        if len({*column}) > 1:
             break
-        front.append(each[0])
+        front.append(column[0])
     return ".".join(front)
 
 
@@ -161,10 +161,10 @@ def _block_name(name: str) -> str:
     """`layer_name` up to its last number (`h.3.attn` -> `h.3`); where it has none, up to its first word that ends with
     one (`conv3.weight` -> `conv3`)."""
     words = name.split(".")
-    numbers = [place for place, word in enumerate(words) if word.isdigit()]
+    numbers = [position for position, word in enumerate(words) if word.isdigit()]
     if numbers:
         return ".".join(words[: numbers[-1] + 1])
-    numbers = [place for place, word in enumerate(words) if re.search(r"\d$", word)]
+    numbers = [position for position, word in enumerate(words) if re.search(r"\d$", word)]
     return ".".join(words[: numbers[0] + 1]) if numbers else ""
 
 
@@ -196,35 +196,35 @@ def _layer_graph(
                 source=_strip_block(operator.source, part.key),
             )
         )
-    made = Graph(
+    layer_graph = Graph(
         inputs=tuple(inputs),
         outputs=(part.gives,),
         operators=tuple(written),
         parameters=tuple(replace(spec, name=local[spec.name]) for spec in graph.parameters if spec.name in local),
         tensors=tuple(tensors[name] for operator in operators for name in operator.outputs),
     )
-    return canonical_names(made), {short: name for name, short in local.items()}
+    return canonical_names(layer_graph), {short: name for name, short in local.items()}
 
 
 def _with_shared(operators: Sequence[Operator], shared: Mapping[str, Operator]) -> list[Operator]:
     """The operators, each behind those of the shared values that it needs and that are not there yet."""
-    found: list[Operator] = []
+    ordered: list[Operator] = []
     there: set[str] = set()
 
     def add_needed(name: str) -> None:
         operator = shared.get(name)
         if operator is None or name in there:
             return
-        for each in operator.inputs:
-            add_needed(each)
+        for input_name in operator.inputs:
+            add_needed(input_name)
         there.update(operator.outputs)
-        found.append(operator)
+        ordered.append(operator)
 
     for operator in operators:
         for name in operator.inputs:
             add_needed(name)
-        found.append(operator)
-    return found
+        ordered.append(operator)
+    return ordered
 
 
 def _local_names(names: Sequence[str], key: str) -> dict[str, str]:
@@ -250,9 +250,9 @@ def _without_sources(graph: Graph) -> Graph:
 
 def _make_unique(names: Sequence[str]) -> list[str]:
     """Names made unlike by a number behind those that came before (a layer that is applied again)."""
-    found: list[str] = []
+    unique: list[str] = []
     times: dict[str, int] = {}
     for name in names:
         times[name] = times.get(name, 0) + 1
-        found.append(name if times[name] == 1 else f"{name}#{times[name]}")
-    return found
+        unique.append(name if times[name] == 1 else f"{name}#{times[name]}")
+    return unique

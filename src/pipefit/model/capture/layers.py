@@ -54,14 +54,14 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
     """The model of a family as operator graphs. Raises ModelError for bad fields or an unknown family."""
     if family == USER:
         source = str(config.get("source", ""))
-        made = make_user_model(source)
-        if isinstance(made, Example):
+        user_model = make_user_model(source)
+        if isinstance(user_model, Example):
             from pipefit.model.capture.whole import capture_whole
 
-            return capture_whole(made, source)
+            return capture_whole(user_model, source)
         from pipefit.model.families.finish import finish_layers
 
-        return capture_layers(finish_layers(made, "meta", None), family=family, config=config)
+        return capture_layers(finish_layers(user_model, "meta", None), family=family, config=config)
     layers = build_layers(family, config)
     rotary = getattr(typed_config(family, config), "rotary", None)
     return capture_layers(layers, family=family, config=config, rotary=[rotary] if rotary else [])
@@ -115,20 +115,20 @@ def capture_layers(
 
 def _group_modules(layers: Sequence[nn.Module], chain: Sequence[Layer]) -> tuple[ModelModule, ...]:
     """Runs of layers of one module, in order. Raises ModelError where a module comes twice."""
-    found: dict[str, tuple[str, list[Layer]]] = {}
+    modules: dict[str, tuple[str, list[Layer]]] = {}
     before = ""
     for layer, captured in zip(layers, chain, strict=True):
         name = str(getattr(layer, "module_name", MODULE))
-        if name in found and name != before:
+        if name in modules and name != before:
             raise ModelError(
                 "The layers of a module do not follow each other.",
                 where=f"layer {captured.name}",
                 seen=f"module {name!r} again, behind {before!r}",
                 allowed="all layers of a module in one run",
             )
-        found.setdefault(name, (str(getattr(layer, "space", "samples")), []))[1].append(captured)
+        modules.setdefault(name, (str(getattr(layer, "space", "samples")), []))[1].append(captured)
         before = name
-    return tuple(ModelModule(name=name, space=space, layers=tuple(run)) for name, (space, run) in found.items())
+    return tuple(ModelModule(name=name, space=space, layers=tuple(run)) for name, (space, run) in modules.items())
 
 
 def _device_of(layers: Sequence[nn.Module]) -> str:
@@ -143,10 +143,10 @@ def _output_shape(graph: Graph) -> Shape:
 def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _LayerCall:
     """The graph inputs that the arguments of forward stand for."""
     arguments: dict[str, TensorSpec] = {}
-    given = {tensor.name: tensor for tensor in getattr(layer, "data_inputs", ())}
+    data_inputs = {tensor.name: tensor for tensor in getattr(layer, "data_inputs", ())}
     for argument in inspect.signature(layer.forward).parameters.values():
-        if argument.name in given:
-            tensor = given[argument.name]
+        if argument.name in data_inputs:
+            tensor = data_inputs[argument.name]
         elif argument.name in _ROLES:
             tensor = TensorSpec(name=argument.name, shape=("B", "T"), dtype="int64", role=argument.name)  # type: ignore[arg-type]
         elif not any(tensor.role == "activation" for tensor in arguments.values()) and not arguments:
@@ -165,7 +165,7 @@ def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _LayerCall:
                 "A layer takes an input that nobody feeds.",
                 where=f"layer {name}",
                 seen=f"forward argument {argument.name!r}",
-                allowed=f"the hidden state first, then {', '.join((*_ROLES, *given))}",
+                allowed=f"the hidden state first, then {', '.join((*_ROLES, *data_inputs))}",
             )
         arguments[argument.name] = tensor
     return _LayerCall(arguments)
@@ -248,7 +248,7 @@ def _convert_program(program: Any, layer: nn.Module, call: _LayerCall, dtype: st
 
 def _match_symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _LayerCall) -> dict[str, str]:
     """The export's symbols -> B and T, from the shapes of the inputs. Unconvertible where one was frozen."""
-    found: dict[str, str] = {}
+    symbols: dict[str, str] = {}
     placeholders = [node for node in nodes if node.op == "placeholder" and inputs[node.name].kind.name == "USER_INPUT"]
     for node, tensor in zip(placeholders, call.inputs, strict=True):
         for size, ours in zip(node.meta["val"].shape, tensor.shape, strict=True):
@@ -256,8 +256,8 @@ def _match_symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _Layer
                 continue
             if isinstance(size, int):
                 raise UnconvertibleError(f"it works for one number of {'rows' if ours == 'B' else 'tokens'} only")
-            found[str(size.node.expr)] = ours
-    return found
+            symbols[str(size.node.expr)] = ours
+    return symbols
 
 
 def _place_input(
@@ -289,12 +289,12 @@ def _suspect_modules(layer: nn.Module) -> list[list[str]]:
         nn.modules.batchnorm._NormBase, nn.modules.conv._ConvNd, nn.GroupNorm, nn.MultiheadAttention, nn.RNNBase,
         nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd,
     )  # fmt: skip
-    found = []
+    suspects = []
     for name, module in layer.named_modules():
         if isinstance(module, mixes) or (isinstance(module, random) and module.p > 0):
             what = "random" if isinstance(module, random) else "mixes"
-            found.append([what, f"{name or 'the layer'}: {type(module).__name__}"])
-    return found
+            suspects.append([what, f"{name or 'the layer'}: {type(module).__name__}"])
+    return suspects
 
 
 def _opaque_graph(layer: nn.Module, name: str, call: _LayerCall, reason: str) -> Graph:
@@ -347,9 +347,9 @@ def _layer_fingerprint(layer: nn.Module) -> Any:
     import torch
 
     parts: list[Any] = []
-    own = {"layer_name", "parameter_names", "_parameters", "_buffers", "_modules"}
+    excluded = {"layer_name", "parameter_names", "_parameters", "_buffers", "_modules"}
     for path, module in layer.named_modules(remove_duplicate=False):
-        plain = tuple((key, _plain_value(value)) for key, value in sorted(vars(module).items()) if key not in own)
+        plain = tuple((key, _plain_value(value)) for key, value in sorted(vars(module).items()) if key not in excluded)
         parameters = tuple((key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False))
         buffers = tuple(
             (key, "meta" if b.device.type == "meta" else tuple(b.detach().flatten().tolist()))

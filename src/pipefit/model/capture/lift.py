@@ -27,8 +27,8 @@ def lift_graph(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()
     graph = merge_equal_operators(remove_dead(graph))
     for _ in range(2):  # some spellings of rotary embeddings show only before reshapes are merged, others only after
         graph = lift_rotary(graph, rotary_candidates)
-        for one in PASSES:
-            graph = one(graph)
+        for apply_pass in PASSES:
+            graph = apply_pass(graph)
     return canonical_names(graph)
 
 
@@ -119,10 +119,10 @@ def lift_rms_norm(graph: Graph) -> Graph:
     """x * rsqrt(mean(x^2) + eps) [* weight], with casts anywhere -> rms_norm(x, weight?)."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
-        found = _match_normalized(editor, operator)
-        if found is None:
+        normalized = _match_normalized(editor, operator)
+        if normalized is None:
             continue
-        source, eps = found
+        source, eps = normalized
         editor.replace_operator(operator, "rms_norm", (source, ""), {"eps": eps})
     for operator in list(editor.operators):
         if operator.kind != "mul" or not operator.inputs[1]:

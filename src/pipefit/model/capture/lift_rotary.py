@@ -51,9 +51,9 @@ def lift_rotary(graph: Graph, candidates: Sequence[Mapping[str, Any]] = ()) -> G
     frequencies agree with the graph's, so that a named scaling stays named."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
-        found = _match_rotated(editor, operator)
-        if found is not None and found.positions in editor.inputs:
-            _insert_rotary(editor, operator, found, candidates)
+        rotated = _match_rotated(editor, operator)
+        if rotated is not None and rotated.positions in editor.inputs:
+            _insert_rotary(editor, operator, rotated, candidates)
     return _with_passed_features(editor.build_graph())
 
 

@@ -142,13 +142,13 @@ def canonical_names(graph: Graph) -> Graph:
     """The same graph with values named `KIND_N` in order, so that equal programs have equal hashes."""
     names = {tensor.name: tensor.name for tensor in graph.inputs}
     names.update({parameter.name: parameter.name for parameter in graph.parameters})
-    taken = frozenset(names)
+    reserved = frozenset(names)
     names[""] = ""
     counts: dict[str, int] = {}
     for operator in graph.operators:
         for output in operator.outputs:
             number = counts.get(operator.kind, 0)
-            while f"{operator.kind}_{number}" in taken:
+            while f"{operator.kind}_{number}" in reserved:
                 number += 1
             counts[operator.kind] = number + 1
             names[output] = f"{operator.kind}_{number}"

@@ -40,13 +40,13 @@ def _duplicate_constants(graph: Graph) -> Graph:
     form or another multiplies the states of a search."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
-        made = {name: editor.match_kind(name, "constant") for name in operator.inputs if name}
+        constants = {name: editor.match_kind(name, "constant") for name in operator.inputs if name}
         new = {
             name: editor.insert_operator(
-                operator, "constant", (), editor.value_shape(name), editor.value_dtype(name), one.attributes
+                operator, "constant", (), editor.value_shape(name), editor.value_dtype(name), constant.attributes
             )
-            for name, one in made.items()
-            if one is not None
+            for name, constant in constants.items()
+            if constant is not None
         }
         if new:
             inputs = tuple(new.get(name, name) for name in operator.inputs)
@@ -71,16 +71,16 @@ def _sum_and_divide(editor: GraphEditor, operator: Operator) -> None:
 
 
 def _replace_by_call(editor: GraphEditor, operator: Operator) -> None:
-    at = operator.attributes
+    source = operator.attributes
     more: dict[str, list[Any]] = {
-        "pow": [at.get("exponent")],
-        "mean": [at.get("dims"), at.get("keepdim")],
-        "repeat_interleave": [at.get("repeats"), -1],
+        "pow": [source.get("exponent")],
+        "mean": [source.get("dims"), source.get("keepdim")],
+        "repeat_interleave": [source.get("repeats"), -1],
         "strided_slice": [
-            at.get("dim"),
-            _size_argument(at.get("start")),
-            _size_argument(at.get("stop")),
-            at.get("step"),
+            source.get("dim"),
+            _size_argument(source.get("start")),
+            _size_argument(source.get("stop")),
+            source.get("step"),
         ],
     }
     name = operator.outputs[0]
@@ -116,8 +116,8 @@ def move_reshapes(graph: Graph) -> Graph:
 def _sink_reshape(editor: GraphEditor, operator: Operator) -> None:
     sources: list[str] = []
     front: Shape | None = None
-    for place, name in enumerate(operator.inputs):
-        if not name or (name in editor.parameters and (place or operator.kind == "linear")):
+    for position, name in enumerate(operator.inputs):
+        if not name or (name in editor.parameters and (position or operator.kind == "linear")):
             sources.append(name)
             continue
         flat = editor.match_kind(name, "reshape")
@@ -143,5 +143,5 @@ def _sink_reshape(editor: GraphEditor, operator: Operator) -> None:
     out = operator.outputs[0]
     shape = (*front, editor.value_shape(out)[-1])
     attributes = dict(operator.attributes)
-    made = editor.insert_operator(operator, operator.kind, tuple(sources), shape, editor.value_dtype(out), attributes)
-    editor.replace_operator(operator, "reshape", (made,), {"shape": list(editor.value_shape(out))})
+    moved = editor.insert_operator(operator, operator.kind, tuple(sources), shape, editor.value_dtype(out), attributes)
+    editor.replace_operator(operator, "reshape", (moved,), {"shape": list(editor.value_shape(out))})

@@ -66,23 +66,23 @@ def _tensor_inputs(example: Example) -> tuple[list[str], list[torch.Tensor]]:
     """The inputs that are tensors. Raises ModelError where they have no common rows."""
     import torch
 
-    found = {name: value for name, value in example.inputs.items() if isinstance(value, torch.Tensor)}
-    rows = {value.shape[0] if value.dim() else 0 for value in found.values()}
+    tensors = {name: value for name, value in example.inputs.items() if isinstance(value, torch.Tensor)}
+    rows = {value.shape[0] if value.dim() else 0 for value in tensors.values()}
     if len(rows) != 1 or min(rows) < 2:
         raise ModelError(
             "The example inputs need rows in front, the same number of them, at least two.",
             where="inputs",
-            seen=", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items()) or "no tensor",
+            seen=", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items()) or "no tensor",
             allowed="for example input_ids (3, 128), labels (3, 128)",
         )
-    if example.loss is not None and example.labels not in found:
+    if example.loss is not None and example.labels not in tensors:
         raise ModelError(
             "The loss needs labels, and no input is called so.",
             where="labels",
             seen=example.labels,
-            allowed=", ".join(found),
+            allowed=", ".join(tensors),
         )
-    return list(found), list(found.values())
+    return list(tensors), list(tensors.values())
 
 
 def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -95,11 +95,11 @@ def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> 
             self.model = module
 
         def forward(self, values: Sequence[torch.Tensor]) -> Any:
-            given = {**example.inputs, **dict(zip(names, values, strict=True))}
+            arguments = {**example.inputs, **dict(zip(names, values, strict=True))}
             if example.loss is not None:
-                labels = given.pop(example.labels)
-                return example.loss(self.model(**given), labels)
-            return _find_loss(self.model(**given), module)
+                labels = arguments.pop(example.labels)
+                return example.loss(self.model(**arguments), labels)
+            return _find_loss(self.model(**arguments), module)
 
     return LossModule()
 
@@ -108,17 +108,17 @@ def _find_loss(result: Any, module: nn.Module) -> Any:
     """The scalar among what forward returns."""
     import torch
 
-    found = getattr(result, "loss", None)
-    if found is None and isinstance(result, Mapping):
-        found = result.get("loss")
-    if found is None:
-        found = result[0] if isinstance(result, (tuple, list)) and result else result
-    if isinstance(found, torch.Tensor) and found.dim() == 0:
-        return found
+    loss = getattr(result, "loss", None)
+    if loss is None and isinstance(result, Mapping):
+        loss = result.get("loss")
+    if loss is None:
+        loss = result[0] if isinstance(result, (tuple, list)) and result else result
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return loss
     raise ModelError(
         "The model returns no loss.",
         where=f"{type(module).__name__}.forward",
-        seen=f"a tensor {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(result).__name__,
+        seen=f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(result).__name__,
         allowed="a scalar, an object or mapping with `loss`, a tuple that begins with it",
         next_step="give labels among the inputs, or Example(loss=...)",
     )
@@ -129,7 +129,7 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
     import torch
 
     compute = getattr(torch, dtype)
-    whole = _whole_module(example, on_meta(example.module, compute).train(), names)
+    loss_module = _whole_module(example, on_meta(example.module, compute).train(), names)
     buffers = {f"model.{n}": b for n, b in example.module.named_buffers() if b.device.type != "meta"}
     values = tuple(
         torch.empty(t.shape, dtype=compute if t.is_floating_point() else t.dtype, device="meta") for t in tensors
@@ -138,7 +138,7 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
     try:
         with quiet_torch():
             program = torch.export.export(
-                whole, (values,), dynamic_shapes=(tuple({0: rows} for _ in values),), strict=False
+                loss_module, (values,), dynamic_shapes=(tuple({0: rows} for _ in values),), strict=False
             )
             if _works_in_place(program):
                 program = program.run_decompositions({})
@@ -179,17 +179,19 @@ def _convert_export(
 ) -> Graph:
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     nodes = list(program.graph.nodes)
-    given = [node for node in nodes if node.op == "placeholder" and specs[node.name].kind.name == "USER_INPUT"]
-    assert len(given) == len(names), f"{len(given)} inputs of {len(names)}"
-    sizes = [node.meta["val"].shape[0] for node in given]
+    placeholders = [node for node in nodes if node.op == "placeholder" and specs[node.name].kind.name == "USER_INPUT"]
+    assert len(placeholders) == len(names), f"{len(placeholders)} inputs of {len(names)}"
+    sizes = [node.meta["val"].shape[0] for node in placeholders]
     if any(isinstance(size, int) for size in sizes):
         raise UnconvertibleError("it works for one number of rows only")
     emitter = GraphEmitter(
         {str(size.node.expr): "B" for size in sizes}, dtype, type(example.module).__name__, whole=True
     )
     fed = input_tensors(example)
-    inputs = [replace(fed[name], dtype=emitter.node_dtype(node)) for name, node in zip(names, given, strict=True)]
-    for tensor, node in zip(inputs, given, strict=True):
+    inputs = [
+        replace(fed[name], dtype=emitter.node_dtype(node)) for name, node in zip(names, placeholders, strict=True)
+    ]
+    for tensor, node in zip(inputs, placeholders, strict=True):
         emitter.names[node], emitter.given[tensor.name] = tensor.name, tensor.shape
     parameters = _parameter_specs(example.module)
     for node in nodes:
@@ -218,31 +220,31 @@ def input_tensors(example: Example) -> dict[str, TensorSpec]:
     it is tokens, positions or labels, else by its own name."""
     import torch
 
-    found: dict[str, TensorSpec] = {}
-    others = {name for name, _ in example.module.named_parameters(remove_duplicate=False)}
+    specs: dict[str, TensorSpec] = {}
+    used_names = {name for name, _ in example.module.named_parameters(remove_duplicate=False)}
     for name, value in example.inputs.items():
         if not isinstance(value, torch.Tensor):
             continue
         role: Any = example.roles.get(name, ROLES.get(name, "data"))
         fits = value.dtype == torch.int64 and (value.dim() == 2 or role == "labels")
-        taken = any(tensor.role == role for tensor in found.values())
-        role = role if fits and not taken else "data"
+        role_used = any(tensor.role == role for tensor in specs.values())
+        role = role if fits and not role_used else "data"
         dtype = "compute" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
         shape = ("B", *value.shape[1:])
-        own = unused_name(name if role == "data" else role, others)
-        others.add(own)
-        found[name] = TensorSpec(name=own, shape=shape, dtype=dtype, role=role)
-    return found
+        input_name = unused_name(name if role == "data" else role, used_names)
+        used_names.add(input_name)
+        specs[name] = TensorSpec(name=input_name, shape=shape, dtype=dtype, role=role)
+    return specs
 
 
 def _parameter_specs(module: nn.Module) -> dict[str, ParameterSpec]:
     """Every name of a parameter -> what it is, under the first of its names."""
     first: dict[int, str] = {}
-    found = {}
+    specs = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)
-        found[name] = ParameterSpec(name=known, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
-    return found
+        specs[name] = ParameterSpec(name=known, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
+    return specs
 
 
 def _place_input(
@@ -276,38 +278,45 @@ def _convert_nodes(emitter: GraphEmitter, owner: Any, nodes: Sequence[Any]) -> N
 
 def _convert_inner(emitter: GraphEmitter, owner: Any, node: Any) -> None:
     """The nodes of a part without gradients, or with another autocast."""
-    place = next(i for i, item in enumerate(node.args) if getattr(item, "op", "") == "get_attr")
-    inner = getattr(owner, node.args[place].target)
+    position = next(i for i, item in enumerate(node.args) if getattr(item, "op", "") == "get_attr")
+    inner = getattr(owner, node.args[position].target)
     nodes = list(inner.graph.nodes)
-    for within, value in zip((n for n in nodes if n.op == "placeholder"), node.args[place + 1 :], strict=True):
+    for within, value in zip((n for n in nodes if n.op == "placeholder"), node.args[position + 1 :], strict=True):
         if value in emitter.names or value in emitter.constants:
             emitter.stand_for(within, value)
-    _convert_nodes(emitter, inner, [one for one in nodes if one.op == "call_function"])
-    results = next(one for one in nodes if one.op == "output").args[0]
+    _convert_nodes(emitter, inner, [inner_node for inner_node in nodes if inner_node.op == "call_function"])
+    results = next(inner_node for inner_node in nodes if inner_node.op == "output").args[0]
     emitter.inner[node] = results if isinstance(results, (list, tuple)) else (results,)
     if "grad" in str(node.target) and node.args[0] is False:
-        for one in emitter.inner[node]:
-            if one in emitter.names and one not in emitter.constants:
+        for inner_node in emitter.inner[node]:
+            if inner_node in emitter.names and inner_node not in emitter.constants:
                 attributes: dict[str, Any] = {
                     "target": "aten.detach.default", "arguments": [{"input": 0}], "keywords": {}, "result": None,
-                    "shape": list(emitter.node_shape(one)), "dtype": emitter.node_dtype(one),
+                    "shape": list(emitter.node_shape(inner_node)), "dtype": emitter.node_dtype(inner_node),
                 }  # fmt: skip
-                emitter.names[one] = emitter.emit_like(one, "aten", (emitter.names[one],), attributes)
+                emitter.names[inner_node] = emitter.emit_like(
+                    inner_node, "aten", (emitter.names[inner_node],), attributes
+                )
 
 
 def _check_loss(graph: Graph, means: set[str]) -> None:
     """A mean may only be the loss itself: the run divides the sum by the labels of the step."""
-    made = {name: operator for operator in graph.operators for name in operator.outputs}
+    producers = {name: operator for operator in graph.operators for name in operator.outputs}
     name = graph.outputs[0]
-    while name in made and name not in means and made[name].kind in PASSING and not any(made[name].inputs[1:]):
-        name = made[name].inputs[0]
+    while (
+        name in producers
+        and name not in means
+        and producers[name].kind in PASSING
+        and not any(producers[name].inputs[1:])
+    ):
+        name = producers[name].inputs[0]
     averaged = next(
         (op for op in graph.operators if op.kind == "mean" and not graph.find_tensor(op.outputs[0]).shape), None
     )
     if (means and name not in means) or averaged is not None:
         raise ModelError(
             "The loss is made of means: over rows that are spread over devices and microbatches, a mean is no sum.",
-            where=averaged.source if averaged else made[name].source if name in made else "loss",
+            where=averaged.source if averaged else producers[name].source if name in producers else "loss",
             seen=f"{len(means) + (averaged is not None)} mean(s) within a loss",
             allowed="one mean, or a sum: cross_entropy(...), mse_loss(...), x.mean(), or with reduction='sum'",
             next_step="leave the other terms of the loss out, or write all of it as a sum",
@@ -329,10 +338,10 @@ def _without_unused(graph: Graph) -> Graph:
 def _warn_unknown(unknown: Mapping[str, str], graph: Graph) -> None:
     """Warn of the functions that are computed whole on every device."""
     left = {str(operator.attributes["target"]) for operator in graph.operators if operator.kind == "aten"}
-    for target, place in unknown.items():
+    for target, line in unknown.items():
         if target in left:
             warnings.warn(
-                f"{target}, called at {place}, has no rule: it is computed whole on every device",
+                f"{target}, called at {line}, has no rule: it is computed whole on every device",
                 UnknownOperatorWarning,
                 stacklevel=4,
             )

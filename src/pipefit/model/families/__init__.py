@@ -1,7 +1,7 @@
-"""Configurations of the model families: reading a Hugging Face config.json, and how its weights are named in files.
+"""Configurations of the model families: they read a Hugging Face config.json and know the names of its stored weights.
 
-One folder a family, registered by walking this package: `config.py` without torch, and `layers.py`, the modules
-themselves, which import torch.
+Each family is a folder, registered by walking this package: `config.py` without torch, and `layers.py` with the
+modules, which imports torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["FAMILIES", "InitialValue", "ModelConfig", "ModelFamily", "WeightTens
 
 
 def _discover_families() -> Mapping[str, ModelFamily]:
-    found: dict[str, ModelFamily] = {}
+    families: dict[str, ModelFamily] = {}
     for info in pkgutil.iter_modules(__path__):
         if info.ispkg:
             family: ModelFamily = importlib.import_module(f"{__name__}.{info.name}.config").FAMILY
-            found[family.name] = family
-    return MappingProxyType(found)
+            families[family.name] = family
+    return MappingProxyType(families)
 
 
 FAMILIES: Mapping[str, ModelFamily] = _discover_families()

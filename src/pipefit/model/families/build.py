@@ -1,4 +1,4 @@
-"""From a family and its configuration to the chain of layers as plain modules. No torch at import."""
+"""Build the chain of layers as plain modules from a family and its configuration. No torch at import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 USER = "user"
-"The family of models that a user's function builds; its configuration has the one field `source`."
+"The family of models that a user's function builds; the only field of its configuration is `source`."
 
 
 def typed_config(family: str, config: Mapping[str, Any], where: str = "config") -> ModelConfig:
@@ -26,10 +26,10 @@ def typed_config(family: str, config: Mapping[str, Any], where: str = "config") 
 def build_layers(
     family: str, config: Mapping[str, Any], device: str = "meta", dtype: torch.dtype | None = None
 ) -> list[torch.nn.Module]:
-    """The chain of layers as plain modules, each with `.layer_name` and `.parameter_names` (local -> global).
+    """Return the chain of layers as plain modules, each with `.layer_name` and `.parameter_names` (local -> global).
 
-    `dtype` None is torch's default. On a real device the parameters have their first values (torch's generator).
-    Tied parameters are one nn.Parameter in two layers.
+    `dtype` None is torch's default. On a real device the parameters have their initial values (torch's generator). Tied
+    parameters are one nn.Parameter in two layers.
     """
     import torch
 
@@ -39,15 +39,15 @@ def build_layers(
         from pipefit.model.user import make_user_model
 
         source = str(config.get("source", ""))
-        made = make_user_model(source)
-        if not isinstance(made, list):
+        user_model = make_user_model(source)
+        if not isinstance(user_model, list):
             raise ModelError(
                 "This command needs a model in layers, and the function gives a whole model.",
                 where=source,
-                seen=type(made.module).__name__,
+                seen=type(user_model.module).__name__,
                 next_step="plan and search it with `pipefit shard`, or return its parts as a list of nn.Modules",
             )
-        return finish_layers(made, device, dtype)
+        return finish_layers(user_model, device, dtype)
     typed = typed_config(family, config)
     builder = importlib.import_module(FAMILIES[family].builder)
     with torch.device(device):

@@ -25,16 +25,15 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of statistics: float32, or float64 for float64."""
+    """The dtype of statistics: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class OperatorModule(nn.Module):
-    """A module that is one operator of a graph by its own word, because its inside cannot be exported.
+    """A module that becomes one operator of a graph, because its inside cannot be exported.
 
-    A subclass sets `kind`, and gives the operator's attributes and its parameters in the operator's input order, where
-    the operator has any. Its tensor arguments come before the parameters. The operator's kind says the shape and type
-    of its output.
+    A subclass sets `kind`, and gives the operator's attributes and its parameters, if any, in the operator's input
+    order. Its tensor arguments come before the parameters. The operator kind gives the shape and dtype of the output.
     """
 
     kind: str
@@ -83,7 +82,7 @@ def apply_rotary(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]
 
 
 def _constant_vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A constant vector, made once per device outside of export and compilation."""
+    """A constant vector, cached per device outside of export and compilation."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return torch.tensor(values, dtype=dtype).to(device)
     return _cached_constant(values, dtype, device)
@@ -147,7 +146,7 @@ def make_attention(head_dim: int, window: int | None) -> nn.Module:
 
 
 def name_layer(layer: nn.Module, name: str, prefix: str, renamed: Mapping[str, str] | None = None) -> nn.Module:
-    """Set `.layer_name` and `.parameter_names`: `prefix` + local name, or what `renamed` says."""
+    """Set `.layer_name` and `.parameter_names`: the name in `renamed`, otherwise `prefix` + local name."""
     layer.layer_name = name  # type: ignore[assignment]
     names = {local: (renamed or {}).get(local, prefix + local) for local, _ in layer.named_parameters()}
     layer.parameter_names = names  # type: ignore[assignment]

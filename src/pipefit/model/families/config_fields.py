@@ -1,4 +1,4 @@
-"""Reading fields of a config.json, with errors that say which field, what was seen and what is allowed."""
+"""Reading fields of a config.json, with errors that give the field, the seen value and the allowed values."""
 
 from __future__ import annotations
 
@@ -50,25 +50,26 @@ class ConfigFields:
         return value
 
     def read_choice(self, *names: str, default: str, allowed: Mapping[str, str]) -> str:
-        """One of the keys of `allowed`; gives its value."""
+        """Return the entry of `allowed` for the field's value, which must be one of its keys."""
         value = self.first_value(*names, default=default)
         if value not in allowed:
             raise self.wrong_field(names[0], value, ", ".join(allowed))
         return allowed[value]
 
     def width_of_heads(self, width: Sequence[str], heads: Sequence[str]) -> tuple[int, int]:
-        """(the hidden size, the attention heads that share it evenly), each by the first of its names that is there."""
-        found, count = self.read_count(*width), self.read_count(*heads)
+        """(hidden size, number of attention heads), each by the first of its names that is present. Raises ModelError
+        if the heads do not divide the hidden size."""
+        hidden, count = self.read_count(*width), self.read_count(*heads)
         self.check_fields(
-            found % count == 0,
+            hidden % count == 0,
             "The hidden size is no multiple of the attention heads.",
-            f"{width[0]} {found}, {heads[0]} {count}",
+            f"{width[0]} {hidden}, {heads[0]} {count}",
             "a multiple",
         )
-        return found, count
+        return hidden, count
 
     def check_fields(self, holds: bool, what: str, seen: object, allowed: str) -> None:
-        """ModelError where fields contradict each other."""
+        """Raise ModelError if `holds` is false: fields contradict each other."""
         if not holds:
             raise ModelError(what, where=self.where, seen=seen, allowed=allowed)
 

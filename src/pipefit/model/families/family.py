@@ -1,4 +1,4 @@
-"""What a model family promises: how to read its configuration, name its weights in files, and start them."""
+"""The interface of a model family: read its configuration, name its stored weights, and give initial values."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ class ModelConfig(Protocol):
     """The typed configuration of one model."""
 
     def to_config(self) -> dict[str, Any]:
-        """In the words of a Hugging Face config.json; reading it back gives an equal configuration."""
+        """The fields of a Hugging Face config.json; reading them back gives an equal configuration."""
 
     def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
-        """How the parameter of that global name stands in Hugging Face's safetensors files."""
+        """The tensors of Hugging Face's safetensors files that hold the parameter with this global name."""
 
     def initial(self, name: str) -> InitialValue:
-        """What the parameter of that global name is before training."""
+        """The initial value of the parameter with this global name."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTensor:
-    """One tensor of a weights file, and which part of a parameter it is."""
+    """One tensor of a weights file, and the part of a parameter that it holds."""
 
     name: str
     index: tuple[int | tuple[int, int], ...] = ()
-    "Of the parameter, along its leading dimensions: an index, or a half-open range. () is all of it."
+    "Index or half-open range along the leading dimensions of the parameter; () is the entire parameter."
     transposed: bool = False
-    "The file holds (in, out) where the parameter is (out, in)."
+    "The file holds (in, out) for a parameter (out, in)."
     shape: tuple[int, ...] = ()
-    "In the file, where it is another than the parameter's: the same numbers in order."
+    "Shape in the file if it differs from the parameter's: the same numbers in order."
 
 
 @dataclass(frozen=True, slots=True)
 class InitialValue:
-    """The first value of a parameter."""
+    """The initial value of a parameter."""
 
     kind: Literal["ones", "zeros", "normal"]
     std: float = 0.0
-    "Of the normal distribution, mean 0."
+    "Standard deviation of the normal distribution, mean 0."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A kind of model that we can build."""
+    """A kind of model that pipefit can build."""
 
     name: str
     model_types: tuple[str, ...]
-    "The values of `model_type` in a config.json that belong to it."
+    "The values of `model_type` in a config.json that select this family."
     read: Callable[[Mapping[str, Any], str], ModelConfig]
     "(config, where) -> typed configuration. Raises ModelError."
     builder: str

@@ -1,7 +1,8 @@
-"""The model families as plain, single-device `nn.Module` layers. This package imports torch.
+"""Finishing layers after they are built: names, device, dtype and initial values. Imports torch.
 
-A layer is called as `layer(x, <role inputs>)`: the names of forward's arguments say what they are: `x` the hidden
-state, `tokens`, `positions`, `labels`, `documents` what the step plan feeds. Nothing here knows of pipelines or shards.
+A layer is called as `layer(x, <role inputs>)`. The names of forward's arguments give their roles: `x` is the hidden
+state; `tokens`, `positions`, `labels` and `documents` come from the step plan. Nothing here knows of pipelines or
+shards.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from pipefit.model.families import InitialValue, ModelConfig
 def finish_layers(
     layers: Sequence[nn.Module], device: str, dtype: torch.dtype | None, config: ModelConfig | None = None
 ) -> list[nn.Module]:
-    """Name layers and parameters, move them, and give parameters of a family their first values.
+    """Name layers and parameters, move them, and give parameters of a family their initial values.
 
     A user's layers keep their values. A layer without `.layer_name` is called `layers.I`; one without
-    `.parameter_names` gets `LAYER.LOCAL`, and a parameter object that an earlier layer has keeps that layer's name.
+    `.parameter_names` gets `LAYER.LOCAL`. A parameter object that an earlier layer also has keeps the name from that
+    layer.
     """
     globals_: dict[int, str] = {}
     used: set[str] = set()
@@ -33,10 +35,12 @@ def finish_layers(
             )
         used.add(name)
         layer.layer_name = name  # type: ignore[assignment]
-        given = getattr(layer, "parameter_names", None)
+        parameter_names = getattr(layer, "parameter_names", None)
         names = {}
         for local, parameter in layer.named_parameters():
-            names[local] = globals_.setdefault(id(parameter), given[local] if given else f"{name}.{local}")
+            names[local] = globals_.setdefault(
+                id(parameter), parameter_names[local] if parameter_names else f"{name}.{local}"
+            )
         layer.parameter_names = names  # type: ignore[assignment]
     for layer in layers:
         if config is None or device != "meta":
@@ -50,7 +54,7 @@ def finish_layers(
 
 @torch.no_grad()
 def initialize_parameters(layers: Sequence[nn.Module], rule: Callable[[str], InitialValue]) -> None:
-    """First values of all parameters by their global names, from torch's default generator."""
+    """Set initial values of all parameters by their global names, from torch's default generator."""
     seen: set[str] = set()
     for layer in layers:
         for local, parameter in layer.named_parameters():

@@ -1,4 +1,4 @@
-"""The custom operator that stands for a `Leaf` module while a layer is exported. It is never executed."""
+"""The custom operator that replaces an `OperatorModule` while a layer is exported. It is never executed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pipefit.model.ops import KINDS
 
 @torch.library.custom_op("pipefit::leaf", mutates_args=())
 def call_operator(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
-    """An operator of kind `kind`: its tensor inputs in order (absent ones last, left out), its attributes as JSON. Its
-    value has the shape and type that the kind says."""
+    """An operator of kind `kind` with its tensor inputs in order (absent ones last, left out) and its attributes as
+    JSON. The kind gives the shape and dtype of the result."""
     raise AssertionError("pipefit::leaf exists for export only")
 
 
@@ -21,6 +21,6 @@ def call_operator(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
 def _(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
     known = KINDS[kind]
     absent = [None] * (len(known.inputs) - len(inputs))
-    (shape,) = known.shapes((*(tuple(each.shape) for each in inputs), *absent), json.loads(attributes))
+    (shape,) = known.shapes((*(tuple(tensor.shape) for tensor in inputs), *absent), json.loads(attributes))
     dtype = inputs[0].dtype if known.output_dtype is None else getattr(torch, known.output_dtype)
     return inputs[0].new_empty(shape, dtype=dtype)

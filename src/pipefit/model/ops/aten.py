@@ -1,9 +1,9 @@
-"""aten(values...): a function of PyTorch that has no kind of its own, called as it is. Fused backward, all of it in I.
+"""aten(values...): a PyTorch function without an operator kind, called unchanged. The I action does its whole backward.
 
-`target` names it (`aten.topk.default`); `arguments` and `keywords` are those of the call, with {"input": i} for the
-values, {"size": "4*B"} for sizes and {"type": "compute"} for number types. Nothing is known of its inside: it counts no
-FLOPs, and keeps its inputs and its output (an estimate). How the known ones may be split:
-`model/analysis/aten_splits.py`.
+`target` names the function (`aten.topk.default`). `arguments` and `keywords` are the arguments of the call, with
+{"input": i} for values, {"size": "4*B"} for sizes and {"type": "compute"} for dtypes. The function is opaque: it counts
+no FLOPs and is assumed to save its inputs and its output. `model/analysis/aten_splits.py` lists the functions that can
+be split.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """attention(q_BTHK, k_BTGK, v_BTGK) -> o_BTHK: softmax(scale q k^T + mask) v, head h reading keys of group h // (H/G).
 
-Keeps q, k, v, o and the log-sum-exp of the scores (B*H*T, float32 or wider), as FlashAttention does (Dao et al.,
-2022). FLOPs: two products forward, four backward (the recomputed scores of a flash kernel are not counted), the full
-square of queries and keys whatever the mask: the convention of FlopCounterMode and of the MFU of PaLM (appendix B).
-The symbol P, where given, is the number of earlier tokens whose keys are attended to (slices). They are read where
-the earlier slices keep them, chunk by chunk: one chunk's result passes at a time, and in the backward one chunk's
-gradients. A window shorter than P + T needs masks while an action runs, shared by its layers, of no more than
-T x (2 T + window) in the computing type.
+Saves q, k, v, o and the log-sum-exp of the scores (B*H*T, float32 or wider), as FlashAttention does (Dao et al., 2022).
+FLOPs: two products forward and four backward over the full square of queries and keys, whatever the mask. The
+recomputed scores of a flash kernel are not counted. This is the convention of FlopCounterMode and of the MFU of PaLM
+(appendix B).
+
+The symbol P, if given, is the number of earlier tokens whose keys are attended to (slices). The keys are read in place,
+chunk by chunk: only one chunk's result, and in the backward one chunk's gradients, is alive at a time. A window shorter
+than P + T needs masks while an action runs. The layers of the action share them; they take at most T x (2 T + window)
+numbers of the compute dtype.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ def _own_bytes(call: OperatorCall) -> int:
 
 
 def _forward_extra(call: OperatorCall) -> int:
-    """The masks; with earlier tokens the sum so far and the next chunk's result, in the wide type."""
+    """The masks; with earlier tokens also the running sum and the next chunk's result, in the wide dtype."""
     return _mask_bytes(call) + _merged_bytes(call)
 
 
 def _backward_extra(call: OperatorCall) -> int:
-    """The masks; with earlier tokens one chunk's gradients of q, k and v (chunks as long as the slice), and the sum
-    of those of q where it is wider."""
+    """The masks; with earlier tokens also one chunk's gradients of q, k and v (a chunk is as long as the slice), and
+    the sum of the gradients of q if its dtype is wider."""
     if not call.symbols.get("P", 0):
         return _mask_bytes(call)
     chunk = sum(prod(shape) for shape in call.inputs if shape is not None) * call.compute_bytes
@@ -66,9 +68,9 @@ def _mask_bytes(call: OperatorCall) -> int:
     queries, earlier = q[1], call.symbols.get("P", 0)
     if window is None or window >= earlier + queries:
         return 0
-    own = queries if window < queries else 0
+    slice_keys = queries if window < queries else 0
     before = min(earlier, window - 1, 2 * queries)
-    total: int = queries * (own + before) * call.compute_bytes
+    total: int = queries * (slice_keys + before) * call.compute_bytes
     return total
 
 

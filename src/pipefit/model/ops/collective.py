@@ -1,8 +1,8 @@
-"""Collectives over the shard axis, put into a graph by a shard program. Their costs stand in `cost/`.
+"""Collectives over the shard axis, inserted into a graph by a shard program. `cost/` holds their costs.
 
-What a backward pass does follows the forms: all_gather <-> reduce_scatter, all_reduce <-> all_reduce; shard_slice (I
-to G) moves nothing either way, because the gradient of what is whole is a partial sum: its own part, and zeros. They
-keep nothing, and are not run again under selective recomputation.
+The backward follows the forms: all_gather <-> reduce_scatter, all_reduce <-> all_reduce. shard_slice (replicated to
+sharded) moves nothing in either direction: the gradient of a replicated tensor is a partial sum, here the device's own
+part and zeros. Collectives save nothing and are not rerun under selective recomputation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""constant() -> known numbers: tables of rotary embeddings, positions, masks. Made once, kept with the program."""
+"""constant() -> known numbers: tables of rotary embeddings, positions, masks. Computed once and kept with the
+program."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """conv(x, weight, bias?): a convolution over the dimensions behind rows and channels (cross-correlation, as PyTorch).
 
-x (B, I, spatial...), weight (O, I/groups, kernel...), bias (O,) -> (B, O, spatial...). Keeps x; a pending W holds x and
-the gradient of the output. FLOPs: 2 x outputs x I/groups x kernel, as FlopCounterMode counts.
+x (B, I, spatial...), weight (O, I/groups, kernel...), bias (O,) -> (B, O, spatial...). Saves x; a deferred weight
+gradient (W) holds x and the gradient of the output. FLOPs: 2 x outputs x I/groups x kernel, as FlopCounterMode counts.
 
-conv_transpose(x, weight, bias?): the other way round, as the input gradient of a convolution is made; weight
-(I, O/groups, kernel...). FLOPs: 2 x inputs x O/groups x kernel.
+conv_transpose(x, weight, bias?): the transposed convolution, as in the input gradient of a convolution; weight (I,
+O/groups, kernel...). FLOPs: 2 x inputs x O/groups x kernel.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _transposed_flops(call: OperatorCall) -> Flops:
 
 
 def _product_flops(places: Sequence[int] | None, weight: Sequence[int] | None) -> Flops:
-    """At every one of these places all of a weight but its first dimension."""
+    """FLOPs of one product per output place with all weight dimensions but the first."""
     assert places is not None and weight is not None
     product = 2 * math.prod(places) * math.prod(weight[1:])
     return Flops(product, product, product)
@@ -82,7 +82,7 @@ _ALIKE: Mapping[str, Any] = {
     "inputs": ("x", "weight", "bias?"), "saves": _saved_values, "gathers": {1: 2, 2: 1}, "pending_values": (0,),
     "pending_gradients": True, "boundary": True, "heavy": True,
 }  # fmt: skip
-"""What both kinds have."""
+"""Fields that both kinds share."""
 
 OPERATORS = (
     OperatorKind(

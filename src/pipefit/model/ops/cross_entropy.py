@@ -1,8 +1,8 @@
 """cross_entropy(logits_BTV, labels_BT) -> the sum over valid labels of log sum exp(logits) - logits[label].
 
-Computed in float32 or wider. Keeps the logits and one log-sum-exp per token; the softmax is made again in the backward,
-some rows at a time. `cross_entropy_shard` is the same of a run of the vocabulary (Megatron-LM's vocabulary-parallel
-loss: Shoeybi et al., 2019): two numbers a token are reduced over the devices, no logits are sent.
+Computed in float32 or wider. Saves the logits and one log-sum-exp per token; the backward recomputes the softmax in
+chunks of rows. `cross_entropy_shard` works on a range of the vocabulary (Megatron-LM's vocabulary-parallel loss:
+Shoeybi et al., 2019): two numbers per token are reduced over the devices and no logits are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _own_bytes(call: OperatorCall) -> int:
 
 
 CHUNK_NUMBERS = 1 << 26
-"""Logits that are widened at once."""
+"""Number of logits that are converted to the wide dtype at once."""
 
 
 def _chunk_bytes(call: OperatorCall) -> int:
@@ -40,17 +40,17 @@ def _chunk_bytes(call: OperatorCall) -> int:
 
 
 def _forward_extra(call: OperatorCall) -> int:
-    """Of some rows: the logits less their maximum, and the logits in the wide type where that is another one."""
+    """For one chunk of rows: the logits minus their maximum, and the logits in the wide dtype if it differs."""
     return _chunk_bytes(call) * (1 if call.wide_bytes == call.compute_bytes else 2)
 
 
 def _backward_extra(call: OperatorCall) -> int:
-    """Of some rows: the softmax in the wide type, where that is another one than the gradient's."""
+    """For one chunk of rows: the softmax in the wide dtype, if it differs from the gradient's dtype."""
     return 0 if call.wide_bytes == call.compute_bytes else _chunk_bytes(call)
 
 
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
-    """The largest logit of every token, then the sum of the exponentials."""
+    """All-reduces of the largest logit of every token and of the sum of exponentials."""
     return InternalCollectives(forward=all_reduces(_own_bytes(call), 2))
 
 

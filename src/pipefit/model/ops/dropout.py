@@ -1,7 +1,7 @@
 """dropout(x): zeros with probability p, the rest divided by 1 - p, keyed by (seed, step, row, layer, index).
 
-Keeps no mask: the backward pass draws it again from a key of four bytes a token, which stays under selective
-recomputation too.
+Saves no mask: the backward draws it again from a key of four bytes per token. The key is also kept under selective
+recomputation.
 """
 
 from __future__ import annotations

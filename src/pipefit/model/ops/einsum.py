@@ -1,6 +1,7 @@
-"""einsum(a, b?) {equation}: a product of one or two activations, summed over the labels that the result lacks.
+"""einsum(a, b?) {equation}: a product of one or two activations, summed over the labels that are not in the result.
 
-Keeps both. FLOPs of two: 2 x the product of all labels' sizes; the backward makes a product for each operand.
+Saves both operands. FLOPs with two operands: 2 x the product of all label sizes; the backward computes one product per
+operand.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
 def einsum_labels(attributes: Mapping[str, Any]) -> tuple[list[str], str]:
-    """(the letters of every operand, those of the result)."""
+    """(letters of each operand, letters of the result)."""
     before, _, after = str(attributes["equation"]).replace(" ", "").partition("->")
     return before.split(","), after
 
 
 def label_sizes(attributes: Mapping[str, Any], shapes: tuple[Shape | None, ...]) -> dict[str, Size]:
     """The size of every letter."""
-    found: dict[str, Size] = {}
+    sizes: dict[str, Size] = {}
     for letters, shape in zip(einsum_labels(attributes)[0], shapes, strict=False):
         assert shape is not None and len(letters) == len(shape)
-        found.update(zip(letters, shape, strict=True))
-    return found
+        sizes.update(zip(letters, shape, strict=True))
+    return sizes
 
 
 def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
-    found = label_sizes(attributes, inputs)
-    return (tuple(found[letter] for letter in einsum_labels(attributes)[1]),)
+    sizes = label_sizes(attributes, inputs)
+    return (tuple(sizes[letter] for letter in einsum_labels(attributes)[1]),)
 
 
 def _count_flops(call: OperatorCall) -> Flops:
@@ -44,7 +45,7 @@ def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> 
     a, b = operator.inputs
     if not b:
         return ()
-    return tuple(kept for kept, other in ((a, b), (b, a)) if needs_gradient(other))
+    return tuple(operand for operand, partner in ((a, b), (b, a)) if needs_gradient(partner))
 
 
 OPERATORS = (

@@ -1,4 +1,4 @@
-"""embedding(tokens, weight): rows of a table. Keeps nothing (the step plan owns the tokens)."""
+"""embedding(tokens, weight): rows of a table. Saves nothing, because the step plan owns the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, An
 
 
 def _widened_bytes(call: OperatorCall) -> int:
-    """The gradient of the rows, as wide as the table's buffer."""
+    """The gradient of the rows in the dtype of the table's gradient buffer."""
     return math.prod(call.outputs[0]) * call.wide_bytes
 
 

@@ -1,7 +1,7 @@
-"""all_to_all over the shard axis: what was split along one dimension is split along another afterwards.
+"""all_to_all over the shard axis: changes the split dimension of a tensor.
 
-Its backward is an all_to_all the other way. Like other collectives it keeps nothing and is not run again under
-selective recomputation; `cost/comm/lowerings.py` prices it, `run/sharded/parts.py` does it.
+Its backward is the reverse all_to_all. Like other collectives it saves nothing and is not rerun under selective
+recomputation. `cost/comm/lowerings.py` prices it and `run/sharded/parts.py` executes it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pipefit.model.ops.kind import OperatorKind
 
 
 def lowering_of(operator: Operator) -> tuple[str, str]:
-    """How a collective moves uneven parts, forward and backward: its attribute `lowering`, `grouped` for both or
-    `padded+alltoallv`; padded where it has none."""
+    """Return the lowering of a collective with uneven parts, forward and backward. The attribute `lowering` is one word
+    for both (`grouped`) or two (`padded+alltoallv`); the default is `padded`."""
     forward, _, backward = operator.attributes.get("lowering", "padded").partition("+")
     return forward, backward or forward
 

@@ -1,4 +1,4 @@
-"""expand(x): dimensions of one repeated to a larger shape, as torch.expand does it: a view. Keeps nothing."""
+"""expand(x): repeats size-1 dimensions to a larger shape, as torch.expand does: a view. Saves nothing."""
 
 from __future__ import annotations
 

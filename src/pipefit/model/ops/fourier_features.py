@@ -1,7 +1,7 @@
 """fourier_features(time_BT) -> (B, T, 2K): cosines, then sines of a time in [0, 1] at K frequencies.
 
 Frequency k is 1000 / 10000^(k / K): the features of diffusion transformers (Peebles and Xie, 2023, after Vaswani et
-al., 2017), whose times run from 0 to 1000. float32 or wider, as the times are.
+al., 2017), whose times run from 0 to 1000. Computed in float32 or wider, the dtype of the times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, An
 
 
 def _own_bytes(call: OperatorCall) -> int:
-    """The angles, where somebody wants the gradient of a time."""
+    """The angles, saved if the gradient of a time is needed."""
     return prod(call.outputs[0]) // 2 * call.wide_bytes
 
 

@@ -1,13 +1,13 @@
 """image_positions(x_BTD, grid_BT4, table_ND, start_D?) -> x plus the position of every patch, for images of any size.
 
-`grid` holds, for every token, (row, column, rows, columns): where the patch lies in its image, and how many patches the
-image has. The table is a learned one for `rows` x `columns` patches; for an image of another size it is interpolated:
-bicubic with a = -0.75, edges repeated, corners not aligned, no antialiasing, which is PyTorch's `interpolate(
-mode="bicubic", align_corners=False)`, as Hugging Face's ViT and SigLIP do it (the kernel: Keys, 1981, equation 4). Row
--1 marks the start token of an image (ViT's class token): its value is `start` plus the first row of the table,
-whatever x.
+`grid` holds (row, column, rows, columns) for every token: the position of the patch in its image, and the number of
+patches of the image. The learned table is for `rows` x `columns` patches; for an image of another size it is
+interpolated: bicubic with a = -0.75, edges repeated, corners not aligned, no antialiasing. This is PyTorch's
+`interpolate(mode="bicubic", align_corners=False)`, as in Hugging Face's ViT and SigLIP (the kernel: Keys, 1981,
+equation 4). Row -1 marks the start token of an image (ViT's class token): its value is `start` plus the first row of
+the table, and x is ignored.
 
-Keeps nothing: the sixteen entries of the table that a patch reads follow from its grid.
+Saves nothing: the sixteen table entries that a patch reads follow from its grid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 
 def _forward_extra(call: OperatorCall) -> int:
-    """The sum of the entries in the wide type, and one entry a token."""
+    """The sum of the entries in the wide dtype, and one entry per token."""
     tokens = call.outputs[0][0] * call.outputs[0][1]
     return tokens * call.outputs[0][2] * (call.wide_bytes + call.compute_bytes)
 

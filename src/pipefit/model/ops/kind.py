@@ -1,7 +1,7 @@
-"""What an operator kind is: its inputs, attributes, shapes, FLOPs, and what it keeps for the backward pass.
+"""Operator kinds: inputs, attributes, shapes, FLOPs, and the tensors saved for the backward pass.
 
-Each file of this package defines one kind (or a few alike) in a module-level tuple `OPERATORS`; the registry in
-`__init__.py` finds them by walking the package. `docs/operators.md` states the same facts for people.
+Each file of this package defines one kind (or a few similar ones) in a module-level tuple `OPERATORS`; `table.py` finds
+them by walking the package. `docs/operators.md` states the same facts in prose.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations, a multiply-add counted as two, as PyTorch's FlopCounterMode counts them:
-    matrix products only, and attention without a discount for the causal mask."""
+    """Floating-point operations as PyTorch's FlopCounterMode counts them: a multiply-add is two, only matrix products
+    count, and attention has no discount for the causal mask."""
 
     forward: int = 0
     input_gradient: int = 0
-    "The part of the backward pass that an I action does."
+    "Backward FLOPs of an I action."
     weight_gradient: int = 0
-    "The part that a W action does."
+    "Backward FLOPs of a W action."
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(
@@ -40,7 +40,7 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """One operator with numbers for its sizes: what the FLOP and byte formulas read."""
+    """One operator with numeric sizes: the argument of the FLOP and byte formulas."""
 
     inputs: tuple[Sizes | None, ...]
     "Shapes of the inputs; None for an absent optional one."
@@ -48,22 +48,22 @@ class OperatorCall:
     attributes: Mapping[str, Any]
     symbols: Mapping[str, int]
     compute_bytes: int
-    "Bytes of one number of the run's floating type."
+    "Bytes per element of the run's floating dtype."
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of a statistic: float32, or float64 where the run computes in float64."""
+        """Bytes of one statistic: float32, or float64 in a float64 run."""
         return max(4, self.compute_bytes)
 
 
 Said = tuple[str, float, str, tuple[int, ...]]
-"""A collective: (kind, bytes of the whole tensor, how uneven parts are moved, units of the split dimensions), as
+"""A collective: (kind, bytes of the full tensor, lowering of uneven parts, units of the split dimensions), as
 `cost.roofline.CollectiveTime` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class InternalCollectives:
-    """The collectives that an operator of which every device computes a part does inside."""
+    """The collectives inside an operator that is split over the shard axis."""
 
     forward: tuple[Said, ...] = ()
     input_gradient: tuple[Said, ...] = ()
@@ -71,7 +71,7 @@ class InternalCollectives:
 
 
 def all_reduces(size: float, times: int) -> tuple[Said, ...]:
-    """So many all-reduces, as a Talk has them."""
+    """Return `times` equal all-reduces of `size` bytes for an `InternalCollectives`."""
     return (("all_reduce", size, "padded", ()),) * times
 
 
@@ -101,44 +101,50 @@ class OperatorKind:
     "Output shapes from input shapes and attributes."
     flops: Callable[[OperatorCall], Flops] = _no_flops
     saves: Callable[[Operator, Callable[[str], bool]], tuple[str, ...]] = _save_nothing
-    "Names of the inputs and outputs that the forward keeps for the backward. Parameters may be named; they are free."
+    """Names of the inputs and outputs that the forward saves for the backward. Parameters may be named; they cost
+    nothing."""
     own_bytes: Callable[[OperatorCall], int] = _no_bytes
-    "Bytes kept beside those: statistics, keys."
+    "Further saved bytes: statistics, keys."
     read_later: tuple[int, ...] = ()
-    "Indices of inputs that later slices of the microbatch read: kept whatever is recomputed, where there are slices."
+    """Indices of inputs that later slices of the microbatch read. With slices they are kept under every recomputation
+    choice."""
     own_bytes_stay: bool = False
-    "Whether these stay under selective recomputation although the kind is no boundary."
+    "Whether the own bytes are kept under selective recomputation although the kind is not a boundary."
     gathers: Mapping[int, int] = field(default_factory=dict)
-    "Weights (indices of inputs) that the operator gathers for itself where they are stored split: once, in the"
+    """Input index of a weight -> number of all-gathers that the operator does itself if the weight is stored sharded: 1
+    (in the forward) or 2 (again for the input gradient). The gathered weight is freed at once. Weights not listed here
+    are gathered once and kept."""
     " forward, or twice, for the input gradient again. It lets go of them at once; others are gathered once and kept."
     talks: Callable[[OperatorCall], InternalCollectives] | None = None
-    "What the devices of a shard axis say to each other inside the operator."
+    "The collectives that the devices of a shard axis run inside the operator."
     pending_values: tuple[int, ...] = ()
-    "Indices of inputs that a pending W holds."
+    "Indices of inputs that a deferred weight gradient (W) holds."
     pending_gradients: bool = False
-    "Whether a pending W holds the gradient of output 0."
+    "Whether a deferred weight gradient holds the gradient of output 0."
     pending_bytes: Callable[[OperatorCall], int] = _no_bytes
-    "Bytes that a pending W holds beside those."
+    "Further bytes that a deferred weight gradient holds."
     forward_extra: Callable[[OperatorCall], int] = _no_bytes
-    "Bytes that the forward allocates for itself: alive at its worst moment beside inputs, outputs and own bytes."
+    "Transient bytes of the forward: alive at its peak, beside inputs, outputs and own bytes."
     backward_extra: Callable[[OperatorCall], int] = _no_bytes
-    "The same of the backward, beside the gradients of outputs and inputs."
+    "Transient bytes of the backward, beside the gradients of outputs and inputs."
     widened_bytes: Callable[[OperatorCall], int] = _no_bytes
-    "What adding the weight gradient allocates where its factors are made wider first: on processors, which do not sum"
+    """Bytes allocated to add the weight gradient if its factors are first converted to a wider dtype. CPUs do this,
+    because they do not accumulate products in a wider dtype than their inputs."""
     " products in a wider type than theirs."
     deferred_extra: Callable[[OperatorCall], int] = _no_bytes
-    "What is added to that where weight gradients are put off."
+    "Addition to `backward_extra` if weight gradients are deferred."
     boundary: bool = False
-    "Under selective recomputation the outputs and own bytes of a boundary stay; all else is made again."
+    "Under selective recomputation the outputs and own bytes of a boundary are kept; all other values are recomputed."
     heavy: bool = False
-    "Does the work of a matrix product: a layer with fewer than two such operators is never fully recomputed."
+    "Does the work of a matrix product. A layer with fewer than two heavy operators is never fully recomputed."
     view: bool = False
     "Output 0 shares the storage of input 0."
     output_dtype: str | None = None
     "None: the dtype of input 0; else a fixed dtype; `attribute` reads the attribute `dtype`."
 
     def check_inputs(self, operator: Operator) -> None:
-        """Assert that `operator` has as many inputs as the kind allows: a graph of ours that does not is our bug."""
+        """Assert that `operator` has the number of inputs that the kind requires. A captured graph that fails this is a
+        bug."""
         if any(name.endswith("*") for name in self.inputs):
             return
         assert len(operator.inputs) == len(self.inputs), f"{self.kind} takes {self.inputs}, not {operator.inputs}"
@@ -153,10 +159,10 @@ def same_shape(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) 
 
 
 def save_input(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
-    """Keep input 0 where a gradient flows through it."""
+    """Save input 0 if it needs a gradient."""
     return operator.inputs[:1] if needs_gradient(operator.inputs[0]) else ()
 
 
 def save_output(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
-    """Keep output 0 where a gradient flows through it."""
+    """Save output 0 if input 0 needs a gradient."""
     return operator.outputs[:1] if needs_gradient(operator.inputs[0]) else ()

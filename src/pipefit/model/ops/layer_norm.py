@@ -1,8 +1,8 @@
 """layer_norm(x, weight?, bias?): standardize the last dimension, then scale and shift (Ba et al., 2016).
 
-Keeps x and, per row, the mean and the reciprocal standard deviation, in float32 or wider.
-`layer_norm_shard` is the same of a run of the features: sums are reduced over the devices, of a token its features and
-then their squared distances from the mean, and in the backward two at once.
+Saves x and, per row, the mean and the reciprocal standard deviation, in float32 or wider. `layer_norm_shard` works on a
+range of the features. The forward reduces two sums per token over the devices: the features, then their squared
+distances from the mean. The backward reduces two sums at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ def _own_bytes(call: OperatorCall) -> int:
 
 
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
-    """The sum of every token, then that of the squared distances from the mean; two sums at once in the backward."""
+    """All-reduces of the sum and of the squared distances from the mean per token; in the backward one of two sums."""
     size = float(_own_bytes(call))
     return InternalCollectives(forward=all_reduces(size / 2, 2), input_gradient=all_reduces(size, 1))
 
 
 def _shard_forward_extra(call: OperatorCall) -> int:
-    """Of plain PyTorch: the distances from the mean, their squares, and the normed x in the wide type."""
+    """Temporaries of plain PyTorch: the distances from the mean, their squares, and the normalized x in the wide
+    dtype."""
     x = call.inputs[0]
     assert x is not None
     return 2 * math.prod(x) * call.wide_bytes

@@ -1,4 +1,5 @@
-"""linear(x, weight, bias?) -> x weight^T + bias. Keeps x; a pending W holds x and the gradient of the output."""
+"""linear(x, weight, bias?) -> x weight^T + bias. Saves x; a deferred weight gradient (W) holds x and the gradient of
+the output."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> 
 
 
 def _widened_bytes(call: OperatorCall) -> int:
-    """x and the gradient of the output, as wide as the gradient's buffer."""
+    """x and the gradient of the output in the dtype of the weight's gradient buffer."""
     x = call.inputs[0]
     assert x is not None
     return (math.prod(x) + math.prod(call.outputs[0])) * call.wide_bytes

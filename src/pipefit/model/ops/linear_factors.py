@@ -1,8 +1,8 @@
-"""linear_factors: a linear layer of which every device computes its rows or tokens, and all of the weight's gradient.
+"""linear_factors: a linear layer on a part of the rows or tokens, with the complete weight gradient on every device.
 
-The two factors of the gradient, x and the gradient of the output, are gathered in every microbatch, and every device
-multiplies all of them: so the gradient is the same everywhere, and needs no reduction. It pays for wide layers with few
-rows (sufficient-factor broadcasting: Xie et al., 2016; Poseidon, Zhang et al., 2017).
+In every microbatch the two factors of the gradient, x and the gradient of the output, are all-gathered, and every
+device multiplies the full factors. The gradient is therefore equal on all devices and needs no reduction. This pays for
+wide layers with few rows (sufficient-factor broadcasting: Xie et al., 2016; Poseidon, Zhang et al., 2017).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KIND = "linear_factors"
 
 
 def reduced_nowhere(graph: Graph) -> frozenset[str]:
-    """The parameters of one device's graph whose gradients every device of the shard axis computes whole."""
+    """Parameters of one device's graph whose full gradient is computed on every device of the shard axis."""
     users = [operator for operator in graph.operators if operator.kind == KIND]
     return frozenset(name for operator in users for name in operator.inputs[1:] if name)
 
@@ -31,7 +31,7 @@ def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, An
 
 
 def _split_factor(call: OperatorCall) -> float:
-    """The whole of the split dimension over this device's part of it."""
+    """Full size of the split dimension divided by this device's part."""
     x, dim = call.inputs[0], call.attributes["dim"]
     assert x is not None
     return float(size_value(call.attributes["whole"], call.symbols) / max(1, x[dim]))
@@ -49,7 +49,7 @@ def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> 
 
 
 def _factors_bytes(call: OperatorCall) -> int:
-    """Both factors, whole."""
+    """Bytes of both gathered factors."""
     x = call.inputs[0]
     assert x is not None
     return round((math.prod(x) + math.prod(call.outputs[0])) * _split_factor(call)) * call.compute_bytes
@@ -62,12 +62,14 @@ def _widened_bytes(call: OperatorCall) -> int:
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     x = call.inputs[0]
     assert x is not None
-    how, other = lowering_of(Operator(kind=KIND, inputs=(), outputs=(), attributes=call.attributes))
+    forward_lowering, backward_lowering = lowering_of(
+        Operator(kind=KIND, inputs=(), outputs=(), attributes=call.attributes)
+    )
     units = (size_value(call.attributes["whole"], call.symbols),)
     sizes = (math.prod(x) * _split_factor(call), math.prod(call.outputs[0]) * _split_factor(call))
-    gathers = zip(sizes, (how, other), strict=True)
+    gathers = zip(sizes, (forward_lowering, backward_lowering), strict=True)
     return InternalCollectives(
-        weight_gradient=tuple(("all_gather", size * call.compute_bytes, way, units) for size, way in gathers)
+        weight_gradient=tuple(("all_gather", size * call.compute_bytes, lowering, units) for size, lowering in gathers)
     )
 
 

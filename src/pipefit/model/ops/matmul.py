@@ -1,4 +1,4 @@
-"""matmul(a, b): a matrix product of two activations, batched over the leading dimensions. Keeps both."""
+"""matmul(a, b): a matrix product of two activations, batched over the leading dimensions. Saves both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _count_flops(call: OperatorCall) -> Flops:
 
 def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     a, b = operator.inputs
-    return tuple(kept for kept, other in ((a, b), (b, a)) if needs_gradient(other))
+    return tuple(operand for operand, partner in ((a, b), (b, a)) if needs_gradient(partner))
 
 
 OPERATORS = (

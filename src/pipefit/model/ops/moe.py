@@ -1,16 +1,19 @@
 """moe(x_BTD, router_ED, gate_up_E2FD, down_EDF) -> y_BTD: a mixture of gated expert MLPs (Mixtral, Qwen3-MoE).
 
     p_BTE = softmax(x router^T) in float32 or wider; the top_k largest per token, in torch.topk's order
-    w = p[selected], divided by its sum where `normalize`, cast to x's type
+    w = p[selected], divided by its sum if `normalize`, cast to the dtype of x
     g, u = halves (first F rows, last F rows) of x gate_up[e]^T;   h = activation(g) * u
     y = sum over the selected experts e of w_e (h down[e]^T)
 
-No token is dropped. The auxiliary router loss is not part of the operator. With N = B*T*top_k selected pairs, the
-forward keeps x; the probabilities (B*T*E), and where they are normalized the selected ones (N) and their sums (B*T),
-all float32 or wider; three index vectors (N int64: selected experts, order by expert, token of each pair); and per
-pair its weight, the gathered x (D), the gate-and-up output (2F), h (F), the output (D) and the weighted output (D).
-A pending W holds per pair: gathered x (D), the gradient of gate-and-up (2F), h (F), the gradient of the output (D);
-and per token: x (D) and the gradient of the router's logits (E).
+No token is dropped. The auxiliary router loss is not part of the operator. N = B*T*top_k is the number of selected
+pairs.
+
+The forward saves x; the probabilities (B*T*E) and, if normalized, the selected ones (N) and their sums (B*T), all in
+float32 or wider; three index vectors (N int64: selected experts, order by expert, token of each pair); and per pair its
+weight, the gathered x (D), the gate-and-up output (2F), h (F), the output (D) and the weighted output (D).
+
+A deferred weight gradient (W) holds per pair: gathered x (D), the gradient of gate-and-up (2F), h (F), the gradient of
+the output (D). Per token it holds x (D) and the gradient of the router's logits (E).
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from pipefit.model.ops.kind import Flops, InternalCollectives, OperatorCall, Ope
 
 
 def _expert_sizes(call: OperatorCall) -> tuple[int, int, int, int, int]:
-    """tokens, features, experts that are routed to, features of an expert, selected pairs of the experts here (as many
-    for each expert: routing is taken to be balanced)."""
+    """(tokens, features, routed experts, features of an expert, selected pairs of the local experts). Routing is
+    assumed to be balanced: every expert has the same number of pairs."""
     x, router, down = call.inputs[0], call.inputs[1], call.inputs[3]
     assert x is not None and router is not None and down is not None
     tokens = math.prod(x[:-1])
@@ -56,32 +59,33 @@ def _pending_bytes(call: OperatorCall) -> int:
 
 
 def _forward_extra(call: OperatorCall) -> int:
-    """The zeros that the weighted outputs are added to: the sum is another tensor."""
+    """The zero tensor that the weighted outputs are added to; the sum is another tensor."""
     tokens, features, _, _, _ = _expert_sizes(call)
     return tokens * features * call.compute_bytes
 
 
 def _backward_extra(call: OperatorCall) -> int:
-    """The larger of two moments, before x has its gradient: the gradient of the output before and after its weight (2 D
-    per pair); or the gate run again and its gradients (5 F), when output and weighted output (2 D) are gone."""
+    """The larger of two peaks before x has its gradient. First: the gradient of the output before and after its weight
+    (2 D per pair). Second: the recomputed gate and its gradients (5 F), after output and weighted output (2 D) are
+    freed."""
     tokens, features, _, inner, pairs = _expert_sizes(call)
     return (pairs * max(2 * features, 5 * inner - 2 * features) - tokens * features) * call.compute_bytes
 
 
 def _deferred_extra(call: OperatorCall) -> int:
-    """At the second moment a pending W holds the output's gradient and h."""
+    """At the second peak a deferred weight gradient holds the output's gradient and h."""
     _, features, _, inner, pairs = _expert_sizes(call)
     gate = max(2 * features, 6 * inner - features) - max(2 * features, 5 * inner - 2 * features)
     return pairs * gate * call.compute_bytes
 
 
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
-    """The pairs' inputs to the experts and their outputs back; the gradients of both."""
+    """All-to-alls of the pairs' inputs to the experts and of their outputs back; the same for both gradients."""
     _, features, experts, _, _ = _expert_sizes(call)
     tokens = call.symbols["B"] * call.symbols["T"]
     size = float(tokens * int(call.attributes["top_k"]) * features * call.compute_bytes)
-    way = "all_to_all", size, "alltoallv", (tokens, experts)
-    return InternalCollectives(forward=(way, way), input_gradient=(way, way))
+    exchange = "all_to_all", size, "alltoallv", (tokens, experts)
+    return InternalCollectives(forward=(exchange, exchange), input_gradient=(exchange, exchange))
 
 
 _MOE = OperatorKind(

@@ -1,7 +1,7 @@
-"""opaque(inputs..., parameters...): a user's module that could not be captured. Form I, fused backward.
+"""opaque(inputs..., parameters...): a user's module that could not be captured. Replicated, with a fused backward.
 
-Nothing is known of its inside, so its costs are estimates: 2 FLOPs per parameter and token forward, twice that
-backward (Kaplan et al., 2020, section 2.1), all of it in I; kept: its inputs and `kept_factor` times its output.
+Its costs are estimates: 2 FLOPs per parameter and token forward and twice that backward (Kaplan et al., 2020, section
+2.1), all of it in the I action. It is assumed to save its inputs and `kept_factor` times its output.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""packed_attention(q_BTHK, k_BTHK, v_BTHK, documents_BT) -> o_BTHK: attention that stays within the images of a row.
+"""packed_attention(q_BTHK, k_BTHK, v_BTHK, documents_BT) -> o_BTHK: attention within each image of a packed row.
 
-Several images lie one behind the other in a row; `documents` says for every token the place in its row where its image
-starts. Tokens see all tokens of their own image, before and behind them, and no others. Keeps what `attention` keeps.
+A row holds several images one after the other; `documents` gives for every token the start of its image in the row.
+Tokens attend to all tokens of their own image, in both directions, and to no others. Saves the same tensors as
+`attention`.
 
-FLOPs: what is computed, which is one square for every image: two products forward and four backward over the **sum of
-the squared lengths** of the images. That number is the symbol `squares` (over all rows of the microbatch on this
-device); where nobody gives it, an upper bound stands for it: one image a row, B T^2.
+FLOPs: one square per image, two products forward and four backward over the **sum of the squared lengths** of the
+images. That sum is the symbol `squares`, over all rows of the microbatch on this device. Without the symbol an upper
+bound is used: one image per row, B T^2.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pipefit.model.graph import Operator
 from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind, same_shape
 
 SQUARES = "squares"
-"The symbol: the sum over images of their tokens, squared."
+"The symbol: the sum over images of the squared number of tokens."
 
 
 def _count_flops(call: OperatorCall) -> Flops:

@@ -1,4 +1,4 @@
-"""Pointwise kinds of one or two inputs. What each keeps is what its derivative is written in."""
+"""Pointwise kinds of one or two inputs. Each saves the tensors that its derivative is written in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _save_for_mul(operator: Operator, needs_gradient: Callable[[str], bool]) -> 
     a, b = operator.inputs
     if not b:
         return ()
-    return tuple(kept for kept, other in ((a, b), (b, a)) if needs_gradient(other))
+    return tuple(operand for operand, partner in ((a, b), (b, a)) if needs_gradient(partner))
 
 
 def _save_for_div(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""reshare over the shard axis: what was split by some shares is split along the same dimension by others afterwards.
+"""reshare over the shard axis: changes the shares by which a dimension is split; the dimension stays the same.
 
-It stands where layers with shares of their own meet; every device sends what is no longer its own straight to whose it
-is. Its backward is the way back. Like other collectives it keeps nothing and is not run again under selective
-recomputation. Rows and tokens of the shares that are not the layer's own are counted as if they were.
+It is inserted between layers with different shares. Every device sends each row or token that moves straight to its new
+owner. The backward is the reverse transfer. Like other collectives it saves nothing and is not rerun under selective
+recomputation. Rows and tokens of foreign shares are counted as if they were the layer's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KIND = "reshare"
 
 
 def shares_of(operator: Operator) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Everyone's shares before and afterwards."""
+    """Shares of all devices before and afterwards."""
     return tuple(operator.attributes["from"]), tuple(operator.attributes["to"])
 
 

@@ -1,9 +1,8 @@
 """rms_norm(x, weight?): x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
 
-Keeps x and one reciprocal root mean square per row; statistics are computed in float32 or wider.
-While it runs, it has up to two tensors like x in the wide type, and four in its backward (`run/ops/norm.py`).
-`rms_norm_shard` is the same of a run of the features: one sum a token is reduced over the devices, and one in the
-backward.
+Saves x and one reciprocal root mean square per row; statistics are computed in float32 or wider. The forward needs up
+to two temporary tensors like x in the wide dtype, the backward four (`run/ops/norm.py`). `rms_norm_shard` works on a
+range of the features: the forward and the backward each reduce one sum per token over the devices.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _backward_extra(call: OperatorCall) -> int:
 
 
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
-    """The sum of squares of every token; the product of the gradient and the normed x, summed."""
+    """All-reduces of the sum of squares of every token, and in the backward of gradient times normalized x."""
     size = float(_own_bytes(call))
     return InternalCollectives(forward=all_reduces(size, 1), input_gradient=all_reduces(size, 1))
 

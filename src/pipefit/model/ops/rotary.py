@@ -1,8 +1,9 @@
 """rotary(x_BTHK, positions_BT): rotary position embedding (Su et al., 2021) of the first `dim` features of each head.
 
 Pairs are (i, i + dim/2) in style `half` (GPT-NeoX, Hugging Face) and (2i, 2i + 1) in style `interleaved` (Meta, GPT-J).
-Pair i turns by positions * frequency[i]; `rotary_frequencies` gives them for every scaling we know. Keeps nothing: the
-backward pass turns the other way, and the cos/sin table is cached with the step plan's positions.
+Pair i is rotated by positions * frequency[i]; `rotary_frequencies` computes the frequencies for every known scaling.
+Saves nothing: the backward rotates in the other direction, and the cos/sin table is cached with the step plan's
+positions.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _require_field(scaling: Mapping[str, Any], name: str) -> float:
 
 
 def _llama3_frequency(frequency: float, scaling: Mapping[str, Any]) -> float:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear blend between (Meta's
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones unchanged, with a linear blend between (Meta's
     `apply_scaling`)."""
     factor, low, high = (
         _require_field(scaling, "factor"),
@@ -76,7 +77,7 @@ def _llama3_frequency(frequency: float, scaling: Mapping[str, Any]) -> float:
 def _yarn_frequencies(
     base: list[float], theta: float, dim: int, scaling: Mapping[str, Any]
 ) -> tuple[list[float], float]:
-    """YaRN (Peng et al., 2023, section 3.2): a ramp over the pairs between kept and interpolated frequencies, and
+    """YaRN (Peng et al., 2023, section 3.2): a ramp over the pairs from original to interpolated frequencies, and
     cos/sin scaled by 0.1 ln(factor) + 1."""
     factor = _require_field(scaling, "factor")
     old_length = _require_field(scaling, "original_max_position_embeddings")
@@ -110,7 +111,7 @@ def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def _extra_bytes(call: OperatorCall) -> int:
-    """The two halves of the features that turn, before they are put together."""
+    """The two halves of the rotated features, before concatenation."""
     x = call.inputs[0]
     assert x is not None
     return math.prod(x[:-1]) * int(call.attributes["dim"]) * call.compute_bytes

@@ -1,4 +1,4 @@
-"""Kinds that move or rename numbers: reshape, transpose, slice (views), cast and concat (copies). They keep nothing."""
+"""Kinds that move or rename numbers: reshape, transpose, slice (views), cast and concat (copies). They save nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""softmax(x) over one dimension. Keeps its output.
+"""softmax(x) over one dimension. Saves its output.
 
-`softmax_shard` is the same where every device has a run of that dimension: the largest number and the sum of the
-exponentials are reduced over the devices, and one sum in the backward.
+`softmax_shard` works on a range of that dimension. The forward reduces the maximum and the sum of exponentials over the
+devices, the backward one sum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipefit.model.ops.kind import InternalCollectives, OperatorCall, OperatorKi
 
 
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
-    """One number for every place of the other dimensions, in x's type: twice forward, once backward."""
+    """One number per position of the other dimensions, in the dtype of x: two all-reduces forward, one backward."""
     x, dim = call.inputs[0], int(call.attributes["dim"])
     assert x is not None
     size = float(math.prod(x) // max(1, x[dim]) * call.compute_bytes)

@@ -1,7 +1,7 @@
 """squared_error(prediction, target) -> the sum of (prediction - target)^2 over all elements.
 
-The loss of flow matching, where the target is the velocity from noise to data (Lipman et al., 2023; Liu et al., 2023).
-A sum, as every loss here: the run divides by the elements of the whole step. Computed, and the difference kept, in
+The loss of flow matching, with the velocity from noise to data as target (Lipman et al., 2023; Liu et al., 2023). Like
+every loss here it is a sum: the run divides by the elements of the step. The difference is computed and saved in
 float32 or wider.
 """
 

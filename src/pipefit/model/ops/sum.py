@@ -1,4 +1,4 @@
-"""sum(x) over some dimensions. Keeps nothing: its gradient is that of the result, repeated."""
+"""sum(x) over some dimensions. Saves nothing: its gradient is the gradient of the result, repeated."""
 
 from __future__ import annotations
 

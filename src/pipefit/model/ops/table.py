@@ -14,14 +14,14 @@ _MACHINERY = {"kind", "table"}
 
 def _discover_kinds() -> Mapping[str, OperatorKind]:
     package = importlib.import_module(__package__)
-    found: dict[str, OperatorKind] = {}
+    kinds: dict[str, OperatorKind] = {}
     for info in pkgutil.iter_modules(package.__path__):
         if info.name in _MACHINERY:
             continue
         for kind in importlib.import_module(f"{__package__}.{info.name}").OPERATORS:
-            assert kind.kind not in found, f"operator kind {kind.kind} is defined twice"
-            found[kind.kind] = kind
-    return MappingProxyType(found)
+            assert kind.kind not in kinds, f"operator kind {kind.kind} is defined twice"
+            kinds[kind.kind] = kind
+    return MappingProxyType(kinds)
 
 
 KINDS: Mapping[str, OperatorKind] = _discover_kinds()

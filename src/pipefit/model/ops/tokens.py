@@ -1,9 +1,9 @@
-"""put_tokens and take_tokens: hidden states move between the rows of a sequence and a packed row, by place.
+"""put_tokens and take_tokens: move hidden states between a token sequence and a packed row of images, by position.
 
-`put_tokens(h_BTD, x_1ID, places_1I)`: h with the I rows of x in the places b T + t that `places` names, each at most
-once. `take_tokens(h_BTD, places_1L)`: the rows of h at those places, (1, L, D). So image embeddings come into the token
-sequence, and the hidden states that an image generator is conditioned on out of it. Places belong to the step plan;
-what comes into a stage, x, stays until its backward. I and L may be zero.
+`put_tokens(h_BTD, x_1ID, places_1I)`: h with the I rows of x at the positions b T + t in `places`, each at most once.
+`take_tokens(h_BTD, places_1L)`: the rows of h at those positions, (1, L, D). They put image embeddings into the token
+sequence, and take out the hidden states that condition an image generator. Positions belong to the step plan; the
+received x is kept until its backward. I and L may be zero.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CUT = {"cut": "of a sequence that is split: [0 or 1, the first row's or token's
 
 
 def _saved_for_put(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
-    """x: what comes into a stage stays until its backward has its gradient."""
+    """x: a received tensor is kept until its backward has its gradient."""
     return operator.inputs[1:2] if needs_gradient(operator.inputs[1]) else ()
 
 
 def _spare_bytes(call: OperatorCall) -> int:
-    """Of a part of the sequence: a copy with one row more."""
+    """With a split sequence: a copy with one extra row."""
     h = call.inputs[0]
     assert h is not None
     return math.prod(h) * call.compute_bytes if "cut" in call.attributes else 0

@@ -1,9 +1,9 @@
-"""unshard(weight): a parameter that is stored split over the shard axis, gathered for the operator that uses all of it.
+"""unshard(weight): all-gathers a parameter that is stored sharded over the shard axis, for one operator.
 
-The word is that of PyTorch's fully sharded data parallelism (FSDP2; ZeRO-3: Rajbhandari et al., 2020). An operator
-whose kind names the weight in `gathers` gathers it in its forward and, where the input gradient needs it, again; it
-lets go of it at once, and its weight gradient is reduced and split in every microbatch. A weight of any other operator
-(a norm's scale) is gathered once, kept by autograd, and its gradient reduced as it comes.
+The word is from PyTorch's fully sharded data parallelism (FSDP2; ZeRO-3: Rajbhandari et al., 2020). An operator whose
+kind lists the weight in `gathers` gathers it in its forward and, if the input gradient needs it, again in the backward.
+It frees the weight at once, and reduce-scatters the weight gradient in every microbatch. A weight of any other operator
+(a norm's scale) is gathered once and kept by autograd; its gradient is reduced as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pipefit.model.graph import Graph, ParameterSpec, Shape
 from pipefit.model.ops.kind import OperatorKind
 
 _WEIGHTS: dict[int, tuple[Graph, Mapping[str, ParameterSpec]]] = {}
-"""What `stored_weights` has found, by the identity of the graph, which is kept alive."""
+"""Results of `stored_weights` by the identity of the graph, which the entry keeps alive."""
 
 MOST_KNOWN = 1024
 
 
 def stored_weights(graph: Graph) -> Mapping[str, ParameterSpec]:
-    """The parameters of a graph, and under the names that operators read them by those that are gathered for use."""
+    """The parameters of a graph by name, including gathered weights under the names that operators read."""
     if id(graph) not in _WEIGHTS:
         if len(_WEIGHTS) >= MOST_KNOWN:
             _WEIGHTS.clear()
@@ -30,18 +30,18 @@ def stored_weights(graph: Graph) -> Mapping[str, ParameterSpec]:
 
 
 def _find_weights(graph: Graph) -> Mapping[str, ParameterSpec]:
-    found = {spec.name: spec for spec in graph.parameters}
+    weights = {spec.name: spec for spec in graph.parameters}
     for operator in graph.operators:
         if operator.kind == "unshard":
-            name, stored = operator.outputs[0], found[operator.inputs[0]]
+            name, stored = operator.outputs[0], weights[operator.inputs[0]]
             shape = tuple(int(size) for size in graph.find_tensor(name).shape)
-            found[name] = ParameterSpec(name=name, shape=shape, trainable=stored.trainable)
-    return found
+            weights[name] = ParameterSpec(name=name, shape=shape, trainable=stored.trainable)
+    return weights
 
 
 def gathers_of(graph: Graph, name: str) -> int:
-    """How often the operator that uses a weight gathers it where it is stored split; 0: it is gathered once and kept
-    (or several operators use it)."""
+    """Number of all-gathers by the operator that uses a sharded weight. 0: it is gathered once and kept, or several
+    operators use it."""
     from pipefit.model.ops.table import KINDS
 
     users = [operator for operator in graph.operators if name in operator.inputs]

@@ -1,7 +1,7 @@
-"""Weights in Hugging Face's safetensors files: read by global name, whole or a box of it, and written back.
+"""Weights in Hugging Face's safetensors files: read by global name, entire or in part, and written back.
 
-A parameter of ours may be several tensors of the files (one per expert) or stand there transposed (GPT-2's Conv1D);
-`ModelConfig.stored_tensors` says how. Nothing is unpickled. Torch is imported inside the functions.
+A parameter may be stored as several tensors (one per expert) or transposed (GPT-2's Conv1D);
+`ModelConfig.stored_tensors` describes this. Nothing is unpickled. Torch is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Box = Sequence[tuple[int, int]]
 """Half-open range of each dimension of a parameter."""
 
 PREFIXES = ("model", "transformer", "vit", "vision_model")
-"""What Hugging Face's classes for a task put before the names of the model inside."""
+"""Prefixes that Hugging Face's task classes put before the names of the inner model."""
 
 
 class WeightNames(Protocol):
-    """What knows how parameters stand in files."""
+    """The mapping from parameter names to stored tensors."""
 
     def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
-        """The tensors of the files that hold the parameter of that name."""
+        """The stored tensors of the parameter with this global name."""
 
 
 class WeightFiles:
-    """The safetensors files of one model, opened for reading. Use as a context manager or let it go."""
+    """The safetensors files of one model, opened for reading. May be used as a context manager."""
 
     def __init__(self, source: Path, family: str, config: Mapping[str, Any], typed: WeightNames | None = None) -> None:
-        """`source`: a directory (with an index or single file) or one safetensors file. `typed` says how parameters
-        stand in the files, instead of the family's configuration. Raises ModelError."""
+        """`source`: a directory (with an index or single file) or one safetensors file. `typed` maps parameter names to
+        stored tensors instead of the family's configuration. Raises ModelError."""
         self.source = source
         self._typed = typed if typed is not None or family == USER else typed_config(family, config)
         self._files = {path: _open_file(path) for path in _list_files(source)}
@@ -54,9 +54,9 @@ class WeightFiles:
         return tuple(self._where)
 
     def read(self, name: str, shape: Sequence[int], box: Box | None = None) -> Tensor:
-        """The parameter of that global name and shape, or the box of it, on the CPU in the type of the file.
+        """Return the parameter with that global name and shape, or a box of it, on the CPU in the dtype of the file.
 
-        Raises ModelError where a tensor is missing or has another shape.
+        Raises ModelError if a tensor is missing or has another shape.
         """
         import torch
 
@@ -78,14 +78,14 @@ class WeightFiles:
         return out
 
     def _stored_blocks(self, name: str) -> tuple[WeightTensor, ...]:
-        """The stored tensors of a parameter; the parameter's own name where the file holds it in one piece."""
+        """The stored tensors of a parameter; only its own name if the file holds it in one piece."""
         blocks = self._typed.stored_tensors(name) if self._typed is not None else (WeightTensor(name),)
         if self._find_spelling(blocks[0].name) is None and self._find_spelling(name) is not None:
             return (WeightTensor(name),)
         return blocks
 
     def _find_spelling(self, name: str) -> str | None:
-        """The file's spelling of a name: as it is, or without or with the prefix of the whole model."""
+        """The file's spelling of a name: unchanged, or without or with the prefix of the full model."""
         plain = name.split(".", 1)[-1]
         known = (name, plain, *(f"{prefix}.{name}" for prefix in PREFIXES))
         return next((item for item in known if item in self._where), None)
@@ -113,8 +113,8 @@ class WeightFiles:
         if not shape:
             return self._where[spelled].get_tensor(spelled)
         if block.shape:
-            whole = self._where[spelled].get_tensor(spelled).reshape(tuple(shape))
-            return whole[tuple(slice(start, stop) for start, stop in box)]
+            stored = self._where[spelled].get_tensor(spelled).reshape(tuple(shape))
+            return stored[tuple(slice(start, stop) for start, stop in box)]
         ranges = list(reversed(box)) if block.transposed else list(box)
         part = handle[tuple(slice(start, stop) for start, stop in ranges)]
         return part.t().contiguous() if block.transposed else part
@@ -128,7 +128,7 @@ class WeightFiles:
 
 
 def load_layers(layers: Sequence[nn.Module], source: Path, family: str, config: Mapping[str, Any]) -> None:
-    """Fill the parameters of `layers` (on a real device) from the files, cast to the parameters' type."""
+    """Fill the parameters of `layers` (on a real device) from the files, cast to the parameters' dtype."""
     import torch
 
     with WeightFiles(source, family, config) as files, torch.no_grad():
@@ -138,7 +138,7 @@ def load_layers(layers: Sequence[nn.Module], source: Path, family: str, config: 
 
 
 def layer_tensors(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Global name -> parameter; tied ones once."""
+    """Global name -> parameter; tied parameters appear once."""
     return {
         layer.parameter_names[local]: parameter.detach()
         for layer in layers
@@ -153,10 +153,10 @@ def save_weights(
     config: Mapping[str, Any],
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
 ) -> list[Path]:
-    """Write parameters (by global name) and config.json as Hugging Face does; gives the files written.
+    """Write parameters (by global name) and config.json as Hugging Face does; return the paths of the files.
 
-    More than `max_file_bytes` are split over several files with an index. Files are written under other names and
-    renamed at the end, the index last; `tensors` may be a generator, one file's worth is held at a time.
+    More than `max_file_bytes` are split over several files with an index. Files are written under temporary names and
+    renamed at the end, the index last. `tensors` may be a generator; only one file's tensors are held at a time.
     """
     directory.mkdir(parents=True, exist_ok=True)
     typed = None if family == USER else typed_config(family, config)
@@ -190,7 +190,8 @@ def _as_index(block: WeightTensor) -> tuple[Any, ...]:
 def _overlap_box(
     block: WeightTensor, shape: Sequence[int], box: Box
 ) -> tuple[tuple[Any, ...] | None, list[Any], list[int]]:
-    """(where the block's part goes in the box, which part of the block, shape of the block); None: no overlap."""
+    """(index of the block's part in the box, ranges within the block, shape of the block); None if they do not
+    overlap."""
     target: list[Any] = []
     inner: list[tuple[int, int]] = []
     block_shape: list[int] = []

@@ -1,7 +1,7 @@
-"""First weights of a model of several modules from the directories of its parts: `vision=DIR,language=DIR`.
+"""Initial weights of a multimodal model from the directories of its parts: `vision=DIR,language=DIR`.
 
-A part is a Hugging Face directory of its own: a ViT or SigLIP encoder, a Llama-family model. What no part holds (the
-projector, the generator) starts as it would without weights. Torch is imported inside `weights.py`.
+A part is a Hugging Face directory: a ViT or SigLIP encoder, or a Llama-family model. Modules without a directory (the
+projector, the generator) get their usual initial values. Torch is imported inside `files.py`.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from pipefit.model.registry import read_json
 from pipefit.model.weights.files import Box, WeightFiles
 
 PARTS = ("vision", "language")
-"""Modules that directories of their own exist for."""
+"""Modules that can have a directory."""
 
 Read = Callable[[str, Sequence[int], Box], Any]
 """(global name, shape, box) -> that part of the parameter, a tensor."""
 
 
 def is_parts_text(text: str) -> bool:
-    """Whether `text` is of the form `vision=DIR`, and not one directory of a whole model."""
+    """Return whether `text` has the form `vision=DIR` instead of being one directory of a complete model."""
     return any(text.startswith(f"{part}=") for part in PARTS)
 
 
 def split_parts(text: str, where: str = "--weights") -> dict[str, Path]:
-    """Module -> directory. Raises ModelError."""
-    found: dict[str, Path] = {}
+    """Return module -> directory. Raises ModelError if the text is malformed."""
+    directories: dict[str, Path] = {}
     for item in text.split(","):
         part, equal, directory = item.partition("=")
-        if not equal or not directory or part not in PARTS or part in found:
+        if not equal or not directory or part not in PARTS or part in directories:
             raise ModelError(
                 "The weights of modules are named wrongly.",
                 where=where,
                 seen=item,
                 allowed=" and ".join(f"{part}=DIR" for part in PARTS) + ", each once, with a comma between",
             )
-        found[part] = Path(directory)
-    return found
+        directories[part] = Path(directory)
+    return directories
 
 
 def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, Any], otherwise: Read) -> Read:
-    """Reads parameters from the directories of modules; those that none of them holds from `otherwise`.
+    """Return a function that reads parameters from the directories of modules, and all others from `otherwise`.
 
-    Raises ModelError for a model without such a module, a directory of another configuration, or missing weights.
+    Raises ModelError if the model has no such module, the directory has another configuration, or weights are missing.
     """
     typed = typed_config(family, config)
     files: dict[str, WeightFiles] = {}
@@ -73,12 +73,12 @@ def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, 
 
 
 _EITHER = {"initializer_range", "image_mean", "image_std", "max_position_embeddings", "architectures"}
-"""Fields that weights do not depend on."""
+"""Configuration fields that do not affect the weights."""
 
 
 def _check_same_config(part: str, directory: Path, typed: Any) -> None:
-    """Raise ModelError where the config.json of a directory is of another module than the model's, FormatError where
-    it is damaged."""
+    """Raise ModelError if a directory's config.json describes another module than the model's, FormatError if it is
+    damaged."""
     from pipefit.model.families.llama import config as llama
     from pipefit.model.families.multimodal import vision_config as vision
 
@@ -86,14 +86,14 @@ def _check_same_config(part: str, directory: Path, typed: Any) -> None:
     if not path.is_file():
         return
     read: Any = vision.read if part == "vision" else llama.read
-    found = read(read_json(path), str(path)).to_config()
+    stored = read(read_json(path), str(path)).to_config()
     wanted = getattr(typed, part).to_config()
-    names = [n for n in sorted({*found, *wanted} - _EITHER) if found.get(n) != wanted.get(n)]
+    names = [n for n in sorted({*stored, *wanted} - _EITHER) if stored.get(n) != wanted.get(n)]
     if names:
         raise ModelError(
             "The weights are of another module than the model's.",
             where=str(path),
-            seen=", ".join(f"{name} {found.get(name)}" for name in names[:4]),
+            seen=", ".join(f"{name} {stored.get(name)}" for name in names[:4]),
             allowed=", ".join(f"{name} {wanted.get(name)}" for name in names[:4]) + f", as in {part!r} of the model",
             next_step="give weights of that configuration, or plan the model with theirs",
         )

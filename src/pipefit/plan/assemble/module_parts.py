@@ -39,19 +39,19 @@ def module_skeleton(
     modules = {module.name: module for module in model.modules}
     runs: list[list[int]] = []
     first, lies = _first_group(decisions), dict(decisions.modules)
-    for name, own in decisions.modules:
+    for name, config in decisions.modules:
         runs.append([])
         if name in decisions.inline:
-            (stage,) = make_stages(modules[name], own, (), programs)
+            (stage,) = make_stages(modules[name], config, (), programs)
             runs[-1].append(len(stages))
             end = decisions.inline_lane(name)
             grid = first + end if decisions.in_grid(name) else len(groups)
             stages.append(replace(stage, group=grid, divide=decisions.divide_of(name)))
-            split_state.append(decisions.zero1 and len(own.replicas) > 1)
+            split_state.append(decisions.zero1 and len(config.replicas) > 1)
             if not decisions.in_grid(name):
-                groups += make_groups(replace(own, devices=lies[decisions.backbone].lane_devices()[end]))
+                groups += make_groups(replace(config, devices=lies[decisions.backbone].lane_devices()[end]))
             continue
-        for turn, placed in enumerate(_module_instances(decisions, name, own)):
+        for turn, placed in enumerate(_module_instances(decisions, name, config)):
             for stage in make_stages(modules[name], placed, placed.cuts, programs):
                 runs[-1].append(len(stages))
                 stages.append(
@@ -64,7 +64,7 @@ def module_skeleton(
                         divide=decisions.divide_of(name),
                     )
                 )
-                split_state.append(decisions.zero1 and len(own.replicas) > 1)
+                split_state.append(decisions.zero1 and len(config.replicas) > 1)
             groups += make_groups(placed)
     return PlanSkeleton(
         job=job,
@@ -92,8 +92,8 @@ def _first_group(decisions: MultiModuleConfig) -> int:
     names = [name for name, _ in decisions.modules]
     before = decisions.modules[: names.index(decisions.backbone)] if decisions.inline else ()
     return sum(
-        own.stage_count * decisions.copy_count(name)
-        for name, own in before
+        config.stage_count * decisions.copy_count(name)
+        for name, config in before
         if name not in decisions.inline or not decisions.in_grid(name)
     )
 
@@ -109,13 +109,13 @@ def _stage_pairs(decisions: MultiModuleConfig, runs: Sequence[Sequence[int]]) ->
     """Which stage hands to which; `runs` are the stages of every module. Those of a guest take turns: each is fed by,
     or feeds, the end of the module beside it."""
     guest = [name in decisions.guests for name, _ in decisions.modules]
-    found = []
-    for place, own in enumerate(runs):
-        found += [] if guest[place] else list(pairwise(own))
-        if place + 1 < len(runs):
-            ends, starts = (own if guest[place] else own[-1:]), runs[place + 1]
-            found += [(end, start) for end in ends for start in (starts if guest[place + 1] else starts[:1])]
-    return sorted(found)
+    pairs = []
+    for index, run in enumerate(runs):
+        pairs += [] if guest[index] else list(pairwise(run))
+        if index + 1 < len(runs):
+            ends, starts = (run if guest[index] else run[-1:]), runs[index + 1]
+            pairs += [(end, start) for end in ends for start in (starts if guest[index + 1] else starts[:1])]
+    return sorted(pairs)
 
 
 def module_edges(
@@ -128,18 +128,18 @@ def module_edges(
     """The hidden state from stage to stage, within modules and from one to the other."""
     edges = []
     for source, target in pairs:
-        one, two = stages[source], stages[target]
-        ahead, behind = (shard_shares(groups[stage.group]) for stage in (one, two))
-        gives = end_program(programs, one, ahead, -1).gives
-        takes = end_program(programs, two, behind, 0).takes
+        sender, receiver = stages[source], stages[target]
+        ahead, behind = (shard_shares(groups[stage.group]) for stage in (sender, receiver))
+        gives = end_program(programs, sender, ahead, -1).gives
+        takes = end_program(programs, receiver, behind, 0).takes
         if not can_transfer((gives, len(ahead)), (takes, len(behind))):
             raise FormsError(
                 "Neighbouring stages hold the hidden state in forms that do not go together.",
-                where=f"{one.module}, then {two.module}",
+                where=f"{sender.module}, then {receiver.module}",
                 seen=f"{gives} on {len(ahead)} device(s), then {takes} on {len(behind)}",
                 allowed="no whole tensor for several devices unless as many have it whole",
             )
-        rows = "G1" if {one.space, two.space} & packed else "G0"
+        rows = "G1" if {sender.space, receiver.space} & packed else "G0"
         edges.append(
             Edge(
                 source=source,
@@ -158,14 +158,20 @@ def end_program(programs: ProgramCache, stage: Stage, shares: tuple[int, ...], e
 
 def module_parameters(model: Model, parts: PlanSkeleton, programs: ProgramCache) -> tuple[ParameterPlan, ...]:
     """Every parameter once, module by module, by the numbers of the plan's stages."""
-    found = []
+    parameters = []
     for module in model.modules:
-        own = [index for index, stage in enumerate(parts.stages) if stage.module == module.name]
-        stages = [parts.stages[index] for index in own]
-        split = any(parts.split_state[index] for index in own)
-        for one in make_parameters(module, stages, parts.groups, programs, split):
-            found.append(replace(one, uses=tuple(own[use] for use in one.uses), owner=own[one.owner]))
-    return tuple(found)
+        stage_indices = [index for index, stage in enumerate(parts.stages) if stage.module == module.name]
+        stages = [parts.stages[index] for index in stage_indices]
+        split = any(parts.split_state[index] for index in stage_indices)
+        for parameter in make_parameters(module, stages, parts.groups, programs, split):
+            parameters.append(
+                replace(
+                    parameter,
+                    uses=tuple(stage_indices[use] for use in parameter.uses),
+                    owner=stage_indices[parameter.owner],
+                )
+            )
+    return tuple(parameters)
 
 
 def host_order(sizes: Sequence[tuple[int, int]], host_devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -173,28 +179,28 @@ def host_order(sizes: Sequence[tuple[int, int]], host_devices: Sequence[int]) ->
     crosses hosts where the hosts have a multiple of them; empty where they do not fit."""
     starts = list(itertools.accumulate(host_devices, initial=0))
     free = [list(range(start, stop)) for start, stop in pairwise(starts)]
-    found: list[tuple[int, ...]] = [()] * len(sizes)
+    assigned: list[tuple[int, ...]] = [()] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index][1], index)):
         devices, shards = sizes[index]
-        taken: list[int] = []
+        chosen: list[int] = []
         for host in free:
-            while len(taken) < devices and len(host) >= shards:
-                taken += host[:shards]
+            while len(chosen) < devices and len(host) >= shards:
+                chosen += host[:shards]
                 del host[:shards]
-        if len(taken) < devices:
+        if len(chosen) < devices:
             return ()
-        found[index] = tuple(taken)
-    return tuple(found)
+        assigned[index] = tuple(chosen)
+    return tuple(assigned)
 
 
 def within_hosts(decisions: MultiModuleConfig, host_devices: Sequence[int]) -> bool:
     """Whether the shard groups of guests, runs of the backbone's lanes, lie within hosts."""
     hosts = [host for host, count in enumerate(host_devices) for _ in range(count)]
-    for name, own in decisions.modules:
+    for name, config in decisions.modules:
         if name in decisions.guests:
             for lane in dict(decisions.modules)[decisions.backbone].lane_devices():
-                for start in range(0, len(lane), len(own.shards)):
-                    if len({hosts[device] for device in lane[start : start + len(own.shards)]}) > 1:
+                for start in range(0, len(lane), len(config.shards)):
+                    if len({hosts[device] for device in lane[start : start + len(config.shards)]}) > 1:
                         return False
     return True
 

@@ -85,15 +85,15 @@ def gathered_stages(
     groups: Sequence[MeshPlan], stages: Sequence[Stage], parameters: Sequence[ParameterPlan]
 ) -> tuple[int, ...]:
     """The stages that use a trained parameter whose optimizer state is split over an axis of more than one position."""
-    found: set[int] = set()
+    gathered: set[int] = set()
     for parameter in parameters:
         if not parameter.trainable:
             continue
         axes = groups[stages[parameter.owner].group].axes
         for axis, form in zip(axes, parameter.state, strict=True):
             if parse_form(form).dim == FLAT and len(axis.shares) > 1:
-                found.update(parameter.uses)
-    return tuple(sorted(found))
+                gathered.update(parameter.uses)
+    return tuple(sorted(gathered))
 
 
 def find_frozen_stages(stages: int, edges: Sequence[Edge], parameters: Sequence[ParameterPlan]) -> frozenset[int]:

@@ -51,11 +51,11 @@ def packed_sizes(
         return ()
     units = microbatches // how.multiple
     if how.divide == "images":
-        each = [_replica_image_sizes(tokens, shares) for tokens in _image_tokens(space, units)]
-        return tuple(one for one in each for _ in range(how.multiple))
+        unit_sizes = [_replica_image_sizes(tokens, shares) for tokens in _image_tokens(space, units)]
+        return tuple(table for table in unit_sizes for _ in range(how.multiple))
     squares = space.squares or [count * count for count in space.counts]
-    both = [_by_replica(one, units, shares).repeat(how.multiple, axis=0) for one in (space.counts, squares)]
-    return tuple(tuple(zip(*row, strict=True)) for row in zip(*(one.tolist() for one in both), strict=True))
+    both = [_by_replica(table, units, shares).repeat(how.multiple, axis=0) for table in (space.counts, squares)]
+    return tuple(tuple(zip(*row, strict=True)) for row in zip(*(table.tolist() for table in both), strict=True))
 
 
 def edge_sizes(
@@ -68,12 +68,12 @@ def edge_sizes(
     """Of every microbatch: all tokens, and the runs of them that the replicas of both groups hold, whose stages take
     them so."""
     ends = [
-        _runs_of(space, microbatches, group.find_axis("replica").shares, own)
-        for group, own in zip((source, target), how, strict=True)
+        _runs_of(space, microbatches, group.find_axis("replica").shares, grouping)
+        for group, grouping in zip((source, target), how, strict=True)
     ]
     totals = np.asarray(space.counts, dtype=np.int64).reshape(microbatches, -1).sum(axis=1)
-    for total, sent, taken in zip(totals.tolist(), *ends, strict=True):
-        yield total, (sent, taken)
+    for total, sent, received in zip(totals.tolist(), *ends, strict=True):
+        yield total, (sent, received)
 
 
 def packed_symbols(spaces: Sequence[SampleSpace], microbatches: int, share: float) -> tuple[tuple[str, int], ...]:
@@ -90,14 +90,14 @@ def packed_symbols(spaces: Sequence[SampleSpace], microbatches: int, share: floa
 def frozen_layers(model: Model) -> dict[str, int]:
     """Of every module, how many layers at its beginning have no backward: neither they nor any before are trained. 0
     everywhere for a model of which nothing is trained."""
-    found: dict[str, int] = {}
+    frozen: dict[str, int] = {}
     reached = False
     for module in model.modules:
-        found[module.name] = 0
+        frozen[module.name] = 0
         for layer in module.layers:
-            reached = reached or any(one.trainable for one in model.layer_graph(layer).parameters)
-            found[module.name] += not reached
-    return found if reached else dict.fromkeys(found, 0)
+            reached = reached or any(parameter.trainable for parameter in model.layer_graph(layer).parameters)
+            frozen[module.name] += not reached
+    return frozen if reached else dict.fromkeys(frozen, 0)
 
 
 def _by_replica(counts: Sequence[int], microbatches: int, shares: Sequence[int]) -> Ints:
@@ -105,8 +105,8 @@ def _by_replica(counts: Sequence[int], microbatches: int, shares: Sequence[int])
     table = np.asarray(counts, dtype=np.int64).reshape(microbatches, -1)
     sums = np.concatenate([np.zeros((microbatches, 1), np.int64), table.cumsum(axis=1)], axis=1)
     starts, stops = np.array(split_by_shares(table.shape[1], shares)).T
-    found: Ints = sums[:, stops] - sums[:, starts]
-    return found
+    per_replica: Ints = sums[:, stops] - sums[:, starts]
+    return per_replica
 
 
 def _image_tokens(space: SampleSpace, units: int) -> Iterator[list[int]]:
@@ -119,7 +119,7 @@ def _image_tokens(space: SampleSpace, units: int) -> Iterator[list[int]]:
 def _replica_image_sizes(tokens: Sequence[int], shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Of every replica, what its images have."""
     runs = [tokens[start:stop] for start, stop in image_runs(tokens, shares)]
-    return tuple((sum(own), sum(count * count for count in own)) for own in runs)
+    return tuple((sum(images), sum(count * count for count in images)) for images in runs)
 
 
 def _runs_of(
@@ -133,8 +133,8 @@ def _runs_of(
         held = [[stop - start for start, stop in token_runs(tokens, shares)] for tokens in _image_tokens(space, units)]
     else:
         held = _by_replica(space.counts, units, shares).tolist()
-    for own, each in zip(held, totals.tolist(), strict=True):
-        bounds = list(accumulate(own, initial=0))
-        for start, total in zip(accumulate(each, initial=0), each, strict=False):
+    for replica_tokens, unit_totals in zip(held, totals.tolist(), strict=True):
+        bounds = list(accumulate(replica_tokens, initial=0))
+        for start, total in zip(accumulate(unit_totals, initial=0), unit_totals, strict=False):
             inside = [min(max(0, bound - start), total) for bound in bounds]
             yield list(pairwise(inside))

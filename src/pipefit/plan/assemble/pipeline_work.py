@@ -80,20 +80,20 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
         group, space = groups[stage.group], spaces[stage.space]
         layers = programs.module_layers(stage.module, stage.layers)
         shares = group.find_axis("shard").shares
-        made = [programs.layer_program(layer, sharding_key(stage), shares) for layer in layers]
-        check_layer_shares(made, shares, f"stages[{index}]")
+        layer_programs = [programs.layer_program(layer, sharding_key(stage), shares) for layer in layers]
+        check_layer_shares(layer_programs, shares, f"stages[{index}]")
         replicas = group.find_axis("replica").shares
         stages.append(
             StageWork(
                 lane=parts.placement[index],
                 group=group,
-                layers=tuple(program.graphs for program in made),
+                layers=tuple(program.graphs for program in layer_programs),
                 rows=_replica_rows(stage, space, parts.microbatches, group),
                 slices=_space_slices(space, parts),
                 recompute=stage.recompute,
                 parameters=programs.parameter_counts(layers, sharding_key(stage), shares),
                 split_state=parts.split_state[index],
-                shares=layer_shares(made, shares),
+                shares=layer_shares(layer_programs, shares),
                 symbols=packed_symbols(
                     parts.spaces, parts.microbatches // stage.microbatch_multiple, max(replicas) / sum(replicas)
                 ),
@@ -118,10 +118,10 @@ def _tied_work(
 ) -> tuple[TiedWork, ...]:
     """The exchange of every set of stages that share parameters; `uses` gives (stage, elements on a device) by name."""
     elements: dict[tuple[int, ...], int] = {}
-    for found in uses.values():
-        if len(found) > 1:
-            stages = tuple(stage for stage, _ in found)
-            elements[stages] = elements.get(stages, 0) + max(count for _, count in found)
+    for stage_elements in uses.values():
+        if len(stage_elements) > 1:
+            stages = tuple(stage for stage, _ in stage_elements)
+            elements[stages] = elements.get(stages, 0) + max(count for _, count in stage_elements)
     width = GRADIENT_BYTES[parts.job.precision]
     result = []
     for stages, count in elements.items():
@@ -132,8 +132,10 @@ def _tied_work(
         held = [groups[parts.stages[stage].group] for stage in stages]
         messages = [
             (move.source, move.target, float(count * width))
-            for one, other in itertools.permutations(held, 2)
-            for move in transfer_moves((1,), one, (IDENTITY,) * len(one.axes), other, (IDENTITY,) * len(other.axes))
+            for sender, receiver in itertools.permutations(held, 2)
+            for move in transfer_moves(
+                (1,), sender, (IDENTITY,) * len(sender.axes), receiver, (IDENTITY,) * len(receiver.axes)
+            )
         ]
         result.append(TiedWork(stages=stages, messages=tuple(messages), elements=count))
     return tuple(result)
@@ -142,8 +144,8 @@ def _tied_work(
 def _shard_rings(groups: Sequence[Mesh]) -> tuple[tuple[int, ...], ...]:
     """By shard position, the devices of all groups there."""
     shards = groups[0].find_axis("shard").size
-    at = [(device, group.axis_position(device, "shard")) for group in groups for device in group.devices]
-    return tuple(tuple(device for device, place in at if place == position) for position in range(shards))
+    positions = [(device, group.axis_position(device, "shard")) for group in groups for device in group.devices]
+    return tuple(tuple(device for device, shard in positions if shard == position) for position in range(shards))
 
 
 def _replica_rows(stage: Stage, space: SampleSpace, microbatches: int, group: Mesh) -> tuple[int, ...]:
@@ -206,26 +208,27 @@ def _packed_messages(
     live = [all(turn.takes_microbatch(index) for turn in turns) for index in range(len(sizes))]
     exact = len(ahead.devices) * len(back.devices) <= PAIRS
     largest = max(itertools.compress(range(len(sizes)), live), key=lambda index: sizes[index][0])
-    found: dict[int, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
-    for index, (total, (sent, taken)) in enumerate(sizes):
+    messages: dict[int, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
+    for index, (total, (sent, received)) in enumerate(sizes):
         if not live[index]:
-            found[index] = ((), ())
+            messages[index] = ((), ())
         elif exact or index == largest:
             shape = (1, total, features)
-            found[index] = (
-                _edge_messages(shape, ahead, back, edge.forward, width, (sent, taken)),
-                _edge_messages(shape, back, ahead, edge.gradient, width, (taken, sent)),
+            messages[index] = (
+                _edge_messages(shape, ahead, back, edge.forward, width, (sent, received)),
+                _edge_messages(shape, back, ahead, edge.gradient, width, (received, sent)),
             )
-    whole = max(1, sizes[largest][0])
+    largest_tokens = max(1, sizes[largest][0])
     return tuple(
-        found.get(index) or _scale_messages(found[largest], total / whole) for index, (total, _) in enumerate(sizes)
+        messages.get(index) or _scale_messages(messages[largest], total / largest_tokens)
+        for index, (total, _) in enumerate(sizes)
     )
 
 
 def _scale_messages(
     both: tuple[tuple[Message, ...], ...], part: float
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    ahead, back = (tuple((source, target, part * size) for source, target, size in way) for way in both)
+    ahead, back = (tuple((source, target, part * size) for source, target, size in direction) for direction in both)
     return ahead, back
 
 
@@ -248,7 +251,7 @@ def _position_bytes(
 ) -> tuple[float, ...]:
     """Bytes that each place of a grid holds, in grid order."""
     grid = Mesh(axes=axes, devices=tuple(range(prod(axis.size for axis in axes))))
-    return tuple(float(width * box_size(held_box(shape, grid, forms, place))) for place in grid.devices)
+    return tuple(float(width * box_size(held_box(shape, grid, forms, position))) for position in grid.devices)
 
 
 def _edge_messages(

@@ -67,16 +67,16 @@ class PlanSimulation:
         same."""
         if not self.costs.kinds:
             ends = end_bytes(self.work, gloo=self.costs.receives_ahead)
-            all_ = zip(self.least_bytes, lane_parts(self.work), self.timeline.lane_memory, ends, strict=True)
-            return tuple((_device_peak("", *one),) for one in all_)
+            lane_arguments = zip(self.least_bytes, lane_parts(self.work), self.timeline.lane_memory, ends, strict=True)
+            return tuple((_device_peak("", *arguments),) for arguments in lane_arguments)
         lanes: list[list[DevicePeak]] = [[] for _ in self.least_bytes]
         for kind in self.costs.kinds:
             curves = self.timeline.memory_under(kind.table)
-            own = zip(kind.limit_bytes.tolist(), kind.parts, curves, kind.end_bytes.tolist(), strict=True)
-            for lane, one in enumerate(own):
-                if isfinite(one[0]):
-                    lanes[lane].append(_device_peak(kind.name, *one))
-        return tuple(tuple(sorted(lane, key=lambda one: -one.peak_bytes / one.limit_bytes)) for lane in lanes)
+            kind_lanes = zip(kind.limit_bytes.tolist(), kind.parts, curves, kind.end_bytes.tolist(), strict=True)
+            for lane, arguments in enumerate(kind_lanes):
+                if isfinite(arguments[0]):
+                    lanes[lane].append(_device_peak(kind.name, *arguments))
+        return tuple(tuple(sorted(lane, key=lambda peak: -peak.peak_bytes / peak.limit_bytes)) for lane in lanes)
 
     @property
     def peaks_bytes(self) -> tuple[float, ...]:
@@ -90,7 +90,7 @@ class PlanSimulation:
 
     @property
     def fits_in_memory(self) -> bool:
-        return all(one.peak_bytes <= one.limit_bytes for lane in self.device_peaks for one in lane)
+        return all(device.peak_bytes <= device.limit_bytes for lane in self.device_peaks for device in lane)
 
 
 def _device_peak(
@@ -147,8 +147,8 @@ def add_prediction(plan: Plan, model: Model, simulation: PlanSimulation, lower_b
 
 def lane_prediction(plan: Plan, simulation: PlanSimulation, lane: int, device: DevicePeak) -> LanePrediction:
     """What is said of a lane: of one of its kinds of devices, the others beside it where they hold other amounts."""
-    members = {one.name: one.devices for one in simulation.costs.kinds}
-    others = [one for one in simulation.device_peaks[lane] if one.kind != device.kind]
+    members = {kind.name: kind.devices for kind in simulation.costs.kinds}
+    other_peaks = [peak for peak in simulation.device_peaks[lane] if peak.kind != device.kind]
     return LanePrediction(
         peak_bytes=device.peak_bytes,
         limit_bytes=device.limit_bytes,
@@ -162,12 +162,12 @@ def lane_prediction(plan: Plan, simulation: PlanSimulation, lane: int, device: D
         kind=device.kind,
         others=tuple(
             KindPrediction(
-                kind=one.kind,
-                devices=tuple(each for each in plan.lane_mesh(lane).devices if each in members[one.kind]),
-                peak_bytes=one.peak_bytes,
-                limit_bytes=one.limit_bytes,
+                kind=peak.kind,
+                devices=tuple(member for member in plan.lane_mesh(lane).devices if member in members[peak.kind]),
+                peak_bytes=peak.peak_bytes,
+                limit_bytes=peak.limit_bytes,
             )
-            for one in others
+            for peak in other_peaks
         ),
     )
 
@@ -189,7 +189,7 @@ def step_flops(plan: Plan, model: Model) -> float:
                 known[layer.graph] = graph_flops(graph, symbols)
             flops = known[layer.graph]
             back = flops.input_gradient
-            if not graph.parameters or any(one.trainable for one in graph.parameters):
+            if not graph.parameters or any(parameter.trainable for parameter in graph.parameters):
                 back += flops.weight_gradient
             total += times * (flops.forward + (0 if index < without[module.name] else back))
     return total
@@ -207,11 +207,11 @@ def describe_critical_path(timeline: Timeline, stages: Sequence[Stage]) -> str:
     """What the step time hangs on: the largest shares of the simulated critical path, in words. `num_stages`: the
     plan's, told with their modules where there are several."""
     shares = critical_path_shares(timeline, stages)
-    whole = sum(shares.values())
-    if not whole:
+    total_s = sum(shares.values())
+    if not total_s:
         return ""
     top = sorted(shares.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {value / whole:.0%} ({format_seconds(value)})" for name, value in top if value > 0)
+    return ", ".join(f"{name} {value / total_s:.0%} ({format_seconds(value)})" for name, value in top if value > 0)
 
 
 def critical_path_shares(timeline: Timeline, stages: Sequence[Stage] = ()) -> Mapping[str, float]:

@@ -124,12 +124,12 @@ class ProgramCache:
 
     def parameter_counts(self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]) -> ParameterCounts:
         """Elements that the devices of a stage with these layers store."""
-        found = list(self.named_parameters(layers, sharding, shares).values())
+        stored = list(self.named_parameters(layers, sharding, shares).values())
         places = range(len(shares))
         return ParameterCounts(
-            trainable=tuple(sum(c.elements[p] for c in found if c.trainable) for p in places),
-            frozen=tuple(sum(c.elements[p] for c in found if not c.trainable) for p in places),
-            whole=tuple(sum(c.elements[p] for c in found if c.trainable and c.whole) for p in places),
+            trainable=tuple(sum(c.elements[p] for c in stored if c.trainable) for p in places),
+            frozen=tuple(sum(c.elements[p] for c in stored if not c.trainable) for p in places),
+            whole=tuple(sum(c.elements[p] for c in stored if c.trainable and c.whole) for p in places),
         )
 
 
@@ -156,9 +156,9 @@ def _stored_parameters(program: LayerProgram) -> Mapping[str, StoredParameter]:
 
 
 def _replicated_program(graph: Graph) -> LayerProgram:
-    whole = TensorForm("I")
-    forms = {parameter.name: whole for parameter in graph.parameters}
-    return LayerProgram(graphs=(graph,), hash=graph.hash, parameters=forms, takes=whole, gives=whole)
+    replicated = TensorForm("I")
+    forms = {parameter.name: replicated for parameter in graph.parameters}
+    return LayerProgram(graphs=(graph,), hash=graph.hash, parameters=forms, takes=replicated, gives=replicated)
 
 
 def _megatron_program(graph: Graph, shares: tuple[int, ...], sequence_parallel: bool) -> LayerProgram:
@@ -188,21 +188,21 @@ def _to_layer_program(sharded: ShardedGraph) -> LayerProgram:
 
 def layer_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The shares of every layer of a stage; none where all have the group's."""
-    found = tuple(program.shares or shares for program in programs)
-    return () if {*found} <= {shares} else found
+    shares_by_layer = tuple(program.shares or shares for program in programs)
+    return () if {*shares_by_layer} <= {shares} else shares_by_layer
 
 
 def check_layer_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...], where: str) -> None:
     """Raises PlanError where a layer of a stage takes what is cut by other shares than the one before hands it on: at
     both ends of a stage it is cut by the group's."""
-    given = shares
-    for place, program in enumerate(programs if len(shares) > 1 else ()):
-        before = programs[place - 1].gives if place else program.takes
-        if program.takes.kind == before.kind == "G" and program.taken_shares != given:
-            raise _share_mismatch(f"{where}, layer {place} of the stage", program.taken_shares, given)
-        given = program.given_shares
-    if programs and len(shares) > 1 and programs[-1].gives.kind == "G" and given != shares:
-        raise _share_mismatch(f"{where}, its end", given, shares)
+    incoming = shares
+    for index, program in enumerate(programs if len(shares) > 1 else ()):
+        before = programs[index - 1].gives if index else program.takes
+        if program.takes.kind == before.kind == "G" and program.taken_shares != incoming:
+            raise _share_mismatch(f"{where}, layer {index} of the stage", program.taken_shares, incoming)
+        incoming = program.given_shares
+    if programs and len(shares) > 1 and programs[-1].gives.kind == "G" and incoming != shares:
+        raise _share_mismatch(f"{where}, its end", incoming, shares)
 
 
 def _share_mismatch(where: str, seen: Sequence[int], allowed: Sequence[int]) -> PlanError:

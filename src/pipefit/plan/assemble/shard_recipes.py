@@ -89,8 +89,8 @@ def searched_recipes(
         microbatches=asked.microbatches,
         lanes=asked.lanes,
     )
-    found = leanest_program(ChainSearch(model, setting), module.layers, asked.shares)
-    return {layer.graph: link.layer_recipe.recipe_text for layer, link in zip(module.layers, found.links, strict=True)}
+    chain = leanest_program(ChainSearch(model, setting), module.layers, asked.shares)
+    return {layer.graph: link.layer_recipe.recipe_text for layer, link in zip(module.layers, chain.links, strict=True)}
 
 
 def shard_setting(
@@ -111,10 +111,10 @@ def shard_setting(
     kinds = tuple(network.kinds[device] for device in devices)
     rings = [devices, *beside]
 
-    place = MicrobatchShape(rows, tokens, 0, tokens)
+    shape = MicrobatchShape(rows, tokens, 0, tokens)
 
     def whole_s(source: LayerCosts, kind: DeviceKind) -> float:
-        costs = [source.layer_cost(graph, place, kind, precision, "none") for graph in model.graphs.values()]
+        costs = [source.layer_cost(graph, shape, kind, precision, "none") for graph in model.graphs.values()]
         return sum(cost.forward_s + cost.input_s + cost.weight_s for cost in costs)
 
     slowness = {

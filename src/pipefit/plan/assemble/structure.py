@@ -44,9 +44,9 @@ def make_stages(
             sharding=decisions.sharding_of(lane),
             recipes=decisions.recipes_of(lane),
         )
-        how, shares = sharding_key(stage), decisions.shards_of(lane)
-        each = [programs.layer_program(layer, how, shares) for layer in module.layers[slice(*run)]]
-        stages.append(replace(stage, program=program_hash(each)))
+        sharding, shares = sharding_key(stage), decisions.shards_of(lane)
+        layer_programs = [programs.layer_program(layer, sharding, shares) for layer in module.layers[slice(*run)]]
+        stages.append(replace(stage, program=program_hash(layer_programs)))
     return tuple(stages)
 
 
@@ -60,14 +60,14 @@ def make_edges(
     split where it is split. Raises FormsError where two neighbours' forms do not go together.
     """
     edges = []
-    for source, (one, two) in enumerate(pairwise(stages)):
-        ahead, behind = (shard_shares(groups[stage.group]) for stage in (one, two))
-        gives = programs.layer_program(module.layers[one.layers[1] - 1], sharding_key(one), ahead).gives
-        takes = programs.layer_program(module.layers[two.layers[0]], sharding_key(two), behind).takes
-        if not can_transfer((gives, len(ahead)), (takes, len(behind)), one.group == two.group):
+    for source, (sender, receiver) in enumerate(pairwise(stages)):
+        ahead, behind = (shard_shares(groups[stage.group]) for stage in (sender, receiver))
+        gives = programs.layer_program(module.layers[sender.layers[1] - 1], sharding_key(sender), ahead).gives
+        takes = programs.layer_program(module.layers[receiver.layers[0]], sharding_key(receiver), behind).takes
+        if not can_transfer((gives, len(ahead)), (takes, len(behind)), sender.group == receiver.group):
             raise FormsError(
                 "Neighbouring stages hold the hidden state in forms that do not go together.",
-                where=f"cuts: layer {two.layers[0]}",
+                where=f"cuts: layer {receiver.layers[0]}",
                 seen=f"{gives} on {len(ahead)} device(s), then {takes} on {len(behind)}",
                 allowed="equal forms on the same devices; between devices no whole tensor for several of them unless "
                 "as many have it whole",

@@ -1,1 +1,1 @@
-"""Closed forms that prune candidates: lower bounds of the step, estimates, units in flight."""
+"""Closed forms that prune candidates: lower bounds of the step, estimates, microbatches in flight."""

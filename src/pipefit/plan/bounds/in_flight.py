@@ -1,5 +1,6 @@
-"""What the lanes of a schedule hold at once, read off its own order: exact where the closed forms of
-`plan/bounds/step_bounds.py` count a lane's stages alike.
+"""Activations that the lanes of a schedule hold at once, read from the order of its actions.
+
+They are exact where the closed forms of `plan/bounds/step_bounds.py` treat all stages of a lane alike.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import ScheduleProblem
 
 PERIODS = 4
-"""After so many microbatches a lane, all patterns of what lanes hold have been seen; more repeat the steady state."""
+"""Microbatches per lane after which all in-flight patterns have occurred; more only repeat the steady state."""
 
 
 def in_flight_bytes(
     schedule: str, placement: Sequence[int], microbatches: int, saved_bytes: Sequence[float]
 ) -> list[float]:
-    """The most that every lane keeps at once for backwards, where a microbatch keeps `saved_bytes` on each stage.
+    """Return the peak bytes that each lane keeps for backward passes, with `saved_bytes` per microbatch on each stage.
 
-    What a W that is put off keeps is not counted. Zero where the schedule cannot be made: its own error says why.
+    Memory kept by a postponed W is not counted. Zero if the schedule cannot be built; building it raises the error.
     """
     lanes = max(placement) + 1
-    found = in_flight_peaks(schedule, tuple(placement), min(microbatches, PERIODS * lanes))
-    if found is None:
+    peaks = in_flight_peaks(schedule, tuple(placement), min(microbatches, PERIODS * lanes))
+    if peaks is None:
         return [0.0] * lanes
     saved = np.asarray(saved_bytes)
-    return [float((counts @ saved[np.asarray(placement) == lane]).max()) for lane, counts in enumerate(found)]
+    return [float((counts @ saved[np.asarray(placement) == lane]).max()) for lane, counts in enumerate(peaks)]
 
 
 def order_needs(schedule: Schedule, costs: CostTable, least_bytes: Sequence[float]) -> list[tuple[float, float]]:
-    """Of every lane the least memory under this order, and what there is of it: of its smallest device (`least_bytes`),
-    or where kinds of devices hold different amounts, of the kind that is fullest for its own memory."""
+    """Return, for each lane, (least memory under this order, memory of its smallest device in `least_bytes`).
+
+    If device kinds hold different amounts, they are those of the kind that is fullest relative to its memory.
+    """
     if not costs.kinds:
         return [*zip(order_floor_bytes(schedule, costs), least_bytes, strict=True)]
     kinds = [
@@ -48,15 +51,20 @@ def order_needs(schedule: Schedule, costs: CostTable, least_bytes: Sequence[floa
 
 @lru_cache(maxsize=4096)
 def in_flight_peaks(schedule: str, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
-    """For every lane the largest counts of microbatches that its stages hold at one time, [moment, stage of the lane]:
-    every other moment holds no more of any stage than one of these. None where the schedule cannot be made."""
+    """Return, for each lane, the maximal counts of microbatches held at one time, [moment, stage of the lane].
+
+    At every other moment no stage holds more than in one of these rows. None if the schedule cannot be built.
+    """
     try:
-        made = FAMILIES[schedule](ScheduleProblem(placement=placement, microbatches=microbatches))
+        order = FAMILIES[schedule](ScheduleProblem(placement=placement, microbatches=microbatches))
     except ScheduleError:
         return None
-    found = []
-    for lane, actions in enumerate(made.lanes):
-        column = {stage: index for index, stage in enumerate(s for s, other in enumerate(placement) if other == lane)}
+    peaks = []
+    for lane, actions in enumerate(order.lanes):
+        column = {
+            stage: index
+            for index, stage in enumerate(s for s, stage_lane in enumerate(placement) if stage_lane == lane)
+        }
         held = [0] * len(column)
         seen = {tuple(held)}
         for action in actions:
@@ -65,14 +73,14 @@ def in_flight_peaks(schedule: str, placement: tuple[int, ...], microbatches: int
                 seen.add(tuple(held))
             elif action.kind in ("B", "I"):
                 held[column[action.stage]] -= 1
-        found.append(_maximal_rows(np.array(sorted(seen), dtype=np.int64)))
-    return tuple(found)
+        peaks.append(_maximal_rows(np.array(sorted(seen), dtype=np.int64)))
+    return tuple(peaks)
 
 
 def _maximal_rows(rows: Ints) -> Ints:
-    """The rows that no other row reaches in every column."""
-    kept: list[Ints] = []
+    """Return the rows that are not below another row in every column."""
+    maximal: list[Ints] = []
     for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not any(bool((other >= row).all()) for other in kept):
-            kept.append(row)
-    return np.array(kept)
+        if not any(bool((larger >= row).all()) for larger in maximal):
+            maximal.append(row)
+    return np.array(maximal)

@@ -1,16 +1,16 @@
-"""Closed forms for sliced candidates: lower bounds of the step, and of what lanes hold.
+"""Closed forms for sliced candidates: lower bounds of the step time and of the memory of lanes.
 
-The unit of work is a slice; those of a microbatch run forward in ascending and backward in descending order. So what
-a stage does first is slice 0 of some microbatch, and with fused backwards what it does last is slice 0 of another:
+The unit of work is a slice. The slices of a microbatch run forward in ascending and backward in descending order. So
+the first action of a stage is slice 0 of a microbatch, and with fused backward passes so is its last one:
 
-- a lane waits for one slice 0 to come forward through the stages before its first one, has all slices of m
-  microbatches to do, and then one slice 0 has the way back to go;
-- after the last forward of a stage, a last slice, that slice has to go to the end of the pipeline, and all slices of
-  its microbatch back through it, one behind the other;
-- before the first backward of a stage, a last slice, all slices of a microbatch have to reach the end of the
-  pipeline, and the last one has to come back.
+- a lane waits for one slice 0 to pass forward through the stages before its first one, runs all slices of m
+  microbatches, and then one slice 0 passes back;
+- after the last forward of a stage, a last slice, that slice goes to the end of the pipeline, and all slices of its
+  microbatch come back through the stage, one after another;
+- before the first backward of a stage, a last slice, all slices of a microbatch reach the end of the pipeline, and the
+  last one comes back.
 
-With one slice these are the bounds of `plan/bounds/step_bounds.py`. Tests hold all of them to the simulator.
+With one slice these are the bounds of `plan/bounds/step_bounds.py`. Tests compare all of them with the simulator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOPS = {
     "zb-h1": (1, 1),
     "zb-h2": (2, 2),
 }
-"""Forwards that a lane runs ahead for every lane behind it, with one stage a lane and with several."""
+"""Forwards that a lane runs ahead per lane after it: (with one stage a lane, with several)."""
 
 
 def sliced_bound_s(
@@ -44,8 +44,11 @@ def sliced_bound_s(
     back_s: Array | None = None,
     left_s: Array | None = None,
 ) -> float:
-    """The least time of a chain, whatever the order. Arrays [slice, stage]; transfers [slice, edge], edge e between
-    stages e and e + 1; `left_s` of every stage follows its last backward."""
+    """Return a lower bound of the time of a chain under any order.
+
+    Arrays are [slice, stage]; transfers are [slice, edge], edge e between stages e and e + 1. `left_s` of each stage
+    follows its last backward.
+    """
     slices, stages = forward_s.shape
     ahead = np.zeros((slices, stages - 1)) if ahead_s is None else ahead_s
     back = np.zeros((slices, stages - 1)) if back_s is None else back_s
@@ -68,52 +71,53 @@ def sliced_bound_s(
 
 
 def _prefix_paths_s(times_s: Array, edges_s: Array) -> Array:
-    """Of every stage the way through those before it."""
+    """Return, for every stage, the time through the stages before it."""
     return np.concatenate(([0.0], np.cumsum(times_s[:-1] + edges_s)))
 
 
 def _suffix_paths_s(times_s: Array, edges_s: Array) -> Array:
-    """Of every stage the way through those behind it."""
+    """Return, for every stage, the time through the stages after it."""
     return np.concatenate((np.cumsum((times_s[1:] + edges_s)[::-1])[::-1], [0.0]))
 
 
 def min_sliced_in_flight(
     schedule: str, placement: Sequence[int], microbatches: int, slices: Sequence[int]
 ) -> tuple[float, ...]:
-    """The least number of stage-microbatches whose activations each lane holds at once, slices as parts of them.
+    """Return the least number of stage-microbatches whose activations each lane holds at once; slices count as
+    fractions.
 
-    Before a lane's first backward it holds a whole microbatch in each of its stages; of orders whose warm-up is known,
-    all the units of that. A slice keeps at least its part of the tokens (`model/analysis/saved.py`).
+    Before its first backward a lane holds a complete microbatch in each of its stages. For orders with a known warm-up,
+    it holds all units of the warm-up. A slice keeps at least its share of the tokens (`model/analysis/saved.py`).
     """
     lanes, count = max(placement) + 1, len(slices)
     shares = [0.0, *accumulate(tokens / sum(slices) for tokens in slices)]
-    found = []
+    in_flight = []
     for lane in range(lanes):
         turns = list(placement).count(lane)
         units = _warm_units(schedule, lane, lanes, turns, microbatches, count)
-        whole, rest = divmod(units, count)
-        found.append(max(float(turns), whole + shares[rest]))
-    return tuple(found)
+        full, rest = divmod(units, count)
+        in_flight.append(max(float(turns), full + shares[rest]))
+    return tuple(in_flight)
 
 
 def _warm_units(schedule: str, lane: int, lanes: int, turns: int, microbatches: int, slices: int) -> int:
-    """Units that a lane has run forward before its first backward, microbatches in turn; 0 where that is not known."""
-    every = microbatches * slices * turns
+    """Return the forward units of a lane before its first backward, microbatches in turn; 0 if unknown."""
+    all_units = microbatches * slices * turns
     if schedule == "gpipe":
-        return every
+        return all_units
     if schedule not in HOPS:
         return 0
     groups = max(1, microbatches // math.ceil(lanes / slices))
     around = HOPS[schedule][turns > 1] * (lanes - 1 - lane)
-    return min(every, (turns - 1) * math.ceil(microbatches / groups) * slices + around + slices)
+    return min(all_units, (turns - 1) * math.ceil(microbatches / groups) * slices + around + slices)
 
 
 def first_share_bound_s(whole_s: Array, first_share: Array, microbatches: Array, lanes: int | Array) -> Array:
-    """The least step of one stage a lane on equal lanes with fused backwards, where `whole_s` is the time of a
-    microbatch on all of them and its first slice takes at least `first_share` of any layer.
+    """Return a lower bound of the step with one stage a lane, equal lanes and fused backward passes.
 
-    A lane with time w waits for the first share of what is before it: the largest of share x prefix + m w is least
-    where all are equal, T = share W / (1 - (1 - share / m)^lanes).
+    `whole_s` is the time of a microbatch on all lanes; its first slice takes at least `first_share` of any layer. A
+    lane with time w waits for the first share of the lanes before it: max(share x prefix + m w) is least if all lanes
+    are equal, T = share W / (1 - (1 - share / m)^lanes).
     """
     bound: Array = first_share * whole_s / (1 - (1 - first_share / microbatches) ** lanes)
     return bound

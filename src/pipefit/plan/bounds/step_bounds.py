@@ -1,13 +1,12 @@
-"""Closed forms that are true lower bounds of the simulated step: they prune, they never decide.
+"""Closed-form lower bounds of the simulated step. They prune candidates and never choose one.
 
 For a chain of stages where stage j takes f_j forward and b_j backward per microbatch, m microbatches, in any order:
 
-- a lane cannot start before the stages before its first stage have done one forward, has m (f + b) of all its stages
-  to do, and after the last of it, if its last action is a fused backward, the stages before its first stage each
-  still have one backward to do;
-- where every backward is fused, the microbatch whose forward at s comes last cannot be finished before
-  total + (m - 1) f_s, nor all backwards at s before total + (m - 1) b_s, where total is one microbatch's way through
-  all stages and back;
+- a lane starts after one forward of the stages before its first stage, then runs m (f + b) of all its stages; if its
+  last action is a fused backward, the stages before its first stage each still run one backward;
+- with fused backwards, the microbatch that is last forward at s finishes no earlier than total + (m - 1) f_s, and all
+  backwards at s end no earlier than total + (m - 1) b_s, where total is one microbatch's path through all stages and
+  back;
 - a stage's reduction follows its last backward, and the optimizer step follows everything.
 """
 
@@ -32,11 +31,11 @@ InFlight = Callable[[int, int, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFacts:
-    """What is certain of a schedule family on its own placement."""
+    """Proven properties of a schedule family on its placement."""
 
     in_flight: InFlight
     fused: bool = False
-    "Whether every backward is a B, so that a lane's last action is one."
+    "True if every backward is a B, so that a lane's last action is one."
 
 
 FACTS: Mapping[str, ScheduleFacts] = {
@@ -60,19 +59,19 @@ FACTS: Mapping[str, ScheduleFacts] = {
     "dualpipe-v": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
 }
 """Sources: Narayanan et al. 2021, arXiv 2104.04473; Zhuang et al. 2022, arXiv 2211.05322; Qi et al. 2023 and 2024,
-arXiv 2401.10241 and 2405.15362. A test compares each with what the family's own orders hold. Families that are not
-listed are bounded by what holds for any order."""
+arXiv 2401.10241 and 2405.15362. A test compares each entry with the orders of its family. Families that are not listed
+use the bound for any order."""
 
 _ANY = ScheduleFacts(lambda lane, lanes, turns, m: 1)
 
 
 def schedule_facts(schedule: str) -> ScheduleFacts:
-    """What is certain of a family; of one that is not listed, what holds for any order."""
+    """Return the properties of a schedule family; for a family that is not listed, those of any order."""
     return FACTS.get(schedule, _ANY)
 
 
 def min_in_flight(schedule: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
-    """The least number of stage-microbatches whose activations each lane holds at once."""
+    """Return the least number of stage-microbatches whose activations each lane holds at once."""
     lanes = max(placement) + 1
     rule = schedule_facts(schedule).in_flight
     return tuple(rule(lane, lanes, placement.count(lane), microbatches) for lane in range(lanes))
@@ -81,7 +80,8 @@ def min_in_flight(schedule: str, placement: Sequence[int], microbatches: int) ->
 def chain_bound_s(
     forward_s: Sequence[float], backward_s: Sequence[float], placement: Sequence[int], microbatches: int, fused: bool
 ) -> float:
-    """The least time of a chain's compute, whatever the order. One entry a stage; `placement` gives its lane."""
+    """Return a lower bound of a chain's compute time under any order. One entry per stage; `placement` gives its
+    lane."""
     loads = [0.0] * (max(placement) + 1)
     first = [len(placement)] * len(loads)
     for stage, lane in enumerate(placement):
@@ -97,7 +97,7 @@ def chain_bound_s(
 
 
 def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int, schedule: str) -> float:
-    """The least simulated time of a lowered schedule of that family under this table, for a chain of stages."""
+    """Return a lower bound of the simulated time of a lowered schedule of this family, for a chain of stages."""
     stages = len(placement)
     slices = max(table.time_s.shape[2] for table in costs.actions.values())
     fused = _per_slice(costs, "B", stages, slices)
@@ -121,8 +121,8 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
 
 
 def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
-    """The least memory of every lane under this very order of its actions: what it holds, without buffers and what
-    passes. Needs no times."""
+    """Return a lower bound of the memory of each lane under this order, without transfer buffers and temporary memory.
+    Times are not needed."""
     shape = (schedule.num_stages, schedule.microbatches, schedule.slices)
     change = {kind: np.broadcast_to(table.held_bytes, shape).tolist() for kind, table in costs.actions.items()}
     floors = []
@@ -136,7 +136,7 @@ def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
 
 
 def _per_slice(costs: CostTable, kind: str, stages: int, slices: int) -> Array:
-    """[slice, stage]: seconds in the microbatch where that is least, the overhead of an action included."""
+    """Return [slice, stage]: the least seconds over microbatches, including the overhead of an action."""
     table = costs.actions[kind].time_s
     spread = np.broadcast_to(table, (stages, table.shape[1], slices)).min(axis=1)
     per_slice: Array = (spread + costs.overhead_s).T
@@ -144,7 +144,7 @@ def _per_slice(costs: CostTable, kind: str, stages: int, slices: int) -> Array:
 
 
 def _transfer_times(costs: CostTable, placement: Sequence[int], slices: int) -> tuple[Array, Array]:
-    """[slice, edge]: least seconds from each stage to the next, and back; nothing where both are on one lane."""
+    """Return [slice, edge]: least seconds from each stage to the next, and back; zero if both are on one lane."""
     edges = len(placement) - 1
     ahead, back = np.zeros((slices, edges)), np.zeros((slices, edges))
     for edge in costs.edges:

@@ -1,4 +1,4 @@
-"""Of candidates that fit nowhere, the one that lacks least: best first, by a bound that needs no cut."""
+"""The candidate that lacks the least memory when none fits: a best-first search by a bound that needs no cut."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipefit.plan.types import Job
 
 
 def find_closest(cutter: LayerCutter, job: Job, choices: Iterable[ParallelConfig]) -> tuple[int, LayerCut] | None:
-    """(index of the choice, its leanest cut) whose fullest lane lacks the fewest bytes; the first of equal ones.
+    """Return (index of the choice, its leanest cut) whose fullest lane lacks the fewest bytes; the first of equals.
 
-    Exact over the closed form of the leanest cut of every choice: the bounds only spare cuts. None without choices.
+    Exact over the closed form of every choice's leanest cut: the bounds only save cuts. Returns None without choices.
     """
     choices = list(choices)
     heap = [(least_missing_bytes(cutter, job, choice), index) for index, choice in enumerate(choices)]
@@ -33,19 +33,22 @@ def find_closest(cutter: LayerCutter, job: Job, choices: Iterable[ParallelConfig
 
 
 def missing_bytes(cut: LayerCut) -> float:
-    """What the fullest lane of a cut needs at least beyond its memory; below zero where it has some left."""
+    """Return the bytes the fullest lane of a cut needs beyond its memory; negative where memory is left."""
     return cut.floor_bytes[cut.fullest_lane] - cut.limit_bytes[cut.fullest_lane]
 
 
 def misfit_of(bound_s: float, decisions: ParallelConfig, cut: LayerCut) -> InfeasiblePlan:
-    """A candidate that does not fit, with what the fullest lane of this cut of it needs."""
+    """Return the candidate with this cut as infeasible, with the memory its fullest lane needs."""
     lane = cut.fullest_lane
     return InfeasiblePlan(replace(decisions, cuts=cut.cuts), bound_s, *cut.needs[lane], lane)
 
 
 def least_missing_bytes(cutter: LayerCutter, job: Job, decisions: ParallelConfig) -> float:
-    """No cut of these decisions lacks less: the lanes' equal parts of what stays, and, with one stage a lane, of what
-    the fewest microbatches in flight keep, less the memory of the largest device."""
+    """Return a lower bound of `missing_bytes` over all cuts of these decisions.
+
+    Each lane gets an equal part of the static memory and, with one stage a lane, of the activations of the fewest
+    microbatches in flight; the memory of the largest device is subtracted.
+    """
     static, saved, limit = cutter.floor_bytes(job, decisions)
     lanes, held = decisions.lane_count, 0
     if decisions.stage_count == lanes:

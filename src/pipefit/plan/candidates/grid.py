@@ -1,8 +1,8 @@
-"""A panel: the candidates on one grid of devices with one placement of stages, as arrays.
+"""A grid of candidates, as arrays: one shape of replicas and lanes with one placement of stages.
 
-They differ in microbatches (and with them the shares of unlike replicas), recomputation, ZeRO-1, who lies next to each
-other, and the schedule. A large cluster has thousands of panels of a hundred candidates; the bounds and guesses of a
-panel are worked out at once, and a candidate is made only when it is its turn.
+Its candidates differ in microbatches (and with them the shares of unlike replicas), recomputation, ZeRO-1, the rank
+order, and the schedule. A large cluster has thousands of grids of a hundred candidates each. The bounds and estimates
+of a grid are therefore computed at once, and a candidate is built only when it is evaluated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pipefit.plan.devices.fleet import DeviceFleet, Runs
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 
 Count = tuple[int, tuple[int, ...]]
-"""(microbatches, shares of the replicas)."""
+"""(microbatches, share of the rows of every replica)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateGrid:
-    """Candidates, in a fixed order: by microbatches and slices, recomputation, ZeRO-1, `inner`."""
+    """Candidates in a fixed order: by microbatches and slices, recomputation, ZeRO-1, `inner`."""
 
     lanes: int
     counts: tuple[Count, ...]
@@ -35,9 +35,9 @@ class CandidateGrid:
     "Kinds of devices in the grid; None: the devices in their own order."
     placement: tuple[int, ...]
     names: tuple[str, ...]
-    "Schedules, with bounds of one kind."
+    "Schedules whose bounds have the same form."
     least: tuple[int, ...]
-    "The fewest microbatches of every schedule."
+    "Minimum number of microbatches of every schedule."
     recompute: tuple[tuple[Recompute, ...], ...]
     zero1: tuple[bool, ...]
     inner: tuple[Inner, ...]
@@ -45,15 +45,15 @@ class CandidateGrid:
     sharding: Sharding = "none"
     cuts: tuple[int, ...] = ()
     slices: tuple[tuple[int, ...], ...] = ()
-    "Tokens of each slice, for each of the counts; empty: sequences are not cut."
+    "Tokens of each slice, for each of the counts; empty: sequences are not sliced."
     fleet: DeviceFleet | None = None
     runs: tuple[Runs, ...] = ()
-    "The kinds of every lane's replicas in the pattern."
+    "Kinds of every lane's replicas in the pattern."
     _devices: dict[str, ParallelConfig] = field(default_factory=dict, compare=False)
 
     @property
     def grid_shape(self) -> tuple[int, int, int, int]:
-        """Candidates along every dimension, schedules apart."""
+        """Number of candidates along every dimension but the schedule."""
         return len(self.counts), len(self.recompute), len(self.zero1), len(self.inner)
 
     @property
@@ -62,12 +62,12 @@ class CandidateGrid:
 
     @property
     def stages_per_lane(self) -> int:
-        """Stages of a lane, at most."""
+        """Largest number of stages on a lane."""
         return _most_stages_per_lane(self.placement)
 
     @property
     def candidate_count(self) -> int:
-        """How many there are, schedules told apart."""
+        """Number of candidates, each schedule counted separately."""
         able = sum(units >= least for units in self.unit_counts for least in self.least)
         return able * len(self.recompute) * len(self.zero1) * len(self.inner)
 
@@ -79,12 +79,12 @@ class CandidateGrid:
         return tuple(count * len(slices) for (count, _), slices in zip(self.counts, self.slices, strict=True))
 
     def feasible_schedules(self, units: int) -> tuple[str, ...]:
-        """The schedules that so few microbatches, or slices of them, are enough for."""
+        """Return the schedules whose minimum is at most this number of microbatches, or slices of them."""
         return tuple(name for name, least in zip(self.names, self.least, strict=True) if units >= least)
 
     def decisions_at(self, index: int) -> ParallelConfig:
-        """The candidate with this number, with the first of its schedules."""
-        which, way, zero1, inner = (int(place) for place in np.unravel_index(index, self.grid_shape))
+        """Return the candidate with this flat index, with the first of its schedules."""
+        which, recompute_index, zero1, inner = (int(position) for position in np.unravel_index(index, self.grid_shape))
         microbatches, shares = self.counts[which]
         chosen = ParallelConfig(
             stages=len(self.placement),
@@ -96,7 +96,7 @@ class CandidateGrid:
             microbatches=microbatches,
             schedule=self.feasible_schedules(microbatches * (len(self.slices[which]) if self.slices else 1))[0],
             slices=self.slices[which] if self.slices else (),
-            recompute=self.recompute[way],
+            recompute=self.recompute[recompute_index],
             zero1=self.zero1[zero1],
             inner=self.inner[inner],
         )
@@ -108,16 +108,16 @@ class CandidateGrid:
         return replace(chosen, devices=known.devices, inner=known.inner)
 
     def first_of(self, which: int) -> int:
-        """The number of the first candidate with one of the counts."""
+        """Return the flat index of the first candidate with the count `which`."""
         return int(np.ravel_multi_index((which, 0, 0, 0), self.grid_shape))
 
     def _device_layout(self, inner: Inner) -> tuple[int, ...]:
-        """The device of every place."""
+        """Return the device of every position."""
         assert self.fleet is not None and self.pattern is not None, "a pattern is one of a fleet's kinds"
         return assign_devices(self.pattern, inner, self.fleet.devices, len(self.shards))
 
     def lane_runs(self) -> Sequence[Runs]:
-        """The kinds of every lane's replicas. Of devices in their own order a panel has one `inner`."""
+        """Return the kinds of every lane's replicas. A grid without a pattern has a single `inner`."""
         assert self.fleet is not None
         if self.pattern is None:
             if not self.fleet.is_mixed:
@@ -126,11 +126,11 @@ class CandidateGrid:
         return self.runs
 
     def all_decisions(self) -> Iterator[ParallelConfig]:
-        """Every candidate, schedules told apart."""
+        """Yield every candidate, each schedule separately."""
         return itertools.chain.from_iterable(map(self.decisions_by_schedule, range(int(np.prod(self.grid_shape)))))
 
     def decisions_by_schedule(self, index: int) -> Iterator[ParallelConfig]:
-        """The candidates with this number, one for each schedule."""
+        """Yield the candidates with this flat index, one for each schedule."""
         decisions = self.decisions_at(index)
         return (replace(decisions, schedule=name) for name in self.feasible_schedules(decisions.unit_count))
 
@@ -141,11 +141,12 @@ def _most_stages_per_lane(placement: tuple[int, ...]) -> int:
 
 
 Cells = NDArray[np.float64]
-"""A figure of every candidate of a panel: [microbatches, recomputation, ZeRO-1, inner], or what broadcasts to it."""
+"""A value for every candidate of a grid: [microbatches, recomputation, ZeRO-1, inner], or an array that broadcasts to
+it."""
 
 
 def broadcast_cells(figure: Any, panel: CandidateGrid) -> Cells:
-    """One flat array over the candidates of a panel, from one that has fewer dimensions at the end."""
+    """Return a flat array over the candidates of a grid; trailing dimensions that `figure` lacks are broadcast."""
     array = np.asarray(figure, dtype=np.float64)
     padded = array.reshape(array.shape + (1,) * (4 - array.ndim))
     return np.broadcast_to(padded, panel.grid_shape).ravel()

@@ -1,9 +1,9 @@
-"""Bounds and guesses for all candidates of a panel at once, before any cut.
+"""Lower bounds and estimates for all candidates of a grid at once, before any cut.
 
-A cut gives every layer to a lane. Whatever it is, the busiest lane's time T is at least sum_s u_s t_s(l) over all
-layers l and any weights u of the lanes that add up to one, hence at least sum_l min_s u_s t_s(l) (the dual of the
-linear program that lets layers be divided). With u in proportion to the lanes' speeds this is the time of an even
-cut, for lanes of one kind and for lanes of several.
+A cut gives every layer to a lane. For any cut, the busiest lane's time T is at least sum_s u_s t_s(l) over all layers l
+and any weights u of the lanes that add up to one, hence at least sum_l min_s u_s t_s(l) (the dual of the linear program
+that lets layers be divided). With u in proportion to the lanes' speeds this is the time of an even cut, for lanes of
+one kind and of several.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
 Class = tuple[LayerRow, ...]
-"""What the stages of a lane cost: lanes of one class are alike."""
+"""Layer costs of the stages of a lane. Lanes of one class are alike."""
 
 
 class LowerBounds:
-    """The floors of the panels of one search."""
+    """Lower bounds of the grids of one search."""
 
     def __init__(self, cutter: LayerCutter, job: Job, slicer: SequenceSlicer | None = None) -> None:
         self.cutter = cutter
@@ -42,36 +42,36 @@ class LowerBounds:
         self._stacks: dict[object, BoundsStack] = {}
         self._statics: dict[float, float] = {}
         self._counted: dict[object, tuple[CandidateGrid, Mapping[Runs, int]]] = {}
-        "How many lanes have which kinds of replicas, with a panel that keeps the key its own."
+        "Number of lanes by their kinds of replicas; the grid is kept so that the `id` in the key stays unique."
         self._counts: dict[int, tuple[CandidateGrid, object]] = {}
-        "By the identity of a panel's counts: what tells them apart."
+        "`id` of a grid's counts -> a key by which counts are compared; the grid is kept so that the `id` stays unique."
         self._flights: dict[object, Array] = {}
         self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
-        "With the stage, which it keeps alive."
+        "Rows of slices; the stage is kept alive because the key holds its `id`."
         self._shares: dict[int, float] = {}
-        "Of sliced rows, the least part that a first slice takes."
+        "`id` of a sliced row -> the smallest part of a layer's time that its first slice takes."
 
     def bound_grid(self, panel: CandidateGrid) -> GridBounds:
-        """The floor of all its candidates."""
+        """Return the bounds of all candidates of a grid."""
         stack, lanes = self._lane_stack(panel)
         return self._bound_stack([panel], stack, [lanes])
 
     def bound_batches(self, space: Sequence[CandidateGrid]) -> Iterator[tuple[list[int], GridBounds]]:
-        """(places in `space`, floor) of panels that differ in nothing but their lanes."""
-        each = [self._lane_stack(panel) for panel in space]
+        """Yield (indices in `space`, bounds) of grids that differ only in their lanes."""
+        stacks = [self._lane_stack(panel) for panel in space]
         alike: dict[object, list[int]] = {}
-        for place, (panel, (stack, _)) in enumerate(zip(space, each, strict=True)):
+        for index, (panel, (stack, _)) in enumerate(zip(space, stacks, strict=True)):
             key = (id(stack), panel.names, panel.zero1, panel.slices, panel.shards, panel.sharding)
-            alike.setdefault(key, []).append(place)
+            alike.setdefault(key, []).append(index)
         for places in alike.values():
-            lanes = [each[place][1] for place in places]
-            yield places, self._bound_stack([space[place] for place in places], each[places[0]][0], lanes)
+            lanes = [stacks[index][1] for index in places]
+            yield places, self._bound_stack([space[index] for index in places], stacks[places[0]][0], lanes)
 
     def _bound_stack(self, panels: Sequence[CandidateGrid], stack: BoundsStack, lanes: Sequence[Array]) -> GridBounds:
-        """Of panels with one stack; `lanes` of each."""
-        panel, each = panels[0], np.array(lanes)
-        whole, forward, backward = stack.even[:, None] / np.einsum("kcmr,pc->kpmr", stack.rates, each)
+        """Return the bounds of grids with one stack. `lanes` holds each grid's number of lanes of every class."""
+        panel, lane_counts = panels[0], np.array(lanes)
+        lane_s, forward, backward = stack.even[:, None] / np.einsum("kcmr,pc->kpmr", stack.rates, lane_counts)
         static = [
             [[self._static_bytes(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
             for _, shares in panel.counts
@@ -79,38 +79,38 @@ class LowerBounds:
         return GridBounds(
             panels=tuple(panels),
             stack=stack,
-            lane_s=whole,
+            lane_s=lane_s,
             lane_forward_s=forward,
             lane_backward_s=backward,
             static_bytes=np.array(static),
-            lanes=each,
-            turns=np.array([one.stages_per_lane for one in panels], dtype=float)[:, None, None],
+            lanes=lane_counts,
+            turns=np.array([grid.stages_per_lane for grid in panels], dtype=float)[:, None, None],
             count=np.array([count for count, _ in panel.counts], dtype=float)[:, None],
             slices=np.array([len(cut) for cut in panel.slices] or [1] * len(panel.counts), dtype=float)[:, None],
         )
 
     def _lane_stack(self, panel: CandidateGrid) -> tuple[BoundsStack, Array]:
-        """The stack of a panel, and how many lanes it has of every class."""
-        if len(panel.shards) > 1 or any(len(way) > 1 for way in panel.recompute):
+        """Return the stack of a grid, and its number of lanes of every class."""
+        if len(panel.shards) > 1 or any(len(recompute) > 1 for recompute in panel.recompute):
             floors, lanes = self._bounds_per_stage(panel)
             return stack_bounds(floors), lanes
         counted = self._lanes_by_runs(panel)
         key = (panel.recompute, tuple(counted), self._counts_key(panel), panel.slices)
         if key not in self._stacks:
-            each = [self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts]
+            rows_by_count = [self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts]
             even = all(max(shares) == 1 for _, shares in panel.counts)
             floors = [
                 [
-                    self._class_bounds([(self._layer_row(runs, rows, way[0], even, cut),) for runs in counted])
-                    for way in panel.recompute
+                    self._class_bounds([(self._layer_row(runs, rows, recompute[0], even, cut),) for runs in counted])
+                    for recompute in panel.recompute
                 ]
-                for rows, cut in zip(each, panel.slices or [()] * len(each), strict=True)
+                for rows, cut in zip(rows_by_count, panel.slices or [()] * len(rows_by_count), strict=True)
             ]
             self._stacks[key] = stack_bounds(floors)
         return self._stacks[key], np.array([*counted.values()], dtype=float)
 
     def _lanes_by_runs(self, panel: CandidateGrid) -> Mapping[Runs, int]:
-        """How many lanes have these kinds of replicas."""
+        """Return the number of lanes with each combination of kinds of replicas."""
         key: object = (
             id(panel.runs) if panel.pattern is not None else (panel.lanes, panel.replica_count, panel.inner[0])
         )
@@ -119,7 +119,7 @@ class LowerBounds:
         return self._counted[key][1]
 
     def _counts_key(self, panel: CandidateGrid) -> object:
-        """Equal for equal counts; cheaper to compare than shares of a thousand replicas."""
+        """Return a key that is equal for equal counts; cheaper to compare than the shares of a thousand replicas."""
         if id(panel.counts) not in self._counts:
             even = all(max(shares) == 1 for _, shares in panel.counts)
             key = (panel.replica_count, tuple(count for count, _ in panel.counts)) if even else panel.counts
@@ -141,17 +141,17 @@ class LowerBounds:
         return self._near[key]
 
     def _slice_row(self, row: LayerRow, stage: StageWork, slices: tuple[int, ...]) -> LayerRow:
-        """The row with the times of all slices of its layers; `stage_work` is what it is the row of."""
+        """Return the row with the summed times of all slices of its layers. `row` holds the costs of `stage`."""
         key = (id(row), id(stage), slices)
         if key not in self._sliced:
-            found = self.slicer.rows.slice_row(stage, slices, self.job.precision)
-            times = {"forward_s": found.forward_s.sum(axis=0), "backward_s": found.backward_s.sum(axis=0)}
+            sliced_row = self.slicer.rows.slice_row(stage, slices, self.job.precision)
+            times = {"forward_s": sliced_row.forward_s.sum(axis=0), "backward_s": sliced_row.backward_s.sum(axis=0)}
             self._sliced[key] = (stage, replace(row, **times))
-            self._shares[id(self._sliced[key][1])] = found.first_share
+            self._shares[id(self._sliced[key][1])] = sliced_row.first_share
         return self._sliced[key][1]
 
     def bound_s(self, floor: GridBounds) -> Array:
-        """A lower bound of every candidate's step, whatever its cut: [panel, microbatches, recomputation].
+        """Return a lower bound of every candidate's step over all cuts: [grid, microbatches, recomputation].
 
         With fused backwards the slowest stage has at least its equal part of the forwards, and of the backwards. With
         one stage a lane as well, all lanes alike and W being the sum, the largest of prefix + m w over the stages is
@@ -167,21 +167,24 @@ class LowerBounds:
                 shared_s = first_share_bound_s(total, stack.first_share, count, depth)
                 least = np.where(single, np.maximum(least, shared_s), least)
             return least
-        way = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / floor.turns
-        least = np.maximum(least, way)
+        fused_s = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / floor.turns
+        least = np.maximum(least, fused_s)
         if floor.is_uniform and single.any():
             least = np.where(single, np.maximum(least, total / (1 - (1 - 1 / count) ** depth)), least)
         return least
 
     def memory_fractions(self, panel: CandidateGrid) -> Array:
-        """What all layers need as a part of the memory of all lanes, were it shared evenly and every lane as full as
-        the fullest: [schedule, microbatches, recomputation, ZeRO-1]."""
+        """Return the memory of all layers divided by the memory of all lanes: [schedule, microbatches, recomputation,
+        ZeRO-1].
+
+        Layers are assumed to be divided evenly, with every lane as full as the fullest.
+        """
         floor = self.bound_grid(panel)
-        whole: Array = self._memory_demand(floor)[0] / float(floor.memory_bytes[0])
-        return whole
+        fractions: Array = self._memory_demand(floor)[0] / float(floor.memory_bytes[0])
+        return fractions
 
     def guesses_s(self, floor: GridBounds) -> Array:
-        """What steps likely take (`plan/bounds/estimates.py`): [panel, schedule, microbatches, recomputation,
+        """Return estimates of the steps (`plan/bounds/estimates.py`): [grid, schedule, microbatches, recomputation,
         ZeRO-1]."""
         parts = floor.turns * floor.slices
         w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / parts
@@ -195,42 +198,55 @@ class LowerBounds:
         return guess
 
     def _memory_demand(self, floor: GridBounds) -> Array:
-        """What all layers need, every lane as full as the fullest: [panel, schedule, microbatches, recomputation,
-        ZeRO-1]."""
-        kept = self._held_microbatches(floor) * (floor.stack.saved_bytes / (floor.turns * floor.slices))[:, None]
-        whole: Array = floor.static_bytes + kept[..., None]
-        return whole
+        """Return the bytes of all layers, with every lane as full as the fullest.
+
+        The shape is [grid, schedule, microbatches, recomputation, ZeRO-1].
+        """
+        saved_bytes = self._held_microbatches(floor) * (floor.stack.saved_bytes / (floor.turns * floor.slices))[:, None]
+        demand_bytes: Array = floor.static_bytes + saved_bytes[..., None]
+        return demand_bytes
 
     def _held_microbatches(self, floor: GridBounds) -> Array:
-        """[panel, schedule, microbatches, 1]: stage-microbatches on the fullest lane, or slices of them."""
+        """Return the microbatches (or slices) of a stage held on the fullest lane: [grid, schedule, microbatches,
+        1]."""
         return np.stack([self._in_flight_of(panel) for panel in floor.panels])
 
     def _in_flight_of(self, panel: CandidateGrid) -> Array:
         key = (panel.names, panel.placement, panel.unit_counts)
         if key not in self._flights:
-            held = [[peak_in_flight(name, panel.placement, each) for each in panel.unit_counts] for name in panel.names]
+            held = [
+                [peak_in_flight(name, panel.placement, unit_count) for unit_count in panel.unit_counts]
+                for name in panel.names
+            ]
             self._flights[key] = np.array(held, dtype=float)[:, :, None]
         return self._flights[key]
 
     def _bounds_per_stage(self, panel: CandidateGrid) -> tuple[list[list[LayerBounds]], Array]:
-        """Where stages differ in more than kinds: from the rows of every stage. Lanes are of one class if they are
-        alike in all of the panel's candidates."""
-        ways = [
+        """Return the bounds of a grid whose stages differ in more than kinds, from the rows of every stage.
+
+        Lanes are of one class if they are alike in all candidates of the grid.
+        """
+        classes_by_count = [
             [
-                self._lane_classes(panel.decisions_at(int(np.ravel_multi_index((which, way, 0, 0), panel.grid_shape))))
-                for way in range(len(panel.recompute))
+                self._lane_classes(
+                    panel.decisions_at(int(np.ravel_multi_index((which, recompute_index, 0, 0), panel.grid_shape)))
+                )
+                for recompute_index in range(len(panel.recompute))
             ]
             for which in range(len(panel.counts))
         ]
         members: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        for lane in range(len(ways[0][0])):
-            alike = tuple(tuple(map(id, each[lane])) for line in ways for each in line)
+        for lane in range(len(classes_by_count[0][0])):
+            alike = tuple(tuple(map(id, lane_classes[lane])) for line in classes_by_count for lane_classes in line)
             members.setdefault(alike, []).append(lane)
-        floors = [[self._class_bounds([each[same[0]] for same in members.values()]) for each in line] for line in ways]
+        floors = [
+            [self._class_bounds([lane_classes[same[0]] for same in members.values()]) for lane_classes in line]
+            for line in classes_by_count
+        ]
         return floors, np.array([len(same) for same in members.values()], dtype=float)
 
     def _lane_classes(self, decisions: ParallelConfig) -> list[Class]:
-        """Of every lane of a candidate, what its stages cost, each row once."""
+        """Return the layer costs of the stages of every lane of a candidate, each row once."""
         held: dict[int, dict[int, LayerRow]] = {}
         rows = self.cutter.stage_rows(self.job, decisions)
         if decisions.slices:
@@ -241,24 +257,24 @@ class LowerBounds:
         return [tuple(held[lane][key] for key in sorted(held[lane])) for lane in sorted(held)]
 
     def _class_bounds(self, classes: Sequence[Class]) -> LayerBounds:
-        key = tuple(tuple(map(id, one)) for one in classes)
+        key = tuple(tuple(map(id, lane_class)) for lane_class in classes)
         if key not in self._known:
-            forward = np.stack([np.minimum.reduce([row.forward_s for row in one]) for one in classes])
-            backward = np.stack([np.minimum.reduce([row.backward_s for row in one]) for one in classes])
-            each = np.stack([forward + backward, forward, backward])
-            whole = each.sum(axis=2)
+            forward = np.stack([np.minimum.reduce([row.forward_s for row in lane_class]) for lane_class in classes])
+            backward = np.stack([np.minimum.reduce([row.backward_s for row in lane_class]) for lane_class in classes])
+            times_s = np.stack([forward + backward, forward, backward])
+            totals_s = times_s.sum(axis=2)
             with np.errstate(divide="ignore", invalid="ignore"):
-                parts = np.nan_to_num(each / whole[:, :, None])
-                rates = 1.0 / whole
+                parts = np.nan_to_num(times_s / totals_s[:, :, None])
+                rates = 1.0 / totals_s
             self._known[key] = LayerBounds(
                 forward_s=float(forward.min(axis=0).sum()),
                 backward_s=float(backward.min(axis=0).sum()),
-                largest_s=float(each[0].min(axis=0).max()),
+                largest_s=float(times_s[0].min(axis=0).max()),
                 even=parts.min(axis=1).sum(axis=1),
                 rates=rates,
-                saved_bytes=min(float(row.saved_bytes.sum()) for one in classes for row in one),
-                limit_bytes=np.array([min(row.limit_bytes for row in one) for one in classes]),
-                first_share=min(self._shares.get(id(row), 1.0) for one in classes for row in one),
+                saved_bytes=min(float(row.saved_bytes.sum()) for lane_class in classes for row in lane_class),
+                limit_bytes=np.array([min(row.limit_bytes for row in lane_class) for lane_class in classes]),
+                first_share=min(self._shares.get(id(row), 1.0) for lane_class in classes for row in lane_class),
             )
         return self._known[key]
 

@@ -1,4 +1,4 @@
-"""Candidates of a search: made one by one, the most promising first, from the arrays of their panels."""
+"""Queues of search candidates: built one by one, the most promising first, from the arrays of their grids."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.request.decisions import ParallelConfig
 
 HOPELESS = 2.5
-"""How many times its memory a candidate may need, by a count that takes every lane for the fullest, to be tried."""
+"""Candidates that need more than this many times their memory are not tried. The count takes every lane as the
+fullest."""
 
 
 @dataclass(slots=True)
 class SearchCandidate:
     decisions: ParallelConfig
     level: int = 0
-    "How closely it has been looked at."
+    "Number of evaluations of increasing detail done so far."
     bound_s: float = 0.0
     even_s: float = 0.0
-    "The bound of the first level."
+    "Bound of the first level."
     guess_s: float = 0.0
-    "What it likely takes, where bounds are loose."
+    "Estimated step time, where bounds are loose."
     leaner: int = 0
-    "How often its layers were cut again because it needed more memory than the closed form says."
+    "Number of times its layers were cut again because it needed more memory than the closed form says."
     parts: PlanSkeleton | None = None
     work: PipelineWork | None = None
     costs: CostTable | None = None
@@ -40,13 +41,13 @@ class SearchCandidate:
 
     @property
     def key_s(self) -> float:
-        """By what candidates are looked at: their bound, or a guess where bounds are loose."""
+        """Sort key of the search: the bound, or an estimate where bounds are loose."""
         return max(self.bound_s, self.guess_s)
 
 
 def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[CandidateQueue]:
-    """A queue for every panel."""
-    found: dict[int, CandidateQueue] = {}
+    """Return a queue for every grid."""
+    queues: dict[int, CandidateQueue] = {}
     for places, floor in floors.bound_batches(space):
         bounds = floors.bound_s(floor)
         keys, guesses = bounds[..., None], None
@@ -54,16 +55,20 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
             guesses = floors.guesses_s(floor)
             keys = np.maximum(keys, guesses.min(axis=1))
         least = zip(keys.min(axis=(1, 2, 3)).tolist(), bounds.min(axis=(1, 2)).tolist(), strict=True)
-        for at, (place, both) in enumerate(zip(places, least, strict=True)):
-            own = None if guesses is None else guesses[at]
-            found[place] = CandidateQueue(floor.panels[at], keys[at], bounds[at], own, both)
-    return [found[place] for place in range(len(space))]
+        for batch_index, (index, both) in enumerate(zip(places, least, strict=True)):
+            grid_guesses = None if guesses is None else guesses[batch_index]
+            queues[index] = CandidateQueue(
+                floor.panels[batch_index], keys[batch_index], bounds[batch_index], grid_guesses, both
+            )
+    return [queues[index] for index in range(len(space))]
 
 
 class CandidateQueue:
-    """The candidates of a panel that have not been made yet, the most promising first. `keys` [microbatches,
-    recomputation, ZeRO-1] say which; `least` of keys and bounds. They are put in order when the first is wanted: of
-    most panels none ever is."""
+    """The candidates of a grid that have not been built yet, the most promising first.
+
+    `keys` [microbatches, recomputation, ZeRO-1] define the order; `least` holds the smallest key and the smallest
+    bound. Sorting waits until the first candidate is requested: most grids never get that far.
+    """
 
     def __init__(
         self, panel: CandidateGrid, keys: Array, bounds: Array, guesses: Array | None, least: tuple[float, float]
@@ -79,7 +84,7 @@ class CandidateQueue:
             keys, bounds, guesses = self._figures
             self._bound_s, self._keys = broadcast_cells(bounds, self.panel), broadcast_cells(keys, self.panel)
             named = zip(self.panel.names, guesses if guesses is not None else (), strict=False)
-            self._guess_s = {name: broadcast_cells(one, self.panel) for name, one in named}
+            self._guess_s = {name: broadcast_cells(guess, self.panel) for name, guess in named}
             self._sort_remaining(np.arange(len(self._keys)))
         assert self._left is not None
         return self._left
@@ -91,7 +96,7 @@ class CandidateQueue:
         self._update_keys()
 
     def _update_keys(self) -> None:
-        """The key of the next one, and the least bound of all that are left."""
+        """Update the key of the next candidate, and the smallest bound of all remaining ones."""
         if not self.is_empty:
             self.key_s = float(self._keys[self._ordered_indices[self._at]])
             self.bound_s = float(self._least[self._at])
@@ -101,7 +106,7 @@ class CandidateQueue:
         return self._left is not None and self._at >= len(self._left)
 
     def order_by_bound(self) -> None:
-        """What is left, by its bounds from now on."""
+        """Sort the remaining candidates by their bounds from now on."""
         if self._left is None:
             _, bounds, guesses = self._figures
             self._figures = bounds, bounds, guesses
@@ -111,7 +116,7 @@ class CandidateQueue:
             self._sort_remaining(self._left[self._at :])
 
     def take_next(self) -> list[SearchCandidate]:
-        """The next one, a candidate for each of its schedules."""
+        """Return the next candidate, once for each of its schedules."""
         index = int(self._ordered_indices[self._at])
         bound_s = float(self._bound_s[index])
         self._at += 1
@@ -127,24 +132,24 @@ class CandidateQueue:
         ]
 
     def remaining_decisions(self) -> Iterator[ParallelConfig]:
-        """What is left."""
+        """Yield the remaining candidates."""
         return itertools.chain.from_iterable(
             map(self.panel.decisions_by_schedule, self._ordered_indices[self._at :].tolist())
         )
 
 
 def leanest_first(floors: LowerBounds, space: Sequence[CandidateGrid]) -> Iterator[ParallelConfig]:
-    """The candidates of these panels, those that likely need least of their memory first; not those that need more
-    than HOPELESS times of it."""
+    """Yield the candidates of these grids by the estimated fraction of memory they need, smallest first, up to
+    HOPELESS."""
     fills, sizes = [], []
     for panel in space:
-        fills += [broadcast_cells(one, panel) for one in floors.memory_fractions(panel)]
+        fills += [broadcast_cells(fraction, panel) for fraction in floors.memory_fractions(panel)]
         sizes += [len(fills[-1])] * len(panel.names)
-    whole = np.concatenate(fills)
+    fractions = np.concatenate(fills)
     starts = np.concatenate(([0], np.cumsum(sizes)))
     owner = [(panel, name) for panel in space for name in panel.names]
-    order = np.argsort(whole, kind="stable")
-    for index in order[: int(np.count_nonzero(whole <= HOPELESS))].tolist():
+    order = np.argsort(fractions, kind="stable")
+    for index in order[: int(np.count_nonzero(fractions <= HOPELESS))].tolist():
         line = int(np.searchsorted(starts, index, side="right")) - 1
         panel, name = owner[line]
         decisions = panel.decisions_at(index - int(starts[line]))

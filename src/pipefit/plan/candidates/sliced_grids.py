@@ -1,8 +1,8 @@
-"""The part of the space that cuts sequences: every count of microbatches of a panel with the slicings worth trying.
+"""The sliced part of the space: every count of microbatches of a grid with its promising slicings.
 
-A search looks at what does not cut first. What a step with slices takes at least by a closed form, and what its lanes
-hold at least, is then worked out for all candidates of a panel from its floor without slices; only those that promise
-less than the best step found so far are made.
+Plans without slices are searched first. A closed form then gives, for all candidates of a grid, a lower bound of the
+step with slices and of the memory of its lanes, from the grid's bounds without slices. Sliced candidates are built only
+if they could beat the best step known so far.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from pipefit.plan.slicing.cuts import uniform_slices
 from pipefit.plan.types import Job
 
 CHEAPER = 0.9
-"""What a sequence in slices takes at least of its time in one, for leaving candidates out before their slices are
-costed: a kernel that computes what a causal mask hides saves some of it by slices."""
+"""Assumed lower bound of a sliced sequence's time relative to an unsliced one, for pruning before slices are costed: a
+kernel that computes the masked half of causal attention saves part of it with slices."""
 
 PANELS, LEAST_PANELS = 192, 12
-"""Panels of which candidates with slices are made, and on the largest clusters: there are thousands."""
+"""Maximum number of grids for which sliced candidates are built, and its minimum on the largest clusters, which have
+thousands of grids."""
 
 SLICINGS, LEAST_SLICINGS = 512, 32
-"""Slicings that are costed layer by layer, and on the largest clusters."""
+"""Maximum number of slicings costed layer by layer, and its minimum on the largest clusters."""
 
 SOME = 8
-"""Slices that are assumed where panels are ranked."""
+"""Number of slices assumed when grids are ranked."""
 
 SPLIT_IDLE = 1 / 3
-"""What of the filling is left where backwards are split, for ranking."""
+"""Part of the pipeline bubble that remains where backwards are split, for ranking."""
 
 Cut = tuple[Count, tuple[int, ...]]
 """A count, and the tokens of each slice."""
@@ -46,24 +47,25 @@ Cut = tuple[Count, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PruningThreshold:
-    """What a candidate with slices has to beat."""
+    """The step time a sliced candidate has to beat, with the bounds to compare by."""
 
     floors: LowerBounds
     best_s: float
 
 
 def most_promising(space: Sequence[CandidateGrid], hope: PruningThreshold, part: float = 1.0) -> list[CandidateGrid]:
-    """The panels whose best candidate is likely the fastest with slices, this part of PANELS, in the order of the
-    space."""
+    """Return the grids whose best candidate is likely the fastest with slices, at most `part` of PANELS, in the order
+    of the space."""
     guessed: list[tuple[float, int]] = []
     for places, floor in hope.floors.bound_batches(space):
         guessed += zip(_likely_step_s(floor), places, strict=True)
-    kept = sorted(each for each in guessed if each[0] <= hope.best_s)[: max(LEAST_PANELS, int(part * PANELS))]
-    return [space[place] for _, place in sorted(kept, key=lambda each: each[1])]
+    best = sorted(guess for guess in guessed if guess[0] <= hope.best_s)[: max(LEAST_PANELS, int(part * PANELS))]
+    return [space[index] for _, index in sorted(best, key=lambda guess: guess[1])]
 
 
 def _likely_step_s(floor: GridBounds) -> list[float]:
-    """What the best even count of every panel likely takes in SOME slices, filling and what memory lacks included."""
+    """Return the estimated step of every grid's best even count in SOME slices, including the bubble and missing
+    memory."""
     even = [which for which, count in enumerate(floor.panels[0].counts) if max(count[1]) == 1]
     if not even:
         return [float("inf")] * len(floor.panels)
@@ -77,14 +79,17 @@ def _likely_step_s(floor: GridBounds) -> list[float]:
 def slice_grid(
     panel: CandidateGrid, job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer | None
 ) -> CandidateGrid | None:
-    """The candidates of a panel that cut sequences: every count with each slicing that is worth trying. Rows that are
-    divided unevenly, and pipelines of one lane, are cut where the user says so. None where there are none."""
+    """Return the candidates of a grid with sliced sequences: every count with each promising slicing; None if there are
+    none.
+
+    Uneven rows, and pipelines of one lane, are sliced only on request.
+    """
     wanted = pins.get("slices")
     if wanted == 1 or (wanted is None and (slicer is None or panel.lanes == 1)):
         return None
     if isinstance(wanted, tuple) or slicer is None:
-        each = wanted if isinstance(wanted, tuple) else uniform_slices(job.sequence, wanted or 1)
-        return with_slices(panel, [(count, each) for count in panel.counts])
+        slices_wanted = wanted if isinstance(wanted, tuple) else uniform_slices(job.sequence, wanted or 1)
+        return with_slices(panel, [(count, slices_wanted) for count in panel.counts])
     if wanted is not None:
         stages = slicer.stages_for(panel, range(len(panel.counts)))
         return with_slices(
@@ -104,25 +109,27 @@ def slice_grid(
 def best_sliced_grids(
     space: Sequence[CandidateGrid], slicer: SequenceSlicer, hope: PruningThreshold, part: float = 1.0
 ) -> list[CandidateGrid]:
-    """What `slice_grid` makes of panels without pins of slices, of all their slicings this part of SLICINGS: those that
-    promise the shortest steps."""
+    """Return the grids of `slice_grid` without constraints on slices, limited to the fastest `part` of SLICINGS
+    slicings."""
     if slicer.obstacle is not None:
         return []
-    each = [promising_slicings(panel, slicer, hope) for panel in space if panel.lanes > 1]
-    every = sorted(one.step_s for _, numbers in each for one in numbers)
-    most = max(LEAST_SLICINGS, int(part * SLICINGS))
-    until_s = every[most - 1] if most < len(every) else float("inf")
-    kept = ((panel, [one for one in numbers if one.step_s <= until_s]) for panel, numbers in each)
-    made = (apply_slicings(panel, numbers, slicer) for panel, numbers in kept)
-    return [one for one in made if one is not None]
+    options_by_grid = [promising_slicings(panel, slicer, hope) for panel in space if panel.lanes > 1]
+    steps_s = sorted(option.step_s for _, numbers in options_by_grid for option in numbers)
+    limit = max(LEAST_SLICINGS, int(part * SLICINGS))
+    until_s = steps_s[limit - 1] if limit < len(steps_s) else float("inf")
+    within_limit = (
+        (panel, [option for option in numbers if option.step_s <= until_s]) for panel, numbers in options_by_grid
+    )
+    sliced_grids = (apply_slicings(panel, numbers, slicer) for panel, numbers in within_limit)
+    return [option for option in sliced_grids if option is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class SlicingOption:
-    """A number of slices that a count of microbatches may be cut into."""
+    """A number of slices for a count of microbatches."""
 
     step_s: float
-    "What a step likely takes, the idle time of split backwards left out; 0 where there is nothing to beat."
+    "Estimated step time, without the idle time of split backwards; 0 if there is no threshold."
     count: Count
     stage: StageWork
     slices: int
@@ -131,17 +138,27 @@ class SlicingOption:
 def promising_slicings(
     panel: CandidateGrid, slicer: SequenceSlicer, hope: PruningThreshold | None
 ) -> tuple[CandidateGrid, list[SlicingOption]]:
-    """Every even count with the numbers of slices that the closed form prefers, as far as they may beat the best; and
-    the panel with the ways of recomputing that may."""
-    kept = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
-    least_s = _least_s(hope.floors.bound_grid(panel))[0] if hope is not None and kept else None
+    """Return the grid and the slicings that could beat the threshold.
+
+    The slicings are every even count with the numbers of slices that the closed form prefers. The grid keeps only the
+    kinds of recomputation that could beat the threshold.
+    """
+    count_indices = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
+    least_s = _least_s(hope.floors.bound_grid(panel))[0] if hope is not None and count_indices else None
     if hope is not None and least_s is not None:
-        ways = [way for way in range(len(panel.recompute)) if (least_s[kept, way] <= hope.best_s).any()]
-        kept = [which for which in kept if (least_s[which] <= hope.best_s).any()]
-        panel, least_s = replace(panel, recompute=tuple(panel.recompute[way] for way in ways)), least_s[:, ways]
-    found: list[SlicingOption] = []
+        recompute_indices = [
+            recompute_index
+            for recompute_index in range(len(panel.recompute))
+            if (least_s[count_indices, recompute_index] <= hope.best_s).any()
+        ]
+        count_indices = [which for which in count_indices if (least_s[which] <= hope.best_s).any()]
+        panel, least_s = (
+            replace(panel, recompute=tuple(panel.recompute[recompute_index] for recompute_index in recompute_indices)),
+            least_s[:, recompute_indices],
+        )
+    options: list[SlicingOption] = []
     idle = (panel.lanes - 1) / panel.stages_per_lane if schedule_facts(panel.names[0]).fused else 0.0
-    for which, stage in zip(kept, slicer.stages_for(panel, kept), strict=True):
+    for which, stage in zip(count_indices, slicer.stages_for(panel, count_indices), strict=True):
         count = panel.counts[which]
         for number in slicer.slice_counts(stage, panel.lanes, panel.stages_per_lane, count[0]):
             step_s = 0.0
@@ -149,20 +166,23 @@ def promising_slicings(
                 each_s = float(least_s[which].min()) / count[0] / CHEAPER
                 step_s = (count[0] + idle / number) * slicer.relative_costs(stage)[number] * each_s
             if hope is None or step_s <= hope.best_s:
-                found.append(SlicingOption(step_s, count, stage, number))
-    return panel, found
+                options.append(SlicingOption(step_s, count, stage, number))
+    return panel, options
 
 
 def apply_slicings(
     panel: CandidateGrid, numbers: Sequence[SlicingOption], slicer: SequenceSlicer
 ) -> CandidateGrid | None:
-    """The panel with its counts cut into these numbers of slices."""
-    return with_slices(panel, [(one.count, slicer.cut_sequence(one.stage, one.slices)) for one in numbers])
+    """Return the grid with its counts cut into these numbers of slices."""
+    return with_slices(panel, [(option.count, slicer.cut_sequence(option.stage, option.slices)) for option in numbers])
 
 
 def _least_s(floor: GridBounds, alive: float | Array = 1.0) -> Array:
-    """Seconds of a step with slices, its filling left out, put back by what memory lacks: [panel, microbatches,
-    recomputation]. A lane holds `alive` microbatches of its layers at once, one at least, whatever the slices."""
+    """Return seconds of a step with slices, without its bubble, increased for missing memory: [grid, microbatches,
+    recomputation].
+
+    A lane holds `alive` microbatches of its layers at once, at least one, for any number of slices.
+    """
     held = floor.static_bytes.min(axis=2) + alive * floor.stack.saved_bytes
     lack = np.maximum(0.0, held / floor.memory_bytes[:, None, None] - 1.0)
     least: Array = CHEAPER * floor.count * floor.lane_s * (1.0 + OVER * lack)
@@ -170,7 +190,8 @@ def _least_s(floor: GridBounds, alive: float | Array = 1.0) -> Array:
 
 
 def with_slices(panel: CandidateGrid, cut: Sequence[Cut]) -> CandidateGrid | None:
-    """The panel with these counts and slicings, as far as there are units enough for one of its schedules."""
+    """Return the grid with these counts and slicings, limited to those with enough units for one of its schedules; else
+    None."""
     able = [(count, slices) for count, slices in cut if count[0] * max(1, len(slices)) >= min(panel.least)]
     if not able:
         return None

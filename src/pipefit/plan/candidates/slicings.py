@@ -1,9 +1,9 @@
-"""Which slicings a search tries for a layout: equal-cost cuts, in the few numbers that a closed form prefers.
+"""Slicings that a search tries for a layout: equal-cost cuts, in the few numbers that a closed form prefers.
 
-The closed form stands in `plan/slicing/count.py`; here is what it works on, C(s): what a lane needs for one sequence in
-s slices by the costs of the layers, with what each slice costs anew (launches, contexts, products too small for the
-device). Where microbatches are many, stages few or sequences short, no number promises a shorter step than no slices,
-and none is tried. The simulator decides.
+The closed form is in `plan/slicing/count.py`; this file supplies its input C(s), the time of a lane for one sequence in
+s slices. It follows from the layers' costs and includes the overhead of each slice (launches, contexts, matrix products
+too small for the device). With many microbatches, few stages or short sequences no number promises a shorter step than
+no slices, and none is tried. The simulator decides.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ from pipefit.plan.types import Job, Recompute
 Slices = tuple[int, ...]
 
 ACTIONS = 12_000
-"""The most actions of an order with slices: longer ones take too long to look at, and gain little by more slices."""
+"""Largest number of actions of an order with slices. Longer orders take too long to evaluate, and more slices gain
+little."""
 
 PROCESSOR_TILE, ACCELERATOR_TILE, LEAST_TILE = 8, 64, 8
-"""Slices are multiples of so many tokens: what kernels of a processor and of an accelerator want, and what those need
-where slices are short."""
+"""Slices are multiples of this number of tokens: the sizes CPU and accelerator kernels prefer, and the minimum for
+short slices."""
 
 TILES = 8
-"""A slice has so many tiles, or tiles become smaller: rounding to them would cost more than they save."""
+"""Minimum tiles of a slice before tiles are halved: rounding to larger tiles would cost more than they save."""
 
 SAMPLES = 8
-"""Slice lengths at which layers are costed for equal-cost cuts, alone and at the end of the sequence."""
+"""Number of slice lengths at which layers are costed for equal-cost cuts, at the start and at the end of the
+sequence."""
 
 CELLS = 256
-"""Where a sequence has more multiples than this, a search cuts it at some of them only."""
+"""Largest number of positions at which a search cuts a sequence; a longer one uses coarser multiples."""
 
 
 def slicer_of(cutter: LayerCutter, job: Job, pins: Mapping[str, Any]) -> SequenceSlicer:
-    """The slicings of a job under these pins: what costs were worked out for one search stays for the next."""
+    """Return the slicings of a job under these constraints. Costs computed for one search are reused by the next."""
     key = (job, *(pins.get(name) for name in ("slices", "shards", "slice_multiple")))
     if key not in cutter.slicers:
         cutter.slicers[key] = SequenceSlicer(cutter, job, pins)
@@ -65,13 +67,13 @@ class SequenceSlicer:
         self.cutter, self.job = cutter, job
         self.rows = SliceRows(cutter.network, cutter.layers)
         self.obstacle: PlanError | None = next(slicing_obstacles(cutter.programs.model), None)
-        "Why the model's sequences cannot be cut."
+        "The reason why the model's sequences cannot be sliced."
         self.wanted: int | Slices | None = pins.get("slices")
         shards: tuple[int, ...] = pins.get("shards", (1,))
         self._tile = pins.get("slice_multiple", PROCESSOR_TILE if cutter.network.over_gloo else ACCELERATOR_TILE)
         self._shares = sum(shards)
         self.finest = slice_grain(pins.get("slice_multiple", LEAST_TILE), self._shares)
-        "Tokens that every slice is a multiple of, however short; what is left over lengthens the last."
+        "Every slice is a multiple of this number of tokens; the remainder lengthens the last."
         self._stages: dict[object, StageWork] = {}
         self._curves: dict[int, TimeOf] = {}
         self._cut: dict[tuple[int, int], Slices] = {}
@@ -80,7 +82,8 @@ class SequenceSlicer:
         self._dearer: dict[int, Mapping[int, float]] = {}
 
     def token_multiple(self, number: int) -> int:
-        """The tokens that each of so many slices is a multiple of: a tile, or less where that leaves them too few."""
+        """Return the multiple of tokens for this number of slices: a tile, or less if slices would have too few
+        tiles."""
         tile = self._tile
         while slice_grain(tile // 2, self._shares) >= self.finest and self.job.sequence < TILES * number * tile:
             tile //= 2
@@ -88,12 +91,14 @@ class SequenceSlicer:
 
     @property
     def finest_multiple(self) -> int:
-        """The finest multiple that has no more places in the sequence than a search looks at."""
+        """The finest multiple with at most CELLS positions in the sequence."""
         return self.finest * max(1, -(-self.job.sequence // (self.finest * CELLS)))
 
     def candidate_slicings(self, stage: StageWork, lanes: int, turns: int, microbatches: int) -> tuple[Slices, ...]:
-        """What is tried beside no slices, for lanes with `turns` stages each; `stage_work` is all layers on one of
-        them."""
+        """Return the slicings to try besides no slices, for lanes with `turns` stages each.
+
+        `stage` is all layers on one of the lanes.
+        """
         if self.obstacle is not None:
             return ()
         if isinstance(self.wanted, tuple):
@@ -105,34 +110,38 @@ class SequenceSlicer:
         )
 
     def slice_counts(self, stage: StageWork, lanes: int, turns: int, microbatches: int) -> tuple[int, ...]:
-        """How many slices are worth trying; none where the closed form promises nothing of them."""
+        """Return the promising numbers of slices; none if the closed form expects no gain."""
         key = (id(stage), lanes, turns, microbatches)
         if key not in self._numbers:
             steps_s = self.closed_form_s(stage, lanes, turns, microbatches)
-            most = ACTIONS // (3 * lanes * turns * microbatches)
-            self._numbers[key] = promising_counts(self._whole_s(stage)[0], steps_s, most)
+            limit = ACTIONS // (3 * lanes * turns * microbatches)
+            self._numbers[key] = promising_counts(self._whole_s(stage)[0], steps_s, limit)
         return self._numbers[key]
 
     def closed_form_s(self, stage: StageWork, lanes: int, turns: int, microbatches: int, idle: float = 1.0) -> Array:
-        """Seconds of a step without slices, and for every number of the ladder that the sequence allows. `idle`: see
-        `count.step_s`."""
-        numbers, whole = self._whole_s(stage)
-        lane_s = whole / lanes + numbers * self.action_s(turns)
+        """Return seconds of a step without slices, and for every number of the ladder that the sequence allows.
+
+        `idle`: see `count.step_s`.
+        """
+        numbers, sequence_s = self._whole_s(stage)
+        lane_s = sequence_s / lanes + numbers * self.action_s(turns)
         return step_s(lanes, microbatches, numbers, lane_s, turns, idle)
 
     def action_s(self, turns: int) -> float:
-        """What a slice costs a lane beside its layers: the actions of `turns` stages, forward and backward."""
+        """Return a lane's overhead for a slice besides its layers: the actions of `turns` stages, forward and
+        backward."""
         return 2 * turns * (ACTION_OVERHEAD_S + stage_overhead_s(self.cutter.network.cluster))
 
     def relative_costs(self, stage: StageWork) -> Mapping[int, float]:
-        """What a sequence in each number of slices takes, as a part of its time in one."""
+        """Return number of slices -> time of a sequence relative to the time without slices."""
         if id(stage) not in self._dearer:
-            numbers, whole = self._whole_s(stage)
-            self._dearer[id(stage)] = dict(zip(numbers.tolist(), (whole / whole[0]).tolist(), strict=True))
+            numbers, sequence_s = self._whole_s(stage)
+            self._dearer[id(stage)] = dict(zip(numbers.tolist(), (sequence_s / sequence_s[0]).tolist(), strict=True))
         return self._dearer[id(stage)]
 
     def _whole_s(self, stage: StageWork) -> tuple[Counts, Array]:
-        """(1 and the numbers of the ladder that the sequence allows, seconds of all its slices in all layers)."""
+        """Return (1 and the numbers of the ladder that the sequence allows, seconds of all its slices in all
+        layers)."""
         if id(stage) not in self._wholes:
             length, time_of = self.job.sequence, self.time_curve(stage)
             numbers = slice_count_ladder(length, self.finest)
@@ -141,7 +150,7 @@ class SequenceSlicer:
         return self._wholes[id(stage)]
 
     def cut_sequence(self, stage: StageWork, number: int) -> Slices:
-        """Equal-cost slices. Raises PlanError where the sequence is too short for that many."""
+        """Return equal-cost slices. Raises PlanError if the sequence is too short for this number."""
         key = (id(stage), number)
         if key not in self._cut:
             length, multiple = self.job.sequence, max(self.token_multiple(number), self.finest_multiple)
@@ -152,8 +161,11 @@ class SequenceSlicer:
         return self._cut[key]
 
     def time_curve(self, stage: StageWork) -> TimeOf:
-        """Seconds of all layers, forward and backward, for slices: straight lines between samples, and along the
-        context. For cutting and ranking; what decides are the costs themselves."""
+        """Return the seconds of all layers, forward and backward, as a function of slice and context.
+
+        It interpolates linearly between samples of the slice length and in the context. It serves cutting and ranking;
+        the decision uses the exact costs.
+        """
         if id(stage) not in self._curves:
             self._curves[id(stage)] = self._sample_curve(stage)
         return self._curves[id(stage)]
@@ -179,7 +191,7 @@ class SequenceSlicer:
         return float(forward.sum() + backward.sum())
 
     def stage_work(self, pairs: frozenset[Pair], recompute: Recompute = "none") -> StageWork:
-        """All layers on devices of these kinds with these rows; the same object for equal questions."""
+        """Return all layers on devices of these kinds with these rows; the same object for equal arguments."""
         key = (pairs, recompute)
         if key not in self._stages:
             group, rows = self.cutter.fleet.sample_group(pairs)
@@ -187,7 +199,7 @@ class SequenceSlicer:
         return self._stages[key]
 
     def slowest_stage(self, decisions: ParallelConfig) -> StageWork:
-        """All layers on the devices of a candidate's lanes, the slowest of them."""
+        """Return all layers on the slowest devices of a candidate's lanes."""
         if len(decisions.shards) > 1:
             return self.stages_of(decisions)[0]
         rows = self.cutter.rows_of(self.job, decisions.microbatches, decisions.replicas)
@@ -195,31 +207,37 @@ class SequenceSlicer:
         return self.stage_work(frozenset().union(*pairs), decisions.recompute[0])
 
     def stages_for(self, panel: CandidateGrid, counts: Iterable[int]) -> list[StageWork]:
-        """All layers on the devices of a panel's lanes, the slowest of them, for each of these counts."""
+        """Return all layers on the slowest devices of a grid's lanes, for each of these counts."""
         if len(panel.shards) > 1:
             return [self.stages_of(panel.decisions_at(panel.first_of(which)))[0] for which in counts]
         lanes = {*panel.lane_runs()}
-        found = []
+        stages = []
         for which in counts:
             rows = self.cutter.rows_of(self.job, *panel.counts[which])
-            found.append(self.stage_work(frozenset().union(*(pairs_of(runs, rows) for runs in lanes))))
-        return found
+            stages.append(self.stage_work(frozenset().union(*(pairs_of(runs, rows) for runs in lanes))))
+        return stages
 
     def stages_of(self, decisions: ParallelConfig) -> list[StageWork]:
-        """All layers on the devices of every stage of a candidate, with its way of recomputing."""
+        """Return all layers on the devices of every stage of a candidate, with the stage's recomputation."""
         rows = self.cutter.rows_of(self.job, decisions.microbatches, decisions.replicas)
-        ways = [decisions.recompute_of(stage) for stage in range(decisions.stage_count)]
+        recompute_by_stage = [decisions.recompute_of(stage) for stage in range(decisions.stage_count)]
         if decisions.is_sharded:
             groups = [group.to_mesh() for group in make_groups(decisions)]
             return [
-                self._sharded_work(groups[lane], rows, way, decisions.sharding_key(lane), decisions.shards_of(lane))
-                for lane, way in zip(decisions.lane_of_stage, ways, strict=True)
+                self._sharded_work(
+                    groups[lane], rows, recompute, decisions.sharding_key(lane), decisions.shards_of(lane)
+                )
+                for lane, recompute in zip(decisions.lane_of_stage, recompute_by_stage, strict=True)
             ]
         pairs = self.cutter.fleet.lane_pairs(decisions, rows)
-        return [self.stage_work(pairs[lane], way) for lane, way in zip(decisions.lane_of_stage, ways, strict=True)]
+        return [
+            self.stage_work(pairs[lane], recompute)
+            for lane, recompute in zip(decisions.lane_of_stage, recompute_by_stage, strict=True)
+        ]
 
     def slice_times(self, decisions: ParallelConfig) -> tuple[Array, Array]:
-        """(forward, backward) seconds [slice, stage] of a candidate with cuts, actions' own overhead apart."""
+        """Return (forward, backward) seconds [slice, stage] of a candidate with cuts, without the overhead of
+        actions."""
         bounds = (0, *decisions.cuts, len(self.cutter.programs.modules[self.cutter.module].layers))
         rows = [self.rows.slice_row(stage, decisions.slices, self.job.precision) for stage in self.stages_of(decisions)]
         runs = [*zip(rows, pairwise(bounds), strict=True)]

@@ -1,8 +1,9 @@
-"""All plans that are considered: replicas x stages x microbatches x schedule x recomputation x ZeRO-1 x device order.
+"""The search space: replicas x stages x microbatches x schedule x recomputation x ZeRO-1 x device order.
 
-Every number of devices up to all of them is in the space, so leaving some idle is a choice like any other. On a cluster
-of several kinds of devices so is which kinds stand where, and which are left out (`plan/devices/device_kinds.py`). A
-pin replaces a dimension by one value. The shard axis is a dimension too, whose only value is 1 unless it is pinned.
+Every number of devices up to all of them is in the space, so leaving devices idle is a choice like any other. On a
+cluster with several kinds of devices, the position of each kind and leaving kinds out are choices too
+(`plan/devices/device_kinds.py`). A constraint replaces a dimension by one value. The shard axis is a dimension whose
+only value is 1 unless it is constrained.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("ful
 def iter_candidates(
     job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: LayerCutter | None = None
 ) -> Iterator[ParallelConfig]:
-    """Every candidate, in a fixed order. Layers are not cut yet unless the cuts are pinned. Without a cutter all
-    devices count as alike."""
+    """Yield every candidate, in a fixed order. Layers are not cut yet unless the cuts are constrained.
+
+    Without a cutter all devices count as alike.
+    """
     for panel in iter_grids(job, layers, devices, hosts, pins, cutter):
         yield from panel.all_decisions()
 
@@ -55,7 +58,8 @@ def iter_grids(
     cutter: LayerCutter | None = None,
     slicer: SequenceSlicer | None = None,
 ) -> Iterator[CandidateGrid]:
-    """Every panel of candidates, in a fixed order: without slices, and with those that a closed form prefers."""
+    """Yield every grid of candidates, in a fixed order: without slices, and with the slicings the closed form
+    prefers."""
     pins = families_only(pins)
     slicer = SequenceSlicer(cutter, job, pins) if cutter is not None and slicer is None else slicer
     for base in iter_base_grids(job, layers, devices, hosts, pins, cutter):
@@ -67,9 +71,11 @@ def iter_grids(
 def iter_base_grids(
     job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: LayerCutter | None = None
 ) -> Iterator[CandidateGrid]:
-    """A panel for every grid and placement, in a fixed order, before sequences are cut; of all schedules that are
-    searched in any way. A pinned `fit` is no family of its own: it gets the layouts of all (see
-    `plan/passes/fitted_orders.py`)."""
+    """Yield a grid for every device grid and placement, in a fixed order, before sequences are sliced.
+
+    It covers all schedules that are searched with or without slices. `schedule=fit` is not a family: it gets the
+    layouts of all families (see `plan/passes/fitted_orders.py`).
+    """
     pins = families_only(pins)
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
     for grid in _device_grids(job, layers, devices, hosts, pins, cutter):
@@ -88,17 +94,18 @@ def _build_grid(
     pins: Mapping[str, Any],
     cutter: LayerCutter | None,
 ) -> CandidateGrid | None:
-    """The panel of a grid with a placement, of all its counts, before sequences are cut; if there is one."""
+    """Return the candidates of a device grid with a placement, with all its counts, before slicing; None if there are
+    none."""
     shards = pins.get("shards", (1,))
-    ways = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
-    ways = [way for way in ways if len(way) in (1, len(placement))]
+    recompute_choices = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
+    recompute_choices = [choice for choice in recompute_choices if len(choice) in (1, len(placement))]
     least = tuple(
         0 if {"schedule", "microbatches"} <= pins.keys() else FAMILIES[n].least_units(grid.lanes) for n in names
     )
     counts = grid.counts
-    if not ways or not counts:
+    if not recompute_choices or not counts:
         return None
-    many = len(counts[0][1]) > 1
+    is_replicated = len(counts[0][1]) > 1
     return CandidateGrid(
         lanes=grid.lanes,
         counts=counts,
@@ -106,8 +113,8 @@ def _build_grid(
         placement=placement,
         names=tuple(names),
         least=least,
-        recompute=tuple(ways),
-        zero1=(pins["zero1"],) if "zero1" in pins else (False, True)[: 1 + many],
+        recompute=tuple(recompute_choices),
+        zero1=(pins["zero1"],) if "zero1" in pins else (False, True)[: 1 + is_replicated],
         inner=grid.inner,
         shards=shards,
         sharding=_sharding_style(shards, pins),
@@ -118,18 +125,18 @@ def _build_grid(
 
 
 def unsliced_grid(panel: CandidateGrid, pins: Mapping[str, Any]) -> CandidateGrid | None:
-    """The candidates of a panel that do not cut sequences, in families that are searched without slices."""
+    """Return the candidates of a grid without slices, in families that are searched without slices."""
     if pins.get("slices", 1) != 1:
         return None
-    kept = [at for at, name in enumerate(panel.names) if "schedule" in pins or FAMILIES[name].searched]
-    if len(kept) < len(panel.names):
-        names, least = [panel.names[at] for at in kept], [panel.least[at] for at in kept]
+    indices = [index for index, name in enumerate(panel.names) if "schedule" in pins or FAMILIES[name].searched]
+    if len(indices) < len(panel.names):
+        names, least = [panel.names[index] for index in indices], [panel.least[index] for index in indices]
         panel = replace(panel, names=tuple(names), least=tuple(least))
-    return with_slices(panel, [(count, ()) for count in panel.counts]) if kept else None
+    return with_slices(panel, [(count, ()) for count in panel.counts]) if indices else None
 
 
 def families_only(pins: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The pins of a search over families: all but `schedule=fit`."""
+    """Return the constraints of a search over families: all but `schedule=fit`."""
     return {key: value for key, value in pins.items() if (key, value) != ("schedule", "fit")}
 
 
@@ -142,13 +149,13 @@ class DeviceGrid:
     inner: tuple[Inner, ...]
     pattern: Pattern | None = None
     runs: tuple[Runs, ...] = ()
-    "Of the pattern."
+    "Kinds of every lane's replicas in the pattern."
 
 
 def _device_grids(
     job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: LayerCutter | None
 ) -> Iterator[DeviceGrid]:
-    """What the devices and the batch allow: devices in their own order, and where kinds differ by kind."""
+    """Yield the grids that devices and batch allow: devices in their own order, and by kind where kinds differ."""
     known: dict[tuple[tuple[Runs, ...], Inner], set[Count]] = {}
     mixed = cutter is not None and cutter.fleet.is_mixed
     if cutter is not None and mixed and pins.get("mapping", "search") == "search":
@@ -174,18 +181,19 @@ def _device_grids(
 def _mixed_grids(
     job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: LayerCutter
 ) -> Iterator[DeviceGrid]:
-    """Grids with kinds put together, by lane and by replica, and the rows of unlike replicas by their speed."""
+    """Yield grids with devices grouped by kind, by lane and by replica, and the rows of unlike replicas by their
+    speed."""
     shards = len(pins.get("shards", (1,)))
-    most = min(pins.get("devices", devices), devices)
+    limit = min(pins.get("devices", devices), devices)
     time_s = cutter.row_time(job, pins.get("recompute", ("none",))[0])
     kinds = cutter.compare_kinds(job, shards)
     pinned = pins.get("replicas")
-    even = [len(pinned)] if pinned else [count for count in _divisors_of(job.batch) if count * shards <= most]
-    for lanes in range(1, min(most // shards, layers) + 1):
+    even = [len(pinned)] if pinned else [count for count in _divisors_of(job.batch) if count * shards <= limit]
+    for lanes in range(1, min(limit // shards, layers) + 1):
         uneven = [len(pinned)] if pinned else replica_counts(lanes, kinds.counts, job.batch)
         for replicas in sorted({*even, *uneven}):
             size = replicas * lanes * shards
-            if size > most or ("devices" in pins and size != pins["devices"]):
+            if size > limit or ("devices" in pins and size != pins["devices"]):
                 continue
             inner = _rank_orders(hosts, replicas, lanes, pins)
             for pattern in device_patterns(lanes, replicas, kinds, replicas in even, replicas in uneven):
@@ -206,24 +214,23 @@ def _mixed_grids(
 def rearrange_kinds(
     cutter: LayerCutter, job: Job, decisions: ParallelConfig, pins: Mapping[str, Any]
 ) -> Iterator[ParallelConfig]:
-    """Candidates whose kinds of devices stand one step away from those of a candidate, with the same grid, or whose
-    neighbours do; not cut yet."""
+    """Yield candidates of the same grid one rearrangement of kinds, or one change of rank order, away; not cut yet."""
     pattern = cutter.fleet.kind_pattern(decisions)
     shards = len(decisions.shards)
     kinds, time_s = cutter.compare_kinds(job, shards), cutter.row_time(job, decisions.recompute[0])
     uncut = replace(decisions, stages=decisions.stage_count, cuts=pins.get("cuts", ()))
     inners = _rank_orders(len(cutter.network.cluster.hosts), len(decisions.replicas), decisions.lane_count, pins)
-    for other in (*neighbour_patterns(pattern, kinds.counts), pattern):
-        columns = list(zip(*other, strict=True))
-        every = [decisions.replicas]
+    for neighbour in (*neighbour_patterns(pattern, kinds.counts), pattern):
+        columns = list(zip(*neighbour, strict=True))
+        share_choices = [decisions.replicas]
         if "replicas" not in pins:
             even = (1,) * len(columns)
             alike = len({*columns}) == 1
             rows = job.batch // decisions.microbatches
-            every = ([even] if rows % len(columns) == 0 else []) if alike else row_shares(columns, rows, time_s)
-        for shares, inner in itertools.product(every, inners):
-            devices = assign_devices(other, inner, cutter.fleet.devices, shards)
-            if len(devices) == decisions.device_count:  # fewer where a kind has no whole shard group
+            share_choices = ([even] if rows % len(columns) == 0 else []) if alike else row_shares(columns, rows, time_s)
+        for shares, inner in itertools.product(share_choices, inners):
+            devices = assign_devices(neighbour, inner, cutter.fleet.devices, shards)
+            if len(devices) == decisions.device_count:  # fewer if a kind has too few devices for a shard group
                 yield replace(uncut, replicas=shares).with_devices(devices, inner)
 
 
@@ -234,15 +241,15 @@ def _rank_orders(hosts: int, replicas: int, lanes: int, pins: Mapping[str, Any])
 
 
 def _grid_sizes(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(shares of the replicas, lanes) that the devices and the batch allow."""
+    """Yield (shares of the replicas, lanes) that the devices and the batch allow."""
     shards = len(pins.get("shards", (1,)))
-    most = min(pins.get("devices", devices), devices)
+    limit = min(pins.get("devices", devices), devices)
     if "replicas" in pins:
         replica_choices = [pins["replicas"]]
     else:
-        replica_choices = [(1,) * count for count in _divisors_of(job.batch) if count * shards <= most]
+        replica_choices = [(1,) * count for count in _divisors_of(job.batch) if count * shards <= limit]
     for replicas in replica_choices:
-        for lanes in range(1, min(most // (len(replicas) * shards), layers) + 1):
+        for lanes in range(1, min(limit // (len(replicas) * shards), layers) + 1):
             if "devices" not in pins or len(replicas) * shards * lanes == pins["devices"]:
                 yield replicas, lanes
 
@@ -250,33 +257,35 @@ def _grid_sizes(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) ->
 def _schedules_by_placement(
     lanes: int, layers: int, pins: Mapping[str, Any]
 ) -> dict[tuple[tuple[int, ...], bool], list[str]]:
-    """The schedules for this many lanes, by placement and by whether every backward is fused; those that are searched
-    with slices only among them. A single lane runs all plain schedules alike as far as time goes, and 1F1B with the
-    least memory."""
+    """Return the schedules for this number of lanes, by placement and by whether every backward is fused.
+
+    They include families that are searched with slices only. On a single lane all plain schedules take the same time,
+    and 1F1B needs the least memory.
+    """
     searched = [name for name in sorted(FAMILIES) if FAMILIES[name].searched_with_slices]
     names = searched if lanes > 1 else ["1f1b"]
     stages = pins.get("stages", len(pins["cuts"]) + 1 if "cuts" in pins else None)
-    found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    schedules: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in [pins["schedule"]] if "schedule" in pins else names:
         placement = pins.get("placement", FAMILIES[name].placement(lanes))
         if max(placement) + 1 == lanes and len(placement) <= layers and stages in (None, len(placement)):
-            found.setdefault((placement, schedule_facts(name).fused), []).append(name)
-    return found
+            schedules.setdefault((placement, schedule_facts(name).fused), []).append(name)
+    return schedules
 
 
 def _microbatch_counts(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) -> Iterator[int]:
-    """Counts of microbatches: divisors of the batch that leave every replica whole rows, evenly where shares are."""
+    """Yield divisors of the batch that leave every replica whole rows; equal numbers of rows for equal shares."""
     even = len({*replicas}) == 1
     for count in _batch_divisors(job, pins):
         rows = job.batch // count
         pinned = "microbatches" in pins or "replicas" in pins
-        each = all(start < stop for start, stop in split_by_shares(rows, replicas))
-        if each and (not even or pinned or rows % len(replicas) == 0):
+        all_have_rows = all(start < stop for start, stop in split_by_shares(rows, replicas))
+        if all_have_rows and (not even or pinned or rows % len(replicas) == 0):
             yield count
 
 
 def _batch_divisors(job: Job, pins: Mapping[str, Any]) -> Iterator[int]:
-    """Counts of microbatches that divide the batch."""
+    """Return counts of microbatches that divide the batch."""
     choices = [pins["microbatches"]] if "microbatches" in pins else _divisors_of(job.batch)
     return (count for count in choices if job.batch % count == 0)
 
@@ -293,8 +302,10 @@ def _divisors_of(number: int) -> list[int]:
 
 
 def _lanes_for(stages: int, pins: Mapping[str, Any]) -> int:
-    """The fewest lanes on which a schedule that may be chosen lays this many stages; `stages` if none does. A single
-    lane runs 1F1B alone where no schedule is pinned: see `_schedules_by_placement`."""
+    """Return the fewest lanes on which an allowed schedule places this number of stages; `stages` if none does.
+
+    A single lane runs only 1F1B unless a schedule is constrained: see `_schedules_by_placement`.
+    """
     pinned = "schedule" in pins
     names = [pins["schedule"]] if pinned else list(FAMILIES)
     fits = (
@@ -306,7 +317,7 @@ def _lanes_for(stages: int, pins: Mapping[str, Any]) -> int:
 
 
 def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> None:
-    """Raises PlanError where the pins leave nothing to consider, with the reason."""
+    """Raise PlanError, with the reason, if the constraints leave nothing to consider."""
     pins = families_only(pins)
     microbatches = pins.get("microbatches", 1)
     if job.batch % microbatches:
@@ -342,13 +353,13 @@ def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) ->
             next_step="use fewer microbatches or replicas, or a larger --batch",
         )
     shards = pins.get("shards", (1,))
-    given = pins.get("slices", 1)
-    lengths = given if isinstance(given, tuple) else ()
+    slices_wanted = pins.get("slices", 1)
+    lengths = slices_wanted if isinstance(slices_wanted, tuple) else ()
     check_slices(
         lengths, job.sequence, shards, _sharding_style(shards, pins), "--fix slices" if lengths else "--seq and shards"
     )
-    if isinstance(given, int):
-        check_number(job.sequence, given, pins.get("slice_multiple", 1), "--fix slices")
+    if isinstance(slices_wanted, int):
+        check_number(job.sequence, slices_wanted, pins.get("slice_multiple", 1), "--fix slices")
     if next(iter_candidates(job, layers, devices, 1, pins), None) is None:
         used = pins.get("devices")
         raise PlanError(

@@ -26,8 +26,8 @@ def edge_problems(plan: Plan) -> Iterator[PlanError]:
         yield from _transfer_problems(edge.forward, source, target, f"{where}.forward")
         yield from _transfer_problems(edge.gradient, target, source, f"{where}.gradient")
         yield from _gradient_problems(edge, source, target, where)
-    for index, (one, two) in enumerate(pairwise(plan.stages)):
-        if one.module == two.module and one.turns == 1 and (index, index + 1, "") not in seen:
+    for index, (current, successor) in enumerate(pairwise(plan.stages)):
+        if current.module == successor.module and current.turns == 1 and (index, index + 1, "") not in seen:
             yield PlanError(
                 "Neighbouring stages of a module need an edge for the hidden state.",
                 where="edges",
@@ -58,12 +58,12 @@ def _transfer_problems(wire: EdgeTransfer, source: Mesh, target: Mesh, where: st
             yield PlanError(
                 "A tensor does not become partial sums on the way.", where=f"{where}.wire", seen=f"{sent} to {wired}"
             )
-        other = {a.name: form for a, form in zip(target.axes, wire.received, strict=True)}.get(axis.name, "I")
-        if wired == "P" and axis.size > 1 and (other != "P" or target.find_axis(axis.name).size != axis.size):
+        received = {a.name: form for a, form in zip(target.axes, wire.received, strict=True)}.get(axis.name, "I")
+        if wired == "P" and axis.size > 1 and (received != "P" or target.find_axis(axis.name).size != axis.size):
             yield PlanError(
                 "Partial sums can only move between equal grids that keep them partial.",
                 where=f"{where}.wire",
-                seen=f"P along {axis.name!r} of {axis.size} to {other} of {target.find_axis(axis.name).size}",
+                seen=f"P along {axis.name!r} of {axis.size} to {received} of {target.find_axis(axis.name).size}",
                 next_step="give the edge a wire layout without P: it is reduced before it leaves",
             )
 
@@ -132,20 +132,25 @@ def _forms_of_parameter(
         if error is not None:
             yield error
             return
-    for one, two in zip(map(parse_form, stored), map(parse_form, state), strict=True):
-        if one.kind == "P" or two.kind == "P" or one.dim == FLAT or _exceeds_shape(one, shape):
+    for stored_form, state_form in zip(map(parse_form, stored), map(parse_form, state), strict=True):
+        if (
+            stored_form.kind == "P"
+            or state_form.kind == "P"
+            or stored_form.dim == FLAT
+            or _exceeds_shape(stored_form, shape)
+        ):
             yield PlanError(
                 "A parameter is stored whole or split along one of its dimensions.",
                 where=f"{where}.stored",
-                seen=f"{one} of shape {tuple(shape)}",
+                seen=f"{stored_form} of shape {tuple(shape)}",
                 allowed="I, G0, ... in `stored`; Gflat only in `state`",
             )
-        elif two != one and not (one.kind == "I" and two.dim == FLAT):
+        elif state_form != stored_form and not (stored_form.kind == "I" and state_form.dim == FLAT):
             yield PlanError(
                 "The optimizer state lies like the parameter, or is split flat along an axis that has it whole.",
                 where=f"{where}.state",
-                seen=f"{two} where the parameter is {one}",
-                allowed=f"{one}" + (" or Gflat" if one.kind == "I" else ""),
+                seen=f"{state_form} where the parameter is {stored_form}",
+                allowed=f"{stored_form}" + (" or Gflat" if stored_form.kind == "I" else ""),
             )
 
 

@@ -51,9 +51,9 @@ def check_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None =
 def plan_problems(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> Iterator[PipefitError]:
     """Every breach, in the order of the file. A rule that others rest on ends the list when it is broken."""
     for rule in RULES:
-        found = list(rule(plan))
-        yield from found
-        if found:
+        breaches = list(rule(plan))
+        yield from breaches
+        if breaches:
             return
     if model is not None:
         yield from _model_problems(plan, model)
@@ -129,11 +129,11 @@ def _overlap_problems(plan: Plan) -> Iterator[PlanError]:
     first: dict[int, int] = {}
     for index, group in enumerate(plan.groups):
         for device in group.devices:
-            other = first.setdefault(device, index)
-            if {*plan.groups[other].devices} != {*group.devices}:
+            first_group = first.setdefault(device, index)
+            if {*plan.groups[first_group].devices} != {*group.devices}:
                 yield PlanError(
                     "Two groups share some of their devices; groups are disjoint, or hold the same devices.",
-                    where=f"groups[{other}] and groups[{index}]",
+                    where=f"groups[{first_group}] and groups[{index}]",
                     seen=f"device {device} is in both",
                 )
                 return
@@ -202,7 +202,7 @@ def _stage_problems(plan: Plan) -> Iterator[PlanError]:
 def _divide_problems(plan: Plan, index: int) -> Iterator[PlanError]:
     """A stage that divides images has a space of images, whose tokens are known where those of samples are."""
     stage = plan.stages[index]
-    space = next((one for one in plan.spaces if one.name == stage.space), None)
+    space = next((candidate for candidate in plan.spaces if candidate.name == stage.space), None)
     if stage.divide != "images" or space is None:
         return
     if space.tokens:

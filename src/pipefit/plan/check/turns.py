@@ -11,25 +11,25 @@ from pipefit.plan.types import Plan
 def turn_problems(plan: Plan) -> Iterator[PlanError]:
     """Every breach: turns that are not there once each, stages that differ or share a lane, parameters or edges that
     only some of them have, grids that differ where a lane uses a parameter twice."""
-    found = False
+    invalid = False
     for index, stage in enumerate(plan.stages):
         if not 0 <= stage.turn < stage.turns:
-            found = True
+            invalid = True
             yield PlanError(
                 "A stage has one of its turns.",
                 where=f"stages[{index}].turn",
                 seen=f"turn {stage.turn} of {stage.turns}",
                 allowed="0 <= turn < turns",
             )
-    if found:
+    if invalid:
         return
     for module in dict.fromkeys(stage.module for stage in plan.stages if stage.turns > 1):
-        own = [index for index, stage in enumerate(plan.stages) if stage.module == module]
-        problems = [*_module_problems(plan, own)]
+        stages = [index for index, stage in enumerate(plan.stages) if stage.module == module]
+        problems = [*_module_problems(plan, stages)]
         yield from problems
         if not problems:
-            yield from _turn_edge_problems(plan, own)
-            yield from _turn_parameter_problems(plan, own)
+            yield from _turn_edge_problems(plan, stages)
+            yield from _turn_parameter_problems(plan, stages)
     yield from _shared_on_a_lane(plan)
 
 
@@ -47,12 +47,12 @@ def _module_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
         return
     for index in own[1:]:
         for name in ("layers", "space", "microbatch_multiple", "divide"):
-            one, other = getattr(first, name), getattr(plan.stages[index], name)
-            if one != other:
+            expected, actual = getattr(first, name), getattr(plan.stages[index], name)
+            if expected != actual:
                 yield PlanError(
                     "Stages that take turns hold the same layers, and take and divide as many microbatches together.",
                     where=f"stages[{index}].{name}",
-                    seen=f"{other}, beside {one} of stage {own[0]}",
+                    seen=f"{actual}, beside {expected} of stage {own[0]}",
                 )
     lanes = [plan.order.placement[index] for index in own]
     if len({*lanes}) < len(lanes):
@@ -79,12 +79,12 @@ def _turn_edge_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
             here, there = (edge.source, edge.target) if kind == "source" else (edge.target, edge.source)
             if here in own:
                 ends.setdefault((there, edge.tensor), set()).add(here)
-        for (there, tensor), some in ends.items():
-            if len(some) < len(own):
+        for (there, tensor), partners in ends.items():
+            if len(partners) < len(own):
                 yield PlanError(
                     "A stage that exchanges a tensor with one of several stages that take turns does so with each.",
                     where="edges",
-                    seen=f"stage {there}{f', tensor {tensor!r}' if tensor else ''}: only with {sorted(some)}",
+                    seen=f"stage {there}{f', tensor {tensor!r}' if tensor else ''}: only with {sorted(partners)}",
                     allowed=f"edges with all of {list(own)}",
                 )
 

@@ -26,14 +26,14 @@ def balance_lanes(times_s: Array, placement: Sequence[int]) -> tuple[int, ...]:
     stage s; `placement` gives each stage's lane."""
     stages, layers = times_s.shape
     sums = np.concatenate([np.zeros((stages, 1)), np.cumsum(times_s, axis=1)], axis=1)
-    whole = sums.mean(axis=0)
-    bounds = np.searchsorted(whole, whole[-1] * np.arange(stages + 1) / stages)
+    mean_sums = sums.mean(axis=0)
+    bounds = np.searchsorted(mean_sums, mean_sums[-1] * np.arange(stages + 1) / stages)
     bounds = np.minimum(np.maximum(bounds, np.arange(stages + 1)), layers - np.arange(stages, -1, -1))
     bounds = np.maximum.accumulate(bounds - np.arange(stages + 1)) + np.arange(stages + 1)
     lanes = np.asarray(placement)
-    every = np.arange(stages)
+    stage_indices = np.arange(stages)
     for _ in range(stages * layers):
-        stage = sums[every, bounds[1:]] - sums[every, bounds[:-1]]
+        stage = sums[stage_indices, bounds[1:]] - sums[stage_indices, bounds[:-1]]
         move, gain = _best_move(times_s, bounds, stage, _lane_sums(lanes, stage), lanes)
         if gain <= 1e-9 * float(stage.max()) ** 2:
             break

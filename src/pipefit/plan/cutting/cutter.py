@@ -103,8 +103,8 @@ class LayerCutter:
         if key not in self._cuts:
             lean = rows
             if spare_bytes:
-                each = [spare_bytes[lane] for lane in placement]
-                lean = [row.with_less_memory(spare) for row, spare in zip(rows, each, strict=True)]
+                stage_spare = [spare_bytes[lane] for lane in placement]
+                lean = [row.with_less_memory(spare) for row, spare in zip(rows, stage_spare, strict=True)]
             cut = _best_cut(lean, held, placement, decisions.cuts)
             if cut is not None and spare_bytes:
                 cut = _cut_at((0, *cut.cuts, len(rows[0].forward_s)), rows, held, placement)
@@ -118,9 +118,11 @@ class LayerCutter:
         layers = len(rows[0].forward_s)
         bounds: tuple[int, ...] | None = (0, *decisions.cuts, layers)
         if not decisions.cuts:
-            each = _stages_in_flight(held, placement)
-            every = zip(rows, each, strict=True)
-            bounds = partition_layers(np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in every]))
+            flights = _stages_in_flight(held, placement)
+            row_flights = zip(rows, flights, strict=True)
+            bounds = partition_layers(
+                np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in row_flights])
+            )
         assert bounds is not None, "without limits some cut always exists"
         return _cut_at(bounds, rows, held, placement)
 
@@ -143,13 +145,13 @@ class LayerCutter:
             ]
         pairs = self.fleet.lane_pairs(decisions, _replica_rows(job.batch // decisions.microbatches, decisions.replicas))
         known: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
-        found = []
+        row_of_stage = []
         for stage, lane in enumerate(decisions.lane_of_stage):
             key = pairs[lane], decisions.recompute_of(stage)
             if key not in known:
                 known[key] = self.layer_row(job, *key, share)
-            found.append(known[key])
-        return found
+            row_of_stage.append(known[key])
+        return row_of_stage
 
     def layer_row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float) -> LayerRow:
         """Of a stage whose devices are of these kinds and have these rows of a microbatch, and keep `share` of the
@@ -204,7 +206,7 @@ class LayerCutter:
     def interpolated_row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute) -> LayerRow:
         """Return a lower bound of `layer_row`, read between the numbers of rows that are powers of two. It holds if
         time rises with the rows and time per row falls. It prunes divisions of rows among replicas."""
-        each = []
+        bounding_rows = []
         for name, rows in pairs:
             low = 1 << (rows.bit_length() - 1)
             lower = self.layer_row(job, frozenset({(name, low)}), recompute, 1.0)
@@ -216,26 +218,26 @@ class LayerCutter:
                     backward_s=np.maximum(lower.backward_s, part * upper.backward_s),
                     saved_bytes=np.maximum(lower.saved_bytes, part * upper.saved_bytes),
                 )
-            each.append(lower)
-        if len(each) == 1:
-            return each[0]
-        saved = np.maximum.reduce([row.saved_bytes for row in each])
+            bounding_rows.append(lower)
+        if len(bounding_rows) == 1:
+            return bounding_rows[0]
+        saved = np.maximum.reduce([row.saved_bytes for row in bounding_rows])
         return replace(
-            each[0],
-            forward_s=np.maximum.reduce([row.forward_s for row in each]),
-            backward_s=np.maximum.reduce([row.backward_s for row in each]),
+            bounding_rows[0],
+            forward_s=np.maximum.reduce([row.forward_s for row in bounding_rows]),
+            backward_s=np.maximum.reduce([row.backward_s for row in bounding_rows]),
             saved_bytes=saved,
-            limit_bytes=min(row.limit_bytes * saved.sum() / max(row.saved_bytes.sum(), 1.0) for row in each),
+            limit_bytes=min(row.limit_bytes * saved.sum() / max(row.saved_bytes.sum(), 1.0) for row in bounding_rows),
         )
 
     def compare_kinds(self, job: Job, shards: int) -> DeviceKinds:
         """How the kinds of devices compare; places are `shards` devices each."""
-        time_s, every = self.row_time(job, "none"), range(len(self.fleet.names))
+        time_s, kind_indices = self.row_time(job, "none"), range(len(self.fleet.names))
         memory = [self.network.kinds[devices[0]].memory_bytes for devices in self.fleet.devices]
         return DeviceKinds(
             counts=tuple(len(devices) // shards for devices in self.fleet.devices),
-            fastest=tuple(sorted(every, key=lambda kind: time_s(kind, 1))),
-            largest=tuple(sorted(every, key=lambda kind: (-memory[kind], time_s(kind, 1)))),
+            fastest=tuple(sorted(kind_indices, key=lambda kind: time_s(kind, 1))),
+            largest=tuple(sorted(kind_indices, key=lambda kind: (-memory[kind], time_s(kind, 1)))),
         )
 
     def _sharded_row(
@@ -262,12 +264,12 @@ class LayerCutter:
     ) -> StageWork:
         """A stage of all layers on these devices."""
         layers = self.programs.modules[self.module].layers
-        made = [self.programs.layer_program(layer, sharding, shards) for layer in layers]
+        layer_programs = [self.programs.layer_program(layer, sharding, shards) for layer in layers]
         return StageWork(
             lane=0,
             group=group,
-            layers=tuple(program.graphs for program in made),
-            shares=layer_shares(made, shards),
+            layers=tuple(program.graphs for program in layer_programs),
+            shares=layer_shares(layer_programs, shards),
             rows=rows,
             slices=(job.sequence,),
             recompute=recompute,
@@ -318,8 +320,8 @@ class LayerCutter:
         width = COMPUTE_BYTES[job.precision]
         per_element = width + GRADIENT_BYTES[job.precision] + STATE_BYTES[job.precision] * share
         trainable, frozen = self._element_counts(sharding, shards)
-        most: Array = (trainable * per_element + frozen * width).max(axis=1)
-        return most
+        fullest: Array = (trainable * per_element + frozen * width).max(axis=1)
+        return fullest
 
     def _element_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
         """[layer, shard position]: trainable and frozen elements; what an earlier layer shares counts there."""
@@ -352,8 +354,8 @@ def _lanes_in_flight(decisions: ParallelConfig) -> tuple[float, ...]:
 
 def _stages_in_flight(held: Sequence[float], placement: Sequence[int]) -> list[float]:
     """Return the microbatches in flight of each stage: an equal part of its lane's, and at least one."""
-    each = [(held[lane], placement.count(lane)) for lane in placement]
-    return [max(1, count if turns == 1 else count // turns) for count, turns in each]
+    lane_counts = [(held[lane], placement.count(lane)) for lane in placement]
+    return [max(1, count if turns == 1 else count // turns) for count, turns in lane_counts]
 
 
 def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: ParallelConfig) -> LayerCut:
@@ -382,19 +384,19 @@ def _best_cut(
     shared = _stages_in_flight(held, placement)
     likely = least if shared == certain else memory_of(rows, shared)
     tight = limits_of(rows, turns, passing=True)
-    found = partition_layers(times, likely, tight)
-    if found is None and max(turns) > 1:
-        found = partition_layers(times, likely, limits_of(rows, turns))
-    found = found or partition_layers(times, least, limits_of(rows, [1] * stages))
-    assert found is not None, "the memory test found a cut that fits"
-    cut = _cut_at(found, rows, held, placement)
+    bounds = partition_layers(times, likely, tight)
+    if bounds is None and max(turns) > 1:
+        bounds = partition_layers(times, likely, limits_of(rows, turns))
+    bounds = bounds or partition_layers(times, least, limits_of(rows, [1] * stages))
+    assert bounds is not None, "the memory test found a cut that fits"
+    cut = _cut_at(bounds, rows, held, placement)
     if max(turns) == 1:
         return cut
     even = balance_lanes(times, placement)
-    if lane_times(times, even, placement).max() >= lane_times(times, found, placement).max():
+    if lane_times(times, even, placement).max() >= lane_times(times, bounds, placement).max():
         return cut
-    other = _cut_at(even, rows, held, placement)
-    return other if other.may_fit else cut
+    balanced = _cut_at(even, rows, held, placement)
+    return balanced if balanced.may_fit else cut
 
 
 def _cut_at(
@@ -413,18 +415,18 @@ def _cut_at(
     static = [float(WORKSPACE_BYTES)] * len(held)
     least = [float("inf")] * len(held)
     limits = [float("inf")] * len(held)
-    for row, lane, kept, stay in zip(rows, placement, saved, stays, strict=True):
+    for row, lane, saved_bytes, stay in zip(rows, placement, saved, stays, strict=True):
         static[lane] += stay
-        least[lane] = min(least[lane], kept)
+        least[lane] = min(least[lane], saved_bytes)
         limits[lane] = min(limits[lane], row.limit_bytes + WORKSPACE_BYTES)
-    floors = [stays + count * kept for stays, count, kept in zip(static, held, least, strict=True)]
+    floors = [stays + count * saved_bytes for stays, count, saved_bytes in zip(static, held, least, strict=True)]
     needs = [*zip(floors, limits, strict=True)]
     for lane in {lane for lane, row in zip(placement, rows, strict=True) if row.kinds}:
-        own = [stage for stage, other in enumerate(placement) if other == lane]
+        lane_stages = [stage for stage, stage_lane in enumerate(placement) if stage_lane == lane]
         limit, (need, has) = lane_need(
-            [(rows[stage].kinds, *runs[stage]) for stage in own],
+            [(rows[stage].kinds, *runs[stage]) for stage in lane_stages],
             held[lane],
-            (static[lane] - WORKSPACE_BYTES, [saved[stage] for stage in own]),
+            (static[lane] - WORKSPACE_BYTES, [saved[stage] for stage in lane_stages]),
         )
         limits[lane], needs[lane] = limit + WORKSPACE_BYTES, (need + WORKSPACE_BYTES, has + WORKSPACE_BYTES)
     return LayerCut(
@@ -441,9 +443,9 @@ def _cut_at(
 
 def _stage_sums(bounds: Sequence[int], rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> list[float]:
     """The sum of a figure over the layers of every stage."""
-    found = [0.0] * len(rows)
+    stage_totals = [0.0] * len(rows)
     for row, stages in stages_by_row(rows):
         sums = np.add.reduceat(value(row), bounds[:-1]).tolist()
         for stage in stages:
-            found[stage] = sums[stage]
-    return found
+            stage_totals[stage] = sums[stage]
+    return stage_totals

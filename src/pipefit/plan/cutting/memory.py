@@ -40,13 +40,13 @@ class CutMemory:
         change = np.concatenate([held for held, _, _ in stages])
         passing = np.concatenate([worst for _, worst, _ in stages])
         static = np.bincount(self._lane, weights=[stays for _, _, stays in stages]) + WORKSPACE_BYTES
-        found = []
+        peaks = []
         for lane, order in enumerate(self._order):
             step = change[order]
             after = np.cumsum(step)
-            most = (np.maximum(after, after - step) + passing[order]).max(initial=0.0)
-            found.append(float(static[lane] + most))
-        return found
+            peak = (np.maximum(after, after - step) + passing[order]).max(initial=0.0)
+            peaks.append(float(static[lane] + peak))
+        return peaks
 
     def _stage_memory(self, stage: int, start: int, stop: int) -> tuple[Array, Array, float]:
         """(what F, I, W and B change, what passes beside it, what stays) of a stage of these layers."""

@@ -47,11 +47,11 @@ def partition_layers(
     room, bounds = np.empty((stages, layers + 1)), np.zeros(stages + 1, dtype=np.int64)
     function = _choose_kernel(best_bounds, stages, layers, compiled)
     if function is best_bounds:
-        found = [0] * (stages + 1)
-        some = best_bounds(*(array.tolist() for array in arrays), room.tolist(), found)
-        return tuple(found) if some else None
-    some = function(*arrays, room, bounds)
-    return tuple(bounds.tolist()) if some else None
+        boundaries = [0] * (stages + 1)
+        exists = best_bounds(*(array.tolist() for array in arrays), room.tolist(), boundaries)
+        return tuple(boundaries) if exists else None
+    exists = function(*arrays, room, bounds)
+    return tuple(bounds.tolist()) if exists else None
 
 
 def some_partition_fits(memory_bytes: Array, limit_bytes: Array, compiled: bool | None = None) -> bool:
@@ -72,7 +72,7 @@ def best_bounds(times: Any, needs: Any, limits: Any, table: Any, bounds: Any) ->
     what it may use. `table[s][j]` is scratch space: the least possible largest cost of stages 0..s on layers [0, j).
     """
     stages, layers = len(times), len(times[0]) - 1
-    most = np.inf  # of a stage's time, in the second pass
+    max_time = np.inf  # of a stage's time, in the second pass
     for fullest in (False, True):
         for s in range(stages):
             time, need, limit, row = times[s], needs[s], limits[s], table[s]
@@ -84,26 +84,26 @@ def best_bounds(times: Any, needs: Any, limits: Any, table: Any, bounds: Any) ->
                 if before == np.inf:
                     continue
                 for j in range(i + 1, last + 1):
-                    own = time[j] - time[i]
-                    fits = own <= most
+                    cost = time[j] - time[i]
+                    fits = cost <= max_time
                     for k in range(len(limit)):
                         fits = fits and need[k][j] - need[k][i] <= limit[k]
                     if not fits:
                         break
                     if fullest:
-                        own = need[0][j] - need[0][i]
-                    row[j] = min(row[j], max(own, before))
+                        cost = need[0][j] - need[0][i]
+                    row[j] = min(row[j], max(cost, before))
         if table[stages - 1][layers] == np.inf:
             return 0
         if not fullest:
-            most = table[stages - 1][layers] * (1 + 1e-12)
+            max_time = table[stages - 1][layers] * (1 + 1e-12)
     best = table[stages - 1][layers]
     bounds[stages] = layers
     for s in range(stages - 1, 0, -1):
         time, need, limit = times[s], needs[s], limits[s]
         stop = bounds[s + 1]
         for i in range(s, stop):
-            fits = table[s - 1][i] <= best and time[stop] - time[i] <= most and need[0][stop] - need[0][i] <= best
+            fits = table[s - 1][i] <= best and time[stop] - time[i] <= max_time and need[0][stop] - need[0][i] <= best
             for k in range(len(limit)):
                 fits = fits and need[k][stop] - need[k][i] <= limit[k]
             if fits:

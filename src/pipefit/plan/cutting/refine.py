@@ -69,29 +69,29 @@ def refine_cuts(
     Cuts that fit, by what `lane_peaks` says of them, come before cuts that do not; of those that fit the fastest in the
     sweep comes first, of equally fast ones the emptiest. Deterministic.
     """
-    given = tuple(stage.layers[0] for stage in parts.stages[1:])
+    start_cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
     placement = decisions.lane_of_stage
     one_each = max(map(placement.count, placement)) == 1
     if decisions.cuts or decisions.slices or one_each or decisions.schedule not in FACTS:
-        return given
+        return start_cuts
     try:
-        computed = computed_schedule(decisions.schedule, parts, costs_of(given))
+        computed = computed_schedule(decisions.schedule, parts, costs_of(start_cuts))
     except ScheduleError:
-        return given  # whoever makes the plan says so
+        return start_cuts  # whoever makes the plan says so
     rows = cutter.stage_rows(job, decisions)
-    bounds = (0, *given, len(rows[0].forward_s))
+    bounds = (0, *start_cuts, len(rows[0].forward_s))
     graphs = [layer.graph for layer in cutter.programs.modules[cutter.module].layers]
     timer = _CutTimer(computed, parts, rows, graphs, costs_of)
     limits = cut_at(bounds, rows, decisions).limit_bytes
     judge = _CutScorer(timer, CutMemory(computed, rows).lane_peaks, limits)
-    tried = {bounds: _missing_bytes(peaks(given), limits)}
+    tried = {bounds: _missing_bytes(peaks(start_cuts), limits)}
     for _ in range(ROUNDS):
         best = _search_cuts(judge, _start_cuts(bounds, rows, placement))
         if best not in tried:
             tried[best] = judge.learn_peaks(best, peaks(best[1:-1]))
         if not tried[best]:
             break
-    return min(tried, key=lambda one: (tried[one], timer.step_s(one)))[1:-1]
+    return min(tried, key=lambda cut: (tried[cut], timer.step_s(cut)))[1:-1]
 
 
 class _CutScorer:
@@ -117,13 +117,13 @@ class _CutScorer:
             return None
         if bounds not in self._known and self.looks <= 0:
             return None
-        found = self.score_cut(bounds)
-        return found if found < than else None
+        score = self.score_cut(bounds)
+        return score if score < than else None
 
     def learn_peaks(self, bounds: Bounds, peaks: Sequence[float]) -> float:
         """Take in the peaks of a cut's lowered order; the bytes that it lacks."""
-        every = zip(self.beyond, peaks, self._simulate_peaks(bounds), strict=True)
-        self.beyond = [max(more, float(peak) - known) for more, peak, known in every]
+        lane_peaks = zip(self.beyond, peaks, self._simulate_peaks(bounds), strict=True)
+        self.beyond = [max(more, float(peak) - known) for more, peak, known in lane_peaks]
         return _missing_bytes(peaks, self.limits)
 
     def _simulate_peaks(self, bounds: Bounds) -> Sequence[float]:
@@ -169,8 +169,8 @@ def _climb_hill(judge: _CutScorer, start: Bounds) -> Bounds:
         for bounds in _neighbour_cuts(here):
             if judge.timer.left <= 0:
                 break
-            if (other := judge.score_if_better(bounds, value)) is not None:
-                here, value, moved = bounds, other, True
+            if (score := judge.score_if_better(bounds, value)) is not None:
+                here, value, moved = bounds, score, True
                 break
     return here
 
@@ -181,13 +181,13 @@ def _neighbour_cuts(bounds: Bounds) -> Iterator[Bounds]:
     sizes = [stop - start for start, stop in pairwise(bounds)]
     for count in MOVED:
         for distance in range(1, stages):
-            for one in range(stages - distance):
-                for giver, taker in ((one, one + distance), (one + distance, one)):
+            for first in range(stages - distance):
+                for giver, taker in ((first, first + distance), (first + distance, first)):
                     if sizes[giver] > count:
                         step = -count if giver < taker else count
                         yield tuple(
-                            bound + step if min(giver, taker) < place <= max(giver, taker) else bound
-                            for place, bound in enumerate(bounds)
+                            bound + step if min(giver, taker) < index <= max(giver, taker) else bound
+                            for index, bound in enumerate(bounds)
                         )
 
 
@@ -197,8 +197,8 @@ class _CutTimer:
     def __init__(
         self, computed: Schedule, parts: PlanSkeleton, rows: Sequence[LayerRow], graphs: Sequence[str], costs_of: Costs
     ) -> None:
-        given = tuple(stage.layers[0] for stage in parts.stages[1:])
-        costs = costs_of(given)
+        start_cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
+        costs = costs_of(start_cuts)
         self.graph = task_graph(computed, edge_keys(parts.edges))
         self.duration, self.transit = task_durations(self.graph, costs)
         self.left = self.tries = min(TRIES, TASKS // max(1, self.graph.size))
@@ -213,9 +213,9 @@ class _CutTimer:
                 tasks = self.graph.groups[CODE[kind]].tasks
                 self._tasks.append((tasks, self.graph.stage[tasks], _prefix_sums([seconds(row) for row in rows])))
         self._transfers = [
-            (np.flatnonzero((self.graph.kind == code) & (self.graph.edge == number)), source, way)
+            (np.flatnonzero((self.graph.kind == code) & (self.graph.edge == number)), source, direction)
             for number, (source, target, tensor) in enumerate(self.graph.table.edges)
-            for code, way in ((SEND_F, "forward"), (SEND_B, "backward"))
+            for code, direction in ((SEND_F, "forward"), (SEND_B, "backward"))
             if target == source + 1 and not tensor
         ]
 
@@ -223,13 +223,15 @@ class _CutTimer:
         """The time until the last action and transfer is over, without reductions and the optimizer."""
         if bounds not in self._known:
             self.left -= 1
-            every, cut = np.arange(len(bounds) - 1), np.asarray(bounds)
+            stage_indices, cut = np.arange(len(bounds) - 1), np.asarray(bounds)
             for tasks, stage, sums in self._tasks:
-                self.duration[tasks] = (sums[every, cut[1:]] - sums[every, cut[:-1]])[stage] + self._overhead_s
-            for tasks, source, way in self._transfers:
+                self.duration[tasks] = (sums[stage_indices, cut[1:]] - sums[stage_indices, cut[:-1]])[
+                    stage
+                ] + self._overhead_s
+            for tasks, source, direction in self._transfers:
                 edge = self._edge_cost(bounds, source)
-                self.duration[tasks] = getattr(edge, f"{way}_port_s").flat[0]
-                self.transit[tasks] = getattr(edge, f"{way}_s").flat[0]
+                self.duration[tasks] = getattr(edge, f"{direction}_port_s").flat[0]
+                self.transit[tasks] = getattr(edge, f"{direction}_s").flat[0]
             self._known[bounds] = float(run_sweep(self.graph, self.duration, self.transit).moment_s.max())
         return self._known[bounds]
 

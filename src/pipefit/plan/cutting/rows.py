@@ -83,18 +83,18 @@ def kind_rows(
 ) -> tuple[KindRow, ...]:
     """Of every kind, from the costs of its layers, its memory and its rows; nothing where all hold the same. Their
     static bytes are left out."""
-    made = [
+    rows_by_kind = [
         KindRow(
-            saved_bytes=np.array([cost.saved_bytes for cost in each]),
-            static_bytes=np.zeros(len(each)),
-            passing_bytes=passing_bytes(each),
+            saved_bytes=np.array([cost.saved_bytes for cost in layer_costs]),
+            static_bytes=np.zeros(len(layer_costs)),
+            passing_bytes=passing_bytes(layer_costs),
             limit_bytes=limits[kind],
             part=rows[kind] / max(rows.values()),
         )
-        for kind, each in sorted(costs.items())
+        for kind, layer_costs in sorted(costs.items())
         if kind
     ]
-    return () if len({one.saved_bytes.tobytes() for one in made}) == 1 else tuple(made)
+    return () if len({row.saved_bytes.tobytes() for row in rows_by_kind}) == 1 else tuple(rows_by_kind)
 
 
 def passing_bytes(costs: Sequence[LayerCost]) -> float:
@@ -105,9 +105,9 @@ def passing_bytes(costs: Sequence[LayerCost]) -> float:
 def most_bytes(kinds: Sequence[KindRow], static_bytes: Array, saved_bytes: Array) -> float:
     """What the fullest device, with these bytes of each layer, may hold at most of any cut for all kinds to fit."""
     least = float("inf")
-    for one in kinds:
-        part = min(_least_part(one.static_bytes, static_bytes), _least_part(one.saved_bytes, saved_bytes))
-        least = min(least, one.limit_bytes / part if part > 0 else float("inf"))
+    for kind in kinds:
+        part = min(_least_part(kind.static_bytes, static_bytes), _least_part(kind.saved_bytes, saved_bytes))
+        least = min(least, kind.limit_bytes / part if part > 0 else float("inf"))
     return least
 
 
@@ -117,14 +117,14 @@ def lane_need(
     """(limit for what the fullest device needs, need of the kind that is fullest for its own memory) of a lane that
     holds `held` microbatches of its leanest stage. `stages`: the kinds of each, and its first and last layer but one;
     `fullest`: (what stays, what a microbatch keeps of each stage) on the fullest device. All without the workspace."""
-    static, kept = fullest
+    static, saved = fullest
     limit, need = float("inf"), (0.0, float("inf"))
-    for kinds in zip(*(each for each, _, _ in stages), strict=True):
-        runs = [(one, start, stop) for one, (_, start, stop) in zip(kinds, stages, strict=True)]
-        stays = sum(float(one.static_bytes[start:stop].sum()) for one, start, stop in runs)
-        keeps = [float(one.saved_bytes[start:stop].sum()) for one, start, stop in runs]
-        has = min(one.limit_bytes for one in kinds)
-        parts = [own / whole for own, whole in zip(keeps, kept, strict=True) if whole > 0]
+    for kinds in zip(*(stage_kinds for stage_kinds, _, _ in stages), strict=True):
+        runs = [(kind, start, stop) for kind, (_, start, stop) in zip(kinds, stages, strict=True)]
+        stays = sum(float(kind.static_bytes[start:stop].sum()) for kind, start, stop in runs)
+        keeps = [float(kind.saved_bytes[start:stop].sum()) for kind, start, stop in runs]
+        has = min(kind.limit_bytes for kind in kinds)
+        parts = [kind_saved / full_saved for kind_saved, full_saved in zip(keeps, saved, strict=True) if full_saved > 0]
         part = min(parts, default=1.0)
         limit = min(limit, static + (has - stays) / part if part > 0 else float("inf"))
         mine = (stays + held * min(keeps), has)
@@ -143,31 +143,31 @@ def stack_rows(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> 
 
 def stages_by_row(rows: Sequence[LayerRow]) -> Iterator[tuple[LayerRow, list[int]]]:
     """Every row, with the stages that it is the row of."""
-    found: dict[int, list[int]] = {}
+    row_stages: dict[int, list[int]] = {}
     for stage, row in enumerate(rows):
-        found.setdefault(id(row), []).append(stage)
-    return ((rows[stages[0]], stages) for stages in found.values())
+        row_stages.setdefault(id(row), []).append(stage)
+    return ((rows[stages[0]], stages) for stages in row_stages.values())
 
 
 def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
     """[stage][kind][layer]: bytes with what is in flight; where kinds hold the same, one stands for all of them."""
-    most, each = max(len(row.memory_rows) for row in rows), np.asarray(flights, dtype=float)[:, None]
-    table = np.empty((len(rows), most, len(rows[0].forward_s)))
+    kind_count, flight_column = max(len(row.memory_rows) for row in rows), np.asarray(flights, dtype=float)[:, None]
+    table = np.empty((len(rows), kind_count, len(rows[0].forward_s)))
     for row, stages in stages_by_row(rows):
-        for place in range(most):
-            one = row.memory_rows[place if place < len(row.memory_rows) else 0]
-            table[stages, place] = one.static_bytes + each[stages] * one.saved_bytes
+        for kind in range(kind_count):
+            kind_row = row.memory_rows[kind if kind < len(row.memory_rows) else 0]
+            table[stages, kind] = kind_row.static_bytes + flight_column[stages] * kind_row.saved_bytes
     return table
 
 
 def limits_of(rows: Sequence[LayerRow], turns: Sequence[int], passing: bool = False) -> Array:
     """[stage][kind], as `memory_of` has them: its equal part of its lane's memory; without what passes, if asked
     for."""
-    most = max(len(row.memory_rows) for row in rows)
-    table = np.empty((len(rows), most))
+    kind_count = max(len(row.memory_rows) for row in rows)
+    table = np.empty((len(rows), kind_count))
     for row, stages in stages_by_row(rows):
-        own = [one.limit_bytes - passing * one.passing_bytes for one in row.memory_rows]
-        table[stages] = [*own, *own[:1] * (most - len(own))]
+        kind_limits = [kind_row.limit_bytes - passing * kind_row.passing_bytes for kind_row in row.memory_rows]
+        table[stages] = [*kind_limits, *kind_limits[:1] * (kind_count - len(kind_limits))]
     table /= np.asarray(turns)[:, None]
     return table
 
@@ -178,5 +178,5 @@ def scale_need(need_bytes: float, limit_bytes: float, other_bytes: float) -> flo
 
 
 def _least_part(own: Array, whole: Array) -> float:
-    some = whole > 0
-    return float((own[some] / whole[some]).min(initial=1.0))
+    nonzero = whole > 0
+    return float((own[nonzero] / whole[nonzero]).min(initial=1.0))

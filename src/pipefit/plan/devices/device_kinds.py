@@ -46,11 +46,11 @@ def device_patterns(
     lanes: int, replicas: int, kinds: DeviceKinds, by_lane: bool = True, by_replica: bool = True
 ) -> Iterator[Pattern]:
     """Patterns for a grid, each once; where there are more than FEW, those by lane or by replica, or both."""
-    every = range(len(kinds.counts))
+    kind_indices = range(len(kinds.counts))
     if len(kinds.counts) ** (lanes * replicas) <= FEW:
-        for cells in itertools.product(every, repeat=lanes * replicas):
+        for cells in itertools.product(kind_indices, repeat=lanes * replicas):
             columns = [cells[replica * lanes : (replica + 1) * lanes] for replica in range(replicas)]
-            if columns == sorted(columns) and all(cells.count(kind) <= kinds.counts[kind] for kind in every):
+            if columns == sorted(columns) and all(cells.count(kind) <= kinds.counts[kind] for kind in kind_indices):
                 yield tuple(zip(*columns, strict=True))
         return
     if by_lane:
@@ -78,12 +78,12 @@ def _kind_sequences(places: int, size: int, kinds: DeviceKinds) -> Iterator[tupl
 def _kind_mixes(places: int, caps: Sequence[int], kinds: DeviceKinds) -> Iterator[tuple[int, ...]]:
     """How many places every kind fills."""
     for order in (kinds.fastest, kinds.largest, *([kind] for kind in kinds.fastest)):
-        left, taken = places, [0] * len(caps)
+        left, filled_places = places, [0] * len(caps)
         for kind in order:
-            taken[kind] = min(caps[kind], left)
-            left -= taken[kind]
+            filled_places[kind] = min(caps[kind], left)
+            left -= filled_places[kind]
         if not left:
-            yield tuple(taken)
+            yield tuple(filled_places)
     for size in range(2, len(caps) + 1):
         for chosen in itertools.combinations(kinds.fastest, size):
             if sum(caps[kind] for kind in chosen) >= places:
@@ -99,9 +99,9 @@ def neighbour_patterns(pattern: Pattern, counts: Sequence[int]) -> Iterator[Patt
     if all(line == pattern[0] for line in pattern):
         lines.append((pattern[0], len(pattern), False))
     for line, size, is_lane in lines:
-        for other in dict.fromkeys(_step_line(line, [count // size for count in counts], is_lane)):
-            if other != line:
-                yield pattern_by_lanes(other, size) if is_lane else (other,) * size
+        for neighbour in dict.fromkeys(_step_line(line, [count // size for count in counts], is_lane)):
+            if neighbour != line:
+                yield pattern_by_lanes(neighbour, size) if is_lane else (neighbour,) * size
 
 
 def _by_lane(pattern: Pattern) -> bool:
@@ -113,44 +113,44 @@ def _step_line(line: tuple[int, ...], caps: Sequence[int], ordered: bool) -> Ite
     if ordered and 1 < len(blocks) <= 4:
         for order in itertools.permutations(blocks):
             yield tuple(kind for kind, count in order for _ in range(count))
-    edges = [place for place in range(1, len(line)) if line[place - 1] != line[place]]
-    for place in {0, len(line) - 1, *edges, *(edge - 1 for edge in edges)}:
+    edges = [position for position in range(1, len(line)) if line[position - 1] != line[position]]
+    for position in {0, len(line) - 1, *edges, *(edge - 1 for edge in edges)}:
         for kind, cap in enumerate(caps):
-            if line.count(kind) < cap and kind != line[place]:
-                yield (*line[:place], kind, *line[place + 1 :])
+            if line.count(kind) < cap and kind != line[position]:
+                yield (*line[:position], kind, *line[position + 1 :])
     if ordered:
         for edge in edges:
-            for other in (edge - 2, edge + 1):
-                if 0 <= other < len(line):
-                    place = edge if other < edge else edge - 1
+            for partner in (edge - 2, edge + 1):
+                if 0 <= partner < len(line):
+                    position = edge if partner < edge else edge - 1
                     changed = list(line)
-                    changed[place], changed[other] = line[other], line[place]
+                    changed[position], changed[partner] = line[partner], line[position]
                     yield tuple(changed)
 
 
 def divide_proportionally(weights: Sequence[int], total: int) -> list[int]:
     """Whole parts of a total in proportion to weights, none more than its weight where the weights suffice: largest
     remainders first."""
-    whole = sum(weights)
-    parts = [total * weight // whole for weight in weights]
-    order = sorted(range(len(weights)), key=lambda place: (-(total * weights[place] % whole), place))
-    for place in order[: total - sum(parts)]:
-        parts[place] += 1
+    total_weight = sum(weights)
+    parts = [total * weight // total_weight for weight in weights]
+    order = sorted(range(len(weights)), key=lambda index: (-(total * weights[index] % total_weight), index))
+    for index in order[: total - sum(parts)]:
+        parts[index] += 1
     return parts
 
 
 def replica_counts(lanes: int, counts: Sequence[int], batch: int) -> list[int]:
     """Numbers of replicas worth trying with several kinds in a lane: all that there are devices for, of every set of
     kinds, and the halves of them; on few devices every number."""
-    most = sum(count // lanes for count in counts)
-    if most <= FEW // 4:
-        return [count for count in range(2, most + 1) if count <= batch]
-    found = set()
+    upper = sum(count // lanes for count in counts)
+    if upper <= FEW // 4:
+        return [count for count in range(2, upper + 1) if count <= batch]
+    candidates = set()
     for size in range(2, len(counts) + 1):
         for chosen in itertools.combinations(counts, size):
-            whole = sum(count // lanes for count in chosen)
-            found |= {whole >> power for power in range(FRACTIONS)}
-    return sorted(count for count in found if 2 <= count <= batch)
+            full_count = sum(count // lanes for count in chosen)
+            candidates |= {full_count >> power for power in range(FRACTIONS)}
+    return sorted(count for count in candidates if 2 <= count <= batch)
 
 
 def row_shares(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> list[tuple[int, ...]]:
@@ -163,10 +163,10 @@ def row_shares(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> l
     if rows < replicas:
         return []
     best = fastest_rows(columns, rows, time_s)
-    found = [best]
+    splits = [best]
     if comb(rows - 1, replicas - 1) <= SPLITS:
-        found += _all_splits(columns, rows)
-    return [_reduce_shares(one) for one in dict.fromkeys(found)]
+        splits += _all_splits(columns, rows)
+    return [_reduce_shares(split) for split in dict.fromkeys(splits)]
 
 
 def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> tuple[int, ...]:
@@ -184,25 +184,27 @@ def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) ->
 
     even = max(1, rows // len(columns))
     speed = {column: even / time_of_rows(column, even) for column in count}
-    whole = sum(speed[column] * number for column, number in count.items())
-    given = {column: max(1, int(0.9 * rows * speed[column] / whole)) for column in count}
-    left = rows - sum(given[column] * number for column, number in count.items())
+    total_speed = sum(speed[column] * number for column, number in count.items())
+    rows_of = {column: max(1, int(0.9 * rows * speed[column] / total_speed)) for column in count}
+    left = rows - sum(rows_of[column] * number for column, number in count.items())
     last: dict[tuple[int, ...], int] = dict.fromkeys(count, 0)
     while left < 0:  # where the one row that everybody has is more than its part
-        column = max((one for one in count if given[one] > 1), key=lambda one: time_of_rows(one, given[one]))
-        given[column] -= 1
+        column = max(
+            (group for group in count if rows_of[group] > 1), key=lambda group: time_of_rows(group, rows_of[group])
+        )
+        rows_of[column] -= 1
         left += count[column]
     while left > 0:
-        column = min(count, key=lambda one: time_of_rows(one, given[one] + 1))
+        column = min(count, key=lambda group: time_of_rows(group, rows_of[group] + 1))
         if count[column] > left:
             last[column] = left
             break
-        given[column] += 1
+        rows_of[column] += 1
         left -= count[column]
     result = []
     for column in columns:
         more = last[column] > 0
-        result.append(given[column] + more)
+        result.append(rows_of[column] + more)
         last[column] -= more
     return tuple(result)
 
@@ -210,15 +212,15 @@ def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) ->
 def _all_splits(columns: Sequence[tuple[int, ...]], rows: int) -> Iterator[tuple[int, ...]]:
     """Every way to give each replica some rows; among replicas of one kind the first have the most."""
     for stops in itertools.combinations(range(1, rows), len(columns) - 1):
-        given = [stop - start for start, stop in zip((0, *stops), (*stops, rows), strict=True)]
-        pairs = list(zip(columns, given, strict=True))
+        split = [stop - start for start, stop in zip((0, *stops), (*stops, rows), strict=True)]
+        pairs = list(zip(columns, split, strict=True))
         if all(a[1] >= b[1] for a, b in itertools.pairwise(pairs) if a[0] == b[0]):
-            yield tuple(given)
+            yield tuple(split)
 
 
 def _reduce_shares(rows: tuple[int, ...]) -> tuple[int, ...]:
     common = gcd(*rows)
-    return tuple(each // common for each in rows)
+    return tuple(share // common for share in rows)
 
 
 def assign_devices(pattern: Pattern, inner: str, devices: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
@@ -228,8 +230,8 @@ def assign_devices(pattern: Pattern, inner: str, devices: Sequence[Sequence[int]
     cells: Iterable[tuple[int, int]] = itertools.product(range(lanes), range(replicas))
     if inner == "stage":
         cells = ((lane, replica) for replica in range(replicas) for lane in range(lanes))
-    left: Mapping[int, Iterator[int]] = {kind: iter(each) for kind, each in enumerate(devices)}
-    found: list[tuple[int, ...]] = [()] * (lanes * replicas)
+    left: Mapping[int, Iterator[int]] = {kind: iter(members) for kind, members in enumerate(devices)}
+    assigned: list[tuple[int, ...]] = [()] * (lanes * replicas)
     for lane, replica in cells:
-        found[lane * replicas + replica] = tuple(itertools.islice(left[pattern[lane][replica]], shards))
-    return tuple(itertools.chain.from_iterable(found))
+        assigned[lane * replicas + replica] = tuple(itertools.islice(left[pattern[lane][replica]], shards))
+    return tuple(itertools.chain.from_iterable(assigned))

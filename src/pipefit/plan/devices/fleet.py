@@ -31,11 +31,11 @@ class DeviceFleet:
         self.network = network
         names = [kind.name for kind in network.kinds]
         self.names: tuple[str, ...] = tuple(dict.fromkeys(names))
-        index = {name: place for place, name in enumerate(self.names)}
+        index = {name: number for number, name in enumerate(self.names)}
         self.kind: NDArray[np.int64] = np.array([index[name] for name in names], dtype=np.int64)
         "[device]: which of the kinds."
         self.devices: tuple[tuple[int, ...], ...] = tuple(
-            tuple(np.flatnonzero(self.kind == place).tolist()) for place in range(len(self.names))
+            tuple(np.flatnonzero(self.kind == number).tolist()) for number in range(len(self.names))
         )
         "[kind]: its devices."
 
@@ -61,9 +61,9 @@ class DeviceFleet:
     def _lane_pair_sets(
         self, devices: tuple[int, ...], inner: str, lanes: int, rows: tuple[int, ...]
     ) -> tuple[frozenset[Pair], ...]:
-        every = self.lane_runs(devices, inner, lanes, len(rows))
-        known = {runs: pairs_of(runs, rows) for runs in {*every}}
-        return tuple(known[runs] for runs in every)
+        all_runs = self.lane_runs(devices, inner, lanes, len(rows))
+        known = {runs: pairs_of(runs, rows) for runs in {*all_runs}}
+        return tuple(known[runs] for runs in all_runs)
 
     def kind_pattern(self, decisions: ParallelConfig) -> Pattern:
         """The kinds of a candidate's devices; of a shard group the first one's."""
@@ -82,13 +82,13 @@ class DeviceFleet:
         else:
             kinds = self.kind[:count].reshape(replicas, lanes).T
         known: dict[bytes, Runs] = {}
-        found = []
+        lane_kinds = []
         for row in np.ascontiguousarray(kinds):
             key = row.tobytes()
             if key not in known:
                 known[key] = self._kind_runs(row)
-            found.append(known[key])
-        return found
+            lane_kinds.append(known[key])
+        return lane_kinds
 
     def runs_of(self, pattern: Pattern) -> list[Runs]:
         """The kinds of every lane's replicas in a pattern."""
@@ -105,9 +105,9 @@ class DeviceFleet:
 
 def pairs_of(runs: Runs, rows: tuple[int, ...]) -> frozenset[Pair]:
     """The pairs of a lane whose replicas are of these kinds and have these rows."""
-    found: set[Pair] = set()
+    pairs: set[Pair] = set()
     start = 0
     for name, count in runs:
-        found |= {(name, each) for each in {*rows[start : start + count]}}
+        pairs |= {(name, row_count) for row_count in {*rows[start : start + count]}}
         start += count
-    return frozenset(found)
+    return frozenset(pairs)

@@ -124,9 +124,9 @@ class PlannerContext:
 
     def with_cluster(self, cluster: Cluster) -> PlannerContext:
         """The same model on another cluster."""
-        other = PlannerContext(self.model, cluster, self.layers, self.source.name)
-        other.programs = self.programs
-        return other
+        context = PlannerContext(self.model, cluster, self.layers, self.source.name)
+        context.programs = self.programs
+        return context
 
     @cached_property
     def layer_cutter(self) -> LayerCutter:

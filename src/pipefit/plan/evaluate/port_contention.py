@@ -36,7 +36,7 @@ def contended_costs(
 def slowest_pipeline_bound_s(alone: PipelineCosts, placement: Sequence[int], microbatches: int, schedule: str) -> float:
     """The least simulated time of a lowered schedule of that family with what transfers share, for a chain of stages:
     that of its slowest pipeline, were it alone."""
-    return max(table_bound_s(one, placement, microbatches, schedule) for one in alone.tables)
+    return max(table_bound_s(table, placement, microbatches, schedule) for table in alone.tables)
 
 
 def without_contention(one: EvaluatedPlan) -> EvaluatedPlan:

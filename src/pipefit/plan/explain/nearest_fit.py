@@ -38,9 +38,9 @@ def does_not_fit(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
 def nearest_change(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> str | None:
     """The first change, from the least to the most costly, under which some plan fits; None if none of them does."""
     for words, cluster, changed, freed in _candidate_changes(bench, job, pins):
-        other = bench if cluster is None else bench.with_cluster(cluster)
+        context = bench if cluster is None else bench.with_cluster(cluster)
         try:
-            if some_plan_fits(other, changed, freed):
+            if some_plan_fits(context, changed, freed):
                 return words
         except PlanError:
             continue

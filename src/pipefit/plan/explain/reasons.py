@@ -21,13 +21,13 @@ def list_alternatives(
     best = found.fitting[0]
     losers = [
         AlternativePlan(
-            decisions=one.decisions.to_constraints(one.decisions.cuts),
-            step_s=one.step_s,
-            peak_bytes=one.peak_bytes,
-            limit_bytes=one.limit_bytes,
-            reason=explain_loss(one, best, mean_s),
+            decisions=plan.decisions.to_constraints(plan.decisions.cuts),
+            step_s=plan.step_s,
+            peak_bytes=plan.peak_bytes,
+            limit_bytes=plan.limit_bytes,
+            reason=explain_loss(plan, best, mean_s),
         )
-        for one in found.fitting[1:top]
+        for plan in found.fitting[1:top]
     ]
     return (*losers, *(misfit_alternative(misfit) for misfit in faster_misfits(found)))
 

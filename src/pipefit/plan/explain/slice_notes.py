@@ -58,7 +58,7 @@ def _unused_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
     best, sliced = found.fitting[0], _first_plan(found, sliced=True)
     if sliced is not None:
         return _loss_reason(sliced, best)
-    unfit = [one for one in found.misfits if one.decisions.slices and one.bound_s < best.step_s]
+    unfit = [misfit for misfit in found.misfits if misfit.decisions.slices and misfit.bound_s < best.step_s]
     if unfit:
         lacks = unfit[0].peak_bytes - unfit[0].limit_bytes
         return (
@@ -77,7 +77,7 @@ def _unused_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
 def _loss_reason(sliced: EvaluatedPlan, best: EvaluatedPlan) -> str:
     """What of the best sliced plan is longer: the work of its busiest lane, or the rest."""
     slower = sliced.step_s / best.step_s - 1
-    mine, theirs = (float(one.simulation.timeline.busy_s.max()) for one in (sliced, best))
+    mine, theirs = (float(plan.simulation.timeline.busy_s.max()) for plan in (sliced, best))
     words = f"the best plan found with them, {_describe_slices(sliced.decisions)}, takes {slower:.1%} longer"
     if mine - theirs > (sliced.step_s - best.step_s) / 2:
         return f"{words}: slices cost its busiest lane {format_seconds(mine - theirs)} of work more"
@@ -98,4 +98,4 @@ def _describe_slices(decisions: ParallelConfig) -> str:
 
 
 def _first_plan(found: SearchResult, sliced: bool) -> EvaluatedPlan | None:
-    return next((one for one in found.fitting if bool(one.decisions.slices) == sliced), None)
+    return next((plan for plan in found.fitting if bool(plan.decisions.slices) == sliced), None)

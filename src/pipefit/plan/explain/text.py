@@ -64,7 +64,8 @@ def forecast_lines(plan: Plan) -> list[str]:
         lines.append(risk_line(prediction))
     if prediction.sensitivity:
         lines.append(
-            "what more would give: " + "; ".join(_sensitivity_line(one, prediction) for one in prediction.sensitivity)
+            "what more would give: "
+            + "; ".join(_sensitivity_line(change, prediction) for change in prediction.sensitivity)
         )
     return lines
 
@@ -147,10 +148,10 @@ def memory_table(plan: Plan) -> TextTable:
                 *(_corrected_cells(lane.memory) if known else ()),
             )
         )
-        for other in lane.others:
-            sizes = (format_bytes(other.peak_bytes), format_bytes(other.limit_bytes))
-            used = f"{other.peak_bytes / other.limit_bytes:.0%}"
-            rows.append((f"{index} {other.kind}", *[""] * len(PARTS), *sizes, used, *([""] * 3 if known else [])))
+        for kind in lane.others:
+            sizes = (format_bytes(kind.peak_bytes), format_bytes(kind.limit_bytes))
+            used = f"{kind.peak_bytes / kind.limit_bytes:.0%}"
+            rows.append((f"{index} {kind.kind}", *[""] * len(PARTS), *sizes, used, *([""] * 3 if known else [])))
     more = ("corrected", "at most", "risk") if known else ()
     return TextTable("memory per device", ("lane", *PARTS, "peak", "limit", "used", *more), tuple(rows))
 
@@ -158,8 +159,8 @@ def memory_table(plan: Plan) -> TextTable:
 def _corrected_cells(memory: MemoryRisk | None) -> tuple[str, str, str]:
     if memory is None:
         return ("not known", "", "")
-    most = memory.expected_bytes + memory.margin_bytes
-    return (format_bytes(memory.expected_bytes), format_bytes(most), format_percent(memory.risk))
+    upper_bytes = memory.expected_bytes + memory.margin_bytes
+    return (format_bytes(memory.expected_bytes), format_bytes(upper_bytes), format_percent(memory.risk))
 
 
 def alternative_table(plan: Plan) -> TextTable:
@@ -167,10 +168,13 @@ def alternative_table(plan: Plan) -> TextTable:
     keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "zero1")
     if names := module_names(plan.decisions):
         keys = (*names, "microbatches", "schedule")
-    if any(one.get("slices") for one in (plan.decisions, *(other.decisions for other in plan.alternatives))):
+    if any(
+        alternative.get("slices")
+        for alternative in (plan.decisions, *(runner_up.decisions for runner_up in plan.alternatives))
+    ):
         keys = (*keys[:4], "slices", *keys[4:])
     winner = [_winner_row(plan, keys, plan.prediction)] if plan.prediction else []
-    rows = [_alternative_row(one, keys) for one in plan.alternatives]
+    rows = [_alternative_row(alternative, keys) for alternative in plan.alternatives]
     return TextTable("alternatives", (*keys, "step", "memory", "why"), (*winner, *rows))
 
 
@@ -180,11 +184,13 @@ def trade_table(plan: Plan) -> TextTable:
     prediction = plan.prediction
     rows: list[tuple[str, ...]] = []
     best_s = float("inf")
-    for one in prediction.trade if prediction else ():
-        if one.step_s < best_s or one.chosen:
-            best_s = min(best_s, one.step_s)
-            note = "chosen" if one.chosen else "" if one.fits else "does not fit"
-            rows.append((format_bytes(one.memory_bytes), format_seconds(one.step_s), one.schedule, one.recompute, note))
+    for point in prediction.trade if prediction else ():
+        if point.step_s < best_s or point.chosen:
+            best_s = min(best_s, point.step_s)
+            note = "chosen" if point.chosen else "" if point.fits else "does not fit"
+            rows.append(
+                (format_bytes(point.memory_bytes), format_seconds(point.step_s), point.schedule, point.recompute, note)
+            )
     return TextTable("memory against time", ("memory", "step", "schedule", "recompute", ""), tuple(rows))
 
 
@@ -200,14 +206,14 @@ def explain_text(plan: Plan) -> str:
 
 def plan_tables(plan: Plan) -> list[TextTable]:
     """The tables that have rows."""
-    made = (
+    tables = (
         decision_table(plan),
         stage_table(plan),
         memory_table(plan),
         trade_table(plan),
         alternative_table(plan),
     )
-    return [table for table in made if table.rows]
+    return [table for table in tables if table.rows]
 
 
 def format_table(table: TextTable) -> str:
@@ -258,11 +264,11 @@ def choice_cells(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]
         words["slices"] = f"{len(tokens)} ({tokens[0]},{tokens[1]},...,{tokens[-1]})"
     words["slices"] = words.get("slices", "") or "1"
     for name in module_names(decisions):
-        own = {key: words.get(f"{name}.{key}", "") for key in ("replicas", "stages", "shards", "recompute")}
-        again = f", recompute {own['recompute']}" if own["recompute"] not in ("", "none") else ""
+        module_words = {key: words.get(f"{name}.{key}", "") for key in ("replicas", "stages", "shards", "recompute")}
+        recompute = f", recompute {module_words['recompute']}" if module_words["recompute"] not in ("", "none") else ""
         placement = words.get(f"{name}.placement", "")
-        stages = placement if placement in ("shared", "inline") else own["stages"]
-        words[name] = f"{own['replicas']} x {stages} x {own['shards']}{again}"
+        stages = placement if placement in ("shared", "inline") else module_words["stages"]
+        words[name] = f"{module_words['replicas']} x {stages} x {module_words['shards']}{recompute}"
     return [words.get(key, "") for key in keys]
 
 

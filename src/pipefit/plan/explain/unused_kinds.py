@@ -21,13 +21,13 @@ def _unused_reason(bench: PlannerContext, job: Job, found: SearchResult, name: s
     if lack:
         return f"{name} is left out: {lack}"
     best = found.fitting[0]
-    tried = [one for one in found.fitting if name in _used_kinds(bench, one.decisions)]
+    tried = [plan for plan in found.fitting if name in _used_kinds(bench, plan.decisions)]
     if tried:
         slower = tried[0].step_s / best.step_s - 1
         if slower < 1e-6:
             return f"{name} is left out: the best plan with it is as fast"
         return f"{name} is left out: the best plan found with it takes {slower:.1%} longer"
-    bounds = [one.bound_s for one in found.misfits if name in _used_kinds(bench, one.decisions)]
+    bounds = [plan.bound_s for plan in found.misfits if name in _used_kinds(bench, plan.decisions)]
     if bounds and min(bounds) < best.step_s:
         return (
             f"{name} is left out: plans with it that could be faster do not fit (from {format_seconds(min(bounds))} on)"
@@ -45,12 +45,12 @@ def _too_small_note(bench: PlannerContext, job: Job, name: str) -> str:
     cutter, layers = bench.layer_cutter, bench.only_module.layers
     row = cutter.layer_row(job, frozenset({(name, 1)}), "full", 1 / bench.network.devices)
     graphs = [layer.graph for layer in layers]
-    some = graphs.index(max(graphs, key=graphs.count))
-    need = float(row.static_bytes[some] + row.saved_bytes[some])
+    index = graphs.index(max(graphs, key=graphs.count))
+    need = float(row.static_bytes[index] + row.saved_bytes[index])
     if need <= row.limit_bytes:
         return ""
     has = format_bytes(row.limit_bytes) if row.limit_bytes > 0 else "nothing"
     return (
         f"beside the {format_bytes(WORKSPACE_BYTES)} that libraries take it has {has}, and "
-        f"layer {layers[some].name} needs {format_bytes(need)}"
+        f"layer {layers[index].name} needs {format_bytes(need)}"
     )

@@ -1,6 +1,7 @@
-"""Memory against time on one layout: what each schedule family and each way of recomputing needs and takes, and the
-orders fitted to limits between the least that works and the most that helps. The fastest point that fits is the plan.
-A single lane has one order, so there only recomputing differs.
+"""Memory against time on one layout: the schedule families with each kind of recomputation, and fitted orders.
+
+Orders are fitted to several limits, from the lowest feasible memory to the highest useful one. The fastest point that
+fits is the plan. A single lane has one order, so only recomputation differs there.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pipefit.plan.types import Job, Recompute, TradePoint
 from pipefit.schedule.families import FAMILIES
 
 BELOW, BEYOND = 2, 2
-"""Limits that orders are fitted to: so many below the device's, and so many beyond it. Where a fit has many actions,
-the device's alone."""
+"""Number of limits to fit orders to, below the device's limit and beyond it. Fits with many actions use the device's
+only."""
 
 SAME = 1e-9
-"""Relative difference of step times that counts as none."""
+"""Relative difference below which step times count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,59 +36,64 @@ class TradeCurve:
     """Memory against time on one layout."""
 
     best: EvaluatedPlan
-    "The fastest of all points that fit and obey the pins."
+    "The fastest of all points that fit and obey the constraints."
     points: tuple[TradePoint, ...] = ()
-    "By memory."
+    "Sorted by memory."
 
 
 def trade_memory(bench: PlannerContext, job: Job, pins: Mapping[str, Any], best: EvaluatedPlan) -> TradeCurve:
-    """The points of the chosen plan's layout (its replicas, lanes, microbatches, ZeRO-1, device order), and the plan.
+    """Return the points of the chosen plan's layout (its replicas, lanes, microbatches, ZeRO-1, device order), and the
+    plan.
 
-    Whatever point fits, obeys the pins and is faster than `best` is taken in its place, so no such point is faster than
-    the plan. Of fitted orders only those are points that are faster than every fitted one with less memory.
+    Any point that fits, obeys the constraints and is faster than `best` replaces it, so no such point is faster than
+    the plan. Fitted orders are points only if they are faster than every fitted order with less memory.
     """
     layout = best.decisions
-    many = 3 * layout.stage_count * layout.unit_count > MANY
-    found = list(_evaluate_families(bench, job, pins, layout, many))
-    own = best if layout.schedule == FIT else None
+    has_many_actions = 3 * layout.stage_count * layout.unit_count > MANY
+    family_plans = list(_evaluate_families(bench, job, pins, layout, has_many_actions))
+    own_fit = best if layout.schedule == FIT else None
     fitted: list[EvaluatedPlan] = []
     if layout.lane_count > 1:
-        fitted = _fit_levels(bench, job, pins, layout, _limit_levels(best, found, many), own, _lane_limits(best))
-    for one in (*found, *fitted):
+        fitted = _fit_levels(
+            bench, job, pins, layout, _limit_levels(best, family_plans, has_many_actions), own_fit, _lane_limits(best)
+        )
+    for plan in (*family_plans, *fitted):
         if (
-            one.simulation.fits_in_memory
-            and one.step_s < best.step_s * (1 - SAME)
-            and _obeys_constraints(one.decisions, pins)
+            plan.simulation.fits_in_memory
+            and plan.step_s < best.step_s * (1 - SAME)
+            and _obeys_constraints(plan.decisions, pins)
         ):
-            best = one
-    points = {_trade_point(one) for one in (*found, *fitted)} - {_trade_point(best)}
+            best = plan
+    points = {_trade_point(plan) for plan in (*family_plans, *fitted)} - {_trade_point(best)}
     ordered = sorted(
         (*points, replace(_trade_point(best), chosen=True)),
-        key=lambda one: (one.memory_bytes, one.step_s, one.schedule, one.recompute),
+        key=lambda plan: (plan.memory_bytes, plan.step_s, plan.schedule, plan.recompute),
     )
     return TradeCurve(best, tuple(ordered))
 
 
 def _limit_levels(best: EvaluatedPlan, found: Sequence[EvaluatedPlan], many: bool) -> list[float]:
-    """Parts of the limits to fit orders to, rising; not 1, the whole, where `best` is fitted to it already."""
-    own = [] if best.decisions.schedule == FIT else [1.0]
+    """Return the fractions of the limits to fit orders to, rising; without 1 if `best` is already fitted to the full
+    limit."""
+    full_level = [] if best.decisions.schedule == FIT else [1.0]
     if many:
-        return own
-    fills = [one.peak_bytes / one.limit_bytes for one in (best, *found)]
+        return full_level
+    fills = [plan.peak_bytes / plan.limit_bytes for plan in (best, *found)]
     highest, lowest = min(1.5, max([1.0, *fills])), min(fills)
     below = [lowest + (1.0 - lowest) * index / BELOW for index in range(BELOW)] if lowest < 1.0 else []
     beyond = [1.0 + (highest - 1.0) * (index + 1) / BEYOND for index in range(BEYOND)] if highest > 1.0 else []
-    return [*below, *own, *beyond]
+    return [*below, *full_level, *beyond]
 
 
 def _lane_limits(one: EvaluatedPlan) -> tuple[float, ...]:
-    """Of every lane, what orders may hold there."""
+    """Return the bytes available to orders on every lane."""
     simulation = one.simulation
     return order_limits(simulation.costs, simulation.timeline.schedule.placement, simulation.least_bytes)
 
 
 def _obeys_constraints(decisions: ParallelConfig, pins: Mapping[str, Any]) -> bool:
-    """Whether a point of a layout that obeys the pins obeys those that points differ in."""
+    """Return whether a point of a layout that obeys the constraints also obeys those on the choices in which points
+    differ."""
     differ = {"schedule": decisions.schedule, "stages": decisions.stage_count}
     return all(pins.get(key, value) == value for key, value in differ.items())
 
@@ -95,11 +101,11 @@ def _obeys_constraints(decisions: ParallelConfig, pins: Mapping[str, Any]) -> bo
 def _evaluate_families(
     bench: PlannerContext, job: Job, pins: Mapping[str, Any], layout: ParallelConfig, many: bool
 ) -> Iterator[EvaluatedPlan]:
-    """Every family and way of recomputing on these lanes, whether it fits or not."""
+    """Yield every family and kind of recomputation on these lanes, whether it fits or not."""
     layers = len(bench.only_module.layers)
-    ways: Sequence[tuple[Recompute, ...]] = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
-    if many and layout.recompute in ways:
-        ways = [layout.recompute]
+    recomputes: Sequence[tuple[Recompute, ...]] = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
+    if many and layout.recompute in recomputes:
+        recomputes = [layout.recompute]
     for name in sorted({*FAMILIES} - {FIT, "gpipe"}) if layout.lane_count > 1 else [_single_lane_family(layout)]:
         placement = FAMILIES[name].placement(layout.lane_count)
         if len(placement) > layers or layout.unit_count < FAMILIES[name].least_units(layout.lane_count):
@@ -108,7 +114,7 @@ def _evaluate_families(
             continue
         if "cuts" in pins and len(placement) != len(pins["cuts"]) + 1:
             continue
-        for recompute in ways:
+        for recompute in recomputes:
             if len(recompute) not in (1, len(placement)):
                 continue
             decisions = replace(
@@ -121,12 +127,12 @@ def _evaluate_families(
             )
             try:
                 yield evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions))
-            except (ScheduleError, FormsError):  # lanes of groups pass on what they hold one way, not always back
+            except (ScheduleError, FormsError):  # some forms of the hidden state cannot be sent back between groups
                 continue
 
 
 def _single_lane_family(layout: ParallelConfig) -> str:
-    """The family that stands for all on a single lane."""
+    """Return the family that represents all on a single lane."""
     return "1f1b" if layout.schedule == FIT else layout.schedule
 
 
@@ -139,23 +145,23 @@ def _fit_levels(
     own: EvaluatedPlan | None,
     limits: Sequence[float],
 ) -> list[EvaluatedPlan]:
-    """Orders fitted to each of these parts of the lanes' limits, rising; `own` is known already."""
-    ways = recompute_choices(
+    """Return orders fitted to each of these fractions of the lanes' limits, rising; `own` is already fitted."""
+    recomputes = recompute_choices(
         pins, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",))
     )
     if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.unit_count > CHOOSING:
-        ways = [layout.recompute]
-    tables = tables_of(bench, job, layout, ways)
-    found = [] if own is None else [own]
+        recomputes = [layout.recompute]
+    tables = tables_of(bench, job, layout, recomputes)
+    plans = [] if own is None else [own]
     for level in levels:
-        one = fit_layout(bench, tables, [level * limit for limit in limits], moves=MOVES[0])
-        if one is not None:
-            found.append(one)
-    kept: list[EvaluatedPlan] = []
-    for one in sorted(found, key=lambda one: (one.peak_bytes / one.limit_bytes, one.step_s)):
-        if not kept or one.step_s < kept[-1].step_s * (1 - 1e-6):
-            kept.append(one)
-    return kept
+        plan = fit_layout(bench, tables, [level * limit for limit in limits], moves=MOVES[0])
+        if plan is not None:
+            plans.append(plan)
+    frontier: list[EvaluatedPlan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.peak_bytes / plan.limit_bytes, plan.step_s)):
+        if not frontier or plan.step_s < frontier[-1].step_s * (1 - 1e-6):
+            frontier.append(plan)
+    return frontier
 
 
 def _trade_point(one: EvaluatedPlan) -> TradePoint:

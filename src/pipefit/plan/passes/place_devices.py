@@ -1,4 +1,4 @@
-"""The placement search inside the planner: for the best candidates of a search, where links differ."""
+"""The placement search inside the planner: for the best candidates of a search, on clusters with different links."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ from pipefit.schedule.actions import Schedule
 from pipefit.units import format_seconds
 
 SHORT_LIST = 4
-"""Candidates that are placed: the fastest of each grid of replicas and lanes, the fastest grids first."""
+"""Number of candidates to place: the fastest of each grid of replicas and lanes, the fastest grids first."""
 
 FIRST_MOVES, FINAL_MOVES = 8_000, 40_000
-"""Most moves for each of the short list, and for the best of them again."""
+"""Maximum moves for each of the short list, and for the best of them again."""
 
 
 COMPILED_FROM = 8_000
-"""Moves of all candidates together from which numba is loaded: a plain move takes a quarter of a millisecond."""
+"""Total moves from which numba is loaded: an interpreted move takes a quarter of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacingResult:
-    """What placing the candidates of a search came to."""
+    """Result of placing the candidates of a search."""
 
     found: SearchResult
     note: str
-    "In words, for the plan; '' where nothing was searched."
+    "Text for the plan; '' if nothing was searched."
 
 
 def place_candidates(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> PlacingResult:
-    """The outcome of a search with the devices of its best candidates placed: nothing is changed where all links and
-    devices are alike, or where hostname order is pinned. Deterministic: the budget is counted in moves."""
+    """Return the search result with the devices of its best candidates placed.
+
+    Nothing changes if all links and devices are alike, or if hostname order is constrained. Deterministic: the budget
+    counts moves.
+    """
     mapping = pins.get("mapping", "search")
     if isinstance(mapping, tuple) and found.fitting:
         return _as_given(bench, job, mapping, found)
@@ -60,80 +63,82 @@ def place_candidates(bench: PlannerContext, job: Job, pins: Mapping[str, Any], f
     placed = {index: _place_candidate(bench, job, found.fitting[index], compiled) for index in listed}
     first = min(placed, key=lambda index: placed[index].rank_key)
     again = _place_longer(bench, job, placed[first], compiled)
-    placed[first] = min((placed[first], again), key=lambda one: one.rank_key)
-    fitting = [placed.get(index, one) for index, one in enumerate(found.fitting)]
-    fitting.sort(key=lambda one: one.rank_key)
+    placed[first] = min((placed[first], again), key=lambda plan: plan.rank_key)
+    fitting = [placed.get(index, plan) for index, plan in enumerate(found.fitting)]
+    fitting.sort(key=lambda plan: plan.rank_key)
     best = fitting[0]
     before = found.fitting[0]
-    chosen = next((index for index, one in placed.items() if one is best), None)
-    own = before if chosen is None else found.fitting[chosen]
-    return PlacingResult(replace(found, fitting=tuple(fitting)), _placement_note(best, own, before, len(listed)))
+    chosen = next((index for index, plan in placed.items() if plan is best), None)
+    unplaced = before if chosen is None else found.fitting[chosen]
+    return PlacingResult(replace(found, fitting=tuple(fitting)), _placement_note(best, unplaced, before, len(listed)))
 
 
 def _as_given(bench: PlannerContext, job: Job, devices: tuple[int, ...], found: SearchResult) -> PlacingResult:
-    """The candidates that take as many devices as are given, on these."""
-    alike = [one for one in found.fitting if one.decisions.device_count == len(devices)]
+    """Return the candidates that use this number of devices, on these devices."""
+    alike = [plan for plan in found.fitting if plan.decisions.device_count == len(devices)]
     if not alike:
         raise PlanError(
-            "No plan that fits takes as many devices as are given.",
+            "No plan that fits uses this number of devices.",
             where="--fix mapping",
             seen=f"{len(devices)} devices",
-            allowed=", ".join(map(str, sorted({one.decisions.device_count for one in found.fitting}))),
-            next_step="give the device of every lane, replica and shard, the last fastest; fix stages and replicas too",
+            allowed=", ".join(map(str, sorted({plan.decisions.device_count for plan in found.fitting}))),
+            next_step="give a device for every (lane, replica, shard), shards fastest; fix stages and replicas too",
         )
-    for one in alike:
-        check_config(replace(one.decisions, devices=devices), job, len(bench.only_module.layers), bench.network.devices)
-    fitting = [other for one in alike if (other := _move_to(bench, job, one, devices)).simulation.fits_in_memory]
+    for plan in alike:
+        check_config(
+            replace(plan.decisions, devices=devices), job, len(bench.only_module.layers), bench.network.devices
+        )
+    fitting = [moved for plan in alike if (moved := _move_to(bench, job, plan, devices)).simulation.fits_in_memory]
     if not fitting:
         raise PlanError(
             "No plan fits on these devices in this order.",
             where="--fix mapping",
             seen=", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else ""),
-            next_step="put the devices with less memory on other lanes, or leave the mapping to the search",
+            next_step="assign the devices with less memory to other lanes, or leave the mapping to the search",
         )
-    fitting.sort(key=lambda one: one.rank_key)
+    fitting.sort(key=lambda plan: plan.rank_key)
     return PlacingResult(replace(found, fitting=tuple(fitting)), "placement: as given")
 
 
 def _short_list(found: SearchResult) -> list[int]:
-    """Indices of the candidates to place."""
+    """Return the indices of the candidates to place."""
     grids: dict[tuple[int, int], int] = {}
-    for index, one in enumerate(found.fitting):
-        if one.decisions.device_count > 1:
-            grids.setdefault((len(one.decisions.replicas), one.decisions.lane_count), index)
+    for index, plan in enumerate(found.fitting):
+        if plan.decisions.device_count > 1:
+            grids.setdefault((len(plan.decisions.replicas), plan.decisions.lane_count), index)
     return list(grids.values())[:SHORT_LIST]
 
 
 def moves_for(slots: int, most: int) -> int:
-    """Moves for a plan of that many slots: a few for each pair of them, up to `most`."""
+    """Return the moves for a plan with this number of slots: a few for each pair of them, up to `most`."""
     return min(25 * slots * slots, most)
 
 
 def _place_candidate(bench: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
-    """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
-    given, moves = _lower_candidate(bench, one), moves_for(one.decisions.device_count, FIRST_MOVES)
+    """Return the candidate on the best devices found; itself if none are better or the better ones do not fit."""
+    start, moves = _lower_candidate(bench, one), moves_for(one.decisions.device_count, FIRST_MOVES)
     return _if_better(
         bench,
         job,
         one,
-        search_placement(given.question, given.timeline, PlacementBudget(moves=moves), compiled=compiled),
+        search_placement(start.question, start.timeline, PlacementBudget(moves=moves), compiled=compiled),
     )
 
 
 def _place_longer(bench: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
-    """The same by a longer search, in the order of what it finds on its way."""
+    """Return the candidate after a longer search, which continues with the order of each placement it finds."""
     budget = PlacementBudget(moves=moves_for(one.decisions.device_count, FINAL_MOVES), seed=1)
-    found = place_lowered(
+    placement = place_lowered(
         _lower_candidate(bench, one),
         lambda devices: _lower_candidate(bench, _move_to(bench, job, one, devices)),
         budget,
         compiled=compiled,
     )
-    return _if_better(bench, job, one, found)
+    return _if_better(bench, job, one, placement)
 
 
 def _lower_candidate(bench: PlannerContext, one: EvaluatedPlan) -> LoweredPlacement:
-    """What a placement search begins with; one that does not fit takes for ever."""
+    """Return the start of a placement search. A plan that does not fit has an infinite step time."""
     timeline = without_contention(one).simulation.timeline
     question = build_problem(one.simulation.work, bench.network, bench.layers, timeline)
     return LoweredPlacement(
@@ -142,7 +147,7 @@ def _lower_candidate(bench: PlannerContext, one: EvaluatedPlan) -> LoweredPlacem
 
 
 def _if_better(bench: PlannerContext, job: Job, one: EvaluatedPlan, found: PlacementResult) -> EvaluatedPlan:
-    """The candidate on the devices found, or itself."""
+    """Return the candidate on the devices found, or itself."""
     if found.step_s >= found.given_s:
         return one
     better = _move_to(bench, job, one, found.devices)
@@ -150,7 +155,7 @@ def _if_better(bench: PlannerContext, job: Job, one: EvaluatedPlan, found: Place
 
 
 def _move_to(bench: PlannerContext, job: Job, one: EvaluatedPlan, devices: tuple[int, ...]) -> EvaluatedPlan:
-    """The candidate on other devices: the same order of its actions, lowered and simulated under their times."""
+    """Return the candidate on other devices: the same order of its actions, lowered and simulated under their times."""
     decisions = replace(one.decisions, devices=devices)
     parts = bench.make_skeleton(job, decisions)
     work = pipeline_work(parts, bench.programs)
@@ -159,16 +164,16 @@ def _move_to(bench: PlannerContext, job: Job, one: EvaluatedPlan, devices: tuple
 
 
 def _compute_order(lowered: Schedule) -> Schedule:
-    """The compute actions of a lowered schedule, in their order."""
+    """Return the compute actions of a lowered schedule, in their order."""
     kinds = ("F", "I", "W", "B")
     lanes = tuple(tuple(action for action in lane if action.kind in kinds) for lane in lowered.lanes)
     return replace(lowered, lanes=lanes)
 
 
 def _placement_note(best: EvaluatedPlan, own: EvaluatedPlan, before: EvaluatedPlan, listed: int) -> str:
-    """What the placement gained, for the plan's notes."""
+    """Return the gain of the placement, as a note for the plan."""
     tried = f"devices placed for {listed} candidate{'s' if listed > 1 else ''}"
-    order = "with kinds put together" if own.decisions.devices else "in hostname order"
+    order = "with devices grouped by kind" if own.decisions.devices else "in hostname order"
     if best.decisions.devices == own.decisions.devices:
         return f"placement: {order.removeprefix('in ')}; {tried}, none of them faster"
     gain = 1 - best.step_s / own.step_s

@@ -1,10 +1,10 @@
-"""The slices of the best plan once more: a local search over their number and their lengths, judged by the simulator.
+"""A second search for the slices of the best plan: their number and lengths, judged by the simulator.
 
-The search cuts sequences to equal cost and tries few numbers of slices within a budget. Here the best plan's layout
-gets another start: the microbatches and the slices of TeraPipe's dynamic program (`plan/slicing/batch.py`), whose
-objective knows what all slices take and how long the longest keeps the pipeline waiting, in every schedule that its
-placement allows. From the best start on only the simulator is asked, with the schedule's own order, transfers and
-memory, for a few slicings around it (`plan/slicing/refine.py`); the cut of the layers is kept.
+The main search cuts sequences to equal cost and tries few numbers of slices within a budget. Here the best plan's
+layout gets another start: the microbatches and slices of TeraPipe's dynamic program (`plan/slicing/batch.py`) in every
+schedule its placement allows. The program's objective is the sum of all slice times plus the pipeline bubble of the
+longest slice. From the best start on, the simulator evaluates a few slicings around it (`plan/slicing/refine.py`) with
+the schedule's own order, transfers and memory; the cut of the layers is kept.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 
 LOOKS, ACTIONS = 24, 60_000
-"""Slicings that are simulated at most, and actions of their orders together."""
+"""Maximum number of slicings that are simulated, and of actions of their orders together."""
 
 LONGEST = 30_000
-"""The most actions of an order that a start may have."""
+"""Maximum number of actions of a start's order."""
 
 SIZES = 4
-"""Numbers of rows a microbatch that are divided into slices, those that promise most."""
+"""Number of microbatch sizes, in rows, that are sliced: the most promising ones."""
 
 NEAR = 0.1
-"""How much longer than the best plan a start may take for slicings around it to be tried."""
+"""Slicings around a start are tried if its step is at most this fraction longer than the best plan's."""
 
 
 def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> SearchResult:
-    """What was found, the best plan with other slices before it where some are faster. Slices that are fixed stay, and
-    so does their number where that is."""
+    """Return the search result, preceded by the best plan with other slices if they are faster.
+
+    Constrained slices are kept, and so is a constrained number of slices.
+    """
     pinned = pins.get("slices")
     if not found.fitting or pinned == 1 or isinstance(pinned, tuple):
         return found
@@ -52,9 +54,9 @@ def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
     if slicer.obstacle is not None:
         return found
     tried = _simulate_starts(bench, job, pins, slicer, best) if pinned is None else []
-    start = min([best, *(one for one in tried if one.simulation.fits_in_memory)], key=lambda one: one.step_s)
+    start = min([best, *(plan for plan in tried if plan.simulation.fits_in_memory)], key=lambda plan: plan.step_s)
     if not start.decisions.slices:
-        near = [one for one in tried if _plan_value(one) <= (0.0, best.step_s * (1 + NEAR))]
+        near = [plan for plan in tried if _plan_value(plan) <= (0.0, best.step_s * (1 + NEAR))]
         start = min(near, key=_plan_value, default=start)
     looked = {start.decisions.slices: start}
 
@@ -68,50 +70,53 @@ def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
                 return float("inf"), float("inf")
         return _plan_value(looked[slices])
 
-    other = start
+    refined = start
     if start.decisions.slices:
         order = 3 * start.decisions.stage_count * start.decisions.unit_count
-        most, multiple = max(4, min(LOOKS, ACTIONS // order)), slicer.token_multiple(len(start.decisions.slices))
-        other = looked[
-            refine_slices([start.decisions.slices], evaluate_slices, multiple=multiple, evaluations=most).slices
+        evaluations, multiple = max(4, min(LOOKS, ACTIONS // order)), slicer.token_multiple(len(start.decisions.slices))
+        refined = looked[
+            refine_slices([start.decisions.slices], evaluate_slices, multiple=multiple, evaluations=evaluations).slices
         ]
     simulated = found.simulated + len(tried) + len(looked) - 1
-    if not other.simulation.fits_in_memory or other.step_s >= best.step_s * (1 - TIE):
+    if not refined.simulation.fits_in_memory or refined.step_s >= best.step_s * (1 - TIE):
         return replace(found, simulated=simulated)
-    return replace(found, fitting=(other, *found.fitting), simulated=simulated)
+    return replace(found, fitting=(refined, *found.fitting), simulated=simulated)
 
 
 def _simulate_starts(
     bench: PlannerContext, job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan
 ) -> list[EvaluatedPlan]:
-    """The starts that may be faster than the best plan, by their guess, simulated; the most promising first."""
-    found: list[EvaluatedPlan] = []
+    """Return the simulated starts whose estimate is below the best plan's time, the most promising first."""
+    simulated: list[EvaluatedPlan] = []
     guessed: list[tuple[float, int, ParallelConfig]] = []
     left, least_s = ACTIONS, best.step_s
-    for place, one in enumerate(_iter_starts(job, pins, slicer, best)):
-        cut = bench.layer_cutter.cut_layers(job, one)
+    for index, decisions in enumerate(_iter_starts(job, pins, slicer, best)):
+        cut = bench.layer_cutter.cut_layers(job, decisions)
         if cut is not None and cut.may_fit:
-            laid = replace(one, cuts=cut.cuts)
-            guessed.append((sliced_guess_s(*slicer.slice_times(laid), laid), place, laid))
-    for guess_s, _, one in sorted(guessed, key=lambda each: each[:2]):
-        actions = 3 * one.stage_count * one.unit_count
-        if guess_s >= least_s or (actions > left and found) or actions > LONGEST:
+            laid = replace(decisions, cuts=cut.cuts)
+            guessed.append((sliced_guess_s(*slicer.slice_times(laid), laid), index, laid))
+    for guess_s, _, decisions in sorted(guessed, key=lambda guess: guess[:2]):
+        actions = 3 * decisions.stage_count * decisions.unit_count
+        if guess_s >= least_s or (actions > left and simulated) or actions > LONGEST:
             continue
         try:
-            found.append(_evaluate_decisions(bench, job, one))
+            simulated.append(_evaluate_decisions(bench, job, decisions))
         except ScheduleError:
             continue
         left -= actions
-        if found[-1].simulation.fits_in_memory:
-            least_s = min(least_s, found[-1].step_s)
-    return found
+        if simulated[-1].simulation.fits_in_memory:
+            least_s = min(least_s, simulated[-1].step_s)
+    return simulated
 
 
 def _iter_starts(
     job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan
 ) -> Iterator[ParallelConfig]:
-    """The best plan's layout with the microbatches and slices of TeraPipe's program, in all schedules of its placement;
-    not cut yet. Of rows that are divided unevenly none, nor of a single lane."""
+    """Yield the best plan's layout with TeraPipe's microbatches and slices, in all schedules of its placement; not cut
+    yet.
+
+    Yields nothing for rows that are divided unevenly, or for a single lane.
+    """
     layout = best.decisions
     if layout.lane_count == 1 or max(layout.replicas) > 1:
         return
@@ -129,23 +134,25 @@ def _iter_starts(
         program = best_slicing(job.sequence, fill, times(size), multiple=slicer.finest_multiple, sequences=count)
         if len(program.slices) == 1:
             continue
-        one = replace(uncut, microbatches=count, slices=program.slices)
+        sliced = replace(uncut, microbatches=count, slices=program.slices)
         for name in names:
             family = FAMILIES.get(name)
             if family is None or not ("schedule" in pins or family.searched_with_slices):
                 continue
-            if family.placement(layout.lane_count) == placement and one.unit_count >= family.least_units(
+            if family.placement(layout.lane_count) == placement and sliced.unit_count >= family.least_units(
                 layout.lane_count
             ):
-                yield replace(one, schedule=name)
+                yield replace(sliced, schedule=name)
 
 
 def _row_counts(job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan) -> list[int]:
-    """Rows of a microbatch on a replica with which slices may be faster than the best plan: those for which the closed
-    form says least, with as little filling as backwards in two parts leave."""
+    """Return microbatch sizes, in rows of a replica, whose slices may beat the best plan.
+
+    They have the smallest closed-form time, assuming the short pipeline bubble of split backwards.
+    """
     layout = best.decisions
     rows, placement = job.batch // len(layout.replicas), layout.lane_of_stage
-    turns, found = max(map(placement.count, placement)), []
+    turns, sizes = max(map(placement.count, placement)), []
     for size in range(1, rows + 1):
         count = rows // size
         if rows % size or ("microbatches" in pins and count != pins["microbatches"]):
@@ -154,8 +161,8 @@ def _row_counts(job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best:
         steps_s = slicer.closed_form_s(stage, layout.lane_count, turns, count, SPLIT_IDLE)
         least_s = float(steps_s[1:].min(initial=float("inf")))
         if least_s < best.step_s:
-            found.append((least_s, size))
-    return [size for _, size in sorted(found)[:SIZES]]
+            sizes.append((least_s, size))
+    return [size for _, size in sorted(sizes)[:SIZES]]
 
 
 class _SliceTimes:
@@ -166,10 +173,12 @@ class _SliceTimes:
         self.action_s = slicer.action_s(turns)
 
     def __call__(self, size: int) -> TimeOf:
-        whole = self.slicer.time_curve(self.slicer.slowest_stage(replace(self.layout, microbatches=self.rows // size)))
+        module_time = self.slicer.time_curve(
+            self.slicer.slowest_stage(replace(self.layout, microbatches=self.rows // size))
+        )
 
         def time_of(tokens: Counts, past: Counts) -> Seconds:
-            return whole(tokens, past) / self.layout.lane_count + self.action_s
+            return module_time(tokens, past) / self.layout.lane_count + self.action_s
 
         return time_of
 

@@ -1,13 +1,14 @@
-"""The search for the fastest plan that fits: best first, by bounds that get tighter, decided by the simulator alone.
+"""The search for the fastest plan that fits: best first, by bounds of increasing tightness, decided by the simulator.
 
-Every candidate waits in a heap under a lower bound of its step time. What comes out on top is looked at one level
-closer: first the compute of a perfectly even cut, then that of its exact cut, then a whole cost table with links and
-reductions, at last the simulation of its lowered lanes. When the top of the heap is a bound above the best simulated
-time, no other plan of the space is faster: the result is optimal in its space, as far as the simulator is right.
-Layouts come first, with the bound that holds for all their schedules; only those that can win are told apart by
-schedule. Schedules whose backwards are split have loose bounds and much to gain, so they go first, within a budget; the
-others follow, and are done with as soon as their tighter bounds lie above what was found. If a budget is spent before
-the proof, the result says so.
+Every candidate waits in a heap under a lower bound of its step time. The top of the heap is evaluated one level closer:
+first the compute of a perfectly even cut, then of its exact cut, then a full cost table with links and reductions, at
+last the simulation of its lowered lanes. Once the smallest bound in the heap exceeds the best simulated time, no other
+plan of the space is faster: the result is optimal in its space, as far as the simulator is right.
+
+Layouts come first, with a bound that holds for all their schedules; schedules are distinguished only for layouts that
+can win. Schedules with split backwards have loose bounds and much to gain, so they go first, within a budget. The rest
+follow, and end as soon as their tighter bounds exceed the best time. If a budget is spent before the proof, the result
+says so.
 """
 
 from __future__ import annotations
@@ -49,55 +50,54 @@ from pipefit.plan.request.sliceable import check_sliceable, document_obstacles
 from pipefit.plan.types import Job
 
 EVEN, CUT, TABLE, SIMULATED = range(4)
-"""How closely a candidate has been looked at."""
+"""Levels of evaluation of a candidate."""
 
 EXTRA_SIMULATIONS = 24
 """Simulations spent, after the best plan is known, on making the list of alternatives exact."""
 
 BUDGET = 100_000
-"""Work spent on either kind of schedules before the search stops without a proof: actions of the orders made, and
-DEVICE for each device of a cost table. Only large clusters come near it, with families whose bounds are loose."""
+"""Work spent on either kind of schedules before the search stops without a proof: actions of the orders built, plus
+DEVICE for each device of a cost table. Only large clusters with families of loose bounds reach it."""
 
 SLICED = 40_000
-"""Work spent on what cuts sequences, and again each time that it finds something faster: the best guess comes first."""
+"""Work spent on sliced candidates, renewed each time a faster one is found: the best estimate comes first."""
 
 FEW = 128
-"""With more devices than these, a stage's shards counted as one, less is spent on slices, in proportion: every look
+"""On more devices than this, a stage's shards counted as one, proportionally less is spent on slices: every evaluation
 costs more."""
 
 MANY_DEVICES = 2048
-"""For every so many devices a search may spend its budgets once more: a look costs more there."""
+"""The budgets are multiplied by devices / MANY_DEVICES on larger clusters: an evaluation costs more there."""
 
 MIXED = 0.5
-"""The part of its budgets that a search on several kinds of devices spends: it also has more candidates to list."""
+"""Fraction of its budgets a search on several kinds of devices spends: it also has more candidates to list."""
 
 PATIENCE = 200_000
-"""Work after which even a search that has found nothing that fits stops, and says so."""
+"""Work after which a search without any fitting plan stops too, and says so."""
 
 DEVICE = 3
-"""What a device of a cost table counts in the budget: its cost beside that of an action."""
+"""Work of a device of a cost table, relative to an action."""
 
 STAGE = 1
-"""What a stage of a cut counts in the budget."""
+"""Work of a stage of a cut."""
 
 ORDER = 4
-"""Of what an order costs to make and simulate, the part that it costs to make: one over this."""
+"""Building an order costs one over this of building and simulating it."""
 
 LEANER = 3
-"""How often the layers of a candidate are cut again because the simulator found that it needs more memory than the
-closed form says."""
+"""Number of times a candidate's layers are cut again because the simulator found more memory than the closed form."""
 
 STARTS, STEPS = 2, 24
-"""On clusters of several kinds: plans that are rearranged, and simulations for each."""
+"""On clusters of several kinds: number of plans that are rearranged, and simulations for each."""
 
 MISFITS = 16
-"""Candidates that cannot fit whose least memory is worked out exactly."""
+"""Number of infeasible candidates whose minimum memory is computed exactly."""
 
 TRIES = 64
-"""Simulations spent on the question whether anything fits at all."""
+"""Simulations spent on the question whether anything fits."""
 
 TIE = 1e-9
-"""Relative difference of step times that counts as none."""
+"""Relative difference below which step times count as equal."""
 
 
 Progress = Callable[[int, int, float | None], None]
@@ -111,15 +111,21 @@ def search_plans(
     top: int = 5,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The best plans of the space under `pins`. Raises PlanError where the pins leave nothing to consider."""
+    """Return the best plans of the space under the constraints.
+
+    Raises PlanError if the constraints leave nothing to consider.
+    """
     pins = pins or {}
     searcher = LayoutSearch(bench, job, pins, top, progress)
     return searcher.run(_base_grids(bench, job, pins))
 
 
 def some_plan_fits(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> bool:
-    """Whether `search_plans` would find a plan: the leanest candidates first, until one fits or TRIES simulated ones do
-    not. Raises PlanError as `search_plans` does."""
+    """Return whether `search_plans` would find a plan.
+
+    It tries the leanest candidates first, until one fits or TRIES simulated ones do not. Raises PlanError as
+    `search_plans` does.
+    """
     searcher = LayoutSearch(bench, job, pins, 1, None)
     space = _base_grids(bench, job, pins)
     searcher.find_any_fit([*searcher.unsliced_grids(space), *searcher.promising_sliced(space)])
@@ -127,7 +133,7 @@ def some_plan_fits(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> 
 
 
 def _base_grids(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> list[CandidateGrid]:
-    """The space before sequences are cut, for a job and pins that leave something to consider."""
+    """Return the space before sequences are sliced, after checks of the job and the constraints."""
     count, layers = device_count(bench.cluster), len(bench.only_module.layers)
     check_space(job, layers, count, pins)
     check_length(bench.only_module, bench.model, job.sequence, "--seq")
@@ -154,20 +160,20 @@ class LayoutSearch:
         self.fitting: list[EvaluatedPlan] = []
         self.misfits: list[InfeasiblePlan] = []
         self.unfit: list[tuple[float, int, ParallelConfig]] = []
-        "Bound and choice of candidates that no cut makes fit."
+        "Bound and choice of candidates for which no cut fits."
         self.refused: list[ScheduleError] = []
-        "Why schedule families could not make an order for a candidate."
+        "Errors of schedule families that could not build an order for a candidate."
         self.left: list[CandidateQueue | SearchCandidate] = []
-        "What was not looked at to its end."
+        "Candidates that were not evaluated to the last level."
         self.seen: set[ParallelConfig] = set()
-        "What was looked at, before it was cut."
+        "Candidates that were evaluated, before their cuts."
         self.simulated = 0
         self.spent = 0
 
     def run(self, space: list[CandidateGrid]) -> SearchResult:
-        """Look at what does not cut sequences, then at what does; slices have to beat what does without."""
+        """Search plans without slices, then plans with slices, which have to beat the former."""
         plain = self.unsliced_grids(space)
-        parts = [[one for one in plain if schedule_facts(one.names[0]).fused == fused] for fused in (False, True)]
+        parts = [[grid for grid in plain if schedule_facts(grid.names[0]).fused == fused] for fused in (False, True)]
         parts = [part for part in parts if part]
         bounds = [self.explore_grids(part, BUDGET, patient=part is parts[-1]) for part in parts]
         sliced = self.promising_sliced(space)
@@ -198,23 +204,25 @@ class LayoutSearch:
         )
 
     def unsliced_grids(self, space: Sequence[CandidateGrid]) -> list[CandidateGrid]:
-        """What does not cut sequences."""
-        return [one for panel in space if (one := unsliced_grid(panel, families_only(self.pins))) is not None]
+        """Return the grids without slices."""
+        return [unsliced for panel in space if (unsliced := unsliced_grid(panel, families_only(self.pins))) is not None]
 
     def promising_sliced(self, space: Sequence[CandidateGrid]) -> list[CandidateGrid]:
-        """What cuts them and may be faster than what was found."""
+        """Return the sliced grids that may beat the best plan so far."""
         if not self.fitting or self.pins.get("slices") is not None:
-            made = (slice_grid(panel, self.job, families_only(self.pins), self.slicer) for panel in space)
-            return [one for one in made if one is not None]
+            sliced_grids = (slice_grid(panel, self.job, families_only(self.pins), self.slicer) for panel in space)
+            return [sliced for sliced in sliced_grids if sliced is not None]
         hope = PruningThreshold(self.floors, self.fitting[0].step_s)
         return best_sliced_grids(most_promising(space, hope, self.few), self.slicer, hope, self.few)
 
     def explore_grids(
         self, space: Sequence[CandidateGrid], budget: float, more: float = 0.0, patient: bool = True
     ) -> tuple[float, float]:
-        """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left). Each
-        time that something faster is found, there is at least `more` to spend. Who is `patient` goes beyond the budget
-        until something fits, but not beyond PATIENCE."""
+        """Evaluate these grids until no remaining candidate can win, or the budget is spent.
+
+        Returns (smallest bound, smallest bound of the remaining candidates). After each improvement there is at least
+        `more` to spend. A `patient` search exceeds the budget until something fits, up to PATIENCE.
+        """
         self.spent = 0
         items: list[CandidateQueue | SearchCandidate] = [*build_queues(self.floors, space)]
         lower_bound_s = min(item.bound_s for item in items)
@@ -230,12 +238,12 @@ class LayoutSearch:
             if self.fitting[:1] != best:
                 until, best = max(until, self.spent + self.share * more), self.fitting[:1]
         self.left += [items[index] for _, index in heap]
-        return lower_bound_s, min((one.bound_s for one in self.left), default=float("inf"))
+        return lower_bound_s, min((entry.bound_s for entry in self.left), default=float("inf"))
 
     def _advance_entry(
         self, items: list[CandidateQueue | SearchCandidate], index: int, heap: list[tuple[float, int]]
     ) -> None:
-        """One level closer, and back into the heap what is not done with."""
+        """Evaluate an entry one level closer, and push it back into the heap unless it is finished."""
         item = items[index]
         if isinstance(item, SearchCandidate):
             again = self.raise_level(item, item.bound_s)
@@ -266,13 +274,13 @@ class LayoutSearch:
                 return
 
     def _improve_kinds(self) -> None:
-        """Where kinds of devices differ: from the best plans of a few grids, kinds are moved step by step, as long as
-        that is faster in the simulator."""
+        """Rearrange kinds of devices step by step, from the best plans of a few grids, while the simulated step gets
+        shorter."""
         if not self.bench.layer_cutter.fleet.is_mixed or self.pins.get("mapping", "search") != "search":
             return
         grids: dict[tuple[int, int], EvaluatedPlan] = {}
-        for one in self.fitting:
-            grids.setdefault((len(one.decisions.replicas), one.decisions.lane_count), one)
+        for plan in self.fitting:
+            grids.setdefault((len(plan.decisions.replicas), plan.decisions.lane_count), plan)
         for start in list(grids.values())[:STARTS]:
             best: EvaluatedPlan | None = start
             until = self.simulated + STEPS
@@ -287,21 +295,21 @@ class LayoutSearch:
 
     def _unseen_neighbours(self, decisions: ParallelConfig) -> Iterator[ParallelConfig]:
         near = rearrange_kinds(self.bench.layer_cutter, self.job, decisions, self.pins)
-        return (one for one in near if one not in self.seen)
+        return (neighbour for neighbour in near if neighbour not in self.seen)
 
     def _simulate_if_faster(self, than_s: float, decisions: ParallelConfig) -> EvaluatedPlan | None:
-        """What the simulator says of a candidate, if that is faster; it is known from now on."""
+        """Return the simulated candidate if it is faster; it counts as seen from now on."""
         self.seen.add(decisions)
         candidate = SearchCandidate(decisions)
-        known = {id(one) for one in self.fitting}
+        known = {id(plan) for plan in self.fitting}
         bound_s: float | None = 0.0
         while bound_s is not None and bound_s < than_s * (1 - TIE):
             bound_s = self.raise_level(candidate, bound_s)
-        found = [one for one in self.fitting if id(one) not in known and one.step_s < than_s * (1 - TIE)]
-        return found[0] if found else None
+        faster = [plan for plan in self.fitting if id(plan) not in known and plan.step_s < than_s * (1 - TIE)]
+        return faster[0] if faster else None
 
     def _simulate_runners_up(self) -> None:
-        """Some more of what cannot win, least bound first, to make the list of alternatives exact."""
+        """Evaluate more candidates that cannot win, smallest bound first, to make the list of alternatives exact."""
         items = self.left
         for item in items:
             if isinstance(item, CandidateQueue):
@@ -316,19 +324,22 @@ class LayoutSearch:
                 break
             more: list[tuple[float, int]] = []
             self._advance_entry(items, index, more)
-            for _, one in more:
-                heapq.heappush(heap, (items[one].bound_s, one))
+            for _, entry in more:
+                heapq.heappush(heap, (items[entry].bound_s, entry))
 
     def _reported_misfits(self) -> Iterator[InfeasiblePlan]:
-        """The candidates that no cut makes fit and are worth telling of: of the fastest ones the leanest of each
-        grid of devices; where nothing fits, the one that lacks least."""
+        """Yield the infeasible candidates worth reporting.
+
+        Among the fastest ones these are the leanest of each grid of devices; if nothing fits, the candidate that lacks
+        least.
+        """
         cutter = self.bench.layer_cutter
         if not self.fitting:
             known = self.unfit or ([] if self.misfits else list(self._unseen_candidates()))
-            found = find_closest(cutter, self.job, [decisions for _, _, decisions in known])
-            if found is not None:
-                bound_s, _, decisions = known[found[0]]
-                yield misfit_of(bound_s, decisions, found[1])
+            closest = find_closest(cutter, self.job, [decisions for _, _, decisions in known])
+            if closest is not None:
+                bound_s, _, decisions = known[closest[0]]
+                yield misfit_of(bound_s, decisions, closest[1])
             return
         leanest: dict[tuple[int, int], tuple[float, float, ParallelConfig]] = {}
         for bound_s, _, decisions in heapq.nsmallest(64 * MISFITS, self.unfit):
@@ -342,13 +353,13 @@ class LayoutSearch:
             )
 
     def _unseen_candidates(self) -> Iterator[tuple[float, int, ParallelConfig]]:
-        """What was not looked at, with a bound."""
+        """Yield the remaining candidates, with a bound."""
         for item in self.left:
-            each = item.remaining_decisions() if isinstance(item, CandidateQueue) else [item.decisions]
-            yield from ((item.bound_s, 0, decisions) for decisions in each)
+            remaining = item.remaining_decisions() if isinstance(item, CandidateQueue) else [item.decisions]
+            yield from ((item.bound_s, 0, decisions) for decisions in remaining)
 
     def raise_level(self, candidate: SearchCandidate, bound_s: float) -> float | None:
-        """Raise the candidate by one level and return its new bound, or None when it is done with."""
+        """Evaluate the candidate one level closer and return its new bound, or None when it is finished."""
         candidate.level += 1
         if candidate.level == CUT:
             return self._cut_candidate(candidate, bound_s)
@@ -365,15 +376,15 @@ class LayoutSearch:
         return self._apply_cut(candidate, cut, bound_s)
 
     def _lane_memory(self, decisions: ParallelConfig, cut: LayerCut) -> list[float]:
-        """The least memory of every lane with this cut, by what the schedule's own order holds."""
+        """Return the minimum memory of every lane with this cut, by the activations the schedule's own order holds."""
         if decisions.slices or schedule_facts(decisions.schedule).fused:
             return list(cut.floor_bytes)
         lanes, count = decisions.lane_of_stage, decisions.microbatches
         held = in_flight_bytes(decisions.schedule, lanes, count, cut.saved_bytes)
-        return [stays + kept for stays, kept in zip(cut.static_bytes, held, strict=True)]
+        return [stays + activations for stays, activations in zip(cut.static_bytes, held, strict=True)]
 
     def _apply_cut(self, candidate: SearchCandidate, cut: LayerCut, bound_s: float) -> float:
-        """The bound of the candidate with this cut."""
+        """Return the bound of the candidate with this cut."""
         decisions = candidate.decisions = replace(candidate.decisions, cuts=cut.cuts)
         fused = schedule_facts(decisions.schedule).fused
         lanes, count = decisions.lane_of_stage, decisions.microbatches
@@ -387,8 +398,8 @@ class LayoutSearch:
         cut = self.bench.layer_cutter.leanest_cut(self.job, candidate.decisions)
         held = self._lane_memory(candidate.decisions, cut)
         if not all(map(le, held, cut.limit_bytes)):
-            every = zip(held, cut.limit_bytes, cut.needs, strict=True)
-            needs = [(scale_need(need, most, has), has) for need, most, (_, has) in every]
+            lane_memory = zip(held, cut.limit_bytes, cut.needs, strict=True)
+            needs = [(scale_need(need, limit, has), has) for need, limit, (_, has) in lane_memory]
             return self._retry_leaner(candidate, cut, needs, bound_s)
         self.spent += DEVICE * candidate.decisions.device_count
         candidate.parts = self.bench.make_skeleton(self.job, candidate.decisions)
@@ -398,7 +409,7 @@ class LayoutSearch:
         candidate.alone = split_pipelines(candidate.costs, candidate.work, network, layers)
         placement, count = candidate.parts.placement, candidate.decisions.microbatches
         table_s = slowest_pipeline_bound_s(candidate.alone, placement, count, candidate.decisions.schedule)
-        if candidate.decisions.slices:  # what the table adds to the compute of the cut, the guess lacks as well
+        if candidate.decisions.slices:  # the guess lacks the costs that the table adds to the compute
             candidate.guess_s += max(0.0, table_s - bound_s)
         return max(bound_s, table_s)
 
@@ -418,25 +429,28 @@ class LayoutSearch:
         if all(need <= has for need, has in needs):
             self.simulated += 1
             self.spent += actions - actions // ORDER
-            found = simulate_candidate(self.bench, decisions, parts, work, costs, computed, alone)
-            if found.simulation.fits_in_memory:
-                self.fitting.append(found)
-                self.fitting.sort(key=lambda one: one.rank_key)
+            simulated = simulate_candidate(self.bench, decisions, parts, work, costs, computed, alone)
+            if simulated.simulation.fits_in_memory:
+                self.fitting.append(simulated)
+                self.fitting.sort(key=lambda plan: plan.rank_key)
                 return None
-            needs = [(lane[0].peak_bytes, lane[0].limit_bytes) for lane in found.simulation.device_peaks]
-            bound_s = max(bound_s, found.step_s)
+            needs = [(lane[0].peak_bytes, lane[0].limit_bytes) for lane in simulated.simulation.device_peaks]
+            bound_s = max(bound_s, simulated.step_s)
         return self._retry_leaner(candidate, self.bench.layer_cutter.leanest_cut(self.job, decisions), needs, bound_s)
 
     def _retry_leaner(
         self, candidate: SearchCandidate, cut: LayerCut, needs: Sequence[Need], bound_s: float
     ) -> float | None:
-        """What becomes of a candidate that needs this on each lane with this cut, too much: the bound with another
-        cut, in which what the closed form does not see has room, or None where there is none, or LEANER were tried."""
+        """Retry a candidate that exceeded memory with a leaner cut that reserves the measured excess.
+
+        `needs` are the bytes needed on each lane with this cut. Returns the new bound, or None if no cut fits or all
+        retries were used.
+        """
         decisions = candidate.decisions
         if "cuts" not in self.pins and candidate.leaner < LEANER:
             uncut = replace(decisions, stages=decisions.stage_count, cuts=())
-            every = zip(needs, cut.limit_bytes, cut.floor_bytes, strict=True)
-            spare = [max(0.0, scale_need(need, has, most) - floor) for (need, has), most, floor in every]
+            lane_memory = zip(needs, cut.limit_bytes, cut.floor_bytes, strict=True)
+            spare = [max(0.0, scale_need(need, has, limit) - floor) for (need, has), limit, floor in lane_memory]
             leaner = self.bench.layer_cutter.cut_layers(self.job, uncut, spare)
             if leaner is not None and leaner.cuts != cut.cuts:
                 candidate.leaner += 1

@@ -1,6 +1,6 @@
-"""What a better cluster would give: links twice as fast, or one more host. Both are simulated, neither is guessed.
+"""Gain from a better cluster: links twice as fast, or one more host. Both are simulated.
 
-Faster links: the same plan under the costs of the faster links. One more host: a search on the grown cluster over
+Faster links: the same plan under the costs of the faster links. One more host: a search on the extended cluster over
 replicas, stages, microbatches and cuts, with the schedule, recomputation and ZeRO-1 of the plan.
 """
 
@@ -29,10 +29,10 @@ FASTER = 2.0
 def analyse_sensitivity(
     bench: PlannerContext, job: Job, pins: Mapping[str, Any], best: EvaluatedPlan
 ) -> tuple[ClusterSensitivity, ...]:
-    """What the step would take on the better clusters; a change that does not apply to this one is left out."""
-    found = []
+    """Return the step times on the better clusters, without the changes that do not apply to this cluster."""
+    changes = []
     if best.decisions.device_count > 1:
-        found.append(
+        changes.append(
             ClusterSensitivity(
                 change="links twice as fast", step_s=_on_faster_links(bench, best), how="the same plan, simulated again"
             )
@@ -42,21 +42,21 @@ def analyse_sensitivity(
         chosen = best.decisions
         held = {"schedule": chosen.schedule, "recompute": chosen.recompute, "zero1": chosen.zero1, **pins}
         try:
-            other = bench.with_cluster(cluster)
-            better = best_plans(other, job, held, top=1, layouts=1).fitting
+            grown = bench.with_cluster(cluster)
+            better = best_plans(grown, job, held, top=1, layouts=1).fitting
         except PlanError:
             better = ()
-        step_s = min((best.step_s, *(one.step_s for one in better)))
-        found.append(
+        step_s = min((best.step_s, *(plan.step_s for plan in better)))
+        changes.append(
             ClusterSensitivity(
                 change=words, step_s=step_s, how="planned again, same schedule, recomputation and ZeRO-1"
             )
         )
-    return tuple(found)
+    return tuple(changes)
 
 
 def faster_links(cluster: Cluster, factor: float = FASTER) -> Cluster:
-    """The cluster with every message `factor` times as fast: latency and bandwidth, and the measured curves."""
+    """Return the cluster with every message `factor` times as fast: latency, bandwidth, and the measured curves."""
     measured = cluster.measured
     return replace(
         cluster,
@@ -74,8 +74,10 @@ def faster_links(cluster: Cluster, factor: float = FASTER) -> Cluster:
 
 
 def extend_cluster(cluster: Cluster) -> tuple[str, Cluster]:
-    """(words, the cluster with one more host like the last one); one more device where there is a single host, since
-    nothing is known of a network then."""
+    """Return (description, the cluster with one more host like the last one).
+
+    A single host gets one more device instead, since nothing is known of a network then.
+    """
     last = cluster.hosts[-1]
     if len(cluster.hosts) == 1:
         grown = replace(last, devices=last.devices + 1)
@@ -95,7 +97,7 @@ def extend_cluster(cluster: Cluster) -> tuple[str, Cluster]:
 
 
 def _extend_ports(sharing: PortSharing | None, last: str) -> PortSharing | None:
-    """The new host's ports are the last one's, and it shares that one's uplinks."""
+    """Return the ports with those of the last host repeated for the new host, which shares the same uplinks."""
     if sharing is None:
         return None
     return replace(
@@ -105,8 +107,8 @@ def _extend_ports(sharing: PortSharing | None, last: str) -> PortSharing | None:
         in_bytes_per_s=(*sharing.in_bytes_per_s, sharing.in_bytes_per_s[-1]),
         in_shared=(*sharing.in_shared, sharing.in_shared[-1]),
         uplinks=tuple(
-            replace(each, hosts=(*each.hosts, _copy_name(last))) if last in each.hosts else each
-            for each in sharing.uplinks
+            replace(uplink, hosts=(*uplink.hosts, _copy_name(last))) if last in uplink.hosts else uplink
+            for uplink in sharing.uplinks
         ),
     )
 
@@ -118,7 +120,7 @@ def _copy_name(name: str) -> str:
 def _on_faster_links(bench: PlannerContext, best: EvaluatedPlan) -> float:
     simulation = best.simulation
     network = Network(faster_links(bench.cluster))
-    # The bench's layers remember collectives by their devices, at the speed of its own links.
+    # The context's layer costs cache collectives by their devices, at the speed of the original links.
     layers = best_costs(network.cluster, graphs=bench.model.graphs.values())
     costs = cost_table(simulation.work, network, layers)
     costs = with_contention(costs, simulation.work, network, layers)
@@ -157,11 +159,11 @@ def _wider_ports(sharing: PortSharing, factor: float) -> PortSharing:
         in_bytes_per_s=tuple(value * factor for value in sharing.in_bytes_per_s),
         uplinks=tuple(
             replace(
-                each,
-                up_bytes_per_s=scale_value(each.up_bytes_per_s),
-                down_bytes_per_s=scale_value(each.down_bytes_per_s),
+                uplink,
+                up_bytes_per_s=scale_value(uplink.up_bytes_per_s),
+                down_bytes_per_s=scale_value(uplink.down_bytes_per_s),
             )
-            for each in sharing.uplinks
+            for uplink in sharing.uplinks
         ),
     )
 
@@ -171,8 +173,10 @@ def _scale_matrix(matrix: Sequence[Sequence[float]], factor: float) -> tuple[tup
 
 
 def _grow_rail(rail: Rail) -> Rail:
-    """One more row and column: those of the last host, and between the two hosts what the last one has to the host
-    before it."""
+    """Return the rail with one more row and column: those of the last host.
+
+    Between the two hosts it has the values between the last host and the one before it.
+    """
     return replace(
         rail,
         latency_s=_widen_matrix(rail.latency_s),

@@ -1,1 +1,1 @@
-"""What the user asked for: constraints, decisions, sequence length, slices, samples of several modules."""
+"""The user's request: constraints, decisions, sequence length, slices, samples of several modules."""

@@ -1,4 +1,4 @@
-"""What a user can pin: `--fix KEY=VALUE`. Every key says what it takes, and every mistake what is allowed."""
+"""Constraints of a plan: `--fix KEY=VALUE`. Every key states its values, and every error the allowed ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pipefit.schedule.families import FAMILIES
 
 @dataclass(frozen=True, slots=True)
 class ConstraintKey:
-    """One thing that can be pinned."""
+    """A key of `--fix`, with its help text and parser."""
 
     help: str
     parse: Callable[[str], Any]
 
 
 def _parse_shares(text: str) -> tuple[int, ...]:
-    """`4` is four even ones, `2:1:1` are three uneven ones."""
+    """Parse `4` as four even shares, `2:1:1` as three uneven ones."""
     if ":" in text:
         shares = tuple(int(part) for part in text.split(":"))
     else:
@@ -42,7 +42,7 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
 
 
 def _parse_slices(text: str) -> int | tuple[int, ...]:
-    """`4` is four of equal cost, `1` none; `512,512` are the tokens of each."""
+    """Parse `4` as four slices of equal cost, `1` as no slicing, `512,512` as the tokens of each slice."""
     return _parse_numbers(text) if "," in text else _parse_count(text)
 
 
@@ -56,7 +56,7 @@ def _choice_parser(*values: str) -> Callable[[str], str]:
 
 
 def _parse_placement(text: str) -> str | tuple[int, ...]:
-    """`shared`, `inline` or `disjoint` of a module, lanes of a plan of one."""
+    """Parse `shared`, `inline` or `disjoint` for a module, or the lanes of all stages."""
     return text if text in ("shared", "inline", "disjoint") else _parse_numbers(text)
 
 
@@ -122,11 +122,12 @@ KEYS: Mapping[str, ConstraintKey] = {
 
 
 MODULES_ALONE = ("modules", "ahead", "multiple", "divide", "balance", "order")
-"""Keys that mean nothing where a model has one module."""
+"""Keys that apply only to models of several modules."""
 
 
 def parse_constraints(texts: Iterable[str]) -> dict[str, Any]:
-    """The pins that `--fix` options give. Raises PlanError for an unknown key, a bad value, or a key given twice."""
+    """Return the constraints of the `--fix` options. Raises PlanError for an unknown key, a bad value, or a repeated
+    key."""
     pins: dict[str, Any] = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -154,7 +155,7 @@ def parse_constraints(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def check_one_module(pins: Mapping[str, Any]) -> None:
-    """Raises PlanError for a pin that only a model of several modules has a use for."""
+    """Raise PlanError for a constraint that applies only to models of several modules."""
     for key, value in pins.items():
         if "." in key or key in MODULES_ALONE or (key == "placement" and isinstance(value, str)):
             raise PlanError(
@@ -197,7 +198,7 @@ def _check_together(pins: Mapping[str, Any]) -> None:
 
 
 def describe_choices(decisions: ParallelConfig) -> str:
-    """The choices in one short line for people."""
+    """Return the choices as one short line."""
     if isinstance(decisions, MultiModuleConfig):
         return decisions.to_text()
     shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""

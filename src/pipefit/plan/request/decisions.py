@@ -1,7 +1,6 @@
-"""The choices that make a plan, as one value: what the search varies, what `--fix` pins, what a caller may give.
+"""The choices that make a plan, as one value: the search varies them, `--fix` constrains them, a caller may set them.
 
-`build_plan` turns a Decisions into a Plan without choosing anything more than what is left open here (the layer cut,
-where only a stage count is given).
+`build_plan` turns a ParallelConfig into a Plan. It chooses only the layer cuts, if just a stage count is set.
 """
 
 from __future__ import annotations
@@ -21,35 +20,37 @@ Inner = Literal["replica", "stage"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How one module is laid over the devices, and in which order it runs."""
+    """Layout of one module over the devices, and its schedule."""
 
     stages: int = 1
-    "Number of stages. Given `cuts`, the number of cuts plus one."
+    "Number of stages. With `cuts`, the number of cuts plus one."
     cuts: tuple[int, ...] = ()
     "First layer of every stage but the first; empty: cut by the costs of the layers."
     placement: tuple[int, ...] = ()
     "Lane of every stage; empty: stage i on lane i."
     replicas: tuple[int, ...] = (1,)
-    "Shares of the replicas: (1, 1) is two even ones, (2, 1) gives the first two thirds of the rows."
+    "Shares of the replicas: (1, 1) is two even ones, (2, 1) assigns two thirds of the rows to the first."
     shards: tuple[int, ...] = (1,)
     "Shares of the shard axis."
     sharding: Sharding = "none"
     "The SPMD program over the shard axis."
     lane_shards: tuple[tuple[int, ...], ...] = ()
-    "Of searched programs, the shares of every lane's shard axis, one for a device alone; empty: `shards` on all."
+    "For searched programs, the shares of each lane's shard axis, (1,) for a single device; empty: `shards` on all"
+    " lanes."
+    " lanes."
     recipes: tuple[str, ...] = ()
-    "Of every lane the name of its set of recipes (`plan/assemble/shard_programs.py`); empty: one unnamed set for all."
+    "For each lane, the name of its recipe set (`plan/assemble/shard_programs.py`); empty: one unnamed set for all."
     microbatches: int = 1
     schedule: str = "1f1b"
     "A name of `schedule.families.FAMILIES`."
     slices: tuple[int, ...] = ()
-    "Tokens of each slice; empty: sequences are not cut."
+    "Tokens of each slice; empty: sequences are not sliced."
     recompute: tuple[Recompute, ...] = ("none",)
-    "Of each stage, or one entry for all."
+    "One entry per stage, or one for all."
     zero1: bool = False
-    "Split the optimizer state over the replicas."
+    "Shard the optimizer state over the replicas."
     inner: Inner = "replica"
-    "Who lies next to each other, in a host first: the replicas of a stage, or the stages of a pipeline."
+    "Rank order within a host: the replicas of a stage are adjacent, or the stages of a pipeline."
     devices: tuple[int, ...] = ()
     "Device of every (lane, replica, shard), the last fastest; empty: by `inner`, from the first device on."
 
@@ -59,7 +60,7 @@ class ParallelConfig:
 
     @property
     def unit_count(self) -> int:
-        """Microbatches, or slices of them: what a stage runs one by one."""
+        """Number of units that a stage runs: microbatches, or slices of microbatches."""
         return self.microbatches * max(1, len(self.slices))
 
     @property
@@ -76,23 +77,23 @@ class ParallelConfig:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some lane has a shard axis."""
+        """True if some lane has a shard axis."""
         return len(self.shards) > 1 or bool(self.lane_shards)
 
     def shards_of(self, lane: int) -> tuple[int, ...]:
-        """Shares of the lane's shard axis."""
+        """Return the shares of the lane's shard axis."""
         return self.lane_shards[lane] if self.lane_shards else self.shards
 
     def sharding_of(self, lane: int) -> Sharding:
-        """The kind of program on the lane: none on devices alone."""
+        """Return the kind of program on the lane; `none` for single devices."""
         return self.sharding if len(self.shards_of(lane)) > 1 else "none"
 
     def recipes_of(self, lane: int) -> str:
-        """The name of the lane's set of recipes; '' where it has none, or the unnamed one."""
+        """Return the name of the lane's recipe set; '' for the unnamed set or none."""
         return self.recipes[lane] if self.recipes and self.sharding_of(lane) == "searched" else ""
 
     def sharding_key(self, lane: int) -> str:
-        """The lane's programs, as `Programs` know them."""
+        """Return the key of the lane's programs in `ProgramCache`."""
         name = self.recipes_of(lane)
         return f"searched/{name}" if name else self.sharding_of(lane)
 
@@ -100,7 +101,7 @@ class ParallelConfig:
         return self.recompute[stage] if len(self.recompute) > 1 else self.recompute[0]
 
     def lane_devices(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of every lane, in grid order (replica, shard)."""
+        """Return the devices of every lane, in grid order (replica, shard)."""
         replicas, shards, lanes = len(self.replicas), len(self.shards), self.lane_count
         sizes = [replicas * len(self.shards_of(lane)) for lane in range(lanes)]
         if self.devices or self.lane_shards:
@@ -115,15 +116,15 @@ class ParallelConfig:
         )
 
     def with_devices(self, devices: tuple[int, ...], inner: Inner) -> ParallelConfig:
-        """These choices on other devices, laid out by `inner`; equal where the devices are the same."""
+        """Return these choices on other devices, laid out by `inner`. Equal device orders give equal configurations."""
         for order in ("replica", "stage"):
-            own = replace(self, devices=(), inner=order)
-            if devices == tuple(itertools.chain.from_iterable(own.lane_devices())):
-                return own
+            config = replace(self, devices=(), inner=order)
+            if devices == tuple(itertools.chain.from_iterable(config.lane_devices())):
+                return config
         return replace(self, devices=devices, inner=inner if not devices else "replica")
 
     def to_constraints(self, cuts: tuple[int, ...]) -> dict[str, str]:
-        """The choices as a plan file and `--fix` write them."""
+        """Return the choices in the form of plan files and `--fix`."""
         words = {
             "replicas": _format_shares(self.replicas),
             "stages": str(self.stage_count),
@@ -146,7 +147,8 @@ class ParallelConfig:
 
 
 def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int) -> None:
-    """Raises PlanError for a choice that contradicts itself, the job, the model's layers or the cluster's devices."""
+    """Raise PlanError for a choice that contradicts other choices, the job, the model's layers or the cluster's
+    devices."""
     count = decisions.stage_count
     _check_positive("stages", count)
     _check_positive("microbatches", decisions.microbatches)
@@ -184,23 +186,26 @@ def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int)
 
 
 def _check_lanes(decisions: ParallelConfig) -> None:
-    """Groups of several sizes are those of searched programs."""
-    own = decisions.lane_shards
-    if not own and not decisions.recipes:
+    """Raise PlanError if lanes of different sizes lack searched programs."""
+    lane_shards = decisions.lane_shards
+    if not lane_shards and not decisions.recipes:
         return
-    shares = max(own or (decisions.shards,), key=len)
-    if decisions.sharding != "searched" or len({len(own), len(decisions.recipes)} | {decisions.lane_count}) != 1:
+    shares = max(lane_shards or (decisions.shards,), key=len)
+    if (
+        decisions.sharding != "searched"
+        or len({len(lane_shards), len(decisions.recipes)} | {decisions.lane_count}) != 1
+    ):
         raise PlanError(
             "Groups with programs of their own give shares and recipes for every lane, and are searched.",
             where="lane_shards, recipes",
-            seen=f"{len(own)} and {len(decisions.recipes)} for {decisions.lane_count} lanes, sharding "
+            seen=f"{len(lane_shards)} and {len(decisions.recipes)} for {decisions.lane_count} lanes, sharding "
             f"{decisions.sharding}",
         )
-    if any(share < 1 for lane in own for share in lane) or decisions.shards != shares:
+    if any(share < 1 for lane in lane_shards for share in lane) or decisions.shards != shares:
         raise PlanError(
             "Shares are positive whole numbers; `shards` are those of the largest group.",
             where="lane_shards",
-            seen=own,
+            seen=lane_shards,
             allowed=f"shards {shares}",
         )
 
@@ -265,5 +270,5 @@ def _check_positive(name: str, value: int) -> None:
 
 
 def _format_shares(shares: tuple[int, ...]) -> str:
-    """`4` for four even replicas, `2:1:1` for uneven ones."""
+    """Return `4` for four even replicas, `2:1:1` for uneven ones."""
     return str(len(shares)) if len({*shares}) == 1 else ":".join(map(str, shares))

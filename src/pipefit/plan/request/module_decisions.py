@@ -1,4 +1,4 @@
-"""The choices of a plan of several modules: those of each module, and what they have in common."""
+"""The choices of a plan of several modules: those of each module, and the common ones."""
 
 from __future__ import annotations
 
@@ -10,70 +10,78 @@ from pipefit.plan.request.sampled_batches import StageShares
 from pipefit.plan.types import Divide
 
 OWN = ("replicas", "stages", "shards", "sharding", "recompute", "cuts")
-"""Choices that every module makes for itself; the others hold for all."""
+"""Choices made separately for every module; the rest hold for all."""
 
 ALONE = ("stages", "cuts")
-"""Choices that modules on the devices of another do not have: they lie whole on a lane."""
+"""Choices that modules on another module's devices do not have: they lie undivided on a lane."""
 
 
 @dataclass(frozen=True, slots=True)
 class MultiModuleConfig(ParallelConfig):
-    """Several modules in the order of the chain, one stage a lane, on devices of their own; but for guests, which lie
-    whole on every lane of the backbone and take turns there, and for modules in line with it, on its first or last
-    lane."""
+    """Layout of several modules in the order of the chain.
+
+    Each module has one stage per lane on separate devices, with two exceptions. A guest lies undivided on every lane of
+    the backbone and processes microbatches there round-robin. An inline module lies on the first or last lane of the
+    backbone.
+    """
 
     modules: tuple[tuple[str, ParallelConfig], ...] = ()
-    "Name of the module, and how it lies: its cuts and its devices are given. Of a guest, how it lies on one lane; of"
+    "Name and layout of each module, with its cuts and devices. A guest's layout is that on one lane; an inline"
+    " module's is that on the end of the backbone."
+    " module's is that on the end of the backbone."
     " one in line, on the backbone's end."
     backbone: str = ""
-    "The module with most work, whose devices others share."
+    "The module with the most work, whose devices are shared."
     guests: tuple[str, ...] = ()
     inline: tuple[str, ...] = ()
-    "Those in one stage on an end of the backbone: before it on its first lane, behind it on its last one."
+    "Modules in one stage on an end of the backbone: before it on its first lane, after it on its last."
     multiples: tuple[tuple[str, int], ...] = ()
-    "Of guests that take several microbatches together, how many: they divide the count of microbatches."
+    "For guests that process several microbatches per call, their number: a divisor of the microbatch count."
     divided: tuple[str, ...] = ()
-    "Modules whose replicas divide the images of a microbatch, in place of its samples."
+    "Modules whose replicas divide the images of a microbatch instead of its samples."
     ahead: int = 1
-    "The `window` of the order (`schedule.multiplexed`), where there are guests."
+    "The `window` of the order (`schedule/modules/multiplexed.py`), if there are guests."
 
     @property
     def disjoint_modules(self) -> tuple[tuple[str, ParallelConfig], ...]:
-        """The modules with devices of their own."""
-        return tuple(one for one in self.modules if one[0] not in (*self.guests, *self.inline))
+        """The modules with separate devices."""
+        return tuple(module for module in self.modules if module[0] not in (*self.guests, *self.inline))
 
     def placement_of(self, module: str) -> str:
-        """Its word: `disjoint`, `shared` or `inline`."""
+        """Return the placement of a module: `disjoint`, `shared` or `inline`."""
         return "shared" if module in self.guests else "inline" if module in self.inline else "disjoint"
 
     @property
     def shared_modules(self) -> tuple[tuple[str, str], ...]:
-        """The modules that share devices, each with its word."""
+        """The modules that share devices, each with its placement."""
         return tuple((name, word) for name, _ in self.modules if (word := self.placement_of(name)) != "disjoint")
 
     def multiple_of(self, module: str) -> int:
-        """How many microbatches a module takes together."""
+        """Return the microbatches that a module processes per call."""
         return dict(self.multiples).get(module, 1)
 
     @property
     def shares_of_stages(self) -> tuple[StageShares, ...]:
-        """See `samples.Shares`."""
+        """The shares of every stage (`Shares` in `sampled_batches.py`)."""
         return tuple(
-            StageShares(own.replicas, self.multiple_of(name), self.divide_of(name)) for name, own in self.stages_of
+            StageShares(config.replicas, self.multiple_of(name), self.divide_of(name))
+            for name, config in self.stages_of
         )
 
     def divide_of(self, module: str) -> Divide:
-        """What its replicas divide."""
+        """Return the unit that the module's replicas divide."""
         return "images" if module in self.divided else "samples"
 
     def copy_count(self, module: str) -> int:
-        """The stages that hold the same layers: for a guest as many as the backbone has lanes."""
+        """Return the number of stages with the same layers: for a guest, the lanes of the backbone."""
         return dict(self.modules)[self.backbone].stage_count if module in self.guests else 1
 
     @property
     def stages_of(self) -> tuple[tuple[str, ParallelConfig], ...]:
-        """For every stage its module and how that lies."""
-        return tuple((name, own) for name, own in self.modules for _ in range(own.stage_count * self.copy_count(name)))
+        """The module and its layout for every stage."""
+        return tuple(
+            (name, config) for name, config in self.modules for _ in range(config.stage_count * self.copy_count(name))
+        )
 
     @property
     def stage_count(self) -> int:
@@ -82,28 +90,28 @@ class MultiModuleConfig(ParallelConfig):
     @property
     def lane_of_stage(self) -> tuple[int, ...]:
         first, lanes = {}, 0
-        for name, own in self.disjoint_modules:
+        for name, config in self.disjoint_modules:
             first[name] = lanes
-            lanes += own.stage_count
-        found: list[int] = []
-        for name, own in self.modules:
+            lanes += config.stage_count
+        stage_lanes: list[int] = []
+        for name, config in self.modules:
             if name in self.inline:
-                found.append(first[self.backbone] + self.inline_lane(name))
+                stage_lanes.append(first[self.backbone] + self.inline_lane(name))
                 continue
             start = first[self.backbone if name in self.guests else name]
-            found += range(start, start + own.stage_count * self.copy_count(name))
-        return tuple(found)
+            stage_lanes += range(start, start + config.stage_count * self.copy_count(name))
+        return tuple(stage_lanes)
 
     def inline_lane(self, module: str) -> int:
-        """The lane of the backbone on which a module in line with it lies."""
+        """Return the lane of the backbone that holds an inline module."""
         names = [name for name, _ in self.modules]
         behind = names.index(module) > names.index(self.backbone)
         return dict(self.modules)[self.backbone].stage_count - 1 if behind else 0
 
     def in_grid(self, module: str) -> bool:
-        """Whether a module in line with the backbone has its replicas and shards, in place of a grid of its own."""
-        own, other = dict(self.modules)[module], dict(self.modules)[self.backbone]
-        return (own.replicas, own.shards) == (other.replicas, other.shards)
+        """Return whether an inline module uses the backbone's replicas and shards, not a separate grid."""
+        config, backbone = dict(self.modules)[module], dict(self.modules)[self.backbone]
+        return (config.replicas, config.shards) == (backbone.replicas, backbone.shards)
 
     @property
     def guest_stages(self) -> tuple[int, ...]:
@@ -112,59 +120,62 @@ class MultiModuleConfig(ParallelConfig):
 
     @property
     def lane_count(self) -> int:
-        return sum(own.stage_count for _, own in self.disjoint_modules)
+        return sum(config.stage_count for _, config in self.disjoint_modules)
 
     @property
     def device_count(self) -> int:
-        return sum(own.device_count for _, own in self.disjoint_modules)
+        return sum(config.device_count for _, config in self.disjoint_modules)
 
     @property
     def is_sharded(self) -> bool:
-        return any(own.is_sharded for _, own in self.modules)
+        return any(config.is_sharded for _, config in self.modules)
 
     def lane_devices(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of every lane, in grid order (replica, shard)."""
-        return tuple(itertools.chain.from_iterable(own.lane_devices() for _, own in self.disjoint_modules))
+        """Return the devices of every lane, in grid order (replica, shard)."""
+        return tuple(itertools.chain.from_iterable(config.lane_devices() for _, config in self.disjoint_modules))
 
     def to_constraints(self, cuts: tuple[int, ...]) -> dict[str, str]:
-        """The choices as a plan file and `--fix` write them: `vision.replicas`, ..."""
-        found = {}
-        for name, own in self.modules:
-            words, guest = own.to_constraints(own.cuts), name in (*self.guests, *self.inline)
-            found.update({f"{name}.{key}": words[key] for key in OWN if words[key] and not (guest and key in ALONE)})
+        """Return the choices in the form of plan files and `--fix`: `vision.replicas`, ..."""
+        constraints = {}
+        for name, config in self.modules:
+            words, guest = config.to_constraints(config.cuts), name in (*self.guests, *self.inline)
+            constraints.update(
+                {f"{name}.{key}": words[key] for key in OWN if words[key] and not (guest and key in ALONE)}
+            )
             if not guest:
-                found[f"{name}.devices"] = str(own.device_count)
+                constraints[f"{name}.devices"] = str(config.device_count)
             if name != self.backbone:
-                found[f"{name}.placement"] = self.placement_of(name)
+                constraints[f"{name}.placement"] = self.placement_of(name)
             if name in self.divided:
-                found[f"{name}.divide"] = "images"
+                constraints[f"{name}.divide"] = "images"
             if name in self.guests:
-                found[f"{name}.multiple"] = str(self.multiple_of(name))
+                constraints[f"{name}.multiple"] = str(self.multiple_of(name))
         common = {"microbatches": self.microbatches, "schedule": self.schedule, "zero1": str(self.zero1).lower()}
         if self.guests:
             common["ahead"] = self.ahead
         common["modules"] = "shared" if self.guests else "inline" if self.inline else "disjoint"
-        return {**found, **{key: str(value) for key, value in common.items()}}
+        return {**constraints, **{key: str(value) for key, value in common.items()}}
 
     def to_text(self) -> str:
-        """In one short line for people."""
-        each = []
-        for name, own in self.modules:
-            shards = f" x {len(own.shards)} shards" if own.is_sharded else ""
-            again = f", recompute {own.recompute[0]}" if own.recompute != ("none",) else ""
+        """Return the choices as one short line."""
+        descriptions = []
+        for name, config in self.modules:
+            shards = f" x {len(config.shards)} shards" if config.is_sharded else ""
+            again = f", recompute {config.recompute[0]}" if config.recompute != ("none",) else ""
             again += ", images divided" if name in self.divided else ""
             if name in self.guests:
-                turns = f"{len(own.replicas)} replicas{shards} on each of {self.copy_count(name)} lanes"
+                turns = f"{len(config.replicas)} replicas{shards} on each of {self.copy_count(name)} lanes"
                 if self.multiple_of(name) > 1:
                     turns += f", {self.multiple_of(name)} microbatches together"
-                each.append(f"{name} on those of {self.backbone}: {turns}{again}")
+                descriptions.append(f"{name} on those of {self.backbone}: {turns}{again}")
                 continue
             if name in self.inline:
                 end = "last" if self.inline_lane(name) else "first"
-                grid = "" if self.in_grid(name) else f", {len(own.replicas)} replicas{shards}"
-                each.append(f"{name} on the {end} lane of {self.backbone}{grid}{again}")
+                grid = "" if self.in_grid(name) else f", {len(config.replicas)} replicas{shards}"
+                descriptions.append(f"{name} on the {end} lane of {self.backbone}{grid}{again}")
                 continue
-            each.append(
-                f"{name} on {own.device_count}: {len(own.replicas)} replicas x {own.stage_count} stages{shards}{again}"
+            descriptions.append(
+                f"{name} on {config.device_count}: {len(config.replicas)} replicas x {config.stage_count} stages"
+                f"{shards}{again}"
             )
-        return f"{'; '.join(each)}; {self.microbatches} microbatches, {self.schedule}"
+        return f"{'; '.join(descriptions)}; {self.microbatches} microbatches, {self.schedule}"

@@ -1,7 +1,7 @@
-"""Samples that differ: what is known of them when a plan is made, and who takes which of a batch.
+"""Unequal samples: sampled global batches to plan for, and their assignment to replicas and microbatches.
 
-A plan is made for whole global batches, not for average samples (Entrain, arXiv 2605.27918): a few are sampled, each
-arranged over microbatches and replicas, and simulated as it would run.
+Plans are made for real global batches rather than average samples (Entrain, arXiv 2605.27918). A few batches are
+sampled, arranged over microbatches and replicas, and simulated.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from pipefit.schedule.actions import Schedule
 
 
 class StageShares(NamedTuple):
-    """Who takes what of a stage."""
+    """Division of a stage's work among its replicas."""
 
     replicas: tuple[int, ...]
-    "Their shares."
+    "Shares of the replicas."
     multiple: int = 1
-    "How many microbatches are taken together."
+    "Microbatches processed per call."
     divide: Divide = "samples"
 
 
 Shares = Sequence[StageShares]
 
 Arrange = Callable[["SampledBatches", int, SampleArrangement, Shares, int, "Schedule | None"], Ints]
-"""(samples, which batch, loads of the stages, their shares, microbatches, the lowered order of actions where
-microbatches are put in order) -> for every position of the batch, which of its samples stands there."""
+"""(samples, batch index, loads of the stages, their shares, microbatches, lowered order of actions if microbatches are
+reordered) -> for every position of the batch, the index of its sample."""
 
 ASSUMED_PART = 4
-"""Where nothing is known of the samples: every sample has one image of the sequence's tokens over this."""
+"""Without data: every sample has one image of the sequence's tokens divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBatches:
-    """Sampled global batches. Arrays [batch, sample] by space; spaces that are not named have rows that are alike."""
+    """Sampled global batches. Arrays [batch, sample] by space; in spaces that are not named all rows are equal."""
 
     tokens: Mapping[str, Ints]
     squares: Mapping[str, Ints]
-    "Sums over a sample's images of their tokens squared."
+    "Sums over a sample's images of their squared token counts."
     note: str
-    "Where they come from."
+    "Source of the samples."
     images: Mapping[str, Sequence[Sequence[tuple[int, ...]]]] = field(default_factory=dict)
-    "Tokens of every image of a sample, likewise; {} where they are not known, and cannot be divided."
+    "Tokens of every image of a sample, by space; {} if unknown, and then images cannot be divided."
 
     @property
     def batch_count(self) -> int:
-        return min((len(one) for one in self.tokens.values()), default=1)
+        return min((len(table) for table in self.tokens.values()), default=1)
 
     def to_space(self, name: str, job: Job, batch: int, order: Ints) -> SampleSpace:
-        """The space as a plan has it, its samples in this order."""
+        """Return the space as a plan stores it, with its samples in this order."""
         if name not in self.tokens:
             return SampleSpace(name=name, rows=job.batch, tokens=job.sequence)
-        counts, squares = ([int(one) for one in table[name][batch][order]] for table in (self.tokens, self.squares))
-        images = tuple(self.images[name][batch][one] for one in order.tolist()) if name in self.images else ()
+        counts, squares = ([int(index) for index in table[name][batch][order]] for table in (self.tokens, self.squares))
+        images = tuple(self.images[name][batch][index] for index in order.tolist()) if name in self.images else ()
         return SampleSpace(
             name=name, rows=job.batch, tokens=0, counts=tuple(counts), squares=tuple(squares), images=images
         )
 
     def select_batches(self, batches: slice) -> SampledBatches:
-        """Some of the batches alone."""
+        """Return a subset of the batches."""
         return replace(
             self,
             tokens={name: table[batches] for name, table in self.tokens.items()},
@@ -78,15 +78,15 @@ class SampledBatches:
         )
 
     def images_per_sample(self, space: str) -> float:
-        """How many images a sample has on average; 0 where that is not known."""
+        """Return the mean number of images of a sample; 0 if unknown."""
         if space not in self.images:
             return 0.0
-        return float(np.mean([len(one) for batch in self.images[space] for one in batch]))
+        return float(np.mean([len(sample) for batch in self.images[space] for sample in batch]))
 
 
 def complete_samples(samples: SampledBatches, model: Model, job: Job) -> SampledBatches:
-    """With every packed space of the model; one that is not named has no tokens. Raises PlanError for batches of
-    another size than the job's."""
+    """Return the samples with every packed space of the model; a space without samples has no tokens. Raises PlanError
+    if the batches do not have the job's size."""
     tokens, squares = dict(samples.tokens), dict(samples.squares)
     for name in [module.space for module in model.modules if module.space != "samples"]:
         tokens.setdefault(name, np.zeros((samples.batch_count, job.batch), dtype=np.int64))
@@ -100,25 +100,26 @@ def complete_samples(samples: SampledBatches, model: Model, job: Job) -> Sampled
                 allowed=f"{job.batch} samples in each of them",
             )
     for name, known in samples.images.items():
-        told = [[sum(each) for each in batch] for batch in known]
-        if told != tokens[name].tolist():
+        image_sums = [[sum(sample) for sample in batch] for batch in known]
+        if image_sums != tokens[name].tolist():
             raise PlanError(
                 "The images of the sampled batches do not have the tokens of their samples.",
                 where=f"samples, space {name!r}",
-                seen=f"{sum(map(sum, told))} tokens in {len(told)} batches of images",
+                seen=f"{sum(map(sum, image_sums))} tokens in {len(image_sums)} batches of images",
                 allowed=f"{tokens[name].sum()} in {len(tokens[name])}, sample by sample",
             )
     return replace(samples, tokens=tokens, squares=squares)
 
 
 def assumed_samples(model: Model, job: Job) -> SampledBatches:
-    """One image a sample in every packed space, of a part of the sequence: where no data is named."""
-    each = max(1, job.sequence // ASSUMED_PART)
+    """Return samples for a job without data: one image per sample in every packed space, a fraction of the sequence
+    long."""
+    tokens_per_image = max(1, job.sequence // ASSUMED_PART)
     names = [module.space for module in model.modules if module.space != "samples"]
     return SampledBatches(
-        tokens={name: np.full((1, job.batch), each, dtype=np.int64) for name in names},
-        squares={name: np.full((1, job.batch), each * each, dtype=np.int64) for name in names},
-        note=f"samples: every one with an image of {each} tokens to see and to generate: assumed",
+        tokens={name: np.full((1, job.batch), tokens_per_image, dtype=np.int64) for name in names},
+        squares={name: np.full((1, job.batch), tokens_per_image * tokens_per_image, dtype=np.int64) for name in names},
+        note=f"samples: every one with an image of {tokens_per_image} tokens to see and to generate: assumed",
     )
 
 
@@ -130,24 +131,29 @@ def deal_samples(
     count: int,
     schedule: Schedule | None = None,
 ) -> Ints:
-    """An `Arrange` that leaves microbatches in their order, whatever the schedule: samples go into bins, the heaviest
-    first, each into the bin with the least load that has room (longest processing time first, Graham 1969). A bin is
-    what a replica of the most finely divided stage has in one microbatch (of those that take them one by one, and
-    divide samples); bins that are alike come together in one, because it waits for its fullest, and light microbatches
-    alternate with heavy ones. Where the replicas are uneven, microbatches are balanced first and then each of them. The
-    load of a sample is the sum over stages of its part of the stage's work."""
+    """Return an arrangement (see `Arrange`) that keeps the order of microbatches, whatever the schedule.
+
+    Samples go into bins, the heaviest first, each into the least loaded bin with room (longest processing time first,
+    Graham 1969). A sample's load is the sum over stages of its share of the stage's work. A bin is one replica's part
+    of one microbatch on the most finely divided stage that divides samples one microbatch at a time. Similar bins form
+    one microbatch, since it waits for its fullest bin; light and heavy microbatches alternate. For uneven replicas,
+    microbatches are balanced first, then the replicas of each.
+    """
     size = next(iter(samples.tokens.values())).shape[1] if samples.tokens else 0
     if not size:
         return np.zeros(0, dtype=np.int64)
     load = np.zeros(size)
-    for one in arranging.loads:
-        if one.space in samples.tokens:
-            own = one.token_s * samples.tokens[one.space][batch] + one.square_s * samples.squares[one.space][batch]
-            load += own * (1.0 + one.backward)
+    for stage_load in arranging.loads:
+        if stage_load.space in samples.tokens:
+            forward_s = (
+                stage_load.token_s * samples.tokens[stage_load.space][batch]
+                + stage_load.square_s * samples.squares[stage_load.space][batch]
+            )
+            load += forward_s * (1.0 + stage_load.backward)
     if not arranging.balance or not load.any():
         return np.arange(size, dtype=np.int64)
     finest = max(
-        (own.replicas for own in shares if own.multiple == 1 and own.divide == "samples"), key=len, default=(1,)
+        (stage.replicas for stage in shares if stage.multiple == 1 and stage.divide == "samples"), key=len, default=(1,)
     )
     rooms = [stop - start for start, stop in split_by_shares(size // count, finest)]
     heaviest = np.argsort(-load, kind="stable")
@@ -162,26 +168,28 @@ def deal_samples(
 
 
 def _order_bins(bins: Sequence[list[int]], load: Array, replicas: int) -> list[list[int]]:
-    """The bins in an order in which those of one microbatch are alike; the lightest microbatch first, then the
-    heaviest, the next lightest, and so on. Every other microbatch is turned round, so that no replica always has the
-    heaviest bin."""
+    """Return the bins in an order that groups similar bins into one microbatch.
+
+    The lightest microbatch comes first, then the heaviest, the next lightest, and so on. Every other pair of
+    microbatches is reversed, so that no replica always has the heaviest bin.
+    """
     ranked = sorted(bins, key=lambda own: (float(load[own].sum()), own))
     groups = [ranked[start : start + replicas] for start in range(0, len(ranked), replicas)]
-    found: list[list[int]] = []
-    for place in range(len(groups)):
-        group = groups[place // 2] if place % 2 == 0 else groups[-1 - place // 2]
-        found += group if place // 2 % 2 == 0 else group[::-1]
-    return found
+    ordered: list[list[int]] = []
+    for position in range(len(groups)):
+        group = groups[position // 2] if position % 2 == 0 else groups[-1 - position // 2]
+        ordered += group if position // 2 % 2 == 0 else group[::-1]
+    return ordered
 
 
 def _lightest_first(heaviest: Ints, load: Array, rooms: Sequence[int]) -> list[list[int]]:
-    """Who goes into which bin: each to the bin with the least load that has room."""
+    """Return the samples of each bin: every sample goes to the least loaded bin with room."""
     bins: list[list[int]] = [[] for _ in rooms]
     heap = [(0.0, index) for index, room in enumerate(rooms) if room]
     heapq.heapify(heap)
-    for one in heaviest.tolist():
+    for sample in heaviest.tolist():
         total, index = heapq.heappop(heap)
-        bins[index].append(one)
+        bins[index].append(sample)
         if len(bins[index]) < rooms[index]:
-            heapq.heappush(heap, (total + float(load[one]), index))
+            heapq.heappush(heap, (total + float(load[sample]), index))
     return bins

@@ -1,7 +1,6 @@
-"""How long a sequence may be: a table of positions has a row for each, and no more. Rotary positions have no such end.
+"""Limits of the sequence length: a position table has a row for each position. Rotary positions have no limit.
 
-A configuration's `max_position_embeddings` is what a rotary model was trained for, not what it can compute, so it
-limits nothing here.
+`max_position_embeddings` of a rotary model is the length that it was trained for, not a limit, so it is not checked.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from pipefit.plan.types import Plan
 
 
 def fixed_length(model: Model) -> int | None:
-    """Tokens of a row where the model fixes them, as one that was captured whole does: 1 for rows without tokens
-    (images); None where any number will do."""
+    """Return the tokens of a row if the model fixes them, as a model captured as one graph does; None if any number
+    works. Rows without tokens (images) have 1."""
     inputs = [tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs]
     if any("T" in tensor.shape for tensor in inputs):
         return None
@@ -23,12 +22,12 @@ def fixed_length(model: Model) -> int | None:
 
 
 def resolve_length(model: Model, asked: int | None, where: str = "--seq") -> int:
-    """The tokens of a row: what is asked for, else what the model fixes. Raises PlanError where neither says, or both
-    say something else."""
-    own = fixed_length(model)
-    tokens = own if asked is None else asked
-    if own is not None and tokens is not None and tokens != own:
-        raise _captured_length_error(own, tokens, where)
+    """Return the tokens of a row: the requested number, else the model's. Raises PlanError if neither is set or they
+    differ."""
+    fixed = fixed_length(model)
+    tokens = fixed if asked is None else asked
+    if fixed is not None and tokens is not None and tokens != fixed:
+        raise _captured_length_error(fixed, tokens, where)
     if tokens is None:
         raise PlanError(
             "The number of tokens of a row is not given, and the model works for any.",
@@ -40,13 +39,13 @@ def resolve_length(model: Model, asked: int | None, where: str = "--seq") -> int
 
 
 def check_length(module: ModelModule, model: Model, tokens: int, where: str) -> None:
-    """Raises PlanError where `tokens` positions do not fit the module's table of positions."""
+    """Raise PlanError if `tokens` positions exceed the module's position table."""
     for error in _position_problems(module, model, tokens, where):
         raise error
 
 
 def length_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
-    """One for every table of positions that the sequences of the plan exceed."""
+    """Yield an error for every position table that is shorter than the plan's sequences."""
     spaces = {space.name: space.tokens for space in plan.spaces}
     for module in model.modules:
         tokens = spaces.get(module.space, 0) if len(model.modules) > 1 else 0
@@ -81,7 +80,7 @@ def _captured_length_error(own: int, tokens: int, where: str) -> PlanError:
 
 
 def position_tables(graph: Graph) -> dict[str, int]:
-    """Local name of every parameter that is looked up by position -> how many positions it has."""
+    """Return {local name of each parameter that is looked up by position: number of positions}."""
     shapes = {parameter.name: parameter.shape for parameter in graph.parameters}
     offsets: dict[str, int] = {tensor.name: 0 for tensor in graph.inputs if tensor.role == "positions"}
     tables: dict[str, int] = {}

@@ -1,10 +1,9 @@
-"""Which models can have their sequences cut into slices, and which slices a stage can take.
+"""Models whose sequences can be cut into slices, and slices that a stage can process.
 
-A slice runs forward before the slices behind it, and reaches earlier ones through causal attention alone. So every
-other operator must work on each token by itself, and must not draw random numbers that depend on the cut. Our dropout
-does not (it is keyed by the token's position), and our experts drop no token and have no auxiliary loss: both may be
-sliced. Of an opaque layer nothing is known but what its class says (`tokenwise`) and which of PyTorch's modules are in
-it.
+A slice runs forward before later slices, and depends on earlier ones through causal attention alone. All other
+operators must work on each token separately, and must not draw random numbers that depend on the cut. Dropout here is
+keyed by token position, and experts drop no token and have no auxiliary loss, so both can be sliced. For an opaque
+layer, only its class (`tokenwise`) and the PyTorch modules inside it are known.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ TOKENS = "T"
 """The symbol of the tokens of a slice in the shapes of a graph."""
 
 SPLIT_TOKENS = ("megatron-sp", "searched")
-"""Shardings whose programs split tokens, or may."""
+"""Shardings whose programs may split tokens."""
 
 _SOME_ROWS = 7919
-"""Stands for B where distances are compared: a prime that is no size of a model."""
+"""Value of B in comparisons of distances: a prime that no model size equals."""
 
 OVER_FEATURES = ("linear", "rms_norm", "layer_norm", "moe", "rotary")
 """Kinds that work along the last dimension of input 0."""
 
 
 def check_sliceable(model: Model, where: str = "order.slices") -> None:
-    """Raises PlanError for the first layer that keeps sequences from being cut."""
+    """Raise PlanError for the first layer that prevents slicing."""
     for error in slicing_obstacles(model, where):
         raise error
 
 
 def slicing_obstacles(model: Model, where: str = "order.slices") -> Iterator[PlanError]:
-    """What keeps the model's sequences from being cut, one error a layer; none where slices are possible."""
+    """Yield an error for every layer that prevents slicing; none if slices are possible."""
     if len(model.modules) > 1:
         yield PlanError(
             "The sequences of a model of several modules cannot be cut into slices: what passes from one to another is "
@@ -51,20 +50,22 @@ def slicing_obstacles(model: Model, where: str = "order.slices") -> Iterator[Pla
         return
     for module in model.modules:
         for layer in module.layers:
-            found = next(_layer_obstacles(model.layer_graph(layer), f"{where} and layer {layer.name}"), None)
-            if found is not None:
-                yield found
+            obstacle = next(_layer_obstacles(model.layer_graph(layer), f"{where} and layer {layer.name}"), None)
+            if obstacle is not None:
+                yield obstacle
 
 
 def document_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
-    """The obstacles to documents apart, where the plan keeps them apart."""
+    """Yield the obstacles to separate documents, if the plan keeps documents apart."""
     if plan.job.documents == "apart":
         yield from document_obstacles(model)
 
 
 def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[PlanError]:
-    """One for every layer that mixes tokens in a way that no mask of ours reaches. A layer that takes `documents` from
-    the step plan sees to it itself; in packed rows images are documents."""
+    """Yield an error for every layer that mixes tokens beyond the reach of the attention mask.
+
+    A layer that takes `documents` from the step plan handles them itself. In packed rows, images are documents.
+    """
     for module in model.modules:
         if len(model.modules) > 1 and module.space != "samples":
             continue
@@ -72,26 +73,26 @@ def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[P
             graph = model.layer_graph(layer)
             if any(tensor.role == "documents" for tensor in graph.inputs):
                 continue
-            found = next(_layer_obstacles(graph, f"{where} and layer {layer.name}"), None)
-            if found is not None:
+            obstacle = next(_layer_obstacles(graph, f"{where} and layer {layer.name}"), None)
+            if obstacle is not None:
                 yield PlanError(
                     "Documents cannot be kept apart in a model with a layer that mixes tokens outside of causal "
                     "attention, or may.",
-                    where=found.where,
-                    seen=found.seen,
+                    where=obstacle.where,
+                    seen=obstacle.seen,
                     allowed="joined",
                     next_step="plan with --documents joined; or let the layer take `documents` (docs/models.md)",
                 )
 
 
 def slice_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
-    """The obstacles, where the plan cuts its sequences."""
+    """Yield the obstacles to slicing, if the plan has slices."""
     if len(plan.order.slices) > 1:
         yield from slicing_obstacles(model)
 
 
 def shard_problems(plan: Plan) -> Iterator[PlanError]:
-    """One for every stage that splits tokens over its shards and would leave one of them without."""
+    """Yield an error for every stage that splits tokens over its shards and leaves one without a token."""
     for index, stage in enumerate(plan.stages):
         if _splits_tokens(stage.sharding, plan.order.slices):
             shares = plan.groups[stage.group].to_mesh().find_axis("shard").shares
@@ -101,8 +102,8 @@ def shard_problems(plan: Plan) -> Iterator[PlanError]:
 def check_slices(
     slices: Sequence[int], sequence: int, shares: Sequence[int], sharding: str, where: str = "order.slices"
 ) -> None:
-    """Raises PlanError where slices do not add up to the sequence, or are too short for stages of such shards.
-    No slices: the sequence is whole."""
+    """Raise PlanError if slices do not add up to the sequence, or are too short for these shards. Without slices, the
+    sequence is the only slice."""
     if slices and (sum(slices) != sequence or min(slices) < 1):
         raise PlanError(
             "The slices must add up to the sequence.",
@@ -116,7 +117,8 @@ def check_slices(
 
 
 def _splits_tokens(sharding: str, slices: Sequence[int]) -> bool:
-    """Whether programs of this sharding may split tokens. A search splits none where rows have one (images)."""
+    """Return whether programs of this sharding may split tokens. A search splits none if rows have one token
+    (images)."""
     return sharding in SPLIT_TOKENS and not (sharding == "searched" and tuple(slices) == (1,))
 
 
@@ -136,7 +138,7 @@ def _too_short(slices: Sequence[int], shares: Sequence[int], where: str) -> Iter
 
 
 def min_slice_tokens(shares: Sequence[int]) -> int:
-    """The shortest slice of which every shard has a token."""
+    """Return the shortest slice that has a token for every shard."""
     tokens = len(shares)
     while min(stop - start for start, stop in split_by_shares(tokens, shares)) == 0:
         tokens += 1
@@ -185,7 +187,7 @@ def _operator_location(where: str, operator: Operator) -> str:
 
 
 def _mixing_reason(operator: Operator, shapes: Mapping[str, Shape]) -> str:
-    """How the operator brings tokens together, in words; '' where it works on each token by itself."""
+    """Return, in words, how the operator mixes tokens; '' if it works on each token separately."""
     inputs = [shapes[name] for name in operator.inputs if name]
     if not inputs or not any(_has_tokens(size) for size in inputs[0]):
         return ""
@@ -205,20 +207,20 @@ def _mixing_reason(operator: Operator, shapes: Mapping[str, Shape]) -> str:
 
 
 def _keeps_tokens(before: Shape, after: Shape) -> bool:
-    """Whether neighbours in the dimension of tokens stay equally far apart in memory: then a token's numbers stay
-    together. A dimension that is tokens times a number leaves a range for that distance."""
+    """Return whether adjacent tokens keep their distance in memory, so that the numbers of one token stay together. A
+    dimension of tokens times a number allows a range of distances."""
 
     def token_distance(shape: Shape) -> tuple[int, int]:
-        place = max(index for index, size in enumerate(shape) if _has_tokens(size))
-        least = prod(size_value(size, {"B": _SOME_ROWS}) for size in shape[place + 1 :])
-        return least, least * size_factors(str(shape[place]))[0]
+        token_dim = max(index for index, size in enumerate(shape) if _has_tokens(size))
+        least = prod(size_value(size, {"B": _SOME_ROWS}) for size in shape[token_dim + 1 :])
+        return least, least * size_factors(str(shape[token_dim]))[0]
 
-    one, two = token_distance(before), token_distance(after)
-    return one[0] <= two[1] and two[0] <= one[1]
+    old, new = token_distance(before), token_distance(after)
+    return old[0] <= new[1] and new[0] <= old[1]
 
 
 def _is_sequence(shape: Shape) -> bool:
-    """Whether one dimension is tokens of any number: of a sequence, or of a packed row that meets one."""
+    """Return whether one dimension is a variable number of tokens, of a sequence or of a packed row attached to it."""
     return any({*SEQUENCES} & {*size_factors(str(size))[1]} for size in shape)
 
 

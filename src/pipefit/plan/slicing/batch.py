@@ -64,14 +64,14 @@ def best_batch(
         return pack_within(bound_s)[0]
 
     candidates = np.unique(np.concatenate([path.candidates for path in paths.values()])).tolist()
-    bound_s, found = best_bound(candidates, slice_within, stages, eps_s)
+    bound_s, bounded = best_bound(candidates, slice_within, stages, eps_s)
     chosen = sorted((unit * size for size in pack_within(bound_s)[1]), reverse=True)
     slices = {size: paths[size].slices_within(bound_s) for size in set(chosen)}
     return SlicedBatch(
         parts=tuple(SlicedMicrobatch(size, slices[size]) for size in chosen),
-        total_s=found.total_s,
-        longest_s=found.longest_s,
-        step_s=found.step_s(stages),
+        total_s=bounded.total_s,
+        longest_s=bounded.longest_s,
+        step_s=bounded.step_s(stages),
     )
 
 
@@ -79,8 +79,8 @@ def _pack_rows(rows: int, found: dict[int, BoundedSlicing]) -> tuple[BoundedSlic
     """(the least sum of parts with `rows` rows together, the rows of the parts)."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for count in range(1, rows + 1):
-        every = ((best[count - size][0] + one.total_s, size) for size, one in found.items() if size <= count)
-        best.append(min(every, default=(NONE, 0)))
+        options = ((best[count - size][0] + part.total_s, size) for size, part in found.items() if size <= count)
+        best.append(min(options, default=(NONE, 0)))
     if best[rows][0] == NONE:
         return BoundedSlicing(NONE, NONE), ()
     parts: list[int] = []

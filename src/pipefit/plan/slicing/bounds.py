@@ -63,8 +63,8 @@ class _BoundSearch:
     def try_candidate(self, place: int) -> BoundedSlicing:
         """What is found within a candidate; keeps the best."""
         if place not in self.seen:
-            self.seen[place] = found = self.best_within(self.candidates[place])
-            if found.step_s(self.stages) < self.seen[self.best].step_s(self.stages):
+            self.seen[place] = slicing = self.best_within(self.candidates[place])
+            if slicing.step_s(self.stages) < self.seen[self.best].step_s(self.stages):
                 self.best = place
         return self.seen[place]
 

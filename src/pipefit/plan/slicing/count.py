@@ -25,8 +25,8 @@ AROUND = 2
 
 def slice_count_ladder(length: int, multiple: int) -> Counts:
     """1, and the numbers of the ladder that a sequence allows whose slices have at least `multiple` tokens."""
-    most = most_slices(length, multiple)
-    return np.array([1, *(number for number in LADDER if number <= most)])
+    limit = most_slices(length, multiple)
+    return np.array([1, *(number for number in LADDER if number <= limit)])
 
 
 def step_s(lanes: int, sequences: int, numbers: Counts, lane_s: Array, turns: int = 1, idle: float = 1.0) -> Array:
@@ -43,4 +43,4 @@ def promising_counts(numbers: Counts, steps_s: Array, most: float) -> tuple[int,
     steps_s = steps_s[:allowed]
     best = int(np.argmin(steps_s))
     near = range(max(1, best - AROUND), min(len(steps_s), best + AROUND + 1)) if best else ()
-    return tuple(int(numbers[place]) for place in near if steps_s[place] < steps_s[0])
+    return tuple(int(numbers[index]) for index in near if steps_s[index] < steps_s[0])

@@ -34,7 +34,7 @@ def vectorize_times(time_of: Callable[[int, int], float]) -> TimeOf:
 
     def times_of_arrays(tokens: Counts, past: Counts) -> Seconds:
         pairs = zip(tokens.tolist(), past.tolist(), strict=True)
-        return np.array([time_of(own, before) for own, before in pairs], dtype=np.float64)
+        return np.array([time_of(length, before) for length, before in pairs], dtype=np.float64)
 
     return times_of_arrays
 
@@ -128,15 +128,19 @@ class SliceCutter:
         even_s = [late - (late - early) * part for late, early, part in zip(furthest, earliest, parts, strict=True)]
         even = [self.cells * part for part in parts]
         tries = [self._nearest_boundaries(wanted, earliest, bound_s) for wanted in (even_s, even)]
-        stops = min((one for one in tries if self._stays_within(one, bound_s)), key=self._unevenness, default=furthest)
+        stops = min(
+            (boundaries for boundaries in tries if self._stays_within(boundaries, bound_s)),
+            key=self._unevenness,
+            default=furthest,
+        )
         return tuple(int(size) for size in np.diff(self.places[stops]))
 
     def _nearest_boundaries(self, wanted: Sequence[float], earliest: Sequence[int], bound_s: float) -> list[int]:
         """Boundaries as near to the wanted ones as the bound allows; none earlier than the earliest."""
         stops, slices = [0], len(wanted) - 1
         for i in range(1, slices):
-            place = max(round(wanted[i]), earliest[i], stops[-1] + 1)
-            stops.append(min(place, self._furthest_stop(stops[-1], bound_s, slices - i)))
+            cell = max(round(wanted[i]), earliest[i], stops[-1] + 1)
+            stops.append(min(cell, self._furthest_stop(stops[-1], bound_s, slices - i)))
         return [*stops, self.cells]
 
     def _unevenness(self, stops: Sequence[int]) -> tuple[float, float, int]:

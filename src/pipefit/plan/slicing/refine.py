@@ -61,8 +61,8 @@ def stretch_slices(slices: Slices, number: int, multiple: int = 1) -> Slices:
         np.arange(number + 1) / number, np.arange(len(slices) + 1) / len(slices), [0, *np.cumsum(slices)]
     )
     stops = [0]
-    for left, place in zip(reversed(range(1, number)), wanted[1:-1], strict=True):
-        cell = min(max(round(place / multiple), stops[-1] // multiple + 1), length // multiple - left)
+    for left, boundary in zip(reversed(range(1, number)), wanted[1:-1], strict=True):
+        cell = min(max(round(boundary / multiple), stops[-1] // multiple + 1), length // multiple - left)
         stops.append(cell * multiple)
     return tuple(int(size) for size in np.diff([*stops, length]))
 
@@ -86,10 +86,10 @@ class _SliceSearch:
         if slices in self.known or self.is_exhausted:
             return False
         self.left -= 1
-        self.known[slices] = found = self.value_of(slices)
-        if self.best and not found <= self.value:
+        self.known[slices] = value = self.value_of(slices)
+        if self.best and not value <= self.value:
             return False
-        self.best, self.value = slices, found
+        self.best, self.value = slices, value
         return True
 
 
@@ -116,19 +116,19 @@ def _move_boundaries(search: _SliceSearch, step: int, multiple: int) -> None:
     while again and not search.is_exhausted:
         again = False
         for index in range(len(search.best) - 1):
-            for other in dict.fromkeys((index + 1, len(search.best) - 1)):
+            for partner in dict.fromkeys((index + 1, len(search.best) - 1)):
                 for tokens in (step, -step):
-                    while search.is_improvement(_move_tokens(search.best, index, other, tokens, multiple)):
+                    while search.is_improvement(_move_tokens(search.best, index, partner, tokens, multiple)):
                         again = True
 
 
 def _move_tokens(slices: Slices, index: int, other: int, tokens: int, multiple: int) -> Slices:
     """The slicing where slice `index` has so many tokens more, and slice `other` as many fewer; unchanged where one
     would be too short."""
-    made = list(slices)
-    made[index] += tokens
-    made[other] -= tokens
-    return tuple(made) if min(made[index], made[other]) >= multiple else slices
+    changed = list(slices)
+    changed[index] += tokens
+    changed[other] -= tokens
+    return tuple(changed) if min(changed[index], changed[other]) >= multiple else slices
 
 
 def _merge_neighbours(slices: Slices) -> Iterator[Slices]:

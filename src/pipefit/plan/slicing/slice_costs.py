@@ -32,8 +32,8 @@ class SliceRow:
     def first_share(self) -> float:
         """The least part of a layer's time that its first slice takes; layers that take none are left out."""
         times = self.forward_s + self.backward_s
-        whole = times.sum(axis=0)
-        return float((times[0, whole > 0] / whole[whole > 0]).min(initial=1.0))
+        layer_s = times.sum(axis=0)
+        return float((times[0, layer_s > 0] / layer_s[layer_s > 0]).min(initial=1.0))
 
 
 class SliceRows:
@@ -52,8 +52,10 @@ class SliceRows:
         key = (id(stage), slices, precision)
         if key not in self._rows:
             places = enumerate(slice_places(slices))
-            each = [self.times_of_slice(stage, tokens, past, precision, earlier) for earlier, (tokens, past) in places]
-            forward, backward = (np.stack(column) for column in zip(*each, strict=True))
+            slice_times = [
+                self.times_of_slice(stage, tokens, past, precision, earlier) for earlier, (tokens, past) in places
+            ]
+            forward, backward = (np.stack(column) for column in zip(*slice_times, strict=True))
             self._rows[key] = SliceRow(forward, backward)
         return self._rows[key]
 
@@ -67,8 +69,8 @@ class SliceRows:
             if id(stage) not in self._places:
                 self._places[id(stage)] = (stage, _distinct_places(stage, self.network))
             by_place = [
-                self._layer_times(stage, place, tokens, past, precision, earlier)
-                for place in self._places[id(stage)][1]
+                self._layer_times(stage, location, tokens, past, precision, earlier)
+                for location in self._places[id(stage)][1]
             ]
             forward, backward = np.max(by_place, axis=0)
             self._known[key] = forward, backward
@@ -88,15 +90,15 @@ class SliceRows:
         kind = self.network.kinds[device]
         rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else None
         programs, index = self._distinct_programs(stage, position)
-        found = []
+        seconds = []
         for graph, shares in programs:
             start, stop = split_by_shares(tokens, shares)[position]
-            place = MicrobatchShape(rows, tokens, past, stop - start, earlier)
+            shape = MicrobatchShape(rows, tokens, past, stop - start, earlier)
             collective = shard_collective(self.network, rings, shares) if rings else None
             name = (rings, shares) if stage.shares else rings
-            times = layer_seconds(self.layers, graph, place, kind, precision, stage.recompute, collective, name)
-            found.append((times.forward_s, times.least_backward_s))
-        return np.array(found).T[:, index]
+            times = layer_seconds(self.layers, graph, shape, kind, precision, stage.recompute, collective, name)
+            seconds.append((times.forward_s, times.least_backward_s))
+        return np.array(seconds).T[:, index]
 
     def _distinct_programs(self, stage: StageWork, position: int) -> tuple[list[tuple[Graph, tuple[int, ...]]], Ints]:
         """(the distinct graphs of a stage at one position of its shard axis, each with its shares; of every layer,
@@ -119,9 +121,9 @@ class SliceRows:
 def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
     """(device, rows, shard position), one for each combination of kind, rows and program."""
     shards = stage.group.find_axis("shard")
-    found: dict[object, tuple[int, int, int]] = {}
+    locations: dict[object, tuple[int, int, int]] = {}
     for index, device in enumerate(stage.group.devices):
         replica, position = divmod(index, shards.size)
-        place = stage.rows[replica], 0 if stage.has_equal_shards else position
-        found.setdefault((network.kinds[device].name, *place), (device, *place))
-    return list(found.values())
+        row_position = stage.rows[replica], 0 if stage.has_equal_shards else position
+        locations.setdefault((network.kinds[device].name, *row_position), (device, *row_position))
+    return list(locations.values())

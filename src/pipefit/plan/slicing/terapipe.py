@@ -48,15 +48,15 @@ def best_slicing(
     paths = SlicePaths(length, time_of, multiple, compiled)
 
     def slice_within(bound_s: float) -> BoundedSlicing:
-        found = paths.solve_within(bound_s)
-        return BoundedSlicing(sequences * found.total_s, found.longest_s)
+        bounded = paths.solve_within(bound_s)
+        return BoundedSlicing(sequences * bounded.total_s, bounded.longest_s)
 
-    bound_s, found = best_bound(paths.candidates, slice_within, stages, eps_s)
+    bound_s, bounded = best_bound(paths.candidates, slice_within, stages, eps_s)
     return SequenceSlicing(
         slices=paths.slices_within(bound_s),
-        total_s=found.total_s / sequences,
-        longest_s=found.longest_s,
-        step_s=found.step_s(stages),
+        total_s=bounded.total_s / sequences,
+        longest_s=bounded.longest_s,
+        step_s=bounded.step_s(stages),
     )
 
 

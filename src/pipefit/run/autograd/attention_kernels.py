@@ -1,14 +1,14 @@
 """Attention of some queries to one run of keys, forward with the log-sum-exp and backward from any log-sum-exp.
 
-Attention to several runs of keys is the mean of its results, weighted by their log-sum-exps; and its backward is the
-sum of the backwards over the runs, each with the result and the log-sum-exp of the *whole* (Ring Attention, Liu et
-al., 2023; FlashAttention-2, Dao, 2023). PyTorch's public attention does not hand out the log-sum-exp, so this file
-calls the private operators of its kernels, and is the only one that does: their names and arguments are those of
-PyTorch 2.11 to 2.13. A kernel is tried once per device, type and kind of call, against the plain one at the end of
-this file; where it is missing or differs, the plain one takes its place.
+Attention to several runs of keys is the mean of their results, weighted by their log-sum-exps. Its backward is the sum
+of the backwards over the runs, each with the result and the log-sum-exp over *all* runs (Ring Attention, Liu et al.,
+2023; FlashAttention-2, Dao, 2023). PyTorch's public attention does not return the log-sum-exp, so this file alone calls
+the private operators of its kernels: names and arguments are those of PyTorch 2.11 to 2.13. A kernel is tested once per
+device, type and kind of call against the plain one at the end of this file, which replaces a kernel that is missing or
+differs.
 
 Shapes: q (B, T, H, K); k, v (B, S, G, K), H a multiple of G; log-sum-exps (B, H, T) in float32 or wider. A mask is
-added to the scores, (B or 1, 1, T, S) in the type of q. `causal` needs T = S: query i sees keys 0 to i.
+added to the scores, (B or 1, 1, T, S) in the type of q. `causal` needs T = S: query i attends to keys 0 to i.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ import torch
 
 Tensor = torch.Tensor
 ALIGNMENT = 32
-"""The memory-efficient kernel wants rows of log-sum-exps padded to a multiple of this, masks to half of it."""
+"""The memory-efficient kernel needs rows of log-sum-exps padded to a multiple of this, masks to half of it."""
 
 LOW = -1e3
-"""Log-sum-exps below this are those of queries that see nothing."""
+"""A log-sum-exp below this belongs to a query without visible keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What does not change from one call to the next."""
+    """The settings shared by all calls of an operator."""
 
     scale: float
     causal: bool
 
 
 class AttentionKernel(NamedTuple):
-    """Two functions over the shapes above: (out, log-sum-exp), and (dq, dk, dv) in the type of q."""
+    """A pair of functions over the shapes above: (out, log-sum-exp), and (dq, dk, dv) in the type of q."""
 
     forward: Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
     backward: Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Any]
     takes: Callable[[str, torch.dtype, bool], bool]
-    "Of (device type, type of q, whether there is a mask): whether the kernel is made for it at all."
+    "(device type, type of q, masked) -> True if the kernel supports this combination."
 
 
 def attend_forward(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out (B, T, H, K) in the type of q, log-sum-exp of the scaled and masked scores)."""
+    """Return (out (B, T, H, K) in the type of q, log-sum-exp of the scaled and masked scores)."""
     return _kernel_for(q, k, call, mask).forward(call, q, k, v, mask)
 
 
@@ -63,7 +63,8 @@ def attend_backward(
     lse: Tensor,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys add to (dq, dk, dv), where `out` and `lse` are those of all keys that the queries see."""
+    """Return these keys' addends to (dq, dk, dv); `out` and `lse` are those over all keys that the queries attend
+    to."""
     dq, dk, dv = _kernel_for(q, k, call, mask).backward(call, dy, q, k, v, out, lse, mask)
     return dq, dk, dv
 
@@ -76,7 +77,7 @@ def _kernel_for(q: Tensor, k: Tensor, call: AttentionCall, mask: Tensor | None) 
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, masked: bool, causal: bool, grouped: bool, features: int
 ) -> AttentionKernel:
-    """The first kernel that takes such calls and gives, on this device, what the plain one gives."""
+    """Return the first kernel that supports such calls and agrees with the plain one on this device."""
     made_for_it = [kernel for kernel in KERNELS if kernel.takes(device.type, dtype, masked)]
     kind = (device, dtype, masked, causal, grouped, features)
     return next((kernel for kernel in made_for_it if _agrees_with_plain(kernel, *kind)), PLAIN)
@@ -91,7 +92,7 @@ def _agrees_with_plain(
     grouped: bool,
     features: int,
 ) -> bool:
-    """Try a small call, with a log-sum-exp and a result of more keys than it is given, beside the plain kernel."""
+    """Compare a small call with the plain kernel, given a result and log-sum-exp over more keys than the call has."""
     generator = torch.Generator().manual_seed(1)
 
     def draw_tensor(*shape: int) -> Tensor:
@@ -107,37 +108,37 @@ def _agrees_with_plain(
         mask[1, :, 3:5] = hidden_score(dtype)
         mask[:, :, :, -4:] = hidden_score(dtype)
     try:
-        found = kernel.forward(call, q, k, v, mask)
-        wanted = PLAIN.forward(call, q, k, v, mask)
-        more = (0.5 * wanted[0] + 0.1, torch.logaddexp(wanted[1], torch.ones_like(wanted[1])))
-        found += tuple(kernel.backward(call, dy, q, k, v, *more, mask))
-        wanted += tuple(PLAIN.backward(call, dy, q, k, v, *more, mask))
+        results = kernel.forward(call, q, k, v, mask)
+        expected = PLAIN.forward(call, q, k, v, mask)
+        more = (0.5 * expected[0] + 0.1, torch.logaddexp(expected[1], torch.ones_like(expected[1])))
+        results += tuple(kernel.backward(call, dy, q, k, v, *more, mask))
+        expected += tuple(PLAIN.backward(call, dy, q, k, v, *more, mask))
     except (RuntimeError, AttributeError, TypeError):
         return False
-    seen = (wanted[1] > LOW).transpose(1, 2).unsqueeze(-1)  # what sees nothing has any result, which weighs nothing
-    found, wanted = ((torch.where(seen, out, 0), *rest) for out, *rest in (found, wanted))
+    seen = (expected[1] > LOW).transpose(1, 2).unsqueeze(-1)  # without visible keys the result is arbitrary and has no weight
+    results, expected = ((torch.where(seen, out, 0), *rest) for out, *rest in (results, expected))
     bound = 32 * torch.finfo(dtype).eps
-    return all(one.shape == two.shape and _is_close(one, two, bound) for one, two in zip(found, wanted, strict=True))
+    return all(result.shape == reference.shape and _is_close(result, reference, bound) for result, reference in zip(results, expected, strict=True))
 
 
 def _is_close(one: Tensor, two: Tensor, bound: float) -> bool:
-    """To `bound` of the largest entry; log-sum-exps of nothing are alike however low they are."""
+    """Return True if the tensors agree to `bound` of the largest entry. Log-sum-exps below LOW count as equal."""
     one, two = (x.double().clamp(min=LOW) for x in (one, two))
     return bool((one - two).abs().max() <= bound * (1 + two[two > LOW].abs().max()))
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """What a mask adds to the score of a key that is not seen: finite, so that a query that sees nothing in one run
-    of keys has a result there, with a log-sum-exp so low that it weighs nothing."""
+    """Return the mask's addend for a hidden key. It is finite: a query without visible keys in a run still has a result
+    there, with a log-sum-exp so low that it has no weight."""
     return -torch.finfo(dtype).max / 2
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of statistics and sums: float32, or float64 where the run computes in float64."""
+    """Return the type of statistics and sums: float32, or float64 if the run computes in float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-# PyTorch's flash attention for CPUs: every floating type, masks, and (as the kernel says itself) grouped heads.
+# PyTorch's flash attention for CPUs: every floating type, masks, and grouped heads (`_groups_are_native`).
 
 
 def _cpu_takes(device: str, dtype: torch.dtype, masked: bool) -> bool:
@@ -165,8 +166,8 @@ def _cpu_backward(
 
 @cache
 def _groups_are_native() -> bool:
-    """Whether the CPU's kernel reads grouped heads itself: whether PyTorch's own attention hands them to it as they
-    are. Where it does not, keys and values are repeated for every head, for as long as one call lasts."""
+    """Return True if the CPU kernel reads grouped heads itself, that is if PyTorch's own attention passes them
+    unrepeated. Otherwise keys and values are repeated for every head for the duration of a call."""
     q = torch.ones(1, 2, 1, 8, requires_grad=True)
     k = torch.ones(1, 1, 1, 8, requires_grad=True)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
@@ -181,14 +182,14 @@ def _repeat_heads(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _fold_heads(gradient: Tensor, k: Tensor) -> Tensor:
-    """The gradient of what `_repeat_heads` made of k, as that of k."""
+    """Return the gradient of k, from that of the result of `_repeat_heads`."""
     if gradient.shape[2] == k.shape[2]:
         return gradient
     return gradient.unflatten(2, (k.shape[2], -1)).sum(3)
 
 
 def _to_token_major(lse: Tensor) -> Tensor:
-    """(B, H, T) as the CPU's kernel writes it: heads of a token side by side."""
+    """Return (B, H, T) in the memory order of the CPU kernel: heads of a token are adjacent."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -209,7 +210,7 @@ def _flash_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: T
 def _flash_backward(
     call: AttentionCall, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
 ) -> Any:
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the generator, for a dropout of nothing
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state of the generator, for a dropout of zero
     return torch.ops.aten._flash_attention_backward(
         dy.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0,
         call.causal, state, torch.zeros((), dtype=torch.uint64, device=q.device), scale=call.scale,
@@ -250,7 +251,7 @@ def _efficient_backward(
 
 
 def _align_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask for every row and head, its rows starting where the kernel can read them."""
+    """Return the mask expanded to every row and head, its rows aligned as the kernel requires."""
     if mask is None:
         return None
     keys, step = mask.shape[3], ALIGNMENT // 2
@@ -259,11 +260,11 @@ def _align_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return room[..., :keys].expand(q.shape[0], q.shape[2], -1, -1)
 
 
-# Plain products and a softmax: any device and type, the whole table of scores in float32 or wider.
+# Plain products and a softmax: any device and type, the full matrix of scores in float32 or wider.
 
 
 def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, G, H / G, T, S), in float32 or wider."""
+    """Return the scores (B, G, H / G, T, S), in float32 or wider."""
     wide = statistics_dtype(q.dtype)
     grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("btgrk,bsgk->bgrts", grouped, k.to(wide)) * call.scale
@@ -287,8 +288,8 @@ def _plain_backward(
     weights = (_masked_scores(call, q, k, mask) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
     dy_BTGRK = dy.to(wide).unflatten(2, groups)
     dv = torch.einsum("bgrts,btgrk->bsgk", weights, dy_BTGRK)
-    own = (dy.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).unflatten(1, groups).unsqueeze(-1)
-    dscores = weights * (torch.einsum("btgrk,bsgk->bgrts", dy_BTGRK, v.to(wide)) - own) * call.scale
+    delta = (dy.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).unflatten(1, groups).unsqueeze(-1)
+    dscores = weights * (torch.einsum("btgrk,bsgk->bgrts", dy_BTGRK, v.to(wide)) - delta) * call.scale
     dq = torch.einsum("bgrts,bsgk->btgrk", dscores, k.to(wide)).flatten(2, 3)
     dk = torch.einsum("bgrts,btgrk->bsgk", dscores, q.to(wide).unflatten(2, groups))
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

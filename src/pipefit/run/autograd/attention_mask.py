@@ -1,9 +1,9 @@
-"""Which keys the queries of a slice see: all earlier ones, those of a sliding window, those of the own document.
+"""Masks for the visible keys of a slice: all earlier keys, those in a sliding window, or those of the same document.
 
-Query i of a slice that starts at place `first` of its row stands at place p = first + i and sees keys from
-`lower(i)` to p. What a run of earlier keys needs is decided on the host, from the places where documents start, which
-every rank knows before the step: nothing where no query sees it, no mask where every query sees all of it, else a
-mask of that run alone. Masks are made once an action and shared by its layers (`Record.masks`).
+Query i of a slice that starts at position `first` of its row has position p = first + i and attends to keys from
+`lower(i)` to p. The host decides the mask of a run of earlier keys from the document starts, which every rank knows
+before the step. The run is skipped if no query attends to it, and needs no mask if every query attends to all of it.
+Otherwise it gets a mask of its own. Masks are made once per action and shared by its layers (`SavedForward.masks`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipefit.run.autograd.saved_forward import SavedForward
 
 
 class AttentionMask:
-    """What the queries q (B, T, H, K) at places first, first + 1, ... see. `window`: so many last keys; None: all.
-    `part`: of the slice's tokens, those that have queries here."""
+    """Visible keys of the queries q (B, T, H, K) at positions first, first + 1, ... `window`: number of last keys;
+    None: all. `part`: the slice's tokens that have queries on this device."""
 
     def __init__(
         self, record: SavedForward, first: int, q: torch.Tensor, window: int | None, shard: Any, part: tuple[int, int]
@@ -39,19 +39,19 @@ class AttentionMask:
             self.highest = max(self.highest, first + count - window)
 
     def earlier_mask(self, start: int, stop: int) -> torch.Tensor | Literal["nothing"] | None:
-        """The mask of the earlier keys at places start to stop; None where all are seen."""
+        """Return the mask of the earlier keys at positions start to stop; None if all are visible."""
         if stop <= self.lowest:
             return "nothing"
         return None if self.highest <= start else self._build_mask(start, stop)
 
     def own_mask(self) -> torch.Tensor | None:
-        """The mask of the slice's own keys; None where causality alone decides."""
+        """Return the mask of the slice's own keys; None if causality alone decides."""
         return None if self.highest <= self.first else self._build_mask(self.first, self.first + self.count)
 
     def _build_mask(self, start: int, stop: int) -> torch.Tensor:
-        """(B or 1, 1, T, stop - start): 0 where a key is seen, a large negative number where it is not."""
+        """Return (B or 1, 1, T, stop - start): 0 for a visible key, a large negative number for a hidden one."""
         rows = 0 if self.documents is None else len(self.documents)
-        key = (self.window, self.first, self.count, start, stop, self.row, rows)  # layers may have shares of their own
+        key = (self.window, self.first, self.count, start, stop, self.row, rows)  # layers may have different shares
         if key not in self.masks:
             places = torch.arange(self.first, self.first + self.count, device=self.device).unsqueeze(0)
             lower: Any = places - self.window + 1 if self.window is not None else torch.zeros_like(places)

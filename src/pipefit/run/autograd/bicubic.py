@@ -1,8 +1,8 @@
-"""Which entries of a learned table of positions a patch reads, where its image has another size than the table.
+"""Bicubic taps of a learned position table, for an image whose size differs from the table's.
 
 Bicubic interpolation with a = -0.75 (Keys, 1981, equation 4), corners not aligned, edges repeated, no antialiasing: the
-weights of PyTorch's `interpolate(mode="bicubic", align_corners=False)`. One dimension at a time: the weight of an entry
-is the product of its weights along rows and columns.
+weights of PyTorch's `interpolate(mode="bicubic", align_corners=False)`. The dimensions are separable: the weight of an
+entry is the product of its weights along rows and columns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _A = -0.75
 def bicubic_taps(
     place: torch.Tensor, count: torch.Tensor, size: int, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(indices, weights) along one dimension for patches at `place` of `count`, both int64 (N,): four tensors (N,)
-    each, int64 below `size`, and `dtype`. Where `count` is `size` the weights are exactly 0, 1, 0, 0."""
+    """Return (indices, weights) along one dimension for patches at `place` of `count`, both int64 (N,): four tensors
+    (N,) each, int64 below `size`, and `dtype`. If `count` is `size` the weights are exactly 0, 1, 0, 0."""
     where = (place.to(dtype) + 0.5) * (size / count.to(dtype)) - 0.5
     low = where.floor()
     rest = where - low
@@ -35,10 +35,10 @@ def bicubic_taps(
 
 
 def _near_weight(x: torch.Tensor) -> torch.Tensor:
-    """The kernel at a distance of at most 1."""
+    """Return the kernel at a distance of at most 1."""
     return ((_A + 2) * x - (_A + 3)) * x * x + 1
 
 
 def _far_weight(x: torch.Tensor) -> torch.Tensor:
-    """The kernel at a distance between 1 and 2."""
+    """Return the kernel at a distance between 1 and 2."""
     return ((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A

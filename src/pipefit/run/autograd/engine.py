@@ -1,10 +1,10 @@
-"""Starting PyTorch's backward engine with what we know already, without checking it again for every microbatch.
+"""Direct start of PyTorch's backward engine, without repeated validation for every microbatch.
 
-`torch.autograd.backward` validates shapes and arguments in Python, about 30 microseconds a call on a slow core, which
-a stage pays once an action. On the CPU the engine itself is called: `Variable._execution_engine.run_backward`, a
-private name, with the arguments that `torch.autograd.backward` has passed it since PyTorch 1.8; this file is the only
-place that knows it, and falls back to the public function where it is gone. On other devices the public function also
-hands context to the device's threads, and its cost hides behind the kernels.
+`torch.autograd.backward` validates shapes and arguments in Python, about 30 microseconds per call on a slow core, paid
+once per action. On the CPU this file calls the engine itself: `Variable._execution_engine.run_backward`, a private
+name, with the arguments that `torch.autograd.backward` has passed it since PyTorch 1.8. Only this file uses it, and it
+falls back to the public function if the name is gone. On other devices the public function also passes context to the
+device's threads, and its cost hides behind the kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor]) -> Non
 
 
 def gradient_edge(y: torch.Tensor) -> Any:
-    """Where the gradient of y enters the graph, without keeping y's storage; None where nothing flows back."""
+    """Return the graph edge that receives the gradient of y, without keeping y's storage; None if y needs no
+    gradient."""
     if not y.requires_grad:
         return None
     node = y.grad_fn

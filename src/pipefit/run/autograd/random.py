@@ -1,7 +1,7 @@
-"""Random numbers that do not depend on the layout: a hash of what a number is for, not a state that is advanced.
+"""Random numbers independent of the layout: a hash of an element's identity instead of a generator with state.
 
-The mask of dropout at (row, token, feature) of a layer in a step is a pure function of (seed, step, layer, place in
-the layer, row of the step, token's position, feature), so that replicas, slices, stages and shards that hold the same
+The mask of dropout at (row, token, feature) of a layer in a step is a pure function of (seed, step, layer, operator in
+the layer, row of the step, token's position, feature), so replicas, slices, stages and shards that hold the same
 element draw the same number. Rows and tokens go through the 64-bit finalizer of SplitMix64 (Steele et al., 2014),
 features through the 32-bit one of MurmurHash3 (Appleby). All of it is integer arithmetic on tensors.
 """
@@ -16,7 +16,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix_key(*numbers: int) -> int:
-    """A 64-bit key (as a signed integer) from plain integers, in order."""
+    """Return a 64-bit key (as a signed integer) from plain integers, in order."""
     key = 0
     for number in numbers:
         key = _mix_int((key + _GOLDEN + (number & _MASK)) & _MASK)
@@ -24,23 +24,23 @@ def mix_key(*numbers: int) -> int:
 
 
 def token_bits(key: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """int32 (B, T): bits for every token from its row of the step (B,) and its position (B, T), both int64."""
+    """Return int32 (B, T): bits for every token from its row of the step (B,) and its position (B, T), both int64."""
     by_row = _mix_64(rows + key).unsqueeze(1)
     return _mix_64(by_row + (positions + 1) * _as_signed(_GOLDEN)).to(torch.int32)
 
 
 def feature_bits(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """int32 (count,): bits for features start, start + 1, ..."""
+    """Return int32 (count,): bits for features start, start + 1, ..."""
     return _mix_32(torch.arange(start + 1, start + 1 + count, dtype=torch.int32, device=device) * 0x61C88647)
 
 
 def numbered_feature_bits(features: torch.Tensor) -> torch.Tensor:
-    """int32: the bits of features by their numbers (int64), as `feature_bits` gives them for a run of them."""
+    """Return int32: the bits of features by their numbers (int64), equal to `feature_bits` for a contiguous run."""
     return _mix_32((features + 1).to(torch.int32) * 0x61C88647)
 
 
 def keep_mask(tokens: torch.Tensor, features: torch.Tensor, p: float) -> torch.Tensor:
-    """bool (B, T, D): True where an element is kept, with probability 1 - p (to 24 bits)."""
+    """Return bool (B, T, D): True for a kept element, with probability 1 - p (to 24 bits)."""
     bits = _mix_32(tokens.unsqueeze(-1) ^ features)
     return (bits & 0xFFFFFF) >= round(p * (1 << 24))
 

@@ -1,10 +1,9 @@
 """Pointwise regions: the operators between two boundaries (linear layers, attention, collectives, loss).
 
-Two uses. Selective recomputation keeps what goes into a region and runs the region again in the backward, once,
-however many linear layers read its results (reference: selective activation recomputation, Korthikanti et al., 2022,
-taken from attention to everything that is cheap). And on GPUs every region becomes one compiled function.
-Which operators stand together is decided in `model/analysis/regions.py`, which values are kept in
-`model/analysis/saved.py`, so that the planner's bytes and ours agree.
+Regions have two uses. Selective recomputation saves a region's inputs and runs the region again in the backward, once,
+however many linear layers read its results (Korthikanti et al., 2022, extended from attention to all cheap operators).
+On GPUs every region also becomes one compiled function. `model/analysis/regions.py` groups the operators and
+`model/analysis/saved.py` selects the saved values, so that the planner's bytes agree with the runtime's.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from pipefit.run.autograd.engine import run_backward
 
 
 class RecomputeRegion:
-    """What a region was computed from, to compute it again: once, at the first need, then kept until its backward."""
+    """The inputs of a region, to compute it again: once, at the first need, then kept until its backward."""
 
     __slots__ = ("inputs", "leaves", "needs", "outputs", "run")
 
     def __init__(self, run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], sources: dict[int, Any]) -> None:
-        """`sources` are inputs that are results of earlier regions: index -> (recipe, index of the result)."""
+        """`sources` are inputs that are results of earlier regions: index -> (region, index of the result)."""
         self.run = run
         self.needs = [isinstance(value, torch.Tensor) and value.requires_grad for value in inputs]
         self.inputs: Any = [sources[i] if i in sources else detach_value(value) for i, value in enumerate(inputs)]
@@ -48,7 +47,7 @@ class RecomputeRegion:
         return result
 
     def backward_region(self, gradients: Sequence[Any]) -> list[Any]:
-        """Gradients of the inputs; those of parameters go into their buffers on the way. Lets go of everything."""
+        """Return the gradients of the inputs; those of parameters go into their buffers. Releases all saved tensors."""
         pairs = [
             (y, dy)
             for y, dy in zip(self.compute_results(), gradients, strict=True)
@@ -64,7 +63,7 @@ class RecomputeRegion:
 
 
 def detach_value(value: Any) -> Any:
-    """A value as a recipe keeps it: without the graph that made it."""
+    """Return a value without its autograd graph, to be saved by a region."""
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         return value.detach()
     return value
@@ -86,24 +85,24 @@ class _RegionFunction(torch.autograd.Function):
 def run_region(
     run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], sources: dict[int, Any]
 ) -> tuple[RecomputeRegion, tuple[Any, ...]]:
-    """(recipe, results) of a region that will be run again in the backward."""
+    """Return (recompute region, results) of a region that will run again in the backward."""
     recipe = RecomputeRegion(run, inputs, sources)
     results: Any = _RegionFunction.apply(recipe, *inputs)
     return recipe, results
 
 
 def recall_outputs(*known: tuple[torch.Tensor, RecomputeRegion, int]) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which what autograd would save of these region results (or views of them) is not saved, but
-    computed again when it is needed. `known`: (result, its recipe, its index)."""
+    """Return a context in which autograd does not save these region results (or views of them), but recomputes them on
+    use. `known`: (result, its region, its index)."""
     storages = [(value.untyped_storage(), recipe, index) for value, recipe, index in known]
-    places = {one.data_ptr(): (recipe, index) for one, recipe, index in storages if one.nbytes()}
-    "Of empty ones, as a device has them where rows are few, nothing is kept, and all have the same address."
+    places = {storage.data_ptr(): (recipe, index) for storage, recipe, index in storages if storage.nbytes()}
+    "Empty tensors, on a device without rows, are left out: all of them share one address."
 
     def pack_tensor(saved: torch.Tensor) -> Any:
-        place = places.get(saved.untyped_storage().data_ptr())
-        if place is None:
+        source = places.get(saved.untyped_storage().data_ptr())
+        if source is None:
             return saved
-        return place, saved.size(), saved.stride(), saved.storage_offset()
+        return source, saved.size(), saved.stride(), saved.storage_offset()
 
     def unpack_tensor(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):

@@ -1,8 +1,8 @@
-"""What one forward leaves behind for its backward: the saved graph pieces, the deferred weight gradients, the past.
+"""State that one forward saves for its backward: autograd segments, deferred weight gradients, earlier slices.
 
-One `SavedForward` lives from F until B, or from F until W. A deferred weight gradient holds the input and the
-output-gradient of one linear layer and nothing else, and lets go of them as soon as W has used them
-(reference: zero bubble pipelines split the backward into input and weight gradients).
+One `SavedForward` lives from F until B, or from F until W. A deferred weight gradient holds only the input and the
+output gradient of one linear layer, and releases them as soon as W has used them (zero bubble pipelines split the
+backward into input and weight gradients).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class DeferredGradient(NamedTuple):
 
 
 class SavedSegment(NamedTuple):
-    """One stretch of layers: its input leaf and the places in the autograd graph where its backward starts.
+    """One autograd segment: its input leaf and the graph edges from which its backward starts.
 
-    `leaf` is None where the stretch starts from tokens. `roots` is empty for a stretch that is recomputed.
+    `leaf` is None if the segment starts from tokens. `roots` is empty for a recomputed segment.
     """
 
     leaf: torch.Tensor | None
     extras: dict[str, torch.Tensor]
     roots: tuple[Any, ...]
-    "Gradient edges of the outputs, not the outputs: their storages may go. None where nothing flows back."
+    "Gradient edges of the outputs; the outputs' storages may be freed. None for an output without gradient."
     marks: list[tuple[int, Any]]
     "(layer, autograd node that made this layer's input): where the layer's gradients are complete."
 
@@ -72,16 +72,16 @@ class SavedForward:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of the packed row that come into the sequence."""
+        """Number of packed-row tokens that enter the sequence."""
         return int(self.feed.data["image_places"].shape[1])
 
     @property
     def condition_tokens(self) -> int:
-        """Tokens that leave the sequence for a packed row."""
+        """Number of sequence tokens that go to a packed row."""
         return int(self.feed.data["condition_places"].shape[1])
 
     def finish_weights(self, layers: int, done: Callable[[int], None] | None) -> None:
-        """Run the deferred weight gradients, last layer first, letting go of each one's tensors at once.
+        """Run the deferred weight gradients, last layer first, releasing each one's tensors at once.
 
         `done(layer)` is called for every layer of the stage, in reverse order, when its gradients are complete.
         """

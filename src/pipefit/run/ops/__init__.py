@@ -1,9 +1,9 @@
-"""How each operator kind is executed. One file a kind (or a family of kinds); adding one is adding a file.
+"""Execution of each operator kind. One file holds a kind or a family of kinds; a new kind is a new file.
 
-Every module of this package has a table `BUILDERS`: operator kind -> builder. A builder is called once per operator
-of a layer, when the stage is made, and returns a `OperatorStep`: a plain callable over tensors, with everything that is
-known beforehand (parameters, attributes, the share of the device) already bound in it. So a forward pays for no
-lookups: `stage_compile` writes one Python function per layer that calls the steps in order.
+Every module of this package has a table `BUILDERS`: operator kind -> builder. A builder is called once per operator of
+a layer, when the stage is made. It returns an `OperatorStep`: a plain callable over tensors in which everything known
+beforehand (parameters, attributes, the device's shard) is already bound. A forward therefore does no lookups:
+`stage.compile` writes one Python function per layer that calls the steps in order.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from pipefit.model.graph import Graph, Operator
 
 
 class OperatorStep(NamedTuple):
-    """One executable operator: `call(*inputs)`, or `call(record, *inputs)` where `wants_record`.
+    """One executable operator: `call(*inputs)`, or `call(record, *inputs)` if `wants_record`.
 
-    Inputs come in the order of the operator's inputs; parameters are passed as `torch.nn.Parameter`, absent
-    optional inputs as None. Returns a tensor, or a tuple where the operator has several outputs. Operators that may
-    stand in a pointwise region (all but the boundaries of `model.ops`) never want the record: what they need of it
-    `prepare(record)` fetches, outside of the region, as a tuple that is passed behind the inputs.
+    Inputs come in the order of the operator's inputs; parameters are passed as `torch.nn.Parameter`, absent optional
+    inputs as None. Returns a tensor, or a tuple for an operator with several outputs. An operator inside a pointwise
+    region (any but the boundaries of `model.ops`) never takes the record. Instead `prepare(record)` runs outside of the
+    region and returns the needed values as a tuple, which is passed after the inputs.
     """
 
     call: Callable[..., Any]
     wants_record: bool = False
     prepare: Callable[[Any], tuple[Any, ...]] | None = None
     traced: Callable[..., Any] | None = None
-    "What a compiler sees instead of `call`: plain PyTorch, where `call` has a derivative of its own."
+    "Replacement of `call` for a compiler: plain PyTorch, for a `call` with a derivative of its own."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorContext:
-    """What a builder may know about the place of its operator."""
+    """Facts about an operator's position and device that its builder may use."""
 
     graph: Graph
     layer: int
-    "Place of the layer in the stage."
+    "Index of the layer in the stage."
     model_layer: int
-    "Place of the layer in the model: part of the key of dropout."
+    "Index of the layer in the model: part of the key of dropout."
     operator: int
-    "Place of the operator in the graph."
+    "Index of the operator in the graph."
     dtype: torch.dtype
     device: torch.device
     seed: int
@@ -63,18 +63,18 @@ Builder = Callable[[Operator, OperatorContext], OperatorStep]
 
 @cache
 def find_builders() -> dict[str, Builder]:
-    """All operator kinds that can be executed, found by walking this package."""
-    found: dict[str, Builder] = {}
+    """Return the builders of all executable operator kinds, found by walking this package."""
+    builders: dict[str, Builder] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for kind, builder in module.BUILDERS.items():
-            assert kind not in found, f"two modules execute {kind!r}"
-            found[kind] = builder
-    return found
+            assert kind not in builders, f"two modules execute {kind!r}"
+            builders[kind] = builder
+    return builders
 
 
 def build_step(operator: Operator, context: OperatorContext) -> OperatorStep:
-    """The step of one operator. Raises ModelError for a kind that nothing here executes."""
+    """Return the step of one operator. Raises ModelError for a kind without a builder."""
     known = find_builders()
     if operator.kind not in known:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""aten(values...) {target, arguments, keywords, result}: one function of PyTorch, called as it is."""
+"""aten(values...) {target, arguments, keywords, result}: one PyTorch function, called unchanged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipefit.run.ops.shape import deferred_size
 
 
 def aten_function(target: str, where: str) -> Callable[..., Any]:
-    """`aten.topk.default` -> torch.ops.aten.topk.default. Raises ModelError where this PyTorch has no such function."""
-    found: Any = torch.ops
+    """`aten.topk.default` -> torch.ops.aten.topk.default. Raises ModelError if this PyTorch has no such function."""
+    resolved: Any = torch.ops
     for name in target.split("."):
         try:
-            found = getattr(found, name)
+            resolved = getattr(resolved, name)
         except (AttributeError, RuntimeError):
             raise ModelError(
                 "PyTorch has no such function here.",
@@ -28,18 +28,18 @@ def aten_function(target: str, where: str) -> Callable[..., Any]:
                 seen=target,
                 next_step="import the library that defines it before the run, or use the PyTorch it was captured with",
             ) from None
-    return found  # type: ignore[no-any-return]
+    return resolved  # type: ignore[no-any-return]
 
 
 def build_aten(operator: Operator, context: OperatorContext) -> OperatorStep:
-    at = operator.attributes
-    function = aten_function(str(at["target"]), operator.source or "captured operator")
-    result = at["result"]
+    attributes = operator.attributes
+    function = aten_function(str(attributes["target"]), operator.source or "captured operator")
+    result = attributes["result"]
 
     def call_function(record: SavedForward, *values: Any) -> Any:
         def real_value(item: Any) -> Any:
             if isinstance(item, (list, tuple)):
-                return [real_value(each) for each in item]
+                return [real_value(element) for element in item]
             if not isinstance(item, dict):
                 return item
             if "input" in item:
@@ -50,10 +50,10 @@ def build_aten(operator: Operator, context: OperatorContext) -> OperatorStep:
                 return float(item["float"])
             return context.device if "device" in item else torch_dtype(item["type"], context)
 
-        found = function(
-            *map(real_value, at["arguments"]), **{name: real_value(item) for name, item in at["keywords"].items()}
+        outputs = function(
+            *map(real_value, attributes["arguments"]), **{name: real_value(item) for name, item in attributes["keywords"].items()}
         )
-        return found if result is None else found[result]
+        return outputs if result is None else outputs[result]
 
     return OperatorStep(call_function, wants_record=True)
 

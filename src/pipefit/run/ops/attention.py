@@ -1,14 +1,14 @@
 """attention(q, k, v) {causal, scale, window, cut}: scaled dot products over grouped heads, also over earlier slices.
 
-q (B, T, H, K), k and v (B, T, G, K), H a multiple of G; result (B, T, H, K). A sequence may come in slices: a slice
-attends to its own keys and values and to those of the slices before it, chunk by chunk as they are: results are
-merged by their log-sum-exps, and the backward goes over the same chunks with the merged result and log-sum-exp (Ring
-Attention, Liu et al., 2023). Nothing is joined, and what earlier slices have kept for their own backward is all that
-later ones read. Slices run backward in reverse order; a slice's backward adds what it owes to the keys and values of
-earlier slices into `KeyValueCache`, in float32 or wider, and picks up what later slices left for its own.
+q (B, T, H, K), k and v (B, T, G, K), H a multiple of G; result (B, T, H, K). A sequence may come in slices. A slice
+attends to its own keys and values and to those of earlier slices, one chunk at a time, without concatenation. Results
+are merged by their log-sum-exps; the backward goes over the same chunks with the merged result and log-sum-exp (Ring
+Attention, Liu et al., 2023). Later slices read only tensors that earlier slices have saved for their own backward.
+Slices run backward in reverse order: each slice adds its gradients for earlier keys and values into `KeyValueCache`, in
+float32 or wider, and takes out those that later slices added for its own.
 
-Where a shard program splits queries along tokens (`cut`), a device has the queries of a part of the slice and the keys
-of all of it: those in front of its part are one more earlier run, those behind it are not seen.
+If a shard program splits queries along tokens (`cut`), a device has the queries of a part of the slice and the keys of
+the whole slice. Keys before its part are one more earlier run; keys after it are not visible.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 class AttentionSpec(NamedTuple):
-    """How an operator attends: the factor of the scores, so many last keys (None: all), the stage's shards, and where
-    the first query stands among the slice's tokens (None: at the shard's part of them)."""
+    """Settings of an attention operator: score scale, window (number of last keys; None: all), shards of the stage, and
+    index of the first query among the slice's tokens (None: the start of the shard's part)."""
 
     scale: float
     window: int | None
@@ -36,13 +36,13 @@ class AttentionSpec(NamedTuple):
     first: int | None = 0
 
     def query_range(self, queries: int, tokens: int) -> tuple[int, int]:
-        """The tokens of a slice that have queries here."""
+        """Return the tokens [first, stop) of the slice whose queries are on this device."""
         first = self.shard.runs(tokens)[self.shard.position][0] if self.first is None else self.first
         return first, first + queries
 
 
 class KeyRun(NamedTuple):
-    """Keys that queries attend to at once: of a slice, those from `start` to `stop`; with their mask."""
+    """A run of keys that one kernel call attends to: `start` to `stop` of a slice, with their mask."""
 
     slice_: int
     start: int
@@ -54,9 +54,9 @@ class KeyRun(NamedTuple):
 class KeyValueCache:
     """The keys and values of one attention operator for one microbatch, slice by slice, and their gradients.
 
-    `put_keys` stores (or, when a slice is recomputed, stores again) the keys and values of a slice; `add_gradients`
-    accumulates gradients for an earlier slice; `take_gradients` hands over what is owed to a slice and forgets the
-    slice: no earlier slice can still need it.
+    `put_keys` stores the keys and values of a slice, again when the slice is recomputed. `add_gradients` accumulates
+    gradients for an earlier slice. `take_gradients` returns the gradients accumulated for a slice and drops the slice:
+    no earlier slice can still need it.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class KeyValueCache:
         self.chunks[slice_] = (k.detach(), v.detach())
 
     def first_token(self, slice_: int) -> int:
-        """The place in the row of the slice's first token."""
+        """Return the position in the row of the slice's first token."""
         return sum(self.chunks[index][0].shape[1] for index in range(slice_))
 
     def add_gradients(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add gradients (which the caller gives away) to what later slices owe to this one."""
+        """Add gradients from a later slice to this slice's sum. The caller must not use them afterwards."""
         if slice_ in self.owed:
             total_k, total_v = self.owed[slice_]
             total_k.add_(dk)
@@ -83,7 +83,7 @@ class KeyValueCache:
             self.owed[slice_] = (dk.to(statistics_dtype(dk.dtype)), dv.to(statistics_dtype(dv.dtype)))
 
     def take_gradients(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole gradients of a slice's keys and values: its own (given away) and what later slices owe to it."""
+        """Return the full gradients of a slice's keys and values: its own (overwritten) plus those of later slices."""
         del self.chunks[slice_]
         owed = self.owed.pop(slice_, None)
         if owed is None:
@@ -92,15 +92,16 @@ class KeyValueCache:
 
 
 def copy_compact(x: torch.Tensor) -> torch.Tensor:
-    """x without the rest of its storage: where a layer will be recomputed, nobody else keeps it."""
+    """Return x without the rest of its storage: if a layer will be recomputed, nothing else keeps that storage
+    alive."""
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """Attention of one slice (or of an uncut sequence with a mask): keeps q, its result, and the log-sum-exp.
+    """Attention of one slice (or of an uncut sequence with a mask): saves q, the result, and the log-sum-exp.
 
-    Keys and values of slices are kept by `past`, as later ones read them; those of an uncut sequence by autograd, so
-    that recomputation can do without them.
+    `past` keeps the keys and values of slices, since later slices read them. Autograd keeps those of an uncut sequence,
+    so that recomputation can drop them.
     """
 
     @staticmethod
@@ -117,19 +118,19 @@ class _AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        q, out, *whole = ctx.saved_tensors
-        if whole:
-            ctx.past.chunks[0] = (whole[0], whole[1])
+        q, out, *key_value = ctx.saved_tensors
+        if key_value:
+            ctx.past.chunks[0] = (key_value[0], key_value[1])
         gradients = backward_over(ctx.past, ctx.record, dy, q, out, ctx.lse, ctx.sees)
         ctx.past = ctx.record = ctx.lse = None
         return *gradients, None, None, None
 
 
 def key_runs(past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: AttentionSpec) -> Iterator[KeyRun]:
-    """The runs of keys that the queries see: beside themselves, in front of them in their slice, in earlier slices."""
-    place = past.first_token(record.slice)
+    """Yield the runs of visible keys: beside the queries, before them in their slice, in earlier slices."""
+    slice_start = past.first_token(record.slice)
     first, end = sees.query_range(q.shape[1], past.chunks[record.slice][0].shape[1])
-    sight = AttentionMask(record, place + first, q, sees.window, sees.shard, (first, end))
+    sight = AttentionMask(record, slice_start + first, q, sees.window, sees.shard, (first, end))
     mask = sight.own_mask()
     yield KeyRun(record.slice, first, end, mask is None, mask)
     stop = sight.first
@@ -144,7 +145,7 @@ def key_runs(past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: A
 
 
 def run_keys(past: KeyValueCache, run: KeyRun) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a run."""
+    """Return the keys and values of a run."""
     k, v = past.chunks[run.slice_]
     if run.stop - run.start < k.shape[1]:
         k, v = k[:, run.start : run.stop], v[:, run.start : run.stop]
@@ -154,12 +155,12 @@ def run_keys(past: KeyValueCache, run: KeyRun) -> tuple[torch.Tensor, torch.Tens
 def forward_over(
     past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(result, log-sum-exp) of the slice's queries over its own chunk and those before it that they see."""
+    """Return (result, log-sum-exp) of the slice's queries over their own chunk and the visible earlier chunks."""
     if not q.shape[1]:
         return q.clone(), q.new_empty((q.shape[0], q.shape[2], 0), dtype=statistics_dtype(q.dtype))
     runs = key_runs(past, record, q, sees)
-    own = next(runs)
-    out, lse = attend_forward(AttentionCall(sees.scale, own.causal), q, *run_keys(past, own), own.mask)
+    own_run = next(runs)
+    out, lse = attend_forward(AttentionCall(sees.scale, own_run.causal), q, *run_keys(past, own_run), own_run.mask)
     for run in runs:
         more, more_lse = attend_forward(AttentionCall(sees.scale, causal=False), q, *run_keys(past, run), run.mask)
         if out.dtype != lse.dtype:
@@ -179,17 +180,18 @@ def backward_over(
     lse: torch.Tensor,
     sees: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of the slice's q, k and v, what later slices owe it among them; earlier ones are owed theirs."""
+    """Return the gradients of the slice's q, k and v, including those added by later slices; gradients of earlier keys
+    and values go into `past`."""
     if not q.shape[1]:
         return torch.zeros_like(q), *past.take_gradients(
             record.slice, *map(torch.zeros_like, past.chunks[record.slice])
         )
     runs = key_runs(past, record, q, sees)
-    own = next(runs)
-    dq, dk, dv = attend_backward(AttentionCall(sees.scale, own.causal), dy, q, *run_keys(past, own), out, lse, own.mask)
+    own_run = next(runs)
+    dq, dk, dv = attend_backward(AttentionCall(sees.scale, own_run.causal), dy, q, *run_keys(past, own_run), out, lse, own_run.mask)
     k, v = past.chunks[record.slice]
-    if own.stop - own.start < k.shape[1]:
-        dk, dv = pad_zeros(k, dk, own), pad_zeros(v, dv, own)
+    if own_run.stop - own_run.start < k.shape[1]:
+        dk, dv = pad_zeros(k, dk, own_run), pad_zeros(v, dv, own_run)
     settled = False
     for run in runs:
         if run.slice_ != record.slice and not settled:
@@ -213,7 +215,7 @@ def backward_over(
 
 
 def pad_zeros(like: torch.Tensor, part: torch.Tensor, run: KeyRun) -> torch.Tensor:
-    """The gradient of a slice's keys, of which only a run was seen so far."""
+    """Return the gradient of all keys of a slice, zero outside of the run `part`."""
     full = torch.zeros_like(like)
     full[:, run.start : run.stop] = part
     return full
@@ -225,14 +227,14 @@ def build_attention(operator: Operator, context: OperatorContext) -> OperatorSte
     split = dim == 1
     sees = AttentionSpec(scale, window, context.shard, None if first < 0 else first)
     causal = bool(operator.attributes.get("causal", True))
-    place = (context.layer, context.operator)
+    cache_key = (context.layer, context.operator)
 
     def run_attention(record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         past = KeyValueCache()
-        if not q.shape[1] and record.past is None:  # keys still have gradients, of zero, which others wait for
+        if not q.shape[1] and record.past is None:  # keys still have zero gradients: other devices wait for them
             return q + 0.0 * (k.sum() + v.sum())
         if record.past is not None:
-            past = record.past.setdefault(place, past)
+            past = record.past.setdefault(cache_key, past)
         elif (
             not (split and causal) and record.feed.document_bounds[1] == 0 and (window is None or window >= q.shape[1])
         ):
@@ -247,7 +249,7 @@ def build_attention(operator: Operator, context: OperatorContext) -> OperatorSte
 
 
 def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """PyTorch's own attention, for uncut sequences without a mask."""
+    """Return PyTorch's own attention, for uncut sequences without a mask."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)

@@ -1,8 +1,8 @@
-"""all_gather, reduce_scatter, all_to_all, all_reduce, shard_slice: what a shard program puts between other operators.
+"""all_gather, reduce_scatter, all_to_all, all_reduce, shard_slice: the collectives of a shard program.
 
-Their attribute `size` is the size on this device afterwards; only that of all_gather, and the `whole` of all_to_all,
-is read, because it alone cannot be seen from the input. `units` says that the dimension is cut in fewer units than it
-is long (heads), `lowering` how uneven parts are moved, in the forward and in the backward pass.
+Their attribute `size` is the local size of the result. Only the `size` of all_gather and the `whole` of all_to_all are
+read, because the input does not show them. `units` means that the dimension is cut in fewer units than it is long
+(heads). `lowering` says how uneven parts are moved, in the forward and in the backward pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""conv(x, weight, bias|'') {stride, padding, dilation, groups}, with a backward that may leave the weight's part for W;
-conv_transpose, which also has an output_padding.
+"""conv(x, weight, bias|'') {stride, padding, dilation, groups}, and conv_transpose, which also has an output_padding.
 
 Shapes: x (B, I, spatial...), weight (O, I/groups, kernel...), bias (O,), y (B, O, spatial...); transposed, the weight
-is (I, O/groups, kernel...). As `linear` does, the gradients of weight and bias go into their bound buffers: at once in
-a fused backward, or from the record's queue.
+is (I, O/groups, kernel...). As for `linear`, the gradients of weight and bias go into their bound buffers: at once in a
+fused backward, or from the record's queue when W runs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weig
 
 
 class ConvWindow(NamedTuple):
-    """How the kernel goes over the image."""
+    """Stride, padding, dilation and groups of a convolution."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -29,12 +28,12 @@ class ConvWindow(NamedTuple):
     output_padding: tuple[int, ...]
 
     def run_forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The convolution."""
+        """Return the convolution."""
         stride, padding, dilation, groups, transposed, behind = self
         return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, behind, groups)
 
     def run_backward(self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> Any:
-        """Gradients of x, weight and bias, those that are wanted."""
+        """Return the gradients of x, weight and bias, None for those not `wanted`."""
         return torch.ops.aten.convolution_backward(
             dy,
             x,
@@ -51,8 +50,8 @@ class ConvWindow(NamedTuple):
 
 
 class _ConvFunction(torch.autograd.Function):
-    """Parameters come twice, as leaves for autograd and as handles: one that is stored split is gathered here, and
-    again for the input gradient."""
+    """Convolution with parameters passed twice, as leaves for autograd and as handles. A parameter stored sharded is
+    gathered here, and again for the input gradient."""
 
     @staticmethod
     def forward(
@@ -92,7 +91,7 @@ def accumulate_conv(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor, w
     """Add the gradients of a convolution's weight and bias to their buffers."""
 
     def add_conv_gradient(buffer: torch.Tensor) -> None:
-        like = dy.new_empty(()).expand(buffer.shape)  # of the weight only its shape is read
+        like = dy.new_empty(()).expand(buffer.shape)  # only the shape of the weight is read
         buffer.add_(window.run_backward(dy, x, like, [False, True, False])[1])
 
     if weight.requires_grad:
@@ -103,11 +102,11 @@ def accumulate_conv(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor, w
 
 
 def build_conv(operator: Operator, context: OperatorContext) -> OperatorStep:
-    layer, apply, at = context.layer, _ConvFunction.apply, operator.attributes
+    layer, apply, attributes = context.layer, _ConvFunction.apply, operator.attributes
     transposed = operator.kind == "conv_transpose"
-    behind = at["output_padding"] if transposed else [0] * len(at["stride"])
-    each = (tuple(at[name]) for name in ("stride", "padding", "dilation"))
-    window = ConvWindow(*each, int(at["groups"]), transposed, tuple(behind))
+    behind = attributes["output_padding"] if transposed else [0] * len(attributes["stride"])
+    sizes = (tuple(attributes[name]) for name in ("stride", "padding", "dilation"))
+    window = ConvWindow(*sizes, int(attributes["groups"]), transposed, tuple(behind))
 
     def run_conv(record: SavedForward, x: Any, weight: Any, bias: Any) -> Any:
         return apply(x, leaf_parameter(weight), leaf_parameter(bias), weight, bias, window, record, layer)

@@ -1,9 +1,9 @@
-"""cross_entropy(logits, labels) {ignore_index}: the sum of the losses over the labels that count.
+"""cross_entropy(logits, labels) {ignore_index}: the sum of the losses over the labels that are not ignored.
 
-logits (B, T, V), labels (B, T) int64, result () in float32 or wider. The sum, not the mean: the step's divisor is
-known before any forward, so microbatches, slices and replicas add up exactly. Kept for the backward: the logits and
-one log-sum-exp a token; the softmax is made again, some rows at a time, so that no second (B, T, V) tensor in a wide
-type exists.
+logits (B, T, V), labels (B, T) int64, result () in float32 or wider. The result is the sum, not the mean: the step's
+divisor is known before any forward, so microbatches, slices and replicas add up exactly. Saved for the backward: the
+logits and one log-sum-exp per token. The softmax is recomputed a few rows at a time, so no second (B, T, V) tensor in a
+wide type exists.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyShard(torch.autograd.Function):
-    """This device's addend: the log-sum-exps (of all the vocabulary) on the first device, less the logits of the labels
-    that are its own. The backward needs nothing of the others."""
+    """This device's addend: the log-sum-exps (over the full vocabulary) on the first device, minus the logits of its
+    own labels. The backward needs no communication."""
 
     @staticmethod
     def forward(
@@ -54,26 +54,27 @@ class _CrossEntropyShard(torch.autograd.Function):
             torch.sum((flat[start:stop].to(wide) - peak[start:stop].unsqueeze(1)).exp_(), 1, out=total[start:stop])
         total = reduce_in_place(total, shard).log_().add_(peak)
         counts = label != ignore
-        own = counts & (label >= first) & (label < first + flat.shape[1])
-        picked = flat.gather(1, torch.where(own, label - first, 0).unsqueeze(1)).squeeze(1)
+        local = counts & (label >= first) & (label < first + flat.shape[1])
+        picked = flat.gather(1, torch.where(local, label - first, 0).unsqueeze(1)).squeeze(1)
         ctx.ignore, ctx.first = ignore, first
         ctx.save_for_backward(logits, labels, total)
         sums = torch.where(counts, total, 0) if shard.position == 0 else torch.zeros_like(total)
-        return (sums - torch.where(own, picked, 0)).sum()
+        return (sums - torch.where(local, picked, 0)).sum()
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         logits, labels, total = ctx.saved_tensors
         label = labels.reshape(-1)
-        own = (label >= ctx.first) & (label < ctx.first + logits.shape[-1]) & (label != ctx.ignore)
-        dx = softmax_gradient(logits, total, torch.where(label != ctx.ignore, dy, 0), label - ctx.first, own)
+        local = (label >= ctx.first) & (label < ctx.first + logits.shape[-1]) & (label != ctx.ignore)
+        dx = softmax_gradient(logits, total, torch.where(label != ctx.ignore, dy, 0), label - ctx.first, local)
         return dx, None, None, None, None, None
 
 
 def softmax_gradient(
     logits: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, label: torch.Tensor, own: torch.Tensor
 ) -> torch.Tensor:
-    """weight x (softmax(logits) - one at `label` where it is `own`), some rows at a time; `total` are log-sum-exps."""
+    """Return weight x (softmax(logits) - one at `label` where `own`), a few rows at a time; `total` are
+    log-sum-exps."""
     flat = logits.reshape(-1, logits.shape[-1])
     label, weight = torch.where(own, label, 0).unsqueeze(1), weight.unsqueeze(1)
     less = torch.where(own.unsqueeze(1), -weight, 0)
@@ -89,7 +90,7 @@ def softmax_gradient(
 
 
 def row_chunks(flat: torch.Tensor) -> list[tuple[int, int]]:
-    """Runs of rows with at most CHUNK_NUMBERS numbers each."""
+    """Return runs of rows with at most CHUNK_NUMBERS numbers each."""
     rows, step = flat.shape[0], max(1, CHUNK_NUMBERS // flat.shape[1])
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 

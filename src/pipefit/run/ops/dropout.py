@@ -1,8 +1,8 @@
-"""dropout(x) {p, index, by, cut}: zeros by a mask that depends on what the element is, not on where it is computed.
+"""dropout(x) {p, index, by, cut}: zeros by a mask that depends on the element's identity, not on the device.
 
-x (B, T, ...). See `pipefit.run.autograd.random`. Off in evaluation. `cut` is written by a shard program: which part of
-the whole tensor this device holds. With `by` rows (whole models, where nothing says which dimension is that of tokens)
-the key counts the row and the element's place within it.
+x (B, T, ...). See `pipefit.run.autograd.random`. Off in evaluation. A shard program writes `cut`: the part of the full
+tensor on this device. With `by` rows (captured modules whose token dimension is unknown) the key counts the row and the
+element's position within it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 class _DropoutFunction(torch.autograd.Function):
-    """Keeps no mask: the backward draws it again from the keys of the tokens (B, T)."""
+    """Dropout that saves no mask: the backward draws it again from the keys of the tokens (B, T)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, features: torch.Tensor, p: float) -> torch.Tensor:
@@ -33,7 +33,8 @@ class _DropoutFunction(torch.autograd.Function):
 
 
 def apply_dropout(x: torch.Tensor, tokens: torch.Tensor | None, features: torch.Tensor, p: float) -> torch.Tensor:
-    """x with zeros where the keys say so, the rest divided by 1 - p; x itself where there are no keys (evaluation)."""
+    """Return x with dropped elements zeroed and the rest divided by 1 - p; x itself if there are no keys
+    (evaluation)."""
     if tokens is None:
         return x
     return x * keep_mask(tokens, features, p).view(x.shape) * (1.0 / (1.0 - p) if p < 1 else 0.0)
@@ -72,12 +73,12 @@ def build_dropout(operator: Operator, context: OperatorContext) -> OperatorStep:
 
 
 def build_by_rows(operator: Operator, context: OperatorContext) -> OperatorStep:
-    """x (B, ...): whole rows, or a part of them, along any dimension."""
+    """Build dropout over x (B, ...): full rows, or a part of them along any dimension."""
     p, index = float(operator.attributes["p"]), int(operator.attributes["index"])
     dim, first, total = operator.attributes.get("cut", (0, 0, 0))
     sizes = [int(size) for size in context.graph.find_tensor(operator.outputs[0]).shape[1:]]
-    whole = [int(total) if place == dim - 1 else size for place, size in enumerate(sizes)]
-    places = torch.arange(math.prod(whole), device=context.device).view(whole)
+    full_shape = [int(total) if axis == dim - 1 else size for axis, size in enumerate(sizes)]
+    places = torch.arange(math.prod(full_shape), device=context.device).view(full_shape)
     if dim:
         places = places.narrow(dim - 1, first, sizes[dim - 1])
     features = numbered_feature_bits(places.reshape(-1))

@@ -13,7 +13,7 @@ from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 def build_binary(function: Callable[..., Any]) -> Callable[[Operator, OperatorContext], OperatorStep]:
-    """A builder for function(a, b), where b may be the attribute `scalar`."""
+    """Return a builder for function(a, b), where b may be the attribute `scalar`."""
 
     def build_call(operator: Operator, context: OperatorContext) -> OperatorStep:
         if operator.inputs[1:] in ((), ("",)):
@@ -25,7 +25,7 @@ def build_binary(function: Callable[..., Any]) -> Callable[[Operator, OperatorCo
 
 
 def build_unary(function: Callable[..., Any]) -> Callable[[Operator, OperatorContext], OperatorStep]:
-    """A builder for function(x)."""
+    """Return a builder for function(x)."""
     return lambda operator, context: OperatorStep(function)
 
 
@@ -45,7 +45,7 @@ def build_cast(operator: Operator, context: OperatorContext) -> OperatorStep:
 
 
 def torch_dtype(name: str, context: OperatorContext) -> torch.dtype:
-    """The torch dtype of a graph's number type: `float32` is float32 or wider."""
+    """Return the torch dtype of a graph's number type: `float32` is float32 or wider."""
     dtype: torch.dtype = context.dtype if name == "compute" else getattr(torch, name)
     return torch.float64 if dtype == torch.float32 and context.dtype == torch.float64 else dtype
 

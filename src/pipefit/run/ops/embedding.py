@@ -1,8 +1,8 @@
 """embedding(indices, weight) {first, padding}: rows of a table. The gradient is added into the buffer row by row.
 
-Indices (B, T) int64, weight (V, D), result (B, T, D). No dense (V, D) gradient is made beside the buffer; it can wait
-for W as that of a linear layer does. `first` is written by a shard program that splits the table: this device holds its
-rows from there on, and gives zeros for the others. The row `padding`, where there is one, gets no gradient.
+Indices (B, T) int64, weight (V, D), result (B, T, D). No dense (V, D) gradient is made beside the buffer; as for a
+linear layer, the gradient can be deferred to W. A shard program that splits the table writes `first`: this device holds
+the rows from there on, and returns zeros for other indices. The row `padding`, if set, gets no gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 def accumulate_rows(weight: Any, indices: torch.Tensor, dy: torch.Tensor) -> None:
-    """Add each row of dy (B, T, D) to the row of the table's buffer that its index names."""
+    """Add each row of dy (B, T, D) to the buffer row with its index."""
 
     def add_rows(buffer: torch.Tensor) -> None:
         buffer.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(buffer.dtype))
@@ -57,10 +57,10 @@ def build_embedding(operator: Operator, context: OperatorContext) -> OperatorSte
         return ignore_gradient(apply(indices, leaf_parameter(weight), weight, record, layer), indices)
 
     def run_shard(record: SavedForward, indices: torch.Tensor, weight: Any) -> Any:
-        own = (indices >= first) & (indices < first + weight.shape[0])
-        found = apply(torch.where(own, indices - first, 0), weight, weight, record, layer)
+        local = (indices >= first) & (indices < first + weight.shape[0])
+        rows = apply(torch.where(local, indices - first, 0), weight, weight, record, layer)
         return ignore_gradient(
-            found * own.unsqueeze(-1), indices
+            rows * local.unsqueeze(-1), indices
         )  # in the backward, too: nothing is added for rows of others
 
     return OperatorStep(run_embedding if first is None else run_shard, wants_record=True)

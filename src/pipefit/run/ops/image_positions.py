@@ -1,9 +1,9 @@
 """image_positions(x, grid, table, start|'') {rows, columns}: x plus positions, interpolated to the size of each image.
 
 x (B, T, D), grid int64 (B, T, 4): row, column, rows, columns of the patches; table (N, D), where N is rows x columns,
-and one row more in front for start tokens; start (D,). The entries that a patch reads, and their weights, are made from
-its grid on the device, in float32 or wider, in the forward and again in the backward: nothing is kept. The gradient of
-the table, of a few hundred rows, is handed to autograd whole.
+plus one leading row for start tokens; start (D,). The table entries of a patch and their weights are computed from its
+grid on the device, in float32 or wider, in the forward and again in the backward: nothing is saved. The table's
+gradient, of a few hundred rows, goes through autograd as a dense tensor.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _ImagePositions(torch.autograd.Function):
 def table_entries(
     grid: torch.Tensor, rows: int, columns: int, has_start: bool, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The entries of the table that the tokens read, one after the other, with their weights: sixteen pairs of (B T,).
-    Start tokens read none: their weights are zero."""
+    """Yield the table entries that the tokens read, with their weights: sixteen pairs of (B T,). Start tokens read
+    none: their weights are zero."""
     row, column, tall, broad = grid.reshape(-1, 4).unbind(-1)
     patch = row >= 0
     vertical, down = bicubic_taps(row.clamp(min=0), tall.clamp(min=1), rows, dtype)

@@ -1,8 +1,8 @@
-"""linear(x, weight, bias|''): y = x W^T + b, with a backward that may leave the weight's part for later.
+"""linear(x, weight, bias|''): y = x W^T + b, with a backward that may defer the weight gradient.
 
-The backward computes the input gradient at once. The gradients of weight and bias go straight into their bound
-buffers (`parameter.main_grad`): at once in a fused backward (B), or from the record's queue when W runs. Nothing of
-the graph is run again; W holds x and dy only. Shapes: x (..., I), weight (O, I), bias (O,), y (..., O).
+The backward computes the input gradient at once. The gradients of weight and bias go straight into their bound buffers
+(`parameter.main_grad`): at once in a fused backward (B), or from the record's queue when W runs. No part of the graph
+runs twice; W holds only x and dy. Shapes: x (..., I), weight (O, I), bias (O,), y (..., O).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
 
 Accumulate = Callable[[Any, Any, torch.Tensor, torch.Tensor], None]
-"""(weight, bias, x, dy) -> None: adds the gradients of the parameters that train to their buffers."""
+"""(weight, bias, x, dy) -> None: adds the gradients of the trainable parameters to their buffers."""
 
 
 class _LinearFunction(torch.autograd.Function):
-    """`leaf` and `bias_leaf` are the parameters as autograd knows them, `handles` (weight, bias) as the operator has
-    them: a weight that is stored split is gathered here, and again for the input gradient."""
+    """Linear layer with parameters passed twice: `leaf` and `bias_leaf` for autograd, `handles` (weight, bias) for the
+    operator. A weight stored sharded is gathered here, and again for the input gradient."""
 
     @staticmethod
     def forward(
@@ -75,14 +75,14 @@ def apply_linear(
     layer: int,
     accumulate: Accumulate = accumulate_linear,
 ) -> Any:
-    """x weight^T + bias, with parameters that may be stored split, and another way to their gradients."""
+    """Return x weight^T + bias. Parameters may be stored sharded; `accumulate` adds their gradients to the buffers."""
     return _LinearFunction.apply(
         x, leaf_parameter(weight), leaf_parameter(bias), (weight, bias), record, layer, accumulate
     )
 
 
 def add_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """buffer += a @ b, without rounding the product to the dtype of a and b where the buffer is wider."""
+    """buffer += a @ b, without rounding the product to the dtype of a and b if the buffer is wider."""
     if buffer.dtype == a.dtype:
         buffer.addmm_(a, b)
     elif a.is_cuda and has_wide_product(a.device, a.dtype):
@@ -95,7 +95,8 @@ def add_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 @cache
 def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this device multiplies `dtype` into a float32 sum in one kernel; tried once, on a small product."""
+    """Return True if this device multiplies `dtype` into a float32 sum in one kernel; tried once, on a small
+    product."""
     a, buffer = torch.ones((16, 16), dtype=dtype, device=device), torch.zeros((16, 16), device=device)
     try:
         torch.addmm(buffer, a, a, out_dtype=buffer.dtype, out=buffer)

@@ -1,9 +1,9 @@
-"""linear_factors(x, weight, bias|''): `apply_linear` on this device's rows or tokens, the weight's gradient from
-everyone's.
+"""linear_factors(x, weight, bias|''): `apply_linear` on local rows or tokens, with the weight gradient over all
+devices.
 
-The backward gathers x and the output's gradient over the shard axis and adds the whole product to the buffers, the same
-on every device: at once in a fused backward (B), or when W runs. Shapes: x (..., I), weight (O, I), bias (O,), y
-(..., O), all of x and y split along one dimension in front.
+The backward gathers x and the output gradient over the shard axis and adds their full product to the buffers, the same
+on every device: at once in a fused backward (B), or when W runs. Shapes: x (..., I), weight (O, I), bias (O,), y (...,
+O), x and y split along one leading dimension.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipefit.run.sharded.parts import gather_parts
 
 def build_linear_factors(operator: Operator, context: OperatorContext) -> OperatorStep:
     layer, shard, dim = context.layer, context.shard, int(operator.attributes["dim"])
-    total, (how, other) = deferred_size(operator.attributes["whole"], context.shard), lowering_of(operator)
+    total, (how, gradient_lowering) = deferred_size(operator.attributes["whole"], context.shard), lowering_of(operator)
     assert shard is not None, "factors are gathered in a stage without a shard axis"
 
     def run_linear_factors(record: SavedForward, x: Any, weight: Any, bias: Any) -> Any:
@@ -31,7 +31,7 @@ def build_linear_factors(operator: Operator, context: OperatorContext) -> Operat
 
         def accumulate_factors(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
             whole_x = gather_parts(x, runs, dim, shard, how)
-            accumulate_linear(weight, bias, whole_x, gather_parts(dy, runs, dim, shard, other))
+            accumulate_linear(weight, bias, whole_x, gather_parts(dy, runs, dim, shard, gradient_lowering))
 
         return apply_linear(x, weight, bias, record, layer, accumulate_factors)
 

@@ -1,9 +1,9 @@
-"""moe(x, router, gate_up, down): the operator of `model/ops/moe.py`, dropless, with weight gradients left for W.
+"""moe(x, router, gate_up, down): the operator of `model/ops/moe.py`, dropless, with weight gradients deferred to W.
 
 N = B*T*top_k pairs of (token, expert) are sorted by expert; every product is then one matrix product per expert. On
-CUDA in bfloat16 these are PyTorch's grouped products, which need no count on the host; elsewhere the host reads how
-many pairs each expert has, which on CUDA waits for the device once a layer.
-Shapes: x (B, T, D), router (E, D), gate_up (E, 2F, D), down (E, D, F).
+CUDA in bfloat16 these are PyTorch's grouped products, which need no count on the host. Otherwise the host reads the
+number of pairs per expert, which on CUDA waits for the device once per layer. Shapes: x (B, T, D), router (E, D),
+gate_up (E, 2F, D), down (E, D, F).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _ExpertLinear(torch.autograd.Function):
 
 
 class _GateFunction(torch.autograd.Function):
-    """activation(g) * u of the halves of gate_up (N, 2F); keeps gate_up only."""
+    """activation(g) * u of the halves of gate_up (N, 2F); saves only gate_up."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor, activation: Any) -> torch.Tensor:
@@ -67,12 +67,12 @@ class _GateFunction(torch.autograd.Function):
 
 
 def counts_on_host(x: torch.Tensor) -> bool:
-    """Whether the pairs of each expert must be counted on the host."""
+    """Return True if the pairs of each expert must be counted on the host."""
     return not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm"))
 
 
 def expert_product(x: torch.Tensor, weight: torch.Tensor, ends: Any) -> torch.Tensor:
-    """(N, O) from x (N, I) sorted by expert and weight (E, I, O); `ends` (E,) are a tensor or a list."""
+    """Return (N, O) from x (N, I) sorted by expert and weight (E, I, O); `ends` (E,) is a tensor or a list."""
     if isinstance(ends, torch.Tensor):
         return functional.grouped_mm(x, weight, offs=ends)
     out = x.new_empty((x.shape[0], weight.shape[2]))
@@ -103,7 +103,7 @@ def accumulate_experts(weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor
 def run_experts(
     x: torch.Tensor, gate_up: Any, down: Any, activation: Any, ends: Any, record: SavedForward, layer: int
 ) -> Any:
-    """The experts on their pairs, x (N, D) sorted by expert."""
+    """Apply the experts to their pairs, x (N, D) sorted by expert."""
     inner: Any = _ExpertLinear.apply(x, leaf_parameter(gate_up), gate_up, ends, record, layer)
     return _ExpertLinear.apply(_GateFunction.apply(inner, activation), leaf_parameter(down), down, ends, record, layer)
 
@@ -118,7 +118,7 @@ def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
     first = operator.attributes.get("first")
 
     def own_pairs(ends: Sequence[int], down: Any) -> tuple[slice, list[int]]:
-        """The pairs of the experts that are here, and where those of each end among them."""
+        """Return the pairs of the local experts, and the end of each expert's pairs among them."""
         start = ends[first - 1] if first else 0
         mine = ends[first : first + down.shape[0]]
         return slice(start, mine[-1]), [end - start for end in mine]

@@ -1,8 +1,9 @@
-"""moe_shard(x, router, gate_up, down): `moe` where every device of the shard axis has its tokens and its experts.
+"""moe_shard(x, router, gate_up, down): `moe` with local tokens and local experts on every device of the shard axis.
 
-Every device routes its tokens, sends a pair's input to the device of its expert (an all-to-all-v whose counts are
-exchanged first), computes what has come for its own experts, sends the results back, and weights and adds them up.
-Shapes: x (B, T, D) of this device's tokens, router (E, D) whole, gate_up (e, 2F, D), down (e, D, F) of its e experts.
+Every device routes its tokens and sends each pair's input to the device of its expert (an all-to-all-v whose counts are
+exchanged first). It computes the received pairs of its own experts, sends the results back, and sums the weighted
+results of its tokens. Shapes: x (B, T, D) of this device's tokens, router (E, D) replicated, gate_up (e, 2F, D), down
+(e, D, F) of its e experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pipefit.run.transfers import comms
 
 
 class _ExchangeFunction(torch.autograd.Function):
-    """Rows to other devices: `sent[i]` of them to device i, in order, `received[i]` from it; backward the way back."""
+    """Exchange of rows: the first `sent[0]` rows to device 0 and so on, `received[i]` rows from device i; the backward
+    sends gradients in the reverse direction."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], shard: ShardContext) -> torch.Tensor:
@@ -46,12 +48,12 @@ def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorSte
     assert shard is not None, "experts of several devices in a stage without a shard axis"
     wide = torch.promote_types(context.dtype, torch.float32)
     lengths = [stop - start for start, stop in shard.runs(experts)]
-    own = lengths[shard.position]
+    local_experts = lengths[shard.position]
 
     def count_pairs(chosen: torch.Tensor) -> tuple[list[int], list[list[int]]]:
-        """(pairs that go to every device, pairs that come from every device for each of the own experts)."""
+        """Return (pairs sent to every device, pairs received from every device for each local expert)."""
         mine = torch.bincount(chosen, minlength=experts)
-        theirs = exchange_rows(mine, lengths, [own] * len(lengths), shard).view(len(lengths), own)
+        theirs = exchange_rows(mine, lengths, [local_experts] * len(lengths), shard).view(len(lengths), local_experts)
         return [int(part.sum()) for part in mine.split(lengths)], theirs.tolist()
 
     def run_moe_shard(record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
@@ -62,14 +64,14 @@ def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorSte
         chosen, order = chosen.reshape(-1).sort(stable=True)
         sent, came = count_pairs(chosen)
         token = order // top
-        pairs: Any = _ExchangeFunction.apply(flat[token], sent, [sum(each) for each in came], shard)
-        expert = torch.arange(own, device=x.device).repeat(len(came))
+        pairs: Any = _ExchangeFunction.apply(flat[token], sent, [sum(counts) for counts in came], shard)
+        expert = torch.arange(local_experts, device=x.device).repeat(len(came))
         numbers = torch.tensor(came, device=x.device).reshape(-1)
         by_expert = expert.repeat_interleave(numbers).sort(stable=True).indices
         ends = torch.tensor(came).sum(0).cumsum(0).tolist()
         out = run_experts(pairs[by_expert], gate_up, down, activation, ends, record, layer)
         out = torch.zeros_like(out).index_copy(0, by_expert, out)
-        out = _ExchangeFunction.apply(out, [sum(each) for each in came], sent, shard)
+        out = _ExchangeFunction.apply(out, [sum(counts) for counts in came], sent, shard)
         out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(flat).index_add(0, token, out).view(x.shape)
 

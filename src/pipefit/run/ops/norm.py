@@ -1,7 +1,7 @@
 """rms_norm(x, weight|'') and layer_norm(x, weight|'', bias|'') {eps}, over the last dimension.
 
-They save x and one number (or two) per row, computed in float32 or wider. On CUDA, PyTorch's fused kernels do the
-same. Shapes: x (..., D), weight and bias (D,).
+They save x and one or two numbers per row, computed in float32 or wider; so do PyTorch's fused kernels, used on CUDA.
+Shapes: x (..., D), weight and bias (D,).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""rms_norm_shard, layer_norm_shard {eps, whole}, softmax_shard {dim}: where every device of the shard axis has a run of
-the dimension that is normalised.
+"""rms_norm_shard, layer_norm_shard {eps, whole}, softmax_shard {dim}: the normalised dimension is split over the
+shards.
 
-The devices reduce sums of every token, and nothing else is sent: one for the root mean square; of a layer norm that of
-the features, then that of their squared distances from the mean, as one after the other loses no digits; the largest
-number and the sum of exponentials of a softmax. Backward: one sum, two, and one. Shapes: x (..., d) with d of `whole`
+Only per-token statistics are reduced. The root mean square needs one sum. A layer norm sums the features, then their
+squared distances from the mean: two reductions, because this order loses no digits. A softmax needs the largest number
+and the sum of exponentials. The backward needs one, two and one reductions. Shapes: x (..., d) with d of `whole`
 features, weight and bias (d,). Statistics of norms are float32 or wider.
 """
 
@@ -71,7 +71,7 @@ class _LayerNormShard(torch.autograd.Function):
 
 
 def _token_sum(ctx: Any, place: int, each: torch.Tensor) -> Any:
-    """The gradient of a scale or shift, input number `place`, where it is wanted: the sum over all tokens."""
+    """Return the gradient of a scale or shift, input number `place`, or None if not needed: the sum over all tokens."""
     return each.flatten(0, -2).sum(0).to(ctx.saved_tensors[0].dtype) if ctx.needs_input_grad[place] else None
 
 
@@ -97,15 +97,15 @@ def _read_operator(operator: Operator, context: OperatorContext) -> tuple[float,
 
 
 def build_rms_norm(operator: Operator, context: OperatorContext) -> OperatorStep:
-    eps, whole, shard = _read_operator(operator, context)
+    eps, features, shard = _read_operator(operator, context)
     apply = _RmsNormShard.apply
-    return OperatorStep(lambda x, weight=None: apply(x, weight, eps, whole, shard))
+    return OperatorStep(lambda x, weight=None: apply(x, weight, eps, features, shard))
 
 
 def build_layer_norm(operator: Operator, context: OperatorContext) -> OperatorStep:
-    eps, whole, shard = _read_operator(operator, context)
+    eps, features, shard = _read_operator(operator, context)
     apply = _LayerNormShard.apply
-    return OperatorStep(lambda x, weight=None, bias=None: apply(x, weight, bias, eps, whole, shard))
+    return OperatorStep(lambda x, weight=None, bias=None: apply(x, weight, bias, eps, features, shard))
 
 
 def build_softmax(operator: Operator, context: OperatorContext) -> OperatorStep:

@@ -1,6 +1,6 @@
-"""opaque(inputs..., parameters...): a user's module, called as it is, with our parameters in the place of its own.
+"""opaque(inputs..., parameters...): a user's module, called unchanged, with our parameters in place of its own.
 
-Its backward is PyTorch's, all of it in I: nothing is left for W. The module must have real buffers on the stage's
+Its backward is PyTorch's and runs entirely in I: W has nothing to do. The module must have real buffers on the stage's
 device; its parameters may be on the meta device.
 """
 

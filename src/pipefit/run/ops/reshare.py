@@ -1,7 +1,7 @@
-"""reshare(x) {dim, whole, from, to}: a dimension that is split by some shares is split by others afterwards.
+"""reshare(x) {dim, whole, from, to}: change a dimension's split over the devices from one set of shares to another.
 
-Everyone sends everyone what both have of it, in one all-to-all with split sizes; parts that stay do not leave the
-device. `units` says that the dimension is cut in fewer units than it is long.
+Every device sends every other device their overlap, in one all-to-all with split sizes; parts that stay do not leave
+the device. `units` means that the dimension is cut in fewer units than it is long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipefit.run.sharded.parts import ShardContext, require_part
 from pipefit.run.transfers import comms
 
 Counts = list[list[int]]
-"""[device][device]: how much of the dimension goes from one to the other."""
+"""[source device][target device]: length along the dimension that is sent."""
 
 
 class _ReshareFunction(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""rotary(x, positions) {theta, dim, scaling, style, cut}: turn pairs of the first `dim` features of every head.
+"""rotary(x, positions) {theta, dim, scaling, style, cut}: rotate pairs of the first `dim` features of every head.
 
 x (B, T, H, K), positions (B, T). The cos/sin table is made once per (microbatch, slice) in float32 or wider and shared
-by all layers through the record. Nothing else is kept: the backward turns the other way. `cut` is written by a shard
-program: which rows or tokens this device holds.
+by all layers through the record. Nothing else is saved: the backward rotates in the opposite direction. A shard program
+writes `cut`: the rows or tokens on this device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""reshape, transpose, slice, concat: the same numbers in another order. Sizes are bound once; B and T are read late."""
+"""reshape, transpose, slice, concat: views and copies. Sizes are bound once; B and T are read at run time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def build_reshape(operator: Operator, context: OperatorContext) -> OperatorStep:
 
 
 _WHOLE = {"B": "rows", "T": "tokens", "I": "image_tokens", "L": "condition_tokens"}
-_NAMES = {**_WHOLE, **{part: _WHOLE[str(whole)] for whole, part in LOCAL.items()}}
-"""Symbol -> what it is called in a record, whole."""
+_NAMES = {**_WHOLE, **{part: _WHOLE[str(symbol)] for symbol, part in LOCAL.items()}}
+"""Symbol -> attribute of the record with its global size."""
 
 
 def deferred_size(size: Size, shard: ShardContext | None) -> Callable[[SavedForward], int]:
-    """A function that gives a size's value for a record: products of integers, of what `_NAMES` has, and of this
-    device's parts of that by the shares of its layer."""
+    """Return a function that evaluates a size for a record. A size is a product of integers, of symbols in `_NAMES`,
+    and of local parts of those by the shares of this device's layer."""
     factors = str(size).split("*")
     fixed = math.prod(int(factor) for factor in factors if factor.isdigit())
     late = [(_NAMES[factor], factor in LOCAL.values()) for factor in factors if not factor.isdigit()]

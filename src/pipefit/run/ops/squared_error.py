@@ -1,4 +1,4 @@
-"""squared_error(prediction, target): the sum of squared differences, in float32 or wider; the difference is kept."""
+"""squared_error(prediction, target): the sum of squared differences, in float32 or wider; the difference is saved."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""put_tokens(h, x, places) and take_tokens(h, places) {cut}: rows of a sequence by their places b T + t.
+"""put_tokens(h, x, places) and take_tokens(h, places) {cut}: rows of a sequence by their flat index b T + t.
 
-h (B, T, D), x (1, I, D), places int64 (1, I); results (B, T, D) and (1, L, D). Nothing is kept but the places.
+h (B, T, D), x (1, I, D), places int64 (1, I); results (B, T, D) and (1, L, D). Only the indices are saved.
 
-Where a shard program splits the sequence (`cut`), a device has a run of its rows or tokens. Places elsewhere point at
-one row more, behind its own: what is put there is dropped, what is taken is zero. So no size depends on where places
-lie, and the device is never waited for.
+If a shard program splits the sequence (`cut`), a device has a run of its rows or tokens. Indices on other devices are
+mapped to one spare row after its own: values put there are dropped, values taken are zero. No size depends on the
+indices, so the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 class _PutTokens(torch.autograd.Function):
-    """`places` (I,) count the rows of h flattened; as many as those, or more: elsewhere."""
+    """Scatter x into the flattened rows of h at `places` (I,); an index past the last row means another device."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, x: torch.Tensor, places: torch.Tensor, spare: bool) -> torch.Tensor:
@@ -57,25 +57,26 @@ class _TakeTokens(torch.autograd.Function):
 
 
 def append_spare(rows: torch.Tensor, spare: bool) -> torch.Tensor:
-    """The rows, with one of zeros behind them where one is wanted."""
+    """Return the rows, followed by a row of zeros if `spare`."""
     return torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
 
 
 def own_places(
     operator: Operator, context: OperatorContext
 ) -> Callable[[SavedForward, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(record, h, places) -> (I,): the places among this device's rows of h, one behind them for those elsewhere."""
+    """Return a function (record, h, places) -> (I,): indices into the local rows of h, one past the end if not
+    local."""
     if "cut" not in operator.attributes:
         return lambda record, h, places: places.flatten()
     dim, first, _ = operator.attributes["cut"]
 
     def places_here(record: SavedForward, h: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        whole = record.tokens if dim == 1 else h.shape[1]
+        row_length = record.tokens if dim == 1 else h.shape[1]
         start = first
         if first < 0:
             start = context.shard.runs(record.tokens if dim == 1 else record.rows)[context.shard.position][0]
         flat = places.flatten()
-        row, token = flat // whole, flat % whole
+        row, token = flat // row_length, flat % row_length
         row, token = (row, token - start) if dim == 1 else (row - start, token)
         here = (row >= 0) & (row < h.shape[0]) & (token >= 0) & (token < h.shape[1])
         return torch.where(here, row * h.shape[1] + token, h.shape[0] * h.shape[1])
@@ -84,15 +85,15 @@ def own_places(
 
 
 def build_put(operator: Operator, context: OperatorContext) -> OperatorStep:
-    own, spare = own_places(operator, context), "cut" in operator.attributes
+    local_places, spare = own_places(operator, context), "cut" in operator.attributes
     apply = _PutTokens.apply
-    return OperatorStep(lambda record, h, x, places: apply(h, x, own(record, h, places), spare), wants_record=True)
+    return OperatorStep(lambda record, h, x, places: apply(h, x, local_places(record, h, places), spare), wants_record=True)
 
 
 def build_take(operator: Operator, context: OperatorContext) -> OperatorStep:
-    own, spare = own_places(operator, context), "cut" in operator.attributes
+    local_places, spare = own_places(operator, context), "cut" in operator.attributes
     apply = _TakeTokens.apply
-    return OperatorStep(lambda record, h, places: apply(h, own(record, h, places), spare), wants_record=True)
+    return OperatorStep(lambda record, h, places: apply(h, local_places(record, h, places), spare), wants_record=True)
 
 
 BUILDERS = {"put_tokens": build_put, "take_tokens": build_take}

@@ -1,7 +1,7 @@
-"""unshard(weight) {dim, size, units}: a parameter of which this device stores a run, for the operator that uses all.
+"""unshard(weight) {dim, size, units}: a parameter stored as one shard, for an operator that uses all of it.
 
-It gives a handle to operators that gather the weight themselves (`OperatorKind.gathers`), else the gathered weight,
-whose gradient autograd brings back through a reduce-scatter.
+Operators that gather the weight themselves (`OperatorKind.gathers`) receive a handle. Others receive the gathered
+weight; autograd reduce-scatters its gradient.
 """
 
 from __future__ import annotations

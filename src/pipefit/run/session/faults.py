@@ -1,8 +1,8 @@
-"""What goes wrong on a cluster, told once and by name: a rank that died, memory that ran out, ranks that disagree.
+"""Faults of a distributed run, reported once and by name: a dead rank, memory exhaustion, ranks that disagree.
 
-Every rank beats into the rendezvous store; each watches its neighbour, so a death is noticed by one rank, which
-writes it into the store for all. Whatever stops a run, one rank prints the message (the first to claim it in the
-store) and all exit with code 2. `PIPEFIT_FAULT` makes a chosen rank fail at a chosen step: faults are test inputs.
+Every rank writes a heartbeat into the rendezvous store and watches its neighbour. The one rank that notices a death
+writes it into the store for all. Whatever the fault, one rank prints the message (the first to claim it in the store)
+and all exit with code 2. `PIPEFIT_FAULT` makes a chosen rank fail at a chosen step, for tests.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _STOPPED = "stopped"
 class HeartbeatMonitor:
     """This rank's heartbeat, and its watch over the next rank.
 
-    `store` is a torch.distributed store used by nobody else in this process (a `clone()`). A neighbour whose beat
-    stands still for `timeout_s` is dead. When a fault is known and the main thread has not stopped by itself within
-    `grace_s` (it may hang in a transfer), the process exits from here.
+    `store` is a torch.distributed store that nothing else in this process uses (a `clone()`). A neighbour whose
+    heartbeat does not change for `timeout_s` is dead. If a fault is known and the main thread has not stopped within
+    `grace_s` (it may hang in a transfer), this thread ends the process.
     """
 
     def __init__(
@@ -60,27 +60,27 @@ class HeartbeatMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """The run is over on this rank: its beat may stop without anybody calling it dead."""
+        """End the heartbeat because the run is over on this rank; its neighbour must not report it dead."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * self._interval_s)
         _ignore_errors(lambda: self._store.set(_BEAT.format(self.rank), _STOPPED))
 
     def await_fault(self, wait_s: float) -> PipefitError | None:
-        """The fault that stopped the run, if one becomes known within `wait_s`."""
+        """Return the fault that stopped the run, or None if none becomes known within `wait_s`."""
         deadline = time.monotonic() + wait_s
         while self.fault is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.fault
 
     def announce_fault(self, error: PipefitError) -> None:
-        """Tell all ranks that the run stops, and print the message unless another rank has: one copy in all."""
+        """Tell all ranks that the run stops, and print the message unless another rank has: it appears once."""
         with self._lock:
             self.fault = self.fault or error
             say_once(self._store, error, self.grace_s)
 
     def wait_for_others(self) -> None:
-        """Rank 0 may hold the store: it stays until the others have had time to read what happened."""
+        """Delay the exit of rank 0, which may host the store, until the other ranks have had time to read the fault."""
         if self.rank == 0 and self.world > 1:
             time.sleep(3 * self._interval_s)
 
@@ -115,7 +115,7 @@ class HeartbeatMonitor:
                 return
 
     def _end_process(self, fault: PipefitError) -> None:
-        """Give the main thread its grace, then leave. Whoever found the fault has announced it."""
+        """Give the main thread its grace period, then exit. The fault has been announced by then."""
         self.fault = self.fault or fault
         if not self._stop.wait(self.grace_s):
             self.wait_for_others()
@@ -123,10 +123,10 @@ class HeartbeatMonitor:
 
 
 def say_once(store: Any, error: PipefitError, wait_s: float) -> None:
-    """Print the message unless another rank does: one copy in all.
+    """Print the message unless another rank does: it appears once.
 
-    A rank that is not the first waits until the first has said it, at most `wait_s`: where one ends, a launcher stops
-    the others, and a first one that was stopped before its word would leave the user without any.
+    A rank that is not the first waits up to `wait_s` until the first has printed it. A launcher stops all ranks when
+    one ends: if the first were stopped before it printed, the user would see no message.
     """
     if not _ignore_errors(lambda: store.add(_CLAIM, 1) == 1, default=True):
         deadline = time.monotonic() + wait_s
@@ -146,7 +146,7 @@ def _ignore_errors(call: Callable[[], Any], default: Any = None) -> Any:
 
 
 def dead_rank(rank: int, timeout_s: float) -> RunError:
-    """The message for a rank whose heartbeat stopped."""
+    """Return the error for a rank whose heartbeat stopped."""
     return RunError(
         f"Rank {rank} died or hangs: the run has stopped.",
         where=f"rank {rank}",
@@ -156,7 +156,7 @@ def dead_rank(rank: int, timeout_s: float) -> RunError:
 
 
 def exited_rank(rank: int, code: int, log: str = "") -> RunError:
-    """The message for a process that the launcher saw ending: `code` below 0 is a signal."""
+    """Return the error for a process that the launcher saw ending: `code` below 0 is a signal."""
     how = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
     return RunError(
         f"Rank {rank} died: the run has stopped.",
@@ -167,7 +167,7 @@ def exited_rank(rank: int, code: int, log: str = "") -> RunError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out: CUDA's, Python's, or the CPU allocator's."""
+    """Return True if an exception means that memory ran out: CUDA's, Python's, or the CPU allocator's."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     words = str(error)
@@ -175,7 +175,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Whether an exception says that another rank, or the way to it, is gone."""
+    """Return True if an exception means that another rank, or the connection to it, is gone."""
     if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError"):
         return True
     words = str(error).lower()
@@ -184,7 +184,7 @@ def is_connection_lost(error: BaseException) -> bool:
 
 
 def unexpected_error(rank: int, error: BaseException) -> RunError:
-    """What the other ranks are told when this one stops with an error that is not the user's."""
+    """Return the error announced to other ranks when this one stops with an unexpected exception."""
     return RunError(
         f"Rank {rank} stopped with an error of its own.",
         where=f"rank {rank}",
@@ -194,7 +194,7 @@ def unexpected_error(rank: int, error: BaseException) -> RunError:
 
 
 def out_of_memory(plan: Plan, device: int, lane: int, step: int, error: BaseException) -> RunError:
-    """Out of memory, beside what the plan predicted for this device."""
+    """Return the out-of-memory error, with the memory that the plan predicted for this device."""
     if plan.prediction is None:
         predicted = "the plan has no prediction"
     else:
@@ -202,9 +202,9 @@ def out_of_memory(plan: Plan, device: int, lane: int, step: int, error: BaseExce
         parts = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in sorted(lane_says.parts.items(), key=lambda item: -item[1])
         )
-        own = lane_says.for_device(device)
-        predicted = f"predicted peak {format_bytes(own.peak_bytes)} of {format_bytes(own.limit_bytes)}"
-        predicted += f" ({parts})" if parts and own.kind == lane_says.kind else ""
+        device_prediction = lane_says.for_device(device)
+        predicted = f"predicted peak {format_bytes(device_prediction.peak_bytes)} of {format_bytes(device_prediction.limit_bytes)}"
+        predicted += f" ({parts})" if parts and device_prediction.kind == lane_says.kind else ""
     return RunError(
         f"Device {device} ran out of memory.",
         where=f"lane {lane}, step {step + 1}",
@@ -223,17 +223,18 @@ def compare_ranks(
     timeout_s: float,
     judge: Callable[[list[str]], PipefitError | None],
 ) -> None:
-    """Rank 0 reads the text of every rank and judges; all ranks raise what it found. A text not seen is empty."""
+    """Compare one text per rank: rank 0 reads all and judges them; all ranks raise its verdict. A missing text is
+    empty."""
     store.set(f"pipefit/{name}/{rank}", text)
     if rank == 0:
         texts = []
-        for other in range(world):
+        for peer in range(world):
             try:
-                store.wait([f"pipefit/{name}/{other}"], timedelta(seconds=timeout_s))
+                store.wait([f"pipefit/{name}/{peer}"], timedelta(seconds=timeout_s))
             except RuntimeError:
                 texts.append("")
                 continue
-            texts.append(store.get(f"pipefit/{name}/{other}").decode())
+            texts.append(store.get(f"pipefit/{name}/{peer}").decode())
         fault = judge(texts)
         store.set(f"pipefit/{name}/verdict", json.dumps(None if fault is None else error_record(fault)))
     store.wait([f"pipefit/{name}/verdict"], timedelta(seconds=2 * timeout_s))
@@ -243,15 +244,15 @@ def compare_ranks(
 
 
 def verify_ranks(store: Any, rank: int, world: int, token: str, timeout_s: float) -> None:
-    """All ranks must present the same token (parts divided by ", "). RunError naming those that differ, and the parts.
+    """Check that all ranks have the same token (parts divided by ", "). RunError names the ranks and parts that differ.
 
-    Every rank writes its token; rank 0 reads all, and its verdict goes back to everyone.
+    Every rank writes its token; rank 0 reads all and writes its verdict for everyone.
     """
     compare_ranks(store, "token", rank, world, token, timeout_s, lambda tokens: _judge_tokens(tokens, timeout_s))
 
 
 def _judge_tokens(tokens: list[str], timeout_s: float) -> RunError | None:
-    missing = [i for i, other in enumerate(tokens) if not other]
+    missing = [i for i, token in enumerate(tokens) if not token]
     if missing:
         return RunError(
             f"These ranks did not start: {name_ranks(missing)}.",
@@ -259,7 +260,7 @@ def _judge_tokens(tokens: list[str], timeout_s: float) -> RunError | None:
             seen=f"{len(tokens) - len(missing)} of {len(tokens)} ranks within {timeout_s:g} s",
         )
     common = max(set(tokens), key=lambda value: (tokens.count(value), value == tokens[0]))
-    differing = [i for i, other in enumerate(tokens) if other != common]
+    differing = [i for i, token in enumerate(tokens) if token != common]
     if not differing:
         return None
     first, usual = tokens[differing[0]].split(", "), common.split(", ")
@@ -276,14 +277,14 @@ def _judge_tokens(tokens: list[str], timeout_s: float) -> RunError | None:
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault that a test asked for: `PIPEFIT_FAULT=kind@rank,step` (kinds: oom, kill, stop, error, plan)."""
+    """A fault requested by a test: `PIPEFIT_FAULT=kind@rank,step` (kinds: oom, kill, stop, error, plan)."""
 
     kind: str
     rank: int
     step: int
 
     def raise_fault(self, rank: int, step: int) -> None:
-        """Fail now, if it is this rank's and step's turn."""
+        """Fail now if this is the requested rank and step."""
         if (rank, step) != (self.rank, self.step):
             return
         if self.kind == "oom":
@@ -295,17 +296,17 @@ class InjectedFault:
 
 
 def injected_fault() -> InjectedFault | None:
-    """The fault named by the environment, if any."""
+    """Return the fault named by the environment, or None."""
     text = os.environ.get("PIPEFIT_FAULT", "")
     if not text:
         return None
-    kind, _, place = text.partition("@")
-    rank, _, step = place.partition(",")
+    kind, _, target = text.partition("@")
+    rank, _, step = target.partition(",")
     return InjectedFault(kind, int(rank), int(step or 0))
 
 
 def error_record(error: PipefitError) -> dict[str, str | None]:
-    """The parts of an error as plain JSON, to be told on another rank."""
+    """Return the parts of an error as plain JSON, to be raised on another rank."""
     seen = None if error.seen is None else str(error.seen)
     return {
         "what": error.what, "where": error.where, "seen": seen, "allowed": error.allowed, "next_step": error.next_step,
@@ -327,7 +328,7 @@ def _store_lost(error: RuntimeError) -> RunError:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """`1, 2, 5`; of many the first eight."""
+    """Return `1, 2, 5`; the first eight of a longer list."""
     shown = ", ".join(map(str, ranks[:8]))
     return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 

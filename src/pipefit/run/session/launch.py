@@ -1,7 +1,7 @@
-"""Starting a run: as a rank under torchrun, alone, or as the parent of `--local N` ranks on this machine.
+"""Start of a run: as a rank under torchrun, as a single process, or as the parent of `--local N` ranks on this machine.
 
-Whatever fails, the user reads one message and the exit code is 2: a rank that fails prints it
-(`faults.HeartbeatMonitor`), and the parent speaks only if a rank died without a word.
+On any failure the user reads one message and the exit code is 2. The failing rank prints it
+(`faults.HeartbeatMonitor`); the parent prints one only if a rank died silently.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from pipefit.run.session.rendezvous import World, choose_device, run_id, under_t
 from pipefit.run.worker.worker import device_lane
 
 START_TIMEOUT_S = 300.0
-"""How long ranks wait for each other at the start."""
+"""Time that ranks wait for each other at the start."""
 
 SAY_TIMEOUT_S = 3.0
-"""How long a rank that fails before there is a heartbeat waits for the word of the one that failed first."""
+"""Time that a rank which fails before the heartbeat starts waits for the first failing rank's message."""
 
 
 def launch_run(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[str]) -> int:
-    """Run `plan` the way the surroundings ask for; the exit code. `arguments` are those of the command line."""
+    """Run `plan` as the environment requires and return the exit code. `arguments` are those of the command line."""
     devices = len(plan.used_devices)
     if under_torchrun():
         return run_rank(plan, config)
@@ -68,7 +68,7 @@ def launch_run(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[
 
 
 def is_local_plan(plan: Plan) -> bool:
-    """Whether the plan was made with `pipefit plan --local N` on this machine."""
+    """Return True if the plan was made with `pipefit plan --local N` on this machine."""
     from pipefit.cluster import local_cluster
     from pipefit.codec import content_digest
 
@@ -83,7 +83,7 @@ def is_local_plan(plan: Plan) -> bool:
 
 
 def run_rank(plan: Plan, config: TrainConfig) -> int:
-    """One rank, errors included."""
+    """Run one rank and report its errors; return the exit code."""
     world = World(choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0"))))
     try:
         if world.size != len(plan.used_devices):
@@ -135,7 +135,7 @@ def run_local(count: int, arguments: Sequence[str]) -> int:
 
 
 def launch_lines(plan_file: Path, plan: Plan, arguments: Sequence[str], per_host: int) -> str:
-    """The torchrun line for each host and the sbatch script that start this run on a real cluster."""
+    """Return the torchrun line for each host and the sbatch script that start this run on a real cluster."""
     devices = len(plan.used_devices)
     if per_host < 1 or devices % per_host:
         raise RunError(
@@ -165,12 +165,12 @@ srun {torchrun}
 
 
 _LOCAL = ("plan", "cluster", "run_dir", "data", "tokenizer", "resume", "weights")
-"""Options that are places on a host: their contents are compared, not their names."""
+"""Options that are paths on a host: their contents are compared, not their names."""
 
 
 def rank_token(plan: Plan, config: TrainConfig, rank: int) -> str:
-    """What all ranks must agree on: plan, package versions, and every option that is not a place on a host. Of a plan
-    with images, what decodes them, too."""
+    """Return the text on which all ranks must agree: plan, package versions, and every option that is not a path on a
+    host; for a plan with images also the decoder versions."""
     fault = injected_fault()
     odd = "-other" if fault is not None and fault.kind == "plan" and fault.rank == rank else ""
     options = {key: value for key, value in codec.to_data(config).items() if key not in _LOCAL}
@@ -184,13 +184,13 @@ def rank_token(plan: Plan, config: TrainConfig, rank: int) -> str:
 
 
 def _report_failure(error: Exception, plan: Plan, config: TrainConfig, world: World) -> int:
-    """Tell the user once, whoever of the ranks does it; the exit code."""
+    """Report the error once over all ranks; return the exit code."""
     if is_out_of_memory(error):
         device = plan.used_devices[world.rank]
         step = int(getattr(error, "step", 0))
         error = out_of_memory(plan, device, device_lane(plan, device), step, error)
     elif is_connection_lost(error) and world.monitor is not None:
-        # A rank is gone; whoever watches it will say which. Until then this one keeps silent.
+        # A rank is gone: wait until the rank that watches it reports which.
         error = world.monitor.await_fault(config.timeout_s + 5) or error
     if isinstance(error, PipefitError):
         if world.monitor is not None:
@@ -211,12 +211,12 @@ def _report_failure(error: Exception, plan: Plan, config: TrainConfig, world: Wo
 
 
 def _judge_failures(failures: object) -> int:
-    """The exit code of a local run that failed; a rank that died without a word is named here."""
+    """Return the exit code of a failed local run. Raises RunError naming a rank that died silently."""
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}  # type: ignore[attr-defined]
     if any(code == EXIT_CODE for code in codes.values()):
         return EXIT_CODE
     silent = {rank: code for rank, code in codes.items() if code < 0}
-    # torch's launcher ends the others with SIGTERM: who ended otherwise came first.
+    # torch's launcher ends the remaining ranks with SIGTERM: a rank that ended otherwise failed first.
     rank, code = next(((r, c) for r, c in silent.items() if c != -15), next(iter(codes.items())))
     if code == 1:
         return 1

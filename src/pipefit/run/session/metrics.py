@@ -1,7 +1,7 @@
-"""What a run reports: one line a step in the words that torchtitan's users know, JSON lines, and TensorBoard.
+"""Metrics of a run: one line per step in torchtitan's terms, JSON lines, and TensorBoard.
 
-Tokens per second and TFLOP/s are per device, as torchtitan prints them; the JSON lines hold the totals too. MFU is
-model FLOPs (no recomputation) over peak FLOP/s; the peak that is used is printed once, with where it comes from.
+Tokens per second and TFLOP/s are per device, as torchtitan prints them; the JSON lines also hold the totals. MFU is
+model FLOPs (no recomputation) over peak FLOP/s; the peak and its source are printed once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakFlops:
-    """The peak that MFU is measured against."""
+    """The peak FLOP/s that MFU refers to."""
 
     flops_per_s: float
-    "Of one device in the run's precision; 0 where it is not known."
+    "Peak of one device in the run's precision; 0 if unknown."
     source: str
-    "In words: which data sheet, or what was assumed."
+    "Source of the peak in words: a data sheet, or an assumption."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One step of a run."""
+    """Metrics of one step."""
 
     step: int
     "Counted from 1, as it is printed."
@@ -42,21 +42,21 @@ class StepMetrics:
     grad_norm: float
     lr: float
     step_s: float
-    "Mean of the steps since the last record, taken after their results were read: evaluations and saves not counted."
+    "Mean over the steps since the last record, measured after reading their results; without evaluations and saves."
     tokens: int
-    "Of the whole step."
+    "Tokens of the whole step."
     memory_bytes: int
     "Peak of rank 0: allocated on CUDA, resident on CPU."
     memory_share: float
-    "Of the device's memory."
+    "Fraction of the device's memory."
     tps: float
     "Tokens per second and device."
     tflops: float
     "Model TFLOP/s per device."
     mfu: float
-    "Share of the peak, 0 to 1; 0 where the peak is not known."
+    "Fraction of the peak, 0 to 1; 0 if the peak is unknown."
     data_s: float = 0.0
-    "Of `step_s`: what rank 0 waited for its data, or took to make them."
+    "Part of `step_s` in which rank 0 waited for its data or made them."
 
 
 def step_metrics(
@@ -73,7 +73,7 @@ def step_metrics(
     memory: tuple[int, int],
     data_s: float = 0.0,
 ) -> StepMetrics:
-    """The figures of one step. `flops` are the model FLOPs of the step, `memory` (used, whole) bytes."""
+    """Return the metrics of one step. `flops` are the model FLOPs of the step, `memory` is (used, total) bytes."""
     rate = flops / step_s / devices
     return StepMetrics(
         step=step,
@@ -102,7 +102,8 @@ def format_step(metrics: StepMetrics) -> str:
 
 
 def device_memory(device: torch.device, sharing: int = 1) -> tuple[int, int]:
-    """(peak bytes used by this process, bytes of the device); `sharing` CPU processes share the machine's memory."""
+    """Return (peak bytes used by this process, bytes of the device); `sharing` CPU processes share the machine's
+    memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -110,7 +111,7 @@ def device_memory(device: torch.device, sharing: int = 1) -> tuple[int, int]:
 
 
 def find_peak(device: torch.device, precision: str, sharing: int = 1) -> PeakFlops:
-    """The data-sheet peak of this device, or of this machine's cores as `cluster.local` guesses it."""
+    """Return the data-sheet peak of this device, or of this machine's cores as `cluster.local` estimates it."""
     from pipefit.cluster import local_cluster
     from pipefit.cluster.kinds import SHEETS, data_sheet_kind
 
@@ -130,9 +131,9 @@ def find_peak(device: torch.device, precision: str, sharing: int = 1) -> PeakFlo
 
 
 class RunLog:
-    """Where a run's figures go: `metrics.jsonl` in the run directory, TensorBoard if asked, lines on stdout.
+    """Log of a run's metrics: `metrics.jsonl` in the run directory, TensorBoard if asked, lines on stdout.
 
-    Made on rank 0 only. A resumed run appends. RunError where the file cannot be written.
+    Made on rank 0 only. A resumed run appends. Raises RunError if the file cannot be written.
     """
 
     def __init__(self, run_dir: Path, tensorboard: bool = False, out: IO[str] | None = None) -> None:
@@ -145,11 +146,11 @@ class RunLog:
             self._board = open_board(run_dir / "tensorboard")
 
     def write_line(self, text: str) -> None:
-        """A line that is not a metric."""
+        """Print a line that is not a metric."""
         print(text, file=self._out, flush=True)
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """One training step."""
+        """Log one training step."""
         self._write_record(asdict(metrics))
         self.write_line(format_step(metrics))
         if self._board is not None:
@@ -157,14 +158,14 @@ class RunLog:
                 self._board.add_scalar(name, getattr(metrics, name), metrics.step)
 
     def log_evaluation(self, step: int, loss: float, seconds: float) -> None:
-        """The mean loss over the held-out text."""
+        """Log the mean loss over the held-out text."""
         self._write_record({"step": step, "eval_loss": loss, "eval_s": seconds})
         self.write_line(f"step: {step:>4}  eval_loss: {loss:8.4f}")
         if self._board is not None:
             self._board.add_scalar("eval_loss", loss, step)
 
     def log_broken(self, step: int, images: Mapping[str, str], samples: int) -> None:
-        """Image files that were found broken, on any rank, and why; `samples` were left out so far in all."""
+        """Log broken image files of all ranks with the reason; `samples` have been skipped so far in total."""
         self._write_record({"step": step, "broken_images": dict(images), "samples_left_out": samples})
         first = next(iter(images))
         self.write_line(
@@ -173,14 +174,14 @@ class RunLog:
         )
 
     def log_pace(self, valid: bool, words: str) -> None:
-        """Of a run in a lab: whether the emulated devices could be kept up with, into `lab.json`."""
+        """Write to `lab.json` if the emulated devices of a lab run were kept up with."""
         path = self._path.with_name("lab.json")
         with write_errors("verdict of the lab", path):
             path.write_text(json.dumps({"valid": valid, "pace": words}) + "\n", encoding="utf-8")
         self.write_line(f"lab: {'valid' if valid else 'INVALID'}: {words}")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be flushed has been told
+        with contextlib.suppress(OSError):  # the failed flush has been reported
             self._file.close()
         if self._board is not None:
             self._board.close()
@@ -192,7 +193,7 @@ class RunLog:
 
 
 def open_board(directory: Path) -> Any:
-    """A TensorBoard writer. Raises RunError where the package is missing."""
+    """Return a TensorBoard writer. Raises RunError if the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

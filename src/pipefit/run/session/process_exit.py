@@ -1,4 +1,4 @@
-"""How the process of a rank ends: at once, with everything said."""
+"""Immediate exit of a rank's process, after its exit functions and output."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NoReturn
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process here and now, with what is to be done at an exit done.
+    """Run the exit functions, flush the output, and end this process at once.
 
-    For a rank that spoke to others. Threads of gloo, of the store and of the heartbeat may still wait inside C++, and
-    an interpreter that is taken down around them sometimes aborts ("terminate called without an active exception"): a
-    run that had done all its work would end as one with a rank that died.
+    For a rank that communicated with others. Threads of gloo, of the store and of the heartbeat may still wait inside
+    C++, and a normal interpreter shutdown around them sometimes aborts ("terminate called without an active
+    exception"): a finished run would then look like one with a dead rank.
     """
     try:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # whoever read what is said may be gone
+    finally:  # the reader of the output may be gone
         os._exit(code)

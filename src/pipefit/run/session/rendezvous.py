@@ -1,4 +1,4 @@
-"""The ranks of a run finding each other: store, process group, device, heartbeat; and sharing what one of them made."""
+"""Rendezvous of the ranks of a run: store, process group, device, heartbeat, and results shared between ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 _SHARED = "pipefit/shared/{}"
 _PREPARE_S = 6 * 3600.0
-"""How long ranks wait for what another prepares: tokenising a large corpus takes hours."""
+"""Time that ranks wait for another rank's preparation: tokenising a large corpus takes hours."""
 
 
 class World:
-    """This rank among all of a run. One process alone needs no store and no process group."""
+    """This rank and its connections to all ranks of a run. A single process needs no store and no process group."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -43,7 +43,7 @@ class World:
             self.store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
 
     def start_group(self, timeout_s: float, transfer_timeout_s: float) -> None:
-        """Make the process group and start the heartbeat."""
+        """Create the process group and start the heartbeat."""
         if self.size == 1:
             return
         if self.device.type == "cuda":
@@ -61,31 +61,33 @@ class World:
         self.monitor.start()
 
     def own_group(self) -> Any:
-        """A gloo group of all ranks for one thread's own use; None for one process alone. All ranks call together."""
+        """Return a gloo group of all ranks for the use of one thread; None for a single process. All ranks call
+        together."""
         return dist.new_group(backend="gloo") if self.size > 1 else None
 
     def share_text(self, name: str, make: Callable[[], str]) -> str:
-        """The text that rank 0 made; every rank raises rank 0's PipefitError if it could not."""
+        """Return the text made by rank 0; if that fails, every rank raises rank 0's PipefitError."""
         return self._share_result(name, self.rank == 0, make)
 
     def run_once_per_host(self, work: Callable[[], object]) -> None:
-        """Do something once per host, while the host's other ranks wait for it."""
+        """Run `work` once per host while the host's other ranks wait for it."""
         host = self.rank - self.local_rank
         self._share_result(f"host/{host}", self.local_rank == 0, lambda: str(bool(work() or True)))
 
     def require_agreement(self, name: str, text: str, differ: Callable[[list[int], str], PipefitError]) -> None:
-        """Every rank must have the same text as rank 0, or all raise `differ(ranks, what was seen on both sides)`."""
+        """Check that every rank has the text of rank 0. Otherwise all raise `differ(ranks, the texts of both
+        sides)`."""
         if self.size == 1:
             return
 
         def judge_texts(texts: list[str]) -> PipefitError | None:
-            odd = [rank for rank, other in enumerate(texts) if other != texts[0]]
+            odd = [rank for rank, rank_text in enumerate(texts) if rank_text != texts[0]]
             return differ(odd, f"{texts[odd[0]]} on rank {odd[0]}, {texts[0]} on rank 0") if odd else None
 
         compare_ranks(self.store, name, self.rank, self.size, text, _PREPARE_S, judge_texts)
 
     def sum_over_ranks(self, number: int) -> int:
-        """The sum of everybody's number, on the CPU. All ranks call together."""
+        """Return the sum of all ranks' numbers, on the CPU. All ranks call together."""
         if self.size == 1:
             return number
         added = torch.tensor([number], dtype=torch.int64)
@@ -93,17 +95,17 @@ class World:
         return int(added)
 
     def gather_lists(self, mine: Sequence[T]) -> list[T]:
-        """Everybody's things in the order of ranks; next to free where nobody has any. All ranks call together."""
+        """Return all ranks' items in the order of ranks; nearly free if no rank has any. All ranks call together."""
         if not self.sum_over_ranks(len(mine)):
             return []
         if self.size == 1:
             return list(mine)
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, list(mine), group=self.cpu_group)
-        return [each for of_rank in everyone for each in of_rank]
+        return [item for of_rank in everyone for item in of_rank]
 
     def stop_group(self) -> None:
-        """Leave: the heartbeat ends as meant, the process group is given up."""
+        """End the heartbeat and destroy the process group."""
         if self.monitor is not None:
             self.monitor.stop()
         if dist.is_initialized():
@@ -130,7 +132,8 @@ class World:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this rank: its GPU where there are some, else the CPU. RunError if CUDA is asked for in vain."""
+    """Return the device of this rank: a GPU if available, else the CPU. RunError if `cuda` is wanted but not
+    available."""
     if wanted == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
@@ -149,10 +152,10 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher started this process as a rank."""
+    """Return True if a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def run_id() -> str:
-    """A name for a rendezvous that no other run uses."""
+    """Return a rendezvous name that no other run uses."""
     return f"pipefit-{uuid.uuid4().hex[:12]}"

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, looked at before anything is made, and what is put there at the start."""
+"""The folder of a run: checks of its owner before anything is written, and the files written at the start."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipefit.run.session.staleness import check_cluster
 
 
 def check_run_dir(config: TrainConfig) -> None:
-    """Raises RunError if the folder holds another run, or files that are no run's. Writes nothing.
+    """Raise RunError if the folder holds another run, or files that belong to no run. Writes nothing.
 
-    A run is what has left metrics or a checkpoint: a start that failed before its first step does not count. A resume
-    may go on in the folder of the run that it continues.
+    A folder holds a run if it has metrics or a checkpoint: a start that failed before its first step does not count. A
+    resume may continue in the folder of its own run.
     """
     directory = Path(config.run_dir)
     if directory.exists() and not directory.is_dir():
@@ -44,7 +44,7 @@ def check_run_dir(config: TrainConfig) -> None:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a run left metrics or checkpoints here."""
+    """Return True if a run left metrics or checkpoints here."""
     metrics = directory / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or _has_checkpoints(directory)
 
@@ -60,12 +60,12 @@ def _resume_advice(directory: Path) -> str:
 
 
 def _check_empty(directory: Path, config: TrainConfig) -> None:
-    """RunError where there are files of somebody else; what a failed start of ours left may be written over."""
+    """Raise RunError if the folder holds foreign files; files left by a failed start of pipefit may be overwritten."""
     if not directory.is_dir() or _is_ours(directory / "config.json"):
         return
-    given = {Path(name).resolve() for name in (config.plan, config.cluster) if name}
+    input_files = {Path(name).resolve() for name in (config.plan, config.cluster) if name}
     strange = sorted(
-        path.name for path in directory.iterdir() if not path.name.startswith(".") and path.resolve() not in given
+        path.name for path in directory.iterdir() if not path.name.startswith(".") and path.resolve() not in input_files
     )
     if strange:
         raise RunError(
@@ -78,7 +78,7 @@ def _check_empty(directory: Path, config: TrainConfig) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a config.json is that of a run, not of a model or of something else."""
+    """Return True if this config.json belongs to a run, not to a model or other program."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -87,9 +87,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def open_run_dir(config: TrainConfig, plan: Plan, device: torch.device) -> Path:
-    """The run's folder with config.json, plan.json, environment.json and, where it can still be had, cluster.json.
+    """Create the run's folder with config.json, plan.json, environment.json and, if still available, cluster.json.
 
-    RunError where it cannot be written.
+    Raises RunError if it cannot be written.
     """
     directory = Path(config.run_dir)
     try:
@@ -104,7 +104,7 @@ def open_run_dir(config: TrainConfig, plan: Plan, device: torch.device) -> Path:
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:
-    """What the run runs on, as its report shows it: software, and the machine of rank 0."""
+    """Return the software and the machine of rank 0, for the run's report."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "pipefit": __version__,
@@ -117,7 +117,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
 
 
 def keep_cluster(plan: Plan, config: TrainConfig, directory: Path) -> None:
-    """Put the plan's cluster beside it, so that the folder tells all of the run; nothing if it is not known."""
+    """Write the plan's cluster beside the plan, so that the folder is complete; nothing if it is not known."""
     cluster = check_cluster(plan, config.plan, config.cluster)
     if cluster is not None and codec.content_digest(cluster) == plan.hashes.cluster:
         (directory / "cluster.json").write_text(codec.dump_text(cluster), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Whether the cluster and the model that a plan was made for still are what they were, looked at before a run starts.
+"""Checks before a run that a plan's cluster and model have not changed since planning.
 
-Clusters of this machine (`local:N`) are not compared: their figures are guesses that follow the clock and the memory
-limit of the moment, and a plan for N processes runs wherever N processes can be started.
+Clusters of this machine (`local:N`) are not compared: their figures are estimates that follow the clock rate and the
+current memory limit, and a plan for N processes runs on any machine that can start N processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pipefit.plan.types import Plan
 
 
 def check_cluster(plan: Plan, plan_file: str | Path, named: str = "") -> Cluster | None:
-    """The cluster that stands now, if it is the one of the plan; None where there is nothing to compare.
+    """Return the current cluster if it matches the plan; None if there is nothing to compare.
 
-    `named` is what the user gives instead of the plan's own name for it. Looked for are that name, and a file of that
-    name beside the plan. Raises StalePlanError where the cluster changed, or its file is not to be found;
-    FormatError or ClusterError where it cannot be read.
+    `named` is the user's replacement for the plan's own name of the cluster. The name is looked up as given, then as a
+    file beside the plan. Raises StalePlanError if the cluster changed or its file is not found, FormatError or
+    ClusterError if it cannot be read.
     """
     text = named or plan.cluster
     if not text or not plan.hashes.cluster:
@@ -47,10 +47,10 @@ def check_cluster(plan: Plan, plan_file: str | Path, named: str = "") -> Cluster
 
 
 def check_model(plan: Plan, weights: str = "") -> None:
-    """The model's own directory or file, and the config.json of the weights, must describe the model of the plan.
+    """Check the model's directory or file, and the config.json of the weights, against the model of the plan.
 
-    What is not on this host is not looked at: the plan has all that the model needs. Raises StalePlanError naming the
-    fields that differ; ModelError or FormatError where a configuration cannot be read.
+    Files that are not on this host are skipped: the plan describes the model completely. Raises StalePlanError naming
+    the fields that differ, ModelError or FormatError if a configuration cannot be read.
     """
     path = Path(plan.model.name)
     if plan.model.name not in builtin_names() and (path.is_file() or (path / "config.json").is_file()):
@@ -64,7 +64,7 @@ def check_model(plan: Plan, weights: str = "") -> None:
 
 
 def captured_model(plan: Plan) -> Model:
-    """The plan's model, captured here and now. Raises StalePlanError if it is not the one that was planned for."""
+    """Capture the plan's model and return it. Raises StalePlanError if it is not the planned model."""
     from pipefit.model.capture.layers import capture_family
 
     model = capture_family(plan.model.family, plan.model.config)

@@ -1,8 +1,7 @@
 """One rank of `pipefit train`: from the plan file to final weights.
 
-The order is that of what can go wrong: everything that a user may have mistaken is looked at before a file is
-written. Rank 0 captures the model and hands the graphs to the others through the store; the first rank of every host
-prepares the corpus.
+User input is checked before any file is written. Rank 0 captures the model and sends the graphs to the other ranks
+through the store; the first rank of every host prepares the corpus.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from pipefit.run.worker.worker import StepResult, Worker
 
 
 class TrainingRun:
-    """A run on this rank, ready to step. Making one writes nothing."""
+    """A run on this rank, ready to step. The constructor writes no files."""
 
     def __init__(self, plan: Plan, config: TrainConfig, world: World) -> None:
         self.plan, self.config, self.world = plan, config, world
@@ -67,7 +66,7 @@ class TrainingRun:
             raise
 
     def _prepare_run(self, optimizer: OptimizerConfig) -> None:
-        """All that is made once there is something to feed, whose workers have started."""
+        """Build the worker and its state once the batch source, with its worker processes, is open."""
         plan, config, world = self.plan, self.config, self.world
         world.require_agreement("corpus", self.feeding.digest, corpus_mismatch)
         value = weights_value(plan, self.model, config.weights) if config.weights else None
@@ -79,13 +78,13 @@ class TrainingRun:
         self._pending: checkpoint.PendingSave | None = None
         self._fault = injected_fault()
         self.done = self._saved = self.start
-        "Steps that are done, and those of the last checkpoint."
+        "Completed steps, and completed steps at the last checkpoint."
         self.data_s = 0.0
-        "Time that preparing the data of the last step took."
+        "Seconds spent preparing the data of the last step."
 
     def train_steps(self, log: RunLog | None, directory: Path) -> None:
-        """All steps from where the run stands; evaluations, checkpoints and final weights as configured. Saves before
-        it raises that images are broken: all ranks know it, between two steps."""
+        """Run all remaining steps, with evaluations, checkpoints and final weights as configured. Before it raises that
+        images are broken it saves a checkpoint: all ranks know of it, between two steps."""
         try:
             self._train_loop(log, directory)
         except BrokenSinceError:
@@ -113,7 +112,7 @@ class TrainingRun:
             steps, data_s = steps + 1, data_s + self.data_s
             self.report_broken(done, log)
             if log is not None and (done % config.log_every == 0 or done == last):
-                # Reading waits for the device: a time taken earlier would be that of the launches alone.
+                # Reading waits for the device: a time taken earlier would measure only the launches.
                 loss, norm = result.read_values()
                 now = time.perf_counter()
                 log.log_step(
@@ -132,7 +131,7 @@ class TrainingRun:
         save_final(self.worker, directory / "weights", self.world, self.given)
 
     def finish_step(self, step: int, log: RunLog | None, directory: Path) -> bool:
-        """What stands between two steps: trace, evaluation, checkpoint. Whether there was any, which took time."""
+        """Run the trace, evaluation and checkpoint due after a step. Return True if any of them took time."""
         config, done = self.config, step + 1
         last = done == config.steps
         evaluates = last or bool(config.eval_every and done % config.eval_every == 0)
@@ -147,14 +146,14 @@ class TrainingRun:
         return self.worker.tracing or evaluates or saves
 
     def report_broken(self, step: int, log: RunLog | None) -> None:
-        """Images that any rank has found broken since this was last told."""
+        """Log images that any rank has found broken since the last report."""
         if isinstance(self.feeding, ImageBatchSource):
-            found = self.feeding.take_broken()
-            if found and log is not None:
-                log.log_broken(step, {each.image: each.reason for each in found}, len(self.feeding.excluded_samples))
+            broken = self.feeding.take_broken()
+            if broken and log is not None:
+                log.log_broken(step, {image.image: image.reason for image in broken}, len(self.feeding.excluded_samples))
 
     def report_pace(self, log: RunLog | None) -> None:
-        """In a lab: whether the real work of all ranks kept to the pace of the emulated devices."""
+        """In a lab: log if the real work of all ranks kept the pace of the emulated devices."""
         device = pace.emulated_device()
         if device is None:
             return
@@ -166,7 +165,7 @@ class TrainingRun:
             log.log_pace(*pace.judge_counts(everyone))
 
     def run_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """(loss, gradient norm, learning rate) of a step on its own batch; nothing waits for the device."""
+        """Return (loss, gradient norm, learning rate) of a step on its own batch; does not wait for the device."""
         if self._fault is not None:
             self._fault.raise_fault(self.world.rank, step)
         began = time.perf_counter()
@@ -176,7 +175,7 @@ class TrainingRun:
         return result.loss, result.grad_norm, result.lr
 
     def evaluate_loss(self, step: int, log: RunLog | None) -> float | None:
-        """The mean loss over the held-out rows (`eval_batches` at most); None where nothing is held out."""
+        """Return the mean loss over the held-out rows (at most `eval_batches`); None if no rows are held out."""
         began = time.perf_counter()
         worker, sums, divisors = self.worker, 0.0, Counter[str]()
         for index in range(min(self.feeding.evaluation_count, self.config.eval_batches)):
@@ -191,7 +190,7 @@ class TrainingRun:
         return loss
 
     def save_state(self, step: int, directory: Path) -> None:
-        """A checkpoint of everything that a resume needs."""
+        """Save a checkpoint of everything that a resume needs."""
         extra = {
             "step": step,
             "plan": self.plan.content_hash,
@@ -218,14 +217,14 @@ class TrainingRun:
         self._saved = step
 
     def wait_for_save(self) -> None:
-        """Until the save under way is complete, if there is one. Raises what it raised."""
+        """Wait until a save in progress is complete; raises its error."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
 
 def resume_run(worker: Worker, plan: Plan, config: TrainConfig, feeding: BatchSource, world: World) -> int:
-    """Load a checkpoint into the worker; the step to continue with. CheckpointError if it is of another run."""
+    """Load a checkpoint into the worker; return the next step. Raises CheckpointError if it is from another run."""
     folder = checkpoint.locate_checkpoint(Path(config.resume))
     manifest = checkpoint.read_manifest(folder)
     extra = manifest.extra
@@ -260,7 +259,8 @@ def resume_run(worker: Worker, plan: Plan, config: TrainConfig, feeding: BatchSo
 
 
 def shared_model(plan: Plan, world: World) -> Model:
-    """The captured model: rank 0 captures, everyone else reads its graphs. StalePlanError if it is not the plan's."""
+    """Return the captured model: rank 0 captures, other ranks read its graphs. StalePlanError if it is not the
+    plan's."""
 
     text = world.share_text("model", lambda: codec.dump_text(captured_model(plan)))
     return codec.load_text(Model, text, "the model of rank 0")
@@ -269,7 +269,7 @@ def shared_model(plan: Plan, world: World) -> Model:
 def shared_batch_source(
     plan: Plan, model: Model, found: UserModel | None, config: TrainConfig, world: World
 ) -> BatchSource:
-    """What this rank feeds its worker: a user's data set, or text, prepared by the first rank of every host."""
+    """Return this rank's batch source: images, a user's data set, or text prepared by the first rank of every host."""
     device = plan.used_devices[world.rank]
     if is_multimodal(model):
         return open_images(
@@ -282,7 +282,7 @@ def shared_batch_source(
 
 
 def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
-    """The corpus: prepared by the first rank of every host, opened by all."""
+    """Return the corpus: prepared by the first rank of every host, opened by all."""
     vocabulary = plan.model.config.get("vocab_size")
     request = CorpusRequest(sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary, field=config.field)
     world.run_once_per_host(lambda: prepare_corpus(request))
@@ -293,7 +293,7 @@ def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
 
 
 def corpus_mismatch(ranks: list[int], seen: str) -> RunError:
-    """The message for ranks whose text or tokenizer is not rank 0's."""
+    """Return the error for ranks whose text or tokenizer is not rank 0's."""
     return RunError(
         f"These ranks read another corpus than rank 0: {name_ranks(ranks)}.",
         where="--data and --tokenizer",
@@ -304,7 +304,7 @@ def corpus_mismatch(ranks: list[int], seen: str) -> RunError:
 
 
 def checkpoint_mismatch(ranks: list[int], seen: str) -> RunError:
-    """The message for ranks that would continue from another checkpoint than rank 0's."""
+    """Return the error for ranks that would resume from another checkpoint than rank 0's."""
     return RunError(
         f"These ranks found another checkpoint than rank 0: {name_ranks(ranks)}.",
         where="--resume",
@@ -314,8 +314,8 @@ def checkpoint_mismatch(ranks: list[int], seen: str) -> RunError:
 
 
 def weights_value(plan: Plan, model: Model, weights: str) -> Value:
-    """Parameters from a directory of safetensors in Hugging Face names, or from those of modules (`vision=DIR`).
-    ModelError where they do not fit the model."""
+    """Return parameters from a directory of safetensors in Hugging Face names, or from one per module (`vision=DIR`).
+    Raises ModelError if they do not fit the model."""
     from pipefit.model.weights.files import WeightFiles
     from pipefit.model.weights.modules import is_parts_text, module_weights, split_parts
 
@@ -327,7 +327,8 @@ def weights_value(plan: Plan, model: Model, weights: str) -> Value:
 
 
 def model_flops(model: Model, plan: Plan, rows: RowSplit) -> float:
-    """Model FLOPs of one step, forward and backward, without recomputation; of images in an average step."""
+    """Return the model FLOPs of one step, forward and backward, without recomputation; for images those of an average
+    step."""
     from pipefit.model.analysis.totals import graph_flops
 
     packed = mean_sizes(rows, plan.job.batch) if isinstance(rows, SampleRows) else {}
@@ -345,18 +346,18 @@ def model_flops(model: Model, plan: Plan, rows: RowSplit) -> float:
 
 
 def save_final(worker: Worker, directory: Path, world: World, found: UserModel | None = None) -> None:
-    """The parameters as safetensors, written by rank 0 while the others send it what they hold: under Hugging Face's
-    names, or under those of the user's module, with all that its state dict has beside them."""
+    """Save the parameters as safetensors; rank 0 writes the pieces that the other ranks send. Names are Hugging Face's,
+    or those of the user's module, together with all untrained tensors of its state dict."""
     from pipefit.model.weights.files import save_weights
     from pipefit.run.checkpoint.gather import gather_full
 
-    whole = gather_full(model_pieces(worker, saving=True), group=world.cpu_group)
+    tensors = gather_full(model_pieces(worker, saving=True), group=world.cpu_group)
 
     def gather_parameters() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in whole:
+        for name, tensor in tensors:
             assert tensor is not None
-            for one in exported_names(name.removeprefix(MODEL), found):
-                yield one, tensor
+            for exported_name in exported_names(name.removeprefix(MODEL), found):
+                yield exported_name, tensor
         yield from found.untrained.items() if found is not None else ()
 
     if world.rank == 0:
@@ -364,39 +365,39 @@ def save_final(worker: Worker, directory: Path, world: World, found: UserModel |
             save_weights(directory, gather_parameters(), worker.plan.model.family, worker.plan.model.config)
             keep_token_ids(worker.plan.model.name, directory / "config.json")
     else:
-        for _ in whole:
+        for _ in tensors:
             pass
 
 
 def exported_names(name: str, found: UserModel | None) -> list[str]:
-    """A parameter's names in the state dict of a user's module; its own for any other model."""
-    return [name, *(other for other, known in found.aliases.items() if known == name)] if found is not None else [name]
+    """Return a parameter's names in the state dict of a user's module; only its own for any other model."""
+    return [name, *(alias for alias, known in found.aliases.items() if known == name)] if found is not None else [name]
 
 
 def keep_token_ids(source: str, config: Path) -> None:
-    """Carry `bos_token_id` and its like over from the model's own config.json, where that is on this host."""
-    place = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-    if not (config.is_file() and place.is_file() and place.suffix == ".json"):
+    """Copy `bos_token_id` and similar fields from the model's own config.json, if that is on this host."""
+    source_config = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    if not (config.is_file() and source_config.is_file() and source_config.suffix == ".json"):
         return
-    written, known = (json.loads(path.read_text(encoding="utf-8")) for path in (config, place))
+    written, known = (json.loads(path.read_text(encoding="utf-8")) for path in (config, source_config))
     ids = {name: value for name, value in known.items() if name.endswith("_token_id") and name not in written}
     if ids:
         config.write_text(json.dumps({**written, **ids}, indent=2) + "\n", encoding="utf-8")
 
 
 def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: float) -> None:
-    """The measured times of one step's actions on every rank, as docs/report.md describes the file."""
+    """Write the measured times of one step's actions on every rank, in the format of docs/report.md."""
     columns = zip(worker.trace, worker.trace_waits_s, strict=True)
-    own = {
+    rank_record = {
         "rank": world.rank,
         "data_s": data_s,
         "memory_bytes": device_memory(world.device, world.local_size)[0],
         "spans": [[str(span.action), span.start_s, span.stop_s, wait_s] for span, wait_s in columns],
     }
-    everyone: list[Any] = [own]
+    everyone: list[Any] = [rank_record]
     if world.size > 1:
         everyone = [None] * world.size
-        dist.all_gather_object(everyone, own, group=world.cpu_group)
+        dist.all_gather_object(everyone, rank_record, group=world.cpu_group)
     if world.rank == 0:
         document = {
             "format": "pipefit-trace",
@@ -410,7 +411,7 @@ def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: flo
 
 
 def train_rank(plan: Plan, config: TrainConfig, world: World) -> None:
-    """Everything that one rank does."""
+    """Run one rank's training from start to end."""
     world.share_text("folder", lambda: str(check_run_dir(config)))
     run = TrainingRun(plan, config, world)
     directory, log = Path(config.run_dir), None

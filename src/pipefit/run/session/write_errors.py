@@ -1,4 +1,4 @@
-"""Files that a run writes beside its checkpoints: what goes wrong with the disk is told, not traced."""
+"""Error handling for files that a run writes besides its checkpoints: a disk error gives a message, not a traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipefit.errors import RunError
 
 @contextmanager
 def write_errors(what: str, where: Path) -> Iterator[None]:
-    """RunError naming `what` ("trace") for an OSError, or safetensors' own error, within the block."""
+    """Raise RunError naming `what` ("trace") for an OSError, or safetensors' own error, within the block."""
     from safetensors import SafetensorError
 
     try:

@@ -1,4 +1,4 @@
-"""From an operator graph to one Python function: the steps called in order on local variables.
+"""Translation of an operator graph to one Python function: the steps called in order on local variables.
 
 The text of the function is written once per layer and compiled by Python itself: no dictionary lookups, no loop over
 operators, every value dropped after its last use. `source` of the result is that text, for a person to read:
@@ -9,7 +9,7 @@ operators, every value dropped after its last use. `source` of the result is tha
         q = op1(record, n, p1, None)
         ...
 
-Under selective recomputation, and where regions are compiled, pointwise operators stand in functions of their own.
+Under selective recomputation, and if regions are compiled, each pointwise region is a separate function.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pipefit.run.ops import OperatorContext, OperatorStep, build_step
 
 @dataclass(frozen=True, slots=True)
 class LayerFunction:
-    """One layer, ready to run: `call(record, x)` where x is the hidden state, or None for a layer without one."""
+    """One layer, ready to run: `call(record, x)` with x the hidden state, or None for a layer without one."""
 
     call: Callable[..., Any]
     source: str
     extra_inputs: tuple[str, ...]
-    "Activations beside the hidden state, read from `record.extras`."
+    "Activations besides the hidden state, read from `record.extras`."
     extra_outputs: tuple[str, ...]
-    "Outputs beside the first, written to `record.extras`."
+    "Outputs after the first, written to `record.extras`."
     returns_loss: bool
 
 
@@ -48,7 +48,8 @@ def compile_layer(
     recompute: Any = "none",
     backend: str | None = None,
 ) -> LayerFunction:
-    """The function of one layer. `contexts` has one entry per operator; `backend` compiles the pointwise regions."""
+    """Return the function of one layer. `contexts` has one entry per operator; `backend` compiles the pointwise
+    regions."""
     again = effective_recompute(graph, recompute) == "selective"
     members: Sequence[int] = ()
     if backend is not None:
@@ -57,16 +58,16 @@ def compile_layer(
         members = kept_values(graph, "selective", contexts[0].dtype.itemsize).again
     items = arrange_regions(graph, members) if members else list(range(len(graph.operators)))
     writer = LayerWriter(graph, parameters, contexts, items)
-    for place, item in enumerate(items):
+    for position, item in enumerate(items):
         if isinstance(item, OperatorRegion):
-            writer.write_region(place, item, again, backend)
+            writer.write_region(position, item, again, backend)
         else:
-            writer.write_operator(place, item)
+            writer.write_operator(position, item)
     return writer.finish_layer()
 
 
 class LayerWriter:
-    """Collects the lines of a layer's function and the objects that they name."""
+    """Collects the lines of a layer's function and the objects that it refers to."""
 
     def __init__(
         self,
@@ -82,22 +83,22 @@ class LayerWriter:
         self.locals: dict[str, str] = {}
         self.lines: list[str] = []
         self.recipes: dict[str, tuple[str, int]] = {}
-        "Value -> (local name of its recipe, index among the region's results)."
+        "Value -> (local name of its recompute region, index among the region's results)."
         self.parameters = {spec.name: self.bind_object("p", parameters[spec.name]) for spec in graph.parameters}
         self.last_use = dict.fromkeys(graph.outputs, len(items))
-        for place, item in enumerate(items):
+        for position, item in enumerate(items):
             for name in self.item_inputs(item):
-                self.last_use[name] = max(place, self.last_use.get(name, 0))
+                self.last_use[name] = max(position, self.last_use.get(name, 0))
         self.hidden = self.read_inputs()
 
     def bind_object(self, prefix: str, value: Any) -> str:
-        """A fresh name for an object that the function refers to."""
+        """Return a new name bound to an object of the function."""
         name = f"{prefix}{len(self.bound)}"
         self.bound[name] = value
         return name
 
     def local_name(self, tensor: str) -> str:
-        """The local variable of a value; a Python identifier whatever the graph calls it."""
+        """Return the local variable of a value, a valid Python identifier for any graph name."""
         if tensor not in self.locals:
             clean = "".join(c if c.isalnum() else "_" for c in tensor)
             self.locals[tensor] = f"v{len(self.locals)}_{clean}"
@@ -112,7 +113,7 @@ class LayerWriter:
         return item.inputs if isinstance(item, OperatorRegion) else self.graph.operators[item].inputs
 
     def read_inputs(self) -> str:
-        """Write the lines that fetch the inputs; the local name of the hidden state, or `unused`."""
+        """Write the lines that fetch the inputs; return the local name of the hidden state, or `unused`."""
         hidden = "unused"
         for tensor in self.graph.inputs:
             name = self.local_name(tensor.name)
@@ -127,7 +128,7 @@ class LayerWriter:
         return hidden
 
     def write_operator(self, place: int, index: int, last: bool = True) -> None:
-        """One operator, called directly; `last` of its item, so that dead values may go."""
+        """Write the direct call of one operator. `last` of its item: dead values may be dropped."""
         operator = self.graph.operators[index]
         step = build_step(operator, self.contexts[index])
         arguments = ["record"] if step.wants_record else []
@@ -146,7 +147,7 @@ class LayerWriter:
             self.write_drops(place, (*self.item_inputs(self.items[place]), *operator.outputs))
 
     def write_region(self, place: int, region: OperatorRegion, again: bool, backend: str | None) -> None:
-        """A region: a function of its own, over values, parameters and prepared values, that returns a tuple."""
+        """Write a region: a function of its own, over values, parameters and prepared values, that returns a tuple."""
         views = all(KINDS[self.graph.operators[i].kind].view for i in region.operators)
         if views and not any(name in self.recipes for name in region.inputs):
             for index in region.operators:
@@ -169,15 +170,15 @@ class LayerWriter:
             recipe = f"h{place}"
             sources = {i: self.recipes[n] for i, n in enumerate(names) if n in self.recipes}
             text = "{" + ", ".join(f"{i}: ({handle}, {index})" for i, (handle, index) in sources.items()) + "}"
-            given = "".join(f"{one}, " for one in actual)
-            self.lines.append(f"{recipe}, ({targets}) = run_region({bound}, ({given}), {text})")
+            call_inputs = "".join(f"{expression}, " for expression in actual)
+            self.lines.append(f"{recipe}, ({targets}) = run_region({bound}, ({call_inputs}), {text})")
             self.recipes |= {name: (recipe, index) for index, name in enumerate(region.outputs)}
         else:
             self.lines.append(f"{targets}= {bound}({', '.join(actual)})")
         self.write_drops(place, (*region.inputs, *region.outputs))
 
     def region_body(self, region: OperatorRegion) -> tuple[list[tuple[int, OperatorStep, int | None]], list[Any]]:
-        """([(operator, step, index of its prepared values or None)], the prepare functions)."""
+        """Return ([(operator, step, index of its prepared values or None)], the prepare functions)."""
         body: list[tuple[int, OperatorStep, int | None]] = []
         prepared: list[Any] = []
         for index in region.operators:
@@ -189,7 +190,7 @@ class LayerWriter:
         return body, prepared
 
     def write_drops(self, place: int, names: Sequence[str]) -> None:
-        """`del` the values whose last use this was."""
+        """Write `del` for the values that have no later use."""
         dead = [n for n in dict.fromkeys(names) if n and n not in self.parameters and self.last_use.get(n, -1) <= place]
         if dead:
             self.lines.append(f"del {', '.join(map(self.local_name, dead))}")
@@ -217,7 +218,7 @@ def region_source(
     formal: Sequence[str],
     traced: bool,
 ) -> tuple[str, dict[str, Any]]:
-    """The text of a region's function, and the objects that it names. `traced`: for a compiler."""
+    """Return the text of a region's function, and the objects that it refers to. `traced`: for a compiler."""
     objects: dict[str, Any] = {}
     lines = []
     for index, step, prepared in body:
@@ -240,10 +241,10 @@ _COMPILED: dict[tuple[str, tuple[int, ...], str, str], Callable[..., Any]] = {}
 def compiled_region(
     graph: Graph, region: OperatorRegion, source: str, objects: Mapping[str, Any], backend: str | None, place: str
 ) -> Callable[..., Any]:
-    """The region's function, through torch.compile where a backend is given and there is something to fuse.
+    """Return the region's function, through torch.compile if there is a backend and something to fuse.
 
-    Equal regions of equal graphs share one compiled function: what differs between layers (parameters, keys of
-    dropout) comes in as arguments.
+    Equal regions of equal graphs share one compiled function: the parts that differ between layers (parameters, keys of
+    dropout) are arguments.
     """
     function = make_function("region", source, objects)
     if backend is None or all(KINDS[graph.operators[i].kind].view for i in region.operators):
@@ -259,7 +260,7 @@ def function_source(name: str, arguments: Sequence[str], body: Sequence[str]) ->
 
 
 def make_function(name: str, source: str, objects: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function that `source` defines, with `objects` as local constants of an enclosing function."""
+    """Return the function defined by `source`, with `objects` as local constants of an enclosing function."""
     inner = "".join(f"    {line}\n" for line in source.splitlines())
     scope: dict[str, Any] = {}
     exec(compile(f"def make({', '.join(objects)}):\n{inner}    return {name}\n", f"<pipefit {name}>", "exec"), scope)

@@ -1,8 +1,8 @@
-"""Initial values of parameters: a function of (seed, global name) alone, whatever the layout.
+"""Initial values of parameters: a function of (seed, global name) alone, independent of the layout.
 
-A tensor is drawn in blocks of rows, each from a generator seeded by (seed, name, block), so a rank draws only the
-blocks that it holds. What a parameter is for is read off the graphs: scales of norms start at one, biases at zero,
-everything else is normal with the family's `initializer_range` (GPT-2 paper and Hugging Face configurations: 0.02).
+A tensor is drawn in blocks of rows, each from a generator seeded by (seed, name, block), so a rank draws only its own
+blocks. The graphs determine a parameter's role: scales of norms start at one, biases at zero, everything else is normal
+with the family's `initializer_range` (GPT-2 paper and Hugging Face configurations: 0.02).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Value = Callable[[str, Sequence[int], Box], Tensor]
 """(global name, global shape, box) -> that part of the parameter, any float type."""
 
 _BLOCK = 1 << 20
-"""Elements drawn from one generator, about: rows are never divided."""
+"""Approximate number of elements drawn from one generator: rows are never divided."""
 
 _ROLES: Mapping[str, Sequence[Kind]] = {
     "rms_norm": ("normal", "ones"),
@@ -37,31 +37,31 @@ _ROLES: Mapping[str, Sequence[Kind]] = {
 
 
 def initial_values(plan: Plan, model: Model) -> Value:
-    """Values from the plan's seed: a user's layers start as they start themselves, a family's by
-    `initial_values.py`."""
+    """Return values from the plan's seed: the initial values of a user's modules, or those of `initial_value` for a
+    family."""
     kinds = parameter_kinds(model)
-    own = _own_values(plan, model) if model.family == USER else {}
+    user_values = _own_values(plan, model) if model.family == USER else {}
 
     def value_of(name: str, shape: Sequence[int], box: Box) -> Tensor:
-        if name in own:
-            return own[name][tuple(slice(start, stop) for start, stop in box)]
+        if name in user_values:
+            return user_values[name][tuple(slice(start, stop) for start, stop in box)]
         return initial_value(name, shape, kinds[name], parameter_deviation(model, name), plan.job.seed, box)
 
     return value_of
 
 
 def parameter_deviation(model: Model, name: str) -> float:
-    """The standard deviation of a parameter's first value: its module's, where each has a configuration."""
+    """Return the standard deviation of a parameter's initial value: its module's, if modules have configurations."""
     part = model.config.get(name.split(".", 1)[0])
     fields = part if isinstance(part, Mapping) else model.config
     return float(fields.get("initializer_range", 0.02))
 
 
 def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
-    """What the user's modules hold after they were made under the plan's seed: the same on every rank."""
-    whole = whole_example(str(model.config.get("source", "")), plan.job.seed)
-    if whole is not None:
-        return {name: parameter.detach() for name, parameter in whole.module.named_parameters()}
+    """Return the parameters of the user's modules, created under the plan's seed: the same on every rank."""
+    example = whole_example(str(model.config.get("source", "")), plan.job.seed)
+    if example is not None:
+        return {name: parameter.detach() for name, parameter in example.module.named_parameters()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.job.seed)
         layers = build_layers(model.family, model.config, device="cpu")
@@ -73,7 +73,7 @@ def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
 
 
 def parameter_kinds(model: Model) -> dict[str, Kind]:
-    """Global name -> how the parameter starts, from the operators that read it."""
+    """Return global name -> kind of initial value, from the operators that read it."""
     kinds: dict[str, Kind] = {}
     for layer in model.layers:
         graph = model.layer_graph(layer)
@@ -81,15 +81,15 @@ def parameter_kinds(model: Model) -> dict[str, Kind]:
         for name in local.values():
             kinds.setdefault(name, "normal")
         for operator in graph.operators:
-            for place, value in enumerate(operator.inputs):
+            for position, value in enumerate(operator.inputs):
                 roles = _ROLES.get(operator.kind, ())
-                if value in local and place < len(roles) and roles[place] != "normal":
-                    kinds[local[value]] = roles[place]
+                if value in local and position < len(roles) and roles[position] != "normal":
+                    kinds[local[value]] = roles[position]
     return kinds
 
 
 def initial_value(name: str, shape: Sequence[int], kind: Kind, std: float, seed: int, box: Box) -> Tensor:
-    """The part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
+    """Return the part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
     sizes = [stop - start for start, stop in box]
     if kind != "normal":
         return torch.full(sizes, 1.0 if kind == "ones" else 0.0)

@@ -1,11 +1,10 @@
-"""Counts the bytes that are really alive, without asking the code that allocated them.
+"""Independent measurement of live bytes, without asking the code that allocated them.
 
-`StorageAudit`: a dispatch mode sees every tensor that PyTorch makes while it is active and keeps a weak reference to
-its storage. So what a forward keeps for its backward can be compared with what the planner says it keeps
-(`model.ops.saved_bytes`).
+`StorageAudit`: a dispatch mode that sees every tensor PyTorch makes while it is active and keeps a weak reference to
+its storage. It compares the tensors that a forward saves with the planner's count (`model.ops.saved_bytes`).
 
-`AllocationAudit`: PyTorch's profiler records every allocation and release of the CPU allocator, also those inside of
-operators. So the peak of a whole step can be compared with the simulator's.
+`AllocationAudit`: PyTorch's profiler records every allocation and release of the CPU allocator, including those inside
+of operators. It compares the peak of a whole step with the simulator's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageAudit(TorchDispatchMode):
-    """`with StorageAudit() as audit: ...`, then `audit.live_bytes()` at any time, also after leaving."""
+    """`with StorageAudit() as audit: ...`, then `audit.live_bytes()` at any time, also after the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,17 +38,17 @@ class StorageAudit(TorchDispatchMode):
         return result
 
     def live_bytes(self) -> int:
-        """Bytes of the storages first seen here that something still refers to; each storage once."""
+        """Return the bytes of storages first seen here that are still alive; each storage counts once."""
         return sum(self.live_sizes())
 
     def live_sizes(self) -> list[int]:
-        """The same, storage by storage, largest first."""
+        """Return the bytes of each live storage, largest first."""
         return sorted((size for reference, size in self._known.values() if not reference.expired()), reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes allocated since the audit began and not yet released, around one named stretch of work."""
+    """Bytes allocated since the audit began and not yet released, around one named phase."""
 
     name: str
     peak_bytes: int
@@ -57,10 +56,10 @@ class MemoryUsage:
 
 
 class AllocationAudit:
-    """`with AllocationAudit() as audit: ...`, then what was alive. Of this process and its CPU memory only.
+    """`with AllocationAudit() as audit: ...`, then the peak and remaining bytes of this process's CPU memory.
 
-    Memory that was there before does not count, nor does its release. `mark_phase(name, call)` gives a function that
-    runs `call` as a stretch of that name; `usage` has one entry for each time it ran.
+    Memory allocated before the audit does not count, nor does its release. `mark_phase(name, call)` returns a function
+    that runs `call` as a phase of that name; `usage` has one entry for each run.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ class AllocationAudit:
 
     @staticmethod
     def mark_phase(name: str, call: Callable[[], None]) -> Callable[[], None]:
-        """`call` as a stretch of work with a name."""
+        """Return `call` wrapped as a named phase."""
 
         def run_marked() -> None:
             with record_function(_PREFIX + name):
@@ -93,20 +92,20 @@ class AllocationAudit:
             for e in events
             if e.name().startswith(_PREFIX)
         )
-        level = place = 0
+        level = cursor = 0
         for start, stop, name in marks:
-            while place < len(memory) and memory[place][0] < start:
-                level += memory[place][1]
+            while cursor < len(memory) and memory[cursor][0] < start:
+                level += memory[cursor][1]
                 self.peak_bytes = max(self.peak_bytes, level)
-                place += 1
+                cursor += 1
             peak = level
-            while place < len(memory) and memory[place][0] <= stop:
-                level += memory[place][1]
+            while cursor < len(memory) and memory[cursor][0] <= stop:
+                level += memory[cursor][1]
                 peak = max(peak, level)
-                place += 1
+                cursor += 1
             self.peak_bytes = max(self.peak_bytes, peak)
             self.usage.append(MemoryUsage(name, peak, level))
-        for _, size in memory[place:]:
+        for _, size in memory[cursor:]:
             level += size
             self.peak_bytes = max(self.peak_bytes, level)
         self.after_bytes = level
@@ -116,20 +115,20 @@ _PREFIX = "pipefit: "
 
 
 def _own_changes(roots: Iterable[Any]) -> list[tuple[int, int]]:
-    """(when in ns, bytes) of every allocation and of the releases of those, in order of time.
+    """Return (time in ns, bytes) of every allocation and of its release, ordered by time.
 
-    The allocator remembers addresses of an earlier audit that were released after it, and reports the release of
-    whatever got such an address since: a release is counted only where its allocation was.
+    The allocator remembers addresses of an earlier audit that were released after it, and reports the release of any
+    later block at such an address. A release therefore counts only if its allocation was recorded.
     """
-    events, found = list(roots), []
+    events, allocations = list(roots), []
     while events:
         event = events.pop()
         events += event.children
         if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            allocations.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
     alive: dict[int, int] = {}
     changes = []
-    for time_ns, address, size in sorted(found, key=lambda change: change[0]):
+    for time_ns, address, size in sorted(allocations, key=lambda change: change[0]):
         if size > 0:
             alive[address] = size
             changes.append((time_ns, size))

@@ -1,7 +1,7 @@
-"""The parameters of a stage and the buffers that their gradients go to.
+"""The parameters of a stage and their gradient buffers.
 
 Linear layers and embeddings add into `parameter.main_grad` themselves. All other gradients come from autograd's own
-accumulation: into the buffer itself where the dtypes agree, else through a hook that adds and drops them.
+accumulation: into the buffer itself if the dtypes agree, else through a hook that adds and drops them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def make_parameters(layers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
-    """One parameter per global name, zero until weights are loaded; two layers naming one global name share it.
+    """Return one parameter per global name, zero until weights are loaded; layers with the same global name share it.
 
     A tied parameter is trainable if one of its uses is.
     """
@@ -32,7 +32,7 @@ def make_parameters(layers: Sequence[Any], device: torch.device, dtype: torch.dt
 
 
 def bind_buffer(parameter: Any, buffer: torch.Tensor) -> None:
-    """Send every gradient of `parameter` into `buffer`, adding."""
+    """Add every gradient of `parameter` into `buffer`."""
     parameter.main_grad = buffer
     if buffer.dtype == parameter.dtype:
         parameter.grad = buffer
@@ -41,6 +41,6 @@ def bind_buffer(parameter: Any, buffer: torch.Tensor) -> None:
 
 
 def _move_gradient(parameter: Any) -> None:
-    if parameter.grad is not None:  # autograd also calls this where an operator returned no gradient
+    if parameter.grad is not None:  # autograd also calls this if an operator returned no gradient
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None

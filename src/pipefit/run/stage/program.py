@@ -1,9 +1,9 @@
 """One stage on one device: parameters, forward, fused backward, and the backward split into I and W.
 
-The layers of a stage are operator graphs (already sharded: local shapes, collectives as operators). Autograd runs
-them; three things are ours: linear layers leave their weight gradients for W, attention reaches earlier slices, and
-recomputation saves less. Every gradient is added into a buffer that the worker bound (`bind_gradients`); nothing here
-allocates gradients, communicates between stages, or waits for the device.
+The layers of a stage are operator graphs (already sharded: local shapes, collectives as operators). Autograd runs them,
+with three changes: linear layers defer their weight gradients to W, attention reads earlier slices, and recomputation
+saves less. Every gradient is added into a buffer bound by the worker (`bind_gradients`). This file does not allocate
+gradients, communicate between stages, or wait for the device.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class StageLayer:
     graph: Graph
     parameters: Mapping[str, str]
     shares: tuple[int, ...] = ()
-    "Everyone's along the shard axis, where they are the layer's own; empty: those of the stage."
+    "Shares of all devices along the shard axis, if the layer has its own; empty: those of the stage."
 
 
 class StageProgram:
     """The executable form of consecutive layers on one device.
 
-    Hidden states are (B, T, D) under the key ''; the last stage of a module that has one returns `loss`, a scalar in
-    float32 or wider, the sum over its labels, alone or beside the hidden state for another module. A record of every
+    Hidden states are (B, T, D) under the key ''. The last stage of a module with a loss returns `loss`, a scalar in
+    float32 or wider, the sum over its labels, alone or with the hidden state for another module. The record of every
     forward is kept until its B or W, under (microbatch, slice).
     """
 
@@ -65,11 +65,11 @@ class StageProgram:
         input_gradient: bool = True,
         side_loss: str = "",
     ) -> None:
-        """`dtype` is that of computing; `slices` is how many slices a microbatch comes in; `first_layer_index` is
-        the place of the first layer in the model; `modules` are the user's own, for opaque operators; `backend`
-        compiles pointwise regions (a name that torch.compile knows, None for eager; auto: inductor on CUDA).
-        Without `backward` nothing is kept of a forward: the stage and all before it are frozen; without
-        `input_gradient` all before it are. `side_loss`: the last layer's name for a loss beside the hidden state."""
+        """`dtype` is the computing type; `slices` is the number of slices per microbatch; `first_layer_index` is the
+        index of the first layer in the model; `modules` are the user's own, for opaque operators; `backend` compiles
+        pointwise regions (a torch.compile backend, None for eager; auto: inductor on CUDA). Without `backward` a
+        forward saves nothing: the stage and all stages before it are frozen. Without `input_gradient` all stages before
+        it are. `side_loss` is the last layer's name for a loss besides the hidden state."""
         self.layers = tuple(layers)
         self.recompute = recompute
         self.device = torch.device(device)
@@ -78,16 +78,16 @@ class StageProgram:
         self.slices = slices
         self.backend = ("inductor" if self.device.type == "cuda" else None) if backend == "auto" else backend
         self.on_layer_gradients: Callable[[int], None] | None = None
-        "Called with the layer's place in this stage when its gradients of the running B or W are complete."
+        "Called with the layer's index in this stage when its gradients of the running B or W are complete."
         self.parameters = make_parameters(self.layers, self.device, dtype)
         self.functions = [
-            self._compile_layer(place, layer, seed, first_layer_index + place, modules)
-            for place, layer in enumerate(layers)
+            self._compile_layer(index, layer, seed, first_layer_index + index, modules)
+            for index, layer in enumerate(layers)
         ]
         self.keeps = backward
-        trains = [any(one.trainable for one in layer.graph.parameters) for layer in self.layers]
+        trains = [any(spec.trainable for spec in layer.graph.parameters) for layer in self.layers]
         self.frozen = 0 if input_gradient or True not in trains else trains.index(True)
-        "Layers at the beginning that have no backward."
+        "Number of leading layers without a backward."
         self.input_gradient = input_gradient
         self.stretches: list[AutogradSegment] = split_segments(self.layers, self.functions, recompute, self.frozen)
         self.side_loss = side_loss
@@ -122,8 +122,8 @@ class StageProgram:
         return compile_layer(layer.graph, local, contexts, self.recompute, self.backend)
 
     def bind_gradients(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """From now on every backward adds into these buffers, by global name: shapes of the parameters, contiguous,
-        in the computing dtype or in float32. Zeroing them is the caller's business."""
+        """Bind the gradient buffers of all later backwards, by global name: shapes of the parameters, contiguous, in
+        the computing dtype or in float32. The caller zeroes them."""
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 buffer = buffers[name]
@@ -132,8 +132,8 @@ class StageProgram:
         self._bound = True
 
     def begin_step(self, step: int, divisor: int, weight: float = 1.0) -> None:
-        """Start an iteration: `divisor` is the number of labels that count in the whole step, `weight` that of this
-        stage's loss among those of several modules."""
+        """Start an iteration. `divisor` is the number of counted labels of the whole step, `weight` is the weight of
+        this stage's loss among those of several modules."""
         assert not self._records, f"microbatches without their backward: {sorted(self._records)}"
         self.step, self.divisor = step, divisor
         first = self.shard is None or self.shard.position == 0
@@ -141,7 +141,7 @@ class StageProgram:
         self._seed_gradient = torch.full((), weight / divisor if first else 0.0, dtype=wide, device=self.device)
 
     def forward(self, microbatch: int, slice_: int, inputs: Tensors, feed: StageInputs) -> Tensors:
-        """Run the stage on one slice; returns its outputs, detached. Slices of a microbatch come in order."""
+        """Run the stage on one slice; return its outputs, detached. Slices of a microbatch come in order."""
         assert slice_ < self.slices, f"slice {slice_} of a stage made for {self.slices}"
         record = self._new_record(microbatch, slice_, inputs, feed, train=True)
         if not self.keeps:
@@ -158,7 +158,7 @@ class StageProgram:
         return self._stage_outputs(record, x)
 
     def backward(self, microbatch: int, slice_: int, gradients: Tensors) -> Tensors:
-        """B: gradients of the outputs to gradients of the inputs; weight gradients are accumulated on the way."""
+        """B: return the input gradients for output `gradients`, and accumulate weight gradients."""
         record = self._records.pop((microbatch, slice_))
         return self._run_back(record, gradients, self.on_layer_gradients)
 
@@ -169,22 +169,22 @@ class StageProgram:
         return self._run_back(record, gradients, None)
 
     def backward_weight(self, microbatch: int, slice_: int) -> None:
-        """W: the waiting weight gradients, last layer first; each lets go of its tensors at once."""
+        """W: compute the deferred weight gradients, last layer first, releasing each one's tensors at once."""
         record = self._records.pop((microbatch, slice_))
         record.finish_weights(len(self.layers), self.on_layer_gradients)
 
     def abandon_microbatches(self) -> None:
-        """Forget microbatches without their backward, and let go of what they kept."""
+        """Drop microbatches that had no backward, and release their saved tensors."""
         self._records.clear()
         self._past.clear()
 
     @torch.no_grad()
     def evaluate_slice(self, microbatch: int, slice_: int, inputs: Tensors, feed: StageInputs) -> Tensors:
-        """Forward only, dropout off. Slices of a microbatch come in order, as in training."""
+        """Run forward only, dropout off. Slices of a microbatch come in order, as in training."""
         return self._run_layers(self._new_record(microbatch, slice_, inputs, feed, train=False), inputs)
 
     def _run_layers(self, record: SavedForward, inputs: Tensors) -> Tensors:
-        """The layers one after the other. Nothing is kept but what later slices read, and that until the last one."""
+        """Run the layers in order. Only keys and values for later slices are kept, until the last slice."""
         if self.slices > 1:
             record.past = self._past.setdefault(record.microbatch, {})
             if record.slice == self.slices - 1:

@@ -1,9 +1,9 @@
-"""Recomputation of whole layers, and the stretches of layers that autograd sees as one piece.
+"""Full recomputation of layers, and the segments of layers that form one autograd graph.
 
-A stage without full recomputation is one stretch: one autograd graph from its input to its output. Under full
-recomputation every layer that does real work (two matrix products or more: transformer blocks, not the embedding,
-the head or the loss) is a stretch of its own that keeps its input only and runs again before its backward (reference:
-Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost").
+A stage without full recomputation is one segment: one autograd graph from its input to its output. Under full
+recomputation every layer with two matrix products or more (transformer blocks, not the embedding, the head or the loss)
+is a segment of its own that saves only its input and runs again before its backward (Chen et al., 2016, "Training Deep
+Nets with Sublinear Memory Cost").
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ Done = Callable[[int], None] | None
 
 
 class AutogradSegment:
-    """Consecutive layers between two cuts of the autograd graph. `first` is the place of the first in the stage."""
+    """Consecutive layers between two cuts of the autograd graph. `first` is the index of the first layer in the
+    stage."""
 
     def __init__(self, first: int, functions: Sequence[LayerFunction], again: bool) -> None:
         self.first = first
         self.calls = [function.call for function in functions]
         self.again = again
         self.trained = True
-        "Whether a gradient flows back through it."
+        "True if a gradient flows back through it."
         produced = [name for function in functions for name in function.extra_outputs]
         used = [name for function in functions for name in function.extra_inputs]
         self.produced = tuple(produced)
         self.consumed = tuple(dict.fromkeys(name for name in used if name not in produced))
 
     def forward(self, record: SavedForward, x: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
-        """Run the layers on the hidden state (or None); keep in the record what the backward needs. `wanted`: whether
-        somebody before asks for the gradient of the hidden state."""
+        """Run the layers on the hidden state (or None); save in the record the tensors for the backward. `wanted` is
+        True if earlier layers need the gradient of the hidden state."""
         leaf = None if x is None else x.detach().requires_grad_(wanted)
         extras = {name: record.extras[name].detach().requires_grad_() for name in self.consumed}
         if self.again:
@@ -53,14 +54,15 @@ class AutogradSegment:
     def backward(
         self, record: SavedForward, dy: torch.Tensor | None, extra: dict[str, torch.Tensor], done: Done
     ) -> torch.Tensor | None:
-        """The gradient of the hidden state that came in, from that of the one that went out.
+        """Return the gradient of the incoming hidden state, from that of the outgoing one.
 
-        `extra` holds gradients of the other activations: those made here are taken out, those used here added to.
+        `extra` holds gradients of the other activations: those produced here are removed, those consumed here are added
+        to.
         """
         piece = record.pieces.pop()
         if self.again:
             record.extras.update(piece.extras)
-            piece = self._run_graph(record, piece.leaf, piece.extras)[0]  # not the output: nobody needs it again
+            piece = self._run_graph(record, piece.leaf, piece.extras)[0]  # the output is not needed again
         roots, gradients = [], []
         for root, gradient in zip(piece.roots, (dy, *(extra.pop(n, None) for n in self.produced)), strict=True):
             if gradient is not None and root is not None:
@@ -68,8 +70,8 @@ class AutogradSegment:
                 gradients.append(gradient)
         pending = list(range(self.first, self.first + len(self.calls)))
         if done is not None:
-            for place, node in piece.marks:
-                node.register_prehook(_gradient_hook(pending, place, done))
+            for layer, node in piece.marks:
+                node.register_prehook(_gradient_hook(pending, layer, done))
         run_backward(roots, gradients)
         while done is not None and pending:
             done(pending.pop())
@@ -92,24 +94,24 @@ class AutogradSegment:
         return SavedSegment(leaf, extras, roots, marks), outputs[0].detach()
 
     def _run_layers(self, record: SavedForward, x: Any, marks: list[tuple[int, Any]]) -> Any:
-        place = self.first
+        layer = self.first
         for call in self.calls:
-            if place > self.first and x.grad_fn is not None:
-                marks.append((place, x.grad_fn))
+            if layer > self.first and x.grad_fn is not None:
+                marks.append((layer, x.grad_fn))
             x = call(record, x)
-            place += 1
+            layer += 1
         return x
 
 
 class FrozenSegment(AutogradSegment):
-    """Layers at the beginning of a stage that have no backward: neither they nor anything before them is trained."""
+    """The leading layers of a stage without a backward: neither they nor any layer before them is trained."""
 
     def __init__(self, functions: Sequence[LayerFunction]) -> None:
         super().__init__(0, functions, again=False)
         self.trained = False
 
     def forward(self, record: SavedForward, x: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
-        """Run the layers; nothing is kept."""
+        """Run the layers without saving anything."""
         with torch.no_grad():
             out: torch.Tensor = self._run_layers(record, x, [])
         return out
@@ -117,17 +119,18 @@ class FrozenSegment(AutogradSegment):
     def backward(
         self, record: SavedForward, dy: torch.Tensor | None, extra: dict[str, torch.Tensor], done: Done
     ) -> torch.Tensor | None:
-        """Drop the gradients of what the layers made."""
+        """Drop the gradients of the layers' outputs."""
         for name in self.produced:
             extra.pop(name, None)
-        for place in reversed(range(len(self.calls))):
+        for layer in reversed(range(len(self.calls))):
             if done is not None:
-                done(place)
+                done(layer)
         return None
 
 
 def _gradient_hook(pending: list[int], place: int, done: Callable[[int], None]) -> Callable[..., None]:
-    """A hook for the node that made the input of layer `place`: when it runs, that layer's gradients are complete."""
+    """Return a hook for the node that made the input of layer `place`: when it runs, that layer's gradients are
+    complete."""
 
     def announce_gradients(*_: Any) -> None:
         while pending and pending[-1] >= place:
@@ -142,16 +145,16 @@ def split_segments(
     recompute: Literal["none", "selective", "full"],
     frozen: int = 0,
 ) -> list[AutogradSegment]:
-    """Cut the layers of a stage into stretches; every recomputed layer is one of its own. The first `frozen` have no
+    """Split the layers of a stage into segments; every recomputed layer is its own. The first `frozen` have no
     backward."""
     result: list[AutogradSegment] = [FrozenSegment(functions[:frozen])] if frozen else []
     open_since = frozen
-    for place, layer in enumerate(layers):
-        if place >= frozen and effective_recompute(layer.graph, recompute) == "full":
-            if open_since < place:
-                result.append(AutogradSegment(open_since, functions[open_since:place], again=False))
-            result.append(AutogradSegment(place, functions[place : place + 1], again=True))
-            open_since = place + 1
+    for index, layer in enumerate(layers):
+        if index >= frozen and effective_recompute(layer.graph, recompute) == "full":
+            if open_since < index:
+                result.append(AutogradSegment(open_since, functions[open_since:index], again=False))
+            result.append(AutogradSegment(index, functions[index : index + 1], again=True))
+            open_since = index + 1
     if open_since < len(layers):
         result.append(AutogradSegment(open_since, functions[open_since:], again=False))
     return result

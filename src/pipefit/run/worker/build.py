@@ -1,7 +1,7 @@
-"""From a plan to this rank's worker: programs of its stages, parameters in buckets, process groups, wires.
+"""Build this rank's worker from a plan: stage programs, gradient buckets, process groups, transfers.
 
-Everything here is a function of (plan, model, device); no rank asks another. `verify_ranks` has made sure before
-that all of them read the same plan and captured the same model.
+Everything here is a function of (plan, model, device), without communication. `verify_ranks` has checked before that
+all ranks read the same plan and captured the same model.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from pipefit.shard.apart import check_row_independence
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 BUCKET_BYTES = 32 << 20
-"""Of gradients in one reduction: large enough that latency does not count, small enough to overlap."""
+"""Gradient bytes per reduction: large enough that latency is negligible, small enough to overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where this rank is in a plan."""
+    """The device, lane and meshes of this rank in a plan."""
 
     device: int
     lane: int
     groups: Mapping[int, Mesh]
-    "Of every stage of its lane."
+    "Stage -> its mesh, for every stage of the lane."
     ranks: Mapping[int, int]
     "Device -> global rank."
     torch_device: torch.device
 
 
 def rank_place(plan: Plan, rank: int, torch_device: torch.device) -> RankPlace:
-    """The place of a rank: rank i of a run is the i-th of the plan's devices."""
+    """Return the place of a rank: rank i of a run is the i-th of the plan's devices."""
     device = plan.used_devices[rank]
     lane = device_lane(plan, device)
     ranks = {d: i for i, d in enumerate(plan.used_devices)}
-    groups = {stage: plan.stage_mesh(stage) for stage, other in enumerate(plan.order.placement) if other == lane}
+    groups = {stage: plan.stage_mesh(stage) for stage, stage_lane in enumerate(plan.order.placement) if stage_lane == lane}
     return RankPlace(device=device, lane=lane, groups=groups, ranks=ranks, torch_device=torch_device)
 
 
@@ -80,17 +80,17 @@ def build_worker(
     value: Value | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Worker:
-    """The worker of this rank, with parameters from `value`, or initialised from the plan's seed.
+    """Return the worker of this rank, with parameters from `value`, or initialised from the plan's seed.
 
-    All ranks call this together: process groups are made, unless they are there. Raises PlanError for what cannot be
-    run, and StalePlanError if the model's programs are not those that the plan was made for.
+    All ranks call this together, because it creates missing process groups. Raises PlanError for a plan that cannot be
+    run, and StalePlanError if the model's programs differ from those in the plan.
     """
     check_runnable(plan)
     check_row_independence(model)
     for rule in (length_problems, slice_problems, document_problems):
         for error in rule(plan, model):
             raise error
-    place = rank_place(plan, comms.rank, torch_device)
+    location = rank_place(plan, comms.rank, torch_device)
     programs_of = stage_programs(plan, model)
     make_groups(plan, model, comms, programs_of)
     uses = tied_uses(plan, model, programs_of)
@@ -99,36 +99,36 @@ def build_worker(
     gradient_dtype = torch.promote_types(dtype, torch.float32)
     trained = with_backward(plan.to_schedule())
     programs = {
-        stage: _build_program(plan, model, stage, programs_of[stage], place, comms, dtype, trained)
+        stage: _build_program(plan, model, stage, programs_of[stage], location, comms, dtype, trained)
         for stage, lane in enumerate(plan.order.placement)
-        if lane == place.lane
+        if lane == location.lane
     }
     value = initial_values(plan, model) if value is None else value
-    entries, frozen = _bucket_entries(plan, model, programs, programs_of, place, value)
+    entries, frozen = _bucket_entries(plan, model, programs, programs_of, location, value)
     for entry in entries:
         if entry.name in across:
-            entry.across, entry.tied = across[entry.name][place.device], False
-    buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, place))
+            entry.across, entry.tied = across[entry.name][location.device], False
+    buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, location))
     gradients = {name: view for bucket in buckets for name, view in bucket.views.items()}
     for program in programs.values():
         program.bind_gradients({name: gradients[name] for name, p in program.parameters.items() if p.requires_grad})
     tied = {
         name: TiedSum(
-            name, shape, list(who.values()), place.device, place.ranks, comms,
+            name, shape, list(who.values()), location.device, location.ranks, comms,
             2 * len(plan.edges) + number, gradients[name],
         )
         for number, (name, (shape, who)) in enumerate(sorted(uses.items()))
-        if name in gradients and place.lane in who and name not in across
+        if name in gradients and location.lane in who and name not in across
     }  # fmt: skip
     return Worker(
         plan,
-        device=place.device,
-        ranks=place.ranks,
+        device=location.device,
+        ranks=location.ranks,
         comms=comms,
-        world=comms.find_group(list(place.ranks.values())),
+        world=comms.find_group(list(location.ranks.values())),
         programs=programs,
         buckets=buckets,
-        reducer=GradientReducer(buckets, comms, place.groups, place.device, place.ranks, tied),
+        reducer=GradientReducer(buckets, comms, location.groups, location.device, location.ranks, tied),
         torch_device=torch_device,
         dtype=dtype,
         shape_of=edge_shapes(plan, model),
@@ -142,7 +142,7 @@ def build_worker(
 def make_groups(
     plan: Plan, model: Model, comms: CommGroups, programs_of: Sequence[Mapping[str, LayerProgram]] | None = None
 ) -> None:
-    """Every process group of the plan: called by all ranks of the world, with the same plan and model."""
+    """Create every process group of the plan. All ranks of the world call this with the same plan and model."""
     ranks = {device: rank for rank, device in enumerate(plan.used_devices)}
     shape_of = edge_shapes(plan, model)
     groups: list[list[int]] = [list(ranks.values())]
@@ -166,13 +166,13 @@ def make_groups(
 
 
 def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
-    """For every stage, the program of each of its graphs. StalePlanError where a hash in the plan disagrees."""
-    made = ProgramCache(model, plan.recipes)
+    """Return, for every stage, the program of each of its graphs. StalePlanError if a hash in the plan disagrees."""
+    cache = ProgramCache(model, plan.recipes)
     result: list[Mapping[str, LayerProgram]] = []
     for index, stage in enumerate(plan.stages):
         shares = plan.groups[stage.group].to_mesh().find_axis("shard").shares
         programs = {
-            layer.graph: made.layer_program(layer, sharding_key(stage), shares) for layer in stage_layers(model, stage)
+            layer.graph: cache.layer_program(layer, sharding_key(stage), shares) for layer in stage_layers(model, stage)
         }
         check_layer_shares([programs[layer.graph] for layer in stage_layers(model, stage)], shares, f"stages[{index}]")
         seen = program_hash([programs[layer.graph] for layer in stage_layers(model, stage)])
@@ -230,7 +230,7 @@ def _build_program(
 def _opaque_modules(
     model: Model, layers: Sequence[StageLayer], device: torch.device
 ) -> dict[str, torch.nn.Module] | None:
-    """The user's own modules for layers that could not be captured, by layer name. Their parameters are not used."""
+    """Return the user's modules for layers that could not be captured, by layer name. Their parameters are not used."""
     wanted = {layer.name for layer in layers if any(op.kind == "opaque" for op in layer.graph.operators)}
     if not wanted:
         return None
@@ -292,11 +292,11 @@ def _bucket_entry(
     form: str,
     alike: Sequence[AxisName],
 ) -> BucketEntry:
-    """`form`: how it lies here along the shard axis, which may differ from the owner's; `alike`: axes along which its
-    gradient is whole on every device."""
+    """Build the entry of a parameter. `form`: its local layout along the shard axis, which may differ from the owner's;
+    `alike`: axes along which every device has the complete gradient."""
     axes = [axis for axis in place.groups[stage].axes if axis.size > 1]
     owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
-    state = {axis.name: each for axis, each in zip(owner.axes, parameter.state, strict=True)}
+    state = {axis.name: axis_state for axis, axis_state in zip(owner.axes, parameter.state, strict=True)}
     lanes = {plan.order.placement[use] for use in parameter.uses}
     copied = [axis.name for axis in axes if axis.name != "shard" or form == "I"]
     return BucketEntry(
@@ -319,25 +319,25 @@ def _bucket_entry(
 def _parameter_box(
     parameter: ParameterPlan, model: Model, stage: Stage, programs: Mapping[str, LayerProgram], position: int
 ) -> Box:
-    """What a device at this position of the shard axis holds: the runs that the sharded graphs' own local shapes add up
-    to."""
-    whole = tuple((0, length) for length in parameter.shape)
+    """Return the box held by a device at this position of the shard axis. Its bounds are sums of the local shapes in
+    the sharded graphs."""
+    full_box = tuple((0, length) for length in parameter.shape)
     for layer in stage_layers(model, stage):
         for local, name in layer.parameters.items():
             if name == parameter.name:
                 program = programs[layer.graph]
                 form = program.parameters[local]
                 if form.kind != "G" or form.dim is None:
-                    return whole
+                    return full_box
                 sizes = [graph.find_parameter(local).shape[form.dim] for graph in program.graphs]
                 start = sum(sizes[:position])
                 run = (start, start + sizes[position])
-                return (*whole[: form.dim], run, *whole[form.dim + 1 :])
+                return (*full_box[: form.dim], run, *full_box[form.dim + 1 :])
     raise AssertionError(f"{parameter.name} is not in the stage")
 
 
 def _whole_gradient_names(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> set[str]:
-    """Global names of parameters whose gradients every device of the shard axis computes whole."""
+    """Return global names of parameters whose complete gradient is computed on every device of the shard axis."""
     return {
         layer.parameters[local]
         for layer in stage_layers(model, stage)
@@ -346,7 +346,7 @@ def _whole_gradient_names(model: Model, stage: Stage, programs: Mapping[str, Lay
 
 
 def _layer_places(model: Model, stage: Stage) -> dict[str, int]:
-    """Global name -> the first layer within the stage that uses it: the last that a backward completes."""
+    """Return global name -> the first layer within the stage that uses it: the last that a backward completes."""
     places: dict[str, int] = {}
     for index, layer in enumerate(stage_layers(model, stage)):
         for name in layer.parameters.values():
@@ -357,7 +357,7 @@ def _layer_places(model: Model, stage: Stage) -> dict[str, int]:
 def tied_uses(
     plan: Plan, model: Model, programs_of: Sequence[Mapping[str, LayerProgram]]
 ) -> dict[str, tuple[tuple[int, ...], dict[int, TiedUse]]]:
-    """Parameters that stages of several lanes use: name -> (shape, lane -> use)."""
+    """Return the parameters used by stages of several lanes: name -> (shape, lane -> use)."""
     tied = {}
     for parameter in plan.parameters:
         who: dict[int, TiedUse] = {}
@@ -377,29 +377,32 @@ def shared_devices(
     uses: Mapping[str, tuple[tuple[int, ...], Mapping[int, TiedUse]]],
     programs_of: Sequence[Mapping[str, LayerProgram]],
 ) -> dict[str, dict[int, tuple[int, ...]]]:
-    """Of those of `tied_uses` that only stages which take turns use, and hold alike: name -> device -> the devices over
-    which one sum makes its gradient. All devices, where each of them has it whole and the gradients of its own rows and
-    shard; those at the same position of their shard axes, where it is split over these, or its gradient comes out whole
-    on all of them. Where stages differ in that, their gradients are exchanged as those of any tied parameter are."""
+    """Return name -> device -> devices whose gradients one sum combines, for some parameters of `tied_uses`.
+
+    A parameter qualifies if all stages that use it take turns and hold it in the same way. The sum covers all devices
+    if each has the full parameter and the gradients of its own rows and shard. It covers the devices at the same
+    position of their shard axes if the parameter is split over them, or if every device has the complete gradient. If
+    stages differ in this, their gradients are exchanged like those of any tied parameter.
+    """
     alike = [
         _whole_gradient_names(model, stage, programs) for stage, programs in zip(plan.stages, programs_of, strict=True)
     ]
-    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    device_groups: dict[str, dict[int, tuple[int, ...]]] = {}
     for name, (_, who) in uses.items():
-        each = list(who.values())
-        if any(plan.stages[use.stage].turns == 1 for use in each):
+        lane_uses = list(who.values())
+        if any(plan.stages[use.stage].turns == 1 for use in lane_uses):
             continue
-        shards = {use.group.find_axis("shard").shares for use in each}
-        parts = {(_shard_form(use), name in alike[use.stage]) for use in each}
+        shards = {use.group.find_axis("shard").shares for use in lane_uses}
+        parts = {(_shard_form(use), name in alike[use.stage]) for use in lane_uses}
         apart = parts != {("I", False)}
         if len(parts) > 1 or (apart and len(shards) > 1):
             continue
         members: dict[int, list[int]] = {}
-        for use in each:
+        for use in lane_uses:
             for device, position in use.group.axis_positions("shard").items():
                 members.setdefault(position if apart else 0, []).append(device)
-        found[name] = {device: tuple(devices) for devices in members.values() for device in devices}
-    return found
+        device_groups[name] = {device: tuple(devices) for devices in members.values() for device in devices}
+    return device_groups
 
 
 def _shard_form(use: TiedUse) -> str:
@@ -408,8 +411,8 @@ def _shard_form(use: TiedUse) -> str:
 
 def _parameter_form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> str:
     for layer in stage_layers(model, stage):
-        for local, other in layer.parameters.items():
-            if other == name:
+        for local, global_name in layer.parameters.items():
+            if global_name == name:
                 return str(programs[layer.graph].parameters[local])
     raise AssertionError(f"{name} is not in the stage")
 

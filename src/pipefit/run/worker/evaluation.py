@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows: the forward part of a lane, nothing kept but what later slices of a row read."""
+"""Evaluation on held-out rows: the forward part of a lane. Only keys and values that later slices read are kept."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipefit.schedule.actions import Action
 
 
 class LaneEvaluation:
-    """The forward part of a lane: the plan's own order, slices among it, without its backward actions.
+    """The forward part of a lane: the plan's own order, including slices, without its backward actions.
 
-    Leaving actions out of an order that works leaves an order that works, so nothing new can deadlock; and what stays
-    alive is part of what stays in training, so nothing new can run out of memory.
+    Removing actions from a valid order leaves a valid order, so no new deadlock can occur. The live tensors are a
+    subset of those in training, so evaluation cannot run out of memory if training does not.
     """
 
     def __init__(self, worker: Worker, shape_of: Callable[[Edge, int], Sequence[int]]) -> None:
@@ -51,7 +51,7 @@ class LaneEvaluation:
         self.losses = torch.zeros(len(worker.loss_modules), dtype=torch.float64, device=worker.torch_device)
 
     def run_batch(self, feeds: Mapping[int, Feeds], counts: Counts) -> Tensor:
-        """The summed losses over all ranks, one for each of the worker's `loss_modules`."""
+        """Return the summed losses over all ranks, one for each of the worker's `loss_modules`."""
         self.feeds = feeds
         self.losses.zero_()
         self.wiring.begin_step(counts)
@@ -67,12 +67,12 @@ class LaneEvaluation:
         call = worker.programs[stage].evaluate_slice
         takes, gives = self.ends.make_take(action, "F"), self.ends.make_give(action, "F")
         adds_loss, fed = worker.adds_loss(stage), worker.feed_index(action)
-        place = worker.loss_place(stage) if adds_loss else 0
+        loss_index = worker.loss_place(stage) if adds_loss else 0
 
         def run_forward() -> None:
             outputs = call(microbatch, slice_, takes(), self.feeds[stage][fed][slice_])
             gives(outputs)
             if adds_loss:
-                self.losses[place] += outputs["loss"]
+                self.losses[loss_index] += outputs["loss"]
 
         return run_forward

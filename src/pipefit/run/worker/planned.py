@@ -1,4 +1,4 @@
-"""What a plan's stages and edges are with the model at hand: layers, the shapes that cross, the loss beside them."""
+"""Layers, edge shapes and side losses of a plan's stages, looked up in the model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pipefit.run.transfers.packed import packed_space
 
 
 def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ...]]:
-    """The global shape of one microbatch's slice of an edge's tensor. In a packed space tokens differ from microbatch
-    to microbatch: here there is one for every row."""
+    """Return a function (edge, slice) -> global shape of one microbatch's slice of the edge's tensor. In a packed space
+    the number of tokens differs between microbatches: the shape has one token per row."""
     spaces = {space.name: space for space in plan.spaces}
 
     def shape_of(edge: Edge, slice_: int) -> tuple[int, ...]:
@@ -31,14 +31,14 @@ def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ..
 
 
 def side_loss(model: Model, stage: Stage) -> str:
-    """The loss that the stage makes beside the hidden state that it hands to another module; '' where there is none."""
+    """Return the loss output of a stage that also passes its hidden state to another module; '' if there is none."""
     module = stage_module(model, stage)
     graph = model.layer_graph(module.layers[-1])
     return graph.loss_output or "" if stage.layers[1] == len(module.layers) and graph.hidden_output else ""
 
 
 def stage_module(model: Model, stage: Stage) -> ModelModule:
-    """The module of a stage. StalePlanError where the model has none of that name."""
+    """Return the module of a stage. Raises StalePlanError if the model has no module of that name."""
     for module in model.modules:
         if module.name == stage.module:
             return module
@@ -50,7 +50,7 @@ def stage_module(model: Model, stage: Stage) -> ModelModule:
 
 
 def stage_layers(model: Model, stage: Stage) -> tuple[Layer, ...]:
-    """The layers of a stage. StalePlanError where the model has fewer."""
+    """Return the layers of a stage. Raises StalePlanError if the model has fewer."""
     module = stage_module(model, stage)
     if stage.layers[1] > len(module.layers):
         raise StalePlanError(

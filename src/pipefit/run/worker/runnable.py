@@ -1,4 +1,4 @@
-"""What plans can express and the worker does not run yet."""
+"""Check for valid plans that the worker does not support yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipefit.plan.types import Plan
 
 
 def check_runnable(plan: Plan) -> None:
-    """Raises PlanError for what plans can express and the worker does not run yet."""
+    """Raise PlanError for a valid plan that the worker does not support yet."""
     packed = [space.name for space in plan.spaces if not space.tokens]
     if packed and len(plan.order.slices) > 1:
         raise PlanError(
@@ -48,7 +48,7 @@ def _describe_grid(group: Mesh) -> str:
 
 
 def _check_together(plan: Plan, index: int, packed: list[str]) -> None:
-    """A stage that takes several microbatches together: its tensors are cut, and put together, along their tokens."""
+    """Check a stage that takes several microbatches together: its tensors are split and joined along their tokens."""
     stage = plan.stages[index]
     if stage.space not in packed:
         raise PlanError(
@@ -59,11 +59,11 @@ def _check_together(plan: Plan, index: int, packed: list[str]) -> None:
         )
     for number, edge in enumerate(plan.edges):
         ends = (edge.forward.sent, edge.gradient.received), (edge.forward.received, edge.gradient.sent)
-        for own, forms in zip((edge.source, edge.target), ends, strict=True):
+        for end_stage, forms in zip((edge.source, edge.target), ends, strict=True):
             axes = plan.stage_mesh(index).axes
-            if own == index and any(
-                axis.name == "shard" and axis.size > 1 and "G1" in (one, two)
-                for axis, one, two in zip(axes, *forms, strict=True)
+            if end_stage == index and any(
+                axis.name == "shard" and axis.size > 1 and "G1" in (forward_form, gradient_form)
+                for axis, forward_form, gradient_form in zip(axes, *forms, strict=True)
             ):
                 raise PlanError(
                     "A stage that takes several microbatches together has their tokens whole on every shard.",

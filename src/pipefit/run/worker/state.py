@@ -1,7 +1,7 @@
-"""The state of a run under global names: what checkpoints hold, and what final weights are made of.
+"""The state of a run under global names, as stored in checkpoints and final weights.
 
-`model/NAME` the parameter, `first/NAME` and `second/NAME` AdamW's moments, `master/NAME` the float32 copy under
-bfloat16. A piece is the box that a rank holds of it, or the flat run of that box that it owns under ZeRO-1.
+`model/NAME` is the parameter, `first/NAME` and `second/NAME` are AdamW's moments, `master/NAME` is the float32 copy
+under bfloat16. A piece is a rank's box of the tensor, or the flat run of that box that it owns under ZeRO-1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MODEL, FIRST, SECOND, MASTER = "model/", "first/", "second/", "master/"
 
 
 def model_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
-    """What this rank holds of every parameter, frozen ones included.
+    """Return this rank's pieces of every parameter, frozen parameters included.
 
-    When `saving`, tied parameters are given by their owner's lane only; when loading, by all that hold them.
+    When `saving`, only the owner's lane returns a tied parameter; when loading, every lane that holds it does.
     """
     pieces = [
         CheckpointPiece(name=MODEL + entry.name, shape=entry.shape, box=entry.box, tensor=entry.tensor.detach())
@@ -36,7 +36,7 @@ def model_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
 
 
 def optimizer_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
-    """What this rank owns of the optimizer's state."""
+    """Return the pieces of the optimizer state that this rank owns."""
     pieces = []
     for bucket, optimizer in zip(worker.buckets, worker.optimizers, strict=True):
         for entry, local, owned in bucket.owned_runs():
@@ -46,12 +46,12 @@ def optimizer_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
 
 
 def all_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
-    """Everything that a checkpoint holds."""
+    """Return all pieces of this rank for a checkpoint."""
     return model_pieces(worker, saving=saving) + optimizer_pieces(worker, saving=saving)
 
 
 def stored_pieces(worker: Worker, stored: Collection[str]) -> list[CheckpointPiece]:
-    """`all_pieces` to load from a checkpoint with these tensors, whatever precision it was trained in.
+    """Return `all_pieces` to load from a checkpoint with tensors `stored`, whatever precision it was trained in.
 
     Float32 masters start from the parameters of a float32 run; float32 parameters continue a bfloat16 run's masters.
     """
@@ -70,7 +70,7 @@ def stored_pieces(worker: Worker, stored: Collection[str]) -> list[CheckpointPie
 
 
 def gradient_pieces(worker: Worker) -> list[CheckpointPiece]:
-    """The reduced gradients of the last step, as far as this rank owns them (clipped, if clipping is on)."""
+    """Return the reduced gradients of the last step that this rank owns (clipped, if clipping is on)."""
     return [
         CheckpointPiece(
             name=entry.name, shape=entry.shape, box=entry.box, flat=local,

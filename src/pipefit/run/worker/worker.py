@@ -1,9 +1,9 @@
 """The worker: interprets this rank's lane of a lowered plan over torch.distributed.
 
-Everything that can be settled before the first step is: the lane becomes a flat list of bound operations, one per
-action, over preallocated cells and buckets. A step walks that list. Nothing in it waits for the device except
-where gloo itself must (a message, a reduction). A clock and a pacing hook stand between the actions: traces and the
-lab use them, and they cost nothing while they are off.
+Everything possible is decided before the first step: the lane becomes a flat list of bound operations, one per action,
+over preallocated cells and buckets. A step walks that list. No operation waits for the device except where gloo must (a
+message, a reduction). A clock and a pacing hook run between the actions, for traces and the lab; they cost nothing
+while they are off.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from pipefit.run.worker.evaluation import LaneEvaluation
 
 Feeds = Sequence[Sequence[StageInputs]]
-"""feeds[microbatch][slice] of this rank: of every unit that its stage takes, in their order."""
+"""feeds[microbatch][slice] of this rank: of every unit that its stage takes, in order."""
 
 Divisors = int | Mapping[str, int]
-"""What losses are divided by: of the only loss, or by module."""
+"""Divisor of the summed losses: of the only loss, or by module."""
 
 Frozen = tuple[tuple[int, ...], Box, Tensor, bool]
-"""Of a parameter that is not trained: global shape, the box held here, the tensor, whether this lane saves it."""
+"""For a frozen parameter: global shape, the local box, the tensor, True if this lane saves it."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave, still on the device: reading a value waits for it."""
+    """The results of a step, still on the device: reading a value waits for it."""
 
     loss: Tensor
     "Mean over the labels of the step, float64, the same on all ranks; of several modules, the weighted sum of means."
@@ -59,7 +59,7 @@ class StepResult:
     lr: float
 
     def read_values(self) -> tuple[float, float]:
-        """(loss, gradient norm) as numbers; waits for the device once."""
+        """Return (loss, gradient norm) as numbers; waits for the device once."""
         pair = torch.stack((self.loss, self.grad_norm)).tolist()
         return pair[0], pair[1]
 
@@ -67,8 +67,8 @@ class StepResult:
 class Worker:
     """One rank of a run.
 
-    `programs[stage]` for the stages of its lane; `buckets` hold their parameters; `world` is the process group of
-    all ranks of the plan (None for one). See `build.build_worker`, which makes all of these from a plan.
+    `programs` holds the program of every stage of the lane; `buckets` hold their parameters; `world` is the process
+    group of all ranks of the plan (None for a single rank). `build.build_worker` makes all of these from a plan.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Worker:
         self.programs, self.buckets, self.reducer = programs, list(buckets), reducer
         self.torch_device, self.dtype = torch_device, dtype
         self.frozen = dict(frozen or {})
-        "Parameters that are not trained, by global name."
+        "Frozen parameters, by global name."
         self.config = optimizer
         self.lane = device_lane(plan, device)
         self.groups: Mapping[int, Mesh] = {stage: plan.stage_mesh(stage) for stage in programs}
-        "Of every stage of the lane."
+        "Stage -> its mesh, for every stage of the lane."
         schedule = plan.to_schedule()
         self.actions = schedule.lanes[self.lane]
         self.trained = with_backward(schedule)
@@ -108,16 +108,16 @@ class Worker:
         self._turns = schedule.turns
         self.optimizers = [_make_optimizer(bucket, master_dtype, optimizer) for bucket in buckets]
         self.pace: Callable[[Action, float], None] | None = None
-        "Called after every action with its duration (without waiting for messages), while set; it may sleep (the lab)."
+        "If set, called after every action with its duration without message waits, in seconds; it may sleep (the lab)."
         self.clock: Callable[[], float] = time.perf_counter
         self.tracing = False
-        "Whether the next steps leave a trace."
+        "True while steps record a trace."
         self.trace: list[TimelineSpan] = []
-        "The last traced step, as the simulator's timeline has it: seconds since this rank began the step."
+        "The last traced step in the form of the simulator's timeline: seconds since this rank began the step."
         self.trace_waits_s: list[float] = []
-        "Of each action of `trace`, the seconds at its beginning that it waited for messages."
+        "For each action of `trace`, the seconds it waited for messages at its start."
         self.loss_modules = tuple(loss_modules)
-        "The modules that make a loss, in order: what loss vectors are about."
+        "The modules with a loss, in the order of loss vectors."
         weights = plan.model.config.get("loss_weights", {})
         self.loss_weights = {name: float(weights.get(name, 1.0)) for name in self.loss_modules}
         self._feeds: Mapping[int, Feeds] = {}
@@ -134,9 +134,9 @@ class Worker:
     def run_step(
         self, feeds: Feeds | Mapping[int, Feeds], step: int, divisor: Divisors, counts: Counts | None = None
     ) -> StepResult:
-        """One training step. `feeds` as the step plan gives them to this rank: those of all its stages, or by stage;
-        `divisor` the labels of the step; `counts_in_norm` the tokens that every sample of the batch has in packed
-        spaces."""
+        """Run one training step. `feeds` are this rank's inputs from the step plan: the same for all its stages, or by
+        stage. `divisor` is the number of labels of the step; `counts` are the tokens of every sample of the batch in
+        packed spaces."""
         self._feeds = self.inputs_by_stage(feeds)
         self._lr, self._count = learning_rate(self.config, step), step + 1
         self._losses.zero_()
@@ -158,7 +158,8 @@ class Worker:
         return StepResult(self.mean_loss(self._scalars[1:], by_module), self._norm.clone(), self._lr)
 
     def evaluate_batch(self, feeds: Feeds | Mapping[int, Feeds], counts: Counts | None = None) -> Tensor:
-        """The summed losses of one batch, one for each of `loss_modules`, forward only; arguments as of `run_step`."""
+        """Return the summed losses of one batch, one for each of `loss_modules`, forward only; arguments as for
+        `run_step`."""
         from pipefit.run.worker.evaluation import LaneEvaluation
 
         if self._evaluation is None:
@@ -167,17 +168,17 @@ class Worker:
 
     @property
     def local_loss(self) -> Tensor:
-        """The summed loss of the last step over this rank's own rows; zero where it holds no loss."""
+        """The summed loss of the last step over this rank's own rows; zero if it has no loss."""
         return self._losses.sum()
 
     def mean_loss(self, losses: Tensor, divisor: Divisors) -> Tensor:
-        """What training minimises, shape (): the sum over modules of weight x summed loss / divisor."""
+        """Return the training loss, shape (): the sum over modules of weight x summed loss / divisor."""
         by_module = self.module_divisors(divisor)
-        means = [losses[at] / by_module[name] * self.loss_weights[name] for at, name in enumerate(self.loss_modules)]
+        means = [losses[index] / by_module[name] * self.loss_weights[name] for index, name in enumerate(self.loss_modules)]
         return torch.stack(means).sum()
 
     def inputs_by_stage(self, feeds: Any) -> Mapping[int, Any]:
-        """Feeds by stage: where they are not, all stages of this rank read the same."""
+        """Return the inputs by stage; unless given by stage, all stages of this rank read the same."""
         return feeds if isinstance(feeds, Mapping) else dict.fromkeys(self.programs, feeds)
 
     def module_divisors(self, divisor: Divisors) -> Mapping[str, int]:
@@ -209,7 +210,7 @@ class Worker:
             self.trace, self.trace_waits_s = trace, waits
 
     def _input_cells(self, action: Action) -> list[TensorCell]:
-        """The cells that a compute action takes its inputs from."""
+        """Return the cells from which a compute action takes its inputs."""
         if action.kind not in ("F", "I", "B"):
             return []
         return self.ends.input_cells(action, "F" if action.kind == "F" else "B")
@@ -240,13 +241,13 @@ class Worker:
         call = self.programs[stage].forward
         takes, gives = self.ends.make_take(action, "F"), self.ends.make_give(action, "F")
         adds_loss, fed = self.adds_loss(stage), self.feed_index(action)
-        place = self.loss_place(stage) if adds_loss else 0
+        loss_index = self.loss_place(stage) if adds_loss else 0
 
         def run_forward() -> None:
             outputs = call(microbatch, slice_, takes(), self._feeds[stage][fed][slice_])
             gives(outputs)
             if adds_loss:
-                self._losses[place] += outputs["loss"]
+                self._losses[loss_index] += outputs["loss"]
 
         return run_forward
 
@@ -262,16 +263,16 @@ class Worker:
         return run_backward
 
     def feed_index(self, action: Action) -> int:
-        """Where the feed of an F stands among those of its stage, which has one for each of its units."""
+        """Return the index of an F's inputs among those of its stage, which has one per unit."""
         _, turns, multiple = self._turns[action.stage] if self._turns else EVERY
         return action.microbatch // (turns * multiple)
 
     def adds_loss(self, stage: int) -> bool:
-        """Whether this device adds the stage's loss to the step's: its first shard does, where it makes one."""
+        """Return True if this device adds the stage's loss to the step's: the first shard of a stage with a loss."""
         return self.programs[stage].has_loss and self.groups[stage].axis_position(self.device, "shard") == 0
 
     def loss_place(self, stage: int) -> int:
-        """Where the losses of a stage's module stand in loss vectors."""
+        """Return the index of the module's losses in loss vectors."""
         return self.loss_modules.index(self.plan.stages[stage].module)
 
     def _weight_operation(self, action: Action) -> Operation:
@@ -284,7 +285,7 @@ class Worker:
         return run_weight
 
     def _overlap_reductions(self, operation: Operation, stage: int) -> Operation:
-        """The stage's last backward: finished layers start their reductions while it still runs."""
+        """Wrap the stage's last backward: finished layers start their reductions while it still runs."""
         program, ready = self.programs[stage], self.reducer.layer_callback(stage)
 
         def last_backward() -> None:
@@ -312,7 +313,7 @@ class Worker:
 
     def _take_norm(self) -> None:
         self.reducer.finish_reductions()
-        pieces = [b.gradients[slice(*b.owned)] for b, own in zip(self.buckets, self._counted, strict=True) if own]
+        pieces = [b.gradients[slice(*b.owned)] for b, counted in zip(self.buckets, self._counted, strict=True) if counted]
         self._scalars[0] = sum_of_squares(pieces, self.torch_device)
         self._scalars[1:] = self._losses
         if self.world is not None:
@@ -329,7 +330,7 @@ class Worker:
 
 
 def device_lane(plan: Plan, device: int) -> int:
-    """The lane of a device. PlanError if it holds no stage."""
+    """Return the lane of a device. Raises PlanError if it holds no stage."""
     for stage, lane in enumerate(plan.order.placement):
         if device in plan.groups[plan.stages[stage].group].devices:
             return lane
@@ -337,7 +338,7 @@ def device_lane(plan: Plan, device: int) -> int:
 
 
 def last_stage(plan: Plan) -> int:
-    """The stage that makes the loss: the only one without an edge to another."""
+    """Return the stage that makes the loss: the only one without an edge to another."""
     sources = {edge.source for edge in plan.edges}
     return max(stage for stage in range(len(plan.stages)) if stage not in sources)
 

@@ -1,1 +1,1 @@
-"""Building blocks of pipeline schedules and the passes that make schedules of them."""
+"""Building blocks of pipeline schedules and the passes that turn them into schedules."""

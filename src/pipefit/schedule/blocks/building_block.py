@@ -1,9 +1,9 @@
-"""A pipeline schedule's building block: where every pass of one microbatch stands, repeated every `interval` slots.
+"""The building block of a pipeline schedule: the passes of one microbatch, repeated every `interval` slots.
 
-A slot is the time of one F, one I or one W; a fused B takes two. Everything that a schedule costs in memory is a
-property of the block: a stage keeps a microbatch from the start of its F to the end of its W (its lifespan l), so it
-never holds more than ceil(l / interval) of them, whatever their number. Repeated blocks run without collisions when
-no two passes of a lane fall into the same slot modulo the interval (Qi et al. 2024, arXiv 2405.15362, section 2).
+A slot is the time of one F, one I or one W; a fused B takes two. The memory of a schedule is a property of its block: a
+stage keeps a microbatch from the start of its F to the end of its W (its lifespan l), so it never holds more than
+ceil(l / interval) microbatches, whatever their total. Repeated blocks run without collisions if no two passes of a lane
+fall into the same slot modulo the interval (Qi et al. 2024, arXiv 2405.15362, section 2).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PassOffset(NamedTuple):
     """One pass of a block."""
 
     start: int
-    "The slot in which it begins, for the first microbatch."
+    "The slot in which it begins for the first microbatch."
     kind: Kind
     stage: int
 
@@ -35,48 +35,51 @@ class PassOffset(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildingBlock:
-    """The passes of one microbatch. Offsets are slots, one a stage."""
+    """The passes of one microbatch. Offsets are slots, one per stage."""
 
     placement: tuple[int, ...]
     "`placement[s]` is the lane that holds stage s: linear, looped, a V, or any other."
     interval: int
-    "Slots from one microbatch to the next: the work of the busiest lane, if it is to run without bubbles."
+    "Slots from one microbatch to the next; the work of the busiest lane in a schedule without bubbles."
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    "Of the I, or of the fused B where there are no weight offsets."
+    "Offsets of the I, or of the fused B if there are no weight offsets."
     weight: tuple[int, ...] = ()
-    "Of the W; empty where backwards are fused."
+    "Offsets of the W; empty if backwards are fused."
 
     @property
     def num_lanes(self) -> int:
         return max(self.placement) + 1
 
     def lane_passes(self, lane: int) -> tuple[PassOffset, ...]:
-        """The passes of a lane by time."""
-        found = []
-        for stage, other in enumerate(self.placement):
-            if other == lane:
-                found.append(PassOffset(self.forward[stage], "F", stage))
-                found.append(PassOffset(self.backward[stage], "I" if self.weight else "B", stage))
+        """Return the passes of a lane by time."""
+        passes = []
+        for stage, stage_lane in enumerate(self.placement):
+            if stage_lane == lane:
+                passes.append(PassOffset(self.forward[stage], "F", stage))
+                passes.append(PassOffset(self.backward[stage], "I" if self.weight else "B", stage))
                 if self.weight:
-                    found.append(PassOffset(self.weight[stage], "W", stage))
-        return tuple(sorted(found))
+                    passes.append(PassOffset(self.weight[stage], "W", stage))
+        return tuple(sorted(passes))
 
     @property
     def stage_lifespans(self) -> tuple[int, ...]:
-        """For each stage, the slots from the start of F to the end of the last pass that needs what F kept."""
+        """For each stage, the slots from the start of F to the end of the last pass that needs the tensors saved by
+        F."""
         ends = [w + LENGTH["W"] for w in self.weight] or [b + LENGTH["B"] for b in self.backward]
         return tuple(end - start for end, start in zip(ends, self.forward, strict=True))
 
     @property
     def peak_bounds(self) -> tuple[int, ...]:
-        """For each lane, the most stage-microbatches that it can ever hold, whatever the number of microbatches:
-        the sum of ceil(lifespan / interval) over its stages (section 2.2)."""
-        most = [-(-span // self.interval) for span in self.stage_lifespans]
-        return tuple(sum(most[s] for s, lane in enumerate(self.placement) if lane == i) for i in range(self.num_lanes))
+        """For each lane, a bound on the stage-microbatches held at once, for any number of microbatches: the sum of
+        ceil(lifespan / interval) over its stages (section 2.2)."""
+        stage_bounds = [-(-span // self.interval) for span in self.stage_lifespans]
+        return tuple(
+            sum(stage_bounds[s] for s, lane in enumerate(self.placement) if lane == i) for i in range(self.num_lanes)
+        )
 
     def slot_claims(self, lane: int) -> tuple[tuple[PassOffset, ...], ...]:
-        """For each slot of the interval, the passes of a lane that fall into it; more than one collide."""
+        """Return, for each slot of the interval, the passes of a lane that fall into it; several passes collide."""
         cells: list[list[PassOffset]] = [[] for _ in range(self.interval)]
         for offset in self.lane_passes(lane):
             for slot in range(offset.start, offset.end_slot):
@@ -84,7 +87,7 @@ class BuildingBlock:
         return tuple(map(tuple, cells))
 
     def find_collisions(self) -> tuple[tuple[int, int], ...]:
-        """(lane, slot modulo the interval) of every slot that several passes claim."""
+        """Return (lane, slot modulo the interval) of every slot with several passes."""
         return tuple(
             (lane, slot)
             for lane in range(self.num_lanes)
@@ -94,7 +97,7 @@ class BuildingBlock:
 
 
 def check_block(block: BuildingBlock) -> None:
-    """Raise ScheduleError, with a drawing, for a pass before what it needs, or for passes that collide."""
+    """Raise ScheduleError, with a drawing, if a pass starts before its inputs or if passes collide."""
     for stage in range(len(block.placement)):
         needed = _too_early(block, stage)
         if needed is not None:
@@ -118,7 +121,10 @@ def check_block(block: BuildingBlock) -> None:
 
 
 def _too_early(block: BuildingBlock, stage: int) -> str | None:
-    """What a stage's passes breach of: after the stage before, F before I or B, after the stage behind, I before W."""
+    """Return a text on the first dependency that a stage's passes violate, or None.
+
+    The dependencies: after the previous stage, F before I or B, after the next stage, I before W.
+    """
     forward, backward, back = block.forward, block.backward, LENGTH["I" if block.weight else "B"]
     if stage and forward[stage] <= forward[stage - 1]:
         return f"F at {forward[stage]}, the F of stage {stage - 1} at {forward[stage - 1]}"
@@ -132,7 +138,8 @@ def _too_early(block: BuildingBlock, stage: int) -> str | None:
 
 
 def draw_block(block: BuildingBlock) -> str:
-    """The slots modulo the interval, lanes down, with `>...<` around collisions and an arrow below the first."""
+    """Draw the slots modulo the interval, one line per lane, with `>...<` around collisions and an arrow below the
+    first."""
     clashes = set(block.find_collisions())
     cells = {
         (lane, slot): _claims_text(claims, (lane, slot) in clashes)
@@ -155,13 +162,14 @@ def draw_block(block: BuildingBlock) -> str:
 
 
 def describe_block(block: BuildingBlock) -> str:
-    """The drawing, and below it for each lane the lifespans of its stages and what they bound its memory to."""
+    """Return the drawing, followed for each lane by the lifespans of its stages and the memory bound that they
+    imply."""
     lines = [f"Every {block.interval} slots a microbatch, in these slots modulo {block.interval}:", draw_block(block)]
     lines.append(
         "A stage keeps a microbatch for its lifespan l, so a lane holds at most the sum of ceil(l / interval):"
     )
     for lane, bound in enumerate(block.peak_bounds):
-        held = [stage for stage, other in enumerate(block.placement) if other == lane]
+        held = [stage for stage, stage_lane in enumerate(block.placement) if stage_lane == lane]
         spans = " + ".join(f"ceil({block.stage_lifespans[stage]} / {block.interval})" for stage in held)
         lines.append(f"  lane {lane}  stages {', '.join(map(str, held))}: {spans} = {bound}")
     return "\n".join(lines)
@@ -177,16 +185,16 @@ def _join_cells(label: str, cells: Sequence[str] | map[str], widths: Sequence[in
 
 
 def place_weights(block: BuildingBlock) -> BuildingBlock:
-    """The block with every W in the first slot after its I that is free modulo the interval, earlier I's first.
+    """Return the block with every W in the first slot after its I that is free modulo the interval, earlier I's first.
 
-    Takes a block without weight offsets whose backwards are meant as I. Raises ScheduleError, with a drawing, where
-    the F and I collide or leave no slot free.
+    Takes a block without weight offsets whose backwards are meant as I. Raises ScheduleError, with a drawing, if the F
+    and I collide or leave no slot free.
     """
     weight = [0] * len(block.placement)
     for lane in range(block.num_lanes):
-        held = [stage for stage, other in enumerate(block.placement) if other == lane]
-        taken = {start[stage] % block.interval for start in (block.forward, block.backward) for stage in held}
-        if len(taken) != 2 * len(held) or 3 * len(held) > block.interval:
+        held = [stage for stage, stage_lane in enumerate(block.placement) if stage_lane == lane]
+        occupied = {start[stage] % block.interval for start in (block.forward, block.backward) for stage in held}
+        if len(occupied) != 2 * len(held) or 3 * len(held) > block.interval:
             raise ScheduleError(
                 "The F and I of a lane leave no room for its W.",
                 where=f"lane {lane}",
@@ -195,9 +203,9 @@ def place_weights(block: BuildingBlock) -> BuildingBlock:
             )
         for stage in sorted(held, key=lambda s: block.backward[s]):
             slot = block.backward[stage] + 1
-            while slot % block.interval in taken:
+            while slot % block.interval in occupied:
                 slot += 1
-            taken.add(slot % block.interval)
+            occupied.add(slot % block.interval)
             weight[stage] = slot
     return BuildingBlock(
         placement=block.placement,

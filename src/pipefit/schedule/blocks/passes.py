@@ -1,7 +1,7 @@
-"""From a building block to a schedule: repeat, squeeze, put slices in order, name the actions.
+"""Passes from a building block to a schedule: repeat, squeeze, order slices, name the actions.
 
-Between these passes a schedule is the passes of every lane in order, each with its slot. They are plain functions;
-what `pipefit.schedule.blocks.reorder` does stands between `squeeze_lanes` and `order_slices`.
+Between these steps a schedule is a list of passes per lane, each with its slot. The steps are plain functions; those of
+`pipefit.schedule.blocks.reorder` run between `squeeze_lanes` and `order_slices`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ class TimedPass(NamedTuple):
     kind: Kind
     stage: int
     unit: int
-    "Counts a stage's passes of this kind. Unit n is slice n mod s of microbatch n // s, backwards from its last one."
+    """Number of the pass among those of its stage and kind. Unit n is slice n mod s of microbatch n // s; backwards
+    start with the last slice."""
 
 
 Lanes = tuple[tuple[TimedPass, ...], ...]
 
 
 def repeat_block(block: BuildingBlock, units: int) -> Lanes:
-    """The block `units` times, one interval apart."""
+    """Return the block `units` times, one interval apart."""
     return tuple(
         tuple(
             sorted(
@@ -41,7 +42,7 @@ def repeat_block(block: BuildingBlock, units: int) -> Lanes:
 
 
 def squeeze_lanes(lanes: Sequence[Sequence[TimedPass]], placement: Sequence[int]) -> Lanes:
-    """Every pass as early as its lane and the chain of stages allow, in unchanged order."""
+    """Move every pass as early as its lane and the chain of stages allow, in unchanged order."""
     last = len(placement) - 1
     stops: dict[tuple[bool, int, int], int] = {}
     free = [0] * len(lanes)
@@ -60,17 +61,19 @@ def squeeze_lanes(lanes: Sequence[Sequence[TimedPass]], placement: Sequence[int]
             done[lane].append(TimedPass(start, kind, stage, unit))
             free[lane] = start + LENGTH[kind]
             if kind != "W":
-                made = (kind == "F", stage, unit)
-                stops[made] = free[lane]
-                if made in waiting:
-                    ready.append(waiting.pop(made))
+                output = (kind == "F", stage, unit)
+                stops[output] = free[lane]
+                if output in waiting:
+                    ready.append(waiting.pop(output))
     assert not waiting, f"the order cannot run: {waiting}"
     return tuple(map(tuple, done))
 
 
 def required_pass(kind: Kind, stage: int, unit: int, last: int, slices: int = 1) -> tuple[bool, int, int] | None:
-    """(forward?, stage, unit) that a pass of a chain ending in stage `last` waits for; for W nothing, as its lane's
-    order has its I before it. Backwards begin with a microbatch's last slice."""
+    """Return (forward?, stage, unit) of the pass that a pass waits for, in a chain that ends in stage `last`.
+
+    None for W, whose I precedes it on the same lane. Backwards begin with a microbatch's last slice.
+    """
     if kind == "F":
         return (True, stage - 1, unit) if stage else None
     if kind == "W":
@@ -79,7 +82,7 @@ def required_pass(kind: Kind, stage: int, unit: int, last: int, slices: int = 1)
 
 
 def number_passes(kinds: Iterable[tuple[Kind, int]]) -> tuple[TimedPass, ...]:
-    """Passes from (kind, stage), in order: the n-th of its sort is unit n, and it starts in slot 0."""
+    """Return passes from (kind, stage), in order: the n-th of its sort is unit n, and it starts in slot 0."""
     counts: dict[tuple[Kind, int], int] = {}
     passes = []
     for kind, stage in kinds:
@@ -90,12 +93,12 @@ def number_passes(kinds: Iterable[tuple[Kind, int]]) -> tuple[TimedPass, ...]:
 
 
 def order_slices(lanes: Sequence[Sequence[TimedPass]], slices: int, interval: int) -> Lanes:
-    """The lanes with all backwards so much later that the last slice of a microbatch can go back first.
+    """Delay all backwards so that the last slice of a microbatch can go back first.
 
-    The keys and values of a slice collect gradients from later ones, so backwards go by descending slice. One delay
-    for the I, B and W of all lanes leaves the order among them as it was; as whole intervals it keeps a steady state
-    without collisions so. A stage then holds up to slices - 1 more units, as in Seq1F1B (Sun et al. 2024, arXiv
-    2406.03488), or one more interval's. `num_lanes` must be in time.
+    The keys and values of a slice collect gradients from later slices, so backwards go by descending slice. One common
+    delay for the I, B and W of all lanes keeps the order among them; a delay of whole intervals also keeps a steady
+    state free of collisions. A stage then holds up to slices - 1 more units, as in Seq1F1B (Sun et al. 2024, arXiv
+    2406.03488), or up to one interval's units more. `lanes` must be in time.
     """
     if slices == 1:
         return tuple(map(tuple, lanes))
@@ -111,17 +114,17 @@ def order_slices(lanes: Sequence[Sequence[TimedPass]], slices: int, interval: in
 
 
 def _mirrored_unit(unit: int, slices: int) -> int:
-    """The forward unit that a backward unit belongs to."""
+    """Return the forward unit that corresponds to a backward unit."""
     return unit - unit % slices + slices - 1 - unit % slices
 
 
 def name_actions(lanes: Iterable[Iterable[TimedPass]], slices: int) -> tuple[tuple[Action, ...], ...]:
-    """The passes by their names: microbatch and slice in place of units."""
+    """Return the passes as actions: with microbatch and slice instead of units."""
     named = []
     for lane in lanes:
         row = []
         for _, kind, stage, unit in lane:
-            place = unit if kind == "F" else _mirrored_unit(unit, slices)
-            row.append(Action(kind, stage, place // slices, place % slices))
+            position = unit if kind == "F" else _mirrored_unit(unit, slices)
+            row.append(Action(kind, stage, position // slices, position % slices))
         named.append(tuple(row))
     return tuple(named)

@@ -1,9 +1,9 @@
-"""Reordering the ends of a repeated V block: a warm-up that fills the memory, and a cool-down without gaps.
+"""Reordering of both ends of a repeated V block: a warm-up that fills the memory, and a cool-down without gaps.
 
 Both keep the steady state between them, and the peak (Qi et al. 2024, arXiv 2405.15362, section 3.3 and appendix; the
 counts are those of the authors' program). Lane i of d holds stages i (the way down) and 2d-1-i (the way up). Times are
-slots of one F, I or W. With them the V family reaches, on the lane that takes longest, max(0, 6d - 3k - 1) idle slots
-for k stage-microbatches of memory, which is the paper's lower bound.
+slots of one F, I or W. With both, the slowest lane of the V family idles max(0, 6d - 3k - 1) slots with k
+stage-microbatches of memory, which is the paper's lower bound.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ Sort = tuple[Kind, int]
 
 
 def peak_held(passes: Sequence[TimedPass]) -> int:
-    """The most stage-microbatches that a lane holds at once, in this order."""
-    held = most = 0
-    for one in passes:
-        held += (one.kind == "F") - (one.kind in ("W", "B"))
-        most = max(most, held)
-    return most
+    """Return the maximum number of stage-microbatches that a lane holds at once, in this order."""
+    held = peak = 0
+    for timed_pass in passes:
+        held += (timed_pass.kind == "F") - (timed_pass.kind in ("W", "B"))
+        peak = max(peak, held)
+    return peak
 
 
 def reorder_warm_up(lanes: Lanes, most: int) -> Lanes:
-    """The passes of every lane before its first backward of the way down, in an order that takes memory sooner.
+    """Reorder the passes of every lane before the first backward of its down stage so that memory fills sooner.
 
-    Before its first backward of the way up, lane i runs forwards until `most` units are alive, min(i + 1, most / 2)
-    of them of the way up; then comes I, W and a forward in turn. Returns squeezed lanes.
+    Before the first backward of its up stage, lane i runs forwards until `most` units are alive, min(i + 1, most / 2)
+    of them of the up stage; then follow I, W and a forward in turn. Returns squeezed lanes.
     """
     depth = len(lanes)
     most = min(most, 2 * depth)
     reordered = []
     for i, lane in enumerate(lanes):
         down, up = i, 2 * depth - 1 - i
-        end = next(place for place, one in enumerate(lane) if (one.kind, one.stage) == ("I", down))
-        head = _warm_up(Counter((one.kind, one.stage) for one in lane[:end]), i, depth, most)
-        assert all(one.stage == up or one.kind == "F" for one in lane[:end])
-        reordered.append(number_passes([*head, *((one.kind, one.stage) for one in lane[end:])]))
+        end = next(index for index, timed_pass in enumerate(lane) if (timed_pass.kind, timed_pass.stage) == ("I", down))
+        head = _warm_up(Counter((timed_pass.kind, timed_pass.stage) for timed_pass in lane[:end]), i, depth, most)
+        assert all(timed_pass.stage == up or timed_pass.kind == "F" for timed_pass in lane[:end])
+        reordered.append(number_passes([*head, *((timed_pass.kind, timed_pass.stage) for timed_pass in lane[end:])]))
     return squeeze_lanes(reordered, _vee_stages(depth))
 
 
 def _warm_up(left: Counter[Sort], i: int, depth: int, most: int) -> list[Sort]:
-    """An order for the passes counted in `left`."""
+    """Return an order of the passes counted in `left`."""
     down: Sort = ("F", i)
     up: Sort = ("F", 2 * depth - 1 - i)
     backward: tuple[Sort, Sort] = ("I", up[1]), ("W", up[1])
@@ -61,10 +61,10 @@ def _warm_up(left: Counter[Sort], i: int, depth: int, most: int) -> list[Sort]:
 
     early_up = min(i + 1, most // 2, left[up])
     early_down = min(most - min(i + 1, most // 2), left[down])
-    for place in range(2 * (depth - 1 - i) + i + 1):
+    for position in range(2 * (depth - 1 - i) + i + 1):
         if early_down:
             early_down -= take_pass(down)
-        if early_up and place >= 2 * (depth - 1 - i):
+        if early_up and position >= 2 * (depth - 1 - i):
             early_up -= take_pass(up)
     while left.total():
         for sort in backward:
@@ -75,27 +75,30 @@ def _warm_up(left: Counter[Sort], i: int, depth: int, most: int) -> list[Sort]:
 
 
 def without_weights(lanes: Lanes) -> Lanes:
-    """The lanes without W's, for `reorder_cool_down` to put in where lanes idle: for so few units that memory for all
-    of them is there."""
-    return tuple(tuple(one for one in lane if one.kind != "W") for lane in lanes)
+    """Return the lanes without W's, which `reorder_cool_down` inserts into idle slots. For unit counts so small that
+    all of them fit in memory."""
+    return tuple(tuple(timed_pass for timed_pass in lane if timed_pass.kind != "W") for lane in lanes)
 
 
 def reorder_cool_down(lanes: Lanes, most: int) -> Lanes:
-    """The last backwards of every lane as close together as the chain of stages allows, with W's in what is left.
+    """Move the last backwards of every lane as close together as the chain of stages allows, with W's in the remaining
+    slots.
 
-    `lanes` are squeezed, `most` is their peak; W's that they lack are put in. After lane 0's last forward the last
-    (most + 1) / 2 backwards of the way down end two slots apart, and between them up to i + 1 of the way up. Returns
+    `lanes` are squeezed and `most` is their peak; missing W's are inserted. After lane 0's last forward the last (most
+    + 1) / 2 backwards of the down stage end two slots apart, with up to i + 1 of the up stage between them. Returns
     squeezed lanes.
     """
     depth = len(lanes)
-    units = 1 + max(one.unit for one in lanes[0])
+    units = 1 + max(timed_pass.unit for timed_pass in lanes[0])
     downs = min((most + 1) // 2, units)
-    turn = max(one.start for one in lanes[0] if (one.kind, one.stage) == ("F", 2 * depth - 1))
+    turn = max(
+        timed_pass.start for timed_pass in lanes[0] if (timed_pass.kind, timed_pass.stage) == ("F", 2 * depth - 1)
+    )
     reordered = []
     for i, lane in enumerate(lanes):
         down, up = i, 2 * depth - 1 - i
         ups = min(i + 1, most - downs, units)
-        grid = {one.start: (one.kind, one.stage) for one in lane}
+        grid = {timed_pass.start: (timed_pass.kind, timed_pass.stage) for timed_pass in lane}
         _lift_passes(grid, ("I", down), downs)
         _lift_passes(grid, ("I", up), ups)
         _lift_weights(grid, {("W", down): downs, ("W", up): ups}, most)
@@ -109,13 +112,13 @@ def reorder_cool_down(lanes: Lanes, most: int) -> Lanes:
 
 
 def _lift_passes(grid: dict[int, Sort], sort: Sort, count: int) -> None:
-    """Take the last `count` passes of a sort out."""
-    for slot in sorted((slot for slot, other in grid.items() if other == sort), reverse=True)[:count]:
+    """Remove the last `count` passes of a sort."""
+    for slot in sorted((slot for slot, placed in grid.items() if placed == sort), reverse=True)[:count]:
         del grid[slot]
 
 
 def _lift_weights(grid: dict[int, Sort], least: dict[Sort, int], total: int) -> None:
-    """Take W's out from the end until there are at least so many of each sort, and so many in all."""
+    """Remove W's from the end until at least `least[sort]` of each sort and `total` in all have been removed."""
     lifted = dict.fromkeys(least, 0)
     for slot in sorted(grid, reverse=True):
         if all(lifted[sort] >= least[sort] for sort in least) and sum(lifted.values()) >= total:
@@ -130,7 +133,7 @@ def _put_pass(grid: dict[int, Sort], slot: int, sort: Sort) -> None:
 
 
 def _fill_weights(grid: dict[int, Sort], down: int, up: int) -> None:
-    """Put the lifted W's into empty slots behind the last one that stayed, and behind everything, up before down."""
+    """Insert the removed W's into empty slots after the last remaining one, and at the end, up before down."""
     start = 1 + max((slot for slot, (kind, _) in grid.items() if kind == "W"), default=-1)
     pending = {up: 0, down: 0}
     slot, last = 0, max(grid)

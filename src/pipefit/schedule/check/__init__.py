@@ -1,1 +1,1 @@
-"""What makes a schedule valid: its rules, the deadlock check, and the drawing of the first fault."""
+"""Validity of schedules: the rules, the deadlock check, and a drawing of the first fault."""

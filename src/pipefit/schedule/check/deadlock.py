@@ -1,14 +1,14 @@
-"""Can a lowered schedule hang? It is executed under the hardest rules that a transport may have.
+"""Deadlock check of a lowered schedule: it is executed under the strictest rules that a transport may have.
 
-- A SEND blocks its lane until the matching RECV has been reached on the other lane (rendezvous). Receives do not
-  block: they are posted, and waited for by the compute action that uses the data.
-- Every directed pair of lanes is one first-in first-out channel for all that it carries, forward and backward: the
-  n-th SEND meets the n-th RECV, so both ends must name the same tensors in the same order.
-- A collective between lanes (NORM; a REDUCE of parameters that several stages share) blocks each of its lanes until
-  all are there. REDUCE and GATHER of one stage stay within the devices of one lane and hold up nobody else.
+- A SEND blocks its lane until the matching RECV has been reached on the other lane (rendezvous). Receives do not block:
+  they are posted, and waited for by the compute action that uses the data.
+- Every directed pair of lanes is one first-in first-out channel for all messages, forward and backward: the n-th SEND
+  meets the n-th RECV, so both ends must name the same tensors in the same order.
+- A collective between lanes (NORM; a REDUCE of parameters that several stages share) blocks each of its lanes until all
+  have reached it. REDUCE and GATHER of one stage stay within the devices of one lane and block no other lane.
 
-A schedule that passes also runs on kinder transports. Gloo buffers small messages, so a schedule may hang on NCCL
-that ran on gloo: `rendezvous=False` has those kinder rules.
+A schedule that passes also runs on more permissive transports. Gloo buffers small messages, so a schedule may run on
+gloo and hang on NCCL; `rendezvous=False` applies the rules of buffered sends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Message = tuple[str, int, int, str, int, int]
 
 
 def find_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> DeadlockError | None:
-    """The error that describes why the lanes would hang or meet the wrong message, or None if all run to their end.
+    """Return an error that describes a deadlock or a mismatched message, or None if all lanes run to their end.
 
-    Expects a lowered schedule that `check` accepts (it looks at communication, not at what is computed).
+    Expects a lowered schedule that `check_schedule` accepts; only communication is checked here.
     """
     error = _find_mismatch(schedule)
     if error is not None:
@@ -44,33 +44,33 @@ def find_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> DeadlockErr
 
 
 def check_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> None:
-    """Raise what `find_deadlock` finds."""
+    """Raise the error that `find_deadlock` returns, if any."""
     error = find_deadlock(schedule, rendezvous=rendezvous)
     if error is not None:
         raise error
 
 
 def message_name(action: Action) -> Message:
-    """What a SEND or RECV moves, named the same at both ends."""
+    """Return the message of a SEND or RECV, named the same at both ends."""
     ends = (action.stage, action.peer) if action.kind.startswith("SEND") else (action.peer, action.stage)
     return (action.kind[-1], *ends, action.what, action.microbatch, action.slice)
 
 
 def channel_cells(schedule: Schedule) -> dict[tuple[int, int], tuple[list[Cell], list[Cell]]]:
-    """For every directed pair of lanes, the cells of its SENDs and of its RECVs, each in lane order."""
-    found: dict[tuple[int, int], tuple[list[Cell], list[Cell]]] = {}
+    """Return, for every directed pair of lanes, the cells of its SENDs and of its RECVs, each in lane order."""
+    channels: dict[tuple[int, int], tuple[list[Cell], list[Cell]]] = {}
     for lane, step, action in schedule:
         if action.kind in TRANSFER:
-            other = schedule.placement[action.peer]
+            peer_lane = schedule.placement[action.peer]
             if action.kind.startswith("SEND"):
-                found.setdefault((lane, other), ([], []))[0].append((lane, step))
+                channels.setdefault((lane, peer_lane), ([], []))[0].append((lane, step))
             else:
-                found.setdefault((other, lane), ([], []))[1].append((lane, step))
-    return found
+                channels.setdefault((peer_lane, lane), ([], []))[1].append((lane, step))
+    return channels
 
 
 def _find_mismatch(schedule: Schedule) -> DeadlockError | None:
-    """The first channel whose two ends disagree."""
+    """Return the error for the first channel whose two ends disagree, or None."""
     lanes = schedule.lanes
     for (source, target), (sends, receives) in sorted(channel_cells(schedule).items()):
         for index in range(max(len(sends), len(receives))):
@@ -108,7 +108,7 @@ def _mismatch_error(
 
 
 class _LaneExecution:
-    """The lanes, running as far as they can. Wake-ups are by event, so that time is linear in the actions."""
+    """Execution of the lanes as far as they can run. Wake-ups are by event, so that time is linear in the actions."""
 
     def __init__(self, schedule: Schedule, rendezvous: bool) -> None:
         self.schedule, self.rendezvous = schedule, rendezvous
@@ -133,7 +133,7 @@ class _LaneExecution:
 
     @property
     def is_finished(self) -> bool:
-        return all(place == len(lane) for place, lane in zip(self.place, self.lanes, strict=True))
+        return all(position == len(lane) for position, lane in zip(self.place, self.lanes, strict=True))
 
     def run(self) -> None:
         ready = list(range(len(self.lanes)))
@@ -148,7 +148,7 @@ class _LaneExecution:
                 self.place[lane] += 1
 
     def _blocking_event(self, lane: int, action: Action) -> tuple[str, object] | None:
-        """The event that the lane must wait for before it can go past the action. Arriving is marked here."""
+        """Return the event that the lane must wait for before it can pass the action. Records the lane's arrival."""
         if action.kind.startswith("SEND"):
             wanted = message_name(action)
             return ("posted", wanted) if self.rendezvous and wanted not in self.posted else None
@@ -168,7 +168,7 @@ class _LaneExecution:
         return ("all", name) if there != self.members[name] else None
 
     def _record_done(self, lane: int, action: Action) -> list[int]:
-        """Note what the action did; the lanes that it wakes."""
+        """Record the effect of an action, and return the lanes that it wakes."""
         event: tuple[str, object] | None = None
         if action.kind.startswith("SEND"):
             self.sent.add(message_name(action))
@@ -181,7 +181,7 @@ class _LaneExecution:
         return self.waiting.pop(event, []) if event is not None else []
 
     def deadlock_error(self, buffered: bool) -> DeadlockError:
-        """What the lanes hang on, with a circle of lanes if there is one."""
+        """Return the error that names the awaited events, with a cycle of lanes if there is one."""
         stuck = {lane: event for event, lanes in self.waiting.items() for lane in lanes}
         notes = {lane: self._describe_event(event) for lane, event in stuck.items()}
         circle = self._find_circle(stuck)
@@ -203,7 +203,7 @@ class _LaneExecution:
         )
 
     def _owning_lane(self, event: tuple[str, object]) -> int:
-        """A lane that the event waits for."""
+        """Return a lane that the event waits for."""
         kind, what = event
         if kind == "all":
             assert isinstance(what, str)
@@ -225,7 +225,8 @@ class _LaneExecution:
         return f"waits for {action} of lane {owner}"
 
     def _find_circle(self, stuck: dict[int, tuple[str, object]]) -> list[int]:
-        """Lanes that wait for each other, the first repeated at the end; [] if a lane waits for one that is done."""
+        """Return lanes that wait for each other, the first repeated at the end; [] if a lane waits for a finished
+        one."""
         lane, path = min(stuck), list[int]()
         while lane in stuck and lane not in path:
             path.append(lane)
@@ -234,7 +235,7 @@ class _LaneExecution:
 
 
 def _collective_name(action: Action) -> str | None:
-    """The name of the collective between lanes that the action takes part in."""
+    """Return the name of the action's collective between lanes, or None."""
     if action.kind == "NORM":
         return "NORM"
     return f"REDUCE:{action.what}" if action.kind == "REDUCE" and action.what else None

@@ -1,4 +1,4 @@
-"""Drawing what is wrong: the cells around a bad one, lanes down, steps across, with an arrow."""
+"""Drawings of faults in a schedule: the cells around the faulty one, lanes down, steps across, with an arrow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def bad_cell_error(
     notes: Mapping[int, str] | None = None,
     steps: Mapping[int, int] | None = None,
 ) -> E:
-    """The error whose text says `what`, names the cell and draws it. See `draw_cells` for `notes` and `steps`."""
+    """Build the error with the text `what`, the cell's position and a drawing. See `draw_cells` for `notes` and
+    `steps`."""
     lane, step = cell
     there = lanes[lane][step] if step < len(lanes[lane]) else "the end of the lane"
     return error(
@@ -45,9 +46,9 @@ def draw_cells(
     steps: Mapping[int, int] | None = None,
     around: int = 4,
 ) -> str:
-    """The neighbourhood of `cell` as text.
+    """Draw the neighbourhood of `cell` as text.
 
-    Every lane shows the steps around `cell`'s, or, with `steps`, around the one given for that lane, which is then
+    Every lane shows the steps around those of `cell`, or, with `steps`, around the lane's own step, which is then
     marked `[...]`. The cell itself is marked `>...<` and has an arrow below it. `notes` are written behind lanes.
     """
     bad_lane, bad_step = cell

@@ -1,13 +1,16 @@
-"""What makes a schedule valid, computed or lowered. The first thing that is wrong is drawn.
+"""Validity rules of a schedule, computed or lowered. Errors have a drawing of the first violation.
 
-Rules, for every stage: every F, and every B or I and W, exactly once per (unit, slice) that is its turn, on its lane; F
-before B or I, I before W; the slices of a microbatch forward in ascending and backward in descending order (keys and
-values flow forward, their gradients back). Stages that are said to be frozen may do without a backward: then there is
-none, and no gradient comes to them. Between stages: some order satisfies all dependencies. In a lowered
-schedule also: every tensor that crosses lanes is sent once, after it was made, and received once, before it is used;
-reductions come after the stage's last backward, NORM after the reductions, STEP after NORM.
+Rules for every stage:
 
-Whether the transfers can hang is another question: see `pipefit.schedule.check.deadlock`.
+- Every F, and every B or I and W, occurs exactly once per (unit, slice) of the stage's turn, on its lane.
+- F comes before B or I, and I before W.
+- The slices of a microbatch go forward in ascending and backward in descending order (keys and values flow forward,
+  their gradients back).
+- Frozen stages may have no backward; then they receive no gradient.
+
+Between stages, some order must satisfy all dependencies. In a lowered schedule, every tensor that crosses lanes is sent
+once, after its producer, and received once, before its consumer. Reductions come after the stage's last backward, NORM
+after the reductions, STEP after NORM. Deadlocks of the transfers are checked by `pipefit.schedule.check.deadlock`.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ Unit = tuple[int, int, int]
 def check_schedule(schedule: Schedule, edges: Sequence[Edge] | None = None, frozen: Collection[int] = ()) -> None:
     """Raise ScheduleError, with a drawing, unless the schedule is valid.
 
-    `edges` is the DAG of stages. Default: the chain; for a lowered schedule the edges that its transfers name, and
-    the chain's edge into every stage that no transfer leads to. `frozen`: stages that may do without a backward.
+    `edges` is the DAG of stages. Default: the chain; for a lowered schedule the edges that its transfers name, and the
+    chain's edge into every stage without an incoming transfer. `frozen` are stages that may have no backward.
     """
     _check_shape(schedule)
     dag = tuple(edges) if edges is not None else edges_of(schedule)
@@ -41,7 +44,7 @@ def check_schedule(schedule: Schedule, edges: Sequence[Edge] | None = None, froz
 
 
 def edges_of(schedule: Schedule) -> tuple[Edge, ...]:
-    """The DAG that a schedule implies: see `check`."""
+    """Return the DAG that a schedule implies: see `check_schedule`."""
     if not schedule.is_lowered:
         return chain_edges(schedule.num_stages)
     named = {
@@ -66,15 +69,15 @@ def check_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
         feeds.setdefault(target, []).append(source)
         gradients.setdefault(source, []).append(target)
     lanes = [[(step, a) for step, a in enumerate(lane) if a.kind in COMPUTE] for lane in schedule.lanes]
-    place = [0] * len(lanes)
+    position = [0] * len(lanes)
     forward: set[Unit] = set()
     backward: set[Unit] = set()
     waiting: dict[tuple[str, Unit], list[int]] = {}
     ready = list(range(len(lanes)))
     while ready:
         lane = ready.pop()
-        while place[lane] < len(lanes[lane]):
-            action = lanes[lane][place[lane]][1]
+        while position[lane] < len(lanes[lane]):
+            action = lanes[lane][position[lane]][1]
             lack = _missing_unit(schedule, action, feeds, gradients, forward, backward)
             if lack is not None:
                 waiting.setdefault(lack, []).append(lane)
@@ -83,10 +86,10 @@ def check_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
                 unit = (action.stage, action.microbatch, action.slice)
                 (forward if action.kind == "F" else backward).add(unit)
                 ready += waiting.pop(("F" if action.kind == "F" else "B", unit), [])
-            place[lane] += 1
+            position[lane] += 1
     stuck = {lane: needed for needed, lanes_ in waiting.items() for lane in lanes_}
     if stuck:
-        raise _stuck_error(schedule, {lane: lanes[lane][place[lane]][0] for lane in stuck}, stuck)
+        raise _stuck_error(schedule, {lane: lanes[lane][position[lane]][0] for lane in stuck}, stuck)
 
 
 def _missing_unit(
@@ -97,16 +100,18 @@ def _missing_unit(
     forward: set[Unit],
     backward: set[Unit],
 ) -> tuple[str, Unit] | None:
-    """The unit that the action waits for, if one is missing."""
+    """Return the unit that the action waits for, or None."""
     if action.kind == "W":
         return None
-    way, others, done = ("F", feeds, forward) if action.kind == "F" else ("B", gradients, backward)
-    own = range(action.microbatch, action.microbatch + schedule.stage_turn(action.stage).multiple)
-    for other in others.get(action.stage, ()):
-        turn = schedule.stage_turn(other)
-        for first in {turn.unit_start(microbatch): None for microbatch in own if turn.takes_microbatch(microbatch)}:
-            if (other, first, action.slice) not in done:
-                return way, (other, first, action.slice)
+    direction, neighbours, done = ("F", feeds, forward) if action.kind == "F" else ("B", gradients, backward)
+    microbatches = range(action.microbatch, action.microbatch + schedule.stage_turn(action.stage).multiple)
+    for neighbour in neighbours.get(action.stage, ()):
+        turn = schedule.stage_turn(neighbour)
+        for first in {
+            turn.unit_start(microbatch): None for microbatch in microbatches if turn.takes_microbatch(microbatch)
+        }:
+            if (neighbour, first, action.slice) not in done:
+                return direction, (neighbour, first, action.slice)
     return None
 
 
@@ -139,7 +144,8 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _check_compute(schedule: Schedule, trained: Collection[int]) -> dict[tuple[str, Unit], Cell]:
-    """Where every compute action stands. Raises for the first action that breaks a rule, then for missing ones."""
+    """Return the cell of every compute action. Raises for the first action that breaks a rule, then for missing
+    ones."""
     done: dict[tuple[str, Unit], Cell] = {}
     for lane, step, action in schedule:
         what = _wrong_place(schedule, lane, action) or _wrong_order(schedule, action, done)
@@ -185,9 +191,9 @@ def _wrong_place(schedule: Schedule, lane: int, action: Action) -> str | None:
             return f"There is no stage {action.peer} to exchange with: the schedule has {schedule.num_stages}."
         if schedule.placement[action.peer] == lane:
             return f"Stages {action.stage} and {action.peer} are on the same lane: nothing is to be transferred."
-        other = schedule.stage_turn(action.peer)
-        if not other.takes_microbatch(action.microbatch):
-            return f"Microbatch {action.microbatch} is not one of stage {action.peer}: {_turn_text(other)}."
+        peer_turn = schedule.stage_turn(action.peer)
+        if not peer_turn.takes_microbatch(action.microbatch):
+            return f"Microbatch {action.microbatch} is not one of stage {action.peer}: {_turn_text(peer_turn)}."
     return None
 
 
@@ -213,9 +219,9 @@ def _wrong_order(schedule: Schedule, action: Action, done: dict[tuple[str, Unit]
         if ("B", unit) in done:
             return f"{action} stands beside {Action('B', *unit)}, which computes the weight gradient already."
         return None if ("I", unit) in done else f"{action} stands before its input gradient {Action('I', *unit)}."
-    other = "I" if action.kind == "B" else "B"
-    if (other, unit) in done:
-        return f"{action} computes a gradient that {stage}{other}{m} has computed already."
+    rival_kind = "I" if action.kind == "B" else "B"
+    if (rival_kind, unit) in done:
+        return f"{action} computes a gradient that {stage}{rival_kind}{m} has computed already."
     following = (stage, m, k + 1)
     if k + 1 < schedule.slices and ("B", following) not in done and ("I", following) not in done:
         return f"{action} stands before the backward of the slice behind it: backwards go by descending slice."
@@ -247,7 +253,7 @@ class _TransferRules:
         self.cells: dict[Action, Cell] = {}
 
     def check_transfers(self) -> None:
-        """Raise for the first transfer that is wrong, then for the first that is missing."""
+        """Raise for the first invalid transfer, then for the first missing one."""
         for lane, step, action in self.schedule:
             if action.kind in TRANSFER:
                 what = self._find_fault(action, (lane, step))
@@ -268,12 +274,12 @@ class _TransferRules:
         if action.kind.endswith("B") and pair[0] not in self.trained:
             return f"{action} moves a gradient to stage {pair[0]}, which is frozen and has no backward."
         unit = (action.stage, self.schedule.stage_turn(action.stage).unit_start(action.microbatch), action.slice)
-        own = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward_action(unit)
-        assert own is not None
-        if action.kind.startswith("SEND") and own > cell:
-            return f"{action} stands before {self.schedule.lanes[own[0]][own[1]]}, which makes what it sends."
-        if action.kind.startswith("RECV") and own < cell:
-            return f"{action} stands behind {self.schedule.lanes[own[0]][own[1]]}, which uses what it receives."
+        compute_cell = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward_action(unit)
+        assert compute_cell is not None
+        if action.kind.startswith("SEND") and compute_cell > cell:
+            return f"{action} stands before {self.schedule.lanes[compute_cell[0]][compute_cell[1]]}, which makes what it sends."
+        if action.kind.startswith("RECV") and compute_cell < cell:
+            return f"{action} stands behind {self.schedule.lanes[compute_cell[0]][compute_cell[1]]}, which uses what it receives."
         return None
 
     def _backward_action(self, unit: Unit) -> Cell | None:
@@ -282,11 +288,13 @@ class _TransferRules:
     def _check_complete(self, edge: Edge) -> None:
         source, target, tensor = edge
         schedule = self.schedule
-        one, two = schedule.stage_turn(source), schedule.stage_turn(target)
-        for m in filter(two.takes_microbatch, filter(one.takes_microbatch, range(schedule.microbatches))):
+        source_turn, target_turn = schedule.stage_turn(source), schedule.stage_turn(target)
+        for m in filter(
+            target_turn.takes_microbatch, filter(source_turn.takes_microbatch, range(schedule.microbatches))
+        ):
             for k in range(schedule.slices):
                 back = source in self.trained
-                here, there = (source, one.unit_start(m), k), (target, two.unit_start(m), k)
+                here, there = (source, source_turn.unit_start(m), k), (target, target_turn.unit_start(m), k)
                 for action, user in (
                     (Action("SEND_F", source, m, k, target, tensor), self.done["F", here]),
                     (Action("RECV_F", target, m, k, source, tensor), self.done["F", there]),
@@ -296,8 +304,8 @@ class _TransferRules:
                     if user is None:  # no gradient comes to a frozen stage
                         continue
                     if action not in self.cells:
-                        place = "behind" if action.kind.startswith("SEND") else "before"
-                        what = f"{action} is missing; it must stand {place} this action."
+                        relation = "behind" if action.kind.startswith("SEND") else "before"
+                        what = f"{action} is missing; it must stand {relation} this action."
                         raise bad_cell_error(ScheduleError, what, schedule.lanes, user)
 
 

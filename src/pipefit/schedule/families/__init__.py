@@ -1,12 +1,15 @@
 """The schedule families: one file each, found by walking this package.
 
-A family's module defines `name` (what the user types), `build(problem) -> Schedule`, a pure function that returns a
-computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), where it is not one stage
-per lane `placement(devices)`, the placement that it is meant for, where it needs several microbatches (or slices of
-them) `least_units(lanes)`, the fewest, where it is a repeated building block `block(lanes)`, where the planner is to
-try it only when it is asked for by name `searched = False`, where it is to try it for sequences in slices all the same
-`searched_with_slices = True`, and where it knows stages that take turns (`Problem.turns`) `knows_turns = True`: for the
-others `schedule.multiplexed` puts such stages into the order that they make of the rest.
+A family's module defines `name` (as users type it) and `build(problem) -> Schedule`, a pure function that returns a
+computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower_schedule`). Optional definitions:
+
+- `placement(devices)`: the placement it is meant for, if it is not one stage per lane;
+- `least_units(lanes)`: the minimum of microbatches (or slices of them), if it is more than one;
+- `block(lanes)`: its building block, if it repeats one;
+- `searched = False`: the planner uses it only on request;
+- `searched_with_slices = True`: the planner nevertheless tries it for sliced sequences;
+- `knows_turns = True`: it supports stages that take turns (`ScheduleProblem.turns`). For the other families
+  `pipefit.schedule.modules.multiplexed` inserts such stages into the family's schedule of the rest.
 """
 
 from __future__ import annotations
@@ -25,22 +28,22 @@ from pipefit.schedule.problem import ScheduleProblem, linear_placement
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFamily:
-    """One way of ordering the work; call it with a problem to get a schedule."""
+    """A pipeline schedule family; call it with a problem to get a schedule."""
 
     name: str
     build: Callable[[ScheduleProblem], Schedule]
     placement: Callable[[int], tuple[int, ...]]
     "Number of devices -> the placement that the family is meant for."
     least_units: Callable[[int], int]
-    "Number of lanes -> the fewest microbatches times slices that it is written for; with fewer, `build` raises."
+    "Number of lanes -> the minimum of microbatches times slices; with fewer, `build` raises."
     searched: bool
-    "Whether the planner's search tries it unasked."
+    "Whether the planner's search tries it without a request."
     searched_with_slices: bool
-    "The same for sequences that are cut into slices."
+    "The same for sliced sequences."
     knows_turns: bool = False
-    "Whether some stages of its problems may take turns, or several microbatches together."
+    "Whether it supports stages that take turns or several microbatches together."
     block: Callable[[int], BuildingBlock] | None = None
-    "Number of lanes -> the building block that it repeats, if it is one."
+    "Number of lanes -> the building block that it repeats, if any."
 
     def __call__(self, problem: ScheduleProblem) -> Schedule:
         if problem.turns and not self.knows_turns:
@@ -48,14 +51,14 @@ class ScheduleFamily:
                 "This schedule is written for stages that all take every microbatch.",
                 where=self.name,
                 seen="stages that take turns, or several microbatches together",
-                allowed=", ".join(name for name, each in sorted(FAMILIES.items()) if each.knows_turns),
+                allowed=", ".join(name for name, family in sorted(FAMILIES.items()) if family.knows_turns),
                 next_step="order the other stages with it, and put these in with pipefit.schedule.modules.multiplexed",
             )
         return self.build(problem)
 
 
 def find_family(name: str) -> ScheduleFamily:
-    """The family that the user calls `name`. Raises ScheduleError that lists the known ones."""
+    """Return the family of this name. Raises ScheduleError that lists the known names."""
     if name not in FAMILIES:
         near = most_like(name, FAMILIES)
         raise ScheduleError(
@@ -68,10 +71,10 @@ def find_family(name: str) -> ScheduleFamily:
 
 
 def register_family(module: ModuleType) -> ScheduleFamily:
-    """Add the family that a module defines to `FAMILIES`, and return it. Raises ScheduleError for a name that is taken.
+    """Add the family that a module defines to `FAMILIES`, and return it. Raises ScheduleError for a duplicate name.
 
-    Families stand in the order of their modules' names, whatever the order of registration, so that a search tries
-    them in one order everywhere.
+    Families are ordered by their modules' names, whatever the order of registration, so that a search tries them in one
+    order everywhere.
     """
     if module.name in _modules and _modules[module.name][0] != module.__name__:
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""What the families made of building blocks share: from a block to the schedule of a problem."""
+"""Functions shared by the families made of building blocks: from a block to the schedule of a problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Named = tuple[tuple[Action, ...], ...]
 
 
 def make_schedule(name: str, problem: ScheduleProblem, lanes: Named) -> Schedule:
-    """The computed schedule of these lanes."""
+    """Build the computed schedule of these lanes."""
     return Schedule(
         name=name,
         placement=problem.placement,
@@ -28,7 +28,7 @@ def make_schedule(name: str, problem: ScheduleProblem, lanes: Named) -> Schedule
 
 
 def require_vee(title: str, problem: ScheduleProblem) -> int:
-    """The number of lanes. Raises ScheduleError unless lane i of d holds stages i and 2d-1-i."""
+    """Return the number of lanes. Raises ScheduleError unless lane i of d holds stages i and 2d-1-i."""
     if problem.placement != vee_placement(problem.num_lanes):
         raise ScheduleError(
             f"{title} is written for the V placement: lane i of d holds stages i and 2d-1-i.",
@@ -41,8 +41,11 @@ def require_vee(title: str, problem: ScheduleProblem) -> int:
 
 
 def block_for_dag(title: str, problem: ScheduleProblem, block: Callable[[int], BuildingBlock]) -> BuildingBlock:
-    """The block of a chain, given by its length, for a DAG with one stage per lane: a stage stands where its distance
-    from the end puts it. Raises ScheduleError where a lane holds several stages."""
+    """Return the block for a DAG with one stage per lane, from the block of a chain of a given length.
+
+    A stage gets the offsets of the chain's stage at the same distance from the end. Raises ScheduleError if a lane
+    holds several stages.
+    """
     if problem.num_lanes != problem.num_stages:
         crowded = max(range(problem.num_lanes), key=lambda lane: len(problem.lane_stages(lane)))
         raise ScheduleError(
@@ -54,32 +57,32 @@ def block_for_dag(title: str, problem: ScheduleProblem, block: Callable[[int], B
         )
     depths = problem.stage_depths()
     of_chain = block(max(depths))
-    places = [max(depths) - depth for depth in depths]
+    positions = [max(depths) - depth for depth in depths]
     return BuildingBlock(
         placement=problem.placement,
         interval=of_chain.interval,
-        forward=tuple(of_chain.forward[place] for place in places),
-        backward=tuple(of_chain.backward[place] for place in places),
-        weight=tuple(of_chain.weight[place] for place in places),
+        forward=tuple(of_chain.forward[position] for position in positions),
+        backward=tuple(of_chain.backward[position] for position in positions),
+        weight=tuple(of_chain.weight[position] for position in positions),
     )
 
 
 @lru_cache(maxsize=64)
 def repeat_actions(block: BuildingBlock, microbatches: int, slices: int) -> Named:
-    """The order of the repeated block as it is."""
+    """Return the order of the repeated block as it is."""
     return name_actions(order_slices(repeat_block(block, microbatches * slices), slices, block.interval), slices)
 
 
 @lru_cache(maxsize=64)
 def pull_actions(block: BuildingBlock, microbatches: int, slices: int) -> Named:
-    """The repeated block with every pass as early as gaps and the block's peak allow."""
+    """Return the repeated block with every pass as early as gaps and the block's peak allow."""
     lanes = pull_forward(repeat_block(block, microbatches * slices), block.placement)
     return actions_by_slice(lanes, block.placement, slices, block.interval)
 
 
 @lru_cache(maxsize=64)
 def control_actions(block: BuildingBlock, microbatches: int, slices: int) -> Named:
-    """The repeated V block with its warm-up and cool-down reordered within its own peak."""
+    """Return the repeated V block with its warm-up and cool-down reordered within its own peak."""
     units = microbatches * slices
     lanes = squeeze_lanes(repeat_block(block, units), block.placement)
     lanes = reorder_warm_up(lanes, max(map(peak_held, lanes)))
@@ -90,13 +93,15 @@ def control_actions(block: BuildingBlock, microbatches: int, slices: int) -> Nam
 
 
 def actions_in_order(lanes: Lanes, placement: tuple[int, ...], slices: int) -> Named:
-    """The actions of lanes with two stages each that were written as an order of units, without times."""
+    """Return the actions of lanes with two stages each, given as an order of units without times."""
     return actions_by_slice(squeeze_lanes(lanes, placement) if slices > 1 else lanes, placement, slices, interval=6)
 
 
 def actions_by_slice(lanes: Lanes, placement: tuple[int, ...], slices: int, interval: int) -> Named:
-    """The actions of lanes with two stages each that are in time, backwards by descending slice. What slices delay is
-    pulled forward again as far as the memory allows."""
+    """Return the actions of lanes with two stages each that are in time, backwards by descending slice.
+
+    Passes that slices delay are pulled forward again as far as the memory allows.
+    """
     if slices > 1:
         lanes = pull_forward(order_slices(lanes, slices, interval), placement, slices)
     return name_actions(lanes, slices)

@@ -1,9 +1,9 @@
-"""DualPipeV: DeepSeek's DualPipe folded into a V, so that one copy of the parameters is enough (Li et al. 2025,
+"""DualPipeV: DeepSeek's DualPipe folded into a V, with one copy of the parameters instead of two (Li et al. 2025,
 https://github.com/deepseek-ai/DualPipe; "cut in half" by Qi et al.).
 
-Forwards and backwards of the two stages of a lane stand next to each other, so that the communication inside one can
-hide behind the other's compute; here they run one after the other. Every lane of d holds 2 d + 1 stage-microbatches.
-It is written for at least 2 d microbatches.
+Forwards and backwards of a lane's two stages are adjacent, so that the communication of one can overlap with the
+compute of the other; here they run one after the other. Every lane of d holds 2 d + 1 stage-microbatches. At least 2 d
+microbatches are required.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ searched = False
 
 
 def least_units(lanes: int) -> int:
-    """The fewest microbatches times slices: two for every lane."""
+    """Return the minimum of microbatches times slices: two for every lane."""
     return 2 * lanes
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError for another placement than the V, and for too few microbatches."""
+    """Build the computed schedule. Raises ScheduleError for another placement than the V, and for too few
+    microbatches."""
     depth = require_vee("DualPipeV", problem)
     if problem.microbatches * problem.slices < least_units(depth):
         raise ScheduleError(
@@ -50,7 +51,7 @@ def _lane_orders(depth: int, microbatches: int, slices: int) -> Named:
 
 
 def _lane_order(i: int, depth: int, units: int) -> tuple[TimedPass, ...]:
-    """The order of lane i, in the eight steps of DeepSeek's code."""
+    """Return the order of lane i, in the eight steps of DeepSeek's code."""
     down, up = i, 2 * depth - 1 - i
     after, upto = depth - 1 - i, i + 1
     order: list[Sort] = [("F", down)] * (2 * after)
@@ -71,8 +72,8 @@ def _lane_order(i: int, depth: int, units: int) -> tuple[TimedPass, ...]:
 
 
 def _number_units(order: list[Sort]) -> tuple[TimedPass, ...]:
-    """Units counted over I and B together, as some backwards of a stage are split and some are not; a W has the unit
-    of its I."""
+    """Number the units over I and B together, because only some backwards of a stage are split; a W has the unit of its
+    I."""
     split: dict[int, list[int]] = {}
     counts: dict[tuple[bool, int], int] = {}
     passes = []

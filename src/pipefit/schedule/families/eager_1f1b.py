@@ -1,8 +1,8 @@
-"""Eager 1F1B: 1F1B with twice as many forwards ahead, so that transfers run beside computation (Zhuang et al. 2022,
+"""Eager 1F1B: 1F1B with twice as many warm-up forwards, so that transfers overlap with compute (Zhuang et al. 2022,
 arXiv 2211.05322, section 4).
 
-A gradient that comes back later by a transfer from every stage finds other work waiting. Stage i of d holds
-min(m s, 2 (d - 1 - i) + s) slices; where transfers take no time, the time is that of 1F1B.
+A gradient that is delayed by a transfer at every stage finds other work in the meantime. Stage i of d holds min(m s, 2
+(d - 1 - i) + s) slices; without transfer times, the time is that of 1F1B.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ searched_with_slices = True
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError where a lane holds several stages."""
+    """Build the computed schedule. Raises ScheduleError if a lane holds several stages."""
     return build_ahead(name, problem, hop=2)

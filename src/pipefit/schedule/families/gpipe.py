@@ -1,8 +1,8 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
 
-Peak memory is that of all microbatches; the time on d equal stages is (m + d - 1)(f + b). With several stages on a
-lane (looped or V placements) it runs breadth-first: the forwards stage by stage, the backwards in the opposite
-order. With slices it is the order of TeraPipe. Stages that take turns do what is theirs, breadth-first like the rest.
+Peak memory is that of all microbatches; the time on d equal stages is (m + d - 1)(f + b). With several stages on a lane
+(looped or V placements) it runs breadth-first: the forwards stage by stage, the backwards in the opposite order. With
+slices it is the order of TeraPipe. Stages that take turns run their own microbatches breadth-first too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ knows_turns = True
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule, for any placement and any DAG whose edges lead to later stages."""
+    """Build the computed schedule, for any placement and any DAG whose edges lead to later stages."""
     m, s = problem.microbatches, problem.slices
     lanes = []
     for lane in range(problem.num_lanes):

@@ -1,14 +1,14 @@
-"""Interleaved 1F1B: every lane holds several stages in turn, so that filling the pipeline costs a fraction of a stage
-(Narayanan et al. 2021, arXiv 2104.04473, section 2.2; called virtual pipeline stages in Megatron-LM).
+"""Interleaved 1F1B: every lane holds several stages in turn, which shrinks the pipeline bubble (Narayanan et al. 2021,
+arXiv 2104.04473, section 2.2; called virtual pipeline stages in Megatron-LM).
 
-Stage s of d v stages lies on lane s mod d. The microbatches go in groups through stage after stage of a lane; a group
-is d microbatches, or a few more where d does not divide them evenly, so that any number of microbatches is allowed.
-On equal stages with d dividing m the time is (m v + d - 1)(f + b), f and b of one stage, and lane i of d keeps
-min(m v, (v - 1) d + 2 (d - 1 - i) + 1) stage-microbatches alive. With one stage per lane it is 1F1B.
+Stage s of d v stages lies on lane s mod d. The microbatches go in groups through the stages of a lane, one stage after
+the other. A group is d microbatches, or a few more if d does not divide them evenly, so that any number of microbatches
+is allowed. On equal stages with d dividing m the time is (m v + d - 1)(f + b), with f and b of one stage, and lane i of
+d keeps min(m v, (v - 1) d + 2 (d - 1 - i) + 1) stage-microbatches alive. With one stage per lane it is 1F1B.
 
-With s slices a group is that many slices: of max(d, s), if d divides s or s divides d. The first lane then holds
-(v - 1) max(d, s) + 2 (d - 1) + s slices of a stage: with s >= d slices those of SlimPipe, v s + 2 (d - 1) of the d v s
-that one sequence has (2025, arXiv 2504.14519). The time is (m v s + d - 1)(f + b), f and b of one slice.
+With s slices a group has max(d, s) slices, if d divides s or s divides d. The first lane then holds (v - 1) max(d, s) +
+2 (d - 1) + s slices of a stage. With s >= d slices these are the v s + 2 (d - 1) of SlimPipe, of the d v s slices that
+one sequence has (2025, arXiv 2504.14519). The time is (m v s + d - 1)(f + b), with f and b of one slice.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ name = "interleaved-1f1b"
 
 
 def placement(devices: int, turns: int = 2) -> tuple[int, ...]:
-    """The looped placement: stages 0 to d-1 on lanes 0 to d-1, and again from the first lane, `turns` times."""
+    """Return the looped placement: stages 0 to d-1 on lanes 0 to d-1, and again from the first lane, `turns` times."""
     return tuple(range(devices)) * turns
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError where stages do not lie on the lanes in turn."""
+    """Build the computed schedule. Raises ScheduleError unless the stages lie on the lanes in turn."""
     return build_interleaved(name, problem, hop=2, title="Interleaved 1F1B")
 
 
 def build_interleaved(name: str, problem: ScheduleProblem, hop: int, title: str) -> Schedule:
-    """Interleaved 1F1B whose lanes run `hop` more forwards ahead for every lane between them and the last; 1 is the
-    least with which no lane waits for work, if transfers take no time. Raises ScheduleError where stages do not lie on
-    the lanes in turn."""
+    """Build interleaved 1F1B whose lanes run `hop` more forwards ahead for every lane between them and the last.
+
+    With hop 1, the minimum, no lane waits for work if transfers take no time. Raises ScheduleError unless the stages
+    lie on the lanes in turn.
+    """
     turns = problem.num_stages // problem.num_lanes
     if turns == 1:
         lanes = build_1f1b(problem).lanes
@@ -64,8 +66,11 @@ def build_interleaved(name: str, problem: ScheduleProblem, hop: int, title: str)
 
 
 def _microbatch_groups(problem: ScheduleProblem) -> list[range]:
-    """Runs of microbatches that pass a lane's stages together: at least one unit for every lane, where there are as
-    many, because a group comes back to the first lane after as many units as there are lanes."""
+    """Return the runs of microbatches that pass a lane's stages together.
+
+    A group has at least one unit for every lane, if there are enough, because it comes back to the first lane after one
+    unit per lane.
+    """
     least = math.ceil(problem.num_lanes / problem.slices)
     count = max(1, problem.microbatches // least)
     stops = [problem.microbatches * i // count for i in range(count + 1)]
@@ -75,8 +80,11 @@ def _microbatch_groups(problem: ScheduleProblem) -> list[range]:
 def _lane_actions(
     lane: int, turns: int, groups: Sequence[range], problem: ScheduleProblem, hop: int
 ) -> tuple[Action, ...]:
-    """A warm-up, then one forward and one backward in turn. The warm-up lasts until the first microbatch has come
-    through the lane's other stages, plus what it takes from here to the last lane and back."""
+    """Return a warm-up, then one forward and one backward in turn.
+
+    The warm-up lasts until the first microbatch has passed the lane's other stages, plus the way to the last lane and
+    back.
+    """
     held, slices = problem.lane_stages(lane), problem.slices
     ahead = [Action("F", stage, m, k) for group in groups for stage in held for m in group for k in range(slices)]
     back = [

@@ -1,9 +1,9 @@
 """1F1B: after a warm-up, one forward and one backward in turn (PipeDream-Flush, Narayanan et al. 2021, arXiv
 2006.09503; called 1F1B in Megatron-LM).
 
-A stage that is j stages from the end keeps min(m, j + 1) microbatches alive, so stage i of d holds min(m, d - i).
-With slices it is the order of Seq1F1B (Sun et al. 2024, arXiv 2406.03488): the warm-up is longer by slices - 1
-units, because the first backward needs all slices of its microbatch, and min(m s, d - i + s - 1) slices are alive.
+A stage that is j stages from the end keeps min(m, j + 1) microbatches alive, so stage i of d holds min(m, d - i). With
+slices it is the order of Seq1F1B (Sun et al. 2024, arXiv 2406.03488): the warm-up is longer by slices - 1 units,
+because the first backward needs all slices of its microbatch, and min(m s, d - i + s - 1) slices are alive.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ name = "1f1b"
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError where a lane holds several stages."""
+    """Build the computed schedule. Raises ScheduleError if a lane holds several stages."""
     return build_ahead(name, problem, hop=1)
 
 
 def build_ahead(name: str, problem: ScheduleProblem, hop: int) -> Schedule:
-    """1F1B whose stages run `hop` more forwards ahead for every stage between them and the end; 1 is the least with
-    which no stage waits for work, if transfers take no time. Raises ScheduleError where a lane holds several stages.
+    """Build 1F1B whose stages run `hop` more forwards ahead for every stage between them and the end.
+
+    With hop 1, the minimum, no stage waits for work if transfers take no time. Raises ScheduleError if a lane holds
+    several stages.
     """
     if problem.num_lanes != problem.num_stages:
         crowded = max(range(problem.num_lanes), key=lambda lane: len(problem.lane_stages(lane)))

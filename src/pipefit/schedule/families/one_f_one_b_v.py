@@ -1,8 +1,8 @@
 """1F1B-V: the V placement with fused backwards, about two thirds of the memory of 1F1B (Qi et al. 2024, arXiv
 2405.15362, appendix).
 
-Every lane of d holds 2 (floor(2 d / 3) + 1) stage-microbatches, where 1F1B holds 2 d. In unit time its bubble is
-smaller than that of 1F1B, too: with 8 lanes 33 slots in place of 42.
+Every lane of d holds 2 (floor(2 d / 3) + 1) stage-microbatches, compared with 2 d of 1F1B. In unit time its bubble is
+also smaller: with 8 lanes 33 slots, compared with 42.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ searched = False
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    """Build the computed schedule. Raises ScheduleError for another placement than the V."""
     lanes = require_vee("1F1B-V", problem)
     return make_schedule(name, problem, pull_actions(block(lanes), problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
-    """Forwards hop one slot. Backwards hop two and, every third lane, five, so that on each lane two B's of two slots
-    find two free pairs of slots beside the forwards."""
+    """Return the block. Forwards hop one slot. Backwards hop two and, every third lane, five, so that on each lane two
+    B's of two slots find two free pairs of slots beside the forwards."""
     d = lanes
     first = 2 * d + (3 if d % 3 == 0 else 0)
     backward = [first + 2 * j + 3 * ((j + (1 - d) % 3) // 3) for j in range(2 * d)]

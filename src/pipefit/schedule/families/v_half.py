@@ -1,8 +1,8 @@
 """V-Half: the V block with about half of the memory of 1F1B (Qi et al. 2024, arXiv 2405.15362, section 3.1).
 
-Every lane of d holds 2 floor((d + 2) / 2) stage-microbatches, where 1F1B holds 2 d. In unit time the lane that takes
-longest idles max(0, 6 d - 3 k - 1) slots at that peak k. Bubbles repeat in every period where F, I and W are so
-unequal that W + 2 I < 2 F or W + 2 F < 2 I.
+Every lane of d holds 2 floor((d + 2) / 2) stage-microbatches, compared with 2 d of 1F1B. In unit time the slowest lane
+idles max(0, 6 d - 3 k - 1) slots at that peak k. Bubbles repeat in every period if F, I and W are so unequal that W + 2
+I < 2 F or W + 2 F < 2 I.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ placement = vee_placement
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    """Build the computed schedule. Raises ScheduleError for another placement than the V."""
     lanes = require_vee("V-Half", problem)
     return make_schedule(name, problem, control_actions(block(lanes), problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
-    """Hops of 2 slots on the way down and in the second half of the backward, 1 on the others.
+    """Return the block: hops of 2 slots on the way down and in the second half of the backward, 1 elsewhere.
 
-    The turn from forward to backward waits 3 slots where d is even, or passes would collide. Up to two lanes the
-    peak is that of V-ZB, whose block has no bubble.
+    The turn from forward to backward waits 3 slots if d is even, or passes would collide. Up to two lanes the peak is
+    that of V-ZB, whose block has no bubble.
     """
     d = lanes
     if d <= 2:

@@ -1,9 +1,8 @@
-"""V-Min: the V block with the least memory, about a third of that of 1F1B (Qi et al. 2024, arXiv 2405.15362, section
-3.1).
+"""V-Min: the V block with the least memory, about a third of 1F1B (Qi et al. 2024, arXiv 2405.15362, section 3.1).
 
-Every lane of d holds 2 floor((d + 4) / 3) stage-microbatches, where 1F1B holds 2 d. In unit time the lane that takes
-longest idles max(0, 6 d - 3 k - 1) slots at that peak k. As soon as F, I and W differ, there are bubbles in every
-period: with measured times it is often slower than 1F1B.
+Every lane of d holds 2 floor((d + 4) / 3) stage-microbatches, compared with 2 d of 1F1B. In unit time the slowest lane
+idles max(0, 6 d - 3 k - 1) slots at that peak k. If F, I and W differ, there are bubbles in every period: with measured
+times it is often slower than 1F1B.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ placement = vee_placement
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    """Build the computed schedule. Raises ScheduleError for another placement than the V."""
     lanes = require_vee("V-Min", problem)
     return make_schedule(name, problem, control_actions(block(lanes), problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
-    """All hops are one slot; the turn from forward to backward waits e = 0, 2 or 4.
+    """Return the block: all hops are one slot, and the turn from forward to backward waits e = 0, 2 or 4.
 
-    e = 2 for d = 3, 6, 9, ... keeps passes from colliding. e = 4 for d = 5, 8, 11, ... is ours: the published block
-    has e = 0 there, and with the same peak four slots more of bubble. Up to two lanes the peak is that of V-ZB, whose
-    block has no bubble.
+    e = 2 for d = 3, 6, 9, ... keeps passes from colliding. e = 4 for d = 5, 8, 11, ... is our change: the published
+    block has e = 0 there, and with the same peak four more slots of bubble. Up to two lanes the peak is that of V-ZB,
+    whose block has no bubble.
     """
     d = lanes
     if d <= 2:

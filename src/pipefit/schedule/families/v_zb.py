@@ -1,8 +1,8 @@
-"""V-ZB: the V block that spends the memory of 1F1B and, where F, I and W take equal times, has no bubble (Qi et al.
-2024, arXiv 2405.15362, section 3.1).
+"""V-ZB: the V block with the memory of 1F1B and, for equal times of F, I and W, without a bubble (Qi et al. 2024, arXiv
+2405.15362, section 3.1).
 
-Every lane of d holds 2d stage-microbatches (a stage is half of what a lane of 1F1B holds). In unit time no lane that
-has enough microbatches (about 2d) idles between its first and its last action.
+Every lane of d holds 2d stage-microbatches (a stage is half of a lane of 1F1B). In unit time, with enough microbatches
+(about 2d), no lane idles between its first and its last action.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ placement = vee_placement
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    """Build the computed schedule. Raises ScheduleError for another placement than the V."""
     lanes = require_vee("V-ZB", problem)
     return make_schedule(name, problem, control_actions(block(lanes), problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
-    """Hops of 4 slots on the way down and in the second half of the backward, 2 on the others, no pause at turns."""
+    """Return the block: hops of 4 slots on the way down and in the second half of the backward, 2 elsewhere, no pause
+    at turns."""
     d = lanes
     down, up = range(d), range(d - 1, -1, -1)
     forward = [4 * i for i in down] + [6 * d - 5 - 2 * i for i in up]

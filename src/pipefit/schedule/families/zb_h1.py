@@ -1,8 +1,8 @@
-"""ZB-H1: 1F1B with the backward split into I and W, and W put off to fill the end (Qi et al. 2024, arXiv 2401.10241,
+"""ZB-H1: 1F1B with the backward split into I and W, and W delayed to fill the end (Qi et al. 2024, arXiv 2401.10241,
 section 3.1).
 
-Every lane of d holds d microbatches, the peak of 1F1B's first one. With equal stages it idles (d - 1)(F + I - W) in
-place of (d - 1)(F + I + W): lane i puts its W's off by i microbatches.
+Every lane of d holds d microbatches, the peak of the first lane of 1F1B. With equal stages it idles (d - 1)(F + I - W)
+instead of (d - 1)(F + I + W): lane i delays its W's by i microbatches.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ name = "zb-h1"
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError where a lane holds several stages."""
-    made = block_for_dag("ZB-H1", problem, block)
-    return make_schedule(name, problem, repeat_actions(made, problem.microbatches, problem.slices))
+    """Build the computed schedule. Raises ScheduleError if a lane holds several stages."""
+    dag_block = block_for_dag("ZB-H1", problem, block)
+    return make_schedule(name, problem, repeat_actions(dag_block, problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
-    """The forwards and backwards of 1F1B, and a W 3 d slots after the F on every lane."""
+    """Return the forwards and backwards of 1F1B, with a W 3 d slots after the F on every lane."""
     d = lanes
     return BuildingBlock(
         placement=linear_placement(d),

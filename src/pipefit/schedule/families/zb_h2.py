@@ -1,5 +1,5 @@
-"""ZB-H2: so many forwards ahead that a pipeline of equal stages has no bubble (Qi et al. 2024, arXiv 2401.10241,
-section 3.2).
+"""ZB-H2: enough forwards ahead that a pipeline of equal stages has no bubble (Qi et al. 2024, arXiv 2401.10241, section
+3.2).
 
 Every lane of d holds 2 d - 1 microbatches and idles (d - 1)(F + I - 2 W) between its first and its last action. The
 lanes end one after the other; the paper lets the next step begin before the last lane has ended, which a global
@@ -17,13 +17,14 @@ name = "zb-h2"
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError where a lane holds several stages."""
-    made = block_for_dag("ZB-H2", problem, block)
-    return make_schedule(name, problem, repeat_actions(made, problem.microbatches, problem.slices))
+    """Build the computed schedule. Raises ScheduleError if a lane holds several stages."""
+    dag_block = block_for_dag("ZB-H2", problem, block)
+    return make_schedule(name, problem, repeat_actions(dag_block, problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
-    """Lane i runs 2 (d - i) - 1 forwards before its first I; a W ends 3 (2 d - 1) slots after its F begins."""
+    """Return the block: lane i runs 2 (d - i) - 1 forwards before its first I; a W ends 3 (2 d - 1) slots after its F
+    begins."""
     d = lanes
     return BuildingBlock(
         placement=linear_placement(d),

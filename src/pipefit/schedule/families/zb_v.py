@@ -1,9 +1,9 @@
-"""ZB-V: the handcrafted V schedule without bubbles in unit time (Qi et al. 2024, arXiv 2401.10241, section 6; the
-order that PyTorch ships as ZBVZeroBubble).
+"""ZB-V: the handcrafted V schedule without bubbles in unit time (Qi et al. 2024, arXiv 2401.10241, section 6; the order
+that PyTorch ships as ZBVZeroBubble).
 
-Every lane of d holds 2 d stage-microbatches, and from 2 d - 1 microbatches on no lane idles between its first and its
-last action if F, I and W take equal times. With fewer it is the schedule of 2 d - 1 without the ones that are not
-there. V-ZB has the same peak and wastes less where microbatches are few.
+Every lane of d holds 2 d stage-microbatches. With at least 2 d - 1 microbatches and equal times of F, I and W, no lane
+idles between its first and its last action. With fewer, it is the schedule of 2 d - 1 without the missing microbatches.
+V-ZB has the same peak and a smaller bubble with few microbatches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ placement = vee_placement
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    """Build the computed schedule. Raises ScheduleError for another placement than the V."""
     return make_schedule(
         name, problem, _lane_orders(require_vee("ZB-V", problem), problem.microbatches, problem.slices)
     )
@@ -34,9 +34,9 @@ def _lane_orders(depth: int, microbatches: int, slices: int) -> Named:
 
 
 def _lane_order(i: int, depth: int, units: int) -> tuple[TimedPass, ...]:
-    """The order of lane i: fill, then (F I W) of the way down and of the way up in turn, then the rest of the I's
-    with their W's behind them."""
-    whole = max(units, 2 * depth - 1)
+    """Return the order of lane i: fill, then (F I W) of the way down and of the way up in turn, then the remaining I's
+    followed by their W's."""
+    full_units = max(units, 2 * depth - 1)
     down, up = i, 2 * depth - 1 - i
 
     def forward_and_backward(stage: int) -> list[Sort]:
@@ -49,10 +49,10 @@ def _lane_order(i: int, depth: int, units: int) -> tuple[TimedPass, ...]:
     order: list[Sort] = [("F", down)] * (2 * (depth - i) - 1)
     order += [("F", up), ("F", down)] * i
     order += add_cycle(up) * (depth - i)
-    order += [*add_cycle(down), *add_cycle(up)] * (whole - early)
+    order += [*add_cycle(down), *add_cycle(up)] * (full_units - early)
     order += [*forward_and_backward(down), *add_cycle(up)] * (early - depth)
     order += [("I", down), ("I", up)] * i
     order += forward_and_backward(down) * (depth - i)
     order += [("W", up)] * i
     order += [("W", down)] * i
-    return tuple(one for one in number_passes(order) if one.unit < units)
+    return tuple(timed_pass for timed_pass in number_passes(order) if timed_pass.unit < units)

@@ -1,1 +1,1 @@
-"""Lowering of computed schedules to lane programs with all their communication."""
+"""Lowering of computed schedules to lane programs with all communication."""

@@ -1,6 +1,6 @@
-"""Stages without a backward: those of which, and before which, nothing is trained.
+"""Stages without a backward: no parameter is trained in them or in a stage before them.
 
-Such a stage has its F and nothing else. No gradient is sent to it, and what it feeds computes none for it (reference:
+Such a stage has forwards only. No gradient is sent to it, and the stages that it feeds compute none for it (reference:
 DistTrain and Cornstarch count such a backward as zero).
 """
 
@@ -16,7 +16,7 @@ BACKWARD = tuple(kind for kind in COMPUTE if kind != "F")
 
 
 def frozen_stages(stages: int, edges: Iterable[Edge], trained: Iterable[int]) -> frozenset[int]:
-    """The stages without a backward, of so many: `trained` are those that hold a parameter that is trained."""
+    """Return the stages without a backward; `trained` are the stages with a trainable parameter."""
     reached = set(trained)
     for source, target, _ in sorted(edges):
         if source in reached:
@@ -25,12 +25,12 @@ def frozen_stages(stages: int, edges: Iterable[Edge], trained: Iterable[int]) ->
 
 
 def with_backward(schedule: Schedule) -> frozenset[int]:
-    """The stages that a schedule has a backward of."""
+    """Return the stages of a schedule that have a backward."""
     return frozenset(action.stage for _, _, action in schedule if action.kind in BACKWARD)
 
 
 def without_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """A computed schedule without the backward of these stages; the rest stands in the same order."""
+    """Return a computed schedule without the backwards of these stages, in otherwise unchanged order."""
     if not stages:
         return schedule
     lanes = tuple(tuple(a for a in lane if a.kind == "F" or a.stage not in stages) for lane in schedule.lanes)

@@ -1,17 +1,17 @@
-"""Lowering: a computed schedule becomes the full program of every lane, with all its communication.
+"""Lowering: a computed schedule becomes the full program of every lane, with all communication.
 
-Transfers go in by *simulated time*. A SEND follows its producer at once. Its RECV is posted on the consumer's lane
-where that lane stands when the transfer starts: before the action that it is running then, or, where it idles,
-before its next one. So a receive is in place when the sender gets there, no buffer is held longer than that needs,
-and no receive stands before one that is needed earlier (PyTorch's own lowering posts receives in the order in which
-a round-robin over the lanes emits the senders: pytorch#172668).
+Transfers are inserted by *simulated time*. A SEND follows its producer at once. Its RECV is inserted on the consumer's
+lane at that lane's position when the transfer starts: before the action that runs then, or, if the lane is idle, before
+the next one. A receive is thus posted when the sender gets there, no buffer is held longer than necessary, and no
+receive precedes one that is needed earlier. (PyTorch's own lowering posts receives in the order in which a round-robin
+over the lanes emits the senders: pytorch#172668.)
 
-Where the costs say so (`receives_ahead`: gloo), a RECV stands earlier still: before the use of the message ahead of it.
+If the costs have `receives_ahead` (gloo), a RECV is posted earlier still: before the use of the previous message.
 
-Why the result cannot hang, even when a SEND blocks until its RECV is posted: order all actions by (simulated time,
-dependency). Every RECV stands before its SEND in that order, every SEND before the consumer, and every lane is
-sorted by it; so the first action in that order that has not run can always run. The same order makes both ends of a
-directed pair of lanes agree on the sequence of messages, whatever tensors they carry.
+Proof that the result cannot hang, even if a SEND blocks until its RECV is posted: order all actions by (simulated time,
+dependency). In that order every RECV precedes its SEND, every SEND precedes the consumer, and every lane is sorted; so
+the first action that has not run can always run. The same order makes both ends of a directed pair of lanes agree on
+the sequence of messages, for all tensors.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def lower_schedule(
     zero: Iterable[int] = (),
     optimizer: bool = True,
 ) -> Schedule:
-    """The lowered schedule.
+    """Return the lowered schedule.
 
-    `edges`: the DAG of stages, default the chain. `costs`: the times that transfers are ordered by, default one
-    second for F, I and W. `reductions`: stages whose gradients are reduced after their last backward; default all.
-    `tied`: bucket name -> the stages that share its parameters; each of them gets a REDUCE of that name at the end
-    of its lane, in one order everywhere. `zero`: stages whose parameters are gathered after the step (ZeRO-1).
-    Without `optimizer` there is no NORM and no STEP. Raises ScheduleError for a schedule that is lowered already,
-    or that no order satisfies.
+    `edges` is the DAG of stages (default: the chain). `costs` are the times that order the transfers (default: one
+    second for F, I and W). `reductions` are the stages whose gradients are reduced after their last backward (default:
+    all). `tied` maps a bucket name to the stages that share its parameters; each gets a REDUCE of that name at the end
+    of its lane, in one order everywhere. `zero` are the stages whose parameters are gathered after the step (ZeRO-1).
+    Without `optimizer` there is no NORM and no STEP. Raises ScheduleError for a schedule that is lowered already, or
+    whose dependencies no order satisfies.
     """
     if schedule.is_lowered:
         raise ScheduleError(
@@ -72,7 +72,7 @@ def lower_schedule(
         ]
         if optimizer:
             body += [Action("NORM"), Action("STEP")]
-        held = (stage for stage, other in enumerate(schedule.placement) if other == lane)
+        held = (stage for stage, stage_lane in enumerate(schedule.placement) if stage_lane == lane)
         body += [Action("GATHER", stage) for stage in held if stage in gathered]
         full.append(tuple(body))
     return Schedule(
@@ -86,10 +86,10 @@ def lower_schedule(
 
 
 def _with_transfers(schedule: Schedule, graph: TaskGraph, costs: CostTable) -> list[list[Action]]:
-    """Each lane's actions with SEND and RECV merged in.
+    """Return each lane's actions with SEND and RECV merged in.
 
-    Sort keys are (row, phase, time rank): phase 0 is before the row's action, 1 the action, 2 after it; in phases 0
-    and 2 transfers stand by rank, so that of two lanes that finish at the same moment one sends first.
+    Sort keys are (row, phase, time rank): phase 0 is before the row's action, 1 the action, 2 after it. In phases 0 and
+    2 transfers are sorted by rank, so that of two lanes that finish at the same moment one sends first.
     """
     transfers = np.flatnonzero(graph.consumer >= 0)
     if not len(transfers):
@@ -110,7 +110,7 @@ def _with_transfers(schedule: Schedule, graph: TaskGraph, costs: CostTable) -> l
 
 
 def _receive_slots(graph: TaskGraph, transfers: Ints, times: TaskTimes) -> tuple[Ints, Ints, Ints]:
-    """For every transfer: its rank in time, and the (row, phase) on the consumer's lane where it is posted.
+    """Return, for every transfer, its rank in time, and the (row, phase) on the consumer's lane at which it is posted.
 
     A transfer is issued when its producer stops. All compute tasks are ranked by (start, number); a transfer comes
     before the tasks that start at that moment, but after its own producer.
@@ -120,16 +120,16 @@ def _receive_slots(graph: TaskGraph, transfers: Ints, times: TaskTimes) -> tuple
     issue = stop_s[producer]
     compute = np.flatnonzero(graph.consumer < 0)
     by_time = compute[np.lexsort((compute, times.start_s[compute]))]
-    place = np.zeros(graph.size, dtype=np.int64)
-    place[by_time] = np.arange(len(compute))
-    key = np.maximum(np.searchsorted(times.start_s[by_time], issue, side="left"), place[producer] + 1)
+    time_rank = np.zeros(graph.size, dtype=np.int64)
+    time_rank[by_time] = np.arange(len(compute))
+    key = np.maximum(np.searchsorted(times.start_s[by_time], issue, side="left"), time_rank[producer] + 1)
     rank = np.empty(len(transfers), dtype=np.int64)
-    rank[np.lexsort((transfers, place[producer], key))] = np.arange(len(transfers))
+    rank[np.lexsort((transfers, time_rank[producer], key))] = np.arange(len(transfers))
 
-    # Rows of a lane ascend in place, so one search in (lane, place) finds where the consumer's lane stands.
+    # Rows of a lane ascend in time rank, so one search in (lane, rank) finds the position of the consumer's lane.
     lane = graph.lane[consumer]
     following = np.searchsorted(
-        table.lane * (graph.size + 1) + place[graph.task], lane * (graph.size + 1) + key, side="left"
+        table.lane * (graph.size + 1) + time_rank[graph.task], lane * (graph.size + 1) + key, side="left"
     )
     assert bool((following <= graph.row[consumer]).all())
     latest = np.maximum(following - 1, table.offset[lane])
@@ -138,29 +138,29 @@ def _receive_slots(graph: TaskGraph, transfers: Ints, times: TaskTimes) -> tuple
 
 
 def _transfer_actions(graph: TaskGraph, transfers: Ints) -> tuple[list[Action], list[Action]]:
-    """The SEND and the RECV of every transfer."""
+    """Return the SENDs and the RECVs of all transfers."""
     edge, forward = graph.edge[transfers], graph.kind[transfers] == SEND_F
-    ends = np.array([each[:2] for each in graph.table.edges], dtype=np.int64)[edge]
+    ends = np.array([entry[:2] for entry in graph.table.edges], dtype=np.int64)[edge]
     source = np.where(forward, ends[:, 0], ends[:, 1]).tolist()
     target = np.where(forward, ends[:, 1], ends[:, 0]).tolist()
-    place = graph.microbatch[transfers].tolist(), graph.slice[transfers].tolist()
-    names = [graph.table.edges[each][2] for each in edge.tolist()]
-    send = ["SEND_F" if each else "SEND_B" for each in forward.tolist()]
-    receive = ["RECV_F" if each else "RECV_B" for each in forward.tolist()]
-    sends = zip(send, source, *place, target, names, strict=True)
-    receives = zip(receive, target, *place, source, names, strict=True)
+    unit = graph.microbatch[transfers].tolist(), graph.slice[transfers].tolist()
+    names = [graph.table.edges[entry][2] for entry in edge.tolist()]
+    send = ["SEND_F" if entry else "SEND_B" for entry in forward.tolist()]
+    receive = ["RECV_F" if entry else "RECV_B" for entry in forward.tolist()]
+    sends = zip(send, source, *unit, target, names, strict=True)
+    receives = zip(receive, target, *unit, source, names, strict=True)
     return _make_actions(sends), _make_actions(receives)
 
 
 def _make_actions(fields: Iterable[tuple[object, ...]]) -> list[Action]:
-    """An action for each tuple of its fields: as `Action(...)`, for a third of the time."""
+    """Build actions from tuples of their fields, in a third of the time of `Action(...)`."""
     return list(map(partial(tuple.__new__, Action), fields))
 
 
 def _with_reductions(actions: Sequence[Action], reduced: set[int]) -> list[Action]:
-    """A REDUCE after the last backward of every stage in `reduced`, behind the SENDs of that backward's product."""
+    """Insert a REDUCE after the last backward of every stage in `reduced`, behind the SENDs of that backward."""
     left = reduced & {action.stage for action in actions if action.kind in ("B", "W")}
-    places: list[tuple[int, int]] = []
+    insertions: list[tuple[int, int]] = []
     for index in range(len(actions) - 1, -1, -1):
         if not left:
             break
@@ -170,10 +170,10 @@ def _with_reductions(actions: Sequence[Action], reduced: set[int]) -> list[Actio
             after = index + 1
             while after < len(actions) and actions[after].kind.startswith("SEND"):
                 after += 1
-            places.append((after, stage))
+            insertions.append((after, stage))
     result: list[Action] = []
     start = 0
-    for after, stage in reversed(places):
+    for after, stage in reversed(insertions):
         result += actions[start:after]
         result.append(Action("REDUCE", stage))
         start = after

@@ -1,9 +1,9 @@
-"""How many messages are under way on a channel, read off a lowered lane. Pure.
+"""The number of messages in flight on a channel, derived from a lowered lane.
 
 A channel is one edge in one direction between two lanes. A receive is open from its RECV to the compute action that
-takes the message. The sender may have as many messages under way as the receiver ever has open receives on that
-channel, and lets go of a tensor when that many later ones have been sent: so what a lane holds follows from the order
-of its actions alone, whatever the real times are, and the simulator counts what the runtime does.
+uses the message. Let w be the maximum number of open receives of a channel. The sender may have w messages in flight
+and releases a tensor when w later ones have been sent. Memory thus depends only on the order of a lane's actions,
+whatever the measured times are, and the simulator counts the same bytes as the runtime.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ Channel = tuple[str, int, int, str]
 
 
 def channel_of(action: Action) -> Channel:
-    """The channel of a SEND or RECV."""
+    """Return the channel of a SEND or RECV."""
     if action.kind.startswith("RECV"):
         return action.kind, action.stage, action.peer, action.what
     return "RECV" + action.kind[4:], action.peer, action.stage, action.what
 
 
 def message_consumers(lane: Sequence[Action], turns: Sequence[RoundRobin] = ()) -> dict[int, int]:
-    """RECV index -> index of the action that takes the message: F, or the I or B. `turns`: of all stages, as in
-    `Schedule.turns`."""
-    place = {(a.kind in ("I", "B"), a.stage, a.microbatch, a.slice): i for i, a in enumerate(lane) if a.kind in "FIB"}
+    """Return RECV index -> index of the F, I or B that uses the message. `turns` are those of `Schedule.turns`."""
+    consumer = {
+        (a.kind in ("I", "B"), a.stage, a.microbatch, a.slice): i for i, a in enumerate(lane) if a.kind in "FIB"
+    }
     return {
-        index: place[action.kind == "RECV_B", action.stage, _unit_start(action, turns), action.slice]
+        index: consumer[action.kind == "RECV_B", action.stage, _unit_start(action, turns), action.slice]
         for index, action in enumerate(lane)
         if action.kind.startswith("RECV")
     }
@@ -40,25 +41,26 @@ def _unit_start(action: Action, turns: Sequence[RoundRobin]) -> int:
 
 
 def receive_windows(lane: Sequence[Action], turns: Sequence[RoundRobin] = ()) -> dict[Channel, int]:
-    """The greatest number of receives that are open at once, of every channel into a lane."""
+    """Return, for every channel into a lane, the maximum number of receives open at once."""
     events = [
-        (place, change, channel_of(lane[post]))
+        (position, change, channel_of(lane[post]))
         for post, use in message_consumers(lane, turns).items()
-        for place, change in ((post, 1), (use, -1))
+        for position, change in ((post, 1), (use, -1))
     ]
-    now, most = Counter[Channel](), Counter[Channel]()
+    now, peak = Counter[Channel](), Counter[Channel]()
     for _, change, key in sorted(events):
         now[key] += change
-        most[key] = max(most[key], now[key])
-    return dict(most)
+        peak[key] = max(peak[key], now[key])
+    return dict(peak)
 
 
 def post_ahead(lane: Sequence[Action], placement: Sequence[int], turns: Sequence[RoundRobin] = ()) -> list[Action]:
-    """The lane with every receive posted before the message ahead of it, from the same lane, is used, at the latest.
+    """Return the lane with every receive posted at the latest before the use of the previous message from the same
+    lane.
 
-    gloo's sender then finds its peer ready and writes at once, which saves it a round of notifications; it costs one
-    more buffer for every lane that sends here. The order of the receives from a lane stays, so what could not hang
-    still cannot. (Not for NCCL, whose waiting receives take up the device.)
+    gloo's sender then finds its peer ready and writes at once, which saves a round of notifications. It costs one
+    additional buffer for every lane that sends here. The order of the receives from a lane is unchanged, so no new
+    deadlock is possible. (Not for NCCL, whose waiting receives occupy the device.)
     """
     users = message_consumers(lane, turns)
     before: dict[int, int] = {}
@@ -68,7 +70,7 @@ def post_ahead(lane: Sequence[Action], placement: Sequence[int], turns: Sequence
         if sender in before and before[sender] < index:
             moved.setdefault(before[sender], []).append(index)
         before[sender] = user
-    gone = {index for each in moved.values() for index in each}
+    gone = {index for receives in moved.values() for index in receives}
     result: list[Action] = []
     for index, action in enumerate(lane):
         result += [lane[early] for early in moved.get(index, ())]

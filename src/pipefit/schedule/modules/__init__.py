@@ -1,1 +1,1 @@
-"""Orders of stages of several modules: in line with the first and last lane, or taking turns on lanes."""
+"""Schedules for models of several modules: inline on the first and last lane, or multiplexed on all lanes."""

@@ -1,8 +1,8 @@
-"""Orders for lanes with several stages in line: the first and the last lane of a pipeline do small modules as well.
+"""Schedules for lanes with several stages: small modules run inline on the first and the last lane of a pipeline.
 
-An encoder lies on the pipeline's first lane and a generator on its last, on the very devices of the stage there. The
-lanes keep the order of their family; whatever it has a lane do, all stages of the lane do one after the other
-(reference: the monolithic layouts of Megatron-LM, by the account of DistTrain, arXiv 2408.04275, section 7).
+An encoder lies on the pipeline's first lane and a generator on its last, on the devices of the stage there. The lanes
+keep the order of their schedule family; each action of a lane is done by all its stages, one after the other
+(reference: the monolithic layouts of Megatron-LM, as described by DistTrain, arXiv 2408.04275, section 7).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pipefit.schedule.problem import ScheduleProblem, linear_placement
 
 
 def inline_order(build: Callable[[ScheduleProblem], Schedule], problem: ScheduleProblem) -> Schedule:
-    """The computed schedule of `problem`, whose placement has a run of stages of the chain on every lane: the order of
-    `build` for a stage a lane, every action that of all stages of the lane, forwards along the chain and backwards
-    against it. Raises ScheduleError for slices, and what `build` raises."""
+    """Return the computed schedule of `problem`, whose placement has a run of consecutive stages on every lane.
+
+    It is the schedule that `build` returns for one stage per lane, with each action repeated for all stages of the
+    lane: forwards along the chain, backwards against it. Raises ScheduleError for slices, and the errors of `build`.
+    """
     if problem.slices > 1:
         raise ScheduleError(
             "Modules in line on a lane take whole microbatches.", where="slices", seen=problem.slices, allowed="1"
@@ -27,9 +29,11 @@ def inline_order(build: Callable[[ScheduleProblem], Schedule], problem: Schedule
     plain = build(ScheduleProblem(placement=linear_placement(problem.num_lanes), microbatches=problem.microbatches))
     lanes = []
     for lane, actions in enumerate(plain.lanes):
-        own = [stage for stage, at in enumerate(problem.placement) if at == lane]
+        lane_stages = [stage for stage, stage_lane in enumerate(problem.placement) if stage_lane == lane]
         line: list[Action] = []
         for action in actions:
-            line += [action._replace(stage=stage) for stage in (own if action.kind == "F" else reversed(own))]
+            line += [
+                action._replace(stage=stage) for stage in (lane_stages if action.kind == "F" else reversed(lane_stages))
+            ]
         lanes.append(tuple(line))
     return replace(plain, placement=problem.placement, lanes=tuple(lanes))

@@ -1,13 +1,12 @@
-"""From a schedule to flat arrays: tasks, who waits for whom, and how long. What lowering and simulation run on.
+"""Compilation of a schedule to a task graph: flat arrays of tasks and dependencies, used by lowering and simulation.
 
-Every action but RECV becomes a task; a RECV is the moment when its transfer may begin. Tasks wait for each other in
-these ways:
+Every action but RECV becomes a task; a RECV only determines the earliest start of its transfer. The dependencies:
 
 - a lane does its compute actions, NORM, STEP and FREE one after the other;
 - a transfer starts when its SEND is reached, its RECV is posted and the sender's port is free; a port serves the
   transfers of its lane in order, and each keeps it busy for `port_s`;
 - the consumer starts when the transfer has arrived, `forward_s` or `backward_s` after the transfer's start;
-- REDUCE and GATHER run beside the compute actions, one after the other on a communication lane of their own;
+- REDUCE and GATHER overlap with the compute actions, one after the other on a communication lane of their own;
 - NORM waits for everything before it on all lanes that have a NORM; STEP waits for the lane's reductions.
 
 In a computed schedule the transfers are implied: sent right after the producer, with the receive already posted.
@@ -46,7 +45,7 @@ from pipefit.schedule.taskgraph.table import (
 )
 
 STOP, ARRIVAL = 0, 1
-"""What a task waits for: the predecessor's stop, or the arrival of what it transfers."""
+"""The moment that a task waits for: the predecessor's stop, or the arrival of its transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +58,31 @@ class TaskGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """The tasks of a schedule, numbered so that predecessors come first, without any times."""
+    """The tasks of a schedule without times, numbered so that predecessors come first."""
 
     schedule: Schedule
     table: ScheduleTable
     kind: Ints
     lane: Ints
-    "Of a transfer, the sender's."
+    "For a transfer, the lane of the sender."
     stage: Ints
     microbatch: Ints
     slice: Ints
     edge: Ints
     plain: NDArray[np.bool_]
     row: Ints
-    "The action in `table` that the task stands for; of an implied transfer, its producer; -1 for a barrier."
+    "The task's action in `table`; for an implied transfer, its producer; -1 for a barrier."
     task: Ints
-    "The task of each row of `table`; of a RECV, its transfer."
+    "The task of each row of `table`; for a RECV, its transfer."
     before: Ints
-    "For each row of `table`, the task that its lane does one by one last before it, or -1."
+    "For each row of `table`, the previous serial task of its lane, or -1."
     consumer: Ints
-    "Of a transfer, the task that uses what it brings; else -1."
+    "For a transfer, the task that uses its tensor; else -1."
     pointer: Ints
     after: Ints
     "`after[pointer[t]:pointer[t + 1]]` are the moments that task t waits for: 2 p + STOP or 2 p + ARRIVAL."
     groups: Mapping[int, TaskGroup]
-    "For each kind that takes time by stage or edge, its tasks and where their costs stand."
+    "For each kind with times by stage or edge, its tasks and the index of their costs."
 
     @property
     def size(self) -> int:
@@ -93,11 +92,11 @@ class TaskGraph:
 def compile_graph(
     schedule: Schedule, edges: Sequence[Edge] | None = None, compiled: bool | None = None, own_ports: bool = True
 ) -> TaskGraph:
-    """The task graph of a valid schedule. `edges` is needed for computed schedules only; default: the chain.
-    Without `own_ports` the transfers of a lane do not wait for each other: what they share is told elsewhere.
+    """Return the task graph of a valid schedule. `edges` is needed for computed schedules only; default: the chain.
 
-    Raises ScheduleError, with the first lane that cannot go on, if no order satisfies all waits. `compiled` forces
-    numba on or off; both give the same graph.
+    Without `own_ports`, the transfers of a lane do not wait for each other; `fluid.share_ports` models the sharing.
+    Raises ScheduleError, with the first lane that cannot continue, if no order satisfies all dependencies. `compiled`
+    forces numba on or off; both give the same graph.
     """
     if edges is None and not schedule.is_lowered:
         edges = chain_edges(schedule.num_stages)
@@ -116,7 +115,7 @@ _recent: OrderedDict[tuple[int, tuple[Edge, ...] | None, bool], tuple[Schedule, 
 
 
 def task_graph(schedule: Schedule, edges: tuple[Edge, ...] | None = None, own_ports: bool = True) -> TaskGraph:
-    """`compile_graph`, remembered for the last few schedule objects, which searches evaluate under many costs."""
+    """`compile_graph` with a cache of the last schedule objects, which searches evaluate under many costs."""
     key = (id(schedule), edges, own_ports)
     if key in _recent:
         _recent.move_to_end(key)
@@ -129,10 +128,10 @@ def task_graph(schedule: Schedule, edges: tuple[Edge, ...] | None = None, own_po
 
 
 class _GraphBuilder:
-    """Collects tasks and waits in table order, then renumbers them so that predecessors come first.
+    """Collects tasks and dependencies in table order, then renumbers them so that predecessors come first.
 
-    Task numbers during the collection: a row of the table is its own task (RECV rows stay unused); implied
-    transfers and the barrier follow.
+    Task numbers during the collection: a row of the table is its own task (RECV rows stay unused); implied transfers
+    and the barrier follow.
     """
 
     def __init__(self, schedule: Schedule, table: ScheduleTable) -> None:
@@ -151,29 +150,31 @@ class _GraphBuilder:
         self.barriers = 0
 
     def add_wait(self, task: Ints, source: Ints, kind: int = STOP) -> None:
-        """`task` waits for a moment of `source`, where source is not -1."""
+        """Let `task` wait for a moment of `source`, if source is not -1."""
         known = source >= 0
         self.waits.append((task[known], source[known], kind))
 
     def _previous_rows(self, mask: NDArray[np.bool_]) -> Ints:
-        """For every row, the last row before it on its lane where `mask` holds, or -1."""
+        """Return, for every row, the last earlier row of its lane that is in `mask`, or -1."""
         marked = np.where(mask, np.arange(self.rows), -1)
         last = np.concatenate(([-1], np.maximum.accumulate(marked)[:-1])) if self.rows else marked
         return np.where(last >= self.table.offset[self.table.lane], last, -1)
 
     def index_rows(self, *kinds: int, by_edge: bool = False) -> Ints:
-        """Rows by [stage or edge, microbatch, slice] for actions of these kinds; -1 where there is none. The actions of
-        a unit of several microbatches stand at each of them."""
+        """Return the rows of actions of these kinds by [stage or edge, microbatch, slice], or -1.
+
+        The actions of a unit of several microbatches are entered at each of them.
+        """
         table = self.table
         mask = np.isin(table.kind, kinds)
         first = table.edge if by_edge else table.stage
         size = len(table.edges) if by_edge else self.schedule.num_stages
-        found = np.full((size, self.schedule.microbatches, self.schedule.slices), -1, dtype=np.int64)
-        found[first[mask], table.microbatch[mask], table.slice[mask]] = np.flatnonzero(mask)
-        return found if by_edge else by_unit(found, self.schedule)
+        index = np.full((size, self.schedule.microbatches, self.schedule.slices), -1, dtype=np.int64)
+        index[first[mask], table.microbatch[mask], table.slice[mask]] = np.flatnonzero(mask)
+        return index if by_edge else by_unit(index, self.schedule)
 
     def add_written_transfers(self, own_ports: bool) -> None:
-        """Waits around the SEND and RECV actions of a lowered schedule."""
+        """Add the dependencies of the SEND and RECV actions of a lowered schedule."""
         table = self.table
         ends = np.array([edge[:2] for edge in table.edges], dtype=np.int64).reshape(-1, 2)
         sent, users = [], []
@@ -181,9 +182,9 @@ class _GraphBuilder:
             rows = np.flatnonzero(table.kind == send)
             posted = self.index_rows(receive, by_edge=True)
             use = self.index_rows(*kinds)
-            place = (table.microbatch[rows], table.slice[rows])
-            recv = posted[(table.edge[rows], *place)]
-            user = use[(ends[table.edge[rows], end], *place)]
+            unit = (table.microbatch[rows], table.slice[rows])
+            recv = posted[(table.edge[rows], *unit)]
+            user = use[(ends[table.edge[rows], end], *unit)]
             if (recv < 0).any() or (user < 0).any():
                 raise ScheduleError("A SEND has no RECV or no use; check the schedule to see where.")
             self.add_wait(rows, self.before[rows])
@@ -198,17 +199,17 @@ class _GraphBuilder:
         self.consumer_of = (np.concatenate(sent), np.concatenate(users))
 
     def add_implied_transfers(self, own_ports: bool) -> None:
-        """A transfer right after every producer whose consumer is on another lane."""
+        """Add a transfer right after every producer whose consumer is on another lane."""
         forward, backward = self.index_rows(F), self.index_rows(I, B)
         rows, kinds, edges, users, places = [], [], [], [], []
         for number, (source, target, _) in enumerate(self.table.edges):
-            for code, made, used in (
+            for code, producers, consumers in (
                 (SEND_F, forward[source], forward[target]),
                 (SEND_B, backward[target], backward[source]),
             ):
-                there = (made >= 0) & (used >= 0)
-                rows.append(made[there])
-                users.append(used[there])
+                there = (producers >= 0) & (consumers >= 0)
+                rows.append(producers[there])
+                users.append(consumers[there])
                 places.append(np.nonzero(there)[0])
                 kinds.append(np.full(int(there.sum()), code))
                 edges.append(np.full(int(there.sum()), number))
@@ -230,12 +231,12 @@ class _GraphBuilder:
         self.consumer_of = (tasks, user)
 
     def add_lanes(self) -> None:
-        """A lane's compute actions follow each other."""
+        """Add the serial order of each lane's compute actions."""
         rows = np.flatnonzero(self.serial)
         self.add_wait(rows, self.before[rows])
 
     def add_communication(self) -> None:
-        """REDUCE and GATHER beside the lane, NORM over all lanes, STEP after the reductions."""
+        """Add REDUCE and GATHER beside the lane, NORM over all lanes, STEP after the reductions."""
         kind = self.table.kind
         beside = (kind == REDUCE) | (kind == GATHER)
         previous = self._previous_rows(beside)
@@ -253,7 +254,7 @@ class _GraphBuilder:
             self.add_wait(norms, barrier)
 
     def finish_graph(self, compiled: bool | None) -> TaskGraph:
-        """The graph, renumbered."""
+        """Return the graph with its tasks renumbered."""
         table = self.table
         total = self.rows + len(self.transfer_row) + self.barriers
         target = np.concatenate([wait[0] for wait in self.waits])
@@ -304,7 +305,8 @@ class _GraphBuilder:
 
 
 def by_unit(found: Ints, schedule: Schedule) -> Ints:
-    """[stage, microbatch, slice]: what stands at the first microbatch of a unit, at each of its microbatches."""
+    """Copy the entries of an array [stage, microbatch, slice] from the first microbatch of each unit to all of the
+    unit."""
     for stage, (_, _, multiple) in enumerate(schedule.turns):
         if multiple > 1:
             found[stage] = np.repeat(found[stage, ::multiple], multiple, axis=0)
@@ -312,13 +314,13 @@ def by_unit(found: Ints, schedule: Schedule) -> Ints:
 
 
 def _task_groups(schedule: Schedule, kind: Ints, first: Ints, microbatch: Ints, slice_: Ints) -> dict[int, TaskGroup]:
-    place = (first * schedule.microbatches + microbatch) * schedule.slices + slice_
-    found = {}
+    cost_index = (first * schedule.microbatches + microbatch) * schedule.slices + slice_
+    groups = {}
     for code in (F, I, W, B, SEND_F, SEND_B):
         tasks = np.flatnonzero(kind == code)
         if len(tasks):
-            found[code] = TaskGroup(tasks, place[tasks])
-    return found
+            groups[code] = TaskGroup(tasks, cost_index[tasks])
+    return groups
 
 
 def _renumber_tasks(pointer: Ints, after: Ints, compiled: bool | None) -> Ints:

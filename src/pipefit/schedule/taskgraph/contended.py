@@ -1,8 +1,9 @@
-"""When everything runs where pipelines go at their own pace and share ports: every task once for each pipeline.
+"""Times of a schedule under port contention: all data-parallel pipelines are simulated, and their transfers share
+ports.
 
-The task graph of the lanes is copied for every pipeline of `cost.types.Contention`; reductions, gathers and the norm
-are there once, and wait for all of them. The times that come back are those of one pipeline, the one that is done
-last: they have the shape that the lanes' graph has, so that everything which reads a timeline reads them too.
+The task graph of the lanes is copied for every pipeline of `cost.types.PortContention`. Reductions, gathers and the
+norm exist once and wait for all pipelines. The returned times are those of the pipeline that finishes last, in the
+shape of the lanes' graph, so that every reader of a timeline can use them.
 """
 
 from __future__ import annotations
@@ -22,52 +23,54 @@ from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SE
 from pipefit.schedule.taskgraph.times import TaskTimes, run_graph, task_durations
 
 COMPILED_FROM = 15_000
-"""Waits from which it pays to import numba: an event costs more than an entry of the plain sweep."""
+"""Number of dependencies from which importing numba pays: an event costs more than an entry of the plain sweep."""
 
 ALONE = PortFlow((), (), 1.0)
-"""Of a transfer that shares nothing."""
+"""The flow of a transfer that shares no port."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCopies:
-    """The tasks of all pipelines: copy k of task t is `base[t] + k`, or `base[t]` where it is there once."""
+    """The tasks of all pipelines: copy k of task t is `base[t] + k`, or `base[t]` if all pipelines do it together."""
 
     base: Ints
     once: Ints
-    "1 where all pipelines do it together, else 0."
+    "1 if all pipelines do the task together, else 0."
     size: int
     waits: Ints
-    "How many moments each waits for."
+    "Number of moments that each copy waits for."
     first: Ints
     then: Ints
-    "`then[first[t]:first[t + 1]]`: what waits for task t, 2 x task + (0: its stop, 1: its arrival)."
+    "`then[first[t]:first[t + 1]]` are the copies that wait for copy t: 2 x copy + (0: its stop, 1: its arrival)."
 
     def pipeline_copies(self, pipeline: int) -> Ints:
-        """The copies that a pipeline takes part in."""
+        """Return the copies of all tasks that belong to a pipeline."""
         return self.base + np.where(self.once == 1, 0, pipeline)
 
 
 def evaluate_schedule(
     schedule: Schedule, edges: tuple[Edge, ...] | None, costs: CostTable, compiled: bool | None = None
 ) -> tuple[TaskGraph, TaskTimes]:
-    """The task graph of a schedule and when everything in it runs: with what `costs` say that transfers share, or with
-    a port of its own for every lane where they say nothing."""
+    """Return the task graph of a schedule and its times, with the port contention of `costs`, or with a port of its own
+    for every lane if `costs` have none."""
     graph = task_graph(schedule, edges, own_ports=costs.contention is None)
     return graph, (run_graph if costs.contention is None else run_contended)(graph, costs, compiled)
 
 
 def run_contended(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> TaskTimes:
-    """When every task runs, as the pipeline that is done last sees it. `graph` is compiled without ports of the lanes'
-    own. `compiled` forces numba on or off; both give the same bits."""
+    """Return the times of every task in the pipeline that finishes last.
+
+    `graph` is compiled without `own_ports`. `compiled` forces numba on or off; both give the same bits.
+    """
     shared = costs.contention
     assert shared is not None
     copies = copy_tasks(graph, len(shared.pipelines))
     duration, transit = np.zeros(copies.size), np.zeros(copies.size)
     common, _ = task_durations(graph, costs)
-    own = (graph.kind <= B) | (graph.consumer >= 0)
+    per_pipeline = (graph.kind <= B) | (graph.consumer >= 0)
     for pipeline, table in enumerate(shared.pipelines):
         times, arrivals = task_durations(graph, table)
-        duration[copies.pipeline_copies(pipeline)] = np.where(own, times, common)
+        duration[copies.pipeline_copies(pipeline)] = np.where(per_pipeline, times, common)
         transit[copies.pipeline_copies(pipeline)] = arrivals
     flow, flows = _task_flows(graph, copies, shared)
     rank = np.empty(copies.size, dtype=np.int64)
@@ -83,29 +86,29 @@ def run_contended(graph: TaskGraph, costs: CostTable, compiled: bool | None = No
 
 
 def copy_tasks(graph: TaskGraph, pipelines: int) -> TaskCopies:
-    """The tasks of all pipelines, and what waits for what."""
+    """Return the tasks of all pipelines with their dependencies."""
     once = np.isin(graph.kind, (REDUCE, GATHER, BARRIER)).astype(np.int64)
     counts = np.where(once == 1, 1, pipelines)
     base = np.concatenate(([0], np.cumsum(counts)))
     order = np.argsort(graph.after // 2, kind="stable")
     task = np.repeat(np.arange(graph.size), np.diff(graph.pointer))[order]
     before, what = graph.after[order] // 2, graph.after[order] % 2
-    # Each wait stands there as often as the one of both tasks that has more copies. Of a task with copies the waits
-    # that hang on it stand copy by copy.
-    many = np.where((once[task] == 1) & (once[before] == 1), 1, pipelines)
+    # Each dependency is repeated for the copies of the task that has more of them. The dependencies on a task with
+    # copies are stored copy by copy.
+    wait_copies = np.where((once[task] == 1) & (once[before] == 1), 1, pipelines)
     hanging = np.bincount(before, minlength=graph.size)
-    place = np.arange(len(task)) - (np.cumsum(hanging) - hanging)[before]
+    rank = np.arange(len(task)) - (np.cumsum(hanging) - hanging)[before]
     single = once[before] == 1
-    at = np.cumsum(many) - many - np.where(single, 0, (pipelines - 1) * place)
+    slot = np.cumsum(wait_copies) - wait_copies - np.where(single, 0, (pipelines - 1) * rank)
     step, first, next_ = np.where(single, 1, hanging[before]), 2 * base[task] + what, np.where(once[task] == 1, 0, 2)
-    then = np.empty(int(many.sum()), dtype=np.int64)
-    then[at] = first
-    several = np.flatnonzero(many > 1)
-    at, step, first, next_ = at[several], step[several], first[several], next_[several]
+    then = np.empty(int(wait_copies.sum()), dtype=np.int64)
+    then[slot] = first
+    several = np.flatnonzero(wait_copies > 1)
+    slot, step, first, next_ = slot[several], step[several], first[several], next_[several]
     for k in range(1, pipelines):
-        then[at + k * step] = first + k * next_
-    hangs = np.where(once == 1, np.bincount(before, weights=many, minlength=graph.size), hanging)
-    waits = np.where(once == 1, np.bincount(task, weights=many, minlength=graph.size), np.diff(graph.pointer))
+        then[slot + k * step] = first + k * next_
+    hangs = np.where(once == 1, np.bincount(before, weights=wait_copies, minlength=graph.size), hanging)
+    waits = np.where(once == 1, np.bincount(task, weights=wait_copies, minlength=graph.size), np.diff(graph.pointer))
     return TaskCopies(
         base=base[:-1],
         once=once,
@@ -117,24 +120,27 @@ def copy_tasks(graph: TaskGraph, pipelines: int) -> TaskCopies:
 
 
 def _task_flows(graph: TaskGraph, copies: TaskCopies, shared: PortContention) -> tuple[Ints, list[PortFlow]]:
-    """(index of its flow for every copy, -1 where it is none; the flows)."""
+    """Return (index of the flow of every copy, or -1 without one; the flows)."""
     known = {key: number for number, key in enumerate(shared.flows)}
     flows = [*shared.flows.values(), ALONE]
     edges = {(edge.source, edge.target, edge.tensor): i for i, edge in enumerate(shared.pipelines[0].edges)}
     edge_of = np.array([edges[edge] for edge in graph.table.edges] or [0], dtype=np.int64)
-    found = np.full(copies.size, -1, dtype=np.int64)
+    flow_of = np.full(copies.size, -1, dtype=np.int64)
     for pipeline in range(len(shared.pipelines)):
-        own = copies.pipeline_copies(pipeline)
-        for code, way in ((SEND_F, "SEND_F"), (SEND_B, "SEND_B")):
+        pipeline_copies = copies.pipeline_copies(pipeline)
+        for code, send_kind in ((SEND_F, "SEND_F"), (SEND_B, "SEND_B")):
             tasks = np.flatnonzero(graph.kind == code)
             lookup = np.array(
                 [
-                    [known.get((way, int(edge), slice_, pipeline), len(known)) for slice_ in range(_task_slices(graph))]
+                    [
+                        known.get((send_kind, int(edge), slice_, pipeline), len(known))
+                        for slice_ in range(_task_slices(graph))
+                    ]
                     for edge in edge_of
                 ],
                 dtype=np.int64,
             )
-            found[own[tasks]] = lookup[graph.edge[tasks], graph.slice[tasks]]
+            flow_of[pipeline_copies[tasks]] = lookup[graph.edge[tasks], graph.slice[tasks]]
         for code, kind in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
             lookup = np.array(
                 [
@@ -144,11 +150,11 @@ def _task_flows(graph: TaskGraph, copies: TaskCopies, shared: PortContention) ->
                 dtype=np.int64,
             )
             tasks = np.flatnonzero(graph.kind == code)
-            found[own[tasks]] = lookup[graph.stage[tasks], graph.slice[tasks]]
+            flow_of[pipeline_copies[tasks]] = lookup[graph.stage[tasks], graph.slice[tasks]]
     for code, name in ((REDUCE, "REDUCE"), (GATHER, "GATHER")):
         for task in np.flatnonzero((graph.kind == code) & graph.plain).tolist():
-            found[copies.base[task]] = known.get((name, int(graph.stage[task]), 0, 0), -1)
-    return found, flows
+            flow_of[copies.base[task]] = known.get((name, int(graph.stage[task]), 0, 0), -1)
+    return flow_of, flows
 
 
 def _task_slices(graph: TaskGraph) -> int:
@@ -166,11 +172,11 @@ def _run_shared(
     compiled: bool | None,
 ) -> tuple[Floats, Floats]:
     size, ports, queues = copies.size, max(1, shared.ports), max(1, shared.queues)
-    first_port = np.cumsum([0, *(len(each.ports) for each in flows)])
-    port = np.array([number for each in flows for number in each.ports] or [0], dtype=np.int64)
-    use = np.array([value for each in flows for value in each.use] or [0.0])
-    weight = np.array([1.0 / each.bytes_per_s for each in flows])
-    queue = np.array([each.queue for each in flows], dtype=np.int64)
+    first_port = np.cumsum([0, *(len(port_flow.ports) for port_flow in flows)])
+    port = np.array([number for port_flow in flows for number in port_flow.ports] or [0], dtype=np.int64)
+    use = np.array([value for port_flow in flows for value in port_flow.use] or [0.0])
+    weight = np.array([1.0 / port_flow.bytes_per_s for port_flow in flows])
+    queue = np.array([port_flow.queue for port_flow in flows], dtype=np.int64)
 
     def zero_floats(count: int) -> Floats:
         return np.zeros(count)
@@ -201,7 +207,7 @@ def _run_shared(
 
 
 def _last_pipeline(graph: TaskGraph, copies: TaskCopies, moment: Floats, pipelines: int) -> int:
-    """The pipeline whose last compute action ends last."""
+    """Return the pipeline whose last compute action ends last."""
     compute = np.flatnonzero(graph.kind <= B)
     if not len(compute):
         return 0

@@ -1,10 +1,10 @@
-"""The inner loop of the evaluator where transfers share ports: events in time order, rates fair to every message.
+"""The inner loop of the evaluator with shared ports: events in time order, with fair rates for all messages.
 
-A fluid model: each active transfer moves at a rate between 0 and 1 of what it reaches alone, and rates change only
-when a transfer begins or ends. On a port that is asked for more than it has, all messages get equal bytes a second;
-what one of them cannot use goes to the others (max-min fairness by progressive filling: Bertsekas and Gallager 1992,
-6.5.2). Transfers of one queue take turns. Written once, as `kernel.sweep_tasks` is: plain Python or numba, equal bits,
-and the bits of the sweep where nothing is shared.
+It is a fluid model: each active transfer moves at a rate between 0 and 1 of its uncontended rate, and rates change only
+when a transfer begins or ends. On a port with more demand than capacity, all messages get equal bytes per second;
+capacity that one message cannot use goes to the other messages (max-min fairness by progressive filling: Bertsekas and
+Gallager 1992, 6.5.2). Transfers of one queue take turns. The code runs as plain Python or numba with equal bits, as
+`kernel.sweep_tasks` does. Without sharing, the result has the bits of the sweep.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ def share_ports(
     finish: Any, fresh: Any, behind: Any, stack: Any, pending: Any, active: Any, ends_at: Any, group: Any, spot: Any,
     marked: Any, room: Any, asked: Any, busy: Any, tail: Any, users: Any,
 ) -> int:  # fmt: skip
-    """Fill `start` and `moment` as `kernel.sweep_tasks` does; returns how many tasks ran (fewer than all: a circle).
+    """Fill `start` and `moment` as `kernel.sweep_tasks` does, and return the number of tasks that ran.
 
-    `then[first[t]:first[t + 1]]` are the waits that hang on task t: 2 x (task that waits) + (0: on its stop, 1: on its
-    arrival); `waits[t]` counts those of t, and is used up. At one moment the lowest `rank` goes first. `flow[t]` is -1
-    for a task that shares nothing, else an index into the flows: flow f loads `port[first_port[f]:first_port[f + 1]]`
-    by `use`, its rate counts `weight[f]` (seconds a byte of one message) and it takes its turn in `queue[f]` (-1:
-    none). The rest is scratch space: with an entry a task, `ready` 0, `rate` 1, `finish` and `behind` -1 (`ends_at[i]`
-    is the finish of the i-th active transfer: side by side, they are looked through fast); with an entry a port
-    `marked`, `users` 0, `room`, `asked`; with an entry a queue `busy` and `tail` -1.
+    Fewer than all tasks run if the dependencies have a cycle. `then[first[t]:first[t + 1]]` are the dependents of task
+    t: 2 x (waiting task) + (0: for its stop, 1: for its arrival). `waits[t]` is the number of open dependencies of t
+    and is counted down. Simultaneous events are ordered by `rank`.
+
+    `flow[t]` is -1 for a task that shares nothing, else an index into the flows. Flow f loads the ports
+    `port[first_port[f]:first_port[f + 1]]` by `use`; `weight[f]` are its seconds per byte of one message; `queue[f]` is
+    the queue in which it takes turns (-1: none).
+
+    The other arrays are scratch space. With an entry per task: `ready` 0, `rate` 1, `finish` and `behind` -1;
+    `ends_at[i]` is the finish of the i-th active transfer, contiguous for fast scans. With an entry per port: `marked`
+    and `users` 0, `room`, `asked`. With an entry per queue: `busy` and `tail` -1.
     """
     done = depth = waiting = running = stamp = 0  # `pending` is a binary heap by (ready, rank)
     for task in range(len(flow)):
@@ -34,20 +38,22 @@ def share_ports(
             stack[depth] = task
             depth += 1
     while True:
-        # 1. All that needs no port, as far as it goes.
+        # 1. Run all tasks that need no port and have no open dependency.
         while depth > 0:
             depth -= 1
             task = stack[depth]
             if flow[task] >= 0 and finish[task] < 0.0:
-                at = waiting
+                heap_index = waiting
                 waiting += 1
-                while at > 0:
-                    other = pending[(at - 1) // 2]
-                    if ready[other] < ready[task] or (ready[other] == ready[task] and rank[other] < rank[task]):
+                while heap_index > 0:
+                    other_task = pending[(heap_index - 1) // 2]
+                    if ready[other_task] < ready[task] or (
+                        ready[other_task] == ready[task] and rank[other_task] < rank[task]
+                    ):
                         break
-                    pending[at] = other
-                    at = (at - 1) // 2
-                pending[at] = task
+                    pending[heap_index] = other_task
+                    heap_index = (heap_index - 1) // 2
+                pending[heap_index] = task
                 continue
             if flow[task] < 0:
                 start[task] = ready[task]
@@ -55,15 +61,15 @@ def share_ports(
                 moment[2 * task + 1] = ready[task] + transit[task]
             done += 1
             for entry in range(first[task], first[task + 1]):
-                other = then[entry] // 2
+                other_task = then[entry] // 2
                 come = moment[2 * task + then[entry] % 2]
-                if come > ready[other]:
-                    ready[other] = come
-                waits[other] -= 1
-                if waits[other] == 0:
-                    stack[depth] = other
+                if come > ready[other_task]:
+                    ready[other_task] = come
+                waits[other_task] -= 1
+                if waits[other_task] == 0:
+                    stack[depth] = other_task
                     depth += 1
-        # 2. The next event: the end of a transfer before the beginning of another, then by rank.
+        # 2. The next event; at equal times the end of a transfer precedes the beginning of another, then by rank.
         best, ends = -1, False
         for index in range(running):
             if best < 0 or ends_at[index] < ends_at[best] or (
@@ -102,19 +108,23 @@ def share_ports(
             task = pending[0]
             now = ready[task]
             waiting -= 1
-            moved, at = pending[waiting], 0
-            while 2 * at + 1 < waiting:
-                below = 2 * at + 1
+            moved, heap_index = pending[waiting], 0
+            while 2 * heap_index + 1 < waiting:
+                below = 2 * heap_index + 1
                 if below + 1 < waiting:
-                    one, other = pending[below], pending[below + 1]
-                    if ready[other] < ready[one] or (ready[other] == ready[one] and rank[other] < rank[one]):
+                    left_child, other_task = pending[below], pending[below + 1]
+                    if ready[other_task] < ready[left_child] or (
+                        ready[other_task] == ready[left_child] and rank[other_task] < rank[left_child]
+                    ):
                         below += 1
-                other = pending[below]
-                if ready[moved] < ready[other] or (ready[moved] == ready[other] and rank[moved] < rank[other]):
+                other_task = pending[below]
+                if ready[moved] < ready[other_task] or (
+                    ready[moved] == ready[other_task] and rank[moved] < rank[other_task]
+                ):
                     break
-                pending[at] = other
-                at = below
-            pending[at] = moved
+                pending[heap_index] = other_task
+                heap_index = below
+            pending[heap_index] = moved
             line = queue[flow[task]]
             if line >= 0 and busy[line] >= 0:
                 behind[tail[line]] = task
@@ -138,7 +148,7 @@ def share_ports(
                 crowded = crowded or users[port[entry]] > 1
         if not crowded:
             continue
-        # 3. New rates for all that hangs together with what has changed.
+        # 3. New rates for all transfers connected, by shared ports, with the transfer that began or ended.
         grows = True
         while grows:
             grows = False

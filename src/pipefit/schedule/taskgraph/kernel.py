@@ -1,8 +1,8 @@
-"""The two inner loops of the evaluator, written once so that they run as plain Python and, compiled, under numba.
+"""The two inner loops of the evaluator, written once for plain Python and for numba.
 
-Both work on lists in compressed rows: what task t waits for is `after[pointer[t]:pointer[t + 1]]`. A task waits for
-**moments**: 2 p is the stop of task p, 2 p + 1 the arrival of what p transfers. Only additions and maxima are done
-on times, in one order, without fast-math, so that both ways give the same bits.
+Both work on compressed rows: task t waits for `after[pointer[t]:pointer[t + 1]]`. A task waits for **moments**: 2 p is
+the stop of task p, 2 p + 1 the arrival of the transfer p. Times are only added and compared, in one order and without
+fast-math, so that plain and compiled code give the same bits.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from functools import lru_cache
 from typing import Any
 
 COMPILED_FROM = 60_000
-"""Predecessor entries from which it pays to import numba (about half a second) when it is not yet imported."""
+"""Number of predecessor entries from which importing numba (about half a second) pays."""
 
 
 def sweep_tasks(pointer: Any, after: Any, duration: Any, transit: Any, start: Any, moment: Any) -> float:
     """Fill `start` with the earliest start of every task, and `moment` with its stop and its arrival.
 
-    Tasks are numbered so that predecessors come first. A task starts when the last moment that it waits for has
-    come, or at 0; it stops `duration` later, and what it transfers arrives `transit` after its start. Returns the
-    latest moment.
+    Tasks are numbered so that predecessors come first. A task starts at the last moment that it waits for, or at 0. It
+    stops `duration` later, and a transfer arrives `transit` after its start. Returns the latest moment.
     """
     latest = 0.0
     for task in range(len(pointer) - 1):
@@ -42,7 +41,7 @@ def sweep_tasks(pointer: Any, after: Any, duration: Any, transit: Any, start: An
 def topological_order(pointer: Any, after: Any, order: Any, cursor: Any, stack: Any) -> int:
     """Fill `order` with the tasks, predecessors first; depth first, so that neighbours stay near each other.
 
-    `cursor` (-1 everywhere) and `stack` are scratch space with an entry a task. Returns how many tasks were ordered:
+    `cursor` (-1 everywhere) and `stack` are scratch space with an entry per task. Returns the number of ordered tasks:
     fewer than all means that the lists hold a cycle.
     """
     done = 0
@@ -74,7 +73,7 @@ def topological_order(pointer: Any, after: Any, order: Any, cursor: Any, stack: 
 
 
 def choose_loop(function: Callable[..., Any], entries: int, compiled: bool | None = None) -> Callable[..., Any]:
-    """`function`, compiled if asked for, or if it is worth it for that many predecessor entries."""
+    """Return `function`, compiled if requested, or if that pays for this number of predecessor entries."""
     if compiled is None:
         compiled = entries >= COMPILED_FROM or (entries >= 2_000 and "numba" in sys.modules)
     return _compile_loop(function) if compiled else function

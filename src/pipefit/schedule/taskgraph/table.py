@@ -1,4 +1,4 @@
-"""A schedule as columns of small integers: what the compiler and other array code read."""
+"""A schedule as columns of small integers, read by the task graph compiler and other array code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CODE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleTable:
-    """A schedule as columns: one entry per action, all lanes one after the other."""
+    """A schedule as columns: one entry per action, lane after lane."""
 
     kind: Ints
     stage: Ints
@@ -48,13 +48,13 @@ class ScheduleTable:
     "Whether `what` is empty."
     lane: Ints
     offset: Ints
-    "Where each lane begins, and the end."
+    "The first row of each lane, and the total number of rows."
     edges: tuple[Edge, ...]
     "The edges that cross lanes."
 
 
 def schedule_columns(schedule: Schedule, edges: Sequence[Edge] | None = None) -> ScheduleTable:
-    """The schedule as columns. `edges` adds edges that no SEND of the schedule names (computed schedules)."""
+    """Return the schedule as columns. `edges` adds edges that no SEND of the schedule names (computed schedules)."""
     flat = [action for lane in schedule.lanes for action in lane]
     kinds, stages, microbatches, slices, peers, whats = (list(map(itemgetter(field), flat)) for field in range(6))
     kind = np.array([CODE[text] for text in kinds], dtype=np.int64)

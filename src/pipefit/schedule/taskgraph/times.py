@@ -1,4 +1,4 @@
-"""When everything runs: a task graph and a cost table in, the start of every task out."""
+"""The start of every task from a task graph and a cost table."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTimes:
-    """When every task of a graph runs."""
+    """The times of every task of a graph."""
 
     start_s: Floats
     moment_s: Floats
-    "Two a task: its stop, and the arrival of what it transfers (its start, for other tasks)."
+    "Two per task: its stop, and the arrival of its transfer (for tasks without one, their start)."
     duration_s: Floats
-    "Of a transfer, how long it keeps the port busy."
+    "For a transfer, the time that it keeps the port busy."
 
     @property
     def stop_s(self) -> Floats:
-        """When every task is over; of a transfer, when the port is free again."""
+        """The stop of every task; for a transfer, the time at which the port is free again."""
         return self.moment_s[0::2]
 
     @property
     def arrival_s(self) -> Floats:
-        """When a transfer's data can be used."""
+        """The time at which a transfer's data can be used."""
         return self.moment_s[1::2]
 
 
 def run_graph(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> TaskTimes:
-    """When every task runs under `costs`. Raises ScheduleError if an edge or a kind of action has no cost."""
+    """Return the times of every task under `costs`. Raises ScheduleError if an edge or a kind of action has no cost."""
     duration, transit = task_durations(graph, costs)
     return run_sweep(graph, duration, transit, compiled)
 
 
 def run_sweep(graph: TaskGraph, duration: Floats, transit: Floats, compiled: bool | None = None) -> TaskTimes:
-    """When every task runs: the sweep alone, on arrays that are ready."""
+    """Return the times of every task from arrays of durations and transit times."""
     function = choose_loop(sweep_tasks, len(graph.after), compiled)
     if function is sweep_tasks:
         start, moment = [0.0] * graph.size, [0.0] * (2 * graph.size)
@@ -55,7 +55,7 @@ def run_sweep(graph: TaskGraph, duration: Floats, transit: Floats, compiled: boo
 
 
 def task_durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
-    """(duration, transit) of every task, in seconds."""
+    """Return (duration, transit) of every task, in seconds."""
     duration, transit = np.zeros(graph.size), np.zeros(graph.size)
     for code, name in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
         if code in graph.groups:
@@ -64,11 +64,14 @@ def task_durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
             by_stage = costs.actions[name].time_s + costs.overhead_s
             duration[graph.groups[code].tasks] = spread_table(graph, code, by_stage)
     matched = match_edges(graph.table.edges, costs)
-    for code, port, whole in ((SEND_F, "forward_port_s", "forward_s"), (SEND_B, "backward_port_s", "backward_s")):
+    for code, port, transit_field in (
+        (SEND_F, "forward_port_s", "forward_s"),
+        (SEND_B, "backward_port_s", "backward_s"),
+    ):
         if code in graph.groups:
             tasks = graph.groups[code].tasks
             duration[tasks] = spread_table(graph, code, edge_table(matched, port))
-            transit[tasks] = spread_table(graph, code, edge_table(matched, whole))
+            transit[tasks] = spread_table(graph, code, edge_table(matched, transit_field))
     for code, once in ((REDUCE, left_to_reduce_s(graph, costs)), (GATHER, costs.gather_s)):
         rest = np.flatnonzero((graph.kind == code) & graph.plain)
         duration[rest] = once[graph.stage[rest]]
@@ -80,7 +83,7 @@ def task_durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
 
 
 def left_to_reduce_s(graph: TaskGraph, costs: CostTable) -> Floats:
-    """Per stage, what is left of its reduction when its last backward, a B or a W, is over."""
+    """Return, per stage, the rest of its gradient reduction after its last backward, a B or a W."""
     if not costs.reduce_hidden_s:
         return costs.reduce_s
     parted = np.zeros(len(costs.reduce_s), dtype=np.bool_)
@@ -90,17 +93,17 @@ def left_to_reduce_s(graph: TaskGraph, costs: CostTable) -> Floats:
 
 
 def spread_table(graph: TaskGraph, code: int, table: Floats) -> Floats:
-    """For the tasks of one kind, their entries in an array over [stage or edge, microbatch, slice] whose axes of
-    length 1 mean "the same for all"."""
+    """Return, for the tasks of one kind, their entries in an array over [stage or edge, microbatch, slice], in which an
+    axis of length 1 means "the same for all"."""
     schedule = graph.schedule
     first = len(graph.table.edges) if code in (SEND_F, SEND_B) else schedule.num_stages
     dense = np.broadcast_to(table, (first, schedule.microbatches, schedule.slices))
-    found: Floats = dense.reshape(-1)[graph.groups[code].place]
-    return found
+    values: Floats = dense.reshape(-1)[graph.groups[code].place]
+    return values
 
 
 def match_edges(edges: Sequence[Edge], costs: CostTable) -> list[EdgeCost]:
-    """The cost of every edge. Raises ScheduleError that names the edge without one."""
+    """Return the cost of every edge. Raises ScheduleError that names the edge without one."""
     known = {(cost.source, cost.target, cost.tensor): cost for cost in costs.edges}
     for source, target, tensor in edges:
         if (source, target, tensor) not in known:
@@ -113,5 +116,5 @@ def match_edges(edges: Sequence[Edge], costs: CostTable) -> list[EdgeCost]:
 
 
 def edge_table(matched: Sequence[EdgeCost], field: str) -> Floats:
-    """One field of all edges as an array over [edge, microbatch, slice]; axes of length 1 stay so."""
+    """Return one field of all edges as an array over [edge, microbatch, slice]; axes of length 1 are kept."""
     return np.stack(np.broadcast_arrays(*(getattr(cost, field) for cost in matched)))

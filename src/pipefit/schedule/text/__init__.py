@@ -1,1 +1,1 @@
-"""Schedules as text: the CSV of PyTorch pipelining, and a grid in time."""
+"""Schedules as text: the CSV format of PyTorch pipelining, and a grid over time."""

@@ -1,7 +1,7 @@
-"""Schedules as CSV, in the compute-only format of `torch.distributed.pipelining`: one row a lane, one cell an action.
+"""Schedules in the compute-only CSV format of `torch.distributed.pipelining`: one row per lane, one cell per action.
 
-That runtime finds out the placement from the rows and inserts transfers itself. Its grammar has no slices (it reads
-`0F0/2` as `0F0` without a word), so schedules with slices are refused.
+That runtime derives the placement from the rows and inserts transfers itself. Its grammar has no slices (it silently
+reads `0F0/2` as `0F0`), so schedules with slices are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipefit.schedule.check.rules import check_schedule
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The compute actions of a schedule, computed or lowered. Raises ScheduleError if it has slices."""
+    """Return the compute actions of a schedule, computed or lowered. Raises ScheduleError if it has slices."""
     if schedule.slices > 1:
         raise ScheduleError(
             "A schedule with slices cannot be written as CSV: PyTorch's grammar has none and would misread it.",
@@ -32,7 +32,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv", where: str = "csv") -> Schedule:
-    """The computed schedule that the rows stand for. Blank cells are idle slots, which mean nothing here.
+    """Return the computed schedule of the rows. Blank cells are idle slots and are ignored.
 
     Raises ScheduleError with row and column for a cell that is no compute action, and the errors of `check_schedule`.
     """

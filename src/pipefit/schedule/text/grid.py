@@ -1,4 +1,4 @@
-"""A schedule as a grid in time: a row a lane, a cell an action as wide as it takes, dots where the lane is idle."""
+"""A schedule as a grid over time: one row per lane, a cell per action as wide as its duration, dots for idle time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipefit.schedule.problem import Edge, uniform_costs
 from pipefit.schedule.taskgraph.contended import evaluate_schedule
 
 WIDEST = 4_000
-"""Characters of a row beyond which times are drawn in proportion only."""
+"""Row width in characters beyond which cells are drawn in proportion to time only, without full labels."""
 
 Placed = tuple[Action, float, float]
 """A compute action, its start and its end in seconds."""
@@ -24,12 +24,12 @@ COLOURS = {
     "W": ("black on green", "black on bright_green"),
     "B": ("black on yellow", "black on bright_yellow"),
 }
-"""Of a lane's first stage, and of its later ones; all of them among the 16 that every terminal has."""
+"""Colours of a lane's first stage and of its later stages, from the 16 colours that every terminal has."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridCell:
-    """A piece of a row: an action, or idle time where `action` is None."""
+    """One cell of a row: an action, or idle time if `action` is None."""
 
     text: str
     action: Action | None
@@ -38,11 +38,11 @@ class GridCell:
 def grid_rows(
     schedule: Schedule, costs: CostTable | None = None, edges: tuple[Edge, ...] | None = None
 ) -> tuple[tuple[GridCell, ...], ...]:
-    """The cells of every lane's row. Without `costs`, F, I and W take one unit each and B two.
+    """Return the cells of every lane's row. Without `costs`, F, I and W take one unit each and B two.
 
-    Compute actions are shown, each as wide as its label at least. If all times are multiples of one unit, every column
-    is that unit; otherwise a row has about `WIDEST / 16` characters and times are rounded to them. A row that labels
-    alone would make wider than `WIDEST` has the letter of every action only where its label does not fit.
+    Only compute actions are shown, each at least as wide as its label. If all times are multiples of one unit, every
+    column is that unit; otherwise a row has about `WIDEST / 16` characters and times are rounded. If the labels alone
+    would make a row wider than `WIDEST`, actions whose label does not fit show only their letter.
     """
     costs = costs or uniform_costs(schedule.placement, edges)
     graph, times = evaluate_schedule(schedule, None if schedule.is_lowered else edges, costs)
@@ -72,9 +72,9 @@ def draw_grid(
     colour: bool = False,
     held: Sequence[str] = (),
 ) -> str:
-    """The grid as text; with `colour`, cells are set in the markup of rich, which its console prints in colour.
+    """Return the grid as text; with `colour`, cells are set in the markup of rich, which its console prints in colour.
 
-    `held` says for every lane how much memory it uses; it stands in a column before the cells.
+    `held` is a text for every lane with its memory; it stands in a column before the cells.
     """
     rows = grid_rows(schedule, costs, edges)
     first = {lane: stage for stage, lane in reversed(list(enumerate(schedule.placement)))}
@@ -93,7 +93,7 @@ def draw_grid(
 
 
 def _action_label(action: Action, crowded: bool) -> str:
-    """`F3`; with the stage before it, `7F3`, where a lane holds several."""
+    """Return the label of an action: `F3`, or `7F3` with the stage if a lane holds several."""
     text = f"{action.kind}{action.microbatch}" + (f"/{action.slice}" if action.slice else "")
     return f"{action.stage}{text}" if crowded else text
 
@@ -101,10 +101,10 @@ def _action_label(action: Action, crowded: bool) -> str:
 def _column_bounds(
     placed: Sequence[Sequence[Placed]], least: Mapping[Action, int]
 ) -> tuple[dict[Action, tuple[int, int]], int]:
-    """First column of every action and the one behind its last, and the width of all.
+    """Return (first column, column after the last) of every action, and the width of all.
 
     Columns are in proportion to time, except that everything after an action that would be narrower than `least` is
-    moved to the right. What takes no time at all beside the rest is drawn where it stands in its lane.
+    moved to the right. An action of negligible duration is drawn at its position in the lane.
     """
     end_s = max((stop for lane in placed for _, _, stop in lane), default=0.0) or 1.0
     width = _row_width(placed, least, end_s)
@@ -118,10 +118,10 @@ def _column_bounds(
     shift = floor = 0
     for time in sorted({value for start, stop, _, _ in events for value in (start, stop)}):
         wanted = round(time / end_s * width) + shift
-        column = max(wanted, floor, *(columns[one][0] + least[one] for one in ends.get(time, ())), 0)
+        column = max(wanted, floor, *(columns[ending][0] + least[ending] for ending in ends.get(time, ())), 0)
         shift += column - wanted
-        for one in ends.get(time, ()):
-            columns[one] = columns[one][0], column
+        for ending in ends.get(time, ()):
+            columns[ending] = columns[ending][0], column
         for _, stop, lane, step in starting.get(time, ()):
             action = placed[lane][step][0]
             first = max(column, reached[lane])
@@ -135,7 +135,7 @@ def _column_bounds(
 
 
 def _row_width(placed: Sequence[Sequence[Placed]], least: Mapping[Action, int], end_s: float) -> float:
-    """Characters of a row: enough for every label where the times have a common unit."""
+    """Return the characters of a row: enough for every label if the times have a common unit."""
     spans = [(least[action], start, stop) for lane in placed for action, start, stop in lane]
     unit = _common_unit({start for _, start, _ in spans}, {stop - start for _, start, stop in spans})
     if unit is not None:
@@ -146,7 +146,7 @@ def _row_width(placed: Sequence[Sequence[Placed]], least: Mapping[Action, int], 
 
 
 def _common_unit(starts: set[float], lengths: set[float]) -> float | None:
-    """The largest number that all values are multiples of, if there is one worth drawing."""
+    """Return the largest number that divides all values, or None if there is none large enough to draw."""
     from fractions import Fraction
 
     values = sorted({round(value, 12) for value in (*starts, *lengths)} - {0.0})

@@ -72,12 +72,12 @@ Rule = Callable[[Operator, tuple[Shape | None, ...], tuple[Shape, ...]], Operato
 @cache
 def find_rules() -> Mapping[str, Rule]:
     """All kinds that have a rule, found by walking this package."""
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     for info in pkgutil.iter_modules(__path__):
         for kind, rule in importlib.import_module(f"{__name__}.{info.name}").RULES.items():
-            assert kind not in found, f"two rules for {kind!r}"
-            found[kind] = rule
-    return found
+            assert kind not in rules, f"two rules for {kind!r}"
+            rules[kind] = rule
+    return rules
 
 
 def labels_of(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:

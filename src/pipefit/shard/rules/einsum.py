@@ -9,12 +9,12 @@ from pipefit.shard.rules import OperatorLabels
 
 def label_einsum(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     operands, result = einsum_labels(operator.attributes)
-    letters = [None if shape is None else tuple(each) for each, shape in zip([*operands, ""], inputs, strict=False)]
+    letters = [None if shape is None else tuple(operand) for operand, shape in zip([*operands, ""], inputs, strict=False)]
     return OperatorLabels(
         inputs=tuple(letters),
         outputs=(tuple(result),),
         units={},
-        linear=tuple((place,) for place, shape in enumerate(inputs) if shape is not None),
+        linear=tuple((index,) for index, shape in enumerate(inputs) if shape is not None),
     )
 
 

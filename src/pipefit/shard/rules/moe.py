@@ -22,9 +22,9 @@ def label_moe(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tup
     joint = {}
     for dim, size in enumerate(x[:2]):
         if size == ("B", "T")[dim]:
-            own = f"experts{dim}"
-            tokens: Labels = tuple(own if place == dim else None for place in range(len(x)))
-            joint[own] = (tokens, whole_labels(router), (own, None, None), (own, None, None)), (tokens,)
+            label = f"experts{dim}"
+            tokens: Labels = tuple(label if index == dim else None for index in range(len(x)))
+            joint[label] = (tokens, whole_labels(router), (label, None, None), (label, None, None)), (tokens,)
     return OperatorLabels(
         inputs=(labels, whole_labels(router), experts, experts),
         outputs=(labels,),

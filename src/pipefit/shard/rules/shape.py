@@ -76,8 +76,8 @@ def label_unsplit_dim(
 ) -> OperatorLabels:
     dim = int(operator.attributes["dim"])
     labels: Labels = tuple(None if i == dim else f"d{i}" for i in range(len(outputs[0])))
-    every = tuple(range(len(inputs)))
-    return OperatorLabels(inputs=tuple(labels for _ in inputs), outputs=(labels,), units={}, linear=(every,))
+    all_inputs = tuple(range(len(inputs)))
+    return OperatorLabels(inputs=tuple(labels for _ in inputs), outputs=(labels,), units={}, linear=(all_inputs,))
 
 
 RULES = {

@@ -1,4 +1,5 @@
-"""GPT-2 (Radford et al., 2019) by configuration. Its files hold Conv1D weights as (in, out): ours are (out, in)."""
+"""GPT-2 (Radford et al., 2019) by configuration. Its files hold Conv1D weights as (in, out); pipefit's are (out,
+in)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPT2Config:
-    """One GPT-2."""
+    """The configuration of one GPT-2."""
 
     vocab_size: int
     n_positions: int

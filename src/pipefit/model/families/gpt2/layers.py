@@ -1,7 +1,7 @@
 """GPT-2 as plain layers. Weights are (out, in) here; Hugging Face's Conv1D files are transposed at load and save.
 
-Dropout of embeddings and residual branches as configured (in training mode); none of attention probabilities.
-Shape suffixes: B rows, T tokens, D features, H heads, K features of a head.
+Embeddings and residual branches have dropout as configured (in training mode); attention probabilities have none. Shape
+suffixes: B rows, T tokens, D features, H heads, K features of a head.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Llama family by configuration: Llama 2 and 3, Mistral, Qwen 2 and 3, and their mixtures of experts.
 
-One set of modules serves them all; the model type decides only defaults: which projections have biases, whether
-queries and keys are normed, how expert weights are named in files.
+One set of modules serves all of them. The model type only decides defaults: biases of the projections, norms of queries
+and keys, and the names of expert weights in files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """One model of the family. Names are Hugging Face's where they have one."""
+    """One model of the family. Fields have Hugging Face's names if they exist there."""
 
     model_type: str
     vocab_size: int
@@ -138,7 +138,7 @@ class LlamaConfig:
 
 
 def read(config: Mapping[str, Any], where: str) -> LlamaConfig:
-    """The typed configuration of a config.json in the words of transformers 4 or 5. Raises ModelError."""
+    """Return the typed configuration of a config.json of transformers 4 or 5. Raises ModelError."""
     fields = ConfigFields(config, where)
     model_type = str(config["model_type"])
     hidden, heads = fields.read_count("hidden_size"), fields.read_count("num_attention_heads")
@@ -194,7 +194,7 @@ def read(config: Mapping[str, Any], where: str) -> LlamaConfig:
 
 
 def _rope_fields(fields: ConfigFields, head_dim: int) -> tuple[float, Mapping[str, Any] | None, int]:
-    """(theta, scaling or None, dimensions that turn), from the fields of transformers 4 or 5."""
+    """(theta, scaling or None, rotated dimensions), from the fields of transformers 4 or 5."""
     parameters = dict(fields.first_value("rope_parameters", default={}))
     old = fields.first_value("rope_theta")
     new = parameters.pop("rope_theta", None)
@@ -215,7 +215,7 @@ def _rope_fields(fields: ConfigFields, head_dim: int) -> tuple[float, Mapping[st
     if kind == "yarn" and scaling.get("original_max_position_embeddings") is None:
         scaling["original_max_position_embeddings"] = fields.read_count("max_position_embeddings")
     rotary_dim = int(head_dim * partial)
-    rotary_frequencies({"theta": theta, "dim": rotary_dim, "scaling": scaling})  # raises where a field is missing
+    rotary_frequencies({"theta": theta, "dim": rotary_dim, "scaling": scaling})  # raises if a field is missing
     return theta, scaling, rotary_dim
 
 

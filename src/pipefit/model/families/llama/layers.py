@@ -1,7 +1,7 @@
 """The Llama family as plain layers: Llama 2 and 3, Mistral, Qwen 2 and 3, Mixtral, Qwen3-MoE, by configuration.
 
-Module names are Hugging Face's, so that local parameter names are the ends of its names.
-Shape suffixes: B rows, T tokens, D features, H heads, G key/value heads, K features of a head, F features of the MLP.
+Module names are Hugging Face's, so local parameter names are suffixes of Hugging Face's names. Shape suffixes: B rows,
+T tokens, D features, H heads, G key/value heads, K features of a head, F features of the MLP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixture of gated experts (Mixtral, Qwen3-MoE): plain PyTorch, one expert after the other. No auxiliary router loss.
+"""Mixture of gated experts (Mixtral, Qwen3-MoE) in plain PyTorch, expert by expert. No auxiliary router loss.
 
 Shape suffixes: B rows, T tokens, N = B*T, D features, E experts, F features of an expert, S selected experts a token.
 """
@@ -15,7 +15,7 @@ from pipefit.model.families.common import ACTIVATIONS, OperatorModule, statistic
 
 
 class MoERouter(nn.Module):
-    """The weight of the router alone, so that it has Hugging Face's name `gate.weight`."""
+    """The router's weight, a module so that it has Hugging Face's name `gate.weight`."""
 
     def __init__(self, experts: int, features: int) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
 """A multimodal model by configuration: an image encoder, a language model, an image generator, in this order.
 
-`vision` and `generator` may be left out, one of them. Each part may be frozen; the losses have weights:
+Either `vision` or `generator` may be left out. Each part may be frozen; the losses have weights:
 
     {"model_type": "multimodal", "vision": {"model_type": "vit", ...}, "language": {"model_type": "llama", ...},
      "generator": {...}, "projector_hidden_act": "gelu", "frozen": ["vision"],
      "loss_weights": {"language": 1.0, "generator": 0.5}}
 
-A LLaVA's config.json (`model_type` llava, with a `vision_config` and a `text_config`) becomes such a model where it is
-one: the encoder's layers up to `vision_feature_layer`, no norm behind them, and every token of an image in its place.
-`frozen` and `loss_weights` may stand in it.
+A LLaVA's config.json (`model_type` llava, with a `vision_config` and a `text_config`) is converted if it fits: the
+encoder's layers up to `vision_feature_layer`, no norm behind them, and one language-model token per token of an image.
+It may contain `frozen` and `loss_weights`.
 
 Global parameter names begin with the module's: `vision.layers.0.mlp.fc1.weight`, `language.model.layers.0...`.
 """
@@ -30,22 +30,22 @@ from pipefit.model.families.multimodal.diffusion_config import DiffusionConfig
 from pipefit.model.families.multimodal.vision_config import ACTIVATIONS, VisionConfig
 
 FREEZABLE = ("vision", "vision.encoder", "vision.projector", "language", "generator")
-"What `frozen` may name: modules, and the two parts of the vision module."
+"Allowed entries of `frozen`: modules, and the two parts of the vision module."
 
 SPACES = {"vision": "patches", "language": "samples", "generator": "latents"}
-"The modules in the order of the chain, and the space that the rows of each live in."
+"The modules in the order of the chain, and the space of each module's rows."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalConfig:
-    """One model."""
+    """The configuration of one multimodal model."""
 
     vision: VisionConfig | None
     language: LlamaConfig
     generator: DiffusionConfig | None
     projector_activation: str
     projector_norm: bool
-    "Whether the encoder's last norm stands in front of the projector."
+    "Whether the encoder's last norm is applied in front of the projector."
     frozen: tuple[str, ...]
     loss_weights: Mapping[str, float]
     "Module with a loss -> the factor of its loss (per token, per element)."
@@ -56,7 +56,7 @@ class MultimodalConfig:
         return self.language.rotary
 
     def is_frozen(self, name: str) -> bool:
-        """Whether the parameter of that global name keeps its value."""
+        """Return whether the parameter with this global name is frozen."""
         module = name.split(".", 1)[0]
         part = "vision.projector" if name.startswith("vision.projector.") else f"{module}.encoder"
         return module in self.frozen or part in self.frozen
@@ -88,7 +88,7 @@ class MultimodalConfig:
 
 
 def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
-    """The typed configuration. Raises ModelError naming the part and the field."""
+    """Return the typed configuration. Raises ModelError naming the part and the field."""
     if config.get("model_type") == "llava":
         config = _llava_config(ConfigFields(config, where))
     fields = ConfigFields(config, where)
@@ -123,11 +123,12 @@ def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
 
 _LLAMA_DEFAULTS = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
                    "num_attention_heads": 32, "vocab_size": 32000}  # fmt: skip
-"""What a `text_config` of type llama leaves out where it is as in transformers."""
+"""Defaults of transformers for fields that a `text_config` of type llama leaves out."""
 
 
 def _llava_config(fields: ConfigFields) -> dict[str, Any]:
-    """A LLaVA's configuration in our words. Raises ModelError where it is no model of this family."""
+    """Return a LLaVA's configuration with pipefit's field names. Raises ModelError if the model does not fit this
+    family."""
     tower, text = fields.first_value("vision_config", default={}), fields.first_value("text_config", default={})
     for name, part in (("vision_config", tower), ("text_config", text)):
         if not isinstance(part, Mapping):
@@ -171,7 +172,7 @@ def _llava_config(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _feature_layer(fields: ConfigFields, tower: Mapping[str, Any]) -> int:
-    """How many layers of the encoder the projector stands behind: -1 is all of them, -2 all but one."""
+    """The number of encoder layers in front of the projector. In the file -1 is all of them, -2 all but one."""
     layers = vision.read(tower, f"{fields.where}, vision_config").num_hidden_layers
     layer = fields.first_value("vision_feature_layer", default=-2)
     good = isinstance(layer, int) and not isinstance(layer, bool)
@@ -188,9 +189,9 @@ def _frozen_modules(fields: ConfigFields, modules: list[str]) -> tuple[str, ...]
     allowed = [name for name in FREEZABLE if name.split(".")[0] in modules]
     if not isinstance(frozen, (list, tuple)) or any(name not in allowed for name in frozen):
         raise fields.wrong_field("frozen", frozen, f"a list of some of {', '.join(allowed)}")
-    whole = {*frozen, *(["vision"] if {"vision.encoder", "vision.projector"} <= {*frozen} else [])}
+    frozen_modules = {*frozen, *(["vision"] if {"vision.encoder", "vision.projector"} <= {*frozen} else [])}
     fields.check_fields(
-        not whole.issuperset(modules),
+        not frozen_modules.issuperset(modules),
         "Every module is frozen: there is nothing to train.",
         f"frozen {list(frozen)}",
         "leave one of them out of `frozen`",
@@ -200,14 +201,14 @@ def _frozen_modules(fields: ConfigFields, modules: list[str]) -> tuple[str, ...]
 
 def _loss_weights(fields: ConfigFields, generates: bool) -> dict[str, float]:
     allowed = ["language", *(["generator"] if generates else [])]
-    given = fields.first_value("loss_weights", default={})
-    good = isinstance(given, Mapping) and all(name in allowed for name in given)
-    numbers = good and all(isinstance(x, (int, float)) and not isinstance(x, bool) and x >= 0 for x in given.values())
-    if not numbers or (given and not any(given.get(name, 1.0) for name in allowed)):
+    weights = fields.first_value("loss_weights", default={})
+    good = isinstance(weights, Mapping) and all(name in allowed for name in weights)
+    numbers = good and all(isinstance(x, (int, float)) and not isinstance(x, bool) and x >= 0 for x in weights.values())
+    if not numbers or (weights and not any(weights.get(name, 1.0) for name in allowed)):
         raise fields.wrong_field(
-            "loss_weights", given, f"{' and '.join(allowed)} -> a number, zero or more, not all zero"
+            "loss_weights", weights, f"{' and '.join(allowed)} -> a number, zero or more, not all zero"
         )
-    return {name: float(given.get(name, 1.0)) for name in allowed}
+    return {name: float(weights.get(name, 1.0)) for name in allowed}
 
 
 FAMILY = ModelFamily(

@@ -1,5 +1,6 @@
 """The image generator of a multimodal model by configuration: a small diffusion transformer (Peebles and Xie, 2023)
-trained by flow matching (Lipman et al., 2023), conditioned token by token on the language model's hidden states."""
+trained by flow matching (Lipman et al., 2023). Each of its tokens is conditioned on a hidden state of the language
+model."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from pipefit.model.families.family import InitialValue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffusionConfig:
-    """One generator."""
+    """The configuration of one generator."""
 
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     latent_size: int
-    "Numbers of one latent token: what the model draws, token by token (channels x patch x patch)."
+    "Numbers of one latent token, the unit that the model generates (channels x patch x patch)."
     grid_size: int
     "Latent tokens along one side of the table of positions; images of another size are interpolated."
     time_frequencies: int
@@ -41,7 +42,7 @@ class DiffusionConfig:
         }
 
     def initial(self, name: str) -> InitialValue:
-        """First value of a parameter of the generator, by its name in it."""
+        """The initial value of a parameter of the generator, by its name within the generator."""
         return InitialValue("zeros") if name.endswith(".bias") else InitialValue("normal", self.initializer_range)
 
 

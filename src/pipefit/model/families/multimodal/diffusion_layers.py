@@ -1,14 +1,14 @@
 """The image generator as plain layers: a diffusion transformer that predicts the velocity of a flow.
 
 Flow matching with straight paths (Lipman et al., 2023; Liu et al., 2023): at time t in [0, 1] the latents of an image
-are (1 - t) noise + t data, and the model predicts their velocity, data - noise. Images lie packed in one row, a time
-for every image. Every latent token is conditioned on one hidden state of the language model, added to it; the time
+are (1 - t) noise + t data, and the model predicts their velocity, data - noise. Images are packed into one row, with
+one time per image. Every latent token is conditioned on one hidden state of the language model, added to it. The time
 modulates every block (adaptive layer norm, Peebles and Xie, 2023): shift, scale and gate are linear in its Fourier
-features. Gates are 1 + what is learned, so that nothing starts at zero.
+features. Gates are 1 + a learned value, so that no branch starts at zero.
 
-Inputs from the step plan, of L latent tokens: `noisy` (1,L,C), `time` (1,L) float32 or wider, `grid`
-int64 (1,L,4), `documents` int64 (1,L), `target` (1,L,C) float32 or wider.
-Shape suffixes: B rows (one), T latent tokens, D features, C numbers of a latent token, F Fourier features.
+Inputs from the step plan, of L latent tokens: `noisy` (1,L,C), `time` (1,L) float32 or wider, `grid` int64 (1,L,4),
+`documents` int64 (1,L), `target` (1,L,C) float32 or wider. Shape suffixes: B rows (one), T latent tokens, D features, C
+numbers of a latent token, F Fourier features.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ TIME = GraphInput(name="time", shape=("B", "T"), dtype="float32", role="data")
 
 
 class DiffusionEmbed(nn.Module):
-    """x (B,T,language features), the conditioning -> (B,T,D): it and the noisy latents projected, and positions."""
+    """Conditioning x (B,T,language features) -> (B,T,D): projected conditioning plus projected noisy latents plus
+    positions."""
 
     def __init__(self, config: DiffusionConfig, condition_features: int) -> None:
         super().__init__()

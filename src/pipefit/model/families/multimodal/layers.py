@@ -1,9 +1,9 @@
 """A multimodal model as plain layers: the chain vision -> language -> generator, single device.
 
-The seams carry hidden states in packed rows: the projector's output (1,I,D) goes into the token sequence at
-`image_places`; the hidden states at `condition_places` (1,L,D) come out of it, beside the language model's loss.
-Places are int64, b T + t within the rows of the device.
-Shape suffixes: B rows, T tokens, D features, V vocabulary, I image tokens, L latent tokens.
+Modules exchange hidden states in packed rows. The projector's output (1,I,D) is put into the token sequence at
+`image_places`; the hidden states at `condition_places` (1,L,D) are taken out of it, in addition to the language model's
+loss. Positions are int64, b T + t within the rows of the device. Shape suffixes: B rows, T tokens, D features, V
+vocabulary, I image tokens, L latent tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipefit.model.graph import TensorSpec as GraphInput
 
 
 class MultimodalEmbed(nn.Module):
-    """x (1,I,D), tokens (B,T) -> (B,T,D): token embeddings, with the image embeddings in their places."""
+    """x (1,I,D), tokens (B,T) -> (B,T,D): token embeddings, with the image embeddings at their positions."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -35,7 +35,8 @@ class MultimodalEmbed(nn.Module):
 
 
 class MultimodalHead(nn.Module):
-    """x (B,T,D) -> the conditioning (1,L,D): normed hidden states at their places; and the loss, a scalar sum."""
+    """x (B,T,D) -> the conditioning (1,L,D), normalized hidden states at their positions, and the loss, a scalar
+    sum."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -51,7 +52,8 @@ class MultimodalHead(nn.Module):
 
 
 def build(config: MultimodalConfig) -> list[nn.Module]:
-    """The chain of all modules; every layer says its `module_name` and `space`. Frozen parameters want no gradient."""
+    """Return the chain of all modules; every layer has its `module_name` and `space`. Frozen parameters need no
+    gradient."""
     layers = [*_vision_layers(config), *_language_layers(config), *_generator_layers(config)]
     for layer in layers:
         module = str(layer.layer_name).split(".", 1)[0]
@@ -78,7 +80,7 @@ def _vision_layers(config: MultimodalConfig) -> list[nn.Module]:
 
 
 def _language_layers(config: MultimodalConfig) -> list[nn.Module]:
-    """The chain of the language model alone, but for its ends where they meet another module."""
+    """The layers of the language model; the first and last are replaced if another module is connected there."""
     plain = llama.build(config.language)
     embed, *blocks, head, loss = plain
     if config.vision is not None:

@@ -1,7 +1,7 @@
-"""Parts of models whose images lie packed in one row: attention within an image, positions, moving tokens, the loss.
+"""Parts of models with packed rows of images: attention within an image, positions, moving tokens, the loss.
 
-Each is one operator of a graph; forward says in plain PyTorch what it computes.
-Shape suffixes: B rows, T tokens, D features, H heads, K features of a head, I image tokens, L latent tokens.
+Each part is one operator of a graph; its forward is the reference in plain PyTorch. Shape suffixes: B rows, T tokens, D
+features, H heads, K features of a head, I image tokens, L latent tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipefit.model.ops.fourier_features import fourier_frequencies
 
 
 class PackedAttention(OperatorModule):
-    """softmax(q k^T / sqrt(K)) v over the tokens of the same image, before and behind."""
+    """softmax(q k^T / sqrt(K)) v over the tokens of the same image, in both directions."""
 
     kind = "packed_attention"
 
@@ -62,16 +62,18 @@ class ImagePositions(OperatorModule):
     def forward(self, x_BTD: Tensor, grid_BT4: Tensor) -> Tensor:
         grid_N4, positions_ND = grid_BT4.flatten(0, 1), torch.zeros_like(x_BTD.flatten(0, 1))
         for rows, columns in {(r, c) for start, _, r, c in grid_N4.tolist() if start >= 0}:
-            own = (grid_N4[:, 0] >= 0) & (grid_N4[:, 2] == rows) & (grid_N4[:, 3] == columns)
-            place = grid_N4[own, 0] * columns + grid_N4[own, 1]
-            positions_ND = positions_ND.masked_scatter(own.unsqueeze(1), self._resized_table(rows, columns)[place])
+            same_size = (grid_N4[:, 0] >= 0) & (grid_N4[:, 2] == rows) & (grid_N4[:, 3] == columns)
+            patch_index = grid_N4[same_size, 0] * columns + grid_N4[same_size, 1]
+            positions_ND = positions_ND.masked_scatter(
+                same_size.unsqueeze(1), self._resized_table(rows, columns)[patch_index]
+            )
         y_BTD = x_BTD + positions_ND.view_as(x_BTD)
         if self.start is None:
             return y_BTD
         return torch.where(grid_BT4[..., :1] < 0, self.start + self.table[0], y_BTD)
 
     def _resized_table(self, rows: int, columns: int) -> Tensor:
-        """(rows x columns, D): the table for images of so many patches."""
+        """(rows x columns, D): the table for images of rows x columns patches."""
         patches = self.table if self.start is None else self.table[1:]
         if (rows, columns) == (self.side, self.side):
             return patches
@@ -81,7 +83,7 @@ class ImagePositions(OperatorModule):
 
 
 class PutTokens(OperatorModule):
-    """h (B,T,D) with the rows of x (1,I,D) at the places b T + t (1,I)."""
+    """h (B,T,D) with the rows of x (1,I,D) at the positions b T + t (1,I)."""
 
     kind = "put_tokens"
 
@@ -90,7 +92,7 @@ class PutTokens(OperatorModule):
 
 
 class TakeTokens(OperatorModule):
-    """The rows of h (B,T,D) at the places b T + t (1,L): (1,L,D)."""
+    """The rows of h (B,T,D) at the positions b T + t (1,L): (1,L,D)."""
 
     kind = "take_tokens"
 

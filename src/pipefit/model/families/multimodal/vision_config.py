@@ -1,7 +1,7 @@
-"""The image encoder of a multimodal model by configuration: a ViT or SigLIP encoder, in Hugging Face's words.
+"""The image encoder of a multimodal model by configuration: a ViT or SigLIP encoder, with Hugging Face's field names.
 
-One set of modules serves both; the model type decides whether an image begins with a start token (ViT's class token),
-how the feed-forward is activated, and how weights are named in Hugging Face's files.
+One set of modules serves both. The model type decides whether an image begins with a start token (ViT's class token),
+the activation of the MLP, and the names of weights in Hugging Face's files.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ _SIGLIP = {
     "mlp.fc2": "mlp.fc2",
 }
 _NAMES = {"vit": ("encoder.layer", _VIT), "siglip_vision_model": ("encoder.layers", _SIGLIP)}
-"""Model type -> how Hugging Face's files call the layers, and the parts of an encoder, by our names."""
+"""Model type -> prefix of the layers in Hugging Face's files, and the names of an encoder's parts by pipefit's
+names."""
 
 _SIGLIP_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """One encoder. Names are Hugging Face's where they have one."""
+    """The configuration of one encoder. Fields have Hugging Face's names if they exist there."""
 
     model_type: str
     hidden_size: int
@@ -63,18 +64,18 @@ class VisionConfig:
     activation: str
     layer_norm_eps: float
     image_size: int
-    "Of the images whose positions the table holds, in pixels: they are square. Any other size is interpolated."
+    "Side in pixels of the square images that the table of positions is for. Other sizes are interpolated."
     patch_size: int
     num_channels: int
     qkv_bias: bool
     image_mean: tuple[float, ...]
-    "Per channel, of pixels from 0 to 1."
+    "Mean per channel of pixels from 0 to 1."
     image_std: tuple[float, ...]
     initializer_range: float
 
     @property
     def start_token(self) -> bool:
-        """Whether every image begins with a token of its own that is no patch."""
+        """Whether every image begins with a token that is not a patch."""
         return self.model_type == "vit"
 
     @property
@@ -84,7 +85,7 @@ class VisionConfig:
 
     @property
     def position_count(self) -> int:
-        """Rows of the table, that of the start token among them."""
+        """Rows of the table, including the start token."""
         return self.grid_side**2 + int(self.start_token)
 
     @property
@@ -93,8 +94,8 @@ class VisionConfig:
         return self.num_channels * self.patch_size**2
 
     def token_count(self, height: int, width: int) -> int:
-        """Tokens of an image of `height` x `width` pixels: its whole patches, and the start token where there is
-        one. They are as many tokens of the language model."""
+        """The number of tokens of an image of `height` x `width` pixels: its full patches and the start token, if any.
+        The language model gets the same number of tokens."""
         return (height // self.patch_size) * (width // self.patch_size) + int(self.start_token)
 
     def to_config(self) -> dict[str, Any]:
@@ -116,12 +117,12 @@ class VisionConfig:
         return {**config, "qkv_bias": self.qkv_bias} if self.model_type == "vit" else config
 
     def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
-        """How a parameter of the encoder, by its name in it, stands in Hugging Face's files of its model type."""
+        """The tensors of Hugging Face's files that hold a parameter of the encoder, by its name within the encoder."""
         layers, names = _NAMES[self.model_type]
         front, inner = "", name
         if name.startswith("layers."):
-            _, place, inner = name.split(".", 2)
-            front = f"{layers}.{place}."
+            _, number, inner = name.split(".", 2)
+            front = f"{layers}.{number}."
         if inner in names:  # a parameter of its own: the table of positions, the start token
             shapes = {"embed.positions.start": (1, 1, self.hidden_size)}
             if self.model_type == "vit":
@@ -132,20 +133,21 @@ class VisionConfig:
         return (WeightTensor(f"{front}{names[part]}.{end}", shape=kernel if inner == "embed.patch.weight" else ()),)
 
     def initial(self, name: str) -> InitialValue:
-        """First value of a parameter of the encoder, by its name in it."""
+        """The initial value of a parameter of the encoder, by its name within the encoder."""
         if name.endswith(".bias"):
             return InitialValue("zeros")
         return InitialValue("ones") if "norm" in name else InitialValue("normal", self.initializer_range)
 
 
 def read(config: Mapping[str, Any], where: str) -> VisionConfig:
-    """The typed configuration of a ViT's, a SigLIP's or a SigLIP vision model's config.json. Raises ModelError."""
-    if config.get("model_type") == "siglip":  # both towers: ours is that of images
+    """Return the typed configuration of the config.json of a ViT, a SigLIP or a SigLIP vision model. Raises
+    ModelError."""
+    if config.get("model_type") == "siglip":  # two towers: take the image encoder
         tower = config.get("vision_config", {})
         if not isinstance(tower, Mapping):
             raise ConfigFields(config, where).wrong_field("vision_config", tower, "a JSON object")
         config = {"model_type": "siglip_vision_model", **tower}
-    if config.get("model_type") == "siglip_vision_model":  # its files leave out what is as in transformers
+    if config.get("model_type") == "siglip_vision_model":  # its files omit defaults of transformers
         config = {**_SIGLIP_DEFAULTS, **config}
     fields = ConfigFields(config, where)
     model_type = fields.read_choice("model_type", default="", allowed=MODEL_TYPES)

@@ -1,9 +1,9 @@
-"""The image encoder (ViT, SigLIP) and its projector as plain layers. Images lie packed, one behind the other in a row.
+"""The image encoder (ViT, SigLIP) and its projector as plain layers. Images are packed one after the other in a row.
 
 Inputs from the step plan: `pixels` uint8 (B,T,C*P*P), the patches of all images (channel, then row, then column of the
-pixels; zeros for a start token); `grid` int64 (B,T,4), see `ImagePositions`; `documents` int64 (B,T), the place
-in its row where a token's image starts. Pixels are normalised here, on the device.
-Shape suffixes: B rows (one), T image tokens, D features, H heads, K features of a head, C channels, P side of a patch.
+pixels; zeros for a start token); `grid` int64 (B,T,4), see `ImagePositions`; `documents` int64 (B,T), the start in the
+row of a token's image. Pixels are normalised here, on the device. Shape suffixes: B rows (one), T image tokens, D
+features, H heads, K features of a head, C channels, P side of a patch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pipefit.model.graph import TensorSpec as GraphInput
 
 
 class PixelNormalise(nn.Module):
-    """Pixels 0 to 255 -> (pixel - 255 mean) / (255 std) of their channel, in the type of `like`; computed in a wide
-    type, which in a graph is float32 or wider."""
+    """Pixels 0 to 255 -> (pixel - 255 mean) / (255 std) per channel, in the dtype of `like`. Computed in a wide dtype,
+    which in a graph is float32 or wider."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        each = config.patch_size**2
-        self.mean = [255 * m for m in config.image_mean for _ in range(each)]
-        self.factor = [1 / (255 * s) for s in config.image_std for _ in range(each)]
+        patch_pixels = config.patch_size**2
+        self.mean = [255 * m for m in config.image_mean for _ in range(patch_pixels)]
+        self.factor = [1 / (255 * s) for s in config.image_std for _ in range(patch_pixels)]
 
     def forward(self, pixels: Tensor, like: Tensor) -> Tensor:
         x = pixels.to(torch.float64)
@@ -37,7 +37,7 @@ class PixelNormalise(nn.Module):
 
 
 class VisionEmbed(nn.Module):
-    """pixels (B,T,C*P*P) uint8 -> x (B,T,D): patches through a linear layer, and their positions."""
+    """pixels (B,T,C*P*P) uint8 -> x (B,T,D): patches through a linear layer, plus their positions."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ class VisionBlock(nn.Module):
 
 
 class VisionProjector(nn.Module):
-    """The encoder's last norm (LLaVA has none there), then two linear layers to the width of the language model, token
-    by token."""
+    """The encoder's last norm (absent in LLaVA), then two linear layers per token to the width of the language
+    model."""
 
     def __init__(self, config: MultimodalConfig) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""What a group of devices needs at least, before any program is searched: so that hardly any has to be.
+"""Lower bounds of a group of devices before any program is searched, so that few programs have to be searched.
 
-Computing is divided as the devices' speeds are, perfectly. Nothing is divided for nothing: a layer's gradients are
-summed over the group once an iteration, or what goes into it or comes out of it is gathered in one direction and summed
-in the other, in every microbatch; the cheaper of the two counts, by the links of the very groups. (Megatron's sequence
-parallelism does the second four times in a block; a layer of one product may do with one.) And layers are not cut: of
-those that are alike every lane holds a whole number.
+Compute is divided perfectly, in proportion to the devices' speeds. Dividing a layer has a cost: either its gradients
+are all-reduced over the group once an iteration, or its input or output is all-gathered in one direction and
+reduce-scattered in the other in every microbatch. The cheaper of the two counts, by the links of the group. (Megatron's
+sequence parallelism does the second four times in a block; a layer of one matrix product may need only one.) Layers are
+not cut: every lane holds a whole number of equal layers.
 """
 
 from __future__ import annotations
@@ -22,43 +22,45 @@ from pipefit.plan.passes.device_groups.layouts import FEW, Devices, GroupLayout
 from pipefit.plan.types import Job, Recompute
 
 FILLING = 1 / 3
-"""Of a lane's time for a microbatch, what the lanes behind wait for at least: its forward."""
+"""Minimum fraction of a lane's time for a microbatch that the next lane waits: its forward."""
 
 
 EXACT = 1 + 1e-9
-"""What a whole number of layers may miss by rounding."""
+"""Tolerance for rounding in a whole number of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneLoads:
-    """What the lanes of a layout do for a microbatch."""
+    """Time of the lanes of a layout for a microbatch."""
 
     even_s: float
-    "Every lane, were all layers divided as the lanes are fast."
+    "Every lane, with all layers divided in proportion to the lanes' speeds."
     cut_s: float
-    "The busiest lane, where layers that are alike are not cut."
+    "The busiest lane, with equal layers not cut."
 
 
 class GroupLowerBounds:
-    """Floors for one search; what devices of a kind take is worked out once."""
+    """Lower bounds for one search; results are cached by kinds of devices."""
 
     def __init__(self, bench: PlannerContext, job: Job) -> None:
         self.bench, self.job = bench, job
         self._groups: dict[object, float] = {}
         self._alike: dict[tuple[Devices, ...], object] = {}
         self._distinct: dict[GroupLayout, list[tuple[tuple[Devices, ...], int]]] = {}
-        "Of a layout the lanes that differ, with how many there are."
-        self._times = {way: bench.layer_cutter.row_time(job, way) for way in ("none", "selective", "full")}
+        "Distinct lanes of a layout, with their number."
+        self._times = {
+            recompute: bench.layer_cutter.row_time(job, recompute) for recompute in ("none", "selective", "full")
+        }
         layers = bench.only_module.layers
         self._layers = Counter(layer.graph for layer in layers)
         self._block, self._blocks = self._layers.most_common(1)[0]
 
     def whole_s(self, device: int, rows: int, recompute: Recompute = "none") -> float:
-        """All layers of a microbatch of so many rows on one device."""
+        """Return the time of all layers of a microbatch of `rows` rows on one device."""
         return self._times[recompute](int(self.bench.layer_cutter.fleet.kind[device]), rows)
 
     def group_s(self, lane: tuple[Devices, ...], rows: int, microbatches: int, recompute: Recompute = "none") -> float:
-        """All layers of a microbatch on the slowest group of a lane."""
+        """Return the time of all layers of a microbatch on the slowest group of a lane."""
         key = (self.lane_key(lane), rows, microbatches, recompute)
         if key not in self._groups:
             slowest = max(1 / sum(1 / self.whole_s(device, rows, recompute) for device in group) for group in lane)
@@ -66,25 +68,28 @@ class GroupLowerBounds:
         return self._groups[key]
 
     def lane_key(self, lane: tuple[Devices, ...]) -> object:
-        """Equal for lanes that floors do not tell apart: on many devices, those with as many groups of the same kinds,
-        each on as many hosts."""
+        """Return a key that is equal for lanes with equal bounds.
+
+        On many devices these are lanes with the same number of groups of the same kinds, each on the same number of
+        hosts.
+        """
         if lane not in self._alike:
             key: object = lane
             if self.bench.network.devices > FEW:
                 network, kind = self.bench.network, self.bench.layer_cutter.fleet.kind
-                each = {(tuple(kind[list(g)].tolist()), len({network.host[device] for device in g})) for g in lane}
-                key = (len(lane), frozenset(each))
+                groups = {(tuple(kind[list(g)].tolist()), len({network.host[device] for device in g})) for g in lane}
+                key = (len(lane), frozenset(groups))
             self._alike[lane] = key
         return self._alike[lane]
 
     def lane_loads(self, layout: GroupLayout, rows: int, microbatches: int, recompute: Recompute = "none") -> LaneLoads:
-        """The lanes of a layout with a microbatch."""
+        """Return the load of a layout's lanes for a microbatch."""
         return self.shared_loads(
-            [(n, self.group_s(one, rows, microbatches, recompute)) for one, n in self.distinct_lanes(layout)]
+            [(n, self.group_s(lane, rows, microbatches, recompute)) for lane, n in self.distinct_lanes(layout)]
         )
 
     def distinct_lanes(self, layout: GroupLayout) -> list[tuple[tuple[Devices, ...], int]]:
-        """Of a layout the lanes that differ, with how many there are."""
+        """Return the distinct lanes of a layout, with their number."""
         if layout not in self._distinct:
             counts = Counter(map(self.lane_key, layout.lanes))
             first = {self.lane_key(lane): lane for lane in layout.lanes}
@@ -92,18 +97,19 @@ class GroupLowerBounds:
         return self._distinct[layout]
 
     def shared_loads(self, lanes: Sequence[tuple[int, float]]) -> LaneLoads:
-        """All layers divided over lanes: of each kind of lane how many there are, and what all layers take on one."""
+        """Return the load of all layers divided over lanes, given (number of lanes, time of all layers on one) for each
+        kind."""
         if any(whole_s == float("inf") for _, whole_s in lanes):
             return LaneLoads(float("inf"), float("inf"))
         even_s = 1 / sum(count / whole_s for count, whole_s in lanes)
-        each = [(count, self._layer_fraction * whole_s) for count, whole_s in lanes]
+        block_times = [(count, self._layer_fraction * whole_s) for count, whole_s in lanes]
         cut_s = even_s
-        while sum(count * int(cut_s / block_s * EXACT) for count, block_s in each) < self._blocks:
-            cut_s = min((int(cut_s / block_s * EXACT) + 1) * block_s for _, block_s in each)
+        while sum(count * int(cut_s / block_s * EXACT) for count, block_s in block_times) < self._blocks:
+            cut_s = min((int(cut_s / block_s * EXACT) + 1) * block_s for _, block_s in block_times)
         return LaneLoads(even_s, cut_s)
 
     def has_room(self, layout: GroupLayout, zero1: bool) -> bool:
-        """Whether all that stays fits in the memory of one replica's devices, were it divided perfectly."""
+        """Return whether the static memory, divided perfectly, fits on the devices of one replica."""
         share = 1 / layout.replica_count if zero1 else 1.0
         stays = self.bench.layer_cutter.static_bytes(self.job, share, "none", (1,))
         kinds = self.bench.network.kinds
@@ -111,7 +117,7 @@ class GroupLowerBounds:
 
     @cached_property
     def _layer_fraction(self) -> float:
-        """One of the commonest layers, as a part of all: where it is least, of the kinds of devices."""
+        """One of the most common layers as a fraction of all layers, on the kind of device where it is smallest."""
         names = [layer.graph for layer in self.bench.only_module.layers]
         parts = []
         for kind in self.bench.layer_cutter.fleet.names:
@@ -121,13 +127,13 @@ class GroupLowerBounds:
         return min(parts)
 
     def _moved_s(self, lane: tuple[Devices, ...], rows: int, microbatches: int) -> float:
-        """What dividing all layers costs at least, of a microbatch."""
+        """Return a lower bound of the communication of dividing all layers, for one microbatch."""
         network, precision = self.bench.network, self.job.precision
         symbols = {"B": rows, "T": self.job.sequence, "P": 0}
         total = 0.0
         for name, count in self._layers.items():
             graph = self.bench.model.graphs[name]
-            trained = sum(element_count(one.shape, {}) for one in graph.parameters if one.trainable)
+            trained = sum(element_count(parameter.shape, {}) for parameter in graph.parameters if parameter.trainable)
             gradient_s = all_reduce_s(network, lane, float(count * trained * GRADIENT_BYTES[precision])) / microbatches
             shapes = [tensor.shape for tensor in graph.inputs if tensor.role == "activation"]
             elements = min(
@@ -140,10 +146,10 @@ class GroupLowerBounds:
 
 
 def step_bound_s(busy: LaneLoads, lanes: int, microbatches: int) -> float:
-    """A step in which the lanes do so much with every microbatch: no order takes less."""
+    """Return a lower bound of the step over all orders, for these loads per microbatch."""
     return max((microbatches + FILLING * (lanes - 1)) * busy.even_s, microbatches * busy.cut_s)
 
 
 def step_guess_s(busy: LaneLoads, lanes: int, microbatches: int) -> float:
-    """What 1F1B takes of it."""
+    """Return the step time of 1F1B for these loads."""
     return (microbatches - 1) * busy.cut_s + lanes * busy.even_s

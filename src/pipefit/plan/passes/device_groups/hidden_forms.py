@@ -1,8 +1,8 @@
-"""In which form every group holds the hidden state, so that computing it and passing it on is cheapest together.
+"""The form of the hidden state on every group, chosen such that computing it and passing it on is cheapest together.
 
-Along the stages it is a shortest path: a stage costs what its program with that form costs, a boundary what moving the
-hidden state and its gradient between the two groups takes over their links. Which forms go together is said in
-`plan/assemble/structure.py`.
+It is a shortest path along the stages. A stage costs the time of its program with that form; a boundary costs the
+transfer of the hidden state and its gradient between the two groups. `plan/assemble/structure.py` defines which forms
+can be sent to each other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pipefit.plan.passes.device_groups.layouts import Devices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneForms:
-    """A lane's group with what holding the hidden state in each form costs."""
+    """A lane's group, with the cost of each form of the hidden state."""
 
     devices: Devices
     shares: tuple[int, ...]
     cost_s: Mapping[TensorForm, float]
-    "Of all that the lane does for a microbatch."
+    "Time of all compute and communication of the lane for a microbatch."
 
     @property
     def lane_group(self) -> Mesh:
@@ -32,25 +32,28 @@ class LaneForms:
 
 
 def single_device_lane(device: int, cost_s: float) -> LaneForms:
-    """A lane of one device."""
+    """Return a lane of one device."""
     return LaneForms(devices=(device,), shares=(1,), cost_s={IDENTITY: cost_s})
 
 
 def cheapest_forms(
     network: Network, lanes: Sequence[LaneForms], placement: Sequence[int], shape: tuple[int, ...], width: int
 ) -> tuple[TensorForm, ...] | None:
-    """The form of every lane; None where no forms go together. `shape` is that of the hidden state of a microbatch on
-    one replica, `width` its bytes a number. A lane that holds several stages keeps to one form."""
-    if len({*placement}) < len(placement):  # a path that comes back: every lane in one and the same form
+    """Return the form of every lane; None if no forms can be combined.
+
+    `shape` is the hidden state of a microbatch on one replica, `width` its bytes per element. A lane that holds several
+    stages keeps to one form.
+    """
+    if len({*placement}) < len(placement):  # the path returns to a lane: all lanes use the same form
         return _common_forms(network, lanes, placement, shape, width)
     paths: dict[TensorForm, tuple[float, tuple[TensorForm, ...]]] = {
         form: (cost, (form,)) for form, cost in lanes[0].cost_s.items()
     }
-    for one, two in pairwise(lanes):
+    for previous, lane in pairwise(lanes):
         after: dict[TensorForm, tuple[float, tuple[TensorForm, ...]]] = {}
-        for form, cost in two.cost_s.items():
+        for form, cost in lane.cost_s.items():
             for before, (sofar, path) in paths.items():
-                passing = pass_s(network, (one, before), (two, form), shape, width)
+                passing = pass_s(network, (previous, before), (lane, form), shape, width)
                 if passing is not None and (form not in after or sofar + passing + cost < after[form][0]):
                     after[form] = sofar + passing + cost, (*path, form)
         paths = after
@@ -60,7 +63,7 @@ def cheapest_forms(
 def _common_forms(
     network: Network, lanes: Sequence[LaneForms], placement: Sequence[int], shape: tuple[int, ...], width: int
 ) -> tuple[TensorForm, ...] | None:
-    """The cheapest form that every group can have; devices alone have everything whole."""
+    """Return the cheapest form that every group supports; single devices hold the full tensor."""
     best: tuple[float, tuple[TensorForm, ...]] | None = None
     for wanted in dict.fromkeys(form for lane in lanes for form in lane.cost_s):
         forms = tuple(wanted if len(lane.devices) > 1 else IDENTITY for lane in lanes)
@@ -82,8 +85,8 @@ def pass_s(
     shape: tuple[int, ...],
     width: int,
 ) -> float | None:
-    """Seconds to move the hidden state of a microbatch on, and its gradient back; None where the forms do not go
-    together."""
+    """Return seconds to send the hidden state of a microbatch, and its gradient back; None if the forms are
+    incompatible."""
     (source, gives), (target, takes) = one, two
     if not can_transfer((gives, len(source.devices)), (takes, len(target.devices))):
         return None
@@ -93,6 +96,6 @@ def pass_s(
         (source.lane_group, gives, target.lane_group, takes),
         (target.lane_group, back[1], source.lane_group, back[0]),
     ):
-        found = transfer_moves(shape, sender, (sent,), receiver, (received,))
-        total += network.transfer_time([(m.source, m.target, float(width * box_size(m.box))) for m in found]).whole_s
+        moves = transfer_moves(shape, sender, (sent,), receiver, (received,))
+        total += network.transfer_time([(m.source, m.target, float(width * box_size(m.box))) for m in moves]).whole_s
     return total

@@ -1,8 +1,8 @@
-"""Which devices stand together: lanes of groups, each group a shard axis, among them groups of different sizes.
+"""Layouts of device groups: lanes of groups, each group a shard axis, with groups of different sizes.
 
-On few devices every way to cut a row of them into groups is tried, for the rows in which hosts stand in any order, with
-and without the devices of a kind. On many, equal blocks inside hosts make grids of lanes and replicas; all devices of a
-kind, and all devices at all, make groups as long as there are not too many.
+On few devices every way to cut a row of them into groups is tried, for any order of the hosts, with and without the
+devices of a kind. On many, equal blocks inside hosts make grids of lanes and replicas; all devices of a kind, and all
+devices together, form groups up to a size limit.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from math import gcd
 from pipefit.cost.comm.network import Network
 
 FEW = 8
-"""Devices up to which every way to cut a row of them is tried."""
+"""Number of devices up to which every cut of a row of them is tried."""
 
 ROWS = 24
-"""Orders of the hosts that are tried."""
+"""Number of host orders that are tried."""
 
 WIDE = 64
-"""Devices up to which they make one group all together."""
+"""Number of devices up to which all of them form one group."""
 
 BLOCKS = (2, 4, 8, 16)
 """Sizes of groups inside hosts on many devices."""
 
 TURNED, ORDERS = 4, 120
-"""Other orders of the lanes of a layout, at most, and of how many."""
+"""Maximum number of other lane orders of a layout, and of the orders examined."""
 
 LANES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
-"""Lanes of blocks on many devices."""
+"""Numbers of lanes of blocks on many devices."""
 
 Devices = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Devices in groups: [lane][replica]; the groups of a lane are equally large, in rising order each."""
+    """Devices in groups: [lane][replica]; the groups of a lane have equal sizes, each in rising order."""
 
     lanes: tuple[tuple[Devices, ...], ...]
 
@@ -47,30 +47,35 @@ class GroupLayout:
 
     @property
     def device_order(self) -> Devices:
-        """By lane, replica and shard, as decisions give them."""
+        """The devices by lane, replica and shard, as in `ParallelConfig.devices`."""
         return tuple(device for lane in self.lanes for group in lane for device in group)
 
     @property
     def is_grouped(self) -> bool:
-        """Whether some group has more than one device."""
+        """True if some group has more than one device."""
         return any(len(group) > 1 for lane in self.lanes for group in lane)
 
 
 def iter_layouts(network: Network, batch: int, most_lanes: int, devices: int | None = None) -> Iterator[GroupLayout]:
-    """Layouts worth looking at, each once: at most so many lanes, no more replicas than the batch has rows;
-    `device_order`: exactly so many take part."""
+    """Yield layouts worth evaluating, each once: at most `most_lanes` lanes, and at most as many replicas as the batch
+    has rows.
+
+    With `devices`, exactly this number of devices is used.
+    """
     seen: set[object] = set()
-    for one in _row_cuts(network) if network.devices <= FEW else _block_layouts(network, batch, most_lanes):
-        key = frozenset(one.lanes)
-        able = one.is_grouped and len(one.lanes) <= most_lanes and one.replica_count <= batch
-        if able and key not in seen and devices in (None, len(one.device_order)):
+    for layout in _row_cuts(network) if network.devices <= FEW else _block_layouts(network, batch, most_lanes):
+        key = frozenset(layout.lanes)
+        able = layout.is_grouped and len(layout.lanes) <= most_lanes and layout.replica_count <= batch
+        if able and key not in seen and devices in (None, len(layout.device_order)):
             seen.add(key)
-            yield one
+            yield layout
 
 
 def reorder_lanes(network: Network, layout: GroupLayout) -> Iterator[GroupLayout]:
-    """A layout with its lanes in other orders, backwards first; orders in which kinds of devices come alike are one. A
-    lane in front holds more, and what is in front and behind are other layers."""
+    """Yield a layout with its lanes in other orders, reversed first; orders with the same sequence of kinds count once.
+
+    The order matters: earlier lanes hold more activations, and first and last layers differ from the others.
+    """
     lanes, seen = layout.lanes, set[object]()
     for order in (lanes, lanes[::-1], *itertools.islice(itertools.permutations(lanes), 1, ORDERS)):
         key = tuple(tuple(network.kinds[device].name for group in lane for device in group) for lane in order)
@@ -80,7 +85,7 @@ def reorder_lanes(network: Network, layout: GroupLayout) -> Iterator[GroupLayout
 
 
 def _row_cuts(network: Network) -> Iterator[GroupLayout]:
-    """Every cut of every row of devices into groups, one a lane; and equal neighbours of a cut as replicas."""
+    """Yield every cut of every row of devices into groups, one a lane; and equal neighbours of a cut as replicas."""
     for row in _device_rows(network):
         for count in range(1, len(row) + 1):
             for inner in itertools.combinations(range(1, len(row)), count - 1):
@@ -93,14 +98,14 @@ def _row_cuts(network: Network) -> Iterator[GroupLayout]:
 
 
 def _with_replicas(groups: Sequence[Devices], replicas: int) -> Iterator[GroupLayout]:
-    """Neighbouring groups as the replicas of a lane, where they are equally large."""
-    lanes = [tuple(groups[place : place + replicas]) for place in range(0, len(groups), replicas)]
+    """Yield the layout with neighbouring groups as the replicas of a lane, if they have equal sizes."""
+    lanes = [tuple(groups[start : start + replicas]) for start in range(0, len(groups), replicas)]
     if all(len({len(group) for group in lane}) == 1 for lane in lanes):
         yield GroupLayout(tuple(lanes))
 
 
 def _device_rows(network: Network) -> Iterator[Devices]:
-    """Devices in a row: hosts in any order (up to ROWS of them), and without the devices of each kind."""
+    """Yield devices in a row: hosts in any order (up to ROWS of them), and without the devices of each kind."""
     names = [kind.name for kind in network.kinds]
     hosts: dict[int, list[int]] = {}
     for device, host in enumerate(network.host):
@@ -113,7 +118,7 @@ def _device_rows(network: Network) -> Iterator[Devices]:
 
 
 def _block_layouts(network: Network, batch: int, most_lanes: int) -> Iterator[GroupLayout]:
-    """Equal blocks inside hosts, in grids; and everything of a kind, or everything, as one group."""
+    """Yield grids of equal blocks inside hosts, and groups of all devices of a kind, or of all devices."""
     sizes = [network.host.count(host) for host in {*network.host}]
     for size in sorted({*(size for size in BLOCKS if size <= max(sizes)), *({*sizes} if len({*sizes}) == 1 else ())}):
         for groups in _block_orders(network, size):
@@ -127,25 +132,25 @@ def _block_layouts(network: Network, batch: int, most_lanes: int) -> Iterator[Gr
         kinds: dict[str, list[int]] = {}
         for device in everyone:
             kinds.setdefault(network.kinds[device].name, []).append(device)
-        whole = [tuple(own) for own in kinds.values()]
-        for order in itertools.islice(itertools.permutations(whole), ROWS):
+        kind_groups = [tuple(members) for members in kinds.values()]
+        for order in itertools.islice(itertools.permutations(kind_groups), ROWS):
             yield GroupLayout(tuple((group,) for group in order))
             common = gcd(*map(len, order))
             for replicas in (r for r in (2, 4, 8) if common % r == 0):
                 yield GroupLayout(tuple(tuple(group[r::replicas] for r in range(replicas)) for group in order))
-        for group in whole if len(whole) > 1 else ():
+        for group in kind_groups if len(kind_groups) > 1 else ():
             yield GroupLayout(((group,),))
 
 
 def _block_orders(network: Network, size: int) -> list[list[Devices]]:
-    """Blocks of so many devices of one host, in the order of the hosts, and by kind where there are several."""
-    own: dict[int, list[int]] = {}
+    """Return blocks of `size` devices of one host, in the order of the hosts, and by kind if there are several."""
+    by_host: dict[int, list[int]] = {}
     for device, host in enumerate(network.host):
-        own.setdefault(host, []).append(device)
+        by_host.setdefault(host, []).append(device)
     blocks = [
-        tuple(devices[place : place + size])
-        for devices in own.values()
-        for place in range(0, len(devices) - size + 1, size)
+        tuple(devices[start : start + size])
+        for devices in by_host.values()
+        for start in range(0, len(devices) - size + 1, size)
     ]
     by_kind = sorted(blocks, key=lambda block: network.kinds[block[0]].name)
     return [blocks] if by_kind == blocks else [blocks, by_kind]

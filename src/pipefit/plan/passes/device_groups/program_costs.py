@@ -1,9 +1,8 @@
-"""What the groups of a cluster would run, and what that costs: searched once for groups that are alike.
+"""Searched programs of device groups and their costs: searched once for groups that are alike.
 
-Two groups are alike if their kinds of devices, what their links make of collectives, and what they are asked for are
-the same. A search is for all distinct layers of the model, one recipe each, so a stage of any of them costs the sum of
-what its layers do (equal layers are searched once, and counted as often as they occur). Memory is looked at where what
-programs cost without it still promises something.
+Two groups are alike if their kinds of devices, their costs of collectives, and their requests are the same. A search
+covers all distinct layers of the model, one recipe each, so any stage costs the sum of its layers (equal layers are
+searched once, and counted as often as they occur). Memory is considered only where the cost without it is promising.
 """
 
 from __future__ import annotations
@@ -24,36 +23,36 @@ from pipefit.shard.segments import segment_shares
 from pipefit.shard.synthesize import SynthesizedProgram, cheapest_program, leanest_program
 
 STREAMS: tuple[TensorForm, ...] = (IDENTITY, shard_form(0), shard_form(1), shard_form(2))
-"""Forms in which a group can hold the hidden state: whole, by rows, by tokens, by features; the last one, which heads
-mostly rule out, on few devices only."""
+"""Forms of the hidden state on a group: replicated, sharded by rows, by tokens, by features. The last form, which heads
+mostly rule out, is tried on few devices only."""
 
 SIZES = (4096.0, 2.0**20, 2.0**28)
-"""Bytes at which collectives are compared to tell whether groups are alike."""
+"""Bytes at which the times of collectives are compared to tell whether groups are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """A lane's groups, and what they are to do."""
+    """A lane's groups, and the work they are to do."""
 
     lane: tuple[Devices, ...]
     rows: int
-    "Of a microbatch on each group."
+    "Rows of a microbatch on each group."
     microbatches: int
     part: float
-    "Of all layers that the lane will hold, about."
+    "Estimated fraction of all layers on this lane."
     tied_whole: bool
-    "Whether other lanes may use parameters that this one uses."
+    "True if other lanes may use parameters that this one uses."
 
 
 @dataclass(slots=True)
 class _KnownPrograms:
     chains: ChainSearch
     shares: tuple[int, ...]
-    "That are given; none: the best ones."
+    "Constrained shares; empty: the best ones."
     free: SynthesizedProgram | None
-    "The cheapest programs, were memory free."
+    "The cheapest programs, without a memory limit."
     best: SynthesizedProgram | None = None
-    "Those that fit; known where they were asked for."
+    "The cheapest programs that fit; set once they were requested."
     forms: dict[TensorForm, SynthesizedProgram | None] = field(default_factory=dict)
 
 
@@ -61,29 +60,30 @@ class ProgramOracle:
     """The programs of groups."""
 
     def __init__(self, bench: PlannerContext, job: Job, shares: tuple[int, ...] = ()) -> None:
-        """`shares` are those of every group, if they are given."""
+        """`shares` are those of every group, if constrained."""
         self.bench, self.job, self.shares = bench, job, shares
         self._known: dict[object, _KnownPrograms] = {}
 
     @property
     def searched_count(self) -> int:
-        """How many groups that differ were searched for."""
+        """Number of distinct groups that were searched."""
         return len(self._known)
 
     def least_s(self, ask: GroupRequest) -> float:
-        """What programs of all layers cost, were memory free; infinite where there are none."""
+        """Return the cost of programs of all layers without a memory limit; infinite if there are none."""
         free = self._search_programs(ask).free
         return float("inf") if free is None else free.cost_s
 
     def best_programs(self, ask: GroupRequest) -> SynthesizedProgram | None:
-        """The cheapest programs and shares of all layers that fit in memory, or nearly; None where there are none."""
+        """Return the cheapest programs and shares of all layers that fit in memory, or nearly; None if there are
+        none."""
         answer = self._search_programs(ask)
         if answer.best is None and answer.free is not None:
             answer.best = self._leanest_programs(answer.chains, answer.shares, answer.free)
         return answer.best
 
     def programs_by_form(self, ask: GroupRequest) -> Mapping[TensorForm, SynthesizedProgram]:
-        """The cheapest programs with the best shares for every form of the hidden state between layers."""
+        """Return the cheapest programs with the best shares for every form of the hidden state between layers."""
         answer, best = self._search_programs(ask), self.best_programs(ask)
         if best is None:
             return {}
@@ -92,15 +92,17 @@ class ProgramOracle:
                 free, answer.chains.streams = answer.chains.streams, (form,)
                 answer.forms[form] = self._leanest_programs(answer.chains, best.shares)
                 answer.chains.streams = free
-        return {form: found for form, found in answer.forms.items() if found is not None}
+        return {form: programs for form, programs in answer.forms.items() if programs is not None}
 
     def model_programs(self, ask: GroupRequest) -> SynthesizedProgram | None:
-        """The best programs of one group for the whole model, with shares of their own for parts of it where that is
-        cheaper; as they are where shares are given or devices are many."""
-        found = self.best_programs(ask)
-        if found is None or self.shares or self.bench.network.devices > FEW:
-            return found
-        return segment_shares(self._search_programs(ask).chains, self.bench.only_module.layers, found)
+        """Return the best programs of one group for the whole model.
+
+        Parts of the model get different shares if that is cheaper; not if shares are constrained, or on many devices.
+        """
+        programs = self.best_programs(ask)
+        if programs is None or self.shares or self.bench.network.devices > FEW:
+            return programs
+        return segment_shares(self._search_programs(ask).chains, self.bench.only_module.layers, programs)
 
     def _search_programs(self, ask: GroupRequest) -> _KnownPrograms:
         key = self._request_key(ask)

@@ -1,11 +1,11 @@
-"""Plans whose stages are held by groups of devices: looked for after the rest of the search, and kept where faster.
+"""Plans whose stages are held by groups of devices: searched after the main search, and kept if they are faster.
 
-Every layout of groups (`layouts.py`) has a floor for each number of microbatches (`group_bounds.py`); what cannot beat
-the best plan that is known is not looked at again. For the most promising ones the programs are searched
-(`program_costs.py`): their costs raise the floors. Then, by what 1F1B would take, the forms of the hidden state
-between groups are chosen (`forms.py`), the layers cut and the step simulated as all candidates are; the best ones get
-the orders of the other families, and fitted ones, and slices (`sliced_layouts.py`). How much is looked at is counted,
-so the plan is the same on every machine.
+Every layout of groups (`layouts.py`) has a lower bound for each number of microbatches (`group_bounds.py`); layouts
+that cannot beat the best known plan are dropped. Programs are searched for the most promising ones
+(`program_costs.py`): their costs raise the bounds. Then, by the time of 1F1B, the forms of the hidden state between
+groups are chosen (`hidden_forms.py`), the layers cut and the step simulated as for all candidates. The best layouts get
+the orders of the other families, fitted orders, and slices (`sliced_layouts.py`). The budget counts evaluations, so the
+plan is the same on every machine.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from pipefit.shard.synthesize import SynthesizedProgram
 from pipefit.units import format_seconds
 
 PROGRAMS = (24, 4)
-"""Groups that differ, or are asked for different things, whose programs are searched: on few devices, and on many."""
+"""Maximum number of distinct groups or requests whose programs are searched: on few devices, and on many."""
 
 ALIKE = 0.95
-"""What programs of a group cost against their floor is taken to be so much for other rows and microbatches of it."""
+"""A group's ratio of program cost to lower bound, times this, is assumed for its other rows and microbatches."""
 
 LOOKS = 12
-"""Layouts that are cut and simulated."""
+"""Number of layouts that are cut and simulated."""
 
 ACTIONS = 6_000
-"""Actions of what is simulated, after which no more is."""
+"""Number of simulated actions after which no further layout is simulated."""
 
 PATIENCE = 4
-"""So many times more of them as long as nothing fits."""
+"""ACTIONS is multiplied by this as long as nothing fits."""
 
 BEST = 2
-"""Layouts that get the orders of other families and fitted ones, and one more whose lanes are better turned."""
+"""Number of layouts that get the orders of other families and fitted ones; one more if its lanes were reordered."""
 
 UNFIT_PINS = ("placement", "cuts", "inner")
-"""With one of these pinned groups are not looked for."""
+"""Constraints under which groups are not searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupingResult:
-    """What looking for groups came to."""
+    """Result of the search for groups."""
 
     found: SearchResult
     note: str
-    "In words, for the plan; '' where nothing was looked for."
+    "Text for the plan; '' if groups gained nothing."
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +73,33 @@ class GroupCandidate:
     """A layout that may win."""
 
     step_s: float
-    "A floor, then a guess."
+    "First a lower bound, later an estimate."
     layout: GroupLayout
     microbatches: int
 
 
 def search_groups(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> GroupingResult:
-    """What was found, and the plans with groups that beat it."""
+    """Return the search result, with the plans of groups that beat it."""
     if not _groups_apply(bench, job, pins):
         return GroupingResult(found, "")
     looker = GroupSearch(bench, job, pins, found)
-    made = looker.run()
+    group_plans = looker.run()
     best = found.fitting[0].step_s if found.fitting else float("inf")
-    fitting = sorted((*found.fitting, *made), key=lambda one: one.rank_key)
-    counted = f"groups: {looker.looked} layouts, programs searched for {looker.oracle.searched_count} groups"
-    counted += f", {looker.simulated_count} simulated"
-    if made and made[0].step_s < best * (1 - TIE):
-        gain = f"{1 - made[0].step_s / best:.1%} less than without ({format_seconds(best)})" if found.fitting else ""
-        note = f"{counted}; {gain or 'nothing fits without'}"
-    else:
-        note = f"{counted}, none of them faster"
-    return GroupingResult(replace(found, fitting=tuple(fitting)) if made else found, note)
+    fitting = sorted((*found.fitting, *group_plans), key=lambda one: one.rank_key)
+    note = ""
+    if group_plans and group_plans[0].step_s < best * (1 - TIE):
+        gain = (
+            f"{1 - group_plans[0].step_s / best:.1%} less than without ({format_seconds(best)})"
+            if found.fitting
+            else ""
+        )
+        counted = f"{looker.looked} layouts, programs searched for {looker.oracle.searched_count} groups"
+        note = f"groups: {counted}, {looker.simulated_count} simulated; {gain or 'nothing fits without'}"
+    return GroupingResult(replace(found, fitting=tuple(fitting)) if group_plans else found, note)
 
 
 def _groups_apply(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> bool:
-    """Whether groups are not left out, the pins leave room for them, and the cluster has any."""
+    """Return whether groups are enabled, the constraints leave room for them, and the cluster has several devices."""
     if not pins.get("groups", True):
         return False
     if bench.network.devices < 2 or any(key in pins for key in UNFIT_PINS) or pins.get("slices", 1) != 1:
@@ -113,15 +115,15 @@ class GroupSearch:
     def __init__(self, bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> None:
         self.bench, self.job, self.pins = bench, job, pins
         self.found = found
-        self.best_s = next((one.step_s for one in found.fitting if not one.decisions.slices), float("inf"))
-        "Of the plans without slices: groups get theirs afterwards."
+        self.best_s = next((plan.step_s for plan in found.fitting if not plan.decisions.slices), float("inf"))
+        "Step of the best plan without slices: groups get slices afterwards."
         self.floors = GroupLowerBounds(bench, job)
         self.oracle = ProgramOracle(bench, job, pins.get("shards", ()))
         self.searcher = LayoutSearch(bench, job, pins, 1, None)
         self.looked = 0
         self.spent = 0
         self.over: dict[object, float] = {}
-        "What programs cost against their floor, by groups that are alike."
+        "Ratio of program cost to lower bound, by the key of groups that are alike."
         self.tied = _has_tied_layers(bench)
         self.divisors = [count for count in range(1, job.batch + 1) if job.batch % count == 0]
 
@@ -130,28 +132,28 @@ class GroupSearch:
         return self.searcher.simulated
 
     def run(self) -> list[EvaluatedPlan]:
-        """The plans that were found, the fastest first; those that are no faster than what was known among them."""
+        """Return the plans found, the fastest first, including those that are no faster than the known plans."""
         hopes = sorted(self.promising_candidates(), key=lambda hope: hope.step_s)
         guessed = sorted(self.search_programs(hopes), key=lambda hope: hope.step_s)
-        kept = self.evaluate_candidates(guessed[:LOOKS])
-        best = {hope.layout: hope for hope in (*(hope for _, hope in kept[:1]), *guessed[:1])}.values()
+        evaluated = self.evaluate_candidates(guessed[:LOOKS])
+        best = {hope.layout: hope for hope in (*(hope for _, hope in evaluated[:1]), *guessed[:1])}.values()
         network = self.bench.network
-        kept += self.evaluate_candidates(
-            replace(hope, layout=one) for hope in best for one in reorder_lanes(network, hope.layout)
+        evaluated += self.evaluate_candidates(
+            replace(hope, layout=plan) for hope in best for plan in reorder_lanes(network, hope.layout)
         )
-        first = [one for one, _ in kept[:BEST]]
-        made = [one for one, _ in sorted(kept, key=lambda one: one[0].rank_key)]
-        first += [one for one in made[:1] if one not in first]
-        others = [other for one in first for other in self.other_orders(one)]
-        least_s = min((one.step_s for one in (*self.found.fitting[:1], *made[:1])), default=float("inf"))
-        sliced, simulated = with_slices(self.bench, self.job, self.pins, made, least_s)
+        first = [plan for plan, _ in evaluated[:BEST]]
+        ranked = [plan for plan, _ in sorted(evaluated, key=lambda plan: plan[0].rank_key)]
+        first += [plan for plan in ranked[:1] if plan not in first]
+        fitted_plans = [fitted for plan in first for fitted in self.other_orders(plan)]
+        least_s = min((plan.step_s for plan in (*self.found.fitting[:1], *ranked[:1])), default=float("inf"))
+        sliced, simulated = with_slices(self.bench, self.job, self.pins, ranked, least_s)
         self.searcher.simulated += simulated
-        return sorted((*made, *others, *sliced), key=lambda one: one.rank_key)
+        return sorted((*ranked, *fitted_plans, *sliced), key=lambda plan: plan.rank_key)
 
     def promising_candidates(self) -> Iterator[GroupCandidate]:
-        """Layouts and numbers of microbatches whose floor lies below the best plan that is known."""
+        """Yield layouts and numbers of microbatches whose lower bound is below the best known plan."""
         layers = len(self.bench.only_module.layers)
-        way: Recompute = self.pins["recompute"][0] if "recompute" in self.pins else "none"
+        recompute: Recompute = self.pins["recompute"][0] if "recompute" in self.pins else "none"
         zero1 = self.pins.get("zero1", True)
         for layout in iter_layouts(self.bench.network, self.job.batch, layers, self.pins.get("devices")):
             if not self.obeys_constraints(layout) or not self.floors.has_room(layout, zero1):
@@ -159,12 +161,12 @@ class GroupSearch:
             self.looked += 1
             for count in self.microbatch_counts(layout):
                 rows = self.job.batch // count // layout.replica_count
-                floor_s = step_bound_s(self.floors.lane_loads(layout, rows, count, way), len(layout.lanes), count)
+                floor_s = step_bound_s(self.floors.lane_loads(layout, rows, count, recompute), len(layout.lanes), count)
                 if floor_s < self.best_s * (1 - TIE):
                     yield GroupCandidate(floor_s, layout, count)
 
     def obeys_constraints(self, layout: GroupLayout) -> bool:
-        """Whether the layout is what is pinned."""
+        """Return whether the layout obeys the constraints."""
         replicas, stages = self.pins.get("replicas"), self.pins.get("stages")
         if replicas is not None and (len(replicas) != layout.replica_count or len({*replicas}) > 1):
             return False
@@ -173,20 +175,22 @@ class GroupSearch:
         return stages is None or stages == len(layout.lanes)
 
     def microbatch_counts(self, layout: GroupLayout) -> list[int]:
-        """Numbers of microbatches with as many rows on every replica."""
+        """Return numbers of microbatches with the same number of rows on every replica."""
         pinned = self.pins.get("microbatches")
-        each = [pinned] if pinned else self.divisors
-        return [count for count in each if self.job.batch % (count * layout.replica_count) == 0]
+        counts = [pinned] if pinned else self.divisors
+        return [count for count in counts if self.job.batch % (count * layout.replica_count) == 0]
 
     def search_programs(self, hopes: Sequence[GroupCandidate]) -> Iterator[GroupCandidate]:
-        """Those that may still win when their programs are known, with what 1F1B would take; the most promising ones,
-        until enough programs were searched."""
-        most = PROGRAMS[self.bench.network.devices > FEW]
+        """Yield the candidates that may still win once their programs are known, with the time of 1F1B.
+
+        The most promising ones come first, until enough programs were searched.
+        """
+        limit = PROGRAMS[self.bench.network.devices > FEW]
         for hope in hopes:
             lanes, count = len(hope.layout.lanes), hope.microbatches
             if step_bound_s(self.lane_loads(hope, self.expected_cost_s), lanes, count) >= self.best_s * (1 - TIE):
                 continue
-            if self.oracle.searched_count >= most:
+            if self.oracle.searched_count >= limit:
                 return
             if step_bound_s(self.lane_loads(hope, self.least_cost_s), lanes, count) >= self.best_s * (1 - TIE):
                 continue
@@ -197,7 +201,8 @@ class GroupSearch:
     def lane_loads(
         self, hope: GroupCandidate, cost_s: Callable[[tuple[Devices, ...], GroupRequest | None, float], float]
     ) -> LaneLoads:
-        """The lanes with a microbatch, where each costs what is said, given what is asked and the floor."""
+        """Return the load of the lanes for a microbatch; `cost_s` gives a lane's cost from (lane, request, lower
+        bound)."""
         rows = self.job.batch // hope.microbatches // hope.layout.replica_count
         asks = {
             self.floors.lane_key(lane): ask
@@ -210,11 +215,11 @@ class GroupSearch:
         return self.floors.shared_loads(costs)
 
     def expected_cost_s(self, lane: tuple[Devices, ...], ask: GroupRequest | None, floor_s: float) -> float:
-        """What the lane's programs likely cost, by what others of its groups do."""
+        """Return the likely cost of the lane's programs, from other requests of the same groups."""
         return floor_s * (1.0 if ask is None else self.over.get(self.floors.lane_key(lane), 1.0))
 
     def least_cost_s(self, lane: tuple[Devices, ...], ask: GroupRequest | None, floor_s: float) -> float:
-        """What the lane's programs cost, searched if they have to be, were memory free."""
+        """Return the cost of the lane's programs without a memory limit, searching them if necessary."""
         if ask is None:
             return floor_s
         cost_s = self.oracle.least_s(ask)
@@ -223,14 +228,14 @@ class GroupSearch:
         return cost_s
 
     def known_cost_s(self, lane: tuple[Devices, ...], ask: GroupRequest | None, floor_s: float) -> float:
-        """What the lane's programs cost."""
+        """Return the cost of the lane's programs within memory; infinite if there are none."""
         if ask is None:
             return floor_s
         best = self.oracle.best_programs(ask)
         return best.cost_s if best is not None else float("inf")
 
     def lane_requests(self, hope: GroupCandidate) -> list[GroupRequest | None]:
-        """What is asked for every lane; None for devices alone."""
+        """Return the request for every lane; None for lanes of single devices."""
         layout, count = hope.layout, hope.microbatches
         rows = self.job.batch // count // layout.replica_count
         rates = [1 / self.floors.group_s(lane, rows, count) for lane in layout.lanes]
@@ -248,50 +253,53 @@ class GroupSearch:
         ]
 
     def evaluate_candidates(self, hopes: Iterable[GroupCandidate]) -> list[tuple[EvaluatedPlan, GroupCandidate]]:
-        """What becomes of these, the fastest first, as long as they may win and there is something left to spend."""
-        kept: list[tuple[EvaluatedPlan, GroupCandidate]] = []
+        """Return the evaluated candidates, the fastest first, stopping when none can win or the budget is spent."""
+        evaluated: list[tuple[EvaluatedPlan, GroupCandidate]] = []
         for hope in hopes:
             if self.spent > (ACTIONS if self.best_s < float("inf") else PATIENCE * ACTIONS):
                 break
             if hope.step_s > self.best_s * (1 + HOPE):
                 break
             new = self.evaluate_candidate(hope)
-            self.best_s = min((self.best_s, *(one.step_s for one in new)))
-            kept += [(one, hope) for one in new]
-        return sorted(kept, key=lambda one: one[0].rank_key)
+            self.best_s = min((self.best_s, *(plan.step_s for plan in new)))
+            evaluated += [(plan, hope) for plan in new]
+        return sorted(evaluated, key=lambda plan: plan[0].rank_key)
 
     def evaluate_candidate(self, hope: GroupCandidate) -> list[EvaluatedPlan]:
-        """Cut and simulate a layout; with more recomputation or split optimizer state until it fits."""
+        """Cut and simulate a layout, with more recomputation or sharded optimizer state until it fits."""
         laid = self.build_decisions(hope)
         if laid is None:
             return []
         for recompute, zero1 in self.leaner_choices(hope.layout):
             decisions = replace(laid, recompute=recompute, zero1=zero1)
-            known = {id(one) for one in self.searcher.fitting}
+            known = {id(plan) for plan in self.searcher.fitting}
             self.spent += 3 * decisions.stage_count * decisions.microbatches
             candidate = SearchCandidate(decisions)
             again: float | None = 0.0
             try:
                 while again is not None and again < self.best_s * (1 + HOPE):
                     again = self.searcher.raise_level(candidate, again)
-            except FormsError:  # of the layers at a cut
+            except FormsError:  # the layers at a cut have incompatible forms
                 return []
-            new = [one for one in self.searcher.fitting if id(one) not in known]
+            new = [plan for plan in self.searcher.fitting if id(plan) not in known]
             if new or again is not None:
                 return new
         return []
 
     def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], bool]]:
-        """Ways of recomputing and ZeRO-1, the fastest first."""
-        ways = [self.pins["recompute"]] if "recompute" in self.pins else RECOMPUTE
+        """Yield choices of recomputation and ZeRO-1, the fastest first."""
+        recomputes = [self.pins["recompute"]] if "recompute" in self.pins else RECOMPUTE
         zeros = [self.pins["zero1"]] if "zero1" in self.pins else [False, True][: 1 + (layout.replica_count > 1)]
-        for way in ways:
-            if len(way) in (1, len(layout.lanes)):
-                yield from ((way, zero1) for zero1 in zeros)
+        for recompute in recomputes:
+            if len(recompute) in (1, len(layout.lanes)):
+                yield from ((recompute, zero1) for zero1 in zeros)
 
     def build_decisions(self, hope: GroupCandidate) -> ParallelConfig | None:
-        """The choices that a layout stands for, its programs with the forms that go together best; None where there are
-        none. Nothing is recomputed and no state split."""
+        """Return the decisions of a layout, its programs with the cheapest combination of forms; None if there are
+        none.
+
+        They use no recomputation and no sharded optimizer state.
+        """
         layout, count = hope.layout, hope.microbatches
         rows = self.job.batch // count // layout.replica_count
         held: list[LaneForms] = []
@@ -305,7 +313,7 @@ class GroupSearch:
             if not forms:
                 return None
             shares = next(iter(forms.values())).shares
-            costs = {form: one.cost_s * ask.part for form, one in forms.items()}
+            costs = {form: programs.cost_s * ask.part for form, programs in forms.items()}
             held.append(LaneForms(devices=lane[0], shares=shares, cost_s=costs))
             sets.append(forms)
         placement = tuple(range(len(layout.lanes)))
@@ -313,13 +321,15 @@ class GroupSearch:
         chosen = cheapest_forms(self.bench.network, held, placement, self.hidden_shape(rows), width)
         if chosen is None:
             return None
-        found = [forms[form] if forms else None for forms, form in zip(sets, chosen, strict=True)]
+        lane_programs = [forms[form] if forms else None for forms, form in zip(sets, chosen, strict=True)]
         if (
-            len(found) == 1 and (ask := self.lane_requests(hope)[0]) is not None
-        ):  # nothing is handed on: every layer its form
-            found = [self.oracle.model_programs(ask)]
-        recipes = [self.register_recipes(one) if one else "" for one in found]
-        shards = tuple(one.shares if one else lane.shares for one, lane in zip(found, held, strict=True))
+            len(lane_programs) == 1 and (ask := self.lane_requests(hope)[0]) is not None
+        ):  # no boundary: every layer uses its best form
+            lane_programs = [self.oracle.model_programs(ask)]
+        recipes = [self.register_recipes(programs) if programs else "" for programs in lane_programs]
+        shards = tuple(
+            programs.shares if programs else lane.shares for programs, lane in zip(lane_programs, held, strict=True)
+        )
         decisions = ParallelConfig(
             stages=len(layout.lanes),
             replicas=(1,) * layout.replica_count,
@@ -334,7 +344,7 @@ class GroupSearch:
         return decisions if self.is_valid(decisions) else None
 
     def register_recipes(self, found: SynthesizedProgram) -> str:
-        """The name of a set of recipes, which the workbench takes up."""
+        """Add a set of recipes to the planner's programs and return its name."""
         links = dict(zip((layer.graph for layer in self.bench.only_module.layers), found.links, strict=True))
         return self.bench.programs.add_recipes({graph: link.layer_recipe.recipe_text for graph, link in links.items()})
 
@@ -343,7 +353,7 @@ class GroupSearch:
         return "1f1b" if pinned == FIT else str(pinned)
 
     def is_valid(self, decisions: ParallelConfig) -> bool:
-        """Whether the job and the schedule allow it."""
+        """Return whether the job and the schedule allow the decisions."""
         placement = FAMILIES[decisions.schedule].placement(decisions.lane_count)
         if placement != decisions.lane_of_stage or decisions.unit_count < FAMILIES[decisions.schedule].least_units(
             decisions.lane_count
@@ -356,20 +366,22 @@ class GroupSearch:
         return True
 
     def hidden_shape(self, rows: int) -> tuple[int, ...]:
-        """The hidden state of a microbatch on one replica: of layers that hand on as many dimensions as any does, what
-        the one nearest to the middle does."""
+        """Return the hidden state's shape for a microbatch on one replica: that of the layer nearest to the middle.
+
+        Only layers whose output has the maximum number of dimensions are considered.
+        """
         graphs = [self.bench.model.layer_graph(layer) for layer in self.bench.only_module.layers[:-1]]
         shapes = [graph.find_tensor(graph.outputs[0]).shape for graph in graphs]
-        most = max(map(len, shapes), default=0)
-        able = [place for place, shape in enumerate(shapes) if len(shape) == most]
+        dimensions = max(map(len, shapes), default=0)
+        able = [index for index, shape in enumerate(shapes) if len(shape) == dimensions]
         if not able:
             return ()
         symbols = {"B": rows, "T": self.job.sequence}
-        middle = min(able, key=lambda place: abs(2 * place + 1 - len(shapes)))
+        middle = min(able, key=lambda index: abs(2 * index + 1 - len(shapes)))
         return tuple(size_value(size, symbols) for size in shapes[middle])
 
     def other_orders(self, one: EvaluatedPlan) -> Iterator[EvaluatedPlan]:
-        """The layout of a plan with an order fitted to its memory, where that is faster."""
+        """Yield the layout of a plan with an order fitted to its memory, if that is faster."""
         if one.decisions.lane_count == 1 or self.pins.get("schedule", FIT) != FIT:
             return
         recomputes = recompute_choices(self.pins, one.decisions)
@@ -382,6 +394,6 @@ class GroupSearch:
 
 
 def _has_tied_layers(bench: PlannerContext) -> bool:
-    """Whether layers share parameters."""
+    """Return whether layers share parameters."""
     names = [name for layer in bench.only_module.layers for name in layer.parameters.values()]
     return len({*names}) < len(names)

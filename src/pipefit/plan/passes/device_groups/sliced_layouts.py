@@ -1,7 +1,7 @@
-"""Plans of groups whose sequences are cut into slices: the layouts that were simulated whole get slices afterwards.
+"""Plans of groups with sliced sequences: the layouts simulated without slices get slices afterwards.
 
-What a pipeline of groups loses while it fills is what slices win back, so that a layout that lost without them may win
-with them. Its groups, programs, and microbatches stay what they are; the slices are those of `plan/passes/reslice.py`.
+Slices shorten the pipeline bubble, so a layout that lost without them may win with them. Its groups, programs and
+microbatches are kept; the slices are those of `plan/passes/reslice.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.types import Job
 
 LAYOUTS = 2
-"""Layouts that get slices: those that would be the fastest if nothing were lost while they fill."""
+"""Number of layouts that get slices: those with the smallest step time excluding the pipeline bubble."""
 
 DEVICES = 128
-"""On more of them groups get no slices: every look costs more."""
+"""On more devices than this groups get no slices: every evaluation costs more."""
 
 NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
 
@@ -27,26 +27,28 @@ NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bo
 def with_slices(
     bench: PlannerContext, job: Job, pins: Mapping[str, Any], made: Sequence[EvaluatedPlan], best_s: float
 ) -> tuple[list[EvaluatedPlan], int]:
-    """(The layouts of `made` with slices, where they are faster than without; how many were simulated for that).
-    Layouts that could not beat `best_s` if they lost nothing while they fill are left out."""
+    """Return (the layouts of `made` with slices that are faster than without, number of simulations).
+
+    Layouts whose step time excluding the pipeline bubble is not below `best_s` are left out.
+    """
     if bench.network.devices > DEVICES:
         return [], 0
-    promising = [one for one in made if one.decisions.lane_count > 1 and _full_s(one) < best_s]
-    found, simulated = [], 0
+    promising = [plan for plan in made if plan.decisions.lane_count > 1 and _full_s(plan) < best_s]
+    faster, simulated = [], 0
     layouts: set[tuple[int, ...]] = set()
-    for one in sorted(promising, key=_full_s):
-        if one.decisions.devices in layouts or len(layouts) == LAYOUTS:
+    for plan in sorted(promising, key=_full_s):
+        if plan.decisions.devices in layouts or len(layouts) == LAYOUTS:
             continue
-        layouts.add(one.decisions.devices)
-        kept = {"microbatches": one.decisions.microbatches, "shards": max(_lane_shards(one), key=sum)}
-        again = reslice_best(bench, job, {**pins, **kept}, replace(NOTHING, fitting=(one,)))
+        layouts.add(plan.decisions.devices)
+        fixed = {"microbatches": plan.decisions.microbatches, "shards": max(_lane_shards(plan), key=sum)}
+        again = reslice_best(bench, job, {**pins, **fixed}, replace(NOTHING, fitting=(plan,)))
         simulated += again.simulated
-        found += [again.fitting[0]] if again.fitting[0] is not one else []
-    return found, simulated
+        faster += [again.fitting[0]] if again.fitting[0] is not plan else []
+    return faster, simulated
 
 
 def _full_s(one: EvaluatedPlan) -> float:
-    """The step without the units of a microbatch by which a pipeline fills and drains."""
+    """Return the step time excluding the pipeline bubble."""
     count = one.decisions.microbatches
     return one.step_s * count / (count + one.decisions.lane_count - 1)
 
