@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from fixed_machine import FIXED_MACHINE
 from provenance import provenance, write_result
 from ranks import in_ranks, join_group
 
@@ -251,7 +252,7 @@ def plan_of(case: Case) -> tuple[Any, Any, Any]:
     from pipefit.plan.types import Job
     from pipefit.schedule import FAMILIES as SCHEDULE_FAMILIES
 
-    model, cluster = model_of(case.family, case.hidden, case.layers), local_cluster(case.devices)
+    model, cluster = model_of(case.family, case.hidden, case.layers), local_cluster(case.devices, FIXED_MACHINE)
     lanes = case.devices // (case.replicas * case.shards)
     placement = SCHEDULE_FAMILIES[case.schedule].placement(lanes)
     layers, stages = len(model.layers), len(placement)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from fixed_machine import FIXED_MACHINE
 from paced import be_punctual
 from paced_links import LinkedPace, stamps
 from provenance import provenance, write_result
@@ -232,7 +233,7 @@ class Side:
         from pipefit.run.worker.build import build_worker
 
         decisions = replace(plan["decisions"], recompute=("none",), devices=())
-        bench = PlannerContext(model, local_cluster(LANES))
+        bench = PlannerContext(model, local_cluster(LANES, FIXED_MACHINE))
         parts = bench.make_skeleton(Job(batch=plan["batch"], sequence=8, precision="float32"), decisions)
         small = bench.assemble_plan(parts, decisions, plan["lanes"])
         device = torch.device("cpu")

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from fixed_machine import FIXED_MACHINE
 from provenance import provenance, write_result
 from ranks import in_ranks, join_group
 
@@ -148,7 +149,7 @@ def make_plan(kind: str, processes: int) -> tuple[Any, Any]:
         job = Job(batch=microbatches, sequence=64, precision="float32")
         cuts = tuple(1 + 4 * stage for stage in range(1, processes))
     decisions = ParallelConfig(cuts=cuts, microbatches=microbatches, schedule="1f1b")
-    plan = build_plan(model, local_cluster(processes), job, decisions)
+    plan = build_plan(model, local_cluster(processes, FIXED_MACHINE), job, decisions)
     schedule: Schedule = plan.order.to_schedule()
     lanes = tuple(tuple(a for a in lane if a.kind not in ("NORM", "STEP")) for lane in schedule.lanes)
     return model, replace(plan, order=replace(plan.order, lanes=format_lanes(lanes)))

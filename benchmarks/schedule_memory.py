@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fixed_machine import FIXED_MACHINE
 from provenance import provenance, write_result
 from ranks import in_ranks, join_group
 from schedule_memory_plot import draw
@@ -65,7 +66,7 @@ def measure(devices: int, microbatches: int, sequence: int, names: tuple[str, ..
     measured = run(devices, plans, model)
     cases = {}
     for name, plan in plans.items():
-        simulation = simulate_plan(plan, model, local_cluster(devices))
+        simulation = simulate_plan(plan, model, local_cluster(devices, FIXED_MACHINE))
         simulated = (simulation.timeline.peak_bytes - simulation.costs.static_bytes).tolist()
         errors = [abs(a / b - 1) for a, b in zip(simulated, measured[name], strict=True)]
         cases[name] = {
@@ -111,7 +112,7 @@ def make_plans(devices: int, microbatches: int, sequence: int, names: tuple[str,
             schedule=name,
             microbatches=microbatches,
         )
-        plans[name] = build_plan(model, local_cluster(devices), job, decisions)
+        plans[name] = build_plan(model, local_cluster(devices, FIXED_MACHINE), job, decisions)
     return model, plans
 
 

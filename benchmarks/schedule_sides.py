@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fixed_machine import FIXED_MACHINE
 from paced import Pace, Times
 from pipefit.schedule import FAMILIES, ScheduleProblem
 from pipefit.schedule.actions import Schedule
@@ -96,7 +97,7 @@ def make_plan(schedule: Schedule, chunks: int, times: Times, transfer_s: float) 
         schedule="gpipe",
     )
     job = Job(batch=schedule.microbatches, sequence=TOKENS, precision="float64")
-    plan = build_plan(make_model(chunks), local_cluster(len(schedule.lanes)), job, decisions)
+    plan = build_plan(make_model(chunks), local_cluster(len(schedule.lanes), FIXED_MACHINE), job, decisions)
     return replace(plan, order=make_schedule_plan(our_lowering(schedule, times, transfer_s), plan.order.slices))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fixed_machine import FIXED_MACHINE
 from memory_trade import compare
 from paced import be_punctual
 from pipefit.cluster import local_cluster
@@ -114,7 +115,7 @@ def plans_of(size: Size, model: Model, quick: bool) -> dict[str, Plan]:
     blocks = size.layers // STAGES
     cuts = (1 + blocks,)
     halves = tuple(1 + blocks // 2 * stage for stage in range(1, 2 * STAGES))
-    build = partial(build_plan, model, local_cluster(STAGES), job)
+    build = partial(build_plan, model, local_cluster(STAGES, FIXED_MACHINE), job)
     each: dict[str, ParallelConfig] = {}
     for name in ("1f1b",) if quick else ("gpipe", "1f1b"):
         each[name] = ParallelConfig(stages=STAGES, cuts=cuts, microbatches=SEQUENCES, schedule=name)

@@ -4,6 +4,7 @@ about them."""
 from __future__ import annotations
 
 from pipefit.cluster.files import check_cluster, load_cluster, save_cluster_file
+from pipefit.cluster.machine import LocalMachine, detect_machine
 from pipefit.cluster.spec import local_cluster, looks_like_spec, parse_spec
 from pipefit.cluster.topology import device_count, host_index, host_of, kind_of, link_between
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
@@ -17,9 +18,11 @@ __all__ = [
     "DeviceKind",
     "Host",
     "Link",
+    "LocalMachine",
     "Provenance",
     "Rail",
     "check_cluster",
+    "detect_machine",
     "device_count",
     "host_index",
     "host_of",

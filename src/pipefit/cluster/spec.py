@@ -5,11 +5,10 @@ The figures are data-sheet ones, marked so; a measured cluster file replaces the
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
 from pipefit.cluster.kinds import data_sheet_kind
+from pipefit.cluster.machine import LocalMachine, detect_machine
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError
 from pipefit.units import format_bandwidth, format_bytes, parse_bandwidth
@@ -20,7 +19,6 @@ _LOCAL_LATENCY_S = 50e-6
 _LOCAL_BANDWIDTH = 1e9
 _FLOPS_PER_CYCLE = {"float64": 16.0, "float32": 32.0, "bfloat16": 32.0}
 """Per core: two 256-bit multiply-adds a cycle. bfloat16 is taken as float32: few CPUs are faster at it."""
-_DEFAULT_HZ = 2.5e9
 
 PROCESS_BYTES = 384 * 2**20
 """Assumed: what the interpreter and its libraries take in each process on a CPU before anything is computed."""
@@ -80,15 +78,18 @@ def uniform_rail(name: str, hosts: int, latency_s: float, bandwidth_bytes_per_s:
     )
 
 
-def local_cluster(devices: int) -> Cluster:
-    """`devices` processes on this machine's CPU: memory from the system, the rest a rough guess marked `assumed`.
+def local_cluster(devices: int, machine: LocalMachine | None = None) -> Cluster:
+    """Return `devices` processes on a machine's CPU: its memory, the rest a rough guess marked `assumed`.
+
+    The cluster, and so the plans made on it, follow from `machine` alone; None stands for this machine.
 
     Each process gets an equal part of the memory and of the cores; the peak is cores x frequency x what two 256-bit
     multiply-adds a cycle give. The guess orders plans; its times are not predictions to rely on until measured.
     """
     if devices < 1:
         raise ClusterError("At least one device is needed.", where="--local", seen=devices, allowed="1 or more")
-    cores, hertz, memory = _core_count(), _frequency_hz(), _memory_bytes()
+    machine = detect_machine() if machine is None else machine
+    cores, hertz, memory = machine.cores, machine.frequency_hz, machine.memory_bytes
     share = cores / devices
     device_bytes = memory // devices - PROCESS_BYTES
     if device_bytes <= 0:
@@ -119,38 +120,3 @@ def local_cluster(devices: int) -> Cluster:
         rails=(),
         provenance=Provenance(source="assumed", where="this machine, not measured: 50 us and 1 GB/s over loopback"),
     )
-
-
-def _core_count() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def _memory_bytes() -> int:
-    """The machine's memory, or the limit of this process's control group where that is smaller."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        total = 8 * 2**30
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read_system_file(path).strip()
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
-
-
-def _frequency_hz() -> float:
-    """The highest frequency of the first core; where the system tells only the present one, that one to 0.1 GHz."""
-    highest = _read_system_file("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
-    if highest.isdigit():
-        return float(highest) * 1e3
-    for line in _read_system_file("/proc/cpuinfo").splitlines():
-        if line.startswith("cpu MHz"):
-            return round(float(line.split(":")[1]) / 100) * 1e8
-    return _DEFAULT_HZ
-
-
-def _read_system_file(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

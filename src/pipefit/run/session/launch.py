@@ -69,12 +69,13 @@ def launch_run(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[
 
 def is_local_plan(plan: Plan) -> bool:
     """Return True if the plan was made with `pipefit plan --local N` on this machine."""
-    from pipefit.cluster import local_cluster
+    from pipefit.cluster import detect_machine, local_cluster
     from pipefit.codec import content_digest
 
+    machine = detect_machine()
     for count in range(len(plan.used_devices), 65):
         try:
-            cluster = local_cluster(count)
+            cluster = local_cluster(count, machine)
         except ClusterError:  # more processes than this machine holds
             return False
         if content_digest(cluster) == plan.hashes.cluster:
