@@ -28,7 +28,7 @@ from pipefit.plan.types import Job, MemoryRisk, Plan
 from pipefit.units import format_bytes
 
 RISK = 0.05
-"""Default probability that a plan does not fit."""
+"""Default limit for the probability that a plan does not fit."""
 
 ROUNDS = 8
 """Searches under ever tighter limits before DoesNotFitError is raised."""

@@ -1,10 +1,10 @@
-"""Dividing images: which of a microbatch's images each replica of a stage takes, where samples are not what is divided.
+"""Division of a microbatch's images among the replicas of a stage, for stages that divide images instead of samples.
 
-A replica of a packed stage holds the images of its own samples, or its own images, whichever samples they are of
-(`Stage.divide`). The images of what the stage takes together stand in the order of the samples, and are cut into runs
-of whole images, so a replica's tokens are one run in either case and the transfer rule needs nothing else. With few
-samples of many images this is what gives every replica something to do (OrchMLLM, arXiv 2503.23830, and VeOmni, arXiv
-2508.02317, balance their encoders' images likewise).
+A replica of a packed stage holds either the images of its samples, or a run of images from any samples
+(`Stage.divide`). The images of one call are in the order of the samples and are cut into runs of complete images. So a
+replica's tokens are one run in either case, and the transfer rule needs no extension. With few samples of many images,
+this gives every replica work (OrchMLLM, arXiv 2503.23830, and VeOmni, arXiv 2508.02317, balance their encoders' images
+likewise).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pipefit.layout import Run
 
 
 def image_runs(tokens: Sequence[int], shares: Sequence[int]) -> list[Run]:
-    """The run of images that each replica takes, of images with so many `tokens`, one behind the other: an image goes
-    where its middle lies when all tokens are cut in proportion to the `shares`. So a boundary is at most half an image
-    away from where it would be even. Runs may be empty."""
+    """Return the run of images of each replica, for consecutive images with these `tokens`.
+
+    An image goes to the replica that contains its middle if all tokens are cut in proportion to the `shares`. So a
+    boundary is at most half an image away from the even one. Runs may be empty.
+    """
     ends = np.cumsum(np.asarray(tokens, dtype=np.int64))
     if not len(ends):
         return [(0, 0)] * len(shares)
@@ -31,6 +33,6 @@ def image_runs(tokens: Sequence[int], shares: Sequence[int]) -> list[Run]:
 
 
 def token_runs(tokens: Sequence[int], shares: Sequence[int]) -> list[Run]:
-    """The same runs, in tokens."""
+    """Return the same runs, in tokens."""
     starts = [0, *np.cumsum(np.asarray(tokens, dtype=np.int64)).tolist()]
     return [(starts[start], starts[stop]) for start, stop in image_runs(tokens, shares)]

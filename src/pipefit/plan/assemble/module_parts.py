@@ -1,7 +1,7 @@
-"""Groups, stages, edges and parameters of a plan of several modules: each module's own, joined into one chain.
+"""Groups, stages, edges and parameters of a plan of several modules, joined into one chain.
 
-Where a packed row lies at either end of an edge, replicas hold the tokens of their own samples: form `G1` along the
-replica axis. Between modules the shard axes have to fit as between any two stages (`structure.can_transfer`).
+If a packed row is at either end of an edge, replicas hold the tokens of their samples: form `G1` along the replica
+axis. Between modules the shard axes must be compatible as between any two stages (`structure.can_transfer`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, ParameterPlan,
 def module_skeleton(
     model: Model, programs: ProgramCache, job: Job, decisions: MultiModuleConfig, spaces: Sequence[SampleSpace]
 ) -> PlanSkeleton:
-    """The parts of these decisions. Raises FormsError where neighbouring stages hold the hidden state in forms that do
-    not go together."""
+    """Return the skeleton of these decisions. Raises FormsError if neighbouring stages hold the hidden state in
+    incompatible forms."""
     groups: list[MeshPlan] = []
     stages: list[Stage] = []
     split_state: list[bool] = []
@@ -88,7 +88,7 @@ def module_skeleton(
 
 
 def _first_group(decisions: MultiModuleConfig) -> int:
-    """Where the groups of the backbone begin, which modules in line with it use if they lie in its grid."""
+    """Return the index of the backbone's first group, used by inline modules in the backbone's grid."""
     names = [name for name, _ in decisions.modules]
     before = decisions.modules[: names.index(decisions.backbone)] if decisions.inline else ()
     return sum(
@@ -99,15 +99,17 @@ def _first_group(decisions: MultiModuleConfig) -> int:
 
 
 def _module_instances(decisions: MultiModuleConfig, name: str, own: ParallelConfig) -> list[ParallelConfig]:
-    """How a module lies: once, or for a guest on every lane of the backbone."""
+    """Return the layouts of a module: one, or for a guest one per lane of the backbone."""
     if name not in decisions.guests:
         return [own]
     return [replace(own, devices=lane) for lane in dict(decisions.modules)[decisions.backbone].lane_devices()]
 
 
 def _stage_pairs(decisions: MultiModuleConfig, runs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Which stage hands to which; `runs` are the stages of every module. Those of a guest take turns: each is fed by,
-    or feeds, the end of the module beside it."""
+    """Return the (source, target) pairs of stages; `runs` are the stages of every module.
+
+    Every stage of a guest connects to the end stage of the module beside it.
+    """
     guest = [name in decisions.guests for name, _ in decisions.modules]
     pairs = []
     for index, run in enumerate(runs):
@@ -125,7 +127,7 @@ def module_edges(
     programs: ProgramCache,
     packed: set[str],
 ) -> list[Edge]:
-    """The hidden state from stage to stage, within modules and from one to the other."""
+    """Return the edges of the hidden state, within modules and between them."""
     edges = []
     for source, target in pairs:
         sender, receiver = stages[source], stages[target]
@@ -152,12 +154,12 @@ def module_edges(
 
 
 def end_program(programs: ProgramCache, stage: Stage, shares: tuple[int, ...], end: int) -> LayerProgram:
-    """The program of the first (0) or last (-1) layer of a stage."""
+    """Return the program of the first (0) or last (-1) layer of a stage."""
     return programs.layer_program(programs.module_layers(stage.module, stage.layers)[end], sharding_key(stage), shares)
 
 
 def module_parameters(model: Model, parts: PlanSkeleton, programs: ProgramCache) -> tuple[ParameterPlan, ...]:
-    """Every parameter once, module by module, by the numbers of the plan's stages."""
+    """Return every parameter once, module by module, with the plan's stage numbers."""
     parameters = []
     for module in model.modules:
         stage_indices = [index for index, stage in enumerate(parts.stages) if stage.module == module.name]
@@ -175,8 +177,10 @@ def module_parameters(model: Model, parts: PlanSkeleton, programs: ProgramCache)
 
 
 def host_order(sizes: Sequence[tuple[int, int]], host_devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The devices of every module, given its (devices, shards): modules with more shards first, so that no shard group
-    crosses hosts where the hosts have a multiple of them; empty where they do not fit."""
+    """Return the devices of every module, from its (devices, shards); empty if they do not fit.
+
+    Modules with more shards come first, so that no shard group crosses hosts whose size is a multiple of it.
+    """
     starts = list(itertools.accumulate(host_devices, initial=0))
     free = [list(range(start, stop)) for start, stop in pairwise(starts)]
     assigned: list[tuple[int, ...]] = [()] * len(sizes)
@@ -194,7 +198,7 @@ def host_order(sizes: Sequence[tuple[int, int]], host_devices: Sequence[int]) ->
 
 
 def within_hosts(decisions: MultiModuleConfig, host_devices: Sequence[int]) -> bool:
-    """Whether the shard groups of guests, runs of the backbone's lanes, lie within hosts."""
+    """Return whether the shard groups of guests, runs of the backbone's lanes, lie within hosts."""
     hosts = [host for host, count in enumerate(host_devices) for _ in range(count)]
     for name, config in decisions.modules:
         if name in decisions.guests:

@@ -1,4 +1,4 @@
-"""The order of a plan: a schedule family's computed lanes, lowered, as text; and the rules that such lanes obey."""
+"""The order of a plan: the lanes of a schedule family, lowered, as text; and the rules for such lanes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from pipefit.schedule.problem import ScheduleProblem
 def computed_schedule(
     family_name: str, parts: PlanSkeleton, costs: CostTable | None, limit_bytes: Sequence[float] | None = None
 ) -> Schedule:
-    """The named family's order for these parts: compute actions only. `limit_bytes` of every lane matter to families
-    that fit to memory. Raises ScheduleError where it has none."""
+    """Return the order of the named family for these parts: compute actions only.
+
+    `limit_bytes` of every lane matter to families that adapt to memory. Raises ScheduleError if the family has no order
+    for these parts.
+    """
     return find_family(family_name)(order_problem(parts, costs, limit_bytes))
 
 
 def order_problem(
     parts: PlanSkeleton, costs: CostTable | None, limit_bytes: Sequence[float] | None = None
 ) -> ScheduleProblem:
-    """What a schedule family is asked for these parts."""
+    """Return the scheduling problem of these parts."""
     return ScheduleProblem(
         placement=parts.placement,
         microbatches=parts.microbatches,
@@ -48,8 +51,8 @@ def lower_for_plan(
     costs: CostTable | None = None,
     frozen: Collection[int] = (),
 ) -> Schedule:
-    """The lowered form of a computed schedule with the reductions and gathers that the parameters need, and without the
-    backward of the `frozen` stages (`find_frozen_stages`)."""
+    """Return the lowered schedule, with the reductions and gathers of the parameters, and without the backward of the
+    `frozen` stages (`find_frozen_stages`)."""
     return lower_schedule(
         without_backward(computed, frozen),
         edge_keys(edges),
@@ -61,7 +64,7 @@ def lower_for_plan(
 
 
 def make_schedule_plan(schedule: Schedule, slices: Sequence[int]) -> SchedulePlan:
-    """A lowered schedule as it stands in a plan file; `slices` are the token counts."""
+    """Return a lowered schedule as it stands in a plan file; `slices` are the token counts."""
     return SchedulePlan(
         name=schedule.name,
         placement=schedule.placement,
@@ -72,19 +75,20 @@ def make_schedule_plan(schedule: Schedule, slices: Sequence[int]) -> SchedulePla
 
 
 def edge_keys(edges: Sequence[Edge]) -> tuple[tuple[int, int, str], ...]:
-    """The edges as the schedule room names them: (source, target, tensor)."""
+    """Return the edges as schedules name them: (source, target, tensor)."""
     return tuple((edge.source, edge.target, edge.tensor) for edge in edges)
 
 
 def reduced_stages(groups: Sequence[MeshPlan], stages: Sequence[Stage]) -> tuple[int, ...]:
-    """The stages held by several devices: gradients are summed over replicas, and over shards where whole."""
+    """Return the stages on several devices: gradients are summed over replicas, and over shards if replicated there."""
     return tuple(index for index, stage in enumerate(stages) if len(groups[stage.group].devices) > 1)
 
 
 def gathered_stages(
     groups: Sequence[MeshPlan], stages: Sequence[Stage], parameters: Sequence[ParameterPlan]
 ) -> tuple[int, ...]:
-    """The stages that use a trained parameter whose optimizer state is split over an axis of more than one position."""
+    """Return the stages that use a trained parameter whose optimizer state is sharded over an axis of more than one
+    device."""
     gathered: set[int] = set()
     for parameter in parameters:
         if not parameter.trainable:
@@ -97,19 +101,21 @@ def gathered_stages(
 
 
 def find_frozen_stages(stages: int, edges: Sequence[Edge], parameters: Sequence[ParameterPlan]) -> frozenset[int]:
-    """The stages, of so many, that need no backward: neither they nor any before them hold what is trained."""
+    """Return the stages without a backward pass: neither they nor stages before them hold trained parameters."""
     trained = {use for parameter in parameters if parameter.trainable for use in parameter.uses}
     return frozen_stages(stages, edge_keys(edges), trained)
 
 
 def tied_buckets(parameters: Sequence[ParameterPlan]) -> dict[str, tuple[int, ...]]:
-    """Bucket name -> stages, for parameters that several stages use. Stages 0 and 3 share the bucket `tied.0.3`."""
+    """Return {bucket name: stages} for parameters used by several stages. Stages 0 and 3 share the bucket
+    `tied.0.3`."""
     uses = {parameter.uses for parameter in parameters if len(parameter.uses) > 1 and parameter.trainable}
     return {"tied." + ".".join(map(str, stages)): stages for stages in sorted(uses)}
 
 
 def order_problems(plan: Plan) -> Iterator[PipefitError]:
-    """Every breach of the lanes: they parse, have each unit of work once, match the edges, and cannot hang."""
+    """Yield every error of the lanes: they must parse, have each unit of work once, match the edges, and not
+    deadlock."""
     try:
         schedule = plan.to_schedule()
     except ScheduleError as error:

@@ -1,9 +1,9 @@
-"""Rows that differ: how many tokens every replica has in every microbatch, from the counts of a sampled batch.
+"""Unequal rows: tokens of every replica in every microbatch, from the counts of a sampled batch.
 
-Position r of the batch belongs to microbatch r // (positions / microbatches), within it to the replica whose run of
-positions holds it (`layout.split_by_shares` by the shares of the stage's group). What a replica holds of a packed
-space are the tokens of its samples, one behind the other; or, of a stage that divides images, of its run of the images
-of what the stage takes together (`image_split.py`).
+Position r of the batch belongs to microbatch r // (positions / microbatches). Within it, it belongs to the replica
+whose run of positions contains it (`layout.split_by_shares` by the shares of the stage's mesh). In a packed space a
+replica holds the tokens of its samples, concatenated. On a stage that divides images, it holds its run of the images of
+one call (`image_split.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.types import Divide, SampleSpace, Stage
 
 CONDITIONS: Mapping[str, str] = {"I": "patches", "L": "latents"}
-"""Symbols of the graphs in which a packed row meets a sequence, and whose tokens they are."""
+"""Symbols of the graphs in which a packed row meets a sequence, with the space of their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchGrouping:
-    """How a stage takes a packed space's microbatches."""
+    """Grouping of a packed space's microbatches into calls of a stage."""
 
     multiple: int = 1
-    "So many together."
+    "Microbatches per call."
     divide: Divide = "samples"
-    "What of them its replicas divide."
+    "Unit that the replicas divide."
 
 
 def stage_grouping(stage: Stage) -> MicrobatchGrouping:
-    """How this stage does."""
+    """Return the grouping of this stage."""
     return MicrobatchGrouping(stage.microbatch_multiple, stage.divide)
 
 
@@ -45,8 +45,10 @@ ONE_BY_ONE = MicrobatchGrouping()
 def packed_sizes(
     space: SampleSpace, microbatches: int, shares: Sequence[int], how: MicrobatchGrouping = ONE_BY_ONE
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """[microbatch][replica]: (tokens, sum of images' tokens squared); empty where rows are alike. Of a stage that takes
-    several microbatches together, for each of them what all of them have."""
+    """Return [microbatch][replica]: (tokens, sum of squared tokens of images); empty if all rows are equal.
+
+    If a stage processes several microbatches per call, each of them has the sizes of the whole call.
+    """
     if not space.counts:
         return ()
     units = microbatches // how.multiple
@@ -65,8 +67,8 @@ def edge_sizes(
     target: Mesh,
     how: tuple[MicrobatchGrouping, MicrobatchGrouping] = (ONE_BY_ONE, ONE_BY_ONE),
 ) -> Iterator[tuple[int, tuple[list[Run], list[Run]]]]:
-    """Of every microbatch: all tokens, and the runs of them that the replicas of both groups hold, whose stages take
-    them so."""
+    """Yield, for every microbatch, its tokens and the runs of tokens that the replicas of both groups hold. `how` is
+    the grouping of the source and target stages."""
     ends = [
         _runs_of(space, microbatches, group.find_axis("replica").shares, grouping)
         for group, grouping in zip((source, target), how, strict=True)
@@ -77,8 +79,8 @@ def edge_sizes(
 
 
 def packed_symbols(spaces: Sequence[SampleSpace], microbatches: int, share: float) -> tuple[tuple[str, int], ...]:
-    """The symbols of packed rows that meet a sequence: the tokens in an average microbatch that a replica with this
-    share of it has. Empty for a model of text."""
+    """Return the symbols of packed rows attached to a sequence, with their mean tokens per microbatch on a replica of
+    this share. Empty for a text model."""
     known = {space.name: space for space in spaces if space.counts}
     return tuple(
         (symbol, round(sum(known[name].counts) / microbatches * share))
@@ -88,8 +90,8 @@ def packed_symbols(spaces: Sequence[SampleSpace], microbatches: int, share: floa
 
 
 def frozen_layers(model: Model) -> dict[str, int]:
-    """Of every module, how many layers at its beginning have no backward: neither they nor any before are trained. 0
-    everywhere for a model of which nothing is trained."""
+    """Return, for each module, the number of leading layers without a backward pass: no layer up to them is trained. 0
+    for all modules if the model has no trained parameter."""
     frozen: dict[str, int] = {}
     reached = False
     for module in model.modules:
@@ -101,7 +103,7 @@ def frozen_layers(model: Model) -> dict[str, int]:
 
 
 def _by_replica(counts: Sequence[int], microbatches: int, shares: Sequence[int]) -> Ints:
-    """[microbatch, replica]: sums over the positions of each."""
+    """Return [microbatch, replica]: sums over the positions of each."""
     table = np.asarray(counts, dtype=np.int64).reshape(microbatches, -1)
     sums = np.concatenate([np.zeros((microbatches, 1), np.int64), table.cumsum(axis=1)], axis=1)
     starts, stops = np.array(split_by_shares(table.shape[1], shares)).T
@@ -110,14 +112,14 @@ def _by_replica(counts: Sequence[int], microbatches: int, shares: Sequence[int])
 
 
 def _image_tokens(space: SampleSpace, units: int) -> Iterator[list[int]]:
-    """The tokens of the images of every so many positions that are taken together."""
+    """Yield the tokens of the images of each call."""
     rows = len(space.images) // units
     for start in range(0, units * rows, rows):
         yield list(chain.from_iterable(space.images[start : start + rows]))
 
 
 def _replica_image_sizes(tokens: Sequence[int], shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Of every replica, what its images have."""
+    """Return (tokens, sum of squared tokens) of each replica's images."""
     runs = [tokens[start:stop] for start, stop in image_runs(tokens, shares)]
     return tuple((sum(images), sum(count * count for count in images)) for images in runs)
 
@@ -125,8 +127,8 @@ def _replica_image_sizes(tokens: Sequence[int], shares: Sequence[int]) -> tuple[
 def _runs_of(
     space: SampleSpace, microbatches: int, shares: Sequence[int], how: MicrobatchGrouping
 ) -> Iterator[list[Run]]:
-    """For every microbatch, which run of its tokens each replica holds: the part of the replica's run of all that are
-    taken together that falls into the microbatch."""
+    """Yield, for every microbatch, the run of its tokens on each replica: the overlap of the replica's run of the call
+    with the microbatch."""
     units = microbatches // how.multiple
     totals = np.asarray(space.counts, dtype=np.int64).reshape(units, how.multiple, -1).sum(axis=2)
     if how.divide == "images":

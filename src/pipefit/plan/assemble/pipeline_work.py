@@ -1,4 +1,4 @@
-"""From the parts of a plan to the work that costs are made from: graphs on groups, messages on links."""
+"""From the parts of a plan to its work, from which costs are computed: graphs on meshes, messages on links."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from pipefit.schedule.actions import RoundRobin
 Message = tuple[int, int, float]
 
 PAIRS = 256
-"""Pairs of devices of two groups above which only the largest microbatch's messages are worked out one by one; those of
-the others are taken to be in proportion."""
+"""Device pairs of two groups above which only the messages of the largest microbatch are computed; the rest are scaled
+in proportion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSkeleton:
-    """What of a plan decides its costs."""
+    """The parts of a plan that determine its costs."""
 
     job: Job
     groups: tuple[MeshPlan, ...]
@@ -48,11 +48,11 @@ class PlanSkeleton:
     microbatches: int
     slices: tuple[int, ...]
     split_state: tuple[bool, ...]
-    "Of each stage: whether ZeRO-1 splits its optimizer state."
+    "For each stage: True if ZeRO-1 shards its optimizer state."
 
 
 def skeleton_from_plan(plan: Plan) -> PlanSkeleton:
-    """The parts of a plan that stands."""
+    """Return the skeleton of a complete plan."""
     return PlanSkeleton(
         job=plan.job,
         groups=plan.groups,
@@ -70,7 +70,8 @@ def skeleton_from_plan(plan: Plan) -> PlanSkeleton:
 
 
 def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
-    """The work of every stage and edge. Raises PlanError where the plan names what the model does not have."""
+    """Return the work of every stage and edge. Raises PlanError if the plan names a module or layer that the model
+    lacks."""
     groups = [group.to_mesh() for group in parts.groups]
     spaces = {space.name: space for space in parts.spaces}
     frozen = frozen_layers(programs.model)
@@ -116,7 +117,8 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
 def _tied_work(
     uses: Mapping[str, Sequence[tuple[int, int]]], parts: PlanSkeleton, groups: Sequence[Mesh]
 ) -> tuple[TiedWork, ...]:
-    """The exchange of every set of stages that share parameters; `uses` gives (stage, elements on a device) by name."""
+    """Return the exchange of every set of stages that share parameters; `uses` maps names to (stage, elements on a
+    device)."""
     elements: dict[tuple[int, ...], int] = {}
     for stage_elements in uses.values():
         if len(stage_elements) > 1:
@@ -142,22 +144,26 @@ def _tied_work(
 
 
 def _shard_rings(groups: Sequence[Mesh]) -> tuple[tuple[int, ...], ...]:
-    """By shard position, the devices of all groups there."""
+    """Return, for each shard position, its devices in all groups."""
     shards = groups[0].find_axis("shard").size
     positions = [(device, group.axis_position(device, "shard")) for group in groups for device in group.devices]
     return tuple(tuple(device for device, shard in positions if shard == position) for position in range(shards))
 
 
 def _replica_rows(stage: Stage, space: SampleSpace, microbatches: int, group: Mesh) -> tuple[int, ...]:
-    """Rows of what the stage takes at once on each replica; where it divides images each has a packed row, at least."""
+    """Return the rows per call on each replica. On a stage that divides images each replica has at least one packed
+    row."""
     runs = split_by_shares(space.rows // (microbatches // stage.microbatch_multiple), group.find_axis("replica").shares)
     least = 1 if stage.divide == "images" else 0
     return tuple(max(least, stop - start) for start, stop in runs)
 
 
 def _space_slices(space: SampleSpace, parts: PlanSkeleton) -> tuple[int, ...]:
-    """Tokens of each slice of a row of this space: the job's own slices, or the same proportions of its length; of rows
-    that differ, those of an average one."""
+    """Return the tokens of each slice of a row of this space.
+
+    They are the job's slices, or the same proportions of the space's length. For unequal rows, they are those of a mean
+    row.
+    """
     if space.counts:
         return (round(sum(space.counts) / len(space.counts)),)
     if space.tokens in (0, parts.job.sequence):
@@ -197,8 +203,11 @@ def _edge_work(edge: Edge, parts: PlanSkeleton, groups: list[Mesh], programs: Pr
 def _packed_messages(
     edge: Edge, packed: SampleSpace, parts: PlanSkeleton, groups: tuple[Mesh, Mesh], features: int, width: int
 ) -> tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]:
-    """The messages of every microbatch, forward and backward: each replica holds the tokens of its own samples, or of
-    its own images. None of microbatches that one of the stages does not take."""
+    """Return the messages of every microbatch, forward and backward, where each replica holds the tokens of its samples
+    or images.
+
+    Microbatches that one of the two stages does not process have none.
+    """
     ahead, back = groups
     ends = [parts.stages[stage] for stage in (edge.source, edge.target)]
     sizes = list(
@@ -233,13 +242,13 @@ def _scale_messages(
 
 
 def _output_features(layer: Layer, programs: ProgramCache) -> int:
-    """The width of what a layer hands on."""
+    """Return the width of a layer's output."""
     graph = programs.model.graphs[layer.graph]
     return size_value(graph.find_tensor(graph.outputs[0]).shape[-1], {})
 
 
 def _output_shape(layer: Layer, rows: int, tokens: int, programs: ProgramCache) -> tuple[int, ...]:
-    """The global shape of what a layer hands on."""
+    """Return the global shape of a layer's output."""
     graph = programs.model.graphs[layer.graph]
     symbols = {"B": rows, "T": tokens}
     return tuple(size_value(size, symbols) for size in graph.find_tensor(graph.outputs[0]).shape)
@@ -249,7 +258,7 @@ def _output_shape(layer: Layer, rows: int, tokens: int, programs: ProgramCache) 
 def _position_bytes(
     shape: tuple[int, ...], axes: tuple[MeshAxis, ...], forms: tuple[TensorForm, ...], width: int
 ) -> tuple[float, ...]:
-    """Bytes that each place of a grid holds, in grid order."""
+    """Return the bytes at each position of a grid, in grid order."""
     grid = Mesh(axes=axes, devices=tuple(range(prod(axis.size for axis in axes))))
     return tuple(float(width * box_size(held_box(shape, grid, forms, position))) for position in grid.devices)
 

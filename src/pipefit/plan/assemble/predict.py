@@ -1,4 +1,4 @@
-"""What the simulator says of a plan: its timeline, its prediction, and what limits it. The only evaluator there is."""
+"""Simulation of a plan: its timeline, prediction and critical path. All predictions are made here."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ APART = "documents: kept apart; attention is costed as if they were joined, whic
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """What the devices of one kind need on one lane: the fullest of them."""
+    """Peak memory of the fullest device of one kind on one lane."""
 
     kind: str
-    "Its name; '' for all devices of the lane, where they hold the same."
+    "Name of the kind; '' for all devices of the lane, if they hold the same."
     limit_bytes: float
-    "Of the smallest of these devices."
+    "Memory of the smallest of these devices."
     peak_bytes: float
-    "The most of its timeline, or of the end of the iteration."
+    "Maximum over the timeline and the end of the iteration."
     static: Mapping[str, float]
-    "What always stays, by part."
+    "Static memory, by part."
     curve: MemoryCurve
 
     @property
@@ -53,7 +53,7 @@ class DevicePeak:
 
 @dataclass(frozen=True)
 class PlanSimulation:
-    """A plan's timeline with what it was computed from."""
+    """A plan's timeline, with the costs and work that it was computed from."""
 
     timeline: Timeline
     costs: CostTable
@@ -63,7 +63,7 @@ class PlanSimulation:
 
     @cached_property
     def device_peaks(self) -> tuple[tuple[DevicePeak, ...], ...]:
-        """Per lane: what its devices need, the kind that is fullest for its limit first; one entry where all hold the
+        """Per lane: peak memory of each device kind, the fullest relative to its limit first; one entry if all hold the
         same."""
         if not self.costs.kinds:
             ends = end_bytes(self.work, gloo=self.costs.receives_ahead)
@@ -80,12 +80,12 @@ class PlanSimulation:
 
     @property
     def peaks_bytes(self) -> tuple[float, ...]:
-        """Per lane: of the device that is fullest for its limit."""
+        """Per lane: peak of the device that is fullest relative to its limit."""
         return tuple(lane[0].peak_bytes for lane in self.device_peaks)
 
     @property
     def limits_bytes(self) -> tuple[float, ...]:
-        """Per lane: of the device that is fullest for its limit."""
+        """Per lane: limit of the device that is fullest relative to its limit."""
         return tuple(lane[0].limit_bytes for lane in self.device_peaks)
 
     @property
@@ -110,9 +110,9 @@ def simulate_plan(
     layers: LayerCosts | None = None,
     bucket_bytes: float = BUCKET_BYTES,
 ) -> PlanSimulation:
-    """Run the plan's own lowered lanes through the simulator, with costs for its own stages and links.
+    """Simulate the plan's lowered lanes, with costs of its stages and links.
 
-    `programs`, `network` and `layers` are made from the model and the cluster where they are not handed in.
+    `programs`, `network` and `layers` default to those of the model and the cluster.
     """
     network = network or Network(cluster)
     work = replace(
@@ -126,7 +126,7 @@ def simulate_plan(
 
 
 def add_prediction(plan: Plan, model: Model, simulation: PlanSimulation, lower_bound_s: float = 0.0) -> Plan:
-    """The plan with its prediction filled in."""
+    """Return the plan with its prediction."""
     timeline = simulation.timeline
     step_s = timeline.makespan_s
     lanes = tuple(
@@ -146,7 +146,8 @@ def add_prediction(plan: Plan, model: Model, simulation: PlanSimulation, lower_b
 
 
 def lane_prediction(plan: Plan, simulation: PlanSimulation, lane: int, device: DevicePeak) -> LanePrediction:
-    """What is said of a lane: of one of its kinds of devices, the others beside it where they hold other amounts."""
+    """Return the prediction of a lane for one of its device kinds; kinds that hold other amounts are listed beside
+    it."""
     members = {kind.name: kind.devices for kind in simulation.costs.kinds}
     other_peaks = [peak for peak in simulation.device_peaks[lane] if peak.kind != device.kind]
     return LanePrediction(
@@ -173,8 +174,10 @@ def lane_prediction(plan: Plan, simulation: PlanSimulation, lane: int, device: D
 
 
 def step_flops(plan: Plan, model: Model) -> float:
-    """Model FLOPs of one step over all rows, without recomputation: forward and both gradients; of layers that are not
-    trained no weight gradients, and no gradients at all where none before them is."""
+    """Return the model FLOPs of one step over all rows, without recomputation: forward and both gradients.
+
+    Frozen layers have no weight gradients, and no gradients at all if no layer before them is trained.
+    """
     spaces = {space.name: space for space in plan.spaces}
     without, total = frozen_layers(model), 0.0
     for module in model.modules:
@@ -196,7 +199,7 @@ def step_flops(plan: Plan, model: Model) -> float:
 
 
 def _flop_sizes(space: SampleSpace, plan: Plan) -> tuple[Mapping[str, int], int]:
-    """(sizes, how often): one row of the space, or where rows differ all tokens of the step at once."""
+    """Return (sizes, number of repeats): one row of the space, or for unequal rows all tokens of the step at once."""
     if space.counts:
         return {"B": 1, "T": sum(space.counts), "squares": sum(space.squares)}, 1
     symbols = {"B": 1, "T": space.tokens or plan.job.sequence}
@@ -204,8 +207,8 @@ def _flop_sizes(space: SampleSpace, plan: Plan) -> tuple[Mapping[str, int], int]
 
 
 def describe_critical_path(timeline: Timeline, stages: Sequence[Stage]) -> str:
-    """What the step time hangs on: the largest shares of the simulated critical path, in words. `num_stages`: the
-    plan's, told with their modules where there are several."""
+    """Return the largest shares of the simulated critical path, in words. Stages are named with their modules if there
+    are several."""
     shares = critical_path_shares(timeline, stages)
     total_s = sum(shares.values())
     if not total_s:
@@ -215,7 +218,7 @@ def describe_critical_path(timeline: Timeline, stages: Sequence[Stage]) -> str:
 
 
 def critical_path_shares(timeline: Timeline, stages: Sequence[Stage] = ()) -> Mapping[str, float]:
-    """Seconds of the critical path by what they are: compute of each stage, transfers, reductions, optimizer."""
+    """Return the seconds of the critical path by part: compute of each stage, transfers, reductions, optimizer."""
     shares: dict[str, float] = defaultdict(float)
     several = len({stage.module for stage in stages}) > 1
     names = [f"stage {index}{f' ({stage.module})' if several else ''}" for index, stage in enumerate(stages)]

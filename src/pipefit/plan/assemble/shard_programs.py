@@ -18,42 +18,42 @@ from pipefit.shard.program import ShardedGraph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProgram:
-    """What the devices of a shard axis run for one layer."""
+    """The graphs that the devices of a shard axis run for one layer."""
 
     graphs: tuple[Graph, ...]
-    "One per position of the shard axis; one entry where nothing is sharded."
+    "One per position of the shard axis; a single entry without sharding."
     hash: str
-    "Of all of them."
+    "Digest of all graphs."
     parameters: Mapping[str, TensorForm]
     "Local parameter name -> form along the shard axis."
     takes: TensorForm
-    "Form of the hidden state along the shard axis as the layer takes it."
+    "Form of the hidden state along the shard axis at the layer's input."
     gives: TensorForm
-    "And as it hands it on."
+    "Form at its output."
     shares: tuple[int, ...] = ()
-    "Along the shard axis; empty where nothing is sharded."
+    "Shares along the shard axis; empty without sharding."
     taken_shares: tuple[int, ...] = ()
-    "By which the hidden state that it takes is cut."
+    "Shares by which the input hidden state is sharded."
     given_shares: tuple[int, ...] = ()
-    "And the one that it hands on."
+    "Shares by which the output hidden state is sharded."
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """Of one parameter as the devices of a stage store it."""
+    """Storage of one parameter on the devices of a stage."""
 
     elements: tuple[int, ...]
-    "Per position."
+    "Elements per shard position."
     trainable: bool
     whole: bool
-    "Whether every position stores all of it, and the gradient is summed over them."
+    "True if every position stores all of it, and its gradient is summed over them."
 
 
 class ProgramCache:
-    """The layer programs of a model under every sharding that is asked for, each made once and kept."""
+    """The layer programs of a model under every requested sharding, each built once."""
 
     def __init__(self, model: Model, recipes: Mapping[str, str] | None = None) -> None:
-        """`recipes` of searched shardings, as a plan has them."""
+        """Start with the recipes of searched shardings, as a plan stores them."""
         self.model = model
         self.recipes: dict[str, str] = dict(recipes or {})
         self.modules: Mapping[str, ModelModule] = {module.name: module for module in model.modules}
@@ -61,20 +61,20 @@ class ProgramCache:
         self._counts: dict[tuple[str, str, tuple[int, ...]], Mapping[str, StoredParameter]] = {}
 
     def add_recipes(self, recipes: Mapping[str, str]) -> str:
-        """Take up a set of recipes, by graph; its name, which follows from what is in it."""
+        """Add a set of recipes, by graph. Returns its name, a digest of its contents."""
         name = content_digest(dict(sorted(recipes.items())))[:8]
         self.recipes.update({f"{name}/{graph}": text for graph, text in recipes.items()})
         return name
 
     def recipes_in(self, names: Collection[str]) -> dict[str, str]:
-        """The recipes of the sets with these names."""
+        """Return the recipes of the sets with these names."""
         return {key: text for key, text in self.recipes.items() if key.rpartition("/")[0] in names}
 
     def layer_program(self, layer: Layer, sharding: str, shares: tuple[int, ...]) -> LayerProgram:
-        """The program of a layer; `shares` are those of the shard axis, `sharding` one of the words of plans, or
-        `searched/NAME` for a set of recipes that has a name.
+        """Return the program of a layer. `shares` are those of the shard axis; `sharding` is a sharding of plans, or
+        `searched/NAME` for a named recipe set.
 
-        Raises PlanError where the sharding cannot be made (heads or sizes that the shares do not divide).
+        Raises PlanError if the sharding is impossible (heads or sizes that the shares do not divide).
         """
         key = (layer.graph, sharding, shares)
         if key not in self._programs:
@@ -102,7 +102,7 @@ class ProgramCache:
         return self.recipes[key]
 
     def module_layers(self, module: str, run: tuple[int, int]) -> tuple[Layer, ...]:
-        """Layers [start, stop) of a module. Raises PlanError for a module that the model does not have."""
+        """Return layers [start, stop) of a module. Raises PlanError if the model has no such module."""
         if module not in self.modules:
             raise PlanError(
                 "The model has no such module.", where="stages", seen=module, allowed=", ".join(self.modules)
@@ -112,7 +112,7 @@ class ProgramCache:
     def named_parameters(
         self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]
     ) -> Mapping[str, StoredParameter]:
-        """The parameters of these layers by global name, a tensor that two layers share once."""
+        """Return the parameters of these layers by global name; a tensor shared by two layers occurs once."""
         named: dict[str, StoredParameter] = {}
         for layer in layers:
             key = (layer.graph, sharding, shares)
@@ -123,7 +123,7 @@ class ProgramCache:
         return named
 
     def parameter_counts(self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]) -> ParameterCounts:
-        """Elements that the devices of a stage with these layers store."""
+        """Return the elements that the devices of a stage with these layers store."""
         stored = list(self.named_parameters(layers, sharding, shares).values())
         places = range(len(shares))
         return ParameterCounts(
@@ -134,12 +134,12 @@ class ProgramCache:
 
 
 def sharding_key(stage: Stage) -> str:
-    """The sharding of a stage as `ProgramCache` know it: with the name of its set of recipes, where that has one."""
+    """Return the sharding of a stage as a key of `ProgramCache`, with the name of its recipe set if it has one."""
     return f"{stage.sharding}/{stage.recipes}" if stage.recipes else stage.sharding
 
 
 def program_hash(programs: Sequence[LayerProgram]) -> str:
-    """The digest of a stage's programs in layer order: ranks with equal digests run the same thing."""
+    """Return the digest of a stage's programs in layer order: ranks with equal digests run the same programs."""
     return content_digest([program.hash for program in programs])
 
 
@@ -187,14 +187,14 @@ def _to_layer_program(sharded: ShardedGraph) -> LayerProgram:
 
 
 def layer_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shares of every layer of a stage; none where all have the group's."""
+    """Return the shares of every layer of a stage; empty if all have the mesh's."""
     shares_by_layer = tuple(program.shares or shares for program in programs)
     return () if {*shares_by_layer} <= {shares} else shares_by_layer
 
 
 def check_layer_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...], where: str) -> None:
-    """Raises PlanError where a layer of a stage takes what is cut by other shares than the one before hands it on: at
-    both ends of a stage it is cut by the group's."""
+    """Raise PlanError if a layer takes a hidden state sharded by other shares than the layer before returns. Both ends
+    of a stage use the mesh's shares."""
     incoming = shares
     for index, program in enumerate(programs if len(shares) > 1 else ()):
         before = programs[index - 1].gives if index else program.takes

@@ -1,9 +1,9 @@
-"""Recipes for the shard programs of a plan whose sharding is searched: one for every distinct layer.
+"""Recipes for the shard programs of a plan with searched sharding: one for every distinct layer.
 
-They are searched once for a job, before the rest of the plan: for the shares that are asked for, on the first group of
-devices, for the rows and microbatches that are pinned. Where rows are not known, a microbatch has one, so that no
-program splits rows which a plan may not have. A device is taken to hold its part of the layers and no more; whether
-the plan fits is for the rest of the planning to say, which knows recomputation and split optimizer state.
+They are searched once for a job, before the rest of the plan: for the requested shares, on the first group of devices,
+for the fixed rows and microbatches. If the rows are unknown, a microbatch has one row, so that no program splits rows
+that a plan may not have. The search assumes that a device holds only its part of the layers. Later planning decides
+whether the plan fits, with recomputation and sharded optimizer state.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ COLLECTIVES = EVEN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeRequest:
-    """What of a plan its shard programs depend on."""
+    """The facts of a plan that its shard programs depend on."""
 
     shares: tuple[int, ...]
     devices: tuple[int, ...]
-    "Of one shard group."
+    "Devices of one shard group."
     rows: int
-    "Of a microbatch on that group."
+    "Rows of a microbatch on that group."
     microbatches: int
     lanes: int
-    "At most so many share the layers."
+    "Largest number of lanes that share the layers."
 
 
 def request_from_config(decisions: ParallelConfig, batch: int) -> RecipeRequest:
-    """What these decisions say: the replica with the fewest rows."""
+    """Return the request of these decisions, for the replica with the fewest rows."""
     rows = min(stop - start for start, stop in split_by_shares(batch // decisions.microbatches, decisions.replicas))
     return RecipeRequest(
         shares=decisions.shards,
@@ -54,8 +54,8 @@ def request_from_config(decisions: ParallelConfig, batch: int) -> RecipeRequest:
 
 
 def request_from_constraints(pins: Mapping[str, Any], job: Job, devices: int) -> RecipeRequest:
-    """What the pins say, on a cluster of so many devices. A mapping that the cluster cannot have is left to those who
-    refuse it."""
+    """Return the request of these constraints, on a cluster with this many devices. An invalid mapping is ignored here;
+    a later check refuses it."""
     shares = pins["shards"]
     mapping = pins.get("mapping")
     first = mapping[: len(shares)] if isinstance(mapping, tuple) else ()
@@ -77,7 +77,7 @@ def request_from_constraints(pins: Mapping[str, Any], job: Job, devices: int) ->
 def searched_recipes(
     model: Model, module: ModelModule, network: Network, layers: LayerCosts, job: Job, asked: RecipeRequest
 ) -> Mapping[str, str]:
-    """The recipe of every graph of a module, as text. Raises PlanError where there is no program for these shares."""
+    """Return the recipe of every graph of a module, as text. Raises PlanError if these shares have no program."""
     setting = shard_setting(
         model,
         network,
@@ -106,8 +106,8 @@ def shard_setting(
     lanes: int = 1,
     beside: Sequence[tuple[int, ...]] = (),
 ) -> ShardSetting:
-    """The devices of a shard axis with what their links and their measured layers say; `beside` are other groups that
-    do the same at the same time."""
+    """Return the devices of a shard axis with the costs of their links and measured layers. `beside` are groups that
+    run at the same time."""
     kinds = tuple(network.kinds[device] for device in devices)
     rings = [devices, *beside]
 

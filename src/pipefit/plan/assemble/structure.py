@@ -1,4 +1,4 @@
-"""Groups, stages, edges and parameters of a plan: everything but the order, from explicit decisions."""
+"""Groups, stages, edges and parameters of a plan from explicit decisions: all of it except the order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipefit.plan.types import AxisPlan, Edge, EdgeTransfer, MeshPlan, Parameter
 
 
 class FormsError(PlanError):
-    """Stages that follow one another hold the hidden state, or two that share a parameter hold that, in forms that do
-    not go together: no plan, but others of the same groups may be."""
+    """Neighbouring stages hold the hidden state, or stages with a tied parameter hold that, in incompatible forms.
+    Other layouts of the same groups may be valid."""
 
 
 def make_groups(decisions: ParallelConfig) -> tuple[MeshPlan, ...]:
-    """One group per lane, always with the axes `replica` and `shard`, the shard axis fastest."""
+    """Return one group per lane, always with the axes `replica` and `shard`, the shard axis fastest."""
     replicas = AxisPlan(name="replica", shares=decisions.replicas)
     return tuple(
         MeshPlan(axes=(replicas, AxisPlan(name="shard", shares=decisions.shards_of(lane))), devices=devices)
@@ -31,7 +31,7 @@ def make_groups(decisions: ParallelConfig) -> tuple[MeshPlan, ...]:
 def make_stages(
     module: ModelModule, decisions: ParallelConfig, cuts: Sequence[int], programs: ProgramCache
 ) -> tuple[Stage, ...]:
-    """The stages of one module, in chain order."""
+    """Return the stages of one module, in chain order."""
     stages = []
     for index, run in enumerate(pairwise((0, *cuts, len(module.layers)))):
         lane = decisions.lane_of_stage[index]
@@ -53,11 +53,11 @@ def make_stages(
 def make_edges(
     module: ModelModule, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache
 ) -> tuple[Edge, ...]:
-    """The hidden state from each stage to the next: rows split over replicas, the shard axes as the programs say.
+    """Return the edges of the hidden state: rows sharded over replicas, the shard axes as the programs define.
 
-    Either side holds it in its own form; what moves are the overlaps (`layout.transfer_moves`). The gradient is
-    partial over a shard axis where the hidden state is whole on every shard (reference: HAP's duality of forms), and
-    split where it is split. Raises FormsError where two neighbours' forms do not go together.
+    Each side holds it in its program's form, and the overlaps are transferred (`layout.transfer_moves`). Over a shard
+    axis, the gradient is partial if the hidden state is replicated, and sharded if it is sharded (reference: HAP's
+    duality of forms). Raises FormsError if the forms of two neighbours are incompatible.
     """
     edges = []
     for source, (sender, receiver) in enumerate(pairwise(stages)):
@@ -86,9 +86,12 @@ def make_edges(
 
 
 def can_transfer(one: tuple[TensorForm, int], two: tuple[TensorForm, int], same: bool = False) -> bool:
-    """Whether a tensor can go from its form on so many devices to another on others (or on the `same` ones). What
-    several devices are to have whole would come back as partial sums, which nobody adds up between the groups: only
-    as many that hold it whole take these."""
+    """Return whether a tensor can move from its form on one set of devices to another form on other devices, or on the
+    `same` ones.
+
+    The gradient of a replicated tensor is partial, and no step sums it between two groups. So a replicated tensor is
+    received by several devices only from an equally sized group that holds it replicated.
+    """
     (gives, ahead), (takes, behind) = one, two
     if same:
         return gives == takes
@@ -96,21 +99,22 @@ def can_transfer(one: tuple[TensorForm, int], two: tuple[TensorForm, int], same:
 
 
 def gradient_form(form: TensorForm, devices: int) -> str:
-    """The form of the gradient of what so many devices hold so."""
+    """Return the form of the gradient of a tensor in this form on this many devices."""
     return "P" if form.kind == "I" and devices > 1 else str(form)
 
 
 def shard_shares(group: MeshPlan) -> tuple[int, ...]:
-    """The shares of a group's shard axis; (1,) where it has none."""
+    """Return the shares of a group's shard axis; (1,) without one."""
     return group.to_mesh().find_axis("shard").shares
 
 
 def make_parameters(
     module: ModelModule, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache, zero1: bool
 ) -> tuple[ParameterPlan, ...]:
-    """Every parameter once, in order of first use; a tied one has all the stages that use it, owned by the first.
+    """Return every parameter once, in order of first use. A tied parameter lists all stages that use it; the first owns
+    it.
 
-    Under ZeRO-1 the state of what a device stores is split flat over the replicas.
+    With ZeRO-1 the optimizer state of a device's parameters is sharded flat over the replicas.
     """
     uses: dict[str, list[int]] = {}
     facts: dict[str, tuple[tuple[int, ...], bool, str]] = {}
@@ -144,7 +148,7 @@ def make_parameters(
 
 
 def _whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:
-    """The global shape: the sum of the positions' local ones along the split dimension."""
+    """Return the global shape: the sum of the local sizes along the sharded dimension."""
     shape = list(program.graphs[0].find_parameter(name).shape)
     form = program.parameters[name]
     if form.kind == "G" and form.dim is not None:
@@ -153,5 +157,5 @@ def _whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:
 
 
 def _make_transfer(sent: str, received: str) -> EdgeTransfer:
-    """Rows over the replicas, and along the shard axes these forms."""
+    """Return a transfer with rows over the replicas, and these forms along the shard axes."""
     return EdgeTransfer(sent=("G0", sent), wire=("G0", sent), received=("G0", received))

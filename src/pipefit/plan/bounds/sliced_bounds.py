@@ -6,7 +6,7 @@ the first action of a stage is slice 0 of a microbatch, and with fused backward 
 - a lane waits for one slice 0 to pass forward through the stages before its first one, runs all slices of m
   microbatches, and then one slice 0 passes back;
 - after the last forward of a stage, a last slice, that slice goes to the end of the pipeline, and all slices of its
-  microbatch come back through the stage, one after another;
+  microbatch come back one after another;
 - before the first backward of a stage, a last slice, all slices of a microbatch reach the end of the pipeline, and the
   last one comes back.
 

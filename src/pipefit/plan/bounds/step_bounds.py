@@ -4,9 +4,9 @@ For a chain of stages where stage j takes f_j forward and b_j backward per micro
 
 - a lane starts after one forward of the stages before its first stage, then runs m (f + b) of all its stages; if its
   last action is a fused backward, the stages before its first stage each still run one backward;
-- with fused backwards, the microbatch that is last forward at s finishes no earlier than total + (m - 1) f_s, and all
-  backwards at s end no earlier than total + (m - 1) b_s, where total is one microbatch's path through all stages and
-  back;
+- with fused backwards, the microbatch whose forward at s comes last finishes no earlier than total + (m - 1) f_s, and
+  all backwards at s end no earlier than total + (m - 1) b_s, where total is one microbatch's path through all stages
+  and back;
 - a stage's reduction follows its last backward, and the optimizer step follows everything.
 """
 

@@ -1,1 +1,1 @@
-"""The devices of a cluster by kind, and which kinds stand where in a grid."""
+"""The devices of a cluster by kind, and patterns of kinds on a grid of lanes and replicas."""

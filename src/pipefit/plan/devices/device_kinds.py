@@ -1,10 +1,9 @@
-"""Clusters of several kinds of devices: which kinds stand where in a grid of replicas and lanes, and who gets how many
-rows.
+"""Clusters of several device kinds: patterns of kinds on a grid of replicas and lanes, and rows per replica.
 
-Two patterns are made for every grid: kinds by lane (uneven layers make up for their speeds) and kinds by replica
-(uneven rows do). Any kind may be left out, and only some of its devices may be taken. On few devices every pattern is
-tried; on many, of each grid those that take the fastest devices first, those with the most memory first, and those that
-take all kinds in proportion. What is best so far is then rearranged step by step (`neighbour_patterns`).
+Two patterns are made for every grid: kinds by lane (uneven layers compensate for their speeds) and kinds by replica
+(uneven rows do). Any kind may be left out or used in part. With few devices every pattern is tried. With many, each
+grid gets the patterns that use the fastest devices first, the largest first, and all kinds in proportion. The best
+patterns so far are then rearranged step by step (`neighbour_patterns`).
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from dataclasses import dataclass
 from math import comb, gcd
 
 FEW = 16
-"""Patterns of one grid up to which all of them are tried."""
+"""Largest number of patterns of one grid that are all tried."""
 
 SPLITS = 8
-"""Ways to divide a microbatch's rows over the replicas up to which all of them are tried."""
+"""Largest number of divisions of a microbatch's rows over the replicas that are all tried."""
 
 FRACTIONS = 4
-"""Kinds by replica on many devices: as many replicas as there are devices for, and a half of that, so often."""
+"""Replica counts tried for kinds by replica on many devices: the largest count, halved up to this many times less
+one."""
 
 Pattern = tuple[tuple[int, ...], ...]
-"""[lane][replica]: which kind of device. Lanes that are alike are the same object."""
+"""[lane][replica]: device kind. Equal lanes are the same object."""
 
 Time = Callable[[int, int], float]
 """(kind, rows) -> seconds that one such device takes for all layers of a microbatch."""
@@ -32,20 +32,20 @@ Time = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class DeviceKinds:
-    """What patterns need to know of the kinds of a cluster."""
+    """The facts about the device kinds of a cluster that patterns depend on."""
 
     counts: tuple[int, ...]
-    "[kind]: places that its devices can fill."
+    "[kind]: places on the grid that its devices can fill."
     fastest: tuple[int, ...]
     "The kinds, the fastest first."
     largest: tuple[int, ...]
-    "The kinds, the one with the most memory first, of equal ones the fastest: first lanes hold the most."
+    "The kinds by descending memory, the faster first among equals: first lanes hold the most activations."
 
 
 def device_patterns(
     lanes: int, replicas: int, kinds: DeviceKinds, by_lane: bool = True, by_replica: bool = True
 ) -> Iterator[Pattern]:
-    """Patterns for a grid, each once; where there are more than FEW, those by lane or by replica, or both."""
+    """Yield distinct patterns for a grid: all of them up to FEW, else those by lane, by replica, or both."""
     kind_indices = range(len(kinds.counts))
     if len(kinds.counts) ** (lanes * replicas) <= FEW:
         for cells in itertools.product(kind_indices, repeat=lanes * replicas):
@@ -63,20 +63,20 @@ def device_patterns(
 
 
 def pattern_by_lanes(line: Sequence[int], replicas: int) -> Pattern:
-    """The pattern whose lanes are of these kinds."""
+    """Return the pattern whose lanes have these kinds."""
     alike = {kind: (kind,) * replicas for kind in {*line}}
     return tuple(alike[kind] for kind in line)
 
 
 def _kind_sequences(places: int, size: int, kinds: DeviceKinds) -> Iterator[tuple[int, ...]]:
-    """Kinds of so many places in a row, each of `size` devices; one order of every mix."""
+    """Yield the kinds of a line of `places`, each of `size` devices; one order for every mix."""
     caps = [count // size for count in kinds.counts]
     for mix in dict.fromkeys(_kind_mixes(places, caps, kinds)):
         yield tuple(kind for kind in kinds.largest for _ in range(mix[kind]))
 
 
 def _kind_mixes(places: int, caps: Sequence[int], kinds: DeviceKinds) -> Iterator[tuple[int, ...]]:
-    """How many places every kind fills."""
+    """Yield mixes of kinds: the number of places that each kind fills."""
     for order in (kinds.fastest, kinds.largest, *([kind] for kind in kinds.fastest)):
         left, filled_places = places, [0] * len(caps)
         for kind in order:
@@ -93,8 +93,11 @@ def _kind_mixes(places: int, caps: Sequence[int], kinds: DeviceKinds) -> Iterato
 
 
 def neighbour_patterns(pattern: Pattern, counts: Sequence[int]) -> Iterator[Pattern]:
-    """Patterns one step away: two lanes, or two replicas, of different kinds change places, or one becomes another
-    kind, or all of a kind move to the front or the back. `counts` are the places that every kind can fill."""
+    """Yield patterns one step away.
+
+    Two lanes or replicas of different kinds are swapped, one of them changes its kind, or all of a kind move to the
+    front or the back. `counts` are the places that each kind can fill.
+    """
     lines = [(tuple(line[0] for line in pattern), len(pattern[0]), True)] if _by_lane(pattern) else []
     if all(line == pattern[0] for line in pattern):
         lines.append((pattern[0], len(pattern), False))
@@ -129,8 +132,8 @@ def _step_line(line: tuple[int, ...], caps: Sequence[int], ordered: bool) -> Ite
 
 
 def divide_proportionally(weights: Sequence[int], total: int) -> list[int]:
-    """Whole parts of a total in proportion to weights, none more than its weight where the weights suffice: largest
-    remainders first."""
+    """Return integer parts of a total in proportion to weights, by largest remainder. No part exceeds its weight if the
+    weights suffice."""
     total_weight = sum(weights)
     parts = [total * weight // total_weight for weight in weights]
     order = sorted(range(len(weights)), key=lambda index: (-(total * weights[index] % total_weight), index))
@@ -140,8 +143,10 @@ def divide_proportionally(weights: Sequence[int], total: int) -> list[int]:
 
 
 def replica_counts(lanes: int, counts: Sequence[int], batch: int) -> list[int]:
-    """Numbers of replicas worth trying with several kinds in a lane: all that there are devices for, of every set of
-    kinds, and the halves of them; on few devices every number."""
+    """Return the numbers of replicas to try with several kinds in a lane.
+
+    They are the largest possible count for every set of kinds, and its halves; with few devices, every count.
+    """
     upper = sum(count // lanes for count in counts)
     if upper <= FEW // 4:
         return [count for count in range(2, upper + 1) if count <= batch]
@@ -154,10 +159,10 @@ def replica_counts(lanes: int, counts: Sequence[int], batch: int) -> list[int]:
 
 
 def row_shares(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> list[tuple[int, ...]]:
-    """Shares of the replicas in the rows of a microbatch, the most promising first; none where there are too few rows.
+    """Return shares of the replicas in the rows of a microbatch, the most promising first; none if rows are too few.
 
-    `columns` are the kinds of every replica's devices. A replica takes as long as its slowest kind would for all
-    layers; the shares make the slowest replica as fast as can be. Few ways are all returned.
+    `columns` are the kinds of each replica's devices. A replica is as slow as its slowest kind would be for all layers;
+    the shares minimise the time of the slowest replica. If there are few divisions, all are returned.
     """
     replicas = len(columns)
     if rows < replicas:
@@ -170,10 +175,10 @@ def row_shares(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> l
 
 
 def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> tuple[int, ...]:
-    """Whole rows of every replica, at least one each, with the least time of the slowest.
+    """Return the rows of every replica, at least one each, that minimise the time of the slowest replica.
 
-    Rows are given out one by one, each to the replicas that would be done with it first: the best there is for times
-    that rise with the rows. Nine tenths of what is in proportion to the speeds are given out at once.
+    Rows are assigned one by one to the replicas that would finish them first, which is optimal for times that rise with
+    the rows. Nine tenths of the share in proportion to speed are assigned at once.
     """
     count: dict[tuple[int, ...], int] = {}
     for column in columns:
@@ -210,7 +215,7 @@ def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) ->
 
 
 def _all_splits(columns: Sequence[tuple[int, ...]], rows: int) -> Iterator[tuple[int, ...]]:
-    """Every way to give each replica some rows; among replicas of one kind the first have the most."""
+    """Yield every division with at least one row per replica; among replicas of one kind the first have the most."""
     for stops in itertools.combinations(range(1, rows), len(columns) - 1):
         split = [stop - start for start, stop in zip((0, *stops), (*stops, rows), strict=True)]
         pairs = list(zip(columns, split, strict=True))
@@ -224,8 +229,11 @@ def _reduce_shares(rows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def assign_devices(pattern: Pattern, inner: str, devices: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
-    """The device of every lane, replica and shard: each place takes the next devices of its kind, replica by replica
-    within a lane, or lane by lane within a replica (`inner`)."""
+    """Return the device of every lane, replica and shard.
+
+    Each place takes the next devices of its kind, replica by replica within a lane, or lane by lane within a replica
+    (`inner`).
+    """
     lanes, replicas = len(pattern), len(pattern[0])
     cells: Iterable[tuple[int, int]] = itertools.product(range(lanes), range(replicas))
     if inner == "stage":

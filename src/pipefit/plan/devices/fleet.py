@@ -1,7 +1,7 @@
-"""The devices of a cluster by kind: what a choice of devices means for the costs of a lane, and how kinds compare.
+"""The devices of a cluster by kind: the device kinds of each lane, and the costs that depend on them.
 
-The devices of a lane work in step, so all that its costs depend on is the set of (kind, rows of a microbatch) that
-occur among its devices; shard groups apart, whose links count too.
+The devices of a lane run in lockstep, so its costs depend only on the set of (kind, rows of a microbatch) among its
+devices. Shard groups are an exception: their links count too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Pair = tuple[str, int]
 """(name of a device kind, rows of a microbatch on such a device)."""
 
 Runs = tuple[tuple[str, int], ...]
-"""The kinds of the replicas of a lane, in order, equal neighbours together: (kind, how many)."""
+"""The kinds of the replicas of a lane in order, run-length encoded: (kind, count)."""
 
 
 class DeviceFleet:
-    """The devices of a cluster by kind. Kinds are in the order in which the hosts name them."""
+    """The devices of a cluster by kind. Kinds are in the order of the hosts."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -33,7 +33,7 @@ class DeviceFleet:
         self.names: tuple[str, ...] = tuple(dict.fromkeys(names))
         index = {name: number for number, name in enumerate(self.names)}
         self.kind: NDArray[np.int64] = np.array([index[name] for name in names], dtype=np.int64)
-        "[device]: which of the kinds."
+        "[device]: index of its kind."
         self.devices: tuple[tuple[int, ...], ...] = tuple(
             tuple(np.flatnonzero(self.kind == number).tolist()) for number in range(len(self.names))
         )
@@ -41,18 +41,19 @@ class DeviceFleet:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether there is more than one kind."""
+        """True if there is more than one kind."""
         return len(self.names) > 1
 
     def sample_group(self, pairs: frozenset[Pair]) -> tuple[Mesh, tuple[int, ...]]:
-        """A group with one device for every pair, one replica each, and their rows."""
+        """Return a mesh with one device for every pair, one replica each, and their rows."""
         ordered = sorted(pairs)
         devices = tuple(self.devices[self.names.index(name)][0] for name, _ in ordered)
         group = Mesh(axes=(MeshAxis(name="replica", shares=(1,) * len(ordered)),), devices=devices)
         return group, tuple(rows for _, rows in ordered)
 
     def lane_pairs(self, decisions: ParallelConfig, rows: tuple[int, ...]) -> Sequence[frozenset[Pair]]:
-        """Of every lane the pairs of kinds and rows; `rows` of every replica. Without a shard axis."""
+        """Return the pairs of kinds and rows of every lane; `rows` of every replica. For layouts without a shard
+        axis."""
         if not self.is_mixed:
             return [frozenset((self.names[0], count) for count in {*rows})] * decisions.lane_count
         return self._lane_pair_sets(decisions.devices, decisions.inner, decisions.lane_count, rows)
@@ -66,14 +67,15 @@ class DeviceFleet:
         return tuple(known[runs] for runs in all_runs)
 
     def kind_pattern(self, decisions: ParallelConfig) -> Pattern:
-        """The kinds of a candidate's devices; of a shard group the first one's."""
+        """Return the kinds of a candidate's devices; for a shard group, the kind of its first device."""
         devices = np.array(decisions.lane_devices())[:, :: len(decisions.shards)]
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         lines = (tuple(line) for line in self.kind[devices].tolist())
         return tuple(known.setdefault(line, line) for line in lines)
 
     def lane_runs(self, devices: tuple[int, ...], inner: str, lanes: int, replicas: int) -> list[Runs]:
-        """The kinds of every lane's replicas, as `Decisions.lane_devices` lays the devices out; one shard each."""
+        """Return the kinds of every lane's replicas, with devices in the order of `ParallelConfig.lane_devices`; one
+        shard each."""
         count = lanes * replicas
         if devices:
             kinds = self.kind[list(devices)].reshape(lanes, replicas)
@@ -91,7 +93,7 @@ class DeviceFleet:
         return lane_kinds
 
     def runs_of(self, pattern: Pattern) -> list[Runs]:
-        """The kinds of every lane's replicas in a pattern."""
+        """Return the kinds of every lane's replicas in a pattern."""
         lines = {id(line): line for line in pattern}
         known = {key: self._kind_runs(np.array(line)) for key, line in lines.items()}
         return [known[id(line)] for line in pattern]
@@ -104,7 +106,7 @@ class DeviceFleet:
 
 
 def pairs_of(runs: Runs, rows: tuple[int, ...]) -> frozenset[Pair]:
-    """The pairs of a lane whose replicas are of these kinds and have these rows."""
+    """Return the pairs of a lane whose replicas have these kinds and rows."""
     pairs: set[Pair] = set()
     start = 0
     for name, count in runs:

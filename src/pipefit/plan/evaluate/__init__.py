@@ -1,1 +1,1 @@
-"""One candidate, assembled, costed and simulated: the planner context and its outcome."""
+"""Evaluation of one candidate, assembled, costed and simulated: the planner context and the outcome."""

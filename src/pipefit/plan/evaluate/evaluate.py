@@ -1,4 +1,4 @@
-"""One candidate, costed and simulated: what decides in every search."""
+"""Costs and simulation of one candidate, the basis of every search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipefit.simulate import simulate_schedule
 def evaluate_candidate(
     bench: PlannerContext, decisions: ParallelConfig, parts: PlanSkeleton, schedule: Schedule | None = None
 ) -> EvaluatedPlan:
-    """Cost and simulate one candidate, in the order of its family, or in that of `schedule`."""
+    """Cost and simulate one candidate, in the order of its family or of `schedule`."""
     work = pipeline_work(parts, bench.programs)
     costs = contended_costs(bench, work)
     if schedule is None:
@@ -37,7 +37,7 @@ def evaluate_candidate(
 def _order_candidate(
     bench: PlannerContext, decisions: ParallelConfig, parts: PlanSkeleton, costs: CostTable
 ) -> Schedule:
-    """The order of the family, with what takes turns beside it, or lies in line on its lanes."""
+    """Return the order of the family, with guest modules interleaved or inline modules on its lanes."""
     if not isinstance(decisions, MultiModuleConfig) or not decisions.shared_modules:
         return computed_schedule(decisions.schedule, parts, costs)
     if not decisions.guests:
@@ -60,8 +60,8 @@ def simulate_candidate(
     schedule: Schedule,
     alone: PipelineCosts | None = None,
 ) -> EvaluatedPlan:
-    """Simulate one candidate: this order, lowered where it is not, under its own costs, with what its transfers share.
-    `alone`: its pipelines, where they are known."""
+    """Simulate one candidate in this order, lowered if necessary, with its costs and shared links. `alone` are its
+    separate pipelines, if known."""
     lowered = schedule if schedule.is_lowered else bench.lower_order(parts, decisions, schedule, costs)
     costs = contended_costs(bench, work, costs, alone)
     timeline = simulate_schedule(lowered, costs)

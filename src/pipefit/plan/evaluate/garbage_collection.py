@@ -1,7 +1,6 @@
-"""Planning without the cycle collector: it goes over millions of actions again and again, and finds nothing to free.
+"""Planning without the cycle collector, which would scan millions of actions repeatedly and free none.
 
-Schedules are tuples of named tuples, which hold no cycles; the collector follows each of them all the same, for a sixth
-of the time of a large search.
+Schedules are tuples of named tuples and hold no cycles. Scanning them takes a sixth of the time of a large search.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def defer_collection() -> Iterator[None]:
-    """No cycles are collected inside. Afterwards the collector is as it was before."""
+    """Disable the cycle collector inside the context, and restore it afterwards."""
     on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What a search finds: the plans that were simulated and fit, those that do not fit, and what was left open."""
+"""The result of a search: simulated plans that fit, candidates that do not, and the candidates left open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EvaluatedPlan:
     """A simulated candidate."""
 
     decisions: ParallelConfig
-    "With its cuts."
+    "The choices, with the layer cuts."
     parts: PlanSkeleton
     simulation: PlanSimulation
 
@@ -24,7 +24,7 @@ class EvaluatedPlan:
 
     @property
     def worst_lane(self) -> int:
-        """The lane that is fullest for its limit."""
+        """The lane that is fullest relative to its limit."""
         limits, peaks = self.simulation.limits_bytes, self.simulation.peaks_bytes
         return max(range(len(limits)), key=lambda lane: peaks[lane] / limits[lane])
 
@@ -38,7 +38,7 @@ class EvaluatedPlan:
 
     @property
     def rank_key(self) -> tuple[float, float, int, int]:
-        """Faster first; among equally fast ones (within TIE) less memory, fewer devices, fewer stages."""
+        """Sort key: step time first (to nine decimal places), then memory, devices and stages."""
         return (float(f"{self.step_s:.9e}"), self.peak_bytes, self.decisions.device_count, self.decisions.stage_count)
 
 
@@ -48,7 +48,7 @@ class InfeasiblePlan:
 
     decisions: ParallelConfig
     bound_s: float
-    "It would take at least this long."
+    "Lower bound of its step time."
     peak_bytes: float
     limit_bytes: float
     lane: int
@@ -59,16 +59,16 @@ class SearchResult:
     """The outcome of a search."""
 
     fitting: tuple[EvaluatedPlan, ...]
-    "Simulated and fitting, the best first; empty where nothing fits."
+    "Simulated plans that fit, the best first; empty if none fits."
     misfits: tuple[InfeasiblePlan, ...]
-    "Of what did not fit the most telling ones, the fastest first; the closest of all where nothing fits."
+    "The most informative plans that do not fit, the fastest first; the closest one if none fits."
     unfit: int
-    "How many candidates that were looked at did not fit."
+    "Number of candidates that did not fit."
     lower_bound_s: float
-    "No plan of the space is faster: the least closed-form bound of all, fitting or not."
+    "Least closed-form bound of all candidates, fitting or not: no plan of the space is faster."
     open_bound_s: float
-    "The least bound of what was not looked at to its end; above the best time, unless the budget was spent."
+    "Least bound of the candidates that were not fully evaluated; above the best time unless the budget was spent."
     considered: int
     simulated: int
     fitted: int = 0
-    "Orders that were made for a layout and beat every family."
+    "Number of orders fitted to a layout that beat every family."

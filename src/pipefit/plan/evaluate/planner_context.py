@@ -1,7 +1,6 @@
-"""Assembling a plan from explicit decisions: deterministic, and the one place that does it.
+"""Assembly of a plan from explicit decisions: deterministic, and used everywhere that plans are made.
 
-The search calls it for its winner, tests and tools call it directly, and what a person writes by hand has the same
-parts.
+The search calls it for its winner; tests and tools call it directly. A plan written by hand has the same parts.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ VERSION = 2
 
 
 class PlannerContext:
-    """A model and a cluster with everything that is worked out about them once and used for many plans."""
+    """A model and a cluster, with everything that is computed about them once and used for many plans."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class PlannerContext:
 
     @property
     def only_module(self) -> ModelModule:
-        """The only module. Raises PlanError where there are several."""
+        """The only module. Raises PlanError if there are several."""
         if len(self.model.modules) != 1:
             raise PlanError(
                 "Plans of several modules are not searched yet; they can be written by hand.",
@@ -73,7 +72,7 @@ class PlannerContext:
         return self.model.modules[0]
 
     def make_skeleton(self, job: Job, decisions: ParallelConfig) -> PlanSkeleton:
-        """Groups, stages and edges of these decisions; layers are cut by their costs where no cuts are given."""
+        """Return the groups, stages and edges of these decisions. Without cuts, the layers are cut by their costs."""
         module = self.only_module
         cut = self.layer_cutter.cut_layers(job, decisions)
         cuts = decisions.cuts or (cut or self.layer_cutter.leanest_cut(job, decisions)).cuts
@@ -92,7 +91,8 @@ class PlannerContext:
         )
 
     def refine_skeleton(self, job: Job, decisions: ParallelConfig, parts: PlanSkeleton) -> PlanSkeleton:
-        """These parts, cut again where it makes the step shorter (`cutting/refine.py`). The decisions give no cuts."""
+        """Return these parts with refined cuts if that shortens the step (`cutting/refine.py`). The decisions must have
+        no cuts."""
 
         def skeleton_with_cuts(cuts: tuple[int, ...]) -> PlanSkeleton:
             return self.make_skeleton(job, replace(decisions, cuts=cuts))
@@ -113,7 +113,7 @@ class PlannerContext:
         return parts if cuts == tuple(stage.layers[0] for stage in parts.stages[1:]) else skeleton_with_cuts(cuts)
 
     def search_recipes(self, job: Job, asked: RecipeRequest) -> None:
-        """Search the shard programs of the module's layers; from now on `searched` without a name means these."""
+        """Search the shard programs of the module's layers; afterwards `searched` without a name means these."""
         if self._searched_for == (job, asked):
             return
         self._searched_for = (job, asked)
@@ -123,27 +123,27 @@ class PlannerContext:
         self.__dict__.pop("layer_cutter", None)  # it holds the programs that were before
 
     def with_cluster(self, cluster: Cluster) -> PlannerContext:
-        """The same model on another cluster."""
+        """Return a context of the same model on another cluster."""
         context = PlannerContext(self.model, cluster, self.layers, self.source.name)
         context.programs = self.programs
         return context
 
     @cached_property
     def layer_cutter(self) -> LayerCutter:
-        """Cuts of the only module."""
+        """The layer cutter of the only module."""
         return LayerCutter(self.programs, self.only_module.name, self.network, self.layers)
 
     def build_cost_table(self, parts: PlanSkeleton) -> CostTable:
-        """The cost table of these parts."""
+        """Return the cost table of these parts."""
         return cost_table(pipeline_work(parts, self.programs), self.network, self.layers)
 
     def plan_parameters(self, parts: PlanSkeleton, decisions: ParallelConfig) -> tuple[ParameterPlan, ...]:
-        """The parameters of these parts."""
+        """Return the parameters of these parts."""
         return module_parameters(self.model, parts, self.programs)
 
     def build_schedule(self, parts: PlanSkeleton, decisions: ParallelConfig, costs: CostTable | None) -> Schedule:
-        """The order of the decided family for these parts, its transfers put in by the times of `build_cost_table`. A
-        family that fits to memory gets that of the devices."""
+        """Return the lowered order of the chosen family for these parts, with transfers placed by the times of
+        `build_cost_table`. A family that adapts to memory gets the limits of the devices."""
         devices = self.network.kinds
         limits = tuple(min(float(devices[d].memory_bytes) for d in group.devices) for group in parts.groups)
         if costs is not None:
@@ -153,13 +153,13 @@ class PlannerContext:
     def lower_order(
         self, parts: PlanSkeleton, decisions: ParallelConfig, computed: Schedule, costs: CostTable | None
     ) -> Schedule:
-        """A computed order with its transfers, reductions and gathers put in."""
+        """Return a computed order with its transfers, reductions and gathers."""
         parameters = self.plan_parameters(parts, decisions)
         frozen = find_frozen_stages(len(parts.stages), parts.edges, parameters)
         return lower_for_plan(computed, parts.groups, parts.stages, parts.edges, parameters, costs, frozen)
 
     def assemble_plan(self, parts: PlanSkeleton, decisions: ParallelConfig, schedule: Schedule) -> Plan:
-        """The plan of these parts with this lowered order."""
+        """Return the plan of these parts with this lowered order."""
         parameters = self.plan_parameters(parts, decisions)
         cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
         return Plan(
@@ -188,12 +188,12 @@ def build_plan(
     name: str = "",
     bench: PlannerContext | None = None,
 ) -> Plan:
-    """The plan that these decisions stand for, without predictions.
+    """Return the plan of these decisions, without predictions.
 
-    Where the decisions give a stage count and no cuts, the layers are cut by their costs. `name` is what the user
-    typed for the model; `bench` saves work when many plans are built for one model and cluster. Raises PlanError for
-    decisions that contradict themselves, the job, the model (its layers, its positions) or the cluster, and
-    ScheduleError where the schedule cannot be made.
+    Without cuts in the decisions, the layers are cut by their costs. `name` is the text that the user typed for the
+    model; `bench` saves work if many plans are built for one model and cluster. Raises PlanError for decisions that
+    contradict each other, the job, the model (its layers, its positions) or the cluster, and ScheduleError if the
+    schedule cannot be built.
     """
     bench = bench or PlannerContext(model, cluster, name=name)
     check_config(decisions, job, len(bench.only_module.layers), device_count(cluster))

@@ -1,7 +1,7 @@
-"""Candidates as the search sees them: every pipeline at its own pace, and ports that transfers share.
+"""Costs of a candidate with its replicas at independent speeds, and with transfers that share ports.
 
-Where replicas go at their own pace, a step can be shorter than that of replicas in step; where transfers share ports,
-it can be longer. So the bound of a candidate's cost table is that of its slowest pipeline alone: sharing only delays.
+Replicas at independent speeds can make a step shorter than replicas in lockstep; shared ports can make it longer. So a
+candidate's bound is that of its slowest pipeline alone: sharing only adds delay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def contended_costs(
     costs: CostTable | None = None,
     alone: PipelineCosts | None = None,
 ) -> CostTable:
-    """The cost table of this work with what transfers share. `costs` and its pipelines `alone`, if they are known."""
+    """Return the cost table of this work with shared links. `costs` and the separate pipelines `alone` are passed if
+    known."""
     if costs is None:
         costs = cost_table(work, bench.network, bench.layers)
     if costs.contention is not None:
@@ -34,13 +35,17 @@ def contended_costs(
 
 
 def slowest_pipeline_bound_s(alone: PipelineCosts, placement: Sequence[int], microbatches: int, schedule: str) -> float:
-    """The least simulated time of a lowered schedule of that family with what transfers share, for a chain of stages:
-    that of its slowest pipeline, were it alone."""
+    """Return a lower bound of the simulated time of a lowered schedule of this family, for a chain of stages with
+    shared links.
+
+    It is the bound of the slowest pipeline alone.
+    """
     return max(table_bound_s(table, placement, microbatches, schedule) for table in alone.tables)
 
 
 def without_contention(one: EvaluatedPlan) -> EvaluatedPlan:
-    """The candidate as the plain simulator has it: all replicas in step, every lane with a port of its own."""
+    """Return the candidate as the plain simulator times it: replicas in lockstep, and a separate port for every
+    lane."""
     simulation = one.simulation
     costs = replace(simulation.costs, contention=None)
     timeline = simulate_schedule(simulation.timeline.schedule, costs)
