@@ -7,6 +7,7 @@ speed. A program, its shares and their cost are one record and never mixed. Cost
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -143,7 +144,7 @@ def leanest_program(
         return best
     low = high / DEAREST**2
     for _ in range(PRICES):
-        price = (low * high) ** 0.5
+        price = math.sqrt(low * high)
         found = _at_price(chains, layers, shares or best.shares, price)
         if found is None or not fits_in_memory(chains, found.held_bytes):
             low = price

@@ -47,7 +47,10 @@ def one_pass_s(network: Network, operation: str, rings: Rings, total_bytes: floa
 def pass_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> list[tuple[Rings, float]]:
     """(rings, bytes of the whole tensor on each) of what one pass goes through, one after the other: the rings
     themselves, or rings inside hosts and rings between them, whichever is faster. An all-reduce is two passes."""
-    return [(level_rings, total_bytes / parts) for level_rings, parts, _ in _fastest_levels(network, operation, rings, total_bytes)]
+    return [
+        (level_rings, total_bytes / parts)
+        for level_rings, parts, _ in _fastest_levels(network, operation, rings, total_bytes)
+    ]
 
 
 def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> Way:

@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipefit.cost.portable import geometric_mean
+
 LEAST = 1e-3
 """A factor below this is a measurement that saw no cost at all; factors are averaged as logarithms."""
 
@@ -69,5 +71,4 @@ class SizeCorrection:
         return self._fraction_factor(math.prod(max(cut_parts) for cut_parts in parts[: self.cuts])) / self.even_factor
 
     def _fraction_factor(self, fraction: float) -> float:
-        logs = [math.log(curve.time_factor(self.whole_bytes * fraction)) for curve in self.curves]
-        return math.exp(sum(logs) / len(logs))
+        return geometric_mean([curve.time_factor(self.whole_bytes * fraction) for curve in self.curves])

@@ -87,9 +87,9 @@ class PortLoads:
         if parts not in self._known:
             total = 0.0
             for round_load in self.loads:
-                load = round_load @ np.asarray(parts[-1])
+                load = (round_load * np.asarray(parts[-1])).sum(axis=-1)
                 if load.ndim > 1:
-                    load = load @ np.asarray(parts[0])
+                    load = (load * np.asarray(parts[0])).sum(axis=-1)
                 total += float(load.max(initial=0.0))
             self._known[parts] = total
         return self._known[parts]
@@ -177,7 +177,9 @@ class CollectiveLowerings:
     def one_named(self, operation: str, name: Lowering, total_bytes: float) -> LoweredCollective:
         """One of them."""
         if name == "padded" and operation in EVEN:
-            once_s, twice_s = (EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes))
+            once_s, twice_s = (
+                EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes)
+            )
             return LoweredCollective(name, 2 * once_s - twice_s, twice_s - once_s, self._padding)
         if (operation, name) not in self._known:
             self._known[operation, name] = self.plain_lowering(operation, name)
@@ -274,7 +276,9 @@ class CollectiveLowerings:
     def _grouped_all_gather(self) -> tuple[float, PortLoads]:
         """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
         constant, rounds = self.plain_lowering("all_gather", "grouped")
-        return constant, PortLoads(*(np.repeat(round_load[:, :, None], self.size, axis=2) for round_load in rounds.loads))
+        return constant, PortLoads(
+            *(np.repeat(round_load[:, :, None], self.size, axis=2) for round_load in rounds.loads)
+        )
 
     def _message_rounds(self, operation: str, name: str) -> list[tuple[list[Message], float]]:
         """The rounds of an all-gather or a reduce-scatter: messages that go at the same time, and which share of a part
@@ -285,7 +289,11 @@ class CollectiveLowerings:
         if not self.network.over_gloo:  # along the ring, all parts at once: a hop carries all but one
             hops = self._ring_hops()
             return [([(*hop, part) for hop in hops for part in range(n) if part != hop[1 if gathers else 0]], 1.0)]
-        return [message_round for root in range(n) for message_round in (_binomial_tree(n, root) if gathers else self._gloo_reduce(root))]
+        return [
+            message_round
+            for root in range(n)
+            for message_round in (_binomial_tree(n, root) if gathers else self._gloo_reduce(root))
+        ]
 
     def _gloo_reduce(self, root: int) -> list[tuple[list[Message], float]]:
         """One gloo reduce: n - 1 steps of a part of it round the ring, then every other member's to the root."""

@@ -37,6 +37,7 @@ from pipefit.cost.compute.roofline_correction import (
     measured_ratios,
     unsharded_shape,
 )
+from pipefit.cost.portable import geometric_mean
 from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
@@ -108,7 +109,8 @@ def action_times_s(
     time_s = interpolate_many(curve.tokens, curve.time_s, b * t)
     if curve.attention_s:
         known = len(curve.attention_s)
-        time_s = time_s + attention_features(b, t, p, earlier)[..., :known] @ np.asarray(curve.attention_s)
+        features = attention_features(b, t, p, earlier)[..., :known]
+        time_s = time_s + (features * np.asarray(curve.attention_s)).sum(axis=-1)
     return np.where(b * t > 0, time_s, 0.0)
 
 
@@ -192,9 +194,8 @@ def collective_factors(
     curves = collective_curves(measured, operation, host, size, inside)
     if not curves:
         return 1.0, 1.0
-    factors = np.log([(curve.latency_factor, curve.bandwidth_factor) for curve in curves])
-    latency, bandwidth = np.exp(factors.mean(axis=0))
-    return float(latency), float(bandwidth)
+    latency = geometric_mean([curve.latency_factor for curve in curves])
+    return latency, geometric_mean([curve.bandwidth_factor for curve in curves])
 
 
 def collective_curves(

@@ -74,7 +74,10 @@ def exchanges_s(exchanges: OperatorExchanges, collective: CollectiveTime | None)
         return 0.0, 0.0, 0.0
     assert collective is not None, "an operator that speaks to others is costed without a shard axis"
     forward_s, input_s, weight_s = (
-        sum(collective(kind, size, how, units) if units else collective(kind, size) for kind, size, how, units in pass_exchanges)
+        sum(
+            collective(kind, size, how, units) if units else collective(kind, size)
+            for kind, size, how, units in pass_exchanges
+        )
         for pass_exchanges in exchanges
     )
     return forward_s, input_s, weight_s

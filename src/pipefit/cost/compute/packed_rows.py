@@ -92,5 +92,5 @@ def _half_octave_knots(tokens: int) -> tuple[float, float]:
 def _octave_knots(each: float) -> tuple[float, float]:
     if each <= 1.0:
         return 1.0, 1.0
-    low = 2.0 ** math.floor(math.log2(each))
+    low = math.ldexp(1.0, math.frexp(each)[1] - 1)
     return low, 2.0 * low

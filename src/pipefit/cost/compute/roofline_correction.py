@@ -13,10 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from pipefit.cluster.measured import LayerCurve
 from pipefit.cost.compute.roofline import LayerSeconds, MicrobatchShape
+from pipefit.cost.portable import geometric_mean
 from pipefit.model.analysis.totals import operator_flops
 from pipefit.model.graph import Graph, size_factors
 
@@ -103,7 +102,7 @@ def mean_ratios(curves: Sequence[LayerCurve]) -> RooflineRatios:
     means = []
     for action in ("F", "I", "W"):
         known = [curve.against_roofline[action] for curve in curves if action in curve.against_roofline]
-        means.append(float(np.exp(np.mean(np.log(known)))) if known else 1.0)
+        means.append(geometric_mean(known) if known else 1.0)
     return RooflineRatios(*means)
 
 

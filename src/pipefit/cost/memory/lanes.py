@@ -75,7 +75,10 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
         num_positions = max(len(stage.parameters.trainable) for stage, _ in stages)
         positions = {position for _, holding in stages for position in holding.positions} or range(num_positions)
         places = [
-            [static_parts(*_stored_elements(stage, position), holding.share, work.precision) for stage, holding in stages]
+            [
+                static_parts(*_stored_elements(stage, position), holding.share, work.precision)
+                for stage, holding in stages
+            ]
             for position in positions
         ]
         sums = [{name: sum(parts[name] for parts in stage_parts) for name in stage_parts[0]} for stage_parts in places]

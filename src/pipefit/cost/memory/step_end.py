@@ -25,7 +25,9 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     for index, stage in enumerate(work.stages):
         copies = gloo and stage.split_state and stage.group.find_axis("replica").size > 1 and stage.turns == 1
         tied_groups = [tied for tied in work.tied if index in tied.stages and stage.group.find_axis("shard").size == 1]
-        shared = sum(tied.elements for tied in tied_groups if len({work.stages[member].lane for member in tied.stages}) > 1)
+        shared = sum(
+            tied.elements for tied in tied_groups if len({work.stages[member].lane for member in tied.stages}) > 1
+        )
         copy_bytes.append(float((max(stage.parameters.trainable) - shared) * width) if copies else 0.0)
     return tuple(copy_bytes)
 

@@ -116,7 +116,9 @@ def _replica_works(work: PipelineWork) -> list[PipelineWork]:
     return [
         replace(
             work,
-            stages=tuple(_of_replica(stage, replica_of, k) for stage, replica_of in zip(work.stages, replica_maps, strict=True)),
+            stages=tuple(
+                _of_replica(stage, replica_of, k) for stage, replica_of in zip(work.stages, replica_maps, strict=True)
+            ),
             edges=tuple(parts[k] for parts in edges),
             tied=(),
         )
@@ -195,7 +197,10 @@ def _competing_groups(stage: StageWork, network: Network) -> list[Rings]:
     replica_ports: list[set[Port]] = [set() for _ in range(stage.group.find_axis("replica").size)]
     for k, used in zip(replica, ports, strict=True):
         replica_ports[k] |= used
-    return [tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used)) for mine in replica_ports]
+    return [
+        tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used))
+        for mine in replica_ports
+    ]
 
 
 def _ring_ports(ring: tuple[int, ...], network: Network) -> set[Port]:

@@ -22,7 +22,10 @@ def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
 
 def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
     """The times of `edge_cost`, without its bytes."""
-    ahead, back = [[[network.transfer_time(messages) for messages in row] for row in direction] for direction in _by_microbatch(edge)]
+    ahead, back = [
+        [[network.transfer_time(messages) for messages in row] for row in direction]
+        for direction in _by_microbatch(edge)
+    ]
     return EdgeCost(
         source=edge.source,
         target=edge.target,

@@ -245,7 +245,9 @@ def _axis_rings(group: Mesh, name: AxisName) -> tuple[tuple[int, ...], ...]:
     """The runs of devices that differ along one axis only: all of them, in grid order."""
     rings: dict[tuple[int, ...], list[int]] = {}
     for device, coordinates in _grid_positions(group):
-        fixed = tuple(-1 if axis.name == name else position for axis, position in zip(group.axes, coordinates, strict=True))
+        fixed = tuple(
+            -1 if axis.name == name else position for axis, position in zip(group.axes, coordinates, strict=True)
+        )
         rings.setdefault(fixed, []).append(device)
     return tuple(map(tuple, rings.values()))
 
@@ -284,7 +286,8 @@ def _costs_by_place(
     collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(distinct_shares)
     if rings:
         collectives = {
-            shares: free_collective if silent else shard_collective(network, rings, shares) for shares in distinct_shares
+            shares: free_collective if silent else shard_collective(network, rings, shares)
+            for shares in distinct_shares
         }
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):

@@ -33,7 +33,9 @@ def in_flight_bytes(
     if peaks is None:
         return [0.0] * lanes
     saved = np.asarray(saved_bytes)
-    return [float((counts @ saved[np.asarray(placement) == lane]).max()) for lane, counts in enumerate(peaks)]
+    return [
+        float((counts * saved[np.asarray(placement) == lane]).sum(axis=1).max()) for lane, counts in enumerate(peaks)
+    ]
 
 
 def order_needs(schedule: Schedule, costs: CostTable, least_bytes: Sequence[float]) -> list[tuple[float, float]]:

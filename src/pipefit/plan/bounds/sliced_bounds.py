@@ -21,6 +21,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
 
 HOPS = {
@@ -119,5 +120,5 @@ def first_share_bound_s(whole_s: Array, first_share: Array, microbatches: Array,
     lane with time w waits for the first share of the lanes before it: max(share x prefix + m w) is least if all lanes
     are equal, T = share W / (1 - (1 - share / m)^lanes).
     """
-    bound: Array = first_share * whole_s / (1 - (1 - first_share / microbatches) ** lanes)
+    bound: Array = first_share * whole_s / (1 - whole_power(1 - first_share / microbatches, lanes))
     return bound

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, idle_s, peak_in_flight
@@ -71,7 +72,10 @@ class LowerBounds:
     def _bound_stack(self, panels: Sequence[CandidateGrid], stack: BoundsStack, lanes: Sequence[Array]) -> GridBounds:
         """Return the bounds of grids with one stack. `lanes` holds each grid's number of lanes of every class."""
         panel, lane_counts = panels[0], np.array(lanes)
-        lane_s, forward, backward = stack.even[:, None] / np.einsum("kcmr,pc->kpmr", stack.rates, lane_counts)
+        speeds = np.zeros((len(stack.rates), len(lane_counts), *stack.rates.shape[2:]))
+        for number in range(lane_counts.shape[1]):
+            speeds += stack.rates[:, number][:, None] * lane_counts[:, number][:, None, None]
+        lane_s, forward, backward = stack.even[:, None] / speeds
         static = [
             [[self._static_bytes(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
             for _, shares in panel.counts
@@ -170,7 +174,7 @@ class LowerBounds:
         fused_s = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / floor.turns
         least = np.maximum(least, fused_s)
         if floor.is_uniform and single.any():
-            least = np.where(single, np.maximum(least, total / (1 - (1 - 1 / count) ** depth)), least)
+            least = np.where(single, np.maximum(least, total / (1 - whole_power(1 - 1 / count, depth))), least)
         return least
 
     def memory_fractions(self, panel: CandidateGrid) -> Array:

@@ -99,7 +99,7 @@ class GridBounds:
     @property
     def memory_bytes(self) -> Array:
         """[grid]: sum over the lanes of the memory of one device of each."""
-        limit_bytes: Array = self.lanes @ self.stack.limit_bytes
+        limit_bytes: Array = (self.lanes * self.stack.limit_bytes).sum(axis=1)
         return limit_bytes
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipefit.cost.compute.curves import stage_overhead_s
 from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S
+from pipefit.cost.portable import portable_power
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.errors import PlanError
@@ -173,7 +174,8 @@ class SequenceSlicer:
     def _sample_curve(self, stage: StageWork) -> TimeOf:
         length = self.job.sequence
         least = min(max(self.finest, length // LADDER[-1]), length)
-        places = np.unique(np.round(np.geomspace(least, length, SAMPLES)).astype(int)).tolist()
+        steps = [portable_power(length / least, step / (SAMPLES - 1)) for step in range(SAMPLES)]
+        places = sorted({round(least * step) for step in steps})
         alone = [self._slice_seconds(stage, tokens, 0) for tokens in places]
         slopes = [
             (self._slice_seconds(stage, tokens, length - tokens) - time_s) / (length - tokens)

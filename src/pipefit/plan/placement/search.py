@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipefit.cost.portable import portable_log, portable_power
 from pipefit.plan.placement.chains import chain_arrays
 from pipefit.plan.placement.kernels.arena import CONSTANT, DEVICE, LEADING, USED, VALUE, WEIGHT, X
 from pipefit.plan.placement.kernels.compile import kernel_functions
@@ -48,7 +49,7 @@ LONGER = 8
 COMPILED_FROM = 20_000
 """Moves from which it pays to import numba, and to compile on the first use on a machine."""
 
-EXPONENTIAL = -np.log((np.arange(4096) + 0.5) / 4096)
+EXPONENTIAL = -portable_log((np.arange(4096) + 0.5) / 4096)
 """Equally likely values of the exponential distribution, so that no exp is called."""
 
 Clock = Callable[[], float]
@@ -199,12 +200,12 @@ class PlacementSearch:
         self.estimate_ticks(start)
         hot = max(course.heat * self.placed_ticks(), 2.0)
         span = max(self.way.cold, 1.0 / hot)
-        factor = 1.0 if course.seconds is not None else span ** (1.0 / max(1, course.moves))
+        factor = 1.0 if course.seconds is not None else portable_power(span, 1.0 / max(1, course.moves))
         arrays, made, began = (self.arena.whole, self.arena.real, self.arena.at), 0, course.clock()
         found, found_s, progress, chunk = start, start_s, 0.0, self.chunk
         while made < course.moves and progress < 1.0:
             count = min(chunk, course.moves - made)
-            best, control = start.copy(), np.array([hot * span**progress, factor, np.inf])
+            best, control = start.copy(), np.array([hot * portable_power(span, progress), factor, np.inf])
             self.run[self.way.loop](count, control, course.random, EXPONENTIAL, best, *arrays)
             made += count
             progress = made / course.moves

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.types import Array
+from pipefit.plan.placement.eigen import symmetric_eigenvectors
 from pipefit.plan.placement.links import TICK_S, Ints, LinkArrays
 from pipefit.plan.placement.shape import PlacementShape
 
@@ -84,10 +85,11 @@ def spectral_order(distance: Array) -> list[int]:
     good, and two racks may fall together in it: then the one that is nearest to the hosts' numbers."""
     weight = 1.0 / np.where(distance > 0, distance, np.inf)
     laplacian = np.diag(weight.sum(axis=1)) - weight
-    values, vectors = np.linalg.eigh(laplacian)
+    values, vectors = symmetric_eigenvectors(laplacian)
     alike = vectors[:, 1 : max(2, int(np.searchsorted(values, ALIKE * values[1])))]
     if alike.shape[1] > 1:
-        vector = alike @ (alike.T @ np.arange(len(distance)))
+        wanted = (alike * np.arange(len(distance))[:, None]).sum(axis=0)
+        vector = (alike * wanted).sum(axis=1)
     else:
         vector = alike[:, 0] * np.sign(alike[np.abs(alike[:, 0]).argmax(), 0])
     return [int(host) for host in np.argsort(vector, kind="stable")]

@@ -149,7 +149,8 @@ def anneal(
             period = least_period(edges, weight, turns, count, x, parent, low)
             if period >= 0:
                 fresh = period + share * x[last]
-                if fresh <= cost + heat * low * (1 - move / moves) ** 2 * dice[move, 3] ** 2:
+                cooled, luck = 1 - move / moves, dice[move, 3]
+                if fresh <= cost + heat * low * (cooled * cooled) * (luck * luck):
                     cost = fresh
                     taken = True
                     if cost < best - 1e-12:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.cost.portable import portable_power
 from pipefit.schedule.fit.instance import B, FitInstance, I, W
 from pipefit.schedule.fit.kernels.arrays import SearchLoops, make_state, make_trial
 from pipefit.schedule.fit.kernels.sweep import InstanceTables
@@ -126,7 +127,7 @@ def anneal_orders(
     free = toggle_percent(instance)
     settings = np.array([WEIGHT, value, free, *np.cumsum(SHARES) + free, REACH, CRITICAL])
     hot = HOT * hotter
-    heats = np.array([hot * mean, COLD * mean, (COLD / hot) ** (1.0 / moves)])
+    heats = np.array([hot * mean, COLD * mean, portable_power(COLD / hot, 1.0 / moves)])
     while moves > 0:
         now = budget.take_moves(min(moves, CHUNK))
         if not now:
