@@ -65,7 +65,7 @@ def tree(path: Path) -> ast.Module:
 @cache
 def rooms() -> dict[str, int]:
     """Room -> its line in the table of docs/architecture.md; a room may import those of its own line and above."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Rooms of rooms")[0]
     rows = re.findall(r"^\| ((?:`\w+/?` ?)+)\|", text, flags=re.MULTILINE)
     return {name: line for line, row in enumerate(rows) for name in re.findall(r"`(\w+)/?`", row)}
 
@@ -115,6 +115,33 @@ def test_imports_go_one_way() -> None:
             parts = name.split(".")
             if parts[0] == "pipefit" and order.get("".join(parts[1:2]), -1) > order.get(room, -1):
                 faults.append(f"{module_id(path)}:{line}: {room} imports {name}, which stands below it")
+    assert not faults, "\n".join(faults)
+
+
+@cache
+def inner_levels() -> dict[str, list[set[str]]]:
+    """Return the levels of the rooms inside a room, by docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("## Rooms of rooms")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)/` \| (.+) \|$", section, flags=re.MULTILINE)
+    return {room: [set(re.findall(r"`(\w+)`", level)) for level in levels.split("·")] for room, levels in rows}
+
+
+def test_imports_inside_a_room_go_one_way() -> None:
+    faults = []
+    assert len(inner_levels()) == 6
+    for room, levels in inner_levels().items():
+        level_of = {name: number for number, names in enumerate(levels) for name in names}
+        files = [path for path in MODULES if room_of(path) == room and path != SOURCE / room / "__init__.py"]
+        standing = {path.relative_to(SOURCE / room).parts[0].removesuffix(".py") for path in files}
+        assert standing == set(level_of), f"docs/architecture.md and src/pipefit/{room} name different rooms"
+        for path in files:
+            inner = path.relative_to(SOURCE / room).parts[0].removesuffix(".py")
+            for name, line, _ in imports(path):
+                parts = name.split(".")
+                target = parts[2] if parts[:2] == ["pipefit", room] and len(parts) > 2 else inner
+                if target in standing - {inner} and level_of[target] >= level_of[inner]:
+                    faults.append(f"{module_id(path)}:{line}: {inner} imports {name}")
     assert not faults, "\n".join(faults)
 
 
