@@ -28,7 +28,7 @@ def test_quickstart_from_measuring_to_the_report(tmp_path: Path) -> None:
     plan = load_plan(tmp_path / "plan.json")
     assert plan.prediction is not None and plan.decisions["stages"] == "2" and plan.decisions["replicas"] == "2"
     assert any("measured" in note for note in plan.prediction.assumptions)
-    assert "hangs on" in done.stdout and "lower bound" in done.stdout and "what more would give" in done.stdout
+    assert "critical path: " in done.stdout and "lower bound" in done.stdout and "with better hardware: " in done.stdout
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("loss" in record for record in records) == 4
     html = (tmp_path / "report.html").read_text()

@@ -254,7 +254,9 @@ def transfer_moves(
                 sender_runs[source.axis_position(sender, "replica")]
             )
         if receiver is not None and _splits_replicas(target, received):
-            senders = _devices_by_run(source, sent, sender_runs, senders)(receiver_runs[target.axis_position(receiver, "replica")])
+            senders = _devices_by_run(source, sent, sender_runs, senders)(
+                receiver_runs[target.axis_position(receiver, "replica")]
+            )
     boxes = {device: held_box(shape, source, sent, device, sender_runs) for device in senders}
     alike = _matched_axes(source, sent, target, received)
     places: Mapping[int, int] | None = None

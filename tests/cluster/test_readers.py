@@ -227,7 +227,7 @@ def test_topology_needs_the_kind_and_knows_its_nvlinks(tmp_path: Path) -> None:
         read_cluster("nvidia-smi-topo", [TOPOLOGY], devices="4xA100-80")
     with pytest.raises(ClusterError, match="NVLinks; their speed on this kind of device is not known"):
         read_cluster("nvidia-smi-topo", [TOPOLOGY], devices="MI300X")
-    with pytest.raises(ClusterError, match="Two files stand for the same host"):
+    with pytest.raises(ClusterError, match="Two files describe the same host"):
         read_cluster("nvidia-smi-topo", [TOPOLOGY, TOPOLOGY], devices="A100-80", network="100Gbit/s")
     other = tmp_path / "second.txt"
     other.write_text(text_of("topo_8xa100.txt"), encoding="utf-8")

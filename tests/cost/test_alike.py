@@ -79,9 +79,11 @@ def test_a_part_of_a_measured_layer_is_corrected_by_that_layer_at_the_same_sizes
     assert product_kinds(part) == product_kinds(MODEL.layer_graph(BLOCK)) != product_kinds(MODEL.layer_graph(HEAD))
     found, notes = cost(cluster, part, MODEL.graphs.values())
     assert abs(error(found, part)) < 0.02
-    assert any(f"not measured; roofline, corrected as {BLOCK.name} was measured at the same sizes" in n for n in notes)
+    assert any(
+        f"not measured; roofline, corrected by the measurement of {BLOCK.name} at the same sizes" in n for n in notes
+    )
     plain, notes = cost(cluster, part)
-    assert abs(error(plain, part)) > 0.05 and any("as measured layers showed" in note for note in notes)
+    assert abs(error(plain, part)) > 0.05 and any("the mean of measured layers" in note for note in notes)
 
 
 @pytest.mark.parametrize(("name", "sharding"), [("tiny", "megatron"), ("multimodal-tiny", "megatron-sp")])

@@ -118,7 +118,7 @@ def test_broken_files(tmp_path: Path, name: str) -> None:
     change, words = BROKEN[name]
     path = tmp_path / "memory.json"
     path.write_text(dump_text(MemoryFacts(runs=(change(runs(1, seed=1)[0]),))))
-    with pytest.raises(FormatError, match="A recorded run is not one") as error:
+    with pytest.raises(FormatError, match="The recorded run is invalid") as error:
         load_memory(path)
     assert words in str(error.value) and "runs[0]" in str(error.value)
     path.write_text('{"format": "other"}')
@@ -145,6 +145,6 @@ def test_a_correction_that_no_runs_can_teach(tmp_path: Path, name: str) -> None:
     path.write_text(dump_text(facts))
     assert load_memory(path) == facts
     path.write_text(dump_text(replace(facts, corrections={"x": replace(facts.corrections["x"], **IMPOSSIBLE[name])})))
-    with pytest.raises(FormatError, match="A correction is not one that runs can teach") as error:
+    with pytest.raises(FormatError, match="The memory correction is invalid") as error:
         load_memory(path)
-    assert "corrections.x" in str(error.value) and "it learns again" in str(error.value)
+    assert "corrections.x" in str(error.value) and "to learn them again" in str(error.value)

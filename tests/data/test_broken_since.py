@@ -287,6 +287,6 @@ def test_every_device_fails_alike_where_one_of_them_finds_a_broken_image(
     sample, path = min(broken)
     error = errors[0]
     assert isinstance(error, BrokenSinceError)
-    assert error.what == "An image that was whole when it was indexed is broken now."
+    assert error.what == "An image that was intact when it was indexed is broken now."
     assert error.where == f"{path} (sample {index.sample_name(sample)}, step 2)"
     assert str(error.seen).endswith("; and 1 more") and "--on-broken skip" in str(error.next_step)

@@ -58,7 +58,7 @@ def test_what_a_dead_worker_did_is_done_again_first_and_given_up_in_the_end() ->
     with pytest.raises(DataError, match="lost its worker every time") as error:
         dispatcher.take_result(0)
     assert error.value.seen == "3 workers, the last one: ended by signal 9"
-    assert error.value.allowed == "a worker that lives and has done it within 300 s"
+    assert error.value.allowed == "a worker that finishes the task within 300 s"
     assert str(error.value.next_step).startswith(
         "look for a shortage of memory on the host (fewer --workers need less)"
     )
@@ -85,7 +85,7 @@ def test_an_error_of_ours_is_final_and_any_other_is_tried_again() -> None:
 @pytest.mark.parametrize(
     ("key", "where"),
     [
-        (("step", 6), "step 7, its order of samples"),
+        (("step", 6), "step 7, the order of its samples"),
         (("feed", 6, 1, 2), "step 7, the arrays of stage 1, microbatch 2"),
         ("other", "task other"),
     ],
@@ -137,7 +137,7 @@ def test_a_task_whose_workers_are_all_killed_for_their_time_says_so() -> None:
     dispatcher.handle_event(WorkerDied(0, "ended by signal 9"), 11.0)
     with pytest.raises(DataError) as error:
         dispatcher.take_result(0)
-    assert error.value.seen == "1 workers, the last one: killed, for it was not done after 10 s"
+    assert error.value.seen == "1 workers, the last one: killed: not done after 10 s"
 
 
 def test_a_worker_that_is_never_up_is_killed_and_none_ever_up_is_an_error() -> None:
@@ -152,7 +152,7 @@ def test_a_worker_that_is_never_up_is_killed_and_none_ever_up_is_an_error() -> N
         dispatcher.handle_event(WorkerDied(worker, "ended by signal 9"), now_s + 12)
     with pytest.raises(DataError, match="die before they have done anything") as error:
         dispatcher.take_result(0)
-    assert error.value.seen == "killed, for it was not there after 10 s" and dispatcher.counts.killed == 3
+    assert error.value.seen == "killed: not ready after 10 s" and dispatcher.counts.killed == 3
 
 
 def test_a_worker_that_is_up_has_no_time_limit_until_it_has_a_task() -> None:
@@ -192,7 +192,7 @@ def test_workers_that_never_come_up_are_an_error_of_every_task() -> None:
     with pytest.raises(DataError, match="die before they have done anything") as error:
         dispatcher.take_result(0)
     assert error.value.where == "the 5 workers that were started last" and error.value.seen == "exit code 1"
-    assert error.value.allowed == "one that is there within 300 s"
+    assert error.value.allowed == "a worker that is ready within 300 s"
     assert "python -P -m pipefit.data.preparation.worker" in str(error.value.next_step)
 
 

@@ -78,7 +78,7 @@ def test_options_that_contradict_the_model(
 ) -> None:
     done = run("data", str(tmp_path), "-o", str(tmp_path / "x"), "--model", write_model(tmp_path / "model"), *words)
     error = done.exception
-    assert isinstance(error, DataError) and error.what == "The model takes images that are cut otherwise."
+    assert isinstance(error, DataError) and error.what == "The option contradicts the image format of the model."
     assert (error.where, error.seen, error.allowed) == (where, seen, allowed)
 
 
@@ -87,7 +87,7 @@ def test_options_that_contradict_the_model(
     [
         ({"vision": VIT | {"num_channels": 1}}, "The images of an index have three channels"),
         ({"language": LANGUAGE | {"vocab_size": 200}}, "The tokenizer of the index has more tokens"),
-        (None, "This model does not say how it takes images."),
+        (None, "This model does not define an image format."),
     ],
 )
 def test_models_that_no_index_can_be_made_for(tmp_path: Path, changes: dict[str, Any] | None, what: str) -> None:
@@ -111,10 +111,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.mark.parametrize(
     ("images", "options", "what", "seen"),
     [
-        ({"patch": 4}, {}, "The images are cut into other patches than the model takes.", "48 numbers a patch"),
-        ({"start_token": False}, {}, "Images begin with a token of their own", "without a start token"),
-        ({}, {"image_token": 260}, "The id that stands for images is no token of the model.", "260"),
-        ({}, {"generation_token": 999}, "The id that stands for images is no token of the model.", "999"),
+        ({"patch": 4}, {}, "The patches of the images do not fit the model.", "48 numbers a patch"),
+        ({"start_token": False}, {}, "The index and the model disagree on a start token", "without a start token"),
+        ({}, {"image_token": 260}, "The placeholder id of images is outside the model's vocabulary.", "260"),
+        ({}, {"generation_token": 999}, "The placeholder id of images is outside the model's vocabulary.", "999"),
     ],
 )
 def test_an_index_that_the_model_does_not_take(

@@ -71,7 +71,7 @@ def test_a_row_without_its_file(tmp_path: Path) -> None:
     assert indexed(tmp_path, rows, on_broken="skip").reported[0].reason == "there is no such file"
     (tmp_path / "a.png").write_text("no image")
     (tmp_path / "b.png").unlink()
-    with pytest.raises(DataError, match="There is not one sample to train on") as error:
+    with pytest.raises(DataError, match="There is no sample to train on") as error:
         indexed(tmp_path, rows, on_broken="skip")
     assert error.value.seen == "3 samples left out for their images"
 
@@ -146,7 +146,7 @@ def test_sources_rules_and_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "precious").touch()
     rows = write_rows(tmp_path / "m.jsonl", [{"parts": [{"text": "a"}]}])
-    with pytest.raises(DataError, match="The folder for the index is something else"):
+    with pytest.raises(DataError, match="The folder for the index exists and is not an index"):
         make_index(IndexRequest(source=str(rows)), tmp_path / "taken")
     assert (tmp_path / "taken" / "precious").exists()
     with pytest.raises(DataError, match="This is no index of samples") as error:
@@ -249,7 +249,7 @@ def test_held_out_rows_come_once_and_are_not_trained_on(tmp_path: Path) -> None:
     assert batches[1].counts["patches"][1:].tolist() == [0, 0, 0]
     with pytest.raises(DataError, match="There is no sample left to train on"):
         rows_of_index(index, SEQUENCE, held_out=20)
-    with pytest.raises(DataError, match="This is no part of the rows to hold out"):
+    with pytest.raises(DataError, match="This is not a valid number of rows to hold out"):
         rows_of_index(index, SEQUENCE, held_out=1.5)
 
 

@@ -217,7 +217,7 @@ def test_workers_refuse_an_index_that_has_taken_the_place_of_the_first(tmp_path:
     recipe.open()
     write_images(tmp_path / "images", 12, seed=5)
     make_index(index.summary.request, index.folder)
-    with pytest.raises(DataError, match="The index is another one than when the run began") as error:
+    with pytest.raises(DataError, match="The index has changed since the run began") as error:
         recipe.open()
     assert error.value.allowed == index.summary.digest
 
@@ -308,7 +308,7 @@ def test_workers_with_other_versions_of_what_decodes_images_refuse(
     recipe.open()
     assert images.decoder_versions() == f"Pillow {Image.__version__}, numpy {np.__version__}"
     monkeypatch.setattr(ahead_module, "decoder_versions", lambda: "Pillow 1.0, numpy 1.0")
-    with pytest.raises(DataError, match="decodes images with other versions than the run") as error:
+    with pytest.raises(DataError, match="has other versions of the image decoders than the run") as error:
         recipe.open()
     assert (error.value.seen, error.value.allowed) == ("Pillow 1.0, numpy 1.0", images.decoder_versions())
     replace(recipe, versions="").open()

@@ -153,7 +153,7 @@ def test_workers_that_stop_crash_or_fail_are_made_up_for(tmp_path: Path, opened:
                 "crash",
                 "A preparation task has lost its worker every time.",
                 "ended by signal 9",
-                "a worker that lives and has done it within 30 s",
+                "a worker that finishes the task within 30 s",
             ),
         ]
     ):

@@ -116,7 +116,7 @@ def test_an_item_that_does_not_fit_is_named(make, words):
 
 
 def test_what_is_no_data_set_is_refused():
-    assert "no data set with rows by number" in refused(5)
+    assert "not a data set with rows by index" in refused(5)
     assert "an object with a length" in refused(lambda: iter([1, 2]))
     text = refused(lambda: [][1])
     assert "could not be made" in text and "rows.py:rows" in text and "IndexError" in text

@@ -151,7 +151,7 @@ def test_a_corpus_too_small_for_the_batch_is_refused() -> None:
         ({"microbatches": 5}, "cannot be cut into equal microbatches"),
         ({"slices": (3, 4)}, "do not add up to the sequence"),
         ({"slices": (8, 0)}, "do not add up to the sequence"),
-        ({"multiples": (3,)}, "no multiple of what a stage takes together"),
+        ({"multiples": (3,)}, "not a multiple of the stage's microbatches per call"),
     ],
 )
 def test_a_plan_that_does_not_divide_is_refused(changes: dict[str, object], message: str) -> None:

@@ -94,7 +94,7 @@ def test_missing_links_and_hosts_of_the_cluster_are_named(tmp_path: Path) -> Non
     with pytest.raises(ClusterError, match="there is no rail"):
         spec.check_lab(toy_lab(replace(toy_cluster(), rails=())))
     strange = replace(toy_cluster(), hosts=(Host(name="n0", kind="H100", devices=1, link=""),), rails=())
-    with pytest.raises(ClusterError, match="a kind that the file does not describe"):
+    with pytest.raises(ClusterError, match="a device kind that the file does not describe"):
         spec.check_lab(toy_lab(strange))
 
 

@@ -310,7 +310,7 @@ def test_a_mean_loss_is_refused() -> None:
 
 
 def test_an_input_that_nobody_feeds_is_refused() -> None:
-    with pytest.raises(ModelError, match="takes an input that nobody feeds") as error:
+    with pytest.raises(ModelError, match="takes an input that has no source") as error:
         capture_layers([Strange()], x_features=16)
     assert "'mask'" in str(error.value) and "positions" in str(error.value)
 

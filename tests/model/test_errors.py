@@ -79,9 +79,9 @@ def test_gpt2_heads_that_do_not_divide() -> None:
 
 
 def test_dropout_of_attention_is_said_to_be_left_out() -> None:
-    with pytest.warns(UserWarning, match="attn_pdrop is left out"):
+    with pytest.warns(UserWarning, match="attn_pdrop is ignored"):
         describe_config({**VARIANTS["gpt2"], "attn_pdrop": 0.1}, "gpt2", "gpt2")
-    with pytest.warns(UserWarning, match="attention_dropout is left out"):
+    with pytest.warns(UserWarning, match="attention_dropout is ignored"):
         describe_config({**LLAMA, "attention_dropout": 0.1}, "llama", "llama")
 
 
@@ -115,7 +115,7 @@ def test_directories_and_files_that_are_no_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
     assert "line 1" in str(error.value)
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(FormatError, match="no configuration"):
+    with pytest.raises(FormatError, match="not a configuration"):
         resolve_model(str(tmp_path / "list.json"))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FormatError, match="cannot be read"):
@@ -137,7 +137,7 @@ def test_a_cut_saved_model_is_refused(tmp_path: Path) -> None:
 def test_two_layers_of_one_name() -> None:
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     layers[1].layer_name = "layers.0"  # type: ignore[assignment]
-    with pytest.raises(ModelError, match="Two layers have one name") as error:
+    with pytest.raises(ModelError, match="Two layers have the same name") as error:
         capture_layers(layers, x_features=2)
     assert "layers.0" in str(error.value)
 

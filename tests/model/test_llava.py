@@ -140,14 +140,14 @@ def test_a_text_config_of_llama_leaves_out_what_is_as_in_transformers() -> None:
 @pytest.mark.parametrize(
     ("changes", "what", "seen"),
     [
-        ({"vision_config": {**VISION, "model_type": "clip_vision_model"}}, "is of no known type", "clip_vision_model"),
+        ({"vision_config": {**VISION, "model_type": "clip_vision_model"}}, "encoder is not known", "clip_vision_model"),
         ({"vision_feature_select_strategy": "default"}, "drops the first token of every image", "'default'"),
         ({"vision_feature_layer": [-2, -1]}, "'vision_feature_layer' of the configuration", "[-2, -1]"),
         ({"vision_feature_layer": 0}, "'vision_feature_layer' of the configuration", "0"),
         ({"vision_feature_layer": -4}, "'vision_feature_layer' of the configuration", "-4"),
         ({"multimodal_projector_bias": False}, "has no biases", "multimodal_projector_bias false"),
         ({"vision_config": "siglip"}, "'vision_config' of the configuration has a wrong value", "'siglip'"),
-        ({"text_config": {**TEXT, "model_type": "gemma"}}, "The language model is of no known type", "'gemma'"),
+        ({"text_config": {**TEXT, "model_type": "gemma"}}, "The type of the language model is not known", "'gemma'"),
     ],
 )  # fmt: skip
 def test_a_llava_that_is_no_model_of_this_family(changes: dict[str, Any], what: str, seen: str) -> None:

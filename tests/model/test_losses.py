@@ -76,9 +76,12 @@ def test_labels_are_counted_as_the_model_sees_them():
 
 
 REFUSED = {
-    "smoothed": (lambda y, t: functional.cross_entropy(y, t, label_smoothing=0.1), ["cannot be added up", "smoothing"]),
-    "two means": (lambda y, t: functional.cross_entropy(y, t) + y.mean(), ["made of means", "2 mean(s)", "Loss"]),
-    "root": (lambda y, t: functional.cross_entropy(y, t).sqrt(), ["made of means"]),
+    "smoothed": (
+        lambda y, t: functional.cross_entropy(y, t, label_smoothing=0.1),
+        ["not a sum over rows", "smoothing"],
+    ),
+    "two means": (lambda y, t: functional.cross_entropy(y, t) + y.mean(), ["combines means", "2 mean(s)", "Loss"]),
+    "root": (lambda y, t: functional.cross_entropy(y, t).sqrt(), ["combines means"]),
 }
 
 
@@ -104,7 +107,10 @@ class Normed(nn.Module):
     ("options", "words"),
     [
         ({}, ["changes the buffer norm.running_mean", "BatchNorm1d", "GroupNorm"]),
-        ({"track_running_stats": False}, ["Batch norm brings rows together", "model.norm (BatchNorm1d)", "GroupNorm"]),
+        (
+            {"track_running_stats": False},
+            ["Batch norm computes statistics over rows", "model.norm (BatchNorm1d)", "GroupNorm"],
+        ),
     ],
 )
 def test_batch_norm_is_refused_by_name(options, words):

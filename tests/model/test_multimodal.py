@@ -266,7 +266,7 @@ BAD = {
         "vision": {**TINY["vision"], "image_std": [0, 1, 1]}
     },
     "smaller than a patch(.|\n)*image_size 8, patch_size 16": {"vision": {**TINY["vision"], "image_size": 8}},
-    "language model is of no known type(.|\n)*'bert'(.|\n)*llama": {
+    "type of the language model is not known(.|\n)*'bert'(.|\n)*llama": {
         "language": {**TINY["language"], "model_type": "bert"}
     },
     "no multiple of the attention heads(.|\n)*config, generator": {

@@ -179,7 +179,7 @@ def test_weights_of_the_whole_model_are_saved_and_read_back(tmp_path: Path) -> N
 def test_weights_of_another_encoder_are_refused(tmp_path: Path) -> None:
     their_model("vit").save_pretrained(tmp_path)
     config = resolve_model("multimodal-tiny").config
-    with pytest.raises(ModelError, match=r"another module(.|\n)*hidden_size 24(.|\n)*hidden_size 48"):
+    with pytest.raises(ModelError, match=r"another configuration(.|\n)*hidden_size 24(.|\n)*hidden_size 48"):
         module_weights({"vision": tmp_path}, "multimodal", config, lambda *_: torch.zeros(()))
     with pytest.raises(ModelError, match=r"no such module(.|\n)*vision=(.|\n)*one directory"):
         module_weights({"vision": tmp_path}, "llama", resolve_model("tiny").config, lambda *_: torch.zeros(()))
@@ -189,7 +189,7 @@ def test_directories_of_modules_are_named_one_by_one() -> None:
     assert is_parts_text("vision=a,language=b/c") and not is_parts_text("a/vision")
     assert split_parts("vision=a,language=b/c") == {"vision": Path("a"), "language": Path("b/c")}
     for text in ("vision=", "vision=a,audio=b", "vision=a,vision=b", "vision=a,b"):
-        with pytest.raises(ModelError, match=r"named wrongly(.|\n)*--weights(.|\n)*vision=DIR and language=DIR"):
+        with pytest.raises(ModelError, match=r"are written wrongly(.|\n)*--weights(.|\n)*vision=DIR and language=DIR"):
             split_parts(text)
 
 
@@ -203,7 +203,7 @@ def test_a_configuration_names_directories_of_its_parts(tmp_path: Path) -> None:
     assert found.family == "multimodal" and found.config["vision"]["hidden_size"] == 24
     assert found.config["language"] == resolve_model("tiny").config
     config.write_text(json.dumps({"model_type": "multimodal", "vision": "ears", "language": "words"}))
-    with pytest.raises(ModelError, match=r"without a config.json(.|\n)*'vision' of the configuration(.|\n)*ears"):
+    with pytest.raises(ModelError, match=r"has no config.json(.|\n)*'vision' of the configuration(.|\n)*ears"):
         resolve_model(str(config))
 
 
@@ -238,8 +238,8 @@ WRONG = {
     "vision=gone": r"no weights here(.|\n)*gone(.|\n)*no such file or directory(.|\n)*check the path",
     "vision=empty": r"no weights here(.|\n)*empty(.|\n)*model.safetensors(.|\n)*save_pretrained",
     "generator=gone": r"no weights here(.|\n)*generator=gone(.|\n)*given as vision=DIR or language=DIR",
-    "vision=gone,generator=gone": r"named wrongly(.|\n)*seen: generator=gone(.|\n)*vision=DIR and language=DIR",
-    "vision=other": r"another module(.|\n)*other/config.json(.|\n)*hidden_size 24(.|\n)*hidden_size 16",
+    "vision=gone,generator=gone": r"are written wrongly(.|\n)*seen: generator=gone(.|\n)*vision=DIR and language=DIR",
+    "vision=other": r"another configuration(.|\n)*other/config.json(.|\n)*hidden_size 24(.|\n)*hidden_size 16",
 }
 
 
@@ -261,7 +261,7 @@ def test_weights_of_a_module_that_the_model_lacks_are_one_clear_error(tmp_path: 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [('{"model_type": ', r"not valid JSON(.|\n)*line 1"), ("[1, 2]", r"no configuration(.|\n)*object")],
+    [('{"model_type": ', r"not valid JSON(.|\n)*line 1"), ("[1, 2]", r"not a configuration(.|\n)*object")],
 )
 def test_a_damaged_configuration_beside_weights_is_one_clear_error(text: str, words: str, tmp_path: Path) -> None:
     their_model("vit").save_pretrained(tmp_path)

@@ -97,7 +97,7 @@ def refused(capfd, monkeypatch, source: str) -> str:
         ("counting", ["cannot be captured", "it changes the buffer norm.", "in its forward"]),
         ("fixed", ["cannot be captured", "one number of rows only", "len(x)", "model.py:26"]),
         ("without_loss", ["The model returns no loss.", "Linear.forward", "a tensor", "Example(loss=...)"]),
-        ("one_row", ["need rows in front", "input (1, 4)", "at least two"]),
+        ("one_row", ["the same number of rows in dimension 0", "input (1, 4)", "at least two"]),
         ("module", ["returns no model", "Linear", "a list of nn.Module layers", "give an Example"]),
         ("nothing", ["returns no model", "an empty list"]),
         ("failing", ["The function of the model failed.", "model.py, line 51", "OSError: no weights here"]),
@@ -169,7 +169,7 @@ def test_what_would_be_wrong_is_refused():
     with pytest.raises(ModelError, match=r"aten.randn_like draws random numbers.*test_user_models.py:\d+"):
         capture_whole(Example(module=Noisy(), inputs={"x": torch.zeros(2, 6)}))
     inputs = {"x": torch.zeros(2, 6), "labels": torch.zeros(2, dtype=torch.int64)}
-    with pytest.raises(ModelError, match=r"The loss is made of means(.|\n)*leave the other terms"):
+    with pytest.raises(ModelError, match=r"The loss combines means(.|\n)*remove the other terms"):
         capture_whole(Example(module=TwoMeans(), inputs=inputs))
 
 
@@ -203,10 +203,10 @@ def test_a_whole_model_has_one_length_and_no_slices():
     moe = load("bert_moe")
     model = capture_whole(moe.example(moe.BertMoe(20, 6, 8, 2, 1, experts=2), 6))
     check_length(model.modules[0], model, 6, "--seq")
-    with pytest.raises(PlanError, match=r"captured whole, for rows of one length(.|\n)*7 tokens(.|\n)*6, as in"):
+    with pytest.raises(PlanError, match=r"as one graph, for one sequence length(.|\n)*7 tokens(.|\n)*6, as in"):
         check_length(model.modules[0], model, 7, "--seq")
     assert resolve_length(model, None) == resolve_length(model, 6) == 6
-    with pytest.raises(PlanError, match="captured whole cannot be cut into slices"):
+    with pytest.raises(PlanError, match="captured as one graph cannot be cut into slices"):
         check_sliceable(model)
     stripes = capture_whole(load("own_module").stripes())
     assert resolve_length(stripes, None) == 1

@@ -133,4 +133,4 @@ def test_balancing_and_ordering_are_switched_off_from_the_command_line(
                 assert multimodal_step(plan, rows, 0).counts["patches"].tolist() == as_it_comes
     assert min(steps.values()) < steps["false", "false"]
     code, _, error = pipefit(*words, "--fix", "order=perhaps")
-    assert code == 2 and "This is no value for 'order'." in error and "true or false" in error
+    assert code == 2 and "This is not a valid value for 'order'." in error and "true or false" in error

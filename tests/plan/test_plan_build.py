@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sharding without shards": ({"sharding": "megatron"}, ["More than one shard needs a sharding"]),
     "shards without sharding": ({"shards": (1, 1)}, ["More than one shard needs a sharding"]),
     "devices": ({"stages": 4, "replicas": (1,) * 5}, ["more devices than the cluster has", "5 x 4 x 1 = 20"]),
-    "devices twice": ({"stages": 2, "devices": (3, 3)}, ["must be different ones", "2 of 0 to 15"]),
+    "devices twice": ({"stages": 2, "devices": (3, 3)}, ["must be different devices", "2 of 0 to 15"]),
     "batch": ({"microbatches": 3}, ["cannot be cut into this many", "batch 8, microbatches 3", "1, 2, 4, 8"]),
     "rows": ({"microbatches": 8, "replicas": (1, 1)}, ["fewer rows than there are replicas"]),
     "slices": ({"slices": (8, 4)}, ["add up to the sequence", "12 tokens"]),

@@ -79,7 +79,7 @@ def test_more_replicas_than_samples_where_it_is_asked_for(placement: str) -> Non
 
 def test_images_that_are_not_those_of_the_samples() -> None:
     other = replace(SAMPLES, images=SAMPLES.select_batches(slice(1, None)).images)
-    with pytest.raises(PlanError, match="do not have the tokens of their samples") as caught:
+    with pytest.raises(PlanError, match="do not add up to the tokens of their samples") as caught:
         make_plan(three_modules(), CLUSTER, JOB, {}, samples=other)
     assert "'patches'" in str(caught.value.where) and "in 1 batches of images" in str(caught.value.seen)
     some = SAMPLES.select_batches(slice(1, None))

@@ -227,18 +227,18 @@ def test_modules_that_do_not_go_together_are_not_joined() -> None:
 @pytest.mark.parametrize(
     ("fixes", "message", "seen"),
     [
-        (("language.placement=inline",), "cannot lie in line with the largest", "inline"),
+        (("language.placement=inline",), "cannot be inline with the largest", "inline"),
         (("vision.placement=inline", "generator.placement=disjoint"), "all of them together", "generator.placement"),
         (("modules=inline", "vision.stages=2"), "all of them together", "vision.stages"),
-        (("modules=inline", "vision.replicas=1", "language.replicas=2"), "on its devices, all", "language.replicas"),
-        (("modules=inline", "vision.shards=2", "language.shards=1"), "on its devices, all", "language.shards"),
+        (("modules=inline", "vision.replicas=1", "language.replicas=2"), "its devices, all", "language.replicas"),
+        (("modules=inline", "vision.shards=2", "language.shards=1"), "its devices, all", "language.shards"),
         (
             ("modules=inline", "vision.replicas=4", "vision.shards=1", "language.replicas=1", "language.shards=2"),
-            "on its devices, all",
+            "its devices, all",
             "vision.replicas",
         ),
         (("modules=shared", "vision.placement=inline"), "all of them together", "modules"),
-        (("modules=beside",), "no value for 'modules'", "modules=beside"),
+        (("modules=beside",), "valid value for 'modules'", "modules=beside"),
     ],
 )
 def test_what_cannot_be_in_line(fixes: tuple[str, ...], message: str, seen: str) -> None:

@@ -168,21 +168,21 @@ def test_pins_that_mean_nothing_here() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "seen"),
     [
-        ("vision.replicas=2:1", "replicas and shards of a module are even", "2:1"),
-        ("language.recompute=none,full", "one way of recomputing", "none,full"),
+        ("vision.replicas=2:1", "replicas and shards of a module are of the same size", "2:1"),
+        ("language.recompute=none,full", "use the same activation recomputation", "none,full"),
         ("microbatches=3", "cannot be cut into this many equal microbatches", "batch 8, microbatches 3"),
-        ("microbatches=4 vision.multiple=3", "no multiple of what a module takes", "3 of 4 microbatches"),
-        ("vision.multiple=2 vision.shards=2", "several microbatches together is not sharded", "2, 2 shards"),
+        ("microbatches=4 vision.multiple=3", "not a multiple of those a module processes", "3 of 4 microbatches"),
+        ("vision.multiple=2 vision.shards=2", "several microbatches together cannot be sharded", "2, 2 shards"),
         (
             "vision.multiple=2 vision.placement=inline",
-            "Modules in line with the largest",
+            "Modules inline with the largest",
             "inline, with vision.multiple",
         ),
         ("vision.multiple=2 modules=disjoint", "Only a module that shares devices", "2, placement disjoint"),
         ("language.multiple=2", "cannot share the devices of another", "2"),
         ("language.divide=images", "cannot be divided among its replicas", "it works on whole sequences"),
         ("vision.divide=images", "cannot be divided among its replicas", "samples: lognormal"),
-        ("schedule=zb-v", "a stage a lane, which this schedule is not made for", "zb-v"),
+        ("schedule=zb-v", "one stage, which this schedule does not support", "zb-v"),
     ],
 )
 def test_pins_that_cannot_be_obeyed(text: str, message: str, seen: str) -> None:
@@ -192,7 +192,7 @@ def test_pins_that_cannot_be_obeyed(text: str, message: str, seen: str) -> None:
 
 
 def test_samples_of_another_batch() -> None:
-    with pytest.raises(PlanError, match="not of the size of the job's") as caught:
+    with pytest.raises(PlanError, match="do not have the job's size") as caught:
         made(samples=skewed_samples(9))
     assert "(2, 9)" in str(caught.value.seen)
 
@@ -218,7 +218,7 @@ def test_modules_that_exceed_the_cluster() -> None:
     ],
 )  # fmt: skip
 def test_pins_that_exceed_the_cluster(fixes: list[str], where: str, seen: str, allowed: str) -> None:
-    with pytest.raises(PlanError, match=r"more devices than there are|does not have so many devices") as caught:
+    with pytest.raises(PlanError, match=r"more devices than there are|does not have this many devices") as caught:
         made(*fixes, cluster="2xA100-80")
     assert (caught.value.where, str(caught.value.seen)) == (f"--fix {where}", seen)
     assert str(caught.value.allowed).startswith(allowed)
@@ -298,7 +298,7 @@ def test_from_the_command_line(tmp_path: Path, pipefit: Callable[..., tuple[int,
     assert run(*words, "--data", str(tmp_path / "index"), "--pack", "-o", plan_file)[0] == 0
     assert max(load_plan(plan_file).spaces[1].counts) > 10, "several samples in a sequence"
     code, out = run(*words, "--data", str(tmp_path / "other"))
-    assert code == 2 and "cut into other patches than the model takes" in out and "--patch 2" in out
+    assert code == 2 and "The patches of the images do not fit the model" in out and "--patch 2" in out
     (tmp_path / "text.json").write_text(dump_text(toy_model(2)))
     words[2] = str(tmp_path / "text.json")
     code, out = run(*words, "--data", str(tmp_path / "index"))

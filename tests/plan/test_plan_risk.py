@@ -135,9 +135,9 @@ def test_what_is_printed_of_fitting_is_by_the_correction() -> None:
 
 def test_mistakes() -> None:
     for risk in (0.0, 0.5, float("nan")):
-        with pytest.raises(PlanError, match="cannot be asked for this risk"):
+        with pytest.raises(PlanError, match="not a valid risk"):
             make_plan_at_risk(toy_model(), cluster(1e12), JOB, facts(), risk)
-    with pytest.raises(ClusterError, match="knows nothing of the cluster's devices") as error:
+    with pytest.raises(ClusterError, match="has no correction for the cluster's devices") as error:
         make_plan_at_risk(toy_model(), cluster(1e12), JOB, facts(kind="A100-80"))
     assert "A100-80" in str(error.value) and KIND in str(error.value)
 
@@ -170,7 +170,7 @@ def test_alternatives_stand_beside_what_the_analytic_model_may_say() -> None:
     assert plan.prediction is not None and plan.alternatives
     card = tight.kinds[KIND].memory_bytes
     assert all(one.limit_bytes != card for one in plan.alternatives)
-    notes = [note for note in plan.prediction.assumptions if note.startswith("memory of alternatives: of the analytic")]
+    notes = [note for note in plan.prediction.assumptions if note.startswith("memory of alternatives: in bytes")]
     assert len(notes) == 1 and "at a risk of 5.0%" in notes[0]
 
 

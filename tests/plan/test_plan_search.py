@@ -326,7 +326,7 @@ def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.Monke
     hasty = make_plan(model, toy_cluster(), job, pins)
     assert hasty.prediction is not None and proven.prediction is not None
     assert "no candidate left has a lower bound below" in proven.prediction.assumptions[-1]
-    assert "its budget was spent" in hasty.prediction.assumptions[-1]
+    assert "the search budget was used up" in hasty.prediction.assumptions[-1]
     assert hasty.prediction.step_s > proven.prediction.step_s
 
 

@@ -80,12 +80,12 @@ def test_it_is_printed_and_old_plans_without_it_are_read() -> None:
     plan = make_plan(toy_model(3), toy_cluster(), JOB, {"stages": 2})
     assert plan.prediction is not None
     line = forecast_lines(plan)[-1]
-    assert line.startswith("what more would give: links twice as fast: ") and "planned again" in line
+    assert line.startswith("with better hardware: links twice as fast: ") and "planned again" in line
     bare = replace(plan, prediction=replace(plan.prediction, sensitivity=()))
     data = to_data(bare)
     del data["prediction"]["sensitivity"]
     assert from_data(Plan, data, "an older plan") == bare
-    assert "what more" not in "".join(forecast_lines(bare))
+    assert "with better" not in "".join(forecast_lines(bare))
     assert load_text(Plan, dump_text(plan), "plan") == plan
 
 

@@ -209,10 +209,10 @@ def test_orders_that_are_asked_for() -> None:
     ("fixes", "message", "seen"),
     [
         (("language.placement=shared",), "cannot share the devices of another", "shared"),
-        (("vision.placement=0,1",), "devices of its own, or shares those of the largest", "0,1"),
+        (("vision.placement=0,1",), "has its own devices, or shares those of the largest", "0,1"),
         (("vision.placement=shared", "vision.stages=2"), "has no stages or devices of its own", "vision.stages"),
         (("modules=shared", "vision.stages=1", "generator.devices=2"), "No module can share", "shared"),
-        (("modules=both",), "no value for 'modules'", "modules=both"),
+        (("modules=both",), "valid value for 'modules'", "modules=both"),
     ],
 )
 def test_placements_that_cannot_be(fixes: tuple[str, ...], message: str, seen: str) -> None:

@@ -218,7 +218,7 @@ def test_a_pin_of_slices_is_a_count_or_the_tokens_of_each(text: str, value: obje
 
 @pytest.mark.parametrize("text", ["slices=0", "slices=a", "slices=4,", "slice_multiple=0"])
 def test_a_pin_of_slices_that_is_none_says_what_is_allowed(text: str) -> None:
-    with pytest.raises(PlanError, match=r"no value for 'slice[\s\S]*allowed: (a count of slices|tokens that every)"):
+    with pytest.raises(PlanError, match=r"valid value for 'slice[\s\S]*allowed: (a count of slices|tokens that every)"):
         parse_constraints([text])
 
 
@@ -247,11 +247,11 @@ def note_of(job: Job, pins: dict[str, object], cluster: Cluster | None = None) -
 def test_a_plan_with_slices_says_which_and_what_they_gain() -> None:
     note = note_of(LONG, {"schedule": "1f1b", "stages": 3})
     assert re.fullmatch(
-        r"slices: (\d+) of every sequence, of [\d, .]+ tokens; \d+\.\d% less than the best plan without slices, "
+        r"slices: (\d+) per sequence, of [\d, .]+ tokens; step \d+\.\d% shorter than the best plan without slices, "
         r"[\d.]+ \w+ \(1 replicas x 3 stages, 2 microbatches, 1f1b, recompute \w+, ZeRO-1 off\)",
         note,
     )
-    assert "3 of every sequence, of 24576, 20480, 20480 tokens, as fixed" in note_of(
+    assert "3 per sequence, of 24576, 20480, 20480 tokens, as fixed" in note_of(
         LONG, {"schedule": "1f1b", "stages": 3, "slices": (24576, 20480, 20480)}
     )
 
@@ -274,12 +274,12 @@ def test_alternatives_are_told_apart_by_their_slices() -> None:
 
 
 def test_a_plan_without_slices_says_why() -> None:
-    assert note_of(LONG, {"slices": 1, "stages": 2}) == "slices: not used: fixed so"
+    assert note_of(LONG, {"slices": 1, "stages": 2}) == "slices: not used: fixed by --fix slices=1"
     short = note_of(replace(LONG, sequence=64), {"stages": 2, "schedule": "1f1b"})
-    assert "sequences of 64 tokens and what every slice costs anew, no plan with slices promised to be faster" in short
+    assert "of 64 tokens and the overhead of every slice, no plan with slices was estimated to be faster" in short
     single = note_of(replace(LONG, batch=1, sequence=64), {"stages": 2, "schedule": "1f1b"})
     assert "with 1 microbatch on 2 lanes" in single
-    assert "one lane has nothing to fill" in note_of(LONG, {"stages": 1, "schedule": "1f1b"})
+    assert "a single lane has no pipeline bubble to fill" in note_of(LONG, {"stages": 1, "schedule": "1f1b"})
 
 
 def test_the_best_plan_with_slices_that_lost_is_told() -> None:
@@ -287,7 +287,7 @@ def test_the_best_plan_with_slices_that_lost_is_told() -> None:
     found = search_plans(bench, LONG, {"slice_multiple": 4096, "stages": 3, "schedule": "1f1b", "zero1": False})
     turned = replace(found, fitting=tuple(sorted(found.fitting, key=lambda one: bool(one.decisions.slices))))
     note = slice_note(bench, LONG, {}, turned)
-    assert re.match(r"slices: not used: the best plan found with them, \d+ slices of [\d, .]+ tokens in 1 rep", note)
+    assert re.match(r"slices: not used: the best plan with slices, \d+ slices of [\d, .]+ tokens in 1 rep", note)
     assert "longer: " in note
 
 

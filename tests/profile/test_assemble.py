@@ -140,7 +140,7 @@ def test_links_that_were_concluded_from_others_are_marked_and_ports_are_kept() -
     assert load_text(Cluster, dump_text(cluster), "c.json") == cluster
     text = summarize_cluster(cluster)
     assert "network: 5 rounds of pairs (7 are all pairs), 3 times; noise" in text
-    assert "16 links were not measured but concluded from others, mean error 1.2%" in text
+    assert "16 links were predicted from others, not measured, mean error 1.2%" in text
     assert "a port limits what 1 of 8 hosts send to two others at once" in text
     assert "host0, host1 share 1.50 GB/s out" in text and "slow each other down" in text
     made.surveys["network"] = replace(made.surveys["network"], predicts=False)
@@ -151,7 +151,7 @@ def test_links_that_were_concluded_from_others_are_marked_and_ports_are_kept() -
 def test_ranks_that_are_out_of_order_mixed_or_of_other_software() -> None:
     several_ranks = members(2, 2)
     swapped = [replace(m, host=f"host{m.rank % 2}") for m in several_ranks]
-    with pytest.raises(ClusterError, match="The ranks of one host do not follow each other"):
+    with pytest.raises(ClusterError, match="The ranks of one host are not consecutive"):
         host_ranks(swapped)
     mixed = [replace(m, kind="NVIDIA T4") if m.rank == 1 else m for m in several_ranks]
     with pytest.raises(ClusterError, match="One host has several kinds of devices"):

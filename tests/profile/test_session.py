@@ -308,7 +308,7 @@ def test_a_rank_that_does_not_answer_is_lost_for_everybody() -> None:
 
 
 def test_a_store_that_is_gone_means_rank_0() -> None:
-    with pytest.raises(RunError, match="Rank 0, which gathers what is measured, is gone"):
+    with pytest.raises(RunError, match="Rank 0, which collects the measurements, is gone"):
         StoreExchange(DeadStore(gone=True), 1, range(2), 0.1).gather("x")
     assert StoreExchange(None, 0, [0], 0.1).gather("x") == {0: "x"}
 

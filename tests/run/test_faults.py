@@ -57,7 +57,7 @@ def test_a_silent_rank_is_named_once_and_all_others_leave(capsys):
     assert wait_for(lambda: len(left) == 3)
     assert left == [2, 2, 2]
     err = capsys.readouterr().err
-    assert err.count("Rank 3 died or hangs") == 1 and "no sign of life for 0.3 s" in err and "--resume" in err
+    assert err.count("Rank 3 died or hangs") == 1 and "no heartbeat for 0.3 s" in err and "--resume" in err
     assert all("Rank 3" in monitor.fault.full_text() for monitor in made)
 
 

@@ -269,7 +269,7 @@ def test_what_is_not_run_is_refused():
     shards = layouts(Layout(shards=(1, 1), sharding="megatron-sp"), Layout((1, 1)), Layout())
     split = toys.plan(toys.model(), shards, microbatches=2)
     together = replace(split, stages=(replace(split.stages[0], microbatch_multiple=2), *split.stages[1:]))
-    with pytest.raises(PlanError, match=r"tokens whole on every shard(.|\n)*edges\[0\], stage 0(.|\n)*G1"):
+    with pytest.raises(PlanError, match=r"tokens replicated over its shards(.|\n)*edges\[0\], stage 0(.|\n)*G1"):
         check_runnable(together)
     with pytest.raises(PlanError, match=r"how many tokens every sample has(.|\n)*'latents'(.|\n)*each of the 12"):
         TokenRuns(plan).set_counts({"patches": [0] * 12})

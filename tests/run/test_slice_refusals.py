@@ -38,7 +38,7 @@ REFUSED = {
     "products": ("mixes tokens outside of attention cannot be cut", "matmul of every token with every other"),
     "dropped_attention": ("nothing says that it does not mix tokens", "attention with dropout of probabilities"),
     "undeclared": ("nothing says that it does not mix tokens", "seen: opaque"),
-    "dropped": ("draws random numbers of its own, which would be others", "inner.1: Dropout"),
+    "dropped": ("draws its own random numbers, which would change", "inner.1: Dropout"),
     "convolved": ("mixes tokens and cannot be cut into slices", "mix: Conv1d"),
     "normed": ("mixes tokens and cannot be cut into slices", "norm: BatchNorm1d"),
 }
@@ -94,7 +94,7 @@ def test_a_layer_that_cannot_be_cut_is_named_with_the_reason(name):
 def test_plan_refuses_a_fix(pipefit):
     code, err = pipefit(*planning(f"{FILE}:bidirectional", "slices=6,6"))
     assert code == 2 and REFUSED["bidirectional"][0] in err and "where: --fix slices and layer" in err, err
-    assert "leave the slices away, or make the attention causal" in err
+    assert "leave out the slices, or make the attention causal" in err
     assert pipefit(*planning(f"{FILE}:bidirectional", "stages=2"))[0] == 0
 
 

@@ -143,7 +143,7 @@ def test_data_that_is_no_index_or_one_for_another_model(tmp_path: Path) -> None:
         (
             write_index(tmp_path / "other", patch=5),
             model,
-            ("The images are cut into other patches than the model takes.", "48"),
+            ("The patches of the images do not fit the model.", "48"),
         ),
         (
             write_index(tmp_path / "own"),

@@ -93,7 +93,7 @@ def test_data_that_does_not_fit_is_one_error(tmp_path, alone, without_data, data
 def test_a_model_for_any_length_needs_one():
     result = CliRunner().invoke(build_app(), ["plan", "--model", "tiny", "--local", "1", "--batch", "4"])
     text = result.exception.text()
-    assert "number of tokens of a row is not given" in text
+    assert "sequence length is not set" in text
     assert "add --seq 1024" in text
 
 

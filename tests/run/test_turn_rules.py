@@ -54,7 +54,7 @@ def uses_of_one(data: dict[str, Any]) -> None:
 
 
 BREAKS: dict[str, tuple[Change, list[str]]] = {
-    "no such turn": (put("stages", 1, "turn", value=2), ["one of its turns", "stages[1].turn", "turn 2 of 2"]),
+    "no such turn": (put("stages", 1, "turn", value=2), ["turn of a stage is out", "stages[1].turn", "turn 2 of 2"]),
     "a turn twice": (put("stages", 1, "turn", value=0), ["exactly one stage", "stages[1].layers"]),
     "a turn missing": (put("stages", 1, "turns", value=3), ["every turn once", "module 'vision'", "turn 1 of 3"]),
     "several together": (
@@ -67,10 +67,10 @@ BREAKS: dict[str, tuple[Change, list[str]]] = {
     "images of sequences": (
         put("stages", 2, "divide", value="images"), ["Only a stage of packed images", "stages[2].divide", "26 tokens"],
     ),
-    "images unknown": (images_unknown, ["do not come to those of its samples", "(patches).images", "12 samples"]),
-    "one lane": (on_one_lane, ["on lanes of their own", "module 'vision'", "lanes [0, 0]"]),
+    "images unknown": (images_unknown, ["do not add up to the tokens", "(patches).images", "12 samples"]),
+    "one lane": (on_one_lane, ["on different lanes", "module 'vision'", "lanes [0, 0]"]),
     "few microbatches": (put("order", "microbatches", value=1), ["fewer microbatches than turns", "1 microbatches"]),
-    "an edge missing": (without_edge, ["does so with each", "stage 2: only with [1]", "all of [0, 1]"]),
+    "an edge missing": (without_edge, ["needs an edge to each", "stage 2: only with [1]", "all of [0, 1]"]),
     "a use missing": (uses_of_one, ["use the same parameters", "vision.embed.patch.weight", "all of [0, 1]"]),
     "another's microbatch": (swapped(0, "0F2", "0F1"), ["Microbatch 1 is not one of stage 0", "turn 0 of 2"]),
     "a microbatch missing": (swapped(0, "0F2", ""), ["0B2 stands before its forward 0F2"]),
@@ -95,6 +95,6 @@ def test_a_parameter_of_two_stages_of_a_lane_lies_in_one_grid() -> None:
     data = json.loads(json.dumps(to_data(plan())))
     parameter = next(each for each in data["parameters"] if each["uses"] == [2])
     parameter["uses"] = [0, 1, 2]
-    with pytest.raises(PipefitError, match=r"lies there in one grid(.|\n)*stages 0 and 2") as error:
+    with pytest.raises(PipefitError, match=r"must have the same grid(.|\n)*stages 0 and 2") as error:
         check_plan(from_data(Plan, data, "plan.json"))
     assert parameter["name"] in str(error.value)

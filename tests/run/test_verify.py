@@ -165,7 +165,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_run(command, tmp_
     monkeypatch.setattr(verify, "in_fresh_process", never)
     uneven = plan_of(stages=2, replicas=(1, 3), microbatches=2)
     code, _, err = command(uneven, "--rank", "0", "--record", str(path))
-    assert code == 2 and "What rank 0 takes cannot be recorded" in err and "of lane 0: 1" in err
+    assert code == 2 and "The memory of rank 0 cannot be recorded" in err and "of lane 0: 1" in err
     monkeypatch.setattr("pipefit.run.verify.record.check_kind", raise_mistake)
     code, _, err = command(plan_of(), "--record", str(path))
     assert code == 2 and "another kind" in err
@@ -242,13 +242,13 @@ def test_a_plan_without_a_prediction(command) -> None:
     code, out, _ = command(plan)
     assert code == 0 and "the plan fits" in out, "its cluster is known, so the simulator predicts it"
     code, _, err = command(replace(plan, cluster=""))
-    assert code == 2 and "carries no prediction" in err and "--cluster FILE.json or --local N" in err
+    assert code == 2 and "has no prediction to compare" in err and "--cluster FILE.json or --local N" in err
 
 
 def test_a_plan_for_another_model(command) -> None:
     plan = plan_of()
     code, _, err = command(replace(plan, hashes=InputHashes(model="0" * 16, cluster=plan.hashes.cluster)))
-    assert code == 2 and "The plan was made for another form of this model." in err
+    assert code == 2 and "The plan was made for a different version of this model." in err
 
 
 def test_a_cluster_that_is_named_must_be_the_plans(command, tmp_path: Path) -> None:

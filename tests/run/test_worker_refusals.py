@@ -49,17 +49,20 @@ def test_plans_that_can_be_simulated_but_not_run():
     turned = replace(one.groups[0], axes=one.groups[0].axes[::-1], devices=one.groups[0].devices)
     both = replace(one, groups=(one.groups[0], turned), order=replace(one.order, placement=(0, 0)))
     refused(
-        PlanError, lambda: check_runnable(both), "different grids", "stages[1].group",
+        PlanError, lambda: check_runnable(both), "must use the same mesh", "stages[1].group",
         "seen: shard 1, replica 1 on 0, beside replica 1, shard 1 on 0",
     )  # fmt: skip
     group = replace(one.groups[0], axes=(AxisPlan(name="context", shares=(1, 1)),), devices=(0, 1))
-    refused(PlanError, lambda: check_runnable(replace(one, groups=(group,) * 2)), "This axis is not run yet", "context")
+    refused(
+        PlanError, lambda: check_runnable(replace(one, groups=(group,) * 2)),
+        "This mesh axis is not supported yet", "context",
+    )  # fmt: skip
     single = plan("llama", microbatches=2)
     free = replace(single.order, lanes=(single.order.lanes[0] + " 0FREE",))
     refused(
         PlanError,
         lambda: build_worker(replace(single, order=free), plans.model("llama"), CommGroups(), CPU, OptimizerConfig()),
-        "This action is not run yet", "lane 0", "seen: 0FREE",
+        "This action is not supported yet", "lane 0", "seen: 0FREE",
     )  # fmt: skip
 
 

@@ -79,6 +79,6 @@ def test_shares_that_do_not_meet_are_refused():
     _, own, _ = recipe.shares
     wrong = replace(recipe, shares=(own, own, own)).recipe_text
     bad = replace(plan, recipes={**plan.recipes, key: wrong})
-    with pytest.raises(PlanError, match=r"not those by which it comes(.|\n)*stages\[0\], layer 1(.|\n)*2:1(.|\n)*1:3"):
+    with pytest.raises(PlanError, match=r"hidden state by other shares(.|\n)*stages\[0\], layer 1(.|\n)*2:1(.|\n)*1:3"):
         pipeline_work(skeleton_from_plan(bad), ProgramCache(model, bad.recipes))
     assert to_data(plan)["recipes"][key] == text

@@ -54,33 +54,33 @@ APART = {
 }
 
 TOGETHER = {
-    "center": (lambda y, _: (y - y.mean(0)).square().sum(), "mean.dim that brings rows together"),
-    "contrast": (lambda y, _: (y.flatten(1) @ y.flatten(1).T).exp().sum(), "matmul that brings rows together"),
-    "softmax": (lambda y, _: (y.softmax(0) * y).sum(), "softmax that brings rows together"),
-    "running": (lambda y, _: y.cumsum(0).square().sum(), "cumsum.default that brings rows together"),
+    "center": (lambda y, _: (y - y.mean(0)).square().sum(), "mean.dim that mixes rows"),
+    "contrast": (lambda y, _: (y.flatten(1) @ y.flatten(1).T).exp().sum(), "matmul that mixes rows"),
+    "softmax": (lambda y, _: (y.softmax(0) * y).sum(), "softmax that mixes rows"),
+    "running": (lambda y, _: y.cumsum(0).square().sum(), "cumsum.default that mixes rows"),
     "heads": (lambda y, _: y.transpose(0, 1).reshape(TOKENS, -1).softmax(-1).sum(), r"'6\*B'"),
     "square of a sum": (lambda y, _: y.sum(0).square().sum(), "of a sum over rows"),
     "root of a loss": (lambda y, _: y.square().sum().sqrt(), "of a sum over rows"),
     "loss and number": (lambda y, _: y.square().sum() + 5.0, "add of a sum over rows"),
     "own mean": (lambda y, _: y.square().sum() / y.shape[0], "with the number of rows"),
-    "the row before": (lambda y, _: (y * y.roll(1, 0)).sum(), "roll.default that brings rows together"),
-    "all places before": (lambda y, _: (y * y.roll(1)).sum(), "roll.default that brings rows together"),
-    "rows by number": (lambda y, _: (y * y[y[:, 0, 0].argsort()]).sum(), "argsort.default that brings rows together"),
-    "the largest so far": (lambda y, _: y.cummax(0)[0].square().sum(), "cummax.default that brings rows together"),
+    "the row before": (lambda y, _: (y * y.roll(1, 0)).sum(), "roll.default that mixes rows"),
+    "all places before": (lambda y, _: (y * y.roll(1)).sum(), "roll.default that mixes rows"),
+    "rows by number": (lambda y, _: (y * y[y[:, 0, 0].argsort()]).sum(), "argsort.default that mixes rows"),
+    "the largest so far": (lambda y, _: y.cummax(0)[0].square().sum(), "cummax.default that mixes rows"),
     "rows from a table": (
         lambda y, _: (y * y[(y[:, 0, 0] > 0).to(torch.int64)]).sum(),
-        "index.Tensor that brings rows together",
+        "index.Tensor that mixes rows",
     ),
     "rows added to rows": (
         lambda y, _: y.index_add(0, (y[:, 0, 0] > 0).to(torch.int64), y).square().sum(),
-        "index_add.default that brings",
+        "index_add.default that mixes",
     ),
     "groups of rows": (
         lambda y, _: torch.nn.functional.group_norm(y.transpose(0, 1), 1).exp().sum(),
-        "group_norm.default that brings",
+        "group_norm.default that mixes",
     ),
-    "first row": (lambda y, _: y[0].square().sum(), "has no rows where they were"),
-    "whole norm": (lambda y, _: (y / y.norm()).sum(), "has no rows where they were"),
+    "first row": (lambda y, _: y[0].square().sum(), "does not have the rows in the same place"),
+    "whole norm": (lambda y, _: (y / y.norm()).sum(), "does not have the rows in the same place"),
 }
 
 
@@ -100,7 +100,7 @@ def test_rows_together_are_refused(name):
         halves = module(values[:2]) + module(values[2:])
         whole = module(values)
     assert (whole - halves).abs() > 1e-6, "this model could be run in microbatches"
-    with pytest.raises(PlanError, match=rf"brings rows together(.|\n)*{seen}(.|\n)*docs/models.md"):
+    with pytest.raises(PlanError, match=rf"mixes rows(.|\n)*{seen}(.|\n)*docs/models.md"):
         check_row_independence(model)
 
 
@@ -125,5 +125,5 @@ class Competing(nn.Module):
 
 def test_a_layer_that_brings_rows_together_is_named():
     model = capture_layers([Competing()], x_features=WIDTH)
-    with pytest.raises(PlanError, match=r"where: layer layers.0, (.|\n)*softmax that brings rows together"):
+    with pytest.raises(PlanError, match=r"where: layer layers.0, (.|\n)*softmax that mixes rows"):
         check_row_independence(model)

@@ -250,17 +250,23 @@ def test_recipes_reload_equal_and_mistakes_are_told():
     turn = re.search(r"\S+:G\d(?=>I)", block)[0]
     for text, words in (
         ("", "begins with the forms"),
-        ("I>I t0:I", "This is no conversion"),
+        ("I>I t0:I", "This is not a conversion"),
         ("I>I - -", "for another layer(.|\n)*2 choices(.|\n)*make the plan again"),
         (block.replace("heads", "hands"), "no such label(.|\n)*hands"),
-        (block.replace(" heads ", " +9 "), r"not pass partial sums(.|\n)*attention(.|\n)*\+9"),
-        (block.replace(f"{turn}>", f"{turn.partition(':')[0]}:P>"), r"cannot be converted so(.|\n)*P>I"),
-        (block.replace(f"{turn}>I", f"{turn}>{turn[-2:]}"), rf"cannot be converted so(.|\n)*>{turn[-2:]}"),
+        (block.replace(" heads ", " +9 "), r"Partial sums do not pass(.|\n)*attention(.|\n)*\+9"),
+        (
+            block.replace(f"{turn}>", f"{turn.partition(':')[0]}:P>"),
+            r"conversion of the value is not possible(.|\n)*P>I",
+        ),
+        (
+            block.replace(f"{turn}>I", f"{turn}>{turn[-2:]}"),
+            rf"conversion of the value is not possible(.|\n)*>{turn[-2:]}",
+        ),
         (
             block.replace(f"{turn}>I", f"{turn}>I/piped"),
-            r"to move parts(.|\n)*piped(.|\n)*padded, grouped",
+            r"not a lowering(.|\n)*piped(.|\n)*padded, grouped",
         ),
-        (block.replace(f"{turn}>I", f"{turn}>I/padded+grouped+padded"), "no way to move parts"),
+        (block.replace(f"{turn}>I", f"{turn}>I/padded+grouped+padded"), "not a lowering of a collective"),
     ):
         with pytest.raises(PlanError, match=words):
             write_program(block_graph(), (1, 1), parse_recipe(text))

@@ -194,8 +194,8 @@ def test_a_recipe_says_shares_and_mistakes_are_told():
     assert parse_recipe(recipe.recipe_text) == recipe
     word = recipe.recipe_text.split()[1]
     for wrong, words in (
-        (recipe.recipe_text.replace(word, "@2:1"), r"no shares of a layer(.|\n)*'@2:1'(.|\n)*@2:1>5:2>5:2"),
-        (recipe.recipe_text.replace(word, "@2:0>1:1>1:1"), "no shares of a layer"),
+        (recipe.recipe_text.replace(word, "@2:1"), r"not the shares of a layer(.|\n)*'@2:1'(.|\n)*@2:1>5:2>5:2"),
+        (recipe.recipe_text.replace(word, "@2:0>1:1>1:1"), "not the shares of a layer"),
         (
             recipe.recipe_text.replace(word, "@2:1:1>2:1:1>2:1:1"),
             r"another number of devices(.|\n)*2:1:1(.|\n)*2 shares",

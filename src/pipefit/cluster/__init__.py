@@ -1,5 +1,5 @@
-"""cluster/: what the machines are. `load_cluster`, `parse_spec` and `local_cluster` make clusters; `topology` answers
-about them."""
+"""cluster/: the machines of a run. `load_cluster`, `parse_spec` and `local_cluster` make clusters; `topology` answers
+questions about them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipefit.cluster.topology import device_count, host_index, host_of, kind_of,
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 
 LOCAL = "local:"
-"""What a plan names this machine by: `local:4` for `--local 4`."""
+"""Prefix of this machine's name in a plan: `local:4` for `--local 4`."""
 
 __all__ = [
     "LOCAL",
@@ -38,9 +38,9 @@ __all__ = [
 
 
 def open_cluster(text: str) -> Cluster:
-    """The cluster that `--cluster TEXT` means: a short text such as `8xH100` or `local:4`, else a file.
+    """Return the cluster for `--cluster TEXT`: a short text such as `8xH100` or `local:4`, otherwise a file.
 
-    Raises ClusterError also where all links of a class are impossible: the units are mistaken.
+    Raises ClusterError also if all links of a class have impossible values, which indicates mistaken units.
     """
     if text.startswith(LOCAL) and text.removeprefix(LOCAL).isdigit():
         return local_cluster(int(text.removeprefix(LOCAL)))

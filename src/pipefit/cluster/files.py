@@ -1,4 +1,5 @@
-"""Cluster files: strict reading, checking and writing. What is missing or wrong is named, never filled in."""
+"""Cluster files: strict reading, checking and writing. Missing or wrong entries are reported by name, never filled
+in."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _DTYPES = ("float64", "float32", "bfloat16")
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The cluster in a JSON file, checked. Raises FormatError (no such file or field) or ClusterError (wrong in it)."""
+    """Return the checked cluster of a JSON file. Raises FormatError (missing file or field) or ClusterError (wrong
+    values)."""
     cluster = load_file(Cluster, Path(path))
     check_cluster(cluster, str(path))
     return cluster
@@ -28,7 +30,7 @@ def save_cluster_file(cluster: Cluster, path: str | Path) -> None:
 
 
 def check_cluster(cluster: Cluster, where: str = "cluster") -> None:
-    """Raises ClusterError for the first contradiction, naming the entry."""
+    """Raise ClusterError for the first contradiction, naming the entry."""
     for error in cluster_problems(cluster, where):
         raise error
 
@@ -88,7 +90,7 @@ def _host_problems(cluster: Cluster, where: str) -> Iterator[ClusterError]:
         names.add(host.name)
         if host.kind not in cluster.kinds:
             yield ClusterError(
-                "The host is of a kind that the file does not describe.",
+                "The host has a device kind that the file does not describe.",
                 where=f"{host_where}.kind",
                 seen=host.kind,
                 allowed=", ".join(cluster.kinds) or "(no kinds in the file)",

@@ -1,8 +1,8 @@
 """Data-sheet figures of device kinds, and of the links that usually join them.
 
-Every figure is the vendor's public one: dense (not sparse) peaks, memory as printed on the card, memory bandwidth.
-A kind without tensor cores for bfloat16 computes it at its float32 rate. `efficiency` (the share of the peak that
-large matrix products reach) and `overhead_s` are our assumptions until they are measured, the same for every kind.
+Every figure is the vendor's public one: dense (not sparse) peaks, memory as printed on the card, memory bandwidth. A
+kind without tensor cores for bfloat16 computes it at its float32 rate. `efficiency` (share of the peak that large
+matrix products reach) and `overhead_s` are assumptions until they are measured, equal for every kind.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pipefit.errors import ClusterError, most_like
 GB = 10**9
 TERA = 1e12
 RESERVED_SHARE = 0.08
-"""Share of the card's memory that the driver, the context and the allocator keep from a process: assumed."""
+"""Share of the card's memory that the driver, the context and the allocator reserve: assumed."""
 
 OVERLAP = 0.8
-"""Share of a reduction beside a backward that costs the backward nothing: assumed. NCCL takes a few multiprocessors
-and some of the memory bandwidth from it."""
+"""Share of a gradient reduction that overlaps a backward at no cost: assumed. NCCL takes a few multiprocessors and some
+of the memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class DataSheet:
     memory_gb: int
     memory_gb_per_s: float
     link_gb_per_s: float
-    "One direction of the usual way between two devices of a host."
+    "One direction of the usual link between two devices of a host."
     link_name: str
     source: str
 
 
-# float32 is the rate without TF32: what a float32 run of ours uses. float64 counts tensor cores where they
+# float32 is the rate without TF32, as a float32 run here uses it. float64 counts tensor cores where they
 # exist, and is 1/64 (T4: 1/32) of float32 on cards without double-precision units.
 SHEETS: dict[str, DataSheet] = {
     "H200": DataSheet(67, 67, 989, 141, 4800, 450, "NVLink 4", "NVIDIA H200 data sheet, SXM"),
@@ -59,7 +59,8 @@ ALIASES = {"A100": "A100-80", "RTX4090": "RTX-4090", "4090": "RTX-4090", "RTX309
 
 
 def data_sheet_kind(name: str) -> tuple[DeviceKind, Link]:
-    """The device kind of that name and the link between two of them in one host. Raises ClusterError for others."""
+    """Return the device kind of that name and the link between two of them in one host. Raises ClusterError if
+    unknown."""
     known = {key.lower(): key for key in SHEETS} | {key.lower(): value for key, value in ALIASES.items()}
     if name.lower() not in known:
         near = most_like(name.lower(), known)

@@ -1,7 +1,7 @@
-"""The machine that processes of `--local` share: its cores, their frequency and its memory, as the system tells them.
+"""The machine that processes of `--local` share: its cores, their frequency and its memory, as the system reports them.
 
-This is the one place where a cluster may depend on the machine that plans. Whatever compares plans with recorded ones
-gives a `LocalMachine` of its own.
+This is the one place where a cluster may depend on the planning machine. Code that compares plans with recorded ones
+passes its own `LocalMachine`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ _DEFAULT_HZ = 2.5e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalMachine:
-    """All that the guessed figures of a local cluster follow from."""
+    """All inputs of the guessed figures of a local cluster."""
 
     cores: int
-    "That this process may use."
+    "Cores that this process may use."
     frequency_hz: float
     memory_bytes: int
 
 
 def detect_machine() -> LocalMachine:
-    """The machine that this runs on. Two calls may differ: some systems tell only the frequency of the moment."""
+    """Return the machine that this process runs on. Two calls may differ: some systems report only the current
+    frequency."""
     return LocalMachine(cores=_cores(), frequency_hz=_frequency_hz(), memory_bytes=_memory_bytes())
 
 
@@ -33,7 +34,7 @@ def _cores() -> int:
 
 
 def _memory_bytes() -> int:
-    """The machine's memory, or the limit of this process's control group where that is smaller."""
+    """The machine's memory, or the limit of this process's control group if it is smaller."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
@@ -46,7 +47,7 @@ def _memory_bytes() -> int:
 
 
 def _frequency_hz() -> float:
-    """The highest frequency of the first core; where the system tells only the present one, that one to 0.1 GHz."""
+    """The highest frequency of the first core; if only the current frequency is known, that one rounded to 0.1 GHz."""
     highest = _read("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
     if highest.isdigit():
         return float(highest) * 1e3

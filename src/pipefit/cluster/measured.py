@@ -1,7 +1,8 @@
-"""What `pipefit profile` measured, kept in the cluster file beside the figures that were derived from it.
+"""Measurements of `pipefit profile`, kept in the cluster file beside the figures derived from them.
 
 Curves of layers (time over tokens, attention over length and context), of links (time over message size) and of
-collectives; overhead of an action; memory. Plain data: `cost/compute/curves.py` predicts from it, `profile/` makes it.
+collectives; overhead of an action; memory. Plain data: `profile/` makes it and `cost/compute/curves.py` predicts from
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ActionCurve:
     tokens: tuple[float, ...]
     "Knots, ascending: tokens of the microbatch on this device (rows x tokens of a row)."
     time_s: tuple[float, ...]
-    "At the knots, without what attention costs beyond them; ascending. The last slope goes on beyond the last knot."
+    "Time at the knots without the attention cost beyond them; ascending. Extrapolated with the last slope."
     attention_s: tuple[float, ...] = ()
     "Seconds per unit of each feature of `cost.curves.FEATURES`; empty for a layer without attention."
 
@@ -34,15 +35,15 @@ class LayerPoint:
 
     rows: int
     tokens: int
-    "Of one row, in this slice."
+    "Tokens of one row in this slice."
     past: int
     "Tokens of earlier slices."
     earlier: int = 1
-    "Slices that `past` came in."
+    "Number of slices that `past` consists of."
     time_s: Mapping[str, float]
-    "By action."
+    "Time by action."
     spread: Mapping[str, float]
-    "By action: (largest - smallest) / smallest over the repetitions."
+    "(largest - smallest) / smallest over the repetitions, by action."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +51,23 @@ class LayerCurve:
     """One layer shape on one kind of device."""
 
     signature: str
-    "`cost.curves.signature` of the layer's graph: what it computes, whatever its values are called."
+    "`cost.curves.signature` of the layer's graph: its computation, independent of value names."
     name: str
-    "For people: the layer and the model it was met in."
+    "Readable name: the layer and the model in which it was first met."
     kind: str
     "Key into the cluster's device kinds."
     dtype: str
     setting: Setting
     processes: int
-    "How many processes of the host computed at the same time."
+    "Number of processes of the host that computed at the same time."
     actions: Mapping[str, ActionCurve]
-    "Keys F, I, W, B. The overhead of an action is not in them."
+    "Curves of F, I, W and B, without the overhead of an action."
     points: tuple[LayerPoint, ...]
     fit_error: float
-    "Largest relative error of the curves at the measured points: of F and B together."
+    "Largest relative error of the curves at the measured points, for F and B together."
     against_roofline: Mapping[str, float] = field(default_factory=dict)
-    "By F, I, W: measured time over the roofline's at the largest whole microbatch; only of layers with products."
+    """By F, I, W: measured time over the roofline's at the largest unsliced microbatch; only for layers with matrix
+    products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,51 +79,52 @@ class LinkCurve:
     time_s: tuple[float, ...]
     "Median over the pairs of devices of each pair's fastest repetition."
     spread: tuple[float, ...]
-    "Of each size: median over pairs of (slowest - fastest repetition) / fastest."
+    "Per size: median over pairs of (slowest - fastest repetition) / fastest."
     between_pairs: tuple[float, ...]
-    "Of each size: (slowest pair - fastest pair) / median."
+    "Per size: (slowest pair - fastest pair) / median."
     pairs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkMethod:
-    """How the links of a rail were measured."""
+    """The method by which the links of a rail were measured."""
 
     rounds: int
-    "Of disjoint pairs of hosts."
+    "Number of measured rounds of disjoint host pairs."
     full_rounds: int
-    "That a tournament of all pairs has."
+    "Number of rounds in a tournament of all pairs."
     repeats: int
     noise: float
-    "Relative standard deviation of one measurement of the largest message, beside the order."
+    "Relative standard deviation of one measurement of the largest message, without the effect of the order."
     order_share: float
-    "Part of the variance of single measurements that was the round in which they were made, not the link."
+    "Share of the variance of single measurements that is due to their round and not to the link."
     held_out_error: float | None = None
-    "Mean relative error of links that were predicted before they were measured, noise left out; None without any."
+    """Mean relative error, without noise, of links that were predicted before they were measured; None if there were
+    none."""
     classes: tuple[int, ...] = ()
-    "By host: hosts with the same number were found alike; empty where no classes help to tell links."
+    "Class number by host: hosts of one class were found equal. Empty if classes do not help to distinguish links."
     crowded: bool = False
     "Whether pairs of hosts slow each other down, so that fewer were measured at a time."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUplink:
-    """Hosts that share a way to all others."""
+    """Hosts that share an uplink to all other hosts."""
 
     hosts: tuple[str, ...]
     up_bytes_per_s: float | None
-    "What several of them reach together; None where they did not slow each other down."
+    "Combined rate of several of these hosts; None if they did not slow each other down."
     down_bytes_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortSharing:
-    """What several messages at once reach, lists by host: whether a host's ports, and racks, limit its links."""
+    """Rates of simultaneous messages, lists by host: they show whether a host's ports, or racks, limit its links."""
 
     out_bytes_per_s: tuple[float, ...]
-    "Of two messages to two hosts at once, together."
+    "Combined rate of two messages to two hosts at once."
     out_shared: tuple[bool, ...]
-    "Whether they slowed each other down: the rate is that of a port. Else the port carries at least so much."
+    "Whether the two messages slowed each other down. If so, the rate is the port's; otherwise it is a lower bound."
     in_bytes_per_s: tuple[float, ...]
     in_shared: tuple[bool, ...]
     uplinks: tuple[HostUplink, ...] = ()
@@ -133,32 +136,33 @@ class RailCurve:
 
     sizes_bytes: tuple[int, ...]
     time_s: tuple[tuple[tuple[float, ...], ...], ...]
-    "Noise, and what the order of measuring adds, left out (profile/estimate.py); the diagonal is 0."
+    "Time without noise and without the effect of the measuring order (profile/estimate.py); the diagonal is 0."
     spread: tuple[tuple[tuple[float, ...], ...], ...]
-    "(slowest - fastest repetition) / fastest, the order of measuring included; 0 for a link that was not measured."
+    """(slowest - fastest repetition) / fastest, including the effect of the measuring order; 0 for a link that was not
+    measured."""
     error: tuple[tuple[float, ...], ...] = ()
-    "[source host][target host]: relative standard error of the time of the largest message; empty where unknown."
+    "[source host][target host]: relative standard error of the time of the largest message; empty if unknown."
     predicted: tuple[tuple[int, ...], ...] = ()
-    "By source host: the target hosts (indices) whose times were concluded from other links; empty where none were."
+    "By source host: the target hosts (indices) whose times were predicted from other links; empty if there are none."
     method: LinkMethod | None = None
     sharing: PortSharing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCurve:
-    """One collective on one group, and how it compares with a ring over the group's links."""
+    """One collective on one group, and its ratio to a ring over the group's links."""
 
     operation: str
-    "all_reduce, all_gather, reduce_scatter or all_to_all; broadcasts (one of every part) or reduces."
+    "all_reduce, all_gather, reduce_scatter or all_to_all; broadcasts (one per part) or reduces."
     devices: tuple[int, ...]
     sizes_bytes: tuple[int, ...]
-    "Of the whole tensor on one device: what an all-gather yields, what a reduce-scatter starts from."
+    "Bytes of the full tensor on one device: the output of an all-gather, the input of a reduce-scatter."
     time_s: tuple[float, ...]
     spread: tuple[float, ...]
     latency_factor: float
-    "Measured time without bytes over what the links' latency makes of it (`profile/calibrate.py`)."
+    "Measured time at zero bytes divided by the ring's time from link latencies (`profile/calibrate.py`)."
     bandwidth_factor: float
-    "Measured seconds per byte over what the links' bandwidth makes of them."
+    "Measured seconds per byte divided by the ring's seconds per byte from link bandwidths."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,14 +170,14 @@ class MemoryFact:
     """Memory of one kind of device."""
 
     total_bytes: int
-    "Of the device, or this process's part of the host's memory."
+    "Memory of the device, or this process's part of the host's memory."
     process_bytes: int
-    "What a process holds before its first tensor: libraries, the device's context."
+    "Memory of a process before its first tensor: libraries, the device's context."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterMeasurements:
-    """Everything that one run of `pipefit profile` found, beside the figures in the cluster itself."""
+    """All results of one run of `pipefit profile`, beside the figures in the cluster itself."""
 
     layers: tuple[LayerCurve, ...] = ()
     links: Mapping[str, LinkCurve] = field(default_factory=dict)
@@ -182,10 +186,10 @@ class ClusterMeasurements:
     "By name of the rail."
     collectives: tuple[CollectiveCurve, ...] = ()
     overhead_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    "By device kind and action: what one action costs beside its layers."
+    "By device kind and action: time of one action beside its layers."
     memory: Mapping[str, MemoryFact] = field(default_factory=dict)
     "By device kind."
     notes: tuple[str, ...] = ()
-    "How it was measured, in words."
+    "Remarks on the measurement."
     seconds: float = 0.0
-    "How long measuring took."
+    "Duration of the measurement."

@@ -1,4 +1,4 @@
-"""Whether measured curves can be what they say: lengths agree, places ascend, no time is negative or missing."""
+"""Checks that measured curves are possible: equal lengths, ascending places, no negative or missing times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACTIONS = ("F", "I", "W", "B")
 def measurement_problems(
     measured: ClusterMeasurements, kinds: Sequence[str], hosts: Sequence[str], where: str
 ) -> Iterator[ClusterError]:
-    """Every contradiction, in the order of the file. `kinds` and `hosts` are those of the cluster."""
+    """Yield every contradiction, in the order of the file. `kinds` and `hosts` are the cluster's."""
     for index, layer in enumerate(measured.layers):
         yield from _layer_problems(layer, kinds, f"{where}.layers[{index}] ({layer.name}, {layer.setting})")
     for name, link in measured.links.items():
@@ -37,7 +37,7 @@ def measurement_problems(
 def _layer_problems(layer: LayerCurve, kinds: Sequence[str], where: str) -> Iterator[ClusterError]:
     if layer.kind not in kinds:
         yield ClusterError(
-            "The curve is of a kind of device that the file does not describe.",
+            "The curve has a device kind that the file does not describe.",
             where=f"{where}.kind",
             seen=layer.kind,
             allowed=", ".join(kinds) or "(no kinds in the file)",
@@ -64,13 +64,13 @@ def _curve_problems(
 ) -> Iterator[ClusterError]:
     if len(places) != len(values) or not places:
         yield ClusterError(
-            "The curve has not one time for each of its places.",
+            "The curve needs one time for each of its points.",
             where=where,
-            seen=f"{len(places)} places, {len(values)} times",
-            allowed="as many of both, at least one",
+            seen=f"{len(places)} points, {len(values)} times",
+            allowed="the same number of both, at least one",
         )
     elif any(b <= a for a, b in itertools.pairwise(places)):
-        yield ClusterError("The places of the curve do not ascend.", where=where, seen=list(places))
+        yield ClusterError("The points of the curve do not ascend.", where=where, seen=list(places))
     else:
         for value in values:
             if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
@@ -145,7 +145,9 @@ def _sharing_problems(sharing: PortSharing, hosts: Sequence[str], where: str) ->
             )
         for direction, rate in (("up", uplink.up_bytes_per_s), ("down", uplink.down_bytes_per_s)):
             if rate is not None and not (math.isfinite(rate) and rate > 0):
-                yield _range_error(f"{where}.uplinks[{index}].{direction}_bytes_per_s", rate, "bytes per second above zero")
+                yield _range_error(
+                    f"{where}.uplinks[{index}].{direction}_bytes_per_s", rate, "bytes per second above zero"
+                )
 
 
 def _length_error(where: str, what: str, seen: int, hosts: int) -> ClusterError:

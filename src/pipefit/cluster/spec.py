@@ -1,6 +1,6 @@
-"""Clusters by a short text: `8xH100`, `2x8xA100-80:200Gbit/s`, or this machine's CPU (`local_cluster`).
+"""Clusters from a short text: `8xH100`, `2x8xA100-80:200Gbit/s`, or this machine's CPU (`local_cluster`).
 
-The figures are data-sheet ones, marked so; a measured cluster file replaces them.
+The figures come from data sheets and are marked so; a measured cluster file replaces them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _RAIL_LATENCY_S = 10e-6
 _LOCAL_LATENCY_S = 50e-6
 _LOCAL_BANDWIDTH = 1e9
 _FLOPS_PER_CYCLE = {"float64": 16.0, "float32": 32.0, "bfloat16": 32.0}
-"""Per core: two 256-bit multiply-adds a cycle. bfloat16 is taken as float32: few CPUs are faster at it."""
+"""Per core: two 256-bit multiply-adds a cycle. bfloat16 counts as float32, because few CPUs compute it faster."""
 
 PROCESS_BYTES = 384 * 2**20
-"""Assumed: what the interpreter and its libraries take in each process on a CPU before anything is computed."""
+"""Assumed memory of the interpreter and its libraries in each CPU process before the first tensor."""
 
 
 def looks_like_spec(text: str) -> bool:
-    """Whether `text` is written like a short cluster text rather than a file name."""
+    """Return whether `text` has the form of a short cluster text instead of a file name."""
     return _SPEC.match(text) is not None
 
 
 def parse_spec(text: str) -> Cluster:
-    """The cluster that `8xH100` or `2x8xA100-80:200Gbit/s` stands for.
+    """Return the cluster for `8xH100` or `2x8xA100-80:200Gbit/s`.
 
-    Raises ClusterError where the text is not of that form, the kind is unknown, or several hosts lack a bandwidth.
+    Raises ClusterError if the text has another form, the kind is unknown, or several hosts lack a bandwidth.
     """
     match = _SPEC.match(text)
     if match is None:
@@ -51,7 +51,7 @@ def parse_spec(text: str) -> Cluster:
             "Several hosts need the bandwidth between them; none is assumed.",
             where="--cluster",
             seen=repr(text),
-            next_step=f"write it behind a colon, for example {text}:200Gbit/s",
+            next_step=f"append it after a colon, for example {text}:200Gbit/s",
         )
     rails: tuple[Rail, ...] = ()
     where = f"data sheet of {kind.name}"
@@ -70,7 +70,7 @@ def parse_spec(text: str) -> Cluster:
 
 
 def uniform_rail(name: str, hosts: int, latency_s: float, bandwidth_bytes_per_s: float) -> Rail:
-    """A rail on which every pair of hosts is alike."""
+    """A rail on which all pairs of hosts have the same latency and bandwidth."""
     return Rail(
         name=name,
         latency_s=tuple(tuple(0.0 if a == b else latency_s for b in range(hosts)) for a in range(hosts)),
@@ -79,12 +79,13 @@ def uniform_rail(name: str, hosts: int, latency_s: float, bandwidth_bytes_per_s:
 
 
 def local_cluster(devices: int, machine: LocalMachine | None = None) -> Cluster:
-    """Return `devices` processes on a machine's CPU: its memory, the rest a rough guess marked `assumed`.
+    """Return `devices` processes on a machine's CPU: memory from the machine, the rest a rough guess marked `assumed`.
 
-    The cluster, and so the plans made on it, follow from `machine` alone; None stands for this machine.
+    The cluster, and so the plans made on it, depend on `machine` alone; None stands for this machine.
 
-    Each process gets an equal part of the memory and of the cores; the peak is cores x frequency x what two 256-bit
-    multiply-adds a cycle give. The guess orders plans; its times are not predictions to rely on until measured.
+    Each process gets an equal part of the memory and of the cores. The peak is cores x frequency x the rate of two
+    256-bit multiply-adds a cycle. The guess is good enough to rank plans; do not rely on its times without a
+    measurement.
     """
     if devices < 1:
         raise ClusterError("At least one device is needed.", where="--local", seen=devices, allowed="1 or more")

@@ -1,4 +1,4 @@
-"""Questions about a cluster: which host, which kind, which link. Devices are numbered host by host, from 0."""
+"""Queries on a cluster: the host, kind and links of a device. Devices are numbered host by host, from 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SELF = Link(latency_s=0.0, bandwidth_bytes_per_s=float("inf"))
 
 
 def device_count(cluster: Cluster) -> int:
-    """The number of devices of all hosts."""
+    """The number of devices on all hosts."""
     return sum(host.devices for host in cluster.hosts)
 
 
@@ -49,12 +49,12 @@ def kind_of(cluster: Cluster, device: int) -> DeviceKind:
 
 
 def rail_index(cluster: Cluster, device: int) -> int:
-    """The rail that a device sends on: devices of a host take the rails in turn."""
+    """The rail that a device sends on: devices of a host are assigned to rails round-robin."""
     return place_in_host(cluster, device) % len(cluster.rails)
 
 
 def link_between(cluster: Cluster, source: int, target: int) -> Link:
-    """The way from `source` to `target`: SELF, the host's link class, or the entry of the source's rail."""
+    """The link from `source` to `target`: SELF, the host's link class, or the entry of the source's rail."""
     if source == target:
         return SELF
     a, b = host_index(cluster, source), host_index(cluster, target)

@@ -1,8 +1,8 @@
-"""What the machines are: hosts of devices, links within a host and matrices between hosts, with their provenance.
+"""The machines of a run: hosts of devices, links within a host and matrices between hosts, with their provenance.
 
-A cluster is a fact: measured, or taken from data sheets and marked so. Nothing is assumed silently: a link that is
-missing is an error that names it. Host-to-host links are matrices per rail; links inside a host are classes; there
-is never an N x N matrix of devices.
+A cluster is measured, or taken from data sheets and marked so. Nothing is assumed silently: a missing link is an error
+that names it. Host-to-host links are matrices per rail, links inside a host are classes. There is never an N x N matrix
+of devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Source = Literal["measured", "data-sheet", "assumed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where a figure came from."""
+    """The origin of a figure."""
 
     source: Source
     when: str = ""
@@ -26,7 +26,7 @@ class Provenance:
     where: str = ""
     "Machine, software versions or document, in words."
     environment: Mapping[str, str] = field(default_factory=dict)
-    "Fingerprint of the software it was measured with."
+    "Fingerprint of the software used for the measurement."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +40,24 @@ class DeviceKind:
     "Dense peak by dtype: `float64`, `float32`, `bfloat16`."
     memory_bandwidth_bytes_per_s: float
     efficiency: float = 0.5
-    "Share of the peak that large matrix products reach; a data-sheet guess until it is measured."
+    "Share of the peak that large matrix products reach; a guess for data-sheet kinds until it is measured."
     overhead_s: float = 5e-6
-    "Time that issuing one operator costs."
+    "Time to issue one operator."
     overlap: float = 0.0
-    "Share of a gradient reduction beside a backward that does not slow the backward down: 0 where the cores that"
+    """Share of a gradient reduction that overlaps a backward without slowing it down. 0 if the computing cores also
+    move the bytes (gloo)."""
     " compute also move the bytes (gloo)."
     provenance: Provenance = Provenance(source="data-sheet")
 
 
 def is_processor(kind: DeviceKind) -> bool:
-    """Whether devices of a kind are processors, by its name: `cpu`, `cpu-2.1GHz`."""
+    """Return whether devices of a kind are CPUs, by its name: `cpu`, `cpu-2.1GHz`."""
     return kind.name.split("-")[0] == "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One way from a device to another."""
+    """Latency and bandwidth of one path between two devices."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -73,20 +74,20 @@ class Host:
     "Key into the cluster's device kinds."
     devices: int
     link: str
-    "Key into the cluster's link classes: how its devices reach each other."
+    "Key into the cluster's link classes, for links between its devices."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rail:
-    """One network that joins the hosts: matrices [source host][target host]; the diagonal is not read."""
+    """One network that joins the hosts, as matrices [source host][target host]; the diagonal is not read."""
 
     name: str
     latency_s: tuple[tuple[float, ...], ...]
     bandwidth_bytes_per_s: tuple[tuple[float, ...], ...]
     repeatability: tuple[tuple[float, ...], ...] = ()
-    "Empty when it was not measured."
+    "Empty if it was not measured."
     shared_ports: bool = True
-    "Whether one host's sends to several hosts share that host's port."
+    "Whether simultaneous sends of one host to several hosts share that host's port."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,4 +103,4 @@ class Cluster:
     provenance: Provenance
     version: int = 1
     measured: ClusterMeasurements | None = None
-    "Curves that `pipefit profile` found; None for a cluster from data sheets."
+    "Curves from `pipefit profile`; None for a cluster from data sheets."

@@ -1,8 +1,8 @@
-"""Arithmetic whose last bit is the same on every processor, for whatever plans follow from.
+"""Arithmetic with identical bits on every processor, for all numbers that determine plans.
 
-IEEE 754 fixes the result of + - * / and of square roots, nothing else: numpy's `exp`, `log` and `power` are other code
-on processors with other vector units, those of the C library too, and a matrix product adds in the order that suits
-the processor. What stands here is made of the operations that are fixed, in an order that is.
+IEEE 754 fixes the results of + - * / and square roots only. numpy's `exp`, `log` and `power` use different code on
+processors with different vector units, as does the C library, and the order of additions in a matrix product depends
+on the processor. These functions use the fixed operations in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _TWO_HIGH, _TWO_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
-"""The logarithm of two in two parts: a whole number of up to twenty bits times the first is exact."""
+"""The logarithm of 2 in two parts: the product of an integer of up to 20 bits and the first part is exact."""
 
 _LOG_TERMS, _EXP_TERMS = 12, 15
-"""Terms of the series, enough for the last bit."""
+"""Number of series terms, enough for the last bit."""
 
 
 def portable_log(values: Floats | Sequence[float]) -> Floats:
-    """Natural logarithms of positive numbers: by the series of the inverse hyperbolic tangent."""
+    """Return natural logarithms of positive numbers, by the series of the inverse hyperbolic tangent."""
     part, power = np.frexp(np.asarray(values, dtype=np.float64))
     small = part < math.sqrt(0.5)
     part, power = np.where(small, 2 * part, part), power - small
@@ -37,7 +37,7 @@ def portable_log(values: Floats | Sequence[float]) -> Floats:
 
 
 def portable_exp(value: float) -> float:
-    """The exponential of a number, by its series."""
+    """Return the exponential of a number, by its series."""
     power = round(value / (_TWO_HIGH + _TWO_LOW))
     rest = (value - power * _TWO_HIGH) - power * _TWO_LOW
     series = 1.0
@@ -47,12 +47,12 @@ def portable_exp(value: float) -> float:
 
 
 def portable_power(base: float, exponent: float) -> float:
-    """A positive number to any power."""
+    """Return a positive number to any power."""
     return portable_exp(float(portable_log([base])[0]) * exponent)
 
 
 def whole_power(base: Floats, exponent: Floats | int) -> Floats:
-    """Numbers to whole powers, by squaring."""
+    """Return numbers to integer powers, by squaring."""
     left = np.asarray(exponent, dtype=np.int64)
     power: Floats = np.ones(np.broadcast_shapes(base.shape, left.shape))
     while left.any():
@@ -62,7 +62,7 @@ def whole_power(base: Floats, exponent: Floats | int) -> Floats:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive numbers; of one alone that number itself."""
+    """Return the geometric mean of positive numbers; a single number is returned unchanged."""
     if len(values) == 1:
         return float(values[0])
     return portable_exp(float(portable_log(values).sum()) / len(values))

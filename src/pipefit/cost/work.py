@@ -60,7 +60,7 @@ class StageWork:
 
     @property
     def has_equal_shards(self) -> bool:
-        """Whether all positions of the shard axis have equal parts of every layer."""
+        """Return whether all positions of the shard axis have equal parts of every layer."""
         return all(len({*shares}) <= 1 for shares in (*self.shares, self.group.find_axis("shard").shares))
 
     def shares_of(self, layer: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
-"""What is fed: corpora, tokens, packing, the step plan.
+"""Training data: text corpora, tokenizers, packing into rows, the step plan, and samples with images.
 
-Text comes from `sources`, becomes ids in `tokenizer`, lies in a memory-mapped file in `corpus`, is cut into numbered
-`rows` and shuffled by `permutation`; `stepplan` says which rows go where, and `feed_arrays` cuts out one action's.
+`sources` reads text, `tokenizer` turns it into ids, `corpus` stores the ids in a memory-mapped file. `rows` numbers the
+rows of the corpus and `permutation` shuffles them. `stepplan` assigns rows to microbatches and replicas, and
+`feed_arrays` cuts out the arrays of one action.
 """

@@ -1,8 +1,9 @@
-"""A corpus: the token ids of all documents, one after the other, in a memory-mapped file, read row by row.
+"""A corpus: the token ids of all documents, concatenated in a memory-mapped file and read row by row.
 
-`prepare_corpus` tokenises once and writes the token file, named by a hash of the content, aside and then renamed; it
-is safe when several processes do it at once. `open_prepared` only reads. On one process `open_corpus` does both; with
-many, rank 0 of every host calls `prepare_corpus`, all meet at a barrier, and all call `open_prepared`.
+`prepare_corpus` tokenises once. It writes the token file under a temporary name and renames it to a hash of the
+content, so several processes may prepare the same corpus at once. `open_prepared` only reads. A single process calls
+`open_corpus`, which does both. With many processes, rank 0 of every host calls `prepare_corpus`, all ranks meet at a
+barrier, and all call `open_prepared`.
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ _WRITE_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusRequest:
-    """What is to be read and how it becomes tokens. The order of `sources` is the order of the text."""
+    """The text sources of a corpus and the tokenizer. The order of `sources` is the order of the text."""
 
     sources: tuple[str, ...]
-    "Files, folders, patterns, or `stdlib`."
+    "Files, folders, glob patterns, or `stdlib`."
     tokenizer: str = BYTES
-    "`bytes`, a tokenizer.json, or a folder that holds one."
+    "`bytes`, a tokenizer.json, or a folder that contains one."
     vocabulary: int | None = None
-    "The model's vocabulary; a tokenizer with more tokens is refused."
+    "The model's vocabulary size; a tokenizer with more tokens is refused."
     field: str = "text"
-    "The field of jsonl and the column of parquet files that holds the text."
+    "The jsonl field or parquet column with the text."
     limit_bytes: int | None = None
-    "Stop after so many bytes of text."
+    "Stop after this many bytes of text."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCorpus:
-    """A token file, as its JSON side file describes it."""
+    """A token file, as described by its JSON side file."""
 
     format: int
     file: str
-    "Name of the token file, beside the JSON file."
+    "Name of the token file, in the folder of the JSON file."
     dtype: str
     tokens: int
     documents: int
     text_bytes: int
     vocabulary: int
     digest: str
-    "Of the text and the tokenizer: equal corpora have equal digests."
+    "Hash of the text and the tokenizer: equal corpora have equal digests."
 
 
 class Corpus:
-    """The rows of a prepared corpus; see `pipefit.data.rows` for how they are cut."""
+    """The rows of a prepared corpus; `pipefit.data.rows` defines how a corpus is cut into rows."""
 
     def __init__(self, tokens: NDArray[Any], rows: RowSplit, prepared: PreparedCorpus, tokenizer: str = BYTES) -> None:
         self._tokens = tokens
@@ -76,22 +77,22 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """All tokens, separators included."""
+        """The number of tokens, separators included."""
         return len(self._tokens)
 
     @cached_property
     def separator(self) -> int | None:
-        """The token that ends every document, as the tokenizer says; None where nothing separates them.
+        """The token that ends every document, from the tokenizer; None if documents are not separated.
 
         Raises DataError if the tokenizer cannot be read.
         """
         return load_tokenizer(self._tokenizer).separator
 
     def require_separator(self) -> None:
-        """Raises DataError if nothing in the corpus says where documents end."""
+        """Raise DataError if the corpus has no separator, so that document boundaries are unknown."""
         if self.separator is None:
             raise DataError(
-                "The documents cannot be kept apart: nothing in the tokens says where one ends.",
+                "The documents cannot be kept apart: the tokens do not mark where one ends.",
                 where=self._tokenizer,
                 seen="a tokenizer without an end-of-text token",
                 allowed=", ".join(END_OF_TEXT),
@@ -99,7 +100,7 @@ class Corpus:
             )
 
     def row(self, index: int) -> NDArray[np.int64]:
-        """(sequence + 1,) token ids; beyond the end of the corpus IGNORE (-100)."""
+        """Return (sequence + 1,) token ids, filled with IGNORE (-100) beyond the end of the corpus."""
         assert 0 <= index < self.rows.count, f"row {index} of {self.rows.count}"
         length = self.rows.sequence + 1
         part = self._tokens[index * length : (index + 1) * length].astype(np.int64)
@@ -119,8 +120,10 @@ def open_corpus(
     held_out: float = 0.01,
     cache: Path | None = None,
 ) -> Corpus:
-    """Prepare and open in one process. See CorpusRequest, `prepare_corpus` and `open_prepared` for arguments and
-    errors."""
+    """Prepare and open a corpus in one process.
+
+    See CorpusRequest, `prepare_corpus` and `open_prepared` for arguments and errors.
+    """
     request = CorpusRequest(
         sources=tuple(sources), tokenizer=tokenizer, vocabulary=vocabulary, field=field, limit_bytes=limit_bytes
     )
@@ -129,9 +132,9 @@ def open_corpus(
 
 
 def prepare_corpus(request: CorpusRequest, cache: Path | None = None) -> PreparedCorpus:
-    """Make the token file in `cache` (default: a folder for temporary files), unless the same content is there.
+    """Write the token file into `cache` (default: a folder for temporary files), unless the same content exists there.
 
-    Raises DataError if the sources hold no text or cannot be read, or if `cache` cannot be written.
+    Raises DataError if the sources contain no text or cannot be read, or if `cache` cannot be written.
     """
     folder = _cache_folder(cache)
     tokenizer = load_tokenizer(request.tokenizer, request.vocabulary)
@@ -169,9 +172,9 @@ def prepare_corpus(request: CorpusRequest, cache: Path | None = None) -> Prepare
 def open_prepared(
     request: CorpusRequest, *, sequence: int, held_out: float = 0.01, cache: Path | None = None
 ) -> Corpus:
-    """The corpus that `prepare_corpus` made for the same request, memory-mapped. `held_out`: see `cut_rows`.
+    """Open the corpus that `prepare_corpus` wrote for the same request, memory-mapped. `held_out`: see `cut_rows`.
 
-    Raises DataError if it was not prepared in `cache`, or is too small to cut one row.
+    Raises DataError if it was not prepared in `cache`, or is too small for one row.
     """
     folder = _cache_folder(cache)
     prepared = _read_side_file(folder / _pointer_name(request))
@@ -201,7 +204,7 @@ def _pointer_name(request: CorpusRequest) -> str:
 
 
 def _hash_content(request: CorpusRequest, tokenizer: Tokenizer) -> tuple[str, int, int]:
-    """(hash of text and tokenizer, number of documents, bytes of text)."""
+    """Return (hash of text and tokenizer, number of documents, bytes of text)."""
     state = hashlib.sha256(f"{_FORMAT} {tokenizer.digest}".encode())
     documents = size = 0
     for document in read_documents(request.sources, field=request.field, limit_bytes=request.limit_bytes):
@@ -212,7 +215,7 @@ def _hash_content(request: CorpusRequest, tokenizer: Tokenizer) -> tuple[str, in
 
 
 def _write_tokens(request: CorpusRequest, tokenizer: Tokenizer, path: Path, dtype: str) -> int:
-    """Write all tokens aside, rename, and return their number."""
+    """Write all tokens to a temporary file, rename it, and return the number of tokens."""
     aside = path.with_name(f".{path.name}.{os.urandom(16).hex()}")
     count = 0
     try:
@@ -238,7 +241,7 @@ def _write_aside(path: Path, content: bytes) -> None:
 
 
 def _read_side_file(path: Path) -> PreparedCorpus | None:
-    """What the side file says; None if it is absent, broken, or of another version (it is then made again)."""
+    """Read a side file. Returns None if it is absent, broken, or of another version; the caller then writes it anew."""
     try:
         prepared = from_data(PreparedCorpus, json.loads(path.read_text(encoding="utf-8")), str(path))
     except (OSError, ValueError, FormatError):

@@ -1,9 +1,9 @@
-"""A shuffle that is a pure function of a key: a bijection of range(count) that is never written down.
+"""A shuffle as a pure function of a key: a bijection of range(count) that is computed, not stored.
 
-A balanced Feistel network permutes the smallest square power of two that holds `count`; values that fall outside are
-walked along their cycle until they fall inside ("cycle walking", Black and Rogaway, "Ciphers with arbitrary finite
-domains", CT-RSA 2002). The round function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). It is a
-shuffle, not a cipher.
+A balanced Feistel network permutes the smallest square power of two that is at least `count`. Values that fall outside
+are mapped again until they fall inside ("cycle walking", Black and Rogaway, "Ciphers with arbitrary finite domains",
+CT-RSA 2002). The round function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). It is a shuffle, not
+a cipher.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 def permute_indices(indices: NDArray[np.int64], count: int, key: int) -> NDArray[np.int64]:
-    """Where the permutation of range(count) under `key` sends each index; the same shape, int64.
+    """Map each index by the permutation of range(count) under `key`; the result has the same shape, int64.
 
-    Time and memory follow the number of indices, not `count`. `key` is any 64-bit integer (see `make_key`).
+    Time and memory grow with the number of indices, not with `count`. `key` is any 64-bit integer (see `make_key`).
     """
     assert count > 0, "a permutation of nothing"
     values = np.asarray(indices, dtype=np.int64)
@@ -35,7 +35,7 @@ def permute_indices(indices: NDArray[np.int64], count: int, key: int) -> NDArray
 
 
 def make_key(*parts: int) -> int:
-    """A 64-bit key from integers, order and number of them included."""
+    """Return a 64-bit key from integers; their order and number matter."""
     state = len(parts)
     for part in parts:
         state = _mix_bits((state + _GOLDEN + (part & _MASK)) & _MASK)

@@ -1,6 +1,6 @@
-"""The rows of a corpus by number: which are for training, which are held out, and in which order they come.
+"""The rows of a corpus by number: the split into training and held-out rows, and the training order.
 
-A corpus of N tokens is cut into rows of `sequence + 1` tokens; a row gives `sequence` inputs and, shifted by one,
+A corpus of N tokens is cut into rows of `sequence + 1` tokens. A row gives `sequence` inputs and, shifted by one,
 `sequence` labels. The last row may be short. Nothing here reads a token: every rank computes the same numbers from
 (count, seed, position) alone.
 """
@@ -16,7 +16,7 @@ from pipefit.data.permutation import make_key, permute_indices
 from pipefit.errors import DataError
 
 NO_ROW = -1
-"""The row number of a place in a batch that no row fills (the last batch of an evaluation)."""
+"""The row number of a batch position without a row (in the last batch of an evaluation)."""
 
 _SPLIT_KEY = make_key(0x5EED, 1)
 """Key of the permutation that chooses the held-out rows: the same for every seed, so that runs can be compared."""
@@ -26,26 +26,28 @@ _ORDER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSplit:
-    """The rows of a corpus as numbers. A row's number is its place in the corpus."""
+    """The rows of a corpus as numbers. A row's number is its position in the corpus."""
 
     count: int
-    "All rows, the held-out ones among them."
+    "All rows, held-out rows included."
     sequence: int
-    "Input tokens of a row, as many as its labels."
+    "Input tokens of a row; it has the same number of labels."
     last_labels: int
     "Labels of the last row, 1 to `sequence`; every other row has `sequence`."
     held_out: int
-    "Rows kept for evaluation, spread over the corpus by a fixed shuffle."
+    "Rows reserved for evaluation, spread over the corpus by a fixed shuffle."
 
     @property
     def training_count(self) -> int:
-        """How many rows an epoch has."""
+        """The number of training rows, which is one epoch."""
         return self.count - self.held_out
 
     def training_rows(self, places: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """The rows at these places of the endless training order (place = step * batch + position in the batch).
+        """Return the rows at these positions of the endless training order (position = step * batch + position in the
+        batch).
 
-        Epoch `place // training` visits every training row once, in an order that is a function of (seed, epoch).
+        Epoch `position // training_count` visits every training row once, in an order that is a function of (seed,
+        epoch).
         """
         epochs, offsets = np.divmod(np.asarray(places, dtype=np.int64), self.training_count)
         shuffled = np.empty_like(offsets)
@@ -55,7 +57,7 @@ class RowSplit:
         return permute_indices(shuffled, self.count, _SPLIT_KEY)
 
     def held_out_rows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Rows start to stop of the held-out ones, in a fixed order; NO_ROW beyond their end."""
+        """Return held-out rows start to stop in a fixed order; NO_ROW beyond their end."""
         places = np.arange(start, stop, dtype=np.int64)
         rows = np.full(places.shape, NO_ROW, dtype=np.int64)
         inside = places < self.held_out
@@ -63,12 +65,12 @@ class RowSplit:
         return rows
 
     def count_labels(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of valid labels of each row; 0 for NO_ROW."""
+        """Return the number of valid labels of each row; 0 for NO_ROW."""
         counts = np.where(rows == self.count - 1, self.last_labels, self.sequence)
         return np.where(rows == NO_ROW, 0, counts).astype(np.int64)
 
     def require_batch(self, batch: int, where: str = "corpus") -> None:
-        """Raises DataError if the training rows do not fill one batch."""
+        """Raise DataError if the training rows do not fill one batch."""
         if self.training_count < batch:
             raise DataError(
                 "The corpus is too small for one batch.",
@@ -81,10 +83,10 @@ class RowSplit:
 
 
 def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus") -> RowSplit:
-    """The rows of a corpus of `tokens` tokens. `held_out`: a fraction below 1, or a count of rows from 1 up.
+    """Cut a corpus of `tokens` tokens into rows. `held_out` is a fraction below 1, or a number of rows from 1 up.
 
-    A fraction above 0 holds out at least one row where there are two. Raises DataError if not one label is left to
-    train on, or if `held_out` is out of range.
+    A fraction above 0 holds out at least one row if there are two or more. Raises DataError if no label is left for
+    training, or if `held_out` is out of range.
     """
     if tokens < 2:
         raise DataError(
@@ -98,24 +100,24 @@ def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus")
     if rest >= 2:
         count, last_labels = count + 1, rest - 1
     check_held_out(held_out, "held_out")
-    kept = int(held_out) if held_out >= 1 else int(count * held_out)
-    if 0 < held_out < 1 and kept == 0 and count > 1:
-        kept = 1
-    if kept >= count:
+    held_out_count = int(held_out) if held_out >= 1 else int(count * held_out)
+    if 0 < held_out < 1 and held_out_count == 0 and count > 1:
+        held_out_count = 1
+    if held_out_count >= count:
         raise DataError(
-            "So many rows are held out that none is left to train on.",
+            "All rows are held out; none is left to train on.",
             where=where,
-            seen=f"{kept} of {count} rows",
+            seen=f"{held_out_count} of {count} rows",
             next_step="hold out fewer rows, or give more text",
         )
-    return RowSplit(count=count, sequence=sequence, last_labels=last_labels, held_out=kept)
+    return RowSplit(count=count, sequence=sequence, last_labels=last_labels, held_out=held_out_count)
 
 
 def check_held_out(held_out: float, where: str) -> None:
-    """Raises DataError unless it is a fraction of the rows, or a number of them."""
+    """Raise DataError unless `held_out` is a fraction of the rows or a whole number of rows."""
     if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
         raise DataError(
-            "This is no part of the rows to hold out.",
+            "This is not a valid number of rows to hold out.",
             where=where,
             seen=held_out,
             allowed="a fraction from 0 up to 1, or a whole number of rows",

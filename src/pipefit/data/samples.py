@@ -1,8 +1,9 @@
 """The rows of a user's data set: items by number, checked against the inputs of the model.
 
-A data set is anything with a length and `[index]`, as torch.utils.data.Dataset has them. Every rank reads the rows that
-it works on, so equal numbers must give equal items in every process. Numbers that an item draws (augmentation) are
-keyed by (seed, step, row): torch's, numpy's and Python's generators are set before every item. No torch at import.
+A data set is any object with a length and `[index]`, like a map-style torch.utils.data.Dataset. Every rank reads the
+rows that it works on, so equal numbers must give equal items in every process. Random draws of an item (augmentation)
+are keyed by (seed, step, row): torch's, numpy's and Python's generators are seeded before every item. No torch at
+import.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pipefit.model.graph import TensorSpec
 from pipefit.model.user import seeded_generators
 
 HELD_OUT = -1
-"""In the place of a step: what an item draws in an evaluation is the same every time."""
+"""Used instead of a step number in evaluations, so that an item draws the same random numbers every time."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputField:
-    """What one input is for one row."""
+    """Shape and dtype of one input, for one row."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,7 +39,7 @@ class InputField:
 
 
 def field_of(tensor: TensorSpec) -> InputField:
-    """The field of a graph's input, rows in front."""
+    """Return the field of a graph input, whose first dimension is the rows."""
     dtype = "float" if tensor.dtype in ("compute", "float32") else tensor.dtype
     return InputField(tuple(int(size) for size in tensor.shape[1:]), dtype)
 
@@ -49,7 +50,7 @@ class UserSamples:
     def __init__(
         self, dataset: Any, fields: Mapping[str, InputField], *, where: str, batch: int, held_out: float
     ) -> None:
-        """Raises DataError if it is no data set, has too few rows, or gives items that do not fit."""
+        """Raises DataError if `dataset` is not a data set, has too few rows, or gives items that do not fit."""
         self._dataset, self.fields, self._where = _make_dataset(dataset, where), dict(fields), where
         self.rows = _split_rows(len(self._dataset), batch, held_out, where)
         self.digest = self._compute_digest()
@@ -57,7 +58,10 @@ class UserSamples:
     def take_rows(
         self, rows: NDArray[np.int64], names: Collection[str], seed: int, step: int
     ) -> dict[str, NDArray[Any]]:
-        """The inputs of these names for these rows, rows in front. Raises DataError for an item that does not fit."""
+        """Return the named inputs of these rows, stacked along a first dimension of rows.
+
+        Raises DataError for an item that does not fit.
+        """
         items = [self._checked_item(int(row), seed, step) for row in rows] if names else []
         return {
             name: np.stack([item[name] for item in items])
@@ -67,7 +71,7 @@ class UserSamples:
         }
 
     def _checked_item(self, row: int, seed: int, step: int) -> dict[str, NDArray[Any]]:
-        """One row, checked."""
+        """Read one row and check it."""
         try:
             with seeded_generators(seed, step, row):
                 item = self._dataset[row]
@@ -99,7 +103,7 @@ class UserSamples:
         field = self.fields[name]
         try:
             array = _to_numpy(value)
-        except (TypeError, ValueError) as error:  # lists of unequal length, types that numpy has not
+        except (TypeError, ValueError) as error:  # lists of unequal length, types unknown to numpy
             seen = f"a {type(value).__name__}: {str(error).splitlines()[0]}"
         else:
             able = array.dtype.kind in ("fiub" if field.dtype == "float" else "b" if field.dtype == "bool" else "iub")
@@ -114,15 +118,17 @@ class UserSamples:
         )
 
     def _compute_digest(self) -> str:
-        """Of the length and of some rows: equal data sets have equal ones. Rows are read twice, to see whether they are
-        always the same."""
+        """Return a hash of the length and of up to three rows: equal data sets have equal digests.
+
+        Each of these rows is read twice, to check that reading is deterministic.
+        """
         state = hashlib.sha256(str(len(self._dataset)).encode())
         for row in sorted({0, self.rows.count // 2, self.rows.count - 1}):
-            one, two = (self._checked_item(row, 0, HELD_OUT) for _ in range(2))
-            for name, value in one.items():
-                if not np.array_equal(value, two[name], equal_nan=value.dtype.kind == "f"):
+            first, second = (self._checked_item(row, 0, HELD_OUT) for _ in range(2))
+            for name, value in first.items():
+                if not np.array_equal(value, second[name], equal_nan=value.dtype.kind == "f"):
                     raise DataError(
-                        "The data set gives other numbers when a row is read again, so ranks would not agree on it.",
+                        "A row of the data set differs when it is read again, so ranks would disagree on it.",
                         where=f"{self._where}[{row}], {name}",
                         allowed="items that are a function of their number, and of torch's, numpy's or Python's own "
                         "generator, which is set before every item",
@@ -133,7 +139,7 @@ class UserSamples:
 
 
 def _to_numpy(value: Any) -> NDArray[Any]:
-    """A value as numpy has it: tensors of any device, with or without gradients; bfloat16 becomes float32."""
+    """Convert a value to numpy: tensors of any device, with or without gradients; bfloat16 becomes float32."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = value.float() if str(value.dtype) == "torch.bfloat16" else value
@@ -141,7 +147,7 @@ def _to_numpy(value: Any) -> NDArray[Any]:
 
 
 def _make_dataset(dataset: Any, where: str) -> Any:
-    """The data set itself, where a function or a class makes it."""
+    """Return the data set; a function or class is called to create it."""
     if isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__")):
         try:
             dataset = dataset()
@@ -150,7 +156,7 @@ def _make_dataset(dataset: Any, where: str) -> Any:
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return dataset
     raise DataError(
-        "This is no data set with rows by number.",
+        "This is not a data set with rows by index.",
         where=where,
         seen=type(dataset).__name__,
         allowed="an object with a length and items by number (a map-style torch.utils.data.Dataset), or a function "
@@ -159,31 +165,32 @@ def _make_dataset(dataset: Any, where: str) -> Any:
 
 
 def _user_code_error(what: str, where: str, error: Exception) -> DataError:
-    """What the user's code raised."""
+    """Build the error for an exception of the user's code."""
     text = str(error).strip().splitlines()
     return DataError(what, where=where, seen=f"{type(error).__name__}: {text[0] if text else ''}")
 
 
 def _split_rows(count: int, batch: int, held_out: float, where: str) -> RowSplit:
-    """Which rows are for training. Rows of one evaluation fill whole batches; a fraction is rounded to them."""
+    """Split rows into training and evaluation. Evaluation rows fill whole batches; a fraction is rounded to whole
+    batches."""
     check_held_out(held_out, "--held-out")
-    kept = int(held_out)
+    held_out_count = int(held_out)
     if 0 < held_out < 1:
-        kept = max(1, int(count * held_out) // batch) * batch
-        kept = kept if count >= kept + batch else 0
-    if 0 < kept < batch:
+        held_out_count = max(1, int(count * held_out) // batch) * batch
+        held_out_count = held_out_count if count >= held_out_count + batch else 0
+    if 0 < held_out_count < batch:
         raise DataError(
             "The rows that are held out do not fill one batch.",
             where="--held-out",
-            seen=kept,
+            seen=held_out_count,
             allowed=f"0, a fraction, or at least {batch}, the rows of one step",
         )
-    if count - kept < batch:
+    if count - held_out_count < batch:
         raise DataError(
             "The data set is too small for one batch.",
             where=where,
-            seen=f"{count} rows, {kept} of them held out",
+            seen=f"{count} rows, {held_out_count} of them held out",
             allowed=f"at least {batch} rows to train on, those of one step",
             next_step="plan a smaller batch, give more data, or hold out fewer rows",
         )
-    return RowSplit(count=count, sequence=1, last_labels=1, held_out=kept)
+    return RowSplit(count=count, sequence=1, last_labels=1, held_out=held_out_count)

@@ -1,7 +1,7 @@
-"""Text from files, folders, patterns, jsonl, parquet, and the standard library of the Python that runs this.
+"""Read text from files, folders, glob patterns, jsonl, parquet, and the standard library of the running Python.
 
-A source is a string. Whatever it names, its documents come in one fixed order: paths sorted as text, rows as they
-stand in their file. Every document is checked to be UTF-8 text without NUL bytes.
+A source is a string. Its documents come in a fixed order: paths sorted as text, rows in file order. Every document is
+checked to be UTF-8 text without NUL bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pipefit.errors import DataError
 
 STDLIB = "stdlib"
-"""The source that is always there: the source text of the Python standard library, without its tests."""
+"""The source that is available everywhere: the source code of the Python standard library, without its tests."""
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"})
@@ -26,7 +26,7 @@ _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", 
 
 @dataclass(frozen=True, slots=True)
 class SourceDocument:
-    """One piece of text and where it came from."""
+    """One piece of text and its origin."""
 
     where: str
     text: bytes
@@ -36,10 +36,10 @@ class SourceDocument:
 def read_documents(
     sources: Iterable[str], *, field: str = "text", limit_bytes: int | None = None
 ) -> Iterator[SourceDocument]:
-    """The documents of all sources in order, empty ones left out, cut off after `limit_bytes` bytes of text.
+    """Yield the non-empty documents of all sources in order, cut off after `limit_bytes` bytes of text.
 
-    `field` is the column of jsonl and parquet files that holds the text. Raises DataError for a source that is
-    missing, not text, or broken.
+    `field` is the jsonl field or parquet column with the text. Raises DataError for a source that is missing, not text,
+    or broken.
     """
     left = limit_bytes
     for source in sources:
@@ -85,12 +85,12 @@ def _list_paths(source: str) -> list[Path]:
 
 
 def _walk_folder(folder: Path, skipped: frozenset[str]) -> list[Path]:
-    """The regular files below a folder, hidden ones left out, sorted by their relative path."""
-    found = []
+    """Return the regular files below a folder, without hidden ones, sorted by their relative path."""
+    paths = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
+        paths += [Path(parent, name) for name in files if not name.startswith(".")]
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _read_stdlib() -> Iterator[SourceDocument]:
@@ -116,8 +116,11 @@ def _read_jsonl(path: Path, field: str) -> Iterator[SourceDocument]:
 
 
 def json_lines(path: Path, allowed: str = "one JSON object a line") -> Iterator[tuple[int, Any]]:
-    """(number from 1, value) of every line that is not empty. Raises DataError if the file cannot be read, or for a
-    line that is no JSON; `allowed` then says what should stand there."""
+    """Yield (line number from 1, value) of every non-empty line.
+
+    Raises DataError if the file cannot be read or a line is not valid JSON; its message quotes `allowed` as the
+    expected content.
+    """
     for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -154,7 +157,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[SourceDocument]:
 
 
 def column_values(path: Path, columns: Sequence[str], optional: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet file as plain values of these columns, without those of `optional` that it lacks.
+    """Yield the rows of a parquet file as plain values of these columns; `optional` columns may be missing.
 
     Raises DataError if pyarrow or a column is missing, or if the file cannot be read.
     """
@@ -199,7 +202,7 @@ def _check_text(text: bytes, where: str) -> bytes:
 
 
 def _fault_offset(text: bytes) -> int | None:
-    """The offset of the first byte that keeps this from being text; None if it is text."""
+    """Return the offset of the first byte that is not valid text; None if all of it is text."""
     nul = text.find(b"\0")
     try:
         text.decode("utf-8")

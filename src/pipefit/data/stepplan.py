@@ -1,8 +1,8 @@
-"""The step plan: which rows every (stage, microbatch, replica) works on, and by what the loss is divided.
+"""The step plan: the rows of every (stage, microbatch, replica) in one step, and the divisor of the summed loss.
 
-A pure function of (plan, seed, step) and the corpus's row count. Every rank computes it alone, so labels, positions
-and row numbers are never sent. The rows of a step do not depend on the layout: two plans of the same job train on
-the same batches, and a run resumed at step k continues with the batches that it would have had.
+It is a pure function of (plan, seed, step) and the corpus's row count. Every rank computes it alone, so labels,
+positions and row numbers are never sent. The rows of a step do not depend on the layout: two plans of the same job
+train on the same batches. A run resumed at step k continues with the batches of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipefit.schedule.actions import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """How a plan cuts a batch: the part of a plan that a step plan needs, computed once."""
+    """The cut of a batch into microbatches, slices and replica shares, computed once from a plan."""
 
     batch: int
     seed: int
@@ -32,30 +32,30 @@ class BatchShape:
     slices: tuple[Run, ...]
     "Token runs of the slices, together [0, sequence)."
     shares: tuple[tuple[int, ...], ...]
-    "Replica shares of every stage's group."
+    "Replica shares of every stage's mesh."
     multiples: tuple[int, ...]
-    "How many of the schedule's microbatches every stage takes together."
+    "Microbatches of the schedule that each stage processes in one call."
     divides: tuple[Divide, ...] = ()
-    "What the replicas of every stage divide among them; (): samples everywhere."
+    "The unit that the replicas of each stage divide; (): samples everywhere."
     turns: tuple[tuple[int, int], ...] = ()
-    "Of every stage, its turn and how many take turns; (): all take all."
+    "Per stage (its turn, the number of turns), for stages that alternate; (): every stage takes all microbatches."
     apart: bool = False
-    "Whether attention keeps the documents of a row apart."
+    "Whether attention is masked between the documents of a row."
     arranging: SampleArrangement | None = None
-    "How samples that differ are given to replicas and microbatches; None: they stand as they come."
+    "Assignment of unequal samples to replicas and microbatches; None: samples keep their order."
     schedule: Schedule | None = field(default=None, compare=False)
-    "The order of actions that microbatches are ordered for, where they are; None: 1F1B, a lane for every stage."
+    "The schedule that microbatches are reordered for, if any; None: 1F1B with one lane per stage."
 
     @property
     def sequence_length(self) -> int:
         return self.slices[-1][1]
 
     def batch_run(self, stage: int, microbatch: int, replica: int) -> Run:
-        """The positions within the step's batch that one replica of a stage works on in its `microbatch`.
+        """Return the positions within the step's batch that one replica of a stage works on in its `microbatch`.
 
-        Row r belongs to microbatch r // rows_per_microbatch, whose rows the replicas of the stage split by their
-        shares. Microbatches are counted as the stage counts them: multiples of the schedule's. The run may be empty.
-        Where replicas divide images, each works on some of all rows.
+        Row r belongs to microbatch r // rows_per_microbatch. The replicas of the stage split these rows by their
+        shares. Microbatches are counted in the stage's unit, a multiple of the schedule's. The run may be empty.
+        Replicas that divide images each get all rows.
         """
         rows = self.batch // self.microbatches * self.multiples[stage]
         if self.divides_images(stage):
@@ -64,15 +64,15 @@ class BatchShape:
         return microbatch * rows + start, microbatch * rows + stop
 
     def divides_images(self, stage: int) -> bool:
-        """Whether the replicas of a stage divide the images of what it takes together, in place of the samples."""
+        """Return whether the replicas of a stage divide the images of a microbatch rather than its samples."""
         return bool(self.divides) and self.divides[stage] == "images"
 
     def stage_microbatches(self, stage: int) -> int:
-        """How many microbatches the stage counts in a step."""
+        """Return the number of microbatches of a stage in a step."""
         return self.microbatches // self.multiples[stage]
 
     def own_units(self, stage: int) -> range:
-        """Those of them that are the stage's own."""
+        """Return the microbatches that are the stage's own if stages take turns, else all."""
         turn, turns = self.turns[stage] if self.turns else (0, 1)
         return range(turn, self.stage_microbatches(stage), turns)
 
@@ -84,21 +84,21 @@ class StepPlan:
     step: int
     rows: NDArray[np.int64]
     divisor: int
-    "Valid labels of the whole step: the summed loss divided by it is the mean over tokens. At least 1."
+    "Valid labels of the whole step, at least 1. The summed loss divided by it is the mean over tokens."
     shape: BatchShape
     counts: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
-    "Space -> tokens of that space at every position of the batch; empty for text, where every row has as many."
+    "Space -> tokens of that space at every position of the batch; empty for text, whose rows are all of equal length."
     divisors: Mapping[str, int] = field(default_factory=dict)
-    "Space -> by what the summed loss of its module is divided, where modules have losses of their own; at least 1."
+    "Space -> divisor of its module's summed loss, for modules with their own loss; at least 1."
     images: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     "Space -> tokens of every image at every position of the batch; empty unless a stage divides images."
 
     def batch_run(self, stage: int, microbatch: int, replica: int) -> Run:
-        """See BatchShape.run."""
+        """See `BatchShape.batch_run`."""
         return self.shape.batch_run(stage, microbatch, replica)
 
     def image_run(self, stage: int, space: str, microbatch: int, replica: int) -> Run | None:
-        """Which of the images of the rows of `batch_run` are the replica's; None: all of them."""
+        """Return the replica's run of the images in the rows of `batch_run`; None: all of them."""
         if not self.shape.divides_images(stage):
             return None
         start, stop = self.batch_run(stage, microbatch, replica)
@@ -111,13 +111,14 @@ class StepPlan:
 
 
 def batch_shape(plan: Plan) -> BatchShape:
-    """The cut that a plan makes. Raises PlanError where the batch, the microbatches or the slices do not divide."""
+    """Return the cut of a plan's batch. Raises PlanError if the batch, the microbatches or the slices do not divide
+    evenly."""
     microbatches, job = plan.order.microbatches, plan.job
     multiples = tuple(stage.microbatch_multiple for stage in plan.stages)
     for index, multiple in enumerate(multiples):
         if microbatches % multiple:
             raise PlanError(
-                "The microbatches of the schedule are no multiple of what a stage takes together.",
+                "The number of microbatches is not a multiple of the stage's microbatches per call.",
                 where=f"stages[{index}].microbatch_multiple",
                 seen=f"{multiple} of {microbatches}",
             )
@@ -152,7 +153,7 @@ def batch_shape(plan: Plan) -> BatchShape:
 
 
 def step_plan(plan: Plan | BatchShape, rows: RowSplit, step: int) -> StepPlan:
-    """The step plan of training step `step` (from 0). Raises DataError if the corpus does not fill one batch."""
+    """Return the step plan of training step `step` (from 0). Raises DataError if the corpus does not fill one batch."""
     shape = plan if isinstance(plan, BatchShape) else batch_shape(plan)
     rows.require_batch(shape.batch)
     places = np.arange(step * shape.batch, (step + 1) * shape.batch, dtype=np.int64)
@@ -160,16 +161,17 @@ def step_plan(plan: Plan | BatchShape, rows: RowSplit, step: int) -> StepPlan:
 
 
 def evaluation_plan(plan: Plan | BatchShape, rows: RowSplit, index: int) -> StepPlan:
-    """Batch `index` of an evaluation over the held-out rows, each of which comes once; the last batch may have gaps.
+    """Return batch `index` of an evaluation over the held-out rows, each of which comes once; the last batch may have
+    gaps.
 
-    `StepPlan.step` is `index`. There are `evaluation_batches` of them.
+    `StepPlan.step` is `index`. `evaluation_batches` gives the number of batches.
     """
     shape = plan if isinstance(plan, BatchShape) else batch_shape(plan)
     return _plan_rows(shape, rows, index, rows.held_out_rows(index * shape.batch, (index + 1) * shape.batch))
 
 
 def evaluation_batches(plan: Plan | BatchShape, rows: RowSplit) -> int:
-    """How many batches hold all held-out rows; 0 where nothing is held out."""
+    """Return the number of batches that cover all held-out rows; 0 if no rows are held out."""
     batch = plan.batch if isinstance(plan, BatchShape) else plan.job.batch
     return -(-rows.held_out // batch)
 

@@ -1,7 +1,7 @@
-"""Text to token ids: bytes as they are, or any local `tokenizer.json` of the Hugging Face tokenizers library.
+"""Convert text to token ids: raw bytes, or any local `tokenizer.json` of the Hugging Face tokenizers library.
 
-Between documents stands a separator. For bytes it is the byte 0, which no text contains. For a tokenizer it is the
-first of its known end-of-text tokens; a tokenizer without one separates nothing.
+Documents are separated by a separator token. For bytes it is the byte 0, which does not occur in text. For a tokenizer
+it is the first of its known end-of-text tokens; a tokenizer without one has no separator.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ BYTE_SEPARATOR = 0
 END_OF_TEXT = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]", "[EOS]",
 )  # fmt: skip
-"""Tokens that end a document in the published tokenizers, in the order in which they are looked for."""
+"""End-of-document tokens of published tokenizers, in search order."""
 
 
 class Tokenizer(Protocol):
-    """What turns documents into token ids."""
+    """Converts documents to token ids."""
 
     @property
     def vocabulary(self) -> int:
-        """Ids are below this."""
+        """Upper bound of the ids (exclusive)."""
         ...
 
     @property
     def digest(self) -> str:
-        """Changes when the ids that come out may change."""
+        """A hash that changes if the resulting ids may change."""
         ...
 
     @property
     def separator(self) -> int | None:
-        """The id that ends every document; None where nothing separates them."""
+        """The id that ends every document; None if documents are not separated."""
         ...
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
-        """The ids of one document, followed by the separator where there is one."""
+        """Return the ids of one document, followed by the separator if there is one."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte is a token: 256 of them, byte 0 separates documents."""
+    """Every byte is a token: 256 tokens, byte 0 separates documents."""
 
     vocabulary = BYTE_VOCABULARY
     digest = "bytes-0"
@@ -60,10 +60,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`. Ids are the tokenizer's own; nothing is added but the separator."""
+    """A `tokenizer.json`. Ids are unchanged; only the separator is added."""
 
     def __init__(self, path: Path) -> None:
-        """Raises DataError if the tokenizers library is missing or the file is no tokenizer."""
+        """Raises DataError if the tokenizers library is missing or the file is not a tokenizer."""
         try:
             import tokenizers
         except ImportError:
@@ -91,9 +91,9 @@ class FileTokenizer:
 
 
 def load_tokenizer(name: str, vocabulary: int | None = None) -> Tokenizer:
-    """The tokenizer called `bytes`, or that of a `tokenizer.json` or of a folder that holds one.
+    """Load the byte tokenizer (`bytes`), a `tokenizer.json`, or the one in a folder.
 
-    Raises DataError if it cannot be read, or if it has more tokens than `vocabulary`, the model's.
+    Raises DataError if it cannot be read, or if it has more tokens than `vocabulary`, the model's vocabulary size.
     """
     tokenizer: Tokenizer
     if name == BYTES:

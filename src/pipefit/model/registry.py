@@ -136,10 +136,10 @@ def _load_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     for part, path in named.items():
         if not (path / "config.json").is_file():
             raise ModelError(
-                "A part of the model is to be read from a directory without a config.json.",
+                "The directory of a model part has no config.json.",
                 where=f"{part!r} of the configuration",
                 seen=str(path),
-                next_step="give the directory of a Hugging Face model, from the folder of this configuration",
+                next_step="give the directory of a Hugging Face model, relative to the folder of this configuration",
             )
     return {**config, **{part: read_json(path / "config.json") for part, path in named.items()}}
 
@@ -159,5 +159,5 @@ def read_json(path: Path) -> dict[str, Any]:
             "The file is not valid JSON.", where=f"{path}, line {error.lineno}, column {error.colno}", seen=error.msg
         ) from None
     if not isinstance(data, dict):
-        raise FormatError("The file is no configuration.", where=str(path), allowed="a JSON object")
+        raise FormatError("The file is not a configuration.", where=str(path), allowed="a JSON object")
     return data

@@ -90,5 +90,5 @@ def _run_user_code(function: Callable[[], Any], source: str, what: str) -> Any:
             what,
             where=file if line is None else f"{file}, line {line}",
             seen=f"{type(error).__name__}: {text[0] if text else ''}",
-            next_step=f"call it in Python to see all of it: python -i {file}",
+            next_step=f"run it in Python to see the full traceback: python -i {file}",
         ) from None

@@ -96,14 +96,12 @@ def make_plan(
     if result.open_bound_s >= best.step_s:
         proof = "no candidate left has a lower bound below this plan's time"
     else:
-        proof = f"its budget was spent: a plan of {format_seconds(result.open_bound_s)} is not ruled out"
+        proof = f"the search budget was used up: a plan of {format_seconds(result.open_bound_s)} is not ruled out"
     counted = (
         f"search: {result.considered} candidates, {result.simulated} simulated, {result.unfit} did not fit; {proof}"
     )
     if placing.note:
-        counted += (
-            "; all of it in hostname order" if not bench.layer_cutter.fleet.is_mixed else "; before devices were placed"
-        )
+        counted += "; all in hostname order" if not bench.layer_cutter.fleet.is_mixed else "; before device placement"
     counted += _fitted_order_note(result, pins)
     prediction = replace(
         plan.prediction,

@@ -71,11 +71,11 @@ def make_plan_at_risk(
             return plan
         limits = _tighten_limits(plan, simulate_plan(plan, model, cluster), cluster, corrections, limits, risk)
     raise DoesNotFitError(
-        f"None of {ROUNDS} plans that were found fits with the certainty that is asked for.",
+        f"None of the {ROUNDS} plans found fits within the requested risk.",
         where="--risk",
         seen=f"{last:.1%} in the last one",
         allowed=f"{risk:.1%}",
-        next_step="allow a higher risk, or record more runs with `pipefit verify --record`: the band gets narrower",
+        next_step="allow a higher risk, or record more runs with `pipefit verify --record` to narrow the error band",
     )
 
 
@@ -83,7 +83,7 @@ def check_risk(risk: float) -> None:
     """Raise PlanError if `risk` is not above 0 and below 0.5."""
     if not 0 < risk < 0.5:
         raise PlanError(
-            "A plan cannot be asked for this risk of not fitting.",
+            "This is not a valid risk of running out of memory.",
             where="--risk",
             seen=risk,
             allowed="a probability above 0 and below 0.5, such as 0.05",
@@ -95,11 +95,11 @@ def corrections_for(cluster: Cluster, facts: MemoryFacts) -> Mapping[str, Memory
     corrections = {kind: facts.corrections[kind] for kind in cluster.kinds if kind in facts.corrections}
     if not corrections:
         raise ClusterError(
-            "The memory file knows nothing of the cluster's devices.",
+            "The memory file has no correction for the cluster's devices.",
             where="--memory",
             seen=f"corrections for {', '.join(facts.corrections) or 'no kind of device'}; "
             f"runs on {', '.join(sorted({run.kind for run in facts.runs})) or 'none'}",
-            allowed=f"some for {', '.join(cluster.kinds)}",
+            allowed=f"corrections for {', '.join(cluster.kinds)}",
             next_step="record runs on such a device with `pipefit verify PLAN --record FILE`",
         )
     return corrections
@@ -224,7 +224,7 @@ def _explain_limits(
         error.what,
         where=error.where,
         seen=error.seen,
-        allowed=f"{error.allowed}; by the analytic model, {_describe_limits(cluster, limits, risk)}",
+        allowed=f"{error.allowed}; in bytes of the analytic model, {_describe_limits(cluster, limits, risk)}",
         next_step=error.next_step,
     )
 
@@ -234,7 +234,7 @@ def _describe_limits(cluster: Cluster, limits: Mapping[str, float], risk: float)
         f"{format_bytes(limits[name])} for the {format_bytes(kind.memory_bytes)} of {name}"
         for name, kind in cluster.kinds.items()
     )
-    return f"which may say, at a risk of {risk:.1%}, {per_kind}"
+    return f"limited at a risk of {risk:.1%} to {per_kind}"
 
 
 def _restore_cluster(plan: Plan, cluster: Cluster, limits: Mapping[str, float], risk: float) -> Plan:
@@ -251,7 +251,7 @@ def _restore_cluster(plan: Plan, cluster: Cluster, limits: Mapping[str, float], 
     )
     told = plan.prediction.assumptions
     if plan.alternatives:
-        told += (f"memory of alternatives: of the analytic model, {_describe_limits(cluster, limits, risk)}",)
+        told += (f"memory of alternatives: in bytes of the analytic model, {_describe_limits(cluster, limits, risk)}",)
     return replace(
         plan,
         prediction=replace(plan.prediction, trade=points, assumptions=told),

@@ -1,1 +1,2 @@
-"""profile/: measuring the real machines: links, collectives, layers, memory; the cluster file is made from it."""
+"""profile/: measure links, collectives, layers and memory of the real machines, and write the cluster file from
+them."""

@@ -1,10 +1,11 @@
-"""Which pairs of hosts to measure next, and when enough are known: fewer rounds than a tournament where hosts cluster.
+"""Choose the pairs of hosts to measure next, and stop when the rest can be predicted: fewer rounds than a tournament if
+hosts form classes.
 
-Batches of rounds. One round of every batch is an audit: pairs drawn at random, predicted before they are measured; the
-error of these predictions decides. The other rounds go where predictions are least certain, and between groups of
-hosts that were not compared yet: as in sorting into equivalence classes, one comparison of two groups tells of all
-their hosts (Devanny, Goodrich and Jetviroj 2016: about as many rounds as classes). Where predictions do not become good
-the whole tournament is played, for little more than it costs alone. Pure: `next_rounds` is asked again and again.
+Rounds come in batches. One round of every batch is an audit: pairs drawn at random, predicted before they are measured.
+The error of these predictions decides when to stop. The other rounds measure the least certain links, and links between
+groups of hosts that were not compared yet. As in sorting into equivalence classes, one comparison of two groups
+classifies all their hosts (Devanny, Goodrich and Jetviroj 2016: about as many rounds as classes). If predictions stay
+poor, the full tournament is measured, at little more than its own cost. Pure: `next_rounds` is called repeatedly.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from pipefit.profile.links import LinkSample
 from pipefit.profile.tournament import Pair, round_robin
 
 TARGET = 0.03
-"""Mean relative error of predicted links that is good enough."""
+"""Mean relative error of predicted links at which measuring stops."""
 
 FAR = 5.0
-"""A prediction that is off by more than so many targets (and three standard deviations of the noise) is a miss."""
+"""A prediction that is off by more than this many targets (and three standard deviations of the noise) is a miss."""
 
 MISSES = 0.01
-"""The share of the audited pairs that may be misses."""
+"""Allowed share of misses among the audited pairs."""
 
 OPEN = 0.02
-"""The share of the links that were not measured that may be between classes that were not compared: they may be one."""
+"""Allowed share of unmeasured links between uncompared classes, which may be one class."""
 
 SMALL = 16
-"""Up to so many hosts all pairs are measured."""
+"""Up to this number of hosts all pairs are measured."""
 
 PATIENCE = 24
-"""Rounds before predictions that stay bad are given up: places in a space show only then (`low_rank.py`)."""
+"""Rounds before poor predictions are given up: structure of low rank shows only then (`low_rank.py`)."""
 
 MOST = 0.6
-"""After this share of a tournament without success the rest is played too."""
+"""After this share of a tournament without success the rest is measured too."""
 
 Games = list[list[Pair]]
 
@@ -51,49 +52,49 @@ class AuditRound:
     """One round that was predicted before it was measured."""
 
     ways: tuple[Pair, ...]
-    "Ordered, places of members."
+    "Ordered pairs of member positions."
     predicted: Array
-    "[way]: logarithms."
+    "[pair]: logarithms."
     claimed: Array
-    "[way]: the variance that the prediction claimed."
+    "[pair]: the variance that the prediction claimed."
 
 
 @dataclass(slots=True)
 class SurveyProgress:
-    """How a survey stands."""
+    """The state of a survey."""
 
     rounds: int = 0
     full_rounds: int = 0
     held_out: list[float] = field(default_factory=list)
-    "Mean error of the audited predictions after each batch, noise left out; of the last two audits together."
+    "Mean error of the audited predictions after each batch, without noise; over the last two audits together."
     misses: float = 1.0
-    "Share of the last two audits' predictions that were far off."
+    "Share of misses in the last two audits' predictions."
     unsure: float = 1.0
-    "Share of the links that were not measured on which ways to predict them that may be right are far apart."
+    "Share of unmeasured links on which plausible prediction models disagree widely."
     uncompared: float = 0.0
-    "Share of the links that were not measured that are between classes of which no two hosts were."
+    "Share of unmeasured links that are between two classes without a measured link."
     merged: int = 0
-    "Classes that the last batch found to be one: where it found some, there may be more."
+    "Classes that the last batch merged into others; after a merge there may be more."
     doubt: float = 1.0
-    "By how much the variance that predictions claimed was too small, in the last two audits."
+    "Factor by which predictions underestimated their variance in the last two audits."
     completion: LinkCompletion | None = None
-    "None until something was measured."
+    "None before the first measurement."
     everything: bool = False
     "Whether all pairs were measured."
 
     @property
     def host_shape(self) -> LinkShape | None:
-        """What hosts have in common; None before anything was measured."""
+        """The structure shared by the hosts' links; None before the first measurement."""
         if self.completion is None:
             return None
-        found = self.completion.shape
-        return replace(found, doubt=max(1.0, found.doubt * self.doubt)) if self.held_out else found
+        shape = self.completion.shape
+        return replace(shape, doubt=max(1.0, shape.doubt * self.doubt)) if self.held_out else shape
 
 
 class AdaptiveSurvey:
-    """The rounds of one survey of `members`, one batch after the other.
+    """The rounds of one survey of `members`, in batches.
 
-    `rounds_wanted`: as many rounds and no more; None: until the audits' mean error is at most `target`.
+    `rounds_wanted`: exactly this many rounds; None: until the audits' mean error is at most `target`.
     """
 
     def __init__(
@@ -111,18 +112,18 @@ class AdaptiveSurvey:
         self.batch = max(2, round(len(members) ** 0.5 / 2))
 
     def next_rounds(self, samples: Sequence[LinkSample]) -> Games:
-        """What to measure now, from all that was measured so far; nothing when it is enough."""
+        """Return the rounds to measure next, given all samples so far; an empty list when no more are needed."""
         if not self._met:
             batch = _neighbour_rounds(self.members) + [self._from_grid() for _ in range(self.batch)]
         else:
             table = tabulate_samples(samples, self.members)
             largest = table.select_size(len(table.sizes_bytes) - 1)
             before = self.progress.completion
-            found = self.progress.completion = complete_links(largest)
+            completion = self.progress.completion = complete_links(largest)
             self.progress.merged = max(
-                0, _class_count(before, len(self.members)) - _class_count(found, len(self.members))
+                0, _class_count(before, len(self.members)) - _class_count(completion, len(self.members))
             )
-            self._judge_audit(largest, found)
+            self._judge_audit(largest, completion)
             if self.progress.everything:
                 return []
             if self._is_enough():
@@ -131,11 +132,11 @@ class AdaptiveSurvey:
                 batch = [self._from_grid() for _ in range(len(self._grid))]
             else:
                 audit = self._from_grid()
-                place = {member: index for index, member in enumerate(self.members)}
-                ways = [(place[a], place[b]) for pair in audit for a, b in (pair, pair[::-1])]
-                logs, at = found.logs, tuple(zip(*ways, strict=True))
-                self._audits.append(AuditRound(tuple(ways), logs.log_s[at], logs.error[at]))
-                batch = [audit, *self._choose_rounds(found, audit)]
+                position = {member: index for index, member in enumerate(self.members)}
+                directed = [(position[a], position[b]) for pair in audit for a, b in (pair, pair[::-1])]
+                logs, link_index = completion.logs, tuple(zip(*directed, strict=True))
+                self._audits.append(AuditRound(tuple(directed), logs.log_s[link_index], logs.error[link_index]))
+                batch = [audit, *self._choose_rounds(completion, audit)]
         batch = [pairs for pairs in batch if pairs]
         if self.wanted is not None:
             batch = batch[: self.wanted - self.progress.rounds]
@@ -145,7 +146,7 @@ class AdaptiveSurvey:
         return batch
 
     def _from_grid(self) -> list[Pair]:
-        """A round of the tournament that is left, without the pairs that were measured."""
+        """Return a remaining round of the tournament, without the pairs already measured."""
         while self._grid:
             pairs = [pair for pair in self._grid.pop() if frozenset(pair) not in self._met]
             if pairs:
@@ -153,7 +154,7 @@ class AdaptiveSurvey:
         return []
 
     def _judge_audit(self, table: LinkTable, found: LinkCompletion) -> None:
-        """The errors of the latest audit, now that it was measured."""
+        """Compute the errors of the latest audit from its measurements."""
         if not self._audits or len(self._errors) == len(self._audits):
             return
         audit = self._audits[-1]
@@ -162,7 +163,7 @@ class AdaptiveSurvey:
         repeats = len(table.source) / max(1, int(found.logs.measured.sum()))
         noise = found.logs.fitted.noise / repeats
         errors = np.concatenate(self._errors[-2:])
-        claimed = np.concatenate([each.claimed for each in self._audits[-2:]])
+        claimed = np.concatenate([recent.claimed for recent in self._audits[-2:]])
         away = np.abs(errors)
         self.progress.held_out.append(subtract_noise(float(away.mean()), float(np.sqrt(2 / np.pi * noise))))
         far = FAR * self.target
@@ -182,16 +183,16 @@ class AdaptiveSurvey:
         return good and settled and max(self.progress.misses, self.progress.unsure) <= MISSES
 
     def _is_hopeless(self) -> bool:
-        """Whether predictions stay bad, or so much was measured that the rest costs little."""
-        held_out, found = self.progress.held_out, self.progress.completion
-        clustered = found is not None and found.alike is not None
+        """Return whether predictions stay poor, or so much was measured that the rest costs little."""
+        held_out, completion = self.progress.held_out, self.progress.completion
+        clustered = completion is not None and completion.alike is not None
         stuck = not clustered and len(held_out) >= 2 and held_out[-1] > max(2 * self.target, 0.8 * held_out[-2])
         stuck = stuck and self.progress.rounds >= PATIENCE
         return stuck or self.progress.rounds > MOST * self.progress.full_rounds
 
     def _choose_rounds(self, found: LinkCompletion, audit: Sequence[Pair]) -> Games:
-        """The rounds of a batch beside its audit: pairs by how much is not known of them; any, where nothing that
-        hosts have in common is to be seen."""
+        """Return the rounds of a batch beside its audit: the most uncertain pairs, or any pairs if no structure was
+        found."""
         if found.alike is None and found.held_out > 2 * self.target:
             return [self._from_grid() for _ in range(self.batch - 1)]
         count = len(self.members)
@@ -210,8 +211,10 @@ class AdaptiveSurvey:
         return result
 
     def _match_pairs(self, value: Array, met: set[frozenset[int]], labels: Array, compared: Bools) -> list[Pair]:
-        """Disjoint pairs that were not measured, the most valuable first; marks the classes that they compare. Two
-        pairs of one round compare the same two classes only where no others are left."""
+        """Return disjoint unmeasured pairs, the most valuable first, and mark the classes that they compare.
+
+        Two pairs of one round compare the same two classes only if no other classes are left.
+        """
         count = len(self.members)
         rows, columns = np.triu_indices(count, 1)
         noise = np.array([self._random.random() for _ in range(len(rows))])
@@ -234,12 +237,12 @@ class AdaptiveSurvey:
 
 
 def _class_count(found: LinkCompletion | None, count: int) -> int:
-    """How many classes the hosts are in; each in its own where none were found."""
+    """Return the number of host classes; each host is its own class if none were found."""
     return len(set(found.alike.classes)) if found is not None and found.alike is not None else count
 
 
 def _open_share(alike: HostClasses | None, unmeasured: Bools) -> float:
-    """Share of links that were not measured between classes, one of several hosts at least, that were not compared."""
+    """Return the share of unmeasured links between uncompared classes, at least one of them of several hosts."""
     if alike is None or not unmeasured.any():
         return 0.0
     labels = np.array(alike.classes)
@@ -250,17 +253,19 @@ def _open_share(alike: HostClasses | None, unmeasured: Bools) -> float:
 
 
 def _comparison_value(labels: Array, compared: Bools) -> Array:
-    """[host, host]: how much one comparison of their classes would tell: pairs that it decides, as a share of the
-    most that any does; 0 where it was made."""
+    """Return [host, host]: the value of one comparison of their classes; 0 if it was made.
+
+    The value is the number of pairs that it decides, relative to the maximum.
+    """
     size = np.bincount(labels)
     worth = np.where(compared, 0.0, np.outer(size, size).astype(np.float64))
     np.fill_diagonal(worth, 0.0)
-    most = worth.max(initial=0.0)
-    return np.asarray((worth / most if most else worth)[labels[:, None], labels[None, :]])
+    largest = worth.max(initial=0.0)
+    return np.asarray((worth / largest if largest else worth)[labels[:, None], labels[None, :]])
 
 
 def _neighbour_rounds(members: Sequence[int]) -> Games:
-    """Two rounds that chain the members in their order: hosts with neighbouring names often share a rack."""
+    """Return two rounds that chain the members in order: hosts with neighbouring names often share a rack."""
     even = [(members[i], members[i + 1]) for i in range(0, len(members) - 1, 2)]
     odd = [(members[i], members[i + 1]) for i in range(1, len(members) - 1, 2)]
     return [pairs for pairs in (even, odd) if pairs]

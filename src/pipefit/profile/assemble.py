@@ -1,4 +1,5 @@
-"""From what was measured to a cluster: hosts, device kinds, link classes, rails. Pure; says which link is missing."""
+"""Assemble a cluster from measurements: hosts, device kinds, link classes, rails. Pure; reports links without a
+measurement."""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ ALIKE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RailNotes:
-    """How the links of a rail were measured; see `cluster.measured.LinkMethod`."""
+    """The method by which the links of a rail were measured; see `cluster.measured.LinkMethod`."""
 
     rounds: int
     full_rounds: int
     repeats: int
     shape: LinkShape | None = None
-    "What hosts were found to have in common; None where nobody looked."
+    "Structure shared by the hosts' links; None if it was not searched for."
     predicts: bool = False
-    "Whether links were left out, to be concluded from the others."
+    "Whether unmeasured links are predicted from measured ones."
     held_out_error: float | None = None
     crowded: bool = False
     sharing: PortSharing | None = None
@@ -47,16 +48,16 @@ class RailNotes:
 
 @dataclass(slots=True)
 class ProfileFindings:
-    """All of one profile, phase by phase."""
+    """All measurements of one profile, by phase."""
 
     members: list[ProfileMember]
     inside: list[LinkSample] = field(default_factory=list)
     rails: dict[str, list[LinkSample]] = field(default_factory=dict)
-    "By rail; between the ranks that stand for their hosts."
+    "By rail, between one rank of each host."
     surveys: dict[str, RailNotes] = field(default_factory=dict)
     "By rail."
     rates: dict[str, DeviceRates] = field(default_factory=dict)
-    "By kind."
+    "By device kind."
     layers: list[LayerCurve] = field(default_factory=list)
     overhead_s: dict[str, Mapping[str, float]] = field(default_factory=dict)
     collectives: list[CollectiveCurve] = field(default_factory=list)
@@ -64,14 +65,17 @@ class ProfileFindings:
 
 
 def host_ranks(members: Sequence[ProfileMember]) -> dict[str, list[int]]:
-    """Ranks of every host, in the order of the hosts' first ranks. Ranks of a host must follow each other."""
+    """Return the ranks of every host, hosts in the order of their first ranks.
+
+    Raises ClusterError if the ranks of a host are not consecutive, or if a host has several kinds of devices.
+    """
     hosts: dict[str, list[int]] = {}
     for member in members:
         hosts.setdefault(member.host, []).append(member.rank)
     for name, ranks in hosts.items():
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
             raise ClusterError(
-                "The ranks of one host do not follow each other.",
+                "The ranks of one host are not consecutive.",
                 where=f"host {name}",
                 seen=f"ranks {', '.join(map(str, ranks))}",
                 next_step="start one torchrun per host, or give every host its own name in PIPEFIT_HOST",
@@ -88,7 +92,7 @@ def host_ranks(members: Sequence[ProfileMember]) -> dict[str, list[int]]:
 
 
 def check_same_software(members: Sequence[ProfileMember]) -> None:
-    """All ranks run the same software; ClusterError names the host that does not."""
+    """Raise ClusterError naming a host whose software differs from that of rank 0."""
     first = members[0]
     for member in members:
         for key in ("pipefit", "python", "torch", "cuda"):
@@ -103,7 +107,7 @@ def check_same_software(members: Sequence[ProfileMember]) -> None:
 
 
 def assemble_cluster(findings: ProfileFindings, name: str, when: str, seconds: float) -> Cluster:
-    """The cluster. Raises ClusterError where a link between hosts could not be measured."""
+    """Return the cluster. Raises ClusterError if a link between hosts could not be measured."""
     members = findings.members
     hosts = host_ranks(members)
     kind_names = short_kinds(members)
@@ -139,7 +143,8 @@ def assemble_cluster(findings: ProfileFindings, name: str, when: str, seconds: f
 
 
 def short_kinds(members: Sequence[ProfileMember]) -> dict[str, str]:
-    """Key of each kind in the cluster file: `cpu` for the only kind of processor, else its words joined by `-`."""
+    """Return the key of each kind in the cluster file: `cpu` for the only kind of processor, else its words joined by
+    `-`."""
     kinds = list(dict.fromkeys(member.kind for member in members))
     processors = [kind for kind in kinds if kind.startswith("cpu ")]
     short = {kind: "-".join(kind.replace("NVIDIA", "").split()) or kind for kind in kinds}
@@ -174,20 +179,20 @@ def _device_kinds(findings: ProfileFindings, names: Mapping[str, str], provenanc
 def _link_classes(
     findings: ProfileFindings, hosts: Mapping[str, Sequence[int]], kinds: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, Link], dict[str, LinkCurve]]:
-    """(class of every host, links, curves). Hosts of one kind with like links share a class."""
+    """Return (class of every host, links, curves). Hosts of one kind with similar links share a class."""
     times = {
         host: pair_times(_samples_among(findings.inside, ranks), ranks)
         for host, ranks in hosts.items()
         if len(ranks) > 1
     }
-    for host, each in times.items():
-        _require_measured(each, [f"device {i} of {host}" for i in range(len(hosts[host]))], "inside the host")
+    for host, link_times in times.items():
+        _require_measured(link_times, [f"device {i} of {host}" for i in range(len(hosts[host]))], "inside the host")
     groups: list[tuple[str, list[str]]] = []
-    for host, each in times.items():
+    for host, link_times in times.items():
         kind = kinds[findings.members[hosts[host][0]].kind]
         for other_kind, group in groups:
             largest_s = _over_pairs(times[group[0]])[-1]
-            if kind == other_kind and abs(_over_pairs(each)[-1] - largest_s) < ALIKE * largest_s:
+            if kind == other_kind and abs(_over_pairs(link_times)[-1] - largest_s) < ALIKE * largest_s:
                 group.append(host)
                 break
         else:
@@ -195,7 +200,7 @@ def _link_classes(
     classes = dict.fromkeys(hosts, "inside")
     links, curves = {}, {}
     for kind, group in groups:
-        alone = sum(other == kind for other, _ in groups) == 1
+        alone = sum(group_kind == kind for group_kind, _ in groups) == 1
         name = "inside" if len(groups) == 1 else f"inside-{kind}" if alone else f"inside-{group[0]}"
         classes |= dict.fromkeys(group, name)
         links[name], curves[name] = _link_class([times[host] for host in group])
@@ -223,8 +228,8 @@ def _measured_rails(
     findings: ProfileFindings, hosts: Mapping[str, Sequence[int]]
 ) -> tuple[tuple[Rail, ...], dict[str, RailCurve]]:
     rails, curves = [], {}
-    for place, (name, samples) in enumerate(findings.rails.items()):
-        ranks = [members[min(place, len(members) - 1)] for members in hosts.values()]
+    for index, (name, samples) in enumerate(findings.rails.items()):
+        ranks = [members[min(index, len(members) - 1)] for members in hosts.values()]
         notes = findings.surveys.get(name)
         times = pair_times(
             samples, ranks, shape=notes.shape if notes else None, predict=notes is not None and notes.predicts
@@ -237,13 +242,13 @@ def _measured_rails(
             for b in range(count)
             if a != b
         }
-        most = max(bandwidth for _, bandwidth in fits.values())
+        fastest = max(bandwidth for _, bandwidth in fits.values())
         rails.append(
             Rail(
                 name=name,
                 latency_s=tuple(tuple(fits.get((a, b), (0.0, 0.0))[0] for b in range(count)) for a in range(count)),
                 bandwidth_bytes_per_s=tuple(
-                    tuple(fits.get((a, b), (0.0, most))[1] for b in range(count)) for a in range(count)
+                    tuple(fits.get((a, b), (0.0, fastest))[1] for b in range(count)) for a in range(count)
                 ),
                 repeatability=_as_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
                 shared_ports=_shared_ports(notes.sharing if notes else None),
@@ -276,7 +281,10 @@ def _link_method(notes: RailNotes, times: PairTimes) -> LinkMethod:
 
 
 def _shared_ports(sharing: PortSharing | None) -> bool:
-    """Whether most hosts' ports limit what they send to, or receive from, two others at once."""
+    """Return whether a port limit was found for at least half of the hosts' sending and receiving ports.
+
+    Without a measurement ports count as shared.
+    """
     if sharing is None:
         return True
     both = [*sharing.out_shared, *sharing.in_shared]
@@ -296,8 +304,8 @@ def _require_measured(times: PairTimes, names: Sequence[str], where: str) -> Non
         raise ClusterError(
             f"These links could not be measured: {', '.join(missing[:4])}{more}.",
             where=where,
-            next_step="look whether a firewall or a wrong network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) "
-            "keeps the hosts apart",
+            next_step="check whether a firewall or a wrong network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) "
+            "blocks connections between the hosts",
         )
 
 
@@ -311,7 +319,7 @@ def _over_pairs(times: PairTimes) -> Array:
 
 
 def _off_diagonal(times: PairTimes, values: Array) -> Array:
-    """[size, pair] of an array [size, source, target], without the diagonal."""
+    """Return [size, pair] of an array [size, source, target], without the diagonal."""
     apart = ~np.eye(len(times.members), dtype=bool)
     return values[:, apart]
 

@@ -1,5 +1,5 @@
-"""From measurements to constants of formulas: what a collective costs beside a ring over its links, and the share of
-the peak that layers reach. Pure."""
+"""Fit constants of cost formulas to measurements: collectives relative to a ring over their links, and the share of
+peak that layers reach. Pure."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def collective_curve(
     time_s: Sequence[float],
     spread: Sequence[float],
 ) -> CollectiveCurve:
-    """The curve of one collective, with its factors against a ring over the links of `cluster` between `devices`, or
-    against the lowering that moves the same (`cost.lowerings.DIRECT`).
+    """Return the curve of one collective with its factors relative to a ring over the links of `cluster` between
+    `devices`.
+
+    A direct collective is compared with the lowering that moves the same data (`cost.comm.lowerings.DIRECT`).
 
     Fits time = f latency + g bytes / bandwidth on relative errors, where latency and bandwidth are the formula's; f and
-    g are the factors. Of a direct collective g is the last slope of its curve: it is no straight line, and prices go by
-    its times (`cost/comm/direct.py`).
+    g are the factors. For a direct collective g is the last slope of its curve: the curve is not a straight line, and
+    costs use its times (`cost/comm/direct.py`).
     """
     from scipy.optimize import nnls
 
@@ -61,7 +63,7 @@ def collective_curve(
 
 
 def _ring_coefficients(network: Network, operation: str, devices: Sequence[int]) -> tuple[float, float]:
-    """(seconds without bytes, seconds a byte) of a collective of even parts, by the links."""
+    """Return (seconds without bytes, seconds per byte) of a collective of even parts, from the links."""
     count = len(devices)
     if operation in DIRECT:
         latency_s, rounds = CollectiveLowerings(network, [devices]).plain_lowering(*DIRECT[operation])
@@ -71,21 +73,23 @@ def _ring_coefficients(network: Network, operation: str, devices: Sequence[int])
 
 
 def fit_efficiency(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> float:
-    """The share of the measured peak with which the roofline meets the measured layers of this kind best.
+    """Return the share of the measured peak at which the roofline best matches the measured layers of this kind.
 
-    The median over layers, each at its largest whole microbatch and with all processes at work; 1 where no layer with
-    matrix products was measured.
+    It is the median over layers, each at its largest whole microbatch and with all processes computing; 1 if no layer
+    with matrix products was measured.
     """
     known: Mapping[str, Graph] = {digest_graph(graph): graph for graph in graphs if _has_products(graph)}
-    own = [curve for curve in layers if curve.kind == kind.name and curve.signature in known]
-    setting = max((curve.processes for curve in own), default=1)
-    found = [_best_share(kind, known[curve.signature], curve) for curve in own if curve.processes == setting]
-    return float(np.median(found)) if found else 1.0
+    curves = [curve for curve in layers if curve.kind == kind.name and curve.signature in known]
+    setting = max((curve.processes for curve in curves), default=1)
+    shares = [_best_share(kind, known[curve.signature], curve) for curve in curves if curve.processes == setting]
+    return float(np.median(shares)) if shares else 1.0
 
 
 def add_ratios(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> list[LayerCurve]:
-    """The curves, those of this kind with their times over the roofline's (`LayerCurve.against_roofline`): by them
-    layers that were not measured, such as the parts of a sharded one, are corrected."""
+    """Return the curves; those of this kind get their times relative to the roofline (`LayerCurve.against_roofline`).
+
+    The ratios correct the roofline times of unmeasured layers, such as the parts of a sharded layer.
+    """
     known: Mapping[str, Graph] = {digest_graph(graph): graph for graph in graphs if _has_products(graph)}
     return [
         replace(curve, against_roofline=_roofline_ratios(kind, known[curve.signature], curve))
@@ -104,7 +108,7 @@ def _roofline_ratios(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> dict[
         "I": (measured.input_s, guess.input_s),
         "W": (measured.weight_s, guess.weight_s),
     }
-    return {action: found / expected for action, (found, expected) in pairs.items() if found > 0 and expected > 0}
+    return {action: seconds / expected for action, (seconds, expected) in pairs.items() if seconds > 0 and expected > 0}
 
 
 def _largest_point(curve: LayerCurve) -> LayerPoint:
@@ -131,7 +135,7 @@ def _best_share(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> float:
 
 
 def _point_place(point: LayerPoint) -> MicrobatchShape:
-    """Where a layer was measured."""
+    """Return the microbatch shape at which a layer was measured."""
     symbols = sizes_at(point.rows, point.tokens)
     return MicrobatchShape(symbols.pop("B"), symbols.pop("T"), 0, point.tokens, symbols=tuple(symbols.items()))
 

@@ -1,8 +1,9 @@
-"""Which hosts are alike: racks, regions, slow hosts, found from the links that were measured between them.
+"""Find classes of similar hosts (racks, regions, slow hosts) from the measured links between them.
 
-What the hosts' own effects leave of each link falls into two heaps where hosts cluster: pairs that are faster than
-their ends say, and the rest. Hosts that most of their fast pairs join form a class. Where the heaps do not stand apart,
-there are no classes: a normal distribution cut in the middle is 2.65 of its parts' standard deviations apart.
+After subtracting the hosts' own effects, link times fall into two clusters if hosts form classes: pairs that are faster
+than their ends predict, and the rest. Hosts joined by most of their fast pairs form a class. If the two clusters are
+not separated, there are no classes. For comparison, a normal distribution cut in the middle has a gap of 2.65 standard
+deviations of its halves.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from pipefit.profile.effects import Array
 from pipefit.profile.estimate import Bools, LinkShape, LinkTable, LogTimes, link_logs
 
 APART = 4.0
-"""Standard deviations that must lie between the heaps."""
+"""Minimum gap between the two clusters, in standard deviations."""
 
 LEAST_GAP = 0.08
-"""Smallest difference (of logarithms) between the heaps that is worth a class."""
+"""Minimum gap between the two clusters, as a difference of logarithms."""
 
 PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class HostClasses:
-    """Hosts by class, and which classes were compared."""
+    """The class of every host, and the pairs of classes that were compared."""
 
     classes: tuple[int, ...]
-    "By host; a host that is like no other has a class of its own."
+    "By host; a host unlike all others has a class of its own."
     compared: Bools
     "[class, class]: whether a link between them was measured."
     gap: float
-    "By how much (of the logarithm) links inside classes are faster."
+    "Difference (of logarithms) between links across classes and links inside classes."
 
     @property
     def link_shape(self) -> LinkShape:
@@ -41,19 +42,20 @@ class HostClasses:
 
 
 def find_classes(table: LinkTable, bottleneck: bool = False) -> HostClasses | None:
-    """Classes of the hosts of a table with messages of one size, or None."""
-    found: HostClasses | None = None
+    """Return the classes of the hosts in a table of one message size, or None."""
+    known: HostClasses | None = None
     for _ in range(PASSES):
-        logs = link_logs(table, LinkShape(classes=found.classes if found else (), bottleneck=bottleneck))
-        now = _group_hosts(_beyond_hosts(logs, table, found))
-        if now is None or (found is not None and now.classes == found.classes):
+        logs = link_logs(table, LinkShape(classes=known.classes if known else (), bottleneck=bottleneck))
+        now = _group_hosts(_beyond_hosts(logs, table, known))
+        if now is None or (known is not None and now.classes == known.classes):
             return now
-        found = now
-    return found
+        known = now
+    return known
 
 
 def _beyond_hosts(logs: LogTimes, table: LinkTable, known: HostClasses | None) -> Array:
-    """What of each measured pair, mean of both directions, is not its hosts' effect; NaN where not measured."""
+    """Return the residual of each measured pair after its hosts' effects, mean of both directions; NaN if not
+    measured."""
     count = len(table.members)
     effects = logs.fitted.effects
     rest = effects["link"].value.reshape(count, count).copy()
@@ -69,7 +71,7 @@ def _beyond_hosts(logs: LogTimes, table: LinkTable, known: HostClasses | None) -
 
 
 def _group_hosts(rest: Array) -> HostClasses | None:
-    """Classes from one symmetric figure of each pair of hosts, low for those that belong together; NaN for unknown."""
+    """Return classes from a symmetric value of each pair of hosts, low for pairs of one class; NaN if unknown."""
     either = np.isfinite(rest) & ~np.eye(len(rest), dtype=bool)
     values = rest[np.triu(either, 1)]
     if len(values) < 4:
@@ -90,12 +92,12 @@ def _group_hosts(rest: Array) -> HostClasses | None:
 
 
 def split_values(values: Array) -> tuple[float, float] | None:
-    """(border, distance) of the best division of numbers into two heaps; None where they do not stand apart."""
+    """Return (border, distance) of the best split of numbers into two clusters; None if they are not separated."""
     ordered = np.sort(values)
     count = np.arange(1, len(ordered))
-    below, whole = np.cumsum(ordered)[:-1], ordered.sum()
+    below, total = np.cumsum(ordered)[:-1], ordered.sum()
     squares, all_squares = np.cumsum(ordered**2)[:-1], float((ordered**2).sum())
-    low, high = below / count, (whole - below) / (len(ordered) - count)
+    low, high = below / count, (total - below) / (len(ordered) - count)
     inside = squares - count * low**2 + (all_squares - squares) - (len(ordered) - count) * high**2
     best = int(np.argmin(inside))
     gap = float(high[best] - low[best])
@@ -106,7 +108,8 @@ def split_values(values: Array) -> tuple[float, float] | None:
 
 
 def merge_groups(together: NDArray[np.int64], apart: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Labels from 0 by host: groups that more links join than part are merged, those with the most first."""
+    """Return labels from 0 by host. Groups with more links that join than links that part are merged, largest gain
+    first."""
     count = len(together)
     joins, parts = together.copy(), apart.copy()
     np.fill_diagonal(joins, 0)

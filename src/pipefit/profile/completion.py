@@ -1,8 +1,8 @@
-"""How well links that were not measured can be concluded from those that were, and in which way best.
+"""Predict unmeasured links from measured ones, and choose the best prediction model.
 
-Of every way (hosts' effects alone, a bottleneck at the slower end, classes of hosts; where these are poor, places of
-the hosts in a space of few dimensions) a part of the measured pairs is hidden and predicted; the simplest way whose
-error is near the smallest is taken.
+The models are: hosts' effects alone, a bottleneck at the slower end, and classes of hosts; if these are poor, also
+low-rank structure. For each model a part of the measured pairs is hidden and predicted. The simplest model with an
+error near the smallest is chosen.
 """
 
 from __future__ import annotations
@@ -18,57 +18,60 @@ from pipefit.profile.low_rank import RANKS
 
 FOLDS = 3
 MANY = 4000
-"""So many pairs are enough to hide a part of them once."""
+"""With this number of pairs a single fold is hidden."""
 
 SIMPLER = 1.05
-"""A simpler way is taken whose error is at most so many times the smallest."""
+"""A simpler model is chosen if its error is at most this many times the smallest."""
 
 POOR = 0.05
-"""Where no way has a smaller error, noise included, and no classes are found, places in a space are tried, too."""
+"""If every model has a larger error, noise included, and no classes are found, low-rank models are tried too."""
 
 PLAUSIBLE = 1.5
-"""Ways whose error is at most so many times that of the chosen one may still be right."""
+"""Models with an error of at most this many times that of the chosen one are still plausible."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCompletion:
-    """The chosen way, and what it says of all links."""
+    """The chosen model and its prediction of all links."""
 
     shape: LinkShape
     logs: LogTimes
     alike: HostClasses | None
-    "Classes that were found, whether or not `shape` uses them."
+    "Classes that were found, even if `shape` does not use them."
     disagreement: Array
-    "[source, target]: variance of the logarithm over the ways that may be right (query by committee)."
+    "[source, target]: variance of the logarithm over the plausible models (query by committee)."
     held_out: float
     "Mean relative error of pairs that were hidden and predicted, their noise included."
 
 
 def complete_links(table: LinkTable) -> LinkCompletion:
-    """The best way to conclude links from others, for messages of one size."""
-    tried = {way: _hide_pairs(table, way) for way in WAYS}
-    error = {way: _mean_error(errors) for way, (errors, _) in tried.items()}
+    """Return the best model of unmeasured links, for messages of one size."""
+    tried = {model: _hide_pairs(table, model) for model in WAYS}
+    error = {model: _mean_error(errors) for model, (errors, _) in tried.items()}
     alike = {bottleneck: find_classes(table, bottleneck) for bottleneck in (False, True)}
     if min(error.values()) > POOR and not any(alike.values()):
-        tried |= {way: _hide_pairs(table, way) for way in SPACES}
-        error |= {way: _mean_error(tried[way][0]) for way in SPACES}
+        tried |= {model: _hide_pairs(table, model) for model in SPACES}
+        error |= {model: _mean_error(tried[model][0]) for model in SPACES}
     least = min(error.values())
-    chosen = next(way for way in error if error[way] <= SIMPLER * least + 1e-3)
+    chosen = next(model for model in error if error[model] <= SIMPLER * least + 1e-3)
     shapes = {
-        way: replace(way.shape, classes=_class_labels(alike[way.shape.bottleneck] if way.classes else None))
-        for way in error
-        if error[way] <= PLAUSIBLE * error[chosen] + 1e-3
+        model: replace(model.shape, classes=_class_labels(alike[model.shape.bottleneck] if model.classes else None))
+        for model in error
+        if error[model] <= PLAUSIBLE * error[chosen] + 1e-3
     }
     shape = replace(shapes[chosen], doubt=_claim_factor(*tried[chosen]))
     logs = link_logs(table, shape)
-    said = [logs.log_s, *(link_logs(table, other).log_s for way, other in shapes.items() if way != chosen)]
+    said = [
+        logs.log_s,
+        *(link_logs(table, alternative).log_s for model, alternative in shapes.items() if model != chosen),
+    ]
     disagreement = np.asarray(np.var(said, axis=0))
     return LinkCompletion(shape, logs, alike[chosen.shape.bottleneck], disagreement, error[chosen])
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionModel:
-    """A way to conclude links from others: a shape, whose classes are found anew."""
+    """A model that predicts links from others: a shape, whose classes are found anew."""
 
     classes: bool
     shape: LinkShape
@@ -82,7 +85,7 @@ WAYS = tuple(
 """The simplest first."""
 
 SPACES = tuple(CompletionModel(False, LinkShape(rank=rank)) for rank in RANKS)
-"""Tried where the others are poor."""
+"""Tried if the models in `WAYS` are poor."""
 
 
 def _mean_error(errors: Array) -> float:
@@ -94,20 +97,22 @@ def _class_labels(alike: HostClasses | None) -> tuple[int, ...]:
 
 
 def _claim_factor(errors: Array, claimed: Array) -> float:
-    """How much larger the usual hidden error is than was claimed: of squares, by medians, since hiding pairs also
-    hides which hosts are alike."""
+    """Return the ratio of the typical hidden error to the claimed one.
+
+    It compares squares by medians, because hiding pairs also hides the similarity of hosts.
+    """
     if not len(errors):
         return 1.0
     return max(1.0, float(np.median(errors**2) / 0.455 / max(1e-12, np.median(claimed))))
 
 
 def subtract_noise(error: float, noise: float) -> float:
-    """What of a mean error is not noise: both add as squares."""
+    """Return a mean error without its noise: both add as squares."""
     return float(np.sqrt(max(0.0, error**2 - noise**2)))
 
 
 def _hide_pairs(table: LinkTable, way: CompletionModel) -> tuple[Array, Array]:
-    """(errors of hidden pairs, the variances that were claimed for them)."""
+    """Return (errors of hidden pairs, the variances that were claimed for them)."""
     count = len(table.members)
     low, high = np.minimum(table.source, table.target), np.maximum(table.source, table.target)
     pair = low * count + high
@@ -133,15 +138,16 @@ def _hide_pairs(table: LinkTable, way: CompletionModel) -> tuple[Array, Array]:
 
 
 def mean_logs(table: LinkTable, logs: LogTimes) -> Array:
-    """Mean logarithm of what was measured of every link, the order taken out where it is known; NaN for others."""
+    """Return the mean logarithm of each link's measurements, without the effect of the order if known; NaN for other
+    links."""
     count = len(table.members)
     values = np.log(table.one_way_s)
     order = logs.fitted.effects.get("order")
     if order is not None:
         unmet = max(0, int(table.job.max(initial=-1)) + 1 - len(order.value))
         values = values - np.pad(order.value, (0, unmet))[table.job]
-    way = table.source * count + table.target
-    times = np.bincount(way, minlength=count * count)
-    total = np.bincount(way, weights=values, minlength=count * count)
+    link = table.source * count + table.target
+    times = np.bincount(link, minlength=count * count)
+    total = np.bincount(link, weights=values, minlength=count * count)
     mean = np.where(times > 0, total / np.maximum(times, 1), np.nan)
     return np.asarray(mean.reshape(count, count))

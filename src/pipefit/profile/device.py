@@ -1,6 +1,7 @@
-"""What one device is and does by itself: name, memory, the rate of large matrix products, memory bandwidth, and the
-time that issuing one operator costs. These make the device kind, so that the roofline of unmeasured layers is
-founded on measurements too.
+"""Describe and measure one device: name, memory, the rate of large matrix products, memory bandwidth, and the cost of
+issuing one operator.
+
+These make the device kind, so that the roofline of unmeasured layers is based on measurements too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SIZE = {"cpu": 768, "cuda": 8192}
 
 
 def describe_rank(rank: int, local_rank: int, local_size: int, device: torch.device) -> ProfileMember:
-    """This rank. `PIPEFIT_HOST` and `PIPEFIT_DEVICE_KIND` override the host's name and the kind of device."""
+    """Describe this rank. `PIPEFIT_HOST` and `PIPEFIT_DEVICE_KIND` override the host's name and the kind of device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         torch.zeros(1, device=device)

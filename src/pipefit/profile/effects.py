@@ -1,9 +1,9 @@
-"""Crossed random effects: what of a measurement belongs to the sender, the receiver, the link, and to the moment.
+"""Crossed random effects: split each measurement into effects of the sender, the receiver, the link and the moment.
 
-value = mean + one effect of each term + noise. Every term has a variance of its own, estimated with the effects
-(Bates et al. 2015, "Fitting linear mixed-effects models using lme4", section 2; here by mean-field expectation
-maximisation, because links and rounds cross each other): differences that do not come back are shrunk away, by as much
-as the data says. Measurements far from the others of their link count less, and those above from earlier on: a
+value = mean + one effect of each term + noise. Every term has a variance of its own, estimated with the effects (Bates
+et al. 2015, "Fitting linear mixed-effects models using lme4", section 2). The fit uses mean-field expectation
+maximisation, because links and rounds cross each other. Differences that do not repeat are shrunk, by the amount that
+the data supports. Measurements far from others of their link get less weight, high ones from a smaller deviation on: a
 disturbance only ever adds time.
 """
 
@@ -19,14 +19,14 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 ABOVE, BELOW = 1.5, 3.0
-"""Deviations beyond so many standard deviations count with less weight (Huber 1964)."""
+"""Deviations above or below, in standard deviations, from which a measurement gets less weight (Huber 1964)."""
 
 REWEIGHT = (5, 12, 25)
-"""The turns of the iteration in which weights are renewed."""
+"""Iterations in which weights are renewed."""
 
 PASSING = 4.0
-"""A moment is at most so many standard deviations from the others. Where many links were only ever measured together,
-what they have in common could be either; then it is the links'."""
+"""Bound on the effect of a moment, in standard deviations. If many links were only ever measured together, their common
+deviation could come from the moment or from the links; then it is attributed to the links."""
 
 LEAST = 1e-10
 """The smallest variance: of logarithms, so 1e-5 of the value."""
@@ -39,20 +39,20 @@ class EffectTerm:
     name: str
     level: Indices
     count: int
-    "Levels, met or not."
+    "Number of levels, with or without measurements."
     free: bool = False
     "Not shrunk: for terms of one or two levels."
     passing: bool = False
-    "Of the moment, not of the link: it varies by no more than the repetitions of a link do."
+    "An effect of the moment, not of the link: its variance is at most that of a link's repetitions."
 
 
 @dataclass(frozen=True, slots=True)
 class TermEffect:
-    """What a term does: arrays by level. A level that was not met has the effect 0 and the whole variance."""
+    """The effects of a term, by level. A level without measurements has the effect 0 and the whole variance."""
 
     value: Array
     error: Array
-    "Variance of what is not known of the value."
+    "Variance of the estimate of the value."
     variance: float
     "Between levels."
 
@@ -70,7 +70,7 @@ class EffectFit:
 
 
 def fit_effects(values: Array, terms: Sequence[EffectTerm], rounds: int = 50) -> EffectFit:
-    """Effects and variances of `terms` in `values` [measurement]; the last term is the link. Deterministic."""
+    """Return effects and variances of `terms` in `values` [measurement]; the last term is the link. Deterministic."""
     count = len(values)
     groups = [_FittedTerm(term, values) for term in terms]
     link = groups[-1]
@@ -95,18 +95,18 @@ def fit_effects(values: Array, terms: Sequence[EffectTerm], rounds: int = 50) ->
 
 
 class _FittedTerm:
-    """A term while it is fitted: only the levels that were met."""
+    """A term during the fit: only the levels with measurements."""
 
     def __init__(self, term: EffectTerm, values: Array) -> None:
         self.term = term
         self.met, level = np.unique(term.level, return_inverse=True)
         self.level: Indices = level.astype(np.int64)
-        whole = max(LEAST, float(np.var(values)))
-        self.variance, self.most = (100 * whole, np.inf) if term.free else (whole / 2, np.inf)
+        total_variance = max(LEAST, float(np.var(values)))
+        self.variance, self.most = (100 * total_variance, np.inf) if term.free else (total_variance / 2, np.inf)
         self.value, self.error = np.zeros(len(self.met)), np.zeros(len(self.met))
 
     def update_levels(self, residual: Array, weight: Array, noise: float) -> Array:
-        """Effects and variance from what the other terms leave; the new residual."""
+        """Update effects and variance from the residual of the other terms; return the new residual."""
         residual = residual + self.value[self.level]
         known = np.bincount(self.level, weights=weight) + noise / self.variance
         self.value = np.bincount(self.level, weights=weight * residual) / known
@@ -124,8 +124,10 @@ class _FittedTerm:
 
 
 def _repetition_variance(values: Array, link: Indices) -> float:
-    """Pooled variance of the repetitions of each link; next to nothing where there are none: then all that links
-    differ by is theirs."""
+    """Return the pooled variance of the repetitions of each link, or `LEAST` without repetitions.
+
+    Without repetitions all differences between links are attributed to the links.
+    """
     count = np.bincount(link)
     mean = np.bincount(link, weights=values) / np.maximum(count, 1)
     free = int(np.maximum(count - 1, 0).sum())
@@ -133,8 +135,10 @@ def _repetition_variance(values: Array, link: Indices) -> float:
 
 
 def _robust_weights(values: Array, link: Indices, noise: float) -> Array:
-    """By how far each value is from the lower median of its link: not from what the model expects of that link, or a
-    link that is unlike the others would be taken for a disturbance."""
+    """Return weights by the distance of each value from the lower median of its link.
+
+    The distance from the model's expectation would treat a link that is unlike all others as a disturbance.
+    """
     order = np.lexsort((values, link))
     _, first, count = np.unique(link[order], return_index=True, return_counts=True)
     middle = values[order][first + (count - 1) // 2]

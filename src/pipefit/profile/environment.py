@@ -1,7 +1,7 @@
-"""The fingerprint of the software and the machine that a profile was made with, and the check before it is used.
+"""The fingerprint of the software and machine of a profile, and the check before the profile is used.
 
-Nothing here imports torch: versions come from the installed packages' own files, so that a planner on another
-machine can look too.
+Nothing here imports torch: versions come from the installed packages' metadata, so that a planner on another machine
+can check too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ HARDWARE = ("driver", "cpu", "device")
 
 
 def machine_fingerprint() -> dict[str, str]:
-    """What runs here. Keys of `SOFTWARE` and `HARDWARE`, `threads` and `os`; '' or absent is unknown or not there."""
-    found = {
+    """Return the local software and hardware: keys of `SOFTWARE` and `HARDWARE`, `threads` and `os`; absent if
+    unknown."""
+    facts = {
         "pipefit": __version__,
         "python": platform.python_version(),
         "torch": _package_version("torch"),
@@ -35,17 +36,16 @@ def machine_fingerprint() -> dict[str, str]:
         "threads": os.environ.get("OMP_NUM_THREADS", ""),
         "os": f"{platform.system()} {platform.release()}",
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in facts.items() if value}
 
 
 def check_environment(
     cluster: Cluster, *, allow: bool = False, hardware: bool = True, here: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Compare the software and (`hardware`) the machine that `cluster` was measured with against those `here`
-    (default: found now). Who plans for a cluster elsewhere leaves the machine out; who runs on it does not.
+    """Compare the software and (`hardware`) the machine of `cluster`'s profile with `here` (default: this machine).
 
-    Returns the differences in words. Raises ClusterError naming them, unless `allow`. A cluster from data sheets, or
-    one without a fingerprint, has nothing to compare and passes.
+    A planner for a remote cluster omits the machine; a run on the cluster does not. Returns the differences in words.
+    Raises ClusterError naming them, unless `allow`. A cluster from data sheets, or one without a fingerprint, passes.
     """
     then = cluster.provenance.environment
     if cluster.provenance.source != "measured" or not then:
@@ -66,13 +66,13 @@ def check_environment(
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     model = _first_match(r"model name\s*:\s*(.+)", _read_text("/proc/cpuinfo"))
     return model or platform.processor() or platform.machine()
 
 
 def gpu_model() -> str:
-    """The name of the first NVIDIA GPU, '' without one."""
+    """Return the name of the first NVIDIA GPU, '' without one."""
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         name = _first_match(r"Model:\s*(.+)", _read_text(str(path)))
         if name:
@@ -96,7 +96,7 @@ def _package_version(name: str) -> str:
 
 
 def _cuda_version() -> str:
-    """The CUDA version that torch was built with, from its version file; '' for a CPU build."""
+    """Return the CUDA version of the torch build, from its version file; '' for a CPU build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return ""
@@ -105,8 +105,8 @@ def _cuda_version() -> str:
 
 
 def _first_match(pattern: str, text: str) -> str:
-    found = re.search(pattern, text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(pattern, text, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def _read_text(path: str) -> str:

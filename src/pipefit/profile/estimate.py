@@ -1,9 +1,9 @@
-"""From samples of messages to the time of every link: noise, order of measuring and structure told apart.
+"""Estimate the time of every link from message samples, separating noise, order of measurement and structure.
 
-The logarithm of a time is the sum of an effect of the sender, of the receiver, of what the two hosts' classes have in
-common, of the link itself, and of the moment (which round of pairs it was measured in), see `effects.py`. The moment
-is left out of the result; each of the others is shrunk by what the repetitions say of it. A link that was not measured
-gets what its hosts and their classes say, with the error that this has.
+The logarithm of a time is a sum of effects: of the sender, the receiver, the two hosts' classes, the link, and the
+moment (the round of pairs in which it was measured); see `effects.py`. The effect of the moment is removed, and each
+other effect is shrunk according to its repetitions. An unmeasured link gets the prediction of its hosts and their
+classes, with the error of that prediction.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class LinkTable:
-    """Measurements as arrays, [measurement]; members by their place. `one_way_s` is the round trip less half of the
-    link's tiny one (for the tiny message: half of it)."""
+    """Measurements as arrays, [measurement]; members are numbered by position. `one_way_s` is the round trip minus half
+    of the link's tiny round trip (for the tiny message: half of it)."""
 
     members: tuple[int, ...]
     sizes_bytes: tuple[int, ...]
@@ -37,11 +37,11 @@ class LinkTable:
     one_way_s: Array
 
     def select_size(self, index: int) -> LinkTable:
-        """Only the messages of one size."""
+        """Return the messages of one size."""
         return self.select_rows(self.size == index)
 
     def select_rows(self, chosen: Bools) -> LinkTable:
-        """Only some measurements."""
+        """Return the chosen measurements."""
         return LinkTable(
             self.members,
             self.sizes_bytes,
@@ -56,16 +56,16 @@ class LinkTable:
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """What hosts have in common, beside being fast or slow senders and receivers."""
+    """The structure of link times beyond fast and slow senders and receivers."""
 
     classes: tuple[int, ...] = ()
     "By host: hosts with the same number behave alike; empty for none."
     bottleneck: bool = False
-    "Whether a link is as slow as the slower of its two ends, rather than as both together."
+    "Whether a link is as slow as the slower of its two ends, rather than the sum of both."
     rank: int = 0
-    "Of a product of the hosts' places that links follow (`low_rank.py`); 0 for none."
+    "Rank of the product of host vectors that link times follow (`low_rank.py`); 0 for none."
     doubt: float = 1.0
-    "What the variance of a predicted link is multiplied by: cross-validation finds more than the formulas."
+    "Factor on the variance of a predicted link: errors in cross-validation exceed those of the formulas."
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class LogTimes:
 
     log_s: Array
     error: Array
-    "Variance of what is not known of `log_s`: for a link that was not measured, of its difference from what its hosts "
+    "Variance of the estimate `log_s`; for an unmeasured link, of its deviation from the prediction of its hosts."
     "say."
     measured: Bools
     between: float
@@ -82,7 +82,7 @@ class LogTimes:
     within: float
     "Variance of one measurement of a link, order of measuring included."
     order: float
-    "Of it, the variance between moments."
+    "Variance between moments, a part of `within`."
     fitted: EffectFit
 
 
@@ -94,41 +94,42 @@ class PairTimes:
     sizes_bytes: tuple[int, ...]
     time_s: Array
     spread: Array
-    "(slowest - fastest repetition) / fastest, as measured; NaN where it was not."
+    "(slowest - fastest repetition) / fastest, as measured; NaN for an unmeasured link."
     repeatability: Array
-    "[source, target], of the largest size: the correlation of this entry with one more measurement of it; the part of "
+    """[source, target], of the largest size: the correlation of this entry with one more measurement of it; the
+    repeatable part of the differences between links."""
     "the differences between links that comes back."
     error: Array
     "[source, target], of the largest size: relative standard error of the time."
     predicted: Bools
-    "[source, target]: not measured, but concluded from other links of the two hosts."
+    "[source, target]: not measured, but predicted from other links of the two hosts."
     noise: float
-    "Relative standard deviation of one measurement of the largest size, beside the order."
+    "Relative standard deviation of one measurement of the largest size, without the effect of the order."
     order_share: float
-    "Part of the variance of single measurements of the largest size that was the moment of measuring."
+    "Share of the moment's effect in the variance of single measurements of the largest size."
 
 
 def tabulate_samples(samples: Sequence[LinkSample], members: Sequence[int]) -> LinkTable:
-    """The samples between these members."""
-    place = {member: index for index, member in enumerate(members)}
-    kept = [sample for sample in samples if sample.source in place and sample.target in place]
-    sizes = sorted({sample.size_bytes for sample in kept} | {TINY})
-    at = {size: index for index, size in enumerate(sizes)}
+    """Return the table of the samples between these members."""
+    position = {member: index for index, member in enumerate(members)}
+    chosen = [sample for sample in samples if sample.source in position and sample.target in position]
+    sizes = sorted({sample.size_bytes for sample in chosen} | {TINY})
+    size_index = {size: index for index, size in enumerate(sizes)}
 
     def as_indices(values: list[int]) -> Indices:
         return np.array(values, dtype=np.int64)
 
-    size = as_indices([at[sample.size_bytes] for sample in kept])
-    source = as_indices([place[sample.source] for sample in kept])
-    target = as_indices([place[sample.target] for sample in kept])
-    job = as_indices([sample.job if sample.job >= 0 else -1 - i for i, sample in enumerate(kept)])
-    trip_s = np.array([sample.round_trip_s for sample in kept], dtype=np.float64)
-    tiny = size == at[TINY]
+    size = as_indices([size_index[sample.size_bytes] for sample in chosen])
+    source = as_indices([position[sample.source] for sample in chosen])
+    target = as_indices([position[sample.target] for sample in chosen])
+    job = as_indices([sample.job if sample.job >= 0 else -1 - i for i, sample in enumerate(chosen)])
+    trip_s = np.array([sample.round_trip_s for sample in chosen], dtype=np.float64)
+    tiny = size == size_index[TINY]
     fastest_s = np.full((len(members), len(members)), np.inf)
     np.minimum.at(fastest_s, (source[tiny], target[tiny]), trip_s[tiny])
     back_s = np.where(np.isfinite(fastest_s), fastest_s, 0.0)[source, target] / 2
     one_way_s = np.maximum(np.where(tiny, trip_s / 2, trip_s - back_s), np.maximum(back_s, 1e-9))
-    repeat = as_indices([sample.repeat for sample in kept])
+    repeat = as_indices([sample.repeat for sample in chosen])
     _, jobs = np.unique(job, return_inverse=True)
     return LinkTable(tuple(members), tuple(sizes), size, source, target, repeat, jobs.astype(np.int64), one_way_s)
 
@@ -136,8 +137,10 @@ def tabulate_samples(samples: Sequence[LinkSample], members: Sequence[int]) -> L
 def pair_times(
     samples: Sequence[LinkSample], members: Sequence[int], *, shape: LinkShape | None = None, predict: bool = False
 ) -> PairTimes:
-    """The time of every link between `members`, shrunk towards what `shape` says that hosts have in common; with
-    `predict` of those links too that were not measured."""
+    """Return the time of every link between `members`, shrunk towards the structure `shape`.
+
+    With `predict`, unmeasured links are included.
+    """
     table = tabulate_samples(samples, members)
     count = len(members)
     cube = (len(table.sizes_bytes), count, count)
@@ -170,7 +173,7 @@ def pair_times(
 
 
 def link_logs(table: LinkTable, shape: LinkShape) -> LogTimes:
-    """Effects of hosts, classes, links and moments in the times of messages of one size."""
+    """Fit effects of hosts, classes, links and moments to the times of messages of one size."""
     count = len(table.members)
     values = np.log(table.one_way_s)
     floor = _end_floors(table, values) if shape.bottleneck else np.zeros((count, count))
@@ -178,8 +181,8 @@ def link_logs(table: LinkTable, shape: LinkShape) -> LogTimes:
         floor += factor_residuals(
             values - floor[table.source, table.target], table.source, table.target, count, shape.rank
         )
-    way = table.source * count + table.target
-    terms = [EffectTerm("link", way, count * count)]
+    link = table.source * count + table.target
+    terms = [EffectTerm("link", link, count * count)]
     if count > 2:
         terms = [EffectTerm("out", table.source, count), EffectTerm("in", table.target, count), *terms]
     jobs = int(table.job.max()) + 1
@@ -191,23 +194,23 @@ def link_logs(table: LinkTable, shape: LinkShape) -> LogTimes:
         block = labels[table.source] * kinds + labels[table.target]
         same = (labels[table.source] == labels[table.target]).astype(np.int64)
         terms = [EffectTerm("same", same, 2, free=True), EffectTerm("block", block, kinds * kinds), *terms]
-    found = fit_effects(values - floor[table.source, table.target], terms)
-    log_s, error = floor + found.mean, np.zeros((count, count))
+    fit = fit_effects(values - floor[table.source, table.target], terms)
+    log_s, error = floor + fit.mean, np.zeros((count, count))
     a, b = np.indices((count, count))
     for name, index in _term_levels(labels, a, b).items():
-        if name in found.effects:
-            effect = found.effects[name]
+        if name in fit.effects:
+            effect = fit.effects[name]
             log_s, error = log_s + effect.value[index], error + effect.error[index]
     measured = np.zeros((count, count), dtype=bool)
     measured[table.source, table.target] = True
     error = np.where(measured, error, error * shape.doubt)
-    order = found.effects["order"].variance if "order" in found.effects else 0.0
+    order = fit.effects["order"].variance if "order" in fit.effects else 0.0
     between = float(np.var(log_s[measured])) if measured.sum() > 2 else 0.0
-    return LogTimes(log_s, error, measured, between, found.noise + order, order, found)
+    return LogTimes(log_s, error, measured, between, fit.noise + order, order, fit)
 
 
 def _term_levels(labels: Indices, a: Indices, b: Indices) -> dict[str, Indices]:
-    """The level of every ordered pair in every term that a link is made of."""
+    """Return the level of every ordered pair in every term of a link."""
     kinds = int(labels.max()) + 1 if len(labels) else 1
     return {
         "out": a,
@@ -219,12 +222,12 @@ def _term_levels(labels: Indices, a: Indices, b: Indices) -> dict[str, Indices]:
 
 
 def _end_floors(table: LinkTable, values: Array) -> Array:
-    """What the slower end of each link takes alone: every end's lower quartile over its links. [source, target]"""
+    """Return the time of the slower end of each link, [source, target]: the larger of its ends' lower quartiles."""
     count = len(table.members)
     ends = []
-    for place in (table.source, table.target):
-        order = np.lexsort((values, place))
-        met, first, number = np.unique(place[order], return_index=True, return_counts=True)
+    for host_index in (table.source, table.target):
+        order = np.lexsort((values, host_index))
+        met, first, number = np.unique(host_index[order], return_index=True, return_counts=True)
         quartile = np.full(count, np.nan)
         quartile[met] = values[order][first + (number - 1) // 4]
         ends.append(np.where(np.isnan(quartile), np.nanmedian(quartile), quartile))
@@ -233,26 +236,26 @@ def _end_floors(table: LinkTable, values: Array) -> Array:
 
 def _repetition_spread(table: LinkTable) -> Array:
     count = len(table.members)
-    least, most = np.full((count, count), np.inf), np.full((count, count), -np.inf)
-    np.minimum.at(least, (table.source, table.target), table.one_way_s)
-    np.maximum.at(most, (table.source, table.target), table.one_way_s)
+    fastest, slowest = np.full((count, count), np.inf), np.full((count, count), -np.inf)
+    np.minimum.at(fastest, (table.source, table.target), table.one_way_s)
+    np.maximum.at(slowest, (table.source, table.target), table.one_way_s)
     with np.errstate(invalid="ignore"):
-        return np.where(np.isfinite(least), (most - least) / least, np.nan)
+        return np.where(np.isfinite(fastest), (slowest - fastest) / fastest, np.nan)
 
 
 def _link_repeatability(table: LinkTable, logs: LogTimes) -> Array:
-    """Variance between links over (it + variance of one measurement of this link): the intraclass correlation
-    (Shrout and Fleiss 1979). For a link that was not measured the variance that its hosts explain stands above.
+    """Return the variance between links over (it + variance of one measurement of this link).
 
-    1: the link differs from the others by what was measured; 0: the differences are noise. 1 where fewer than three
-    links or one repetition cannot tell.
+    This is the intraclass correlation (Shrout and Fleiss 1979): 1 if the differences between links repeat, 0 if they
+    are noise. For an unmeasured link the numerator is the variance explained by its hosts. With fewer than three links
+    or a single repetition it cannot be estimated and is 1.
     """
     count = len(table.members)
-    way = table.source * count + table.target
-    times = np.bincount(way, minlength=count * count).reshape(count, count)
+    link = table.source * count + table.target
+    times = np.bincount(link, minlength=count * count).reshape(count, count)
     if logs.measured.sum() < 3 or times.max(initial=0) < 2:
         return np.ones((count, count))
-    squares = np.bincount(way, weights=logs.fitted.residual**2, minlength=count * count).reshape(count, count)
+    squares = np.bincount(link, weights=logs.fitted.residual**2, minlength=count * count).reshape(count, count)
     noise = (squares + 2 * logs.fitted.noise) / (np.maximum(times - 1, 0) + 2)
     within = noise + logs.order
     known = np.where(logs.measured, logs.between, np.maximum(0.0, logs.between - logs.error))

@@ -1,4 +1,4 @@
-"""What ranks tell about themselves and their devices: plain data, without torch."""
+"""Descriptions of ranks and their devices: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 DTYPES = ("float64", "float32", "bfloat16")
 
 CPU = "cpu "
-"""How the kind of a device begins that is a share of a host's cores."""
+"""Prefix of the kind of a device that is a share of a host's cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileMember:
-    """One rank, as it introduces itself to the others."""
+    """One rank's description of itself."""
 
     rank: int
     host: str
     local_rank: int
     local_size: int
     cores: int
-    "That this process may run on."
+    "Cores that this process may run on."
     kind: str
     "Name of its kind of device."
     total_bytes: int
@@ -31,18 +31,18 @@ class ProfileMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What a device reaches."""
+    """The measured rates of a device."""
 
     flops_per_s: Mapping[str, float]
     "Of large matrix products, by dtype."
     memory_bandwidth_bytes_per_s: float
     "Bytes read and written by a copy."
     operator_s: float
-    "Issuing one small operator."
+    "Seconds to issue one small operator."
 
 
 def middle_rates(each: Sequence[DeviceRates]) -> DeviceRates:
-    """The median of several devices of one kind."""
+    """Return the median of several devices of one kind."""
     return DeviceRates(
         flops_per_s={name: statistics.median(r.flops_per_s[name] for r in each) for name in DTYPES},
         memory_bandwidth_bytes_per_s=statistics.median(r.memory_bandwidth_bytes_per_s for r in each),

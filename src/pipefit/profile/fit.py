@@ -1,7 +1,7 @@
-"""From measured points of a layer to its curves, by non-negative least squares on relative errors.
+"""Fit curves to the measured points of a layer, by non-negative least squares on relative errors.
 
-The time over tokens is a sum of segments with slopes that are not negative, attention a sum of its features with
-weights that are not negative (`cost.curves.FEATURES`): so a curve never falls when the work grows.
+The time over tokens is a sum of segments with non-negative slopes, and attention is a sum of its features with
+non-negative weights (`cost.compute.curves.FEATURES`). So a curve never falls when the work grows.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pipefit.profile.points import SMALLEST, WorkPoint
 Array = NDArray[np.float64]
 
 ODD = 0.03
-"""Points that the others contradict by more than this share count less."""
+"""Points that deviate from the fit by more than this share get less weight."""
 
 ROUNDS = 6
-"""Of reweighting."""
+"""Rounds of reweighting."""
 
 STRAIGHT = 0.03
-"""A knot that its neighbours' straight line misses by less than this share is noise, or the luck of a round number."""
+"""A knot within this share of its neighbours' straight line is noise, or the effect of a round number."""
 
 
 def fit_action(
     points: Sequence[WorkPoint], seconds: Sequence[float], attention: bool, fixed_s: float = 0.0
 ) -> ActionCurve:
-    """The curve of one action through measured points; knots at every number of tokens where attention is small.
+    """Return the curve of one action through measured points; knots at every number of tokens where attention is small.
 
-    `fixed_s` is the part of every measurement that the curve shall not hold: the overhead of an action. Minimises the
-    sum of squares of (predicted + fixed - measured) / measured, with less weight on points that the others
-    contradict by more than `ODD` (Huber's weights): a disturbed measurement must not bend the curve.
+    `fixed_s` is the part of every measurement that the curve excludes: the overhead of an action. Minimises the sum of
+    squares of (predicted + fixed - measured) / measured. Points that deviate by more than `ODD` get less weight
+    (Huber's weights), so that a disturbed measurement does not bend the curve.
     """
     from scipy.optimize import nnls
 
@@ -63,8 +63,10 @@ def fit_action(
 
 
 def segment_counts(counts: Array, knots: Array) -> Array:
-    """How much of each segment between knots `counts` cover: [point, segment]; segment 0 is the constant. Beyond the
-    last knot the last segment goes on."""
+    """Return the part of each segment between knots that `counts` cover: [point, segment]; segment 0 is the constant.
+
+    Beyond the last knot the last segment continues.
+    """
     columns = [np.ones_like(counts)]
     for index in range(1, len(knots)):
         top = np.inf if index == len(knots) - 1 else knots[index]
@@ -78,7 +80,7 @@ def fit_layer(
     attention: bool,
     fixed_s: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, ActionCurve], float]:
-    """(curves by action, largest error at the points: relative, of a point's F and B together)."""
+    """Return (curves by action, largest error at the points: relative, of a point's F and B together)."""
     fixed = fixed_s or {}
     curves = {
         action: fit_action(points, [times[action] for times in seconds], attention, fixed.get(action, 0.0))
@@ -92,11 +94,13 @@ def fit_layer(
 
 
 def _choose_knots(points: Sequence[WorkPoint], seconds: Sequence[float], attention: bool) -> Array:
-    """Numbers of tokens at which the curve may bend: those measured without context and, where attention costs, in
-    rows of at most an eighth of the longest, where it hardly counts. There, most points lie elsewhere, and have a say
-    only between knots: so knots that bend by no more than `STRAIGHT` are left out, the straightest first.
-    Slices may have fewer tokens than any row without context: the curve begins with the fewest, or they would pull down
-    its first knot."""
+    """Return the numbers of tokens at which the curve may bend.
+
+    These are the points measured without context and, for attention, in rows of at most an eighth of the longest, where
+    attention hardly counts. With attention most points lie elsewhere and constrain the curve only between knots, so
+    knots that bend by no more than `STRAIGHT` are removed, the straightest first. Slices may have fewer tokens than any
+    row without context. The curve then begins with the smallest slice, or slices would pull down its first knot.
+    """
     if not attention:
         return np.array(sorted({point.rows * point.tokens for point in points}), dtype=np.float64)
     short = max(SMALLEST, max(point.tokens for point in points if not point.past) // 8)
@@ -112,6 +116,6 @@ def _choose_knots(points: Sequence[WorkPoint], seconds: Sequence[float], attenti
         bend = np.abs(times[:-2] + slope * (knots[1:-1] - knots[:-2]) - times[1:-1]) / times[1:-1]
         if bend.min() > STRAIGHT:
             break
-        knots, times = (np.delete(each, 1 + bend.argmin()) for each in (knots, times))
+        knots, times = (np.delete(values, 1 + bend.argmin()) for values in (knots, times))
     least = min(point.rows * point.tokens for point in points)
     return knots if least >= knots[0] else np.concatenate(([least], knots))

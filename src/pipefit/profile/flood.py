@@ -1,10 +1,11 @@
-"""Racks whose uplink carries nearly all that their hosts send: seen only when all hosts send and receive at once.
+"""Find racks whose uplink carries nearly the whole traffic of their hosts: visible only when all hosts send and receive
+at once.
 
-In the rounds of a tournament half of the hosts send, so an uplink for more than half of them slows nobody down. Here
-every host sends to one other and receives from one: a shift of the hosts, another one in every round, in turn in the
-order of their names (racks are often named in order, and then all of a rack send to others) and in a shuffled one.
-Whoever is slower than alone passes through something that is full; hosts between which nobody is ever slower
-are of one rack. Pure, as `links.py` is: asks a `measure` callable.
+In the rounds of a tournament half of the hosts send, so an uplink for more than half of them slows no host down. Here
+every host sends to one host and receives from another: a shift of the hosts, a different one in every round. Shifts
+alternate between name order (racks are often named in order, and then a whole rack sends to other racks) and a shuffled
+order. A pair that is slower than alone passes through a full link; hosts between which no pair is ever slower are in
+one rack. Pure, as `links.py` is: calls a `measure` function.
 """
 
 from __future__ import annotations
@@ -20,28 +21,31 @@ from pipefit.profile.sharing import AGAIN, SLOWER, Rates
 from pipefit.profile.tournament import Pair
 
 LOOK, MOST = 6, 64
-"""Rounds after which it is over where nobody was slower, and rounds at most."""
+"""Rounds after which the search ends if no pair was slower, and the most rounds."""
 
 APART = 4
-"""A pair that was slower counts as so many that were not: not every round fills an uplink, but only those can."""
+"""A slow pair counts as much as this number of others: not every round fills an uplink, but only an uplink slows
+pairs."""
 
 
 def find_flooded(members: Sequence[int], alone: Rates, size: int, measure: Measure, *, seed: int = 0) -> dict[int, int]:
-    """Class of every member, hosts of one class sharing a way out or in; empty where none share any. `alone`: what each
-    ordered pair reaches by itself."""
+    """Return the class of every member; hosts of one class share an uplink or downlink. Empty if none is shared.
+
+    `alone`: the rate of each ordered pair by itself.
+    """
     draw, count = random.Random(seed), len(members)
     orders = (list(members), draw.sample(list(members), count))
-    place = {member: index for index, member in enumerate(members)}
+    position = {member: index for index, member in enumerate(members)}
     joins, parts = (np.zeros((count, count), dtype=np.int64) for _ in range(2))
     turns = [(order, shift) for order in orders for shift in range(1, count)]
     draw.shuffle(turns)
     for number, (order, shift) in enumerate(turns[:MOST]):
         if number == LOOK and not parts.any():
             break
-        ways = [(order[i], order[(i + shift) % count]) for i in range(count)]
-        for (a, b), slower in _measure_slowdown(ways, alone, size, measure).items():
+        pairs = [(order[i], order[(i + shift) % count]) for i in range(count)]
+        for (a, b), slower in _measure_slowdown(pairs, alone, size, measure).items():
             matrix = parts if slower > SLOWER else joins
-            matrix[place[a], place[b]] = matrix[place[b], place[a]] = APART if slower > SLOWER else 1
+            matrix[position[a], position[b]] = matrix[position[b], position[a]] = APART if slower > SLOWER else 1
     if not parts.any():
         return {}
     joins[parts > 0] = 0
@@ -51,12 +55,12 @@ def find_flooded(members: Sequence[int], alone: Rates, size: int, measure: Measu
 
 
 def _measure_slowdown(ways: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> Mapping[Pair, float]:
-    """Time beside all others over time alone, of the ways that answered; the fastest repetition, where one seems
+    """Return time beside all others over time alone, of the pairs that answered; the fastest repetition, if one seems
     slow."""
     best: dict[Pair, float] = {}
     for _ in range(1 + AGAIN):
-        for way, time_s in measure(ways, size).round_trip_s.items():
-            best[way] = min(best.get(way, np.inf), time_s * alone[way] / size)
+        for pair, time_s in measure(ways, size).round_trip_s.items():
+            best[pair] = min(best.get(pair, np.inf), time_s * alone[pair] / size)
         if max(best.values(), default=0.0) <= SLOWER:
             break
     return best

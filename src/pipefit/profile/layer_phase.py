@@ -1,7 +1,7 @@
-"""The layers' part of a profile: curves of the layers of the models that were asked for, once per kind of device.
+"""The layer phase of a profile: curves of the layers of the requested models, once per kind of device.
 
-The first host of each kind measures: one of its processes alone first, then all of them at the same time, at the
-same points, as they will compute in training.
+The first host of each kind measures: first one process alone, then all processes at the same time and at the same
+points, as in training.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from pipefit.profile.points import WorkPoint, first_points, refine_points, row_p
 from pipefit.profile.state import ProfileSession
 
 LAYERS_S = 3600.0
-"""How long ranks wait for the ones that measure layers."""
+"""Time limit for the ranks that measure layers."""
 
 ATTENTION = ("attention", "packed_attention")
-"""Operators whose time grows with the square of what a token attends to."""
+"""Operators whose time grows with the square of the tokens attended to."""
 
 VISIT_S = 600.0
-"""How long processes that measure together wait for each other before a visit."""
+"""Time limit for processes that wait for each other before a visit."""
 
 
 def measure_layers(session: ProfileSession) -> list[Graph]:
-    """Fill in the session's layer curves and overheads; the graphs that were measured."""
+    """Measure layer curves and overheads into the session; return the measured graphs."""
     subjects = _shared_layers(session)
     if not subjects:
         session.found.notes.append("no layers were measured: layer times come from the roofline of measured rates")
@@ -56,15 +56,15 @@ def measure_layers(session: ProfileSession) -> list[Graph]:
 
 
 def _shared_layers(session: ProfileSession) -> list[ProfiledLayer]:
-    """Distinct layers of the models. Rank 0 captures them; all get them, or its error, from it."""
+    """Return the distinct layers of the models. Rank 0 captures them and sends them, or its error, to all ranks."""
     config = session.config
     dtype = config.dtype or ("bfloat16" if session.device.type == "cuda" else "float32")
     answer: dict[str, Any] = {"subjects": [], "skipped": []}
     if session.rank == 0 and config.models:
         session.show("models", 0, 1)
         try:
-            found, answer["skipped"] = distinct_layers(config.models, dtype)
-            answer["subjects"] = [to_data(subject) for subject in found]
+            layers, answer["skipped"] = distinct_layers(config.models, dtype)
+            answer["subjects"] = [to_data(subject) for subject in layers]
         except PipefitError as error:
             answer["error"] = [error.what, error.where, str(error.seen), error.allowed, error.next_step]
     answer = session.board.gather(answer, LAYERS_S)[0]
@@ -107,7 +107,7 @@ def _measure_kind(session: ProfileSession, kind: str, ranks: Sequence[int], subj
 def _measure_alone(
     session: ProfileSession, subjects: Sequence[ProfiledLayer], benches: Sequence[LayerBench]
 ) -> list[PointSamples]:
-    """One process of the host computes; points around the knee are added after a first look."""
+    """Measure with one process of the host; points around the knee are added after a first look."""
     config = session.config
     samples = [
         PointSamples(index, point)
@@ -120,9 +120,9 @@ def _measure_alone(
         session.found.notes.append(f"{wanted - len(samples)} of {wanted} points of layers did not fit in memory")
     survey_points(benches, samples, 2, progress=lambda done, total: session.show("layers, first look", done, total))
     for index in range(len(subjects)):
-        own = [sample for sample in samples if sample.subject == index and not subjects[index].tokens]
-        whole_s = [sum(typical_times(sample.visits)[0].values()) for sample in own]
-        added = refine_points([sample.point for sample in own], whole_s, config.sequence)
+        layer_samples = [sample for sample in samples if sample.subject == index and not subjects[index].tokens]
+        whole_s = [sum(typical_times(sample.visits)[0].values()) for sample in layer_samples]
+        added = refine_points([sample.point for sample in layer_samples], whole_s, config.sequence)
         samples += [PointSamples(index, point) for point in added]
     survey_points(
         benches,
@@ -136,7 +136,7 @@ def _measure_alone(
 
 
 def starting_points(subject: ProfiledLayer, sequence: int, tokens: int) -> list[WorkPoint]:
-    """Where measuring starts. `tokens`: of the largest microbatch on a device; 0 for eight rows."""
+    """Return the first points to measure. `tokens`: of the largest microbatch on a device; 0 for eight rows."""
     if subject.tokens:
         return row_points(subject.tokens, tokens or 8 * subject.tokens)
     return first_points(subject.graph, sequence, tokens or 8 * sequence)
@@ -149,7 +149,7 @@ def _measure_together(
     benches: Sequence[LayerBench],
     samples: Sequence[PointSamples],
 ) -> None:
-    """All processes of the host compute the same points at the same time. The first round warms up."""
+    """Measure the same points at the same time in all processes of the host. The first round warms up."""
     store = dist.PrefixStore(f"together/{kind}", session.board.store)
     meet = StoreExchange(store, ranks.index(session.rank), range(len(ranks)), max(VISIT_S, session.config.timeout_s))
     survey_points(
@@ -180,10 +180,10 @@ def _layer_curves(
 
 
 def distinct_layers(models: Sequence[str], dtype: str) -> tuple[list[ProfiledLayer], list[str]]:
-    """(distinct layers of the models, names of opaque ones). ModelError for a model that is not known."""
+    """Return (distinct layers of the models, names of opaque layers). Raises ModelError for an unknown model."""
     from pipefit.model.registry import open_model
 
-    found: dict[str, ProfiledLayer] = {}
+    layers: dict[str, ProfiledLayer] = {}
     skipped = []
     for source in models:
         model = open_model(source)
@@ -193,8 +193,8 @@ def distinct_layers(models: Sequence[str], dtype: str) -> tuple[list[ProfiledLay
                 skipped.append(f"{layer.name} of {source}")
                 continue
             name = f"{layer.name} of {source}"
-            found.setdefault(digest_graph(graph), ProfiledLayer(graph, name, dtype, fixed_length(model) or 0))
-    return list(found.values()), skipped
+            layers.setdefault(digest_graph(graph), ProfiledLayer(graph, name, dtype, fixed_length(model) or 0))
+    return list(layers.values()), skipped
 
 
 def layer_curve(
@@ -205,10 +205,10 @@ def layer_curve(
     processes: int,
     crowding: float = 1.0,
 ) -> LayerCurve:
-    """The curves of one layer, from its samples less the overhead of an action."""
+    """Return the curves of one layer, from its samples less the overhead of an action."""
     points = [sample.point for sample in samples]
     seen = [typical_times(sample.visits, crowding) for sample in samples]
-    varies = not subject.tokens  # else attention grows with the rows alone, as all else does
+    varies = not subject.tokens  # at one row length attention grows with the rows, like all operators
     attention = varies and any(operator.kind in ATTENTION for operator in subject.graph.operators)
     actions, worst = fit_layer(points, [seconds for seconds, _ in seen], attention, costs)
     return LayerCurve(

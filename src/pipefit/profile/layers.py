@@ -1,6 +1,6 @@
-"""Timing single layers on this device: forward, fused backward, and the backward split into I and W.
+"""Time single layers on this device: forward, fused backward, and the backward split into I and W.
 
-A layer runs as a stage of the runtime (`run.stage.StageProgram`), so what is timed is what training does. Points are
+A layer runs as a stage of the runtime (`run.stage.StageProgram`), so the timings are those of training. Points are
 visited in an order that is shuffled anew every round, so that a disturbance of the machine does not fall on one point.
 """
 
@@ -25,13 +25,13 @@ from pipefit.run.stage_inputs import StageInputs
 
 ACTIONS = ("F", "B", "I", "W")
 WINDOW_S = 0.02
-"""A visit repeats its actions until this much time has gone."""
+"""A visit repeats its actions for this long."""
 
 MOST_SLICES = 1 << 16
-"""Slices of a microbatch that a stage which is timed with a context is made for: more than any point has."""
+"""Maximum slices of a microbatch of a stage timed with context: more than any point has."""
 
 DEEP = 9
-"""Layers of the deeper of two stages that the overhead of an action is found from."""
+"""Layers of the deeper of the two stages from which the overhead of an action is computed."""
 
 SETTLED = 0.04
 """A point whose two fastest visits differ by more than this share is visited again."""
@@ -45,13 +45,13 @@ Visit = Mapping[str, Sequence[Call]]
 
 @dataclass(frozen=True, slots=True)
 class ProfiledLayer:
-    """One layer to measure: its graph, and a name for people."""
+    """One layer to measure: its graph, and a name for reports."""
 
     graph: Graph
     name: str
     dtype: str
     tokens: int = 0
-    "Of a row, where the model works for one number only (captured whole); 0: any."
+    "The only row length at which the model works (captured as a whole); 0: any length."
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ class PointSamples:
 
     @property
     def alive_tokens(self) -> int:
-        """Tokens that are alive at the point."""
+        """Tokens alive at the point, earlier slices included."""
         return self.point.rows * (self.point.tokens + self.point.past)
 
     def undisturbed_times(self, action: str) -> list[float]:
-        """`undisturbed_times` of this point."""
+        """Return `undisturbed_times` of this point."""
         return undisturbed_times(self.visits, action)
 
 
@@ -81,7 +81,7 @@ class StageBench:
         self._programs: dict[bool, StageProgram] = {}
 
     def visit_point(self, point: WorkPoint, window_s: float = WINDOW_S) -> Visit:
-        """Run (F, B, F, I, W) at `point` until `window_s` have gone, at least once, and return the seconds of each."""
+        """Run (F, B, F, I, W) at `point` for `window_s`, at least once, and return the seconds of each."""
         program = self._stage_program(sliced=bool(point.past))
         program.begin_step(0, point.rows * point.tokens)
         slice_, start = len(point.earlier_slices), 0
@@ -111,15 +111,17 @@ class StageBench:
         return self._mark_durations(marks)
 
     def drop_state(self) -> None:
-        """Drop everything, after a point that did not fit."""
+        """Free all memory, after a point that did not fit."""
         self._programs.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _stage_program(self, sliced: bool) -> StageProgram:
         if sliced not in self._programs:
-            most = MOST_SLICES if sliced else 1
-            program = pace.pace_program(StageProgram(self.layers, device=self.device, dtype=self.dtype, slices=most))
+            slice_count = MOST_SLICES if sliced else 1
+            program = pace.pace_program(
+                StageProgram(self.layers, device=self.device, dtype=self.dtype, slices=slice_count)
+            )
             wide = torch.promote_types(self.dtype, torch.float32)
             buffers = {}
             for name, parameter in program.parameters.items():
@@ -131,7 +133,7 @@ class StageBench:
         return self._programs[sliced]
 
     def _random_inputs(self, point: WorkPoint, start: int) -> tuple[dict[str, torch.Tensor], StageInputs]:
-        """Random inputs of the layers at a point, `start` tokens into their sequences."""
+        """Return random inputs of the layers at a point, `start` tokens into their sequences."""
         shape = (point.rows, point.tokens)
         inputs: dict[str, torch.Tensor] = {}
         for tensor in self.layers[0].graph.inputs:
@@ -155,23 +157,23 @@ class StageBench:
         return inputs, feed
 
     def _random_input(self, tensor: TensorSpec, point: WorkPoint) -> torch.Tensor:
-        """Random numbers for an input; zeros where it is whole ones."""
+        """Return random values for a floating-point input, zeros for an integer or boolean one."""
         if tensor.dtype in ("compute", "float32"):
             return torch.randn(_input_sizes(tensor, point), device=self.device).to(self.dtype)
         return torch.zeros(_input_sizes(tensor, point), dtype=getattr(torch, tensor.dtype), device=self.device)
 
     def _class_count(self, role: str) -> int:
-        """How many different tokens (rows of the embedding) or labels (columns of the logits) there are."""
+        """Return the number of different tokens (rows of the embedding) or labels (columns of the logits)."""
         graphs = [layer.graph for layer in self.layers if any(t.role == role for t in layer.graph.inputs)]
         named = {t.name for graph in graphs for t in graph.inputs if t.role == role}
-        found = []
+        class_counts = []
         for graph in graphs:
             for operator in graph.operators:
                 if role == "labels" and operator.kind == "cross_entropy":
-                    found.append(int(graph.find_tensor(operator.inputs[0]).shape[-1]))
+                    class_counts.append(int(graph.find_tensor(operator.inputs[0]).shape[-1]))
                 elif operator.kind == "embedding" and operator.inputs[0] in named:
-                    found.append(graph.find_parameter(operator.inputs[1]).shape[0])
-        return min(found, default=2)
+                    class_counts.append(graph.find_parameter(operator.inputs[1]).shape[0])
+        return min(class_counts, default=2)
 
     def _mark_time(self) -> Any:
         if self.device.type != "cuda":
@@ -181,14 +183,14 @@ class StageBench:
         return event
 
     def _mark_durations(self, marks: Sequence[Sequence[Any]]) -> Visit:
-        found: dict[str, list[Call]] = {action: [] for action in ACTIONS}
+        calls: dict[str, list[Call]] = {action: [] for action in ACTIONS}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for line in marks:
             spans = [self._time_between(a, b) for a, b in itertools.pairwise(line)]
             for action, span in zip(("F", "B", "F", "I", "W"), spans, strict=True):
-                found[action].append(span)
-        return found
+                calls[action].append(span)
+        return calls
 
     def _time_between(self, start: Any, stop: Any) -> Call:
         if self.device.type == "cuda":
@@ -198,13 +200,13 @@ class StageBench:
 
 
 def _input_sizes(tensor: TensorSpec, point: WorkPoint) -> list[int]:
-    """The sizes of an input at a point."""
+    """Return the sizes of an input at a point."""
     sizes = sizes_at(point.rows, point.tokens)
     return [size_value(size, sizes) for size in tensor.shape]
 
 
 class LayerBench(StageBench):
-    """One layer on one device. `copies` puts it several times behind itself."""
+    """One layer on one device. `copies` chains it with itself this many times."""
 
     def __init__(self, subject: ProfiledLayer, device: torch.device, copies: int = 1) -> None:
         names = [parameter.name for parameter in subject.graph.parameters]
@@ -226,28 +228,28 @@ def survey_points(
     agree: Callable[[list[int]], list[int]] = lambda places: places,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Visit every point `rounds` times in shuffled order, adding to its samples; then up to `again` more rounds over
-    the points that did not come out the same twice.
+    """Visit every point `rounds` times in shuffled order and record the visits.
 
-    Processes that measure together wait for each other in `sync`, before each visit, and take from `agree` one
-    process's list of such points.
+    Up to `again` more rounds revisit the points whose fastest visits differ (`unsettled_points`). Processes that
+    measure together wait for each other in `sync` before each visit, and use one process's list of such points, from
+    `agree`.
     """
     order = random.Random(seed)
     for turn in range(rounds + again):
         places = list(range(len(samples))) if turn < rounds else agree(unsettled_points(samples))
         order.shuffle(places)
-        for done, place in enumerate(places, 1):
+        for done, index in enumerate(places, 1):
             sync()
-            sample = samples[place]
+            sample = samples[index]
             sample.visits.append(benches[sample.subject].visit_point(sample.point, window_s))
             if turn < rounds:
                 progress(turn * len(samples) + done, rounds * len(samples))
 
 
 def feasible_points(benches: Sequence[StageBench], samples: Sequence[PointSamples]) -> list[PointSamples]:
-    """The points that fit into the device's memory, each visited once to see; their visits are thrown away (warm-up).
+    """Return the points that fit into the device's memory. Each is tried with one visit, which is discarded (warm-up).
 
-    Of a layer that ran out of memory at one point, points with as many tokens or more are not tried.
+    After a layer runs out of memory at one point, its points with at least as many alive tokens are not tried.
     """
     limits: dict[int, int] = {}
     fitting = []
@@ -266,39 +268,44 @@ def feasible_points(benches: Sequence[StageBench], samples: Sequence[PointSample
 
 
 def unsettled_points(samples: Sequence[PointSamples]) -> list[int]:
-    """Places of the points whose two fastest visits differ by more than `SETTLED` in some action."""
+    """Return the indices of the points whose two fastest visits differ by more than `SETTLED` in some action."""
     return [
-        place
-        for place, sample in enumerate(samples)
-        if any(len(each) < 2 or each[1] > each[0] * (1 + SETTLED) for each in map(sample.undisturbed_times, ACTIONS))
+        index
+        for index, sample in enumerate(samples)
+        if any(
+            len(times) < 2 or times[1] > times[0] * (1 + SETTLED) for times in map(sample.undisturbed_times, ACTIONS)
+        )
     ]
 
 
 def typical_times(visits: Sequence[Visit], crowding: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds, spread) by action, of one point.
+    """Return (seconds, spread) by action, of one point.
 
-    A call counts with the time during which it had a processor, so that other work on the machine that interrupts it
-    is left out; a visit with the median of its calls, the point with its fastest visit, because a disturbance only
-    ever adds. `crowding` is how many of our own processes share a core: each then takes that many times as long.
-    An emulated device has a core of its own, and its noise adds as often as it takes away: there, the median visit.
+    A call counts the time during which it had a processor, so interruptions by other work are excluded. A visit is the
+    median of its calls, and the point its fastest visit, because a disturbance only ever adds. `crowding` is the number
+    of measured processes per core: each then takes that many times as long. An emulated device has a core of its own
+    and symmetric noise; there the point is the median visit.
     """
     of_visits = min if pace.emulated_device() is None else statistics.median
     seconds, spread = {}, {}
     for action in ACTIONS:
-        each = undisturbed_times(visits, action)
-        seconds[action] = of_visits(each) * crowding
-        spread[action] = (each[-1] - each[0]) / each[0]
+        visit_times = undisturbed_times(visits, action)
+        seconds[action] = of_visits(visit_times) * crowding
+        spread[action] = (visit_times[-1] - visit_times[0]) / visit_times[0]
     return seconds, spread
 
 
 def undisturbed_times(visits: Sequence[Visit], action: str) -> list[float]:
-    """The median of the calls of each visit, without the time that other work took, ascending."""
+    """Return the median of each visit's calls, without the time that other work took, ascending."""
     return sorted(statistics.median(min(call) for call in visit[action]) for visit in visits)
 
 
 def action_overhead(dtype: str, device: torch.device, rounds: int = 5) -> dict[str, float]:
-    """Seconds that an action costs beside its layers, by action: what is left of a stage's time when the time of a
-    layer is taken off. Found from stages of one and of `DEEP` layers that each negate one number. Never below zero."""
+    """Return the seconds that an action costs beside its layers, by action, never below zero.
+
+    It is the time of a stage minus the time of its layers, from stages of one and of `DEEP` layers that each negate one
+    number.
+    """
     graph = Graph(
         inputs=(TensorSpec(name="x", shape=("B", "T", 1)),),
         outputs=("y",),
@@ -309,5 +316,5 @@ def action_overhead(dtype: str, device: torch.device, rounds: int = 5) -> dict[s
     benches = [LayerBench(ProfiledLayer(graph, "overhead", dtype), device, copies) for copies in (1, DEEP)]
     samples = [PointSamples(index, WorkPoint(1, 1)) for index in range(2)]
     survey_points(benches, samples, rounds)
-    one, deep = (typical_times(sample.visits[1:])[0] for sample in samples)
-    return {action: max(0.0, (DEEP * one[action] - deep[action]) / (DEEP - 1)) for action in ACTIONS}
+    single, deep = (typical_times(sample.visits[1:])[0] for sample in samples)
+    return {action: max(0.0, (DEEP * single[action] - deep[action]) / (DEEP - 1)) for action in ACTIONS}

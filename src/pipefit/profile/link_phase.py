@@ -1,8 +1,8 @@
-"""The links' part of a profile: inside hosts, then between them, on every rail.
+"""The link phase of a profile: links inside hosts, then between hosts, on every rail.
 
-Between hosts: first whether pairs that are measured at the same time disturb each other, then the pairs themselves
-(all, or as many rounds as it takes until the rest can be told), then what two messages at once reach through a host and
-several through a rack. Rank 0 decides what is measured next, and all do it.
+Between hosts, the first measurement is whether simultaneous pairs disturb each other. Then the pairs are measured: all,
+or enough rounds to predict the rest. Last are the joint rates of two messages through a host and of several through a
+rack. Rank 0 decides the next measurement, and all ranks do it.
 """
 
 from __future__ import annotations
@@ -37,51 +37,51 @@ from pipefit.profile.tournament import Pair, round_robin, shuffle_members, shuff
 from pipefit.profile.wire import MOST_BYTES, LinkEndpoint
 
 PROBE = 64 * 2**10
-"""Bytes of the first messages, by which the effort is chosen."""
+"""Bytes of the first messages, from which the number of repetitions is chosen."""
 
 LONGEST_S = 0.25
-"""Sizes whose message would take longer on the middle link are left out."""
+"""Sizes whose message would take longer than this on the median link are omitted."""
 
 MEASURE_S = 0.1
-"""A measurement repeats its message for about so long."""
+"""A measurement repeats its message for about this long."""
 
 SHARED_S = 0.02
-"""How long a message takes of which several are sent at once."""
+"""Duration of each message when several are sent at once."""
 
 ROUNDS, SAMPLE = 4, 8
-"""Of many hosts, rounds and pairs of each round that are measured alone as well, to see whether they disturb each
+"""With many hosts: rounds, and pairs of each round, that are also measured alone, to detect whether pairs disturb each
 other."""
 
 LEAST = 6
-"""Hosts among which classes are looked for."""
+"""Minimum number of hosts for finding classes."""
 
 DECIDE_S = 600.0
-"""How long ranks wait for what rank 0 decides."""
+"""Time limit for a decision of rank 0."""
 
 
 @dataclass(slots=True)
 class RoundRules:
-    """How pairs are put into rounds."""
+    """Limits on the pairs of a round."""
 
     width: int
-    "Pairs at a time, at most."
+    "The most pairs at a time."
     classes: dict[int, int] = field(default_factory=dict)
-    "By rank: of each class one pair at a time leaves it; empty for no such limit."
+    "By rank: at most one pair at a time leaves each class; empty for no such limit."
 
     def limit_rounds(self, games: Games) -> list[list[Pair]]:
         return thin_rounds(games, self.width, self.classes or None)
 
 
 def measure_links(session: ProfileSession) -> None:
-    """Fill in the session's samples of links inside and between hosts, and how they were taken."""
+    """Measure the links inside and between hosts, and store samples and method in the session."""
     groups = [ranks for ranks in session.hosts.values() if len(ranks) > 1]
     if groups:
         phase, wire = "links inside hosts", LinkEndpoint(session.board, session.device)
         sizes = _settle_sizes(session, wire, shuffle_members(groups)(0)[:1])
-        found = LinkSurvey(samples=session.found.inside)
+        survey = LinkSurvey(samples=session.found.inside)
         survey_pairs(
             shuffle_members(groups), sizes, session.config.link_rounds, wire.measure,
-            found=found, after_round=_progress_callback(session, phase),
+            found=survey, after_round=_progress_callback(session, phase),
         )  # fmt: skip
         session.require_all(phase)
     if len(session.hosts) > 1:
@@ -92,7 +92,7 @@ def measure_links(session: ProfileSession) -> None:
 
 
 class HostLinkSurvey:
-    """The survey of one rail; `ranks` stand for their hosts."""
+    """The survey of one rail; `ranks` has one rank of each host."""
 
     def __init__(self, session: ProfileSession, name: str, ranks: Sequence[int]) -> None:
         self.session, self.name, self.ranks = session, name, list(ranks)
@@ -101,26 +101,26 @@ class HostLinkSurvey:
         self.repeats = session.config.link_rounds
         self.found = LinkSurvey(samples=session.found.rails.setdefault(name, []))
         self.played = 0
-        "Rounds of the survey, repetitions not counted."
+        "Rounds of the survey, without repetitions."
 
     def measure_all(self) -> None:
-        """All of it."""
+        """Run the complete survey."""
         games = shuffle_members([self.ranks])(0)
         few = len(self.ranks) <= SMALL
         self.sizes = _settle_sizes(self.session, self.wire, games[:1])
         self.session.require_all(self.phase)
-        self.session.show(f"{self.phase}: whether they slow each other down", 0, 1)
+        self.session.show(f"{self.phase}: do simultaneous pairs disturb each other", 0, 1)
         looked = games if few else games[:ROUNDS]
-        found = measure_crowd(looked, self.shared_bytes, self._measure_unless_lost, sample=0 if few else SAMPLE)
+        crowd = measure_crowd(looked, self.shared_bytes, self._measure_unless_lost, sample=0 if few else SAMPLE)
         self.session.require_all(self.phase)
-        way = self._spread_out(found) if found.is_disturbed else RoundRules(len(self.ranks))
+        rules = self._spread_out(crowd) if crowd.is_disturbed else RoundRules(len(self.ranks))
         wanted = self.session.config.host_rounds
         everything = wanted == "all" or (wanted == "auto" and len(self.ranks) <= SMALL)
         if everything:
-            self._survey_links(lambda repeat: way.limit_rounds(shuffle_members([self.ranks])(repeat)))
+            self._survey_links(lambda repeat: rules.limit_rounds(shuffle_members([self.ranks])(repeat)))
             shape, held_out, predicts = self._host_shape(), None, False
         else:
-            shape, held_out, predicts = self._survey_adaptively(way, wanted)
+            shape, held_out, predicts = self._survey_adaptively(rules, wanted)
         self.session.found.surveys[self.name] = RailNotes(
             rounds=self.played,
             full_rounds=len(round_robin(self.ranks)),
@@ -128,8 +128,8 @@ class HostLinkSurvey:
             shape=shape,
             predicts=predicts,
             held_out_error=held_out,
-            crowded=found.is_disturbed,
-            sharing=self._measure_sharing(way, shape, predicts) if len(self.ranks) > 2 else None,
+            crowded=crowd.is_disturbed,
+            sharing=self._measure_sharing(rules, shape, predicts) if len(self.ranks) > 2 else None,
         )
 
     @property
@@ -146,7 +146,8 @@ class HostLinkSurvey:
         self.session.require_all(self.phase)
 
     def _survey_adaptively(self, way: RoundRules, wanted: str) -> tuple[LinkShape | None, float | None, bool]:
-        """Batch after batch; (what hosts have in common, the error of predictions, whether some are needed)."""
+        """Measure in batches. Returns (structure of the hosts' links, error of predictions, whether links are
+        predicted)."""
         chooser = AdaptiveSurvey(self.ranks, rounds_wanted=int(wanted) if wanted != "auto" else None)
         batch = 0
         while games := self._agree_on(lambda: chooser.next_rounds(self.found.samples)):
@@ -159,15 +160,17 @@ class HostLinkSurvey:
         return shape, told[1][0] if told[1] else None, told[2]
 
     def _host_shape(self) -> LinkShape | None:
-        """What hosts have in common where all pairs were measured: their links are shrunk towards it."""
+        """Return the structure of the hosts' links if all pairs were measured; link times are shrunk towards it."""
         if len(self.ranks) < LEAST:
             return None
         told = self._agree_on(lambda: to_data(complete_links(_largest_messages(self.found, self.ranks)).shape))
         return from_data(LinkShape, told, "shape")
 
     def _spread_out(self, found: CrowdMeasurement) -> RoundRules:
-        """Who may be measured at the same time, where not all may: one pair of a rack, where racks can be told and
-        that suffices; else one pair of every sixteen hosts."""
+        """Return the rules for simultaneous pairs if pairs disturb each other.
+
+        One pair per rack, if racks are found and that suffices; else one pair per sixteen hosts.
+        """
         alone = RoundRules(max(1, len(self.ranks) // SMALL))
         if len(self.ranks) <= SMALL:
             slow = [pair for pair, slower in found.slowdown.items() if slower > SLOWER]
@@ -183,19 +186,19 @@ class HostLinkSurvey:
             explained = bool(classes)
         if not explained:
             return alone
-        way = RoundRules(len(self.ranks), classes)
-        fullest = sorted(way.limit_rounds(shuffle_members([self.ranks])(0)), key=len, reverse=True)[: 2 * ROUNDS]
+        rules = RoundRules(len(self.ranks), classes)
+        fullest = sorted(rules.limit_rounds(shuffle_members([self.ranks])(0)), key=len, reverse=True)[: 2 * ROUNDS]
         again = measure_crowd(fullest, self.shared_bytes, self._measure_unless_lost, sample=SAMPLE)
         self.session.require_all(self.phase)
-        return alone if again.is_disturbed else way
+        return alone if again.is_disturbed else rules
 
     def _find_racks(self) -> dict[int, int]:
-        """Racks by who is slower beside others; empty where they do not show."""
+        """Return racks, from the hosts that are slower beside others; empty if none are visible."""
         beside = LinkSurvey()
         survey_pairs(
             lambda repeat: shuffle_members([self.ranks])(repeat)[: 4 * SMALL], [self.shared_bytes], 2,
-            self.wire.measure, found=beside, after_round=_progress_callback(self.session, f"{self.phase}: who "
-            "slows whom down"),
+            self.wire.measure, found=beside, after_round=_progress_callback(self.session, f"{self.phase}: pairs "
+            "that disturb each other"),
         )  # fmt: skip
         self.session.require_all(self.phase)
 
@@ -207,12 +210,13 @@ class HostLinkSurvey:
         return dict(zip(self.ranks, labels, strict=True)) if labels else {}
 
     def _measure_sharing(self, way: RoundRules, shape: LinkShape | None, predicts: bool) -> PortSharing:
-        """What several messages at once reach."""
+        """Measure the joint rates of several messages."""
         times = pair_times(self.found.samples, self.ranks, shape=shape, predict=predicts)
-        place = {rank: index for index, rank in enumerate(self.ranks)}
+        position = {rank: index for index, rank in enumerate(self.ranks)}
         large = times.sizes_bytes[-1]
         rates = {
-            (a, b): large / max(1e-9, times.time_s[-1, place[a], place[b]] - times.time_s[0, place[a], place[b]] / 2)
+            (a, b): large
+            / max(1e-9, times.time_s[-1, position[a], position[b]] - times.time_s[0, position[a], position[b]] / 2)
             for a in self.ranks
             for b in self.ranks
             if a != b
@@ -221,52 +225,52 @@ class HostLinkSurvey:
         classes = classes or find_flooded(self.ranks, rates, self.shared_bytes, self._measure_unless_lost)
 
         def plan_groups() -> list[Any]:
-            made = choose_hubs(self.ranks, rates, classes or None)
+            hub_groups = choose_hubs(self.ranks, rates, classes or None)
             if way.width == 1:
-                made = [[hub] for each in made for hub in each]
-            return [[to_data(hub) for hub in each] for each in made]
+                hub_groups = [[hub] for group in hub_groups for hub in group]
+            return [[to_data(hub) for hub in group] for group in hub_groups]
 
-        told = [[from_data(HostTriple, hub, "hub") for hub in each] for each in self._agree_on(plan_groups)]
+        told = [[from_data(HostTriple, hub, "hub") for hub in group] for group in self._agree_on(plan_groups)]
         size, repeats = self.shared_bytes, min(3, self.repeats)
-        found = measure_ports(told, rates, size, repeats, self._measure_unless_lost)
+        ports = measure_ports(told, rates, size, repeats, self._measure_unless_lost)
         names = {rank: self.session.members[rank].host for rank in self.ranks}
-        ways: list[HostUplink] = []
+        uplinks: list[HostUplink] = []
         if classes:
-            ways = measure_uplinks(self.ranks, classes, names, rates, size, repeats, self._measure_unless_lost)
+            uplinks = measure_uplinks(self.ranks, classes, names, rates, size, repeats, self._measure_unless_lost)
         self.session.require_all(self.phase)
-        return build_sharing(self.ranks, found, ways)
+        return build_sharing(self.ranks, ports, uplinks)
 
     def _measure_unless_lost(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
-        """`Wire.measure` until somebody is lost: then what is looked for cannot be found any more."""
+        """`LinkEndpoint.measure`, but empty once a rank is lost: then the measurement cannot succeed any more."""
         return RoundOutcome({}) if self.session.board.lost else self.wire.measure(pairs, size)
 
     def _agree_on(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes of the samples, on all ranks."""
+        """Return rank 0's result of `make` on all ranks."""
         told = self.session.board.gather(make() if self.session.rank == 0 else None, DECIDE_S)
         self.session.require_all(self.phase)
         return told[0]
 
 
 def _largest_messages(found: LinkSurvey, ranks: Sequence[int]) -> LinkTable:
-    """The largest messages."""
+    """Return the table of the largest messages."""
     table = tabulate_samples(found.samples, ranks)
     return table.select_size(len(table.sizes_bytes) - 1)
 
 
 def _crosses_class(pair: Pair, classes: dict[int, int]) -> bool:
-    """Whether a pair leaves or enters a class of several."""
-    one, other = (classes[member] for member in pair)
+    """Return whether a pair leaves or enters a class of several hosts."""
+    first, second = (classes[member] for member in pair)
     labels = list(classes.values())
-    return one != other and max(labels.count(one), labels.count(other)) > 1
+    return first != second and max(labels.count(first), labels.count(second)) > 1
 
 
 def _parse_rounds(told: Sequence[Sequence[Sequence[int]]]) -> list[list[Pair]]:
-    """Rounds as they were told."""
+    """Convert JSON lists to rounds of pairs."""
     return [[(a, b) for a, b in pairs] for pairs in told]
 
 
 def _settle_sizes(session: ProfileSession, wire: LinkEndpoint, games: Games) -> tuple[int, ...]:
-    """Choose from a first message over some pairs how often messages are repeated, and the sizes that are measured."""
+    """Choose the number of repetitions and the measured sizes, from a first message over some pairs."""
     times = [time_s for pairs in games for time_s in wire.measure(pairs, PROBE).round_trip_s.values()]
     if not times:
         return session.config.sizes_bytes

@@ -1,9 +1,9 @@
-"""Measuring links: a pure function of a `measure` callable, so that its tests need no network.
+"""Measure links: a pure function of a `measure` callable, so that its tests need no network.
 
-Disjoint pairs measure at the same time; every repetition goes through pairs, sizes and directions in a freshly
-shuffled order, and puts other pairs together. A third to a half of what looked like differences between links in a
-published matrix of a healthy cluster was the order in which they had been measured; so that `estimate.py` can tell the
-two apart, every sample says which others it was measured with.
+Disjoint pairs measure at the same time. Every repetition visits pairs, sizes and directions in a newly shuffled order
+and combines pairs differently. In a published matrix of a healthy cluster, a third to a half of the apparent
+differences between links came from the order of measurement. Every sample therefore records its simultaneous
+measurements, so that `estimate.py` can separate the two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TINY = 8
 """Bytes of the answer to every message, and of the smallest message: its round trip is two latencies."""
 
 SIZES = (TINY, 16 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20)
-"""Sizes in bytes of the messages that are measured."""
+"""Sizes in bytes of the measured messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +39,16 @@ class LinkSample:
 
 @dataclass(slots=True)
 class RoundOutcome:
-    """What one round of pairs gave."""
+    """The results of one round of pairs."""
 
     round_trip_s: Mapping[Pair, float]
     lost: Mapping[int, str] = field(default_factory=dict)
-    "Members that are gone, and how it showed."
+    "Lost members, and the symptom."
 
 
 @dataclass(slots=True)
 class LinkSurvey:
-    """Everything that was measured, and who was lost on the way."""
+    """All samples, and the members lost on the way."""
 
     samples: list[LinkSample] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class LinkSurvey:
 
 Measure = Callable[[Sequence[Pair], int], RoundOutcome]
 """Measures ordered pairs (source, target) at the same time: seconds from sending `size` bytes until the tiny answer
-is back. All members call it with the same arguments."""
+arrives. All members call it with the same arguments."""
 
 
 Games = Sequence[Sequence[Pair]]
@@ -73,24 +73,23 @@ def survey_pairs(
     found: LinkSurvey | None = None,
     after_round: Callable[[int, int, LinkSurvey], None] = lambda done, total, survey: None,
 ) -> LinkSurvey:
-    """Measure both directions of every pair at every size, `repeats` times. `games` are rounds of disjoint pairs, or
-    give them for every repetition.
+    """Measure both directions of every pair at every size, `repeats` times.
 
-    A member that is lost is left out from then on; what was measured stays. `found` may be given to look on, or to
-    add to.
+    `games` are rounds of disjoint pairs, or a function from repetition to rounds. A lost member is left out from then
+    on; its measurements stay. `found` is an existing survey to extend.
     """
     result = found if found is not None else LinkSurvey()
     order = random.Random(seed)
-    each = [games(repeat) if callable(games) else games for repeat in range(repeats)]
+    rounds = [games(repeat) if callable(games) else games for repeat in range(repeats)]
     first = 1 + max((sample.job for sample in result.samples), default=-1)
-    total, done = 2 * len(sizes) * sum(map(len, each)), 0
-    for repeat, played in enumerate(each):
+    total, done = 2 * len(sizes) * sum(map(len, rounds)), 0
+    for repeat, played in enumerate(rounds):
         jobs = [(pairs, size, turned) for pairs in played for size in sizes for turned in (False, True)]
         order.shuffle(jobs)
         for pairs, size, turned in jobs:
-            ways = [(b, a) if turned else (a, b) for a, b in pairs if a not in result.lost and b not in result.lost]
-            if ways:
-                outcome = measure(ways, size)
+            directed = [(b, a) if turned else (a, b) for a, b in pairs if a not in result.lost and b not in result.lost]
+            if directed:
+                outcome = measure(directed, size)
                 result.lost.update(outcome.lost)
                 result.samples += [
                     LinkSample(
@@ -104,10 +103,10 @@ def survey_pairs(
 
 
 def latency_and_bandwidth(sizes_bytes: Sequence[int], time_s: Sequence[float] | Array) -> tuple[float, float]:
-    """(latency in s, bandwidth in bytes/s) of time = latency + size / bandwidth, through the smallest and the largest
-    message.
+    """Return (latency in s, bandwidth in bytes/s) of time = latency + size / bandwidth, from the smallest and the
+    largest message.
 
-    Messages between go by other ways, or gain by what the network lets through at once: curves keep the sizes apart.
+    Messages between these sizes may use other protocols, or gain from bursts: curves record all sizes.
     """
     times = np.asarray(time_s, dtype=np.float64)
     least_s = float(times.max()) * 1e-6

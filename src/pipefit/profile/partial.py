@@ -1,5 +1,5 @@
-"""What was measured until something failed: a file beside the one that was asked for, written again and again while
-measuring and removed at the end."""
+"""The measurements of a failed profile: a file beside the requested output, rewritten regularly while measuring and
+removed at the end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BETWEEN_WRITES_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialProfile:
-    """The part of a profile that is known."""
+    """The completed part of a profile."""
 
     phase: str
-    "What was being measured."
+    "The phase that was running."
     members: tuple[ProfileMember, ...]
     lost: Mapping[str, str]
-    "By rank: how it showed."
+    "By rank: the symptom."
     inside: tuple[LinkSample, ...]
     rails: Mapping[str, tuple[LinkSample, ...]]
     layers: tuple[LayerCurve, ...]
@@ -33,14 +33,14 @@ class PartialProfile:
 
 
 class PartialFile:
-    """Keeps `OUTPUT.partial.json` up to date; other ranks than 0 have None for a path and write nothing."""
+    """Keeps `OUTPUT.partial.json` up to date; ranks other than 0 have no path and write nothing."""
 
     def __init__(self, output: Path | None) -> None:
         self.path = None if output is None else partial_path(output)
         self._last = 0.0
 
     def write(self, partial: PartialProfile, force: bool = False) -> None:
-        """Replace the file, unless that was done a moment ago."""
+        """Replace the file, unless it was written less than 2 s ago."""
         if self.path is None or (not force and time.monotonic() - self._last < BETWEEN_WRITES_S):
             return
         aside = self.path.with_name(self.path.name + ".new")
@@ -54,10 +54,10 @@ class PartialFile:
 
 
 def partial_path(output: Path) -> Path:
-    """`cluster.json` -> `cluster.partial.json`."""
+    """Return `cluster.partial.json` for `cluster.json`."""
     return output.with_name(f"{output.stem}.partial.json")
 
 
 def load_partial(path: Path) -> PartialProfile:
-    """What a failed profile left. FormatError if it is none."""
+    """Load the file of a failed profile. Raises FormatError if it is not one."""
     return load_file(PartialProfile, path)

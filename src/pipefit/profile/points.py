@@ -1,9 +1,10 @@
-"""Which points of a layer to measure: fewer than 40, instead of a table over all rows, lengths and contexts.
+"""Choose the points at which to measure a layer: fewer than 40, instead of a table over all rows, lengths and contexts.
 
-TeraPipe's tables hold a thousand points and more for one layer (Li et al. 2021, section 3.3, and its code). The time
-of a layer is a function of its tokens with one knee, plus attention, which is a sum of a few products: so tokens are
-measured at powers of two, the knee is refined where the curve bends, and attention at some twenty lengths and contexts.
-The runtime attends to earlier slices one by one, so a context costs by the number of slices that it came in, too.
+TeraPipe's tables have a thousand points and more for one layer (Li et al. 2021, section 3.3, and its code). The time of
+a layer is a function of its tokens with one knee, plus attention, which is a sum of a few products. So tokens are
+measured at powers of two, the knee is refined where the curve bends, and attention is measured at some twenty lengths
+and contexts. The runtime attends to earlier slices one by one, so the cost of a context also depends on its number of
+slices.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from pipefit.plan.request.sampled_batches import ASSUMED_PART
 
 MOST_POINTS = 39
 SMALLEST = 16
-"Tokens of the smallest microbatch that is measured, of sequences of 16 times as many and more."
+"""Tokens of the smallest measured microbatch, for sequences of at least 16 times this length."""
 BENDS = 0.02
-"A knot that its neighbours miss by more than this share is in the knee."
+"""A knot that deviates from its neighbours' line by more than this share is in the knee."""
 
 
 Rows = Literal["one", "some", "most"]
-"""One; as many as `most_tokens` have room for; the geometric mean of the two."""
+"""One row; as many as `most_tokens` allows; the geometric mean of the two."""
 
 _PARTS = 32
-"Lengths and contexts are given in so many parts of the sequence."
+"""Unit of lengths and contexts: this fraction of the sequence."""
 
 _KNEE = 4
-"Points that `refine_points` may always add."
+"""Points that `refine_points` may always add."""
 
 _CROWD = 2
-"Slices hold at most so many times the tokens of the largest microbatch, those of their context among them."
+"""Maximum tokens of a slice with its context, in multiples of the largest microbatch."""
 
 _WHOLE: tuple[tuple[float, Rows], ...] = (
     (32, "one"),
@@ -43,7 +44,7 @@ _WHOLE: tuple[tuple[float, Rows], ...] = (
     (20.7, "one"),
     (14.4, "most"),
 )
-"""(length, rows) of measured sequences without context: the longest, and lengths that are no round numbers."""
+"""(length, rows) of measured sequences without context: the longest, and lengths that are not round numbers."""
 
 _SLICES: tuple[tuple[int, int, int, Rows], ...] = (
     (16, 16, 1, "one"),
@@ -69,8 +70,8 @@ _SLICES: tuple[tuple[int, int, int, Rows], ...] = (
     (4, 28, 7, "some"),
     (22, 10, 1, "most"),
 )
-"""(length, context, earlier slices, rows) of the measured slices, the most telling first: few and many rows with short
-and long slices, each with long contexts and short ones in few slices and many. Round lengths alone would not do, as
+"""(length, context, earlier slices, rows) of the measured slices, the most informative first: few and many rows with
+short and long slices, each with long and short contexts in few and many slices. Round lengths alone would not do, as
 kernels are a few per cent faster at powers of two than between them; nor would one row, as caches hold less of many."""
 
 
@@ -83,7 +84,7 @@ class WorkPoint(NamedTuple):
     past: int = 0
     "Tokens of earlier slices."
     earlier: int = 1
-    "Slices that `past` came in, as equal as they can be; 1 where there are none."
+    "Slices that `past` came in, of nearly equal size; 1 where there are none."
 
     @property
     def earlier_slices(self) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ class WorkPoint(NamedTuple):
 
 
 def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[WorkPoint]:
-    """Where measuring starts. `most_tokens` (rows x length) is the largest microbatch that plans may use.
+    """Return the first points to measure. `most_tokens` (rows x length) is the largest microbatch that plans may use.
 
     A layer without attention depends on its number of tokens alone.
     """
@@ -108,20 +109,26 @@ def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[WorkPoin
 
 
 def sizes_at(rows: int, tokens: int) -> dict[str, int]:
-    """The symbols of a layer at a point. Where images meet a sequence, one in ASSUMED_PART of its tokens is of one; a
-    layer of images has an image in each row."""
+    """Return the symbols of a layer at a point.
+
+    If images are embedded in a sequence, one in ASSUMED_PART of its tokens belongs to an image; a layer of images has
+    an image in each row.
+    """
     return {"B": rows, "T": tokens, **dict.fromkeys(CONDITIONS, max(1, rows * tokens // ASSUMED_PART))}
 
 
 def row_points(tokens: int, most_tokens: int) -> list[WorkPoint]:
-    """Whole rows of one length: powers of two of them, up to `most_tokens` together."""
-    most = max(1, most_tokens // tokens)
-    return [WorkPoint(1 << power, tokens) for power in range(most.bit_length())]
+    """Return whole rows of one length: powers of two of them, up to `most_tokens` together."""
+    most_rows = max(1, most_tokens // tokens)
+    return [WorkPoint(1 << power, tokens) for power in range(most_rows.bit_length())]
 
 
 def token_counts(most_tokens: int, sequence: int) -> list[int]:
-    """Powers of two parts of `most_tokens`, ascending, down to `SMALLEST`, or a sixteenth of a shorter sequence: its
-    images are small, and some microbatches have few."""
+    """Return `most_tokens` divided by powers of two, ascending, down to `SMALLEST` or a sixteenth of a shorter
+    sequence.
+
+    Images of a short sequence are small, and some microbatches have few.
+    """
     counts, smallest = [max(1, most_tokens)], max(1, min(SMALLEST, sequence // 16))
     while counts[-1] // 2 >= smallest:
         counts.append(counts[-1] // 2)
@@ -129,7 +136,7 @@ def token_counts(most_tokens: int, sequence: int) -> list[int]:
 
 
 def attention_points(sequence: int, most_tokens: int) -> list[WorkPoint]:
-    """Whole sequences of several lengths, and slices with context, the most telling first."""
+    """Return full sequences of several lengths, and slices with context, the most informative first."""
     points = []
     for parts, rows in _WHOLE:
         length = _sequence_share(parts, sequence)
@@ -138,8 +145,8 @@ def attention_points(sequence: int, most_tokens: int) -> list[WorkPoint]:
         length = _sequence_share(parts, sequence)
         past = min(_sequence_share(past_parts, sequence), sequence - length)
         if past:
-            most = min(most_tokens // length, _CROWD * most_tokens // (length + past))
-            points.append(WorkPoint(_row_count(rows, most), length, past, min(earlier, past)))
+            most_rows = min(most_tokens // length, _CROWD * most_tokens // (length + past))
+            points.append(WorkPoint(_row_count(rows, most_rows), length, past, min(earlier, past)))
     return list(dict.fromkeys(points))
 
 
@@ -153,9 +160,9 @@ def _row_count(which: Rows, most: int) -> int:
 
 
 def refine_points(points: Sequence[WorkPoint], seconds: Sequence[float], sequence: int) -> list[WorkPoint]:
-    """Points to add around the knee: between knots that their neighbours' straight line misses by over `BENDS`.
+    """Return points to add around the knee: beside knots that deviate from their neighbours' line by over `BENDS`.
 
-    Only points of one length and no context, as `first_points` makes for the tokens, say where the knee is.
+    Only points of one length and no context, as `first_points` makes for the tokens, locate the knee.
     """
     known = {point.rows * point.tokens: time_s for point, time_s in zip(points, seconds, strict=True) if not point.past}
     line = {p.rows * p.tokens for p in points if p == _short_rows(p.rows * p.tokens, sequence)}
@@ -170,6 +177,6 @@ def refine_points(points: Sequence[WorkPoint], seconds: Sequence[float], sequenc
 
 
 def _short_rows(count: int, sequence: int) -> WorkPoint:
-    """About `count` tokens in rows of an eighth of the sequence, so that attention hardly counts."""
+    """Return about `count` tokens in rows of an eighth of the sequence, so that attention hardly counts."""
     length = max(1, min(count, max(SMALLEST, sequence // 8), sequence))
     return WorkPoint(max(1, count // length), length)

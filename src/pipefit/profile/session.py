@@ -1,7 +1,7 @@
-"""One profile from start to end, on every rank: who is there, layers, links, collectives, then the cluster file.
+"""One profile from start to end, on every rank: introductions, layers, links, collectives, then the cluster file.
 
-All ranks run the same lines; rank 0 decides what all must agree on, shows progress, and writes. Layers come before
-links, so that a network that fails does not cost what needed none.
+All ranks run the same code; rank 0 makes the shared decisions, shows progress, and writes. Layers come before links, so
+that a failing network does not lose measurements that do not need it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pipefit.run.transfers.comms import backend_for
 
 
 def run_profile(config: ProfileConfig, show: Show) -> Cluster:
-    """Measure as one rank of the run that the environment describes (or alone); the cluster. Rank 0 writes it.
+    """Measure as one rank of the run described by the environment (or alone); return the cluster. Rank 0 writes it.
 
-    Raises ClusterError naming the host that failed; what was measured until then is in the partial file.
+    Raises ClusterError naming the host that failed; earlier measurements are in the partial file.
     """
     world = World(choose_device(config.device, _local_rank()))
     world.open_store()
@@ -60,7 +60,7 @@ class ProfileRun(ProfileSession):
     """The phases of one profile on one rank."""
 
     def measure_all(self) -> Cluster:
-        """All phases in order."""
+        """Run all phases in order."""
         self._measure_rates()
         graphs = measure_layers(self) if self.config.only != "links" else []
         measure_links(self)
@@ -87,21 +87,23 @@ class ProfileRun(ProfileSession):
         return assemble_cluster(self.found, name, when, time.monotonic() - self.started)
 
     def _measure_rates(self) -> None:
-        """Matrix products, copies and small operators, on all devices at once."""
+        """Measure matrix products, copies and small operators, on all devices at once."""
         self.show("devices", 0, 1)
         self.board.barrier()
-        each = self.board.gather(to_data(measure_rates(self.device)), LAYERS_S)
+        rates = self.board.gather(to_data(measure_rates(self.device)), LAYERS_S)
         self.require_all("devices")
         for member in self.members:
             name = self.kinds[member.kind]
-            same = [other.rank for other in self.members if self.kinds[other.kind] == name]
-            self.found.rates[name] = middle_rates([from_data(DeviceRates, each[rank], f"rank {rank}") for rank in same])
+            same = [peer.rank for peer in self.members if self.kinds[peer.kind] == name]
+            self.found.rates[name] = middle_rates(
+                [from_data(DeviceRates, rates[rank], f"rank {rank}") for rank in same]
+            )
         self.show("devices", 1, 1)
 
     def _measure_collectives(self, cluster: Cluster) -> None:
-        """On the groups of `collective_groups`, each round with those that work beside it."""
+        """Measure on the groups of `collective_groups`, the groups of a round at the same time."""
         rounds = collective_groups([tuple(ranks) for ranks in self.hosts.values()])
-        made = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(itertools.chain(*rounds))}
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(itertools.chain(*rounds))}
         wire = LinkEndpoint(self.board, self.device)
         jobs = [(beside, operation) for beside in rounds for operation in OPERATIONS]
         sizes = self.config.sizes_bytes[1:]
@@ -111,13 +113,16 @@ class ProfileRun(ProfileSession):
             table: list[list[float]] = []
             for _ in range(self.config.link_rounds):
                 self.board.barrier()
-                own = []
-                for mine in [each for each in beside if self.rank in each]:
-                    own = [wire.collective_times(operation, made[mine], len(mine), size) for size in sizes]
-                each = self.board.gather(own)
+                own_times = []
+                for mine in [group for group in beside if self.rank in group]:
+                    own_times = [wire.collective_times(operation, groups[mine], len(mine), size) for size in sizes]
+                gathered = self.board.gather(own_times)
                 self.require_all("collectives")
                 table.append(
-                    [typical_collective_time(operation, [each[rank][i] for rank in ranks]) for i in range(len(sizes))]
+                    [
+                        typical_collective_time(operation, [gathered[rank][i] for rank in ranks])
+                        for i in range(len(sizes))
+                    ]
                 )
             columns = list(zip(*table, strict=True))
             time_s = [statistics.median(column) if operation in DIRECT else min(column) for column in columns]
@@ -127,19 +132,24 @@ class ProfileRun(ProfileSession):
 
 
 def collective_groups(hosts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """The groups that collectives are measured on, those of a round at the same time and the first one's times kept:
-    all ranks; on all hosts those of a host, as groups of a run's replicas are; inside all hosts 2, 4, 8 and so on
-    next to each other, as shards are; and one rank of every host."""
+    """Return rounds of groups for measuring collectives; groups of a round run together, and the first one's times
+    count.
+
+    The rounds are: all ranks; each host's ranks on all hosts, like groups of a run's replicas; one rank of every host;
+    and 2, 4, 8, ... neighbouring ranks inside all hosts, like shards.
+    """
     largest = sorted(hosts, key=len, reverse=True)
     rounds = [[tuple(itertools.chain(*hosts))], largest, [tuple(ranks[0] for ranks in hosts)]]
     for size in itertools.takewhile(lambda size: size < len(largest[0]), (2**power for power in itertools.count(1))):
-        rounds.append([host[at : at + size] for host in largest for at in range(0, len(host) - size + 1, size)])
+        rounds.append(
+            [host[start : start + size] for host in largest for start in range(0, len(host) - size + 1, size)]
+        )
     several = {beside[0]: [ranks for ranks in beside if len(ranks) > 1] for beside in rounds}
     return [beside for beside in several.values() if beside]
 
 
 def _show_nothing(what: str, done: int, total: int) -> None:
-    """Progress of the ranks that do not show any."""
+    """Show no progress: for ranks other than 0."""
 
 
 def _local_rank() -> int:

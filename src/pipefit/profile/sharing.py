@@ -1,5 +1,7 @@
-"""Do messages slow each other down? Pairs of hosts that are measured at the same time, messages that leave or reach one
-host together, and hosts of a rack that send to others at once. Pure, as `links.py` is: asks a `measure` callable.
+"""Detect links that slow each other down when used together.
+
+Three measurements: pairs of hosts at the same time, messages that leave or reach one host together, and hosts of a rack
+that send to other racks at once. Pure, as `links.py` is: calls a `measure` function.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from pipefit.profile.links import Games, Measure
 from pipefit.profile.tournament import Pair
 
 AGAIN = 2
-"""More measurements of what seems slow."""
+"""Number of repeated measurements of pairs that seem slow."""
 
 SLOWER = 1.25
-"""A pair that takes so many times longer beside others shares something with them."""
+"""A pair slowed by this factor beside others shares a resource with them."""
 
 MUCH = 0.75
-"""Of two tries to fill something, the second counts if it asks for so much of the first."""
+"""A second attempt to fill a shared link counts only if its demand is at least this share of the first one's."""
 
 TWO = 1.2
-"""Two messages at once that take so many times as long as the slower one alone share a port."""
+"""Two simultaneous messages that take this many times as long as the slower one alone share a port."""
 
 Rates = Mapping[Pair, float]
 """Bytes per second of each ordered pair alone."""
@@ -34,7 +36,7 @@ Rates = Mapping[Pair, float]
 
 @dataclass(frozen=True, slots=True)
 class CrowdMeasurement:
-    """Ordered pairs that were measured alone, and beside the others of a round."""
+    """Ordered pairs that were measured alone, and beside other pairs of a round."""
 
     alone: Rates
     slowdown: Mapping[Pair, float]
@@ -42,11 +44,11 @@ class CrowdMeasurement:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether pairs that are measured at the same time slow each other down."""
+        """True if pairs that are measured at the same time slow each other down."""
         return max(self.slowdown.values(), default=1.0) > SLOWER
 
     def find_suspects(self) -> list[int]:
-        """Hosts that a tenth of their messages to others leave more slowly beside others."""
+        """Return the hosts with a tenth or more of their outgoing messages slowed down beside others."""
         out: dict[int, list[bool]] = {}
         for (source, _), slower in self.slowdown.items():
             out.setdefault(source, []).append(slower > SLOWER)
@@ -54,8 +56,11 @@ class CrowdMeasurement:
 
 
 def measure_crowd(games: Games, size: int, measure: Measure, *, sample: int = 0, seed: int = 0) -> CrowdMeasurement:
-    """Every pair of `games` (of each round `sample`, if that is not 0) alone and beside the others of its round; what
-    seems slow is measured twice more. The fastest of the repetitions counts: a disturbance only ever adds."""
+    """Measure every pair of `games` (`sample` pairs of each round, unless 0) alone and beside the other pairs of its
+    round.
+
+    Pairs that seem slow are measured twice more. The fastest of the repetitions counts: a disturbance only ever adds.
+    """
     order = random.Random(seed)
     rounds = [_reverse_pairs(pairs, turned) for pairs in games if len(pairs) > 1 for turned in (False, True)]
     chosen = [order.sample(pairs, min(sample or len(pairs), len(pairs))) for pairs in rounds]
@@ -63,13 +68,13 @@ def measure_crowd(games: Games, size: int, measure: Measure, *, sample: int = 0,
     alone: dict[Pair, float] = {}
     for turn in range(1 + AGAIN):
         jobs: list[tuple[Sequence[Pair], dict[Pair, float]]] = []
-        for pairs, own in zip(rounds, chosen, strict=True):
-            again = [pair for pair in own if turn == 0 or beside.get(pair, 0.0) > SLOWER * alone.get(pair, np.inf)]
+        for pairs, selected in zip(rounds, chosen, strict=True):
+            again = [pair for pair in selected if turn == 0 or beside.get(pair, 0.0) > SLOWER * alone.get(pair, np.inf)]
             jobs += [([pair], alone) for pair in again] + ([(pairs, beside)] if again else [])
         order.shuffle(jobs)
-        for pairs, found in jobs:
+        for pairs, results in jobs:
             for pair, time_s in measure(pairs, size).round_trip_s.items():
-                found[pair] = min(found.get(pair, np.inf), time_s)
+                results[pair] = min(results.get(pair, np.inf), time_s)
     return CrowdMeasurement(
         {pair: size / time_s for pair, time_s in alone.items()},
         {pair: beside[pair] / time_s for pair, time_s in alone.items() if pair in beside},
@@ -77,8 +82,11 @@ def measure_crowd(games: Games, size: int, measure: Measure, *, sample: int = 0,
 
 
 def find_racks(members: Sequence[int], found: CrowdMeasurement, size: int, measure: Measure) -> dict[int, int]:
-    """Class of every member: hosts of one class share a way out. Two suspects at a time send to others, three
-    times to other ones: if they always reach less than alone, they share. Needs every pair alone."""
+    """Return the class of every member: hosts of one class share an uplink.
+
+    Two suspects at a time send to other hosts, three times to different ones. If their joint rate is always below the
+    sum of their rates alone, they share an uplink. Needs the rate of every pair alone.
+    """
     tries: dict[Pair, list[list[Pair]]] = {}
     slow: set[Pair] = set()
     for couple in itertools.combinations(found.find_suspects(), 2):
@@ -90,16 +98,19 @@ def find_racks(members: Sequence[int], found: CrowdMeasurement, size: int, measu
             slow.add(couple)
     joined = _slow_senders(tries, slow)
     joins, parts = (np.zeros((len(members), len(members)), dtype=np.int64) for _ in range(2))
-    place = {member: index for index, member in enumerate(members)}
-    for one, other in tries:
-        matrix = joins if (one, other) in joined else parts
-        matrix[place[one], place[other]] = matrix[place[other], place[one]] = 1
+    position = {member: index for index, member in enumerate(members)}
+    for first, second in tries:
+        matrix = joins if (first, second) in joined else parts
+        matrix[position[first], position[second]] = matrix[position[second], position[first]] = 1
     return dict(zip(members, (int(label) for label in merge_groups(joins, parts)), strict=True))
 
 
 def _slow_senders(tries: Mapping[Pair, Sequence[Sequence[Pair]]], slow: set[Pair]) -> set[Pair]:
-    """Of couples that were slow together those that share themselves, not what they sent to: couples all of whose
-    targets were slow couples too are left out where one of these is sure, having sent to some that were not."""
+    """Return the slow couples that share their own uplink, not their targets' downlink.
+
+    A couple is sure if one of its target couples was not slow. A couple whose target couples were all slow is left out
+    if one of these is sure.
+    """
 
     def couples_with(couple: Pair) -> list[Pair]:
         return [(min(x, y), max(x, y)) for (_, x), (_, y) in tries[couple]]
@@ -109,12 +120,14 @@ def _slow_senders(tries: Mapping[Pair, Sequence[Sequence[Pair]]], slow: set[Pair
 
 
 def _choose_targets(one: int, other: int, members: Sequence[int], found: CrowdMeasurement) -> list[list[Pair]]:
-    """Up to three ways in which two hosts send to two others, over links that others slowed down: the fastest first,
-    and none that asks for much less than these."""
+    """Return up to three pairs of links from two hosts to two others, over links that were slowed down.
+
+    The fastest come first; pairs with a much lower demand are omitted.
+    """
 
     def best_target(source: int, taken: set[int]) -> int | None:
-        ways = [(source, m) for m in members if m not in taken and found.slowdown.get((source, m), 1.0) > SLOWER]
-        return max(ways, key=lambda way: found.alone[way], default=(source, None))[1]
+        links = [(source, m) for m in members if m not in taken and found.slowdown.get((source, m), 1.0) > SLOWER]
+        return max(links, key=lambda way: found.alone[way], default=(source, None))[1]
 
     result: list[list[Pair]] = []
     used, wanted = {one, other}, 0.0
@@ -133,14 +146,14 @@ def _choose_targets(one: int, other: int, members: Sequence[int], found: CrowdMe
 
 
 def _joint_slowdown(pairs: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> float:
-    """What pairs reach alone over what they reach together."""
+    """Return the sum of the pairs' rates alone over the sum of their rates together."""
     reached = sum(_joint_rates(pairs, size, 1, measure).values())
     return sum(alone[pair] for pair in pairs) / reached if reached else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostTriple:
-    """A host and two others that it sends to, and receives from, at once."""
+    """A host and two other hosts, to which it sends, and from which it receives, at once."""
 
     middle: int
     ends: tuple[int, int]
@@ -149,31 +162,37 @@ class HostTriple:
 def choose_hubs(
     members: Sequence[int], rates: Rates, classes: Mapping[int, int] | None = None
 ) -> list[list[HostTriple]]:
-    """Every member once in the middle, with the two others whose links to it are the fastest and inside its class where
-    that has three; in groups of disjoint ones, that can be measured at the same time."""
+    """Return every member once as a middle, with the two hosts to which its links are fastest.
+
+    They are in its own class if that has at least three hosts. The result is grouped: triples of one group are disjoint
+    and can be measured at the same time.
+    """
     result: list[tuple[list[HostTriple], set[int]]] = []
     for middle in members:
-        others = [member for member in members if member != middle]
-        own = [other for other in others if classes is not None and classes[other] == classes[middle]]
-        own = own if len(own) >= 2 else []
-        others.sort(
-            key=lambda other: (bool(own) and other not in own, -min(rates[middle, other], rates[other, middle]))
+        peers = [member for member in members if member != middle]
+        classmates = [peer for peer in peers if classes is not None and classes[peer] == classes[middle]]
+        classmates = classmates if len(classmates) >= 2 else []
+        peers.sort(
+            key=lambda peer: (
+                bool(classmates) and peer not in classmates,
+                -min(rates[middle, peer], rates[peer, middle]),
+            )
         )
         for hubs_of, used in result:
-            free = [other for other in others if other not in used]
-            near = [other for other in free if not own or other in own]
+            free = [peer for peer in peers if peer not in used]
+            near = [peer for peer in free if not classmates or peer in classmates]
             if middle not in used and len(near) >= 2:
                 hubs_of.append(HostTriple(middle, (near[0], near[1])))
                 used |= {middle, near[0], near[1]}
                 break
         else:
-            result.append(([HostTriple(middle, (others[0], others[1]))], {middle, others[0], others[1]}))
+            result.append(([HostTriple(middle, (peers[0], peers[1]))], {middle, peers[0], peers[1]}))
     return [hubs_of for hubs_of, _ in result]
 
 
 @dataclass(frozen=True, slots=True)
 class PortLimits:
-    """What two messages at once reach through one host, one way."""
+    """The joint rate of two messages through one host, in one direction."""
 
     bytes_per_s: float
     shared: bool
@@ -182,27 +201,29 @@ class PortLimits:
 def measure_ports(
     groups: Sequence[Sequence[HostTriple]], rates: Rates, size: int, repeats: int, measure: Measure, *, seed: int = 0
 ) -> tuple[dict[int, PortLimits], dict[int, PortLimits]]:
-    """(out, in) of every hub: two messages at the same time against each alone, in shuffled order. What they reach is
-    counted in the links' rates for large messages: short ones gain by what the network lets through at once."""
-    ends = {hub.middle: hub.ends for each in groups for hub in each}
+    """Return the (out, in) limits of every hub: two messages at once against each alone, in shuffled order.
+
+    Joint rates are scaled to the links' rates for large messages, because short messages gain from bursts.
+    """
+    ends = {hub.middle: hub.ends for hubs in groups for hub in hubs}
     order = random.Random(seed)
     jobs = [(group, turned, which) for group in groups for turned in (False, True) for which in ((0,), (1,), (0, 1))]
     times: dict[tuple[int, bool, tuple[int, ...]], list[float]] = {}
     for _ in range(repeats):
         order.shuffle(jobs)
-        for each, turned, which in jobs:
-            ways = {hub.middle: _reverse_pairs([(hub.middle, hub.ends[i]) for i in which], turned) for hub in each}
-            found = measure([way for ways_of in ways.values() for way in ways_of], size).round_trip_s
-            for middle, own in ways.items():
-                if all(way in found for way in own):
-                    times.setdefault((middle, turned, which), []).append(max(found[way] for way in own))
+        for hubs, turned, which in jobs:
+            pairs = {hub.middle: _reverse_pairs([(hub.middle, hub.ends[i]) for i in which], turned) for hub in hubs}
+            trip_s = measure([pair for ways_of in pairs.values() for pair in ways_of], size).round_trip_s
+            for middle, hub_pairs in pairs.items():
+                if all(pair in trip_s for pair in hub_pairs):
+                    times.setdefault((middle, turned, which), []).append(max(trip_s[pair] for pair in hub_pairs))
     result: tuple[dict[int, PortLimits], dict[int, PortLimits]] = ({}, {})
-    for (middle, turned, which), taken in times.items():
+    for (middle, turned, which), joint_s in times.items():
         if len(which) == 2 and (middle, turned, (0,)) in times and (middle, turned, (1,)) in times:
             alone_s = [min(times[middle, turned, (i,)]) for i in (0, 1)]
-            ways = _reverse_pairs([(middle, end) for end in ends[middle]], turned)
-            scale = [rates[way] * time_s / size for way, time_s in zip(ways, alone_s, strict=True)]
-            result[turned][middle] = PortLimits(sum(scale) * size / min(taken), min(taken) > TWO * max(alone_s))
+            pairs = _reverse_pairs([(middle, end) for end in ends[middle]], turned)
+            scale = [rates[pair] * time_s / size for pair, time_s in zip(pairs, alone_s, strict=True)]
+            result[turned][middle] = PortLimits(sum(scale) * size / min(joint_s), min(joint_s) > TWO * max(alone_s))
     return result
 
 
@@ -215,8 +236,11 @@ def measure_uplinks(
     repeats: int,
     measure: Measure,
 ) -> list[HostUplink]:
-    """What the hosts of each class of several reach together, towards and from hosts of other classes. With two classes
-    only the smaller one counts: what they share may be either's."""
+    """Return the joint rate of each class's hosts, to and from hosts of other classes; only classes of several hosts
+    count.
+
+    With two classes only the smaller one counts, because a shared limit may belong to either.
+    """
     groups: dict[int, list[int]] = {}
     for member in members:
         groups.setdefault(classes[member], []).append(member)
@@ -232,43 +256,45 @@ def measure_uplinks(
     for label, hosts in wanted.items():
         up, down = (_class_limit(label, turned, flows, classes, rates) for turned in (False, True))
         if up is not None or down is not None:
-            own = tuple(names[host] for host in hosts)
-            result.append(HostUplink(hosts=own, up_bytes_per_s=up, down_bytes_per_s=down))
+            host_names = tuple(names[host] for host in hosts)
+            result.append(HostUplink(hosts=host_names, up_bytes_per_s=up, down_bytes_per_s=down))
     return result
 
 
 def _class_limit(
     label: int, turned: bool, flows: Mapping[tuple[int, bool], Rates], classes: Mapping[int, int], rates: Rates
 ) -> float | None:
-    """What a class's flows one way reach together, if some of them are slower than alone although the other class at
-    their other end carries more; else None: what slows them is the other's."""
-    own = flows[label, turned]
-    far = {pair: classes[pair[0] if turned else pair[1]] for pair in own}
-    for other in set(far.values()):
-        reached = sum(rate for pair, rate in own.items() if far[pair] == other)
-        alone = sum(rates[pair] for pair in own if far[pair] == other)
-        carries = sum(flows[other, not turned].values()) if (other, not turned) in flows else float("inf")
+    """Return the joint rate of a class's flows in one direction, if the class limits them; else None.
+
+    It does if some of them are slower than alone although the class at their other end carries more.
+    """
+    class_flows = flows[label, turned]
+    far = {pair: classes[pair[0] if turned else pair[1]] for pair in class_flows}
+    for far_class in set(far.values()):
+        reached = sum(rate for pair, rate in class_flows.items() if far[pair] == far_class)
+        alone = sum(rates[pair] for pair in class_flows if far[pair] == far_class)
+        carries = sum(flows[far_class, not turned].values()) if (far_class, not turned) in flows else float("inf")
         if reached * SLOWER < alone and reached * SLOWER < carries:
-            return sum(own.values())
+            return sum(class_flows.values())
     return None
 
 
 def _links_across(hosts: Sequence[int], classes: Mapping[int, int], rates: Rates, turned: bool) -> list[Pair]:
-    """Each host to (`turned`: from) another outside, over its fastest link, the other classes in turn."""
+    """Return a link from each host to (`turned`: from) a different host outside: its fastest, other classes in turn."""
     free = [member for member in classes if member not in hosts]
     used: dict[int, int] = {}
     pairs = []
     for host in hosts[: len(free)]:
-        ways = {other: (other, host) if turned else (host, other) for other in free}
-        best = min(free, key=lambda other: (used.get(classes[other], 0), -rates[ways[other]]))
+        links = {peer: (peer, host) if turned else (host, peer) for peer in free}
+        best = min(free, key=lambda peer: (used.get(classes[peer], 0), -rates[links[peer]]))
         used[classes[best]] = used.get(classes[best], 0) + 1
         free.remove(best)
-        pairs.append(ways[best])
+        pairs.append(links[best])
     return pairs
 
 
 def _joint_rates(pairs: Sequence[Pair], size: int, repeats: int, measure: Measure) -> Rates:
-    """Bytes per second of pairs at once, each by its fastest repetition."""
+    """Return bytes per second of simultaneous pairs, each by its fastest repetition."""
     best: dict[Pair, float] = {}
     for _ in range(repeats):
         for pair, time_s in measure(pairs, size).round_trip_s.items():
@@ -279,7 +305,7 @@ def _joint_rates(pairs: Sequence[Pair], size: int, repeats: int, measure: Measur
 def build_sharing(
     members: Sequence[int], found: tuple[dict[int, PortLimits], dict[int, PortLimits]], ways: Sequence[HostUplink]
 ) -> PortSharing:
-    """As the cluster file has it, by host."""
+    """Return the limits by host, in the form of the cluster file."""
     out, into = found
     return PortSharing(
         out_bytes_per_s=tuple(out[member].bytes_per_s for member in members),

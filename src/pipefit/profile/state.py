@@ -1,4 +1,4 @@
-"""What one rank of a profile holds while it measures, and how it ends when others are lost: the phases add to it."""
+"""The state of one rank during a profile, shared by its phases, and the error when other ranks are lost."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from pipefit.profile.partial import PartialFile, PartialProfile
 from pipefit.run.session.rendezvous import World
 
 Show = Callable[[str, int, int], None]
-"""Progress: (what is measured, done, total)."""
+"""Progress: (phase, done, total)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
-    """What to measure and how thoroughly."""
+    """The scope and thoroughness of a profile."""
 
     output: Path
     name: str = ""
     "Of the cluster; '' is the file's name."
     models: tuple[str, ...] = ()
-    "Whose layers to measure: built-in names, directories, files."
+    "Models whose layers are measured: built-in names, directories, files."
     sequence: int = 1024
     tokens: int = 0
     "Tokens of the largest microbatch on a device; 0: eight sequences."
@@ -39,20 +39,21 @@ class ProfileConfig:
     link_rounds: int = 3
     "Repetitions of every link."
     host_rounds: str = "auto"
-    "Rounds of pairs of hosts: a number, `all`, or `auto`: until the other links can be told from those measured; all "
+    """Rounds of pairs of hosts: a number, `all`, or `auto`. `auto` stops when the remaining links can be predicted; up
+    to 16 hosts it measures all pairs."""
     "of them up to 16 hosts."
     only: str = ""
-    "`links`: neither layers nor collectives; '' is everything."
+    "`links`: skip layers and collectives; '' measures everything."
     sizes_bytes: tuple[int, ...] = SIZES
     rails: int = 1
     "Networks between hosts; the devices of a host take them in turn."
     device: str = "auto"
     timeout_s: float = 60.0
-    "For one round of links; a rank that does not answer for so long is lost."
+    "For one round of links; a rank that does not answer within it is lost."
 
 
 class ProfileSession:
-    """What a rank knows and has found so far. All ranks make theirs together: they introduce themselves."""
+    """The data of a rank during a profile. All ranks create theirs together, because they exchange descriptions."""
 
     def __init__(self, config: ProfileConfig, world: World, show: Show) -> None:
         self.config, self.device, self.show = config, world.device, show
@@ -71,7 +72,7 @@ class ProfileSession:
         self.file = PartialFile(config.output if self.rank == 0 else None)
 
     def keep_partial(self, phase: str, force: bool = False) -> None:
-        """Write what was found so far, now and then or by `force`."""
+        """Write the partial file, at most every 2 s unless `force`."""
         self.file.write(
             PartialProfile(
                 phase=phase,
@@ -85,7 +86,7 @@ class ProfileSession:
         )
 
     def require_all(self, phase: str) -> None:
-        """Raise the error that names the hosts of lost ranks, after keeping what was measured."""
+        """Raise ClusterError naming the hosts of lost ranks, after writing the partial file."""
         if not self.board.lost:
             return
         if phase == "start":
@@ -101,5 +102,5 @@ class ProfileSession:
             f"Host {', '.join(hosts)} failed while measuring: {phase}.",
             where=f"rank {', '.join(map(str, self.board.lost))}",
             seen=f"rank {rank}: {why}",
-            next_step=f"mend or leave out that host and measure again; what was measured is in {self.file.path}",
+            next_step=f"repair or leave out that host and profile again; earlier measurements are in {self.file.path}",
         )

@@ -11,7 +11,7 @@ from pipefit.units import format_bandwidth, format_bytes, format_flops, format_s
 
 
 def summarize_cluster(cluster: Cluster) -> str:
-    """Hosts, kinds, links and, where there are some, curves."""
+    """Return hosts, kinds, links and, if measured, curves as text."""
     lines = [
         f"cluster {cluster.name}: {len(cluster.hosts)} host{_plural_suffix(cluster.hosts)}, "
         f"{device_count(cluster)} devices, "
@@ -31,9 +31,10 @@ def summarize_cluster(cluster: Cluster) -> str:
         )
     for rail in cluster.rails:
         count = len(cluster.hosts)
-        ways = [rail.bandwidth_bytes_per_s[a][b] for a in range(count) for b in range(count) if a != b]
+        bandwidths = [rail.bandwidth_bytes_per_s[a][b] for a in range(count) for b in range(count) if a != b]
         lines.append(
-            f"  {rail.name}: {format_bandwidth(min(ways))} to {format_bandwidth(max(ways))} between {count} hosts"
+            f"  {rail.name}: {format_bandwidth(min(bandwidths))} to {format_bandwidth(max(bandwidths))} "
+            f"between {count} hosts"
         )
     if cluster.measured is not None:
         lines += _measured_lines(cluster)
@@ -48,10 +49,10 @@ def _measured_lines(cluster: Cluster) -> list[str]:
             f"  layer {curve.name} on {curve.kind}, {curve.dtype}, {curve.setting}: {len(curve.points)} points, "
             f"curves within {curve.fit_error:.1%}"
         )
-    for each in cluster.measured.collectives:
+    for collective in cluster.measured.collectives:
         lines.append(
-            f"  {each.operation} on {len(each.devices)} devices: latency x {each.latency_factor:.2f}, "
-            f"seconds per byte x {each.bandwidth_factor:.2f} of a ring"
+            f"  {collective.operation} on {len(collective.devices)} devices: "
+            f"latency x {collective.latency_factor:.2f}, seconds per byte x {collective.bandwidth_factor:.2f} of a ring"
         )
     lines += [f"  note: {note}" for note in cluster.measured.notes]
     lines.append(f"  measured in {cluster.measured.seconds:.0f} s")
@@ -59,16 +60,16 @@ def _measured_lines(cluster: Cluster) -> list[str]:
 
 
 def _rail_lines(name: str, rail: RailCurve) -> Iterator[str]:
-    """How its links were measured, and what they share."""
+    """Yield lines on the measurement of a rail's links and their shared limits."""
     if rail.method is not None:
         how, predicted = rail.method, sum(map(len, rail.predicted))
         yield (
             f"  {name}: {how.rounds} rounds of pairs ({how.full_rounds} are all pairs), {how.repeats} times; "
-            f"noise {how.noise:.1%}; the order of measuring is {how.order_share:.0%} of the variance"
+            f"noise {how.noise:.1%}; the order of measurement explains {how.order_share:.0%} of the variance"
         )
         if predicted:
             error = f", mean error {how.held_out_error:.1%}" if how.held_out_error is not None else ""
-            yield f"  {name}: {predicted} links were not measured but concluded from others{error}"
+            yield f"  {name}: {predicted} links were predicted from others, not measured{error}"
         if how.crowded:
             yield f"  {name}: hosts slow each other down when they send at the same time"
     if rail.sharing is not None:
@@ -77,8 +78,8 @@ def _rail_lines(name: str, rail: RailCurve) -> Iterator[str]:
         yield f"  {name}: a port limits what {shared} of {count} hosts send to two others at once"
         for uplink in rail.sharing.uplinks:
             rates = [
-                f"{format_bandwidth(rate)} {way}"
-                for rate, way in ((uplink.up_bytes_per_s, "out"), (uplink.down_bytes_per_s, "in"))
+                f"{format_bandwidth(rate)} {direction}"
+                for rate, direction in ((uplink.up_bytes_per_s, "out"), (uplink.down_bytes_per_s, "in"))
                 if rate is not None
             ]
             yield f"  {name}: {', '.join(uplink.hosts)} share {' and '.join(rates)}"

@@ -1,7 +1,7 @@
-"""Rounds of disjoint pairs in which everybody meets everybody once: the circle method of round-robin tournaments.
+"""Rounds of disjoint pairs in which every two members meet once: the circle method of round-robin tournaments.
 
-Works for every count, odd ones too (each round one member rests): n - 1 rounds for even n, n for odd. Pipette halves
-recursively, which needs a power of two, and takes as many rounds.
+Works for every number of members (if it is odd, one member rests in each round): n - 1 rounds for even n, n for odd n.
+Pipette halves recursively, which needs a power of two and the same number of rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Pair = tuple[int, int]
 
 
 def round_robin(members: Sequence[int]) -> list[list[Pair]]:
-    """Rounds of unordered pairs; in each round a member is in at most one pair."""
+    """Return rounds of unordered pairs; in each round a member is in at most one pair."""
     players: list[int | None] = list(members)
     if len(players) % 2:
         players.append(None)
@@ -27,15 +27,17 @@ def round_robin(members: Sequence[int]) -> list[list[Pair]]:
 
 
 def parallel_tournaments(groups: Sequence[Sequence[int]]) -> list[list[Pair]]:
-    """The tournaments of disjoint groups played at the same time."""
-    each = [round_robin(group) for group in groups]
-    longest = max(map(len, each), default=0)
-    return [[pair for games in each if turn < len(games) for pair in games[turn]] for turn in range(longest)]
+    """Return the tournaments of disjoint groups, run at the same time."""
+    tournaments = [round_robin(group) for group in groups]
+    longest = max(map(len, tournaments), default=0)
+    return [[pair for games in tournaments if turn < len(games) for pair in games[turn]] for turn in range(longest)]
 
 
 def shuffle_members(groups: Sequence[Sequence[int]], seed: int = 0) -> Callable[[int], list[list[Pair]]]:
-    """`parallel_tournaments`, for each repetition with the members in another order: who plays beside whom, and when,
-    changes, so that a moment in which everything was slow can be told from a slow link."""
+    """Return a function from repetition to `parallel_tournaments` with shuffled members.
+
+    The composition of rounds changes, so that a moment in which everything was slow can be told from a slow link.
+    """
 
     def shuffled_rounds(repeat: int) -> list[list[Pair]]:
         order = random.Random(f"{seed}/{repeat}")
@@ -45,8 +47,10 @@ def shuffle_members(groups: Sequence[Sequence[int]], seed: int = 0) -> Callable[
 
 
 def shuffle_rounds(games: Sequence[Sequence[Pair]], seed: int = 0) -> Callable[[int], list[list[Pair]]]:
-    """The same pairs in as many rounds, for each repetition beside others: two rounds together are paths and even
-    cycles, along each of which their pairs may change places (Kempe 1879)."""
+    """Return a function from repetition to the same pairs in the same number of rounds, but in other combinations.
+
+    The pairs of two rounds form paths and even cycles, along each of which the pairs may swap rounds (Kempe 1879).
+    """
 
     def swapped_rounds(repeat: int) -> list[list[Pair]]:
         order = random.Random(f"{seed}/{repeat}")
@@ -60,29 +64,29 @@ def shuffle_rounds(games: Sequence[Sequence[Pair]], seed: int = 0) -> Callable[[
 
 
 def _swap_components(one: Sequence[Pair], other: Sequence[Pair], order: random.Random) -> tuple[list[Pair], list[Pair]]:
-    """Two rounds after a coin was tossed for each path or cycle of their pairs."""
-    at: dict[int, list[tuple[Pair, int]]] = {}
+    """Return two rounds after swapping each path or cycle of their pairs with probability 1/2."""
+    edges_at: dict[int, list[tuple[Pair, int]]] = {}
     for turn, pairs in enumerate((one, other)):
         for pair in pairs:
             for member in pair:
-                at.setdefault(member, []).append((pair, turn))
+                edges_at.setdefault(member, []).append((pair, turn))
     result: tuple[list[Pair], list[Pair]] = ([], [])
     seen: set[tuple[Pair, int]] = set()
-    for start in at:
-        chain, coin = list(at[start]), order.random() < 0.5
+    for start in edges_at:
+        chain, coin = list(edges_at[start]), order.random() < 0.5
         while chain:
             edge = chain.pop()
             if edge not in seen:
                 seen.add(edge)
                 result[edge[1] ^ coin].append(edge[0])
-                chain += [next_edge for member in edge[0] for next_edge in at[member]]
+                chain += [next_edge for member in edge[0] for next_edge in edges_at[member]]
     return result
 
 
 def thin_rounds(
     games: Sequence[Sequence[Pair]], width: int, classes: Mapping[int, int] | None = None
 ) -> list[list[Pair]]:
-    """The same pairs in more rounds: at most `width` at a time, and of each class at most one that leaves it."""
+    """Split rounds: at most `width` pairs at a time, and at most one pair that leaves each class."""
     result: list[list[Pair]] = []
     for pairs in games:
         parts: list[tuple[list[Pair], set[int]]] = []

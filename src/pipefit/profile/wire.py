@@ -1,4 +1,4 @@
-"""Sending and receiving for real: the `measure` of links, and collectives on groups, over torch.distributed."""
+"""Send and receive over torch.distributed: the `measure` function of links, and collectives on groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipefit.run.sharded.parts import GATHERS, SCATTERS, ShardContext
 from pipefit.run.transfers.comms import all_gather, exchange, reduce_scatter
 
 MOST_BYTES = 8 * 2**20
-"""A measurement repeats its message until about so many bytes have gone, 3 to 40 times."""
+"""A measurement repeats its message, 3 to 40 times, until it has sent about this many bytes."""
 
 
 class LinkEndpoint:
@@ -29,14 +29,17 @@ class LinkEndpoint:
         self._tiny = torch.zeros(TINY, dtype=torch.uint8, device=device)
         self._big: list[torch.Tensor] = []
         self.most_bytes = MOST_BYTES
-        "See `message_repeats`; all ranks must hold the same."
+        "See `message_repeats`; must be equal on all ranks."
         self.bytes_per_s = float("inf")
-        "Of the middle link, roughly."
+        "Of the median link, roughly."
 
     def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
-        """One round: this rank plays its own pairs, all at once, and all learn the results of all. See
-        `links.Measure`. Where some rank both sends and receives, messages follow each other without answers, and the
-        receivers' clocks count."""
+        """Measure one round: this rank runs its own pairs, all at once, and every rank gets all results. See
+        `links.Measure`.
+
+        If some rank both sends and receives, messages follow each other without answers, and the receivers' clocks
+        count.
+        """
         known = set(self.board.lost)
         mine = [pair for pair in pairs if self.board.rank in pair]
         both = {source for source, _ in pairs} & {target for _, target in pairs}
@@ -47,18 +50,20 @@ class LinkEndpoint:
                 value = {"times": [[*pair, time_s] for pair, time_s in found_s.items()]}
             except RuntimeError as error:
                 value = {"failed": str(error).splitlines()[0][:200]}
-        found = self.board.gather(value)
+        answers = self.board.gather(value)
         times = {
             (source, target): float(time_s)
-            for each in found.values()
-            for source, target, time_s in (each or {}).get("times", [])
+            for answer in answers.values()
+            for source, target, time_s in (answer or {}).get("times", [])
         }
         lost = {rank: why for rank, why in self.board.lost.items() if rank not in known}
         return RoundOutcome(times, lost)
 
     def _play_pairs(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
-        """Seconds (`lower_quartile`, the first left out) from the start of a message until its tiny answer is here, of
-        those pairs in which this rank sends."""
+        """Return the seconds from the start of a message until its tiny answer, for the pairs in which this rank sends.
+
+        Each is the `lower_quartile` of the repetitions without the first.
+        """
         rank, group = self.board.rank, dist.group.WORLD
         sources = [source for source, target in mine if target == rank]
         targets = [target for source, target in mine if source == rank]
@@ -80,7 +85,8 @@ class LinkEndpoint:
         return {pair: lower_quartile(times[1:]) for pair, times in trips.items()}
 
     def _flood_pairs(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
-        """Seconds a message, of those pairs in which this rank receives: all are on their way from the beginning."""
+        """Return the seconds per message, for the pairs in which this rank receives; all messages are sent at the
+        start."""
         rank, group, count = self.board.rank, dist.group.WORLD, message_repeats(size, self.most_bytes)
         sources = [source for source, target in mine if target == rank]
         self._reserve_buffers(size, 1 + len(sources))
@@ -92,18 +98,18 @@ class LinkEndpoint:
         sent = [
             group.send([self._big[0][:size]], target, 0) for _, target in mine if target != rank for _ in range(count)
         ]
-        found = {}
+        seconds = {}
         for source, works in zip(sources, coming, strict=True):
             for work in works:
                 work.wait()
             self._synchronize_device()
-            found[source, rank] = (time.perf_counter() - start) / count
+            seconds[source, rank] = (time.perf_counter() - start) / count
         for work in sent:
             work.wait()
-        return found
+        return seconds
 
     def _reserve_buffers(self, size: int, count: int) -> None:
-        """At least one, and `count`, of at least so many bytes."""
+        """Allocate at least one, and `count`, buffers of at least `size` bytes."""
         while len(self._big) < max(1, count) or self._big[0].numel() < size:
             length = max(size, self._big[0].numel() if self._big else 0)
             self._big = [torch.zeros(length, dtype=torch.uint8, device=self.device) for _ in range(max(1, count))]
@@ -113,13 +119,15 @@ class LinkEndpoint:
             torch.cuda.synchronize(self.device)
 
     def collective_times(self, operation: str, group: Any, members: int, size: int) -> list[float]:
-        """Seconds of each repetition of one collective over `group` on this rank, the first left out; `size` is the
-        whole tensor on one device."""
+        """Return the seconds of each repetition of one collective over `group` on this rank, without the first.
+
+        `size` is the bytes of the complete tensor on one device.
+        """
         call = self._collective_call(operation, group, members, size)
         times: list[float] = []
         for _ in range(message_repeats(size, self.most_bytes) + 1):
             if operation in DIRECT:
-                dist.barrier(group)  # without it ranks run ahead, and messages meet that would not in a program
+                dist.barrier(group)  # else ranks run ahead, and messages collide that would not in a program
             start = time.perf_counter()
             call()
             self._synchronize_device()
@@ -128,28 +136,31 @@ class LinkEndpoint:
 
     def _collective_call(self, operation: str, group: Any, members: int, size: int) -> Callable[[], object]:
         count = max(members, size // 4 // members * members)
-        whole = torch.zeros(count, device=self.device)
+        full = torch.zeros(count, device=self.device)
         part = torch.zeros(count // members, device=self.device)
-        other = torch.zeros_like(whole) if operation == "all_to_all" else whole
+        output = torch.zeros_like(full) if operation == "all_to_all" else full
         context = ShardContext(group=group, shares=(1,) * members, position=dist.get_rank(group))
         lengths = [len(part)] * members
         calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: dist.all_reduce(whole, group=group),
-            "all_gather": lambda: all_gather(whole, part, group).wait(),
-            "reduce_scatter": lambda: reduce_scatter(part, whole, group).wait(),
-            "all_to_all": lambda: exchange(other, whole, lengths, lengths, group),
+            "all_reduce": lambda: dist.all_reduce(full, group=group),
+            "all_gather": lambda: all_gather(full, part, group).wait(),
+            "reduce_scatter": lambda: reduce_scatter(part, full, group).wait(),
+            "all_to_all": lambda: exchange(output, full, lengths, lengths, group),
             "broadcasts": lambda: GATHERS["grouped"](part, lengths, context),
-            "reduces": lambda: SCATTERS["grouped"](whole, lengths, context),
+            "reduces": lambda: SCATTERS["grouped"](full, lengths, context),
         }
         return calls[operation]
 
 
 def typical_collective_time(operation: str, ranks: Sequence[Sequence[float]]) -> float:
-    """Seconds of a collective from the times of each repetition on every rank: `lower_quartile` on the slowest rank.
-    Of a direct one, which begins everywhere together, the median over repetitions of the last rank's: its messages
-    meet in another way every time, so that what a fast repetition took is not what it takes."""
+    """Return the seconds of a collective from the times of each repetition on every rank.
+
+    It is the `lower_quartile` on the slowest rank. For a direct collective, which all ranks start together, it is the
+    median over repetitions of the slowest rank's time. Its messages collide differently in every repetition, so a fast
+    repetition is not typical.
+    """
     if operation in DIRECT:
-        return statistics.median(max(each) for each in zip(*ranks, strict=True))
+        return statistics.median(max(times) for times in zip(*ranks, strict=True))
     return max(map(lower_quartile, ranks))
 
 
@@ -157,10 +168,10 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broad
 
 
 def lower_quartile(times: Sequence[float]) -> float:
-    """The lower quartile: other work on the machines disturbs some of the repetitions, and only ever adds."""
+    """Return the lower quartile: other work on the machines disturbs some of the repetitions, and only ever adds."""
     return sorted(times)[(len(times) - 1) // 4]
 
 
 def message_repeats(size: int, most_bytes: int = MOST_BYTES) -> int:
-    """How often a message of this size is sent for one measurement."""
+    """Return the number of messages of this size in one measurement."""
     return max(3, min(40, most_bytes // max(1, size)))

@@ -1,9 +1,9 @@
-"""Whether a model treats rows apart: what it makes of a row must not depend on which rows are with it.
+"""A check that a model treats rows independently: the result of a row must not depend on the other rows.
 
-Rows of a step are spread over microbatches and replicas, so no operator may bring them together but the sums that end
-in the loss. The rules for splitting operators say which dimensions do not see each other; rows are followed through
-them. Tokens that change between a sequence and a packed row belong to one row before and after: the step plan's places
-say so. Of functions without a rule it is believed that a dimension of rows that stays where it is holds the same rows.
+The rows of a step are distributed over microbatches and replicas, so no operator may mix them, except the sums that end
+in the loss. The rules for splitting operators say which dimensions are independent; rows are followed through them.
+Tokens that move between a sequence and a packed row stay in one row: the step plan guarantees it. For a function
+without a rule, a dimension of rows that stays in place is assumed to hold the same rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pipefit.shard.rules import OperatorLabels
 ROWS = "B"
 
 COUNTED: Mapping[str, int] = {ROWS: 1, "T": 7919}
-"""For distances between rows: a prime that is no size of a model stands for the tokens."""
+"""Sizes to measure distances between rows; the tokens get a prime that is no size of a model."""
 
 
 PACKED = ("I", "L")
-"""Tokens of a packed row that meet a sequence: images of all rows of the microbatch, one behind the other."""
+"""Dimensions of packed-row tokens that meet a sequence: consecutive images of all rows of the microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowIndependence:
-    """A value that has rows: along one dimension, `inner` of its places a row."""
+    """A value with rows along one dimension; each row occupies `inner` consecutive indices."""
 
     dim: int
     inner: int = 1
@@ -43,21 +43,21 @@ class SummedRows:
 
 
 State = RowIndependence | SummedRows | None
-"""None: the same whatever the rows are."""
+"""None: the value is the same for all rows."""
 
 
 class _MixedRows(Exception):
-    """What an operator does with rows, in words."""
+    """Description of how an operator mixes rows."""
 
 
 def check_row_independence(model: Model) -> None:
-    """Raises PlanError for the first layer that brings rows together, or does not sum them for the loss."""
+    """Raise PlanError for the first layer that mixes rows or does not sum them for the loss."""
     for error in row_problems(model):
         raise error
 
 
 def row_problems(model: Model) -> Iterator[PlanError]:
-    """One for every distinct layer that brings rows together."""
+    """Yield one error for every distinct layer that mixes rows."""
     seen = set()
     for module in model.modules:
         for layer in module.layers:
@@ -83,44 +83,42 @@ def _layer_problems(graph: Graph, where: str) -> Iterator[PlanError]:
             continue
         wanted: State = RowIndependence(0) if shapes[name] else SummedRows()
         if states[name] != wanted:
-            what = "hands on what has no rows in front" if shapes[name] else "a loss that is no sum over rows"
+            what = "an output without leading rows" if shapes[name] else "a loss that is not a sum over rows"
             yield _mixing_error(f"{what}: {shapes[name]}" if shapes[name] else what, where)
 
 
 def _output_state(operator: Operator, shapes: Mapping[str, Shape], states: Sequence[State]) -> State:
-    """What an operator makes of values with these states. Raises _Mixed where rows come together."""
+    """Return the state of an operator's output for these input states. Raises _MixedRows if rows are mixed."""
     name = operator.attributes.get("target", operator.kind)
     out = shapes[operator.outputs[0]]
     _refuse_counts(operator, name)
     rows = {index: state for index, state in enumerate(states) if isinstance(state, RowIndependence)}
     sums = {index for index, state in enumerate(states) if isinstance(state, SummedRows)}
-    if not (rows or sums) or str(name).startswith("aten.new_"):  # of these only the type of the value is read
+    if not (rows or sums) or str(name).startswith("aten.new_"):  # these read only the type of the value
         return RowIndependence(out.index(ROWS)) if ROWS in out else None
     if operator.kind in ("put_tokens", "take_tokens"):
         return states[0] if operator.kind == "put_tokens" else None
     labelled = labels_at(shapes, operator)
     if sums:
         if operator.kind != "cast" and (rows or sums not in [{*linear_set} for linear_set in labelled.linear]):
-            raise _MixedRows(f"{name} of a sum over rows, which is no sum of what it makes of each")
+            raise _MixedRows(f"{name} of a sum over rows, which is not a sum of its results for each row")
         return SummedRows()
     if operator.kind == "reshape":
         return _reshaped_state(shapes[operator.inputs[0]], rows[0], out)
     if _is_unknown(operator, shapes):
         if 0 in rows and rows[0].dim in _seen_along(operator, len(shapes[operator.inputs[0]])):
-            raise _MixedRows(
-                f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}"
-            )
+            raise _MixedRows(f"{name} that mixes rows: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
         return _assumed_state(name, out, [*rows.values()])
     labels = {(labelled.inputs[index] or ())[state.dim] for index, state in rows.items()}
-    mixing = {None, *labelled.kinds}  # along labels with a kind of their own parts must know of each other
+    mixing = {None, *labelled.kinds}  # labels with their own kind need collectives
     if len(labels) > 1 or labels & mixing or len({state.inner for state in rows.values()}) > 1:
-        raise _MixedRows(f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
+        raise _MixedRows(f"{name} that mixes rows: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
     label, inner = labels.pop(), next(iter(rows.values())).inner
     return _rows_along(operator, labelled, label, inner, name)
 
 
 def _rows_along(operator: Operator, labelled: OperatorLabels, label: str | None, inner: int, name: Any) -> State:
-    """Rows lie along this label."""
+    """Return the state of the output if rows lie along this label."""
     if label in labelled.outputs[0]:
         return RowIndependence(labelled.outputs[0].index(label), inner)
     if any(operator.inputs[index] for index in labelled.once):
@@ -129,7 +127,9 @@ def _rows_along(operator: Operator, labelled: OperatorLabels, label: str | None,
 
 
 def _refuse_counts(operator: Operator, name: Any) -> None:
-    """The number of rows is another one in every microbatch; sizes, in lists, may have it."""
+    """Raise _MixedRows if an argument is the number of rows, which differs per microbatch; sizes in lists may contain
+    it.
+    """
     values = (*operator.attributes.get("arguments", ()), *operator.attributes.get("keywords", {}).values())
     for item in values:
         if isinstance(item, dict) and ROWS in size_factors(str(item.get("size", "")))[1]:
@@ -142,11 +142,11 @@ ALONG: Mapping[str, int] = {
                      "scatter_reduce", "unfold"), 1),
     "kthvalue": 2, "roll": 2,
 }  # fmt: skip
-"""Functions without a rule that work along dimensions of their first value -> the argument that says which."""
+"""Functions without a rule that work along dimensions of their first input -> index of the dimension argument."""
 
 
 def _seen_along(operator: Operator, rank: int) -> frozenset[int]:
-    """Dimensions of its first value along which a function without a rule is known to bring elements together."""
+    """Return the dimensions of the first input along which a function without a rule is known to mix elements."""
     arguments, keywords = operator.attributes.get("arguments", ()), operator.attributes.get("keywords", {})
     function = str(operator.attributes.get("target", "")).split(".")[1:2]
     if function in (["index"], ["index_put"]):
@@ -159,7 +159,7 @@ def _seen_along(operator: Operator, rank: int) -> frozenset[int]:
         return frozenset()
     index = ALONG[function[0]]
     dims = arguments[index] if len(arguments) > index else keywords.get("dim", keywords.get("dims"))
-    if dims is None or dims == [] or isinstance(dims, dict):  # all of them, or the last
+    if dims is None or dims == [] or isinstance(dims, dict):  # all dimensions, or the last one
         return frozenset((rank - 1,) if function == ["argsort"] else range(rank))
     return frozenset(dim % rank for dim in ([dims] if isinstance(dims, int) else dims))
 
@@ -171,17 +171,20 @@ def _is_unknown(operator: Operator, shapes: Mapping[str, Shape]) -> bool:
 
 
 def _assumed_state(name: Any, out: Shape, rows: Sequence[RowIndependence]) -> State:
-    """Of a function that nothing is known of: rows stay where they are, or all of them are in a loss."""
+    """Return the assumed state for an unknown function: rows stay in place, or all are summed in a loss."""
     if not out and name == "opaque":
         return SummedRows()
     (first, *rest) = {*rows}
     if rest or first.inner != 1 or first.dim >= len(out) or out[first.dim] != ROWS:
-        raise _MixedRows(f"{name}, of which nothing is known, and whose result {out} has no rows where they were")
+        raise _MixedRows(f"{name}, an unknown function, whose result {out} does not have the rows in the same place")
     return first
 
 
 def _reshaped_state(before: Shape, state: RowIndependence, after: Shape) -> State:
-    """Rows stay equally far apart in memory; a dimension that goes with them in steps of that distance has them."""
+    """Return the state after a reshape.
+
+    Rows keep their distance in memory; the new row dimension contains the rows in steps of that distance.
+    """
 
     def counted_size(of: Size) -> int:
         return size_value(of, COUNTED)
@@ -195,14 +198,14 @@ def _reshaped_state(before: Shape, state: RowIndependence, after: Shape) -> Stat
             and counted_size(extent) % (distance // behind) == 0
         ):
             return RowIndependence(dim, distance // behind)
-    raise _MixedRows(f"reshape of {before} to {after}, which takes rows apart")
+    raise _MixedRows(f"reshape of {before} to {after}, which splits rows")
 
 
 def _mixing_error(seen: str, where: str) -> PlanError:
     return PlanError(
-        "The model brings rows together: what it makes of a row would depend on the microbatch that the row is in.",
+        "The model mixes rows: the result for a row would depend on the other rows of its microbatch.",
         where=where,
         seen=seen,
-        allowed="rows that do not see each other, and a loss that is a sum over them",
-        next_step="leave it out; the mean of a loss is written cross_entropy(...) or mse_loss(...) (docs/models.md)",
+        allowed="independent rows, and a loss that is a sum over rows",
+        next_step="remove it; write the mean of a loss as cross_entropy(...) or mse_loss(...) (docs/models.md)",
     )

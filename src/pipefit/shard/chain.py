@@ -1,8 +1,8 @@
-"""The cheapest programs for a chain of layers: forms of the hidden state between them chosen jointly.
+"""The cheapest programs for a chain of layers, with the forms of the hidden state between them chosen jointly.
 
-Equal layers are searched once for every form that they can take; then a shortest path over the forms between layers
-gives each its program: the same one for equal layers, so that plans and runs keep one a graph. Parameters that two
-layers share get one form, tried one by one.
+Equal layers are searched once for every incoming form. A shortest path over the forms between layers then gives each
+layer its program. Equal layers get the same program, so plans and runs store one per graph. Parameters shared by two
+layers get one form; all forms are tried.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from pipefit.shard.template import ChosenProgram, choose_program, held_fractions
 Shares = tuple[int, ...]
 
 Pinned = tuple[tuple[str, TensorForm, bool], ...]
-"""Of a layer's parameters that other layers share: local name, form, and whether what comes once an iteration and what
-stays on a device is counted here: in the first of them, whose gradient is complete last."""
+"""For each parameter of a layer that other layers share: local name, form, and whether this layer counts it. The first
+such layer, whose gradient is complete last, counts the costs per iteration and the bytes on a device.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainLink:
-    """One layer's program in a chain."""
+    """The program of one layer in a chain."""
 
     takes: TensorForm
     gives: TensorForm
     layer: PricedLayer
     choice: ChosenProgram
     cost_s: float
-    "As the search counts it, for the shares it was searched with: devices in step after every operator."
+    "Cost in the search, for the shares of the search: devices are synchronised after every operator."
     shares: tuple[int, ...] = ()
-    "For which its collectives are lowered; none: they are padded."
+    "Shares that determine the lowerings of collectives; empty: they are padded."
     around: tuple[Shares, ...] = ()
-    "Where not all layers have the same: the shares by which its hidden state comes in, its own, and by which it goes."
+    "Shares of the incoming hidden state, the layer, and the outgoing hidden state, if layers differ; else empty."
 
     @property
     def layer_recipe(self) -> ShardRecipe:
@@ -54,27 +55,29 @@ _Met = tuple[TensorForm, tuple[tuple[str, tuple[TensorForm, TensorForm]], ...]]
 
 @dataclass
 class ChainSearch:
-    """Searches of one model's layers among the devices of one setting; templates are made once for all shares."""
+    """Searches of one model's layers on the devices of one setting; templates are built once for all shares."""
 
     model: Model
     setting: ShardSetting
     byte_price_s: float = 0.0
-    "What a byte that stays on a device costs: above 0 where memory is scarce."
+    "Price of a byte held on a device: above 0 if memory is scarce."
     exposed: float = 1.0
-    "What part of gradient reductions counts: the rest hides under the backward."
+    "The part of gradient reductions that counts; the rest overlaps the backward."
     streams: tuple[TensorForm, ...] = ()
-    "The forms in which layers may hand the hidden state on; empty: any."
+    "The allowed forms of the outgoing hidden state; empty: any."
     tied_whole: bool = False
-    "Whether parameters that layers share stay whole: where other groups of devices use them, too."
+    "Whether parameters shared by layers stay replicated, because other device groups use them too."
     _templates: dict[tuple[str, Pinned], PricedLayer] = field(default_factory=dict)
     _solved: dict[object, Mapping[tuple[TensorForm, TensorForm], ChainLink]] = field(default_factory=dict)
 
     def search_programs(
         self, layers: Sequence[Layer], shares: Sequence[int], own: Sequence[Shares] = ()
     ) -> tuple[ChainLink, ...]:
-        """The cheapest programs of consecutive layers for these shares, or where every layer has its `own`, for those.
-        The first takes its hidden state and the last hands it on in whatever form is cheapest. Raises PlanError where
-        there is no program at all."""
+        """Return the cheapest programs of consecutive layers for these shares, or for the shares `own` of every layer.
+
+        The first layer takes its hidden state and the last one returns it in the cheapest form. Raises PlanError if
+        there is no program.
+        """
         best: tuple[float, tuple[ChainLink, ...]] | None = None
         layer_shares = own or (tuple(shares),) * len(layers)
         for forms in self._tied_forms(layers):
@@ -91,16 +94,16 @@ class ChainSearch:
         return best[1]
 
     def layer_template(self, graph: Graph, takes: TensorForm, pinned: Pinned) -> PricedLayer:
-        """The template of one layer."""
+        """Return the template of one layer."""
         forms = {name: form for name, form, _ in pinned}
         return price_layer(graph, self.setting, takes, forms, {name for name, _, counted in pinned if not counted})
 
     def _cheapest_path(
         self, layers: Sequence[Layer], shares: Sequence[Shares], tied: Mapping[str, TensorForm]
     ) -> tuple[float, tuple[ChainLink, ...]] | None:
-        """The cheapest way through the forms between layers; `tied` are the forms of shared parameters.
+        """Return the cheapest path through the forms between layers; `tied` are the forms of shared parameters.
 
-        The state is the form after a layer, and the program of every graph that was met and will come again.
+        The state is the form after a layer, and the program of every graph that occurred and will occur again.
         """
         first = self.model.layer_graph(layers[0])
         states: dict[_Met, tuple[float, tuple[ChainLink, ...]]] = {
@@ -135,17 +138,21 @@ class ChainSearch:
     def _layer_programs(
         self, name: str, pinned: Pinned, takes: TensorForm, shares: Sequence[int]
     ) -> Mapping[TensorForm, ChainLink]:
-        """The cheapest program of one layer for every form that it can hand on."""
+        """Return the cheapest program of one layer for every outgoing form."""
         key = name, pinned, tuple(shares), self.byte_price_s, self.exposed
         if key not in self._solved:
             self._solved[key] = self._all_layer_programs(name, pinned, shares)
         able = self._output_forms(self.model.graphs[name])
-        return {gives: link for (input_form, gives), link in self._solved[key].items() if input_form == takes and gives in able}
+        return {
+            gives: link
+            for (input_form, gives), link in self._solved[key].items()
+            if input_form == takes and gives in able
+        }
 
     def _all_layer_programs(
         self, name: str, pinned: Pinned, shares: Sequence[int]
     ) -> Mapping[tuple[TensorForm, TensorForm], ChainLink]:
-        """The cheapest program of one layer for every form that it can take and every one that it can hand on."""
+        """Return the cheapest program of one layer for every pair of incoming and outgoing forms."""
         graph = self.model.graphs[name]
         if (name, pinned) not in self._templates:
             self._templates[name, pinned] = self.layer_template(graph, IDENTITY, pinned)
@@ -184,12 +191,12 @@ class ChainSearch:
         }
 
     def _output_forms(self, graph: Graph) -> tuple[TensorForm, ...]:
-        """The forms in which a layer may hand its result on."""
+        """Return the allowed outgoing forms of a layer."""
         forms = hidden_state_forms(graph, False)
         return tuple(form for form in forms if form in self.streams) if self.streams and len(forms) > 1 else forms
 
     def _tied_forms(self, layers: Sequence[Layer]) -> list[dict[str, TensorForm]]:
-        """Every assignment of forms to the parameters that several different layers share."""
+        """Return every assignment of forms to the parameters shared by several different layers."""
         uses: dict[str, list[Layer]] = {}
         for layer in layers:
             for name in layer.parameters.values():
@@ -210,8 +217,11 @@ class ChainSearch:
 def resharing_s(
     chains: ChainSearch, layers: Sequence[Layer], place: int, form: TensorForm, shares: Sequence[Shares]
 ) -> float:
-    """Seconds of bringing the hidden state in front of a layer from the shares of the one before to its own, there and
-    back; infinite where both come several times: equal layers have one program, and cannot do it."""
+    """Return the seconds to change the hidden state from the previous layer's shares to this layer's, forward and
+    backward.
+
+    The result is infinite if both layers occur several times: equal layers have one program, which cannot reshare.
+    """
     if place == 0 or form.kind != "G" or shares[place - 1] == shares[place]:
         return 0.0
     used = Counter(layer.graph for layer in layers)
@@ -228,15 +238,18 @@ def resharing_s(
 def total_resharing_s(
     chains: ChainSearch, layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[Shares]
 ) -> float:
-    """The same of all layers."""
+    """Return the sum of `resharing_s` over all layers."""
     return sum(resharing_s(chains, layers, index, link.takes, shares) for index, link in enumerate(links))
 
 
 def with_shares(
     layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[Shares], group: Shares
 ) -> tuple[ChainLink, ...]:
-    """These programs with shares of their own. Of two layers that meet, the first reshares if it comes once, else the
-    second; where nothing is split nobody need."""
+    """Return these programs with their own shares.
+
+    Of two neighbouring layers, the first reshares if it occurs once, else the second. An unsplit hidden state needs no
+    resharing.
+    """
     used = Counter(layer.graph for layer in layers)
     reshared = []
     for index, link in enumerate(links):
@@ -249,8 +262,11 @@ def with_shares(
 
 
 def hidden_state_forms(graph: Graph, incoming: bool) -> tuple[TensorForm, ...]:
-    """The forms in which a layer may take (`incoming`) or hand on its hidden state: whole, or split along a dimension
-    that every part of a run cuts alike: rows, tokens, or features in units of one."""
+    """Return the possible forms of a layer's hidden state, incoming or outgoing.
+
+    It is replicated, or split along a dimension that all parts of a run cut equally: rows, tokens, or features in units
+    of one.
+    """
     tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
     if incoming:
         hidden = [tensor for tensor in graph.inputs if tensor.role == "activation"]

@@ -1,4 +1,4 @@
-"""The words in which programs are chosen: how a value is held, what converts it, how an operator is computed."""
+"""The vocabulary of shard programs: the form of a value, conversions between forms, and the choice for an operator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipefit.shard.rules import OperatorLabels
 TOKENS: Size = "T"
 ROWS: Size = "B"
 SEQUENCES: tuple[Size, ...] = (TOKENS, "I", "L")
-"""Dimensions along which the residual stream is split by sequence parallelism: tokens, and those of packed rows."""
+"""Dimensions along which sequence parallelism splits the residual stream: tokens, and those of packed rows."""
 
 CONVERSIONS: Mapping[tuple[str, str], str] = {
     ("G", "I"): "all_gather",
@@ -22,19 +22,18 @@ CONVERSIONS: Mapping[tuple[str, str], str] = {
     ("I", "G"): "shard_slice",
     ("G", "G"): "all_to_all",
 }
-"""The operator that brings a value from one kind of form to another. A parameter that is stored G is brought to I by
-`unshard`."""
+"""(source form, target form) -> the operator that converts a value. A parameter stored as G becomes I by `unshard`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldForm:
-    """How a value lies over the shard axis: its form, and for G in how many units its dimension is cut."""
+    """The layout of a value over the shard axis: its form, and for G the number of units of its dimension."""
 
     form: TensorForm = IDENTITY
     units: int = 0
-    "0 for tokens and rows, whose number is only known at run time."
+    "0 for tokens and rows, whose number is known only at run time."
     shares: tuple[int, ...] = ()
-    "Of a hidden state that is cut by others than the program's, because a layer before or behind has its own."
+    "Shares of a hidden state that differ from the program's, because a neighbouring layer has its own shares."
 
 
 WHOLE = HeldForm()
@@ -42,33 +41,33 @@ WHOLE = HeldForm()
 
 @dataclass(frozen=True, slots=True)
 class FormConversion:
-    """Bring a value from one form that it is held in to another."""
+    """The conversion of a value from a form in which it is held to another form."""
 
     name: str
     source: HeldForm
     target: HeldForm
     how: str = ""
-    "How uneven parts are moved: lowerings (`cost/comm/lowerings.py`), forward and backward."
+    "Lowerings of uneven parts (`cost/comm/lowerings.py`), forward and backward."
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorChoice:
-    """How one operator is computed: split along a label, passing partial sums on, or (neither) whole everywhere."""
+    """The computation of one operator: split along a label, passing partial sums on, or (neither) replicated."""
 
     label: str | None = None
     units: int = 0
-    "In so many units; 0: as many as the dimension has."
+    "Number of units of the split; 0: the size of the dimension."
     linear: int = -1
-    "Pass partial sums on: index into the operator's linear sets."
+    "Index into the operator's linear sets, if partial sums pass through; else -1."
     settle: TensorForm | None = None
-    "What a partial result is reduced to at once; P: it stays as it is; None: the form of the residual stream."
+    "Form to which a partial result is reduced at once; P: not reduced; None: the form of the residual stream."
     how: str = ""
-    "How that moves uneven parts."
+    "Lowerings of that reduction for uneven parts."
     factors: bool = False
-    "Of a linear layer that is split along rows or tokens: everyone computes all of the weight's gradient."
+    "For a linear layer split along rows or tokens: every device computes the full weight gradient."
     before: tuple[FormConversion, ...] = ()
-    "Conversions of inputs in front of the operator. What they do not give is converted the shortest way."
+    "Conversions of inputs before the operator. Other inputs are converted by the shortest path."
 
 
 Chooser = Callable[[int, Operator, OperatorLabels, Mapping[str, HeldForm]], OperatorChoice | None]
-"""(place, operator, its labels, how its inputs lie) -> the choice; None to compute it whole on every device."""
+"""(index, operator, its labels, forms of its inputs) -> the choice; None: the operator is replicated."""

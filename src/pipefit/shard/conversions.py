@@ -1,7 +1,7 @@
-"""What it takes to bring a value from the forms in which it is held to others.
+"""The cost of converting a value from the forms in which it is held to others.
 
-Forms are numbers, sets of them bit masks. A conversion adds a form and takes none away, so the cheapest way to hold a
-set of forms is a shortest path over sets: a cheapest tree of conversions, shared by all that read the value.
+Forms are integers, sets of forms are bit masks. A conversion adds a form and removes none, so the cheapest way to
+obtain a set of forms is a shortest path over sets: a cheapest tree of conversions, shared by all readers of the value.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import heapq
 from collections.abc import Mapping
 
 BITS = 8
-"""How many forms there are: I is 0, P is 1, G(d) is 2 + d, and the last is `frontier.ALIKE`."""
+"""Number of forms: I is 0, P is 1, G(d) is 2 + d, and the last is `frontier.ALIKE`."""
 
 Conversions = Mapping[tuple[int, int], float]
-"""(from form, to form) -> seconds."""
+"""(source form, target form) -> seconds."""
 
 _Reached = dict[int, tuple[float, int, tuple[int, int]]]
-"""Set of forms -> (seconds, the set before, the conversion that led here)."""
+"""Set of forms -> (seconds, previous set, last conversion)."""
 
 
 class FormConverter:
@@ -31,8 +31,7 @@ class FormConverter:
         self._options: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}
 
     def cheapest_s(self, have: int, want: int) -> float:
-        """Seconds until a value that is held in the forms `have` is held in `want` too; infinite where that cannot
-        be."""
+        """Return the seconds to hold a value in all forms `want`, if it is held in `have`; infinite if impossible."""
         missing = want & ~have
         if not missing:
             return 0.0
@@ -46,7 +45,7 @@ class FormConverter:
         return self._known[key]
 
     def bound_s(self, have: int, want: int) -> float:
-        """No less than `cheapest_s`, and quick: every form that is missing on a way of its own."""
+        """Return a fast upper bound of `cheapest_s`: every missing form converted by its own path."""
         missing = want & ~have
         if not missing:
             return 0.0
@@ -61,8 +60,10 @@ class FormConverter:
         return self._bounds[key]
 
     def conversion_options(self, have: int, want: int) -> tuple[tuple[int, float], ...]:
-        """The sets of forms that may be worth holding once `want` is there: (set, seconds). A set is left out if a
-        smaller one costs no more together with what it lacks, converted later."""
+        """Return (set, seconds) of the sets of forms that may be useful and contain `want`.
+
+        A set is omitted if a smaller one, plus later conversions to the missing forms, costs no more.
+        """
         key = have, want
         if key not in self._options:
             if not want & ~have:
@@ -77,7 +78,7 @@ class FormConverter:
         return self._options[key]
 
     def conversion_tree(self, have: int, want: int) -> dict[int, int]:
-        """Of every form that the cheapest way to `want` makes: the form that it is made from."""
+        """Return target form -> source form of all conversions on the cheapest way to `want`."""
         if not want & ~have:
             return {}
         reached = self._reachable_sets(have)
@@ -89,7 +90,7 @@ class FormConverter:
         return sources
 
     def _reachable_sets(self, have: int) -> _Reached:
-        """Every set of forms that can be reached from these."""
+        """Return every set of forms reachable from `have`."""
         if have not in self._reached:
             final: _Reached = {}
             queue: list[tuple[float, int, int, tuple[int, int]]] = [(0.0, have, have, (0, 0))]
@@ -106,7 +107,7 @@ class FormConverter:
 
 
 def _shortest_paths(conversions: Conversions) -> list[list[float]]:
-    """Seconds from every form to every other, by Floyd and Warshall."""
+    """Return the seconds from every form to every other, by Floyd and Warshall."""
     distances = [[0.0 if a == b else float("inf") for b in range(BITS)] for a in range(BITS)]
     for (source, target), seconds in conversions.items():
         distances[source][target] = min(distances[source][target], seconds)

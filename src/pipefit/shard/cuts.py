@@ -1,8 +1,8 @@
-"""Which dimensions of a layer's values can be split over a shard axis, and in how many units each is cut.
+"""The dimensions of a layer's values that can be split over a shard axis, and the number of units of each.
 
-Operators tie dimensions together: the columns of a projection, the heads they become, the groups of an attention. All
-dimensions that splits pass between form one class, and a class is cut in one number of units that divides all of
-them, so that every tensor of it is cut at the same places.
+Operators tie dimensions together: the columns of a projection, the heads that they become, the groups of an attention.
+All tied dimensions form one class. A class is cut into one number of units that divides all of them, so all its tensors
+are cut at the same places.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Place = tuple[str, int]
 """(value or parameter, dimension)."""
 
 DIMENSIONS = 6
-"""Dimensions from the front that may be split: the search has no more forms (`frontier.py`)."""
+"""Number of leading dimensions that may be split: the search has no more forms (`frontier.py`)."""
 
 
 def cut_units(graph: Graph) -> Mapping[Place, int]:
-    """Units of every dimension that can be split; 0 for rows and tokens, which are cut at run time."""
+    """Return the units of every dimension that can be split; 0 for rows and tokens, which are cut at run time."""
     shapes = shapes_of(graph)
     parent: dict[Place, Place] = {}
     numbers: dict[Place, list[Size]] = {}
@@ -61,7 +61,7 @@ def cut_units(graph: Graph) -> Mapping[Place, int]:
 
 
 def _common_units(sizes: list[Size]) -> int | None:
-    """One number of units for dimensions of these sizes; None where there is none."""
+    """Return one number of units for dimensions of these sizes, or None if there is none."""
     if {*sizes} <= {*LOCAL}:
         return 0 if len({*sizes}) == 1 else None
     fixed_sizes = [size for size in sizes if isinstance(size, int)]
@@ -69,6 +69,6 @@ def _common_units(sizes: list[Size]) -> int | None:
 
 
 def shapes_of(graph: Graph) -> dict[str, Shape]:
-    """The shapes of all inputs, values and parameters."""
+    """Return the shapes of all inputs, values and parameters."""
     shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
     return shapes | {spec.name: spec.shape for spec in graph.parameters}

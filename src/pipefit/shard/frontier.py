@@ -1,10 +1,10 @@
-"""The cheapest forms for all values of a program, exactly, by dynamic programming over the frontier.
+"""Exact search of the cheapest forms for all values of a program, by dynamic programming over the frontier.
 
-Values that one operator alone reads are joined away first (`joining.py`), which leaves little of most programs. What
-is left is taken in order. What matters of the past is in which forms every value is held that is still to be read: that
-is the state. A value is converted when it is first needed in a form, and what it was converted to stays, so a
-conversion is paid once and shared by all that read it. Costs add up, so fixing the order loses nothing (reference:
-HAP's program synthesis, whose A* visits the same states in no order; measurements in its notes).
+Values with a single reader are eliminated first (`joining.py`), which leaves few steps of most programs. The remaining
+steps are processed in order. The state holds, for every value still to be read, the set of forms in which it exists. A
+value is converted when a form is first needed, and the result is kept, so a conversion is paid once for all readers.
+Costs are additive, so the fixed order loses no optimum (reference: HAP's program synthesis, whose A* visits the same
+states without an order; measurements in its notes).
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from pipefit.shard.conversions import BITS, Conversions, FormConverter
 from pipefit.shard.joining import BlockJoiner, JointOption, Joints, StepBlock
 
 WHOLE, PARTIAL = 0, 1
-"""Forms are small numbers here: I is 0, P is 1, G(d) is 2 + d."""
+"""Forms are small integers here: I is 0, P is 1, G(d) is 2 + d."""
 
 ALIKE = 7
-"""Of a parameter: whole, and so is its gradient on every device (in the place of G(5), which no parameter has)."""
+"""Form of a parameter that is replicated and has its full gradient on every device (in the slot of G(5), which no
+parameter has).
+"""
 
 ALL = (1 << BITS) - 1
-"""Every form of one value."""
+"""The set of all forms of one value."""
 
 COMPARED = 32
-"""The cheapest states that every other is compared with, to drop what they can become for no more."""
+"""Number of cheapest states with which every state is compared to prune it."""
 
 
 def form_number_along(dim: int) -> int:
-    """The form G(dim)."""
+    """Return the number of the form G(dim)."""
     return 2 + dim
 
 
 @dataclass(frozen=True, slots=True)
 class PricedOption:
-    """One way to compute an operator."""
+    """One way to compute an operator, with its cost."""
 
     needs: tuple[int, ...]
-    "The form of every input."
+    "The required form of every input."
     gives: int
     "The form of its output."
     cost_s: float
@@ -49,7 +51,7 @@ class PricedStep:
     """One operator, or (without inputs) a parameter that chooses its form."""
 
     inputs: tuple[int, ...]
-    "Numbers of values; one may come twice."
+    "Numbers of values; a value may occur twice."
     output: int
     ways: tuple[PricedOption, ...]
 
@@ -60,15 +62,15 @@ Move = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormProblem:
-    """A program with everything priced."""
+    """A program with the prices of all options and conversions."""
 
     steps: tuple[PricedStep, ...]
     conversions: tuple[Conversions, ...]
-    "Of every value, by its number."
+    "Conversions of every value, by its number."
     given: Mapping[int, int]
-    "The forms of values that come from outside."
+    "The forms of incoming values."
     wanted: Mapping[int, int] = field(default_factory=dict)
-    "The forms in which values are handed on."
+    "The required forms of outgoing values."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,31 +79,31 @@ class FormSolution:
 
     cost_s: float
     ways: tuple[int, ...]
-    "Of every step: the number of its way."
+    "The number of the chosen option of every step."
     before: tuple[tuple[Move, ...], ...]
-    "Of every step: the conversions in front of it, in order."
+    "The conversions before every step, in order."
     after: tuple[Move, ...]
-    "The conversions of what is handed on."
+    "The conversions of outgoing values."
 
 
 _Trail = tuple["_Trail", int] | None
-"""How a state was reached: as the one before, and with which way of the last block."""
+"""The history of a state: the trail of its predecessor, and the option of the last block."""
 
 _States = Mapping[int, tuple[float, _Trail]]
 
 
 def solve_program(problem: FormProblem) -> FormSolution | None:
-    """The cheapest program; None where there is none."""
+    """Return the cheapest program, or None if there is none."""
     return solve_between(problem, [problem.given], [problem.wanted]).get((0, 0))
 
 
 def solve_between(
     problem: FormProblem, starts: Sequence[Mapping[int, int]], ends: Sequence[Mapping[int, int]]
 ) -> dict[tuple[int, int], FormSolution]:
-    """The cheapest program for each of several forms of values that come in (in place of `problem.given`) and ways to
-    hand values on, most of it in one pass: by their numbers, where there is one.
+    """Return the cheapest program for each pair (index in `starts`, index in `ends`) that has one, mostly in one pass.
 
-    All `starts` name the same values, and so do all `ends`.
+    `starts` are alternative forms of incoming values (instead of `problem.given`), `ends` of outgoing values. All
+    `starts` name the same values, and so do all `ends`.
     """
     converters = _build_converters(problem)
     fixed = {value: form for value, form in starts[0].items() if all(start[value] == form for start in starts)}
@@ -129,7 +131,7 @@ def solve_between(
 
 
 def _build_converters(problem: FormProblem) -> list[FormConverter]:
-    """Of every value; values with equal conversions share one."""
+    """Return the converter of every value; values with equal conversions share one."""
     known: dict[object, FormConverter] = {}
     converters = []
     for conversions in problem.conversions:
@@ -141,7 +143,7 @@ def _build_converters(problem: FormProblem) -> list[FormConverter]:
 
 
 def _build_blocks(problem: FormProblem, converters: Sequence[FormConverter], joiner: BlockJoiner) -> list[StepBlock]:
-    """Every step as a block; equal ones share their ways."""
+    """Return every step as a block; equal steps share their options."""
     known: dict[object, Joints] = {}
     blocks = []
     for index, step in enumerate(problem.steps):
@@ -166,7 +168,7 @@ def _build_joints(ways: Sequence[PricedOption], slots: tuple[int, ...], count: i
 
 
 class _FormFrontier:
-    """The states of the search: for every value that is alive, the set of its forms, in a place of its own."""
+    """The states of the search: for every live value, the set of its forms in its own bit slot."""
 
     def __init__(
         self, blocks: Sequence[StepBlock], converters: Sequence[FormConverter], wanted: frozenset[int]
@@ -179,7 +181,7 @@ class _FormFrontier:
         for value in wanted:
             self.last[value] = len(blocks)
         self.slots: dict[int, int] = {}
-        "Value -> its place in the state, while it is alive."
+        "Live value -> its bit position in the state."
         self.free: list[int] = []
 
     def start_state(self, given: Mapping[int, int]) -> int:
@@ -190,7 +192,7 @@ class _FormFrontier:
         return state
 
     def advance_states(self, place: int, block: StepBlock, states: _States) -> _States:
-        """The states after a block."""
+        """Return the states after a block."""
         dying = [value for value in block.inputs if self.last[value] == place]
         drop = 0
         for value in dying:
@@ -214,7 +216,10 @@ class _FormFrontier:
         return self._drop_dominated(after)
 
     def _drop_dominated(self, states: _States) -> _States:
-        """Without states that cost as much as a cheaper one with the conversions that make it hold all they hold."""
+        """Return the states without dominated ones.
+
+        A state is dominated if a cheaper state, plus the conversions to all its forms, costs no more.
+        """
         undominated: dict[int, tuple[float, _Trail]] = {}
         cheapest: list[tuple[int, float]] = []
         for state, reached in sorted(states.items(), key=lambda item: item[1][0]):
@@ -226,7 +231,7 @@ class _FormFrontier:
         return undominated
 
     def _can_hold(self, state: int, wanted: int, budget_s: float) -> bool:
-        """Whether conversions for no more than this make a state hold all that another one holds."""
+        """Return whether conversions for at most `budget_s` give `state` all forms of `wanted`."""
         if not wanted & ~state:
             return True
         for value, slot in self.slots.items():
@@ -238,7 +243,7 @@ class _FormFrontier:
         return True
 
     def reachable_states(self, state: int, needs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, float]]:
-        """Every way to have all of `needs` (value, set of forms) that may be the best: (state, seconds)."""
+        """Yield (state, seconds) of every possibly optimal way to satisfy all `needs` (value, set of forms)."""
         if not needs:
             yield state, 0.0
             return
@@ -254,7 +259,7 @@ class _FormFrontier:
 
 
 def _trace_picks(blocks: Sequence[StepBlock], trail: _Trail) -> dict[int, int]:
-    """The way of every step, by its place."""
+    """Return the option of every step, by its index."""
     picks: dict[int, int] = {}
     for block in reversed(blocks):
         assert trail is not None
@@ -270,8 +275,10 @@ def _build_solution(
     cost_s: float,
     picks: Mapping[int, int],
 ) -> FormSolution:
-    """The program of these ways, between the forms of what comes in and goes out: every value converted by its cheapest
-    tree, when a form is first needed."""
+    """Return the program with these options between given incoming and outgoing forms.
+
+    Every value is converted by its cheapest tree, when a form is first needed.
+    """
     start, end = ends
     option_numbers = tuple(picks[index] for index in range(len(problem.steps)))
     held = {value: 1 << form for value, form in start.items()}
@@ -283,7 +290,7 @@ def _build_solution(
     trees = {value: converters[value].conversion_tree(held[value], want) for value, want in wanted.items()}
 
     def missing_moves(value: int, form: int) -> Iterator[Move]:
-        """What is missing for a form, in order."""
+        """Yield the missing conversions for a form, in order."""
         if not held[value] >> form & 1:
             source = trees[value][form]
             yield from missing_moves(value, source)

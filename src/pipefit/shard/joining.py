@@ -1,10 +1,10 @@
-"""Steps of a program joined where one alone reads what another makes: the same optimum with far fewer steps.
+"""Joining of program steps along values with a single reader: the same optimum with far fewer steps.
 
-If a value has one reader, its forms are nobody else's business: for every way of the reader and of the maker the
-cheapest conversion between them is known at once, and both become one step with the ways that remain (variable
-elimination, as in probabilistic networks: Bertele and Brioschi, 1972). Parameters vanish in the operators that read
-them, branches in their sums, and a chain of layers becomes one step. Ways that another one can stand in for are
-dropped; equal parts of a program, such as repeated layers, are joined once.
+If a value has one reader, its forms matter to no other step. For every pair of options of its maker and its reader the
+cheapest conversion is known, so both become one step with the remaining options (variable elimination, as in
+probabilistic networks: Bertele and Brioschi, 1972). Parameters are absorbed by their readers, branches by their sums,
+and a chain of layers becomes one step. Dominated options are dropped. Equal parts of a program, such as repeated
+layers, are joined once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pipefit.shard.conversions import FormConverter
 
 WIDEST = 40_000
-"""Pairs of ways that two steps may have to be joined: with more the search over states is cheaper."""
+"""Largest number of option pairs for joining two steps; beyond it the search over states is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class JointOption:
     """One way to compute all steps of a block."""
 
     needs: tuple[int, ...]
-    "Of every input: the set of forms that are read."
+    "The set of forms read, for every input."
     gives: int
     cost_s: float
     parts: tuple[int, int]
-    "Numbers of the ways of the block that was joined and of the one that it was joined to; of a step, (its way, -1)."
+    "Option numbers of the two joined blocks (maker, reader); for a single step (its option, -1)."
 
 
 Joints = tuple[JointOption, ...]
@@ -36,19 +36,19 @@ Joints = tuple[JointOption, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBlock:
-    """A step, or several joined ones."""
+    """One step, or several joined steps."""
 
     inputs: tuple[int, ...]
-    "Every value once."
+    "Distinct input values."
     output: int
     ways: Joints
     place: int
-    "Of the last step in it."
+    "Index of the last step in the block."
     joined: tuple[StepBlock, StepBlock] | None = None
-    "The maker and the reader that it was made of."
+    "The joined maker and reader; None for a single step."
 
     def step_picks(self, number: int) -> Iterable[tuple[int, int]]:
-        """(place, number of its way) of every step in it."""
+        """Yield (index, option number) of every step in the block."""
         waiting: list[tuple[StepBlock, int]] = [(self, number)]
         while waiting:
             block, option = waiting.pop()
@@ -64,14 +64,16 @@ class BlockJoiner:
     """Joins the blocks of one program."""
 
     converters: Sequence[FormConverter]
-    "Of every value; values with equal conversions share one."
+    "The converter of every value; values with equal conversions share one."
     given: Mapping[int, int]
     kept: frozenset[int]
-    "Values that are handed on."
+    "Outgoing values."
     _known: dict[object, tuple[Joints, tuple[object, ...]]] = field(default_factory=dict)
 
     def join_blocks(self, blocks: Sequence[StepBlock]) -> list[StepBlock]:
-        """The program with every value gone that one block alone reads, where that has not too many ways."""
+        """Return the program without values that have a single reader, unless the joined block would have too many
+        options.
+        """
         readers: dict[int, set[int]] = defaultdict(set)
         for block in blocks:
             for value in block.inputs:
@@ -100,12 +102,12 @@ class BlockJoiner:
         return list(left.values())
 
     def drop_dominated(self, block: StepBlock) -> StepBlock:
-        """The block without ways that another one can stand in for."""
+        """Return the block without dominated options."""
         options = self._undominated_options(block.ways, block.inputs, block.output)
         return StepBlock(block.inputs, block.output, options, block.place, block.joined)
 
     def _feed_value(self, block: StepBlock, value: int) -> StepBlock:
-        """The block with a value that comes from outside converted in it."""
+        """Return the block with the conversions of an incoming value included."""
         slot = block.inputs.index(value)
         have, converter = 1 << self.given[value], self.converters[value]
         best: dict[tuple[int, tuple[int, ...]], JointOption] = {}
@@ -128,11 +130,11 @@ class BlockJoiner:
         if key not in self._known:
             pairs = _pair_options(maker.ways, reader.ways, slot, places, len(inputs), self.converters[value])
             options = self._undominated_options(pairs, inputs, reader.output)
-            self._known[key] = options, (maker.ways, reader.ways)  # kept alive: the key has their identities
+            self._known[key] = options, (maker.ways, reader.ways)  # kept alive: the key contains their ids
         return StepBlock(inputs, reader.output, self._known[key][0], reader.place, (maker, reader))
 
     def _undominated_options(self, ways: Joints, inputs: Sequence[int], output: int) -> Joints:
-        """Without ways that cost as much as another one together with the conversions that make up for it."""
+        """Return the options without those that another option, plus conversions, can replace at no extra cost."""
         output_converter = self.converters[output]
         read = [self.converters[value] for value in inputs]
         undominated: list[JointOption] = []
@@ -159,8 +161,11 @@ def _pair_options(
     count: int,
     converter: FormConverter,
 ) -> Joints:
-    """Every way of the maker with every way of the reader, which reads what is made as its input `own`; `places` are
-    those of the inputs of both among `count`. Of those with the same needs and result, the cheapest."""
+    """Return all pairs of options of maker and reader, the cheapest for each combination of needs and result.
+
+    `own` is the reader's input that the maker produces; `places` are the slots of the inputs of maker and reader among
+    `count` inputs.
+    """
     by_form: dict[int, list[tuple[int, JointOption]]] = defaultdict(list)
     for number, option in enumerate(makers):
         by_form[option.gives].append((number, option))

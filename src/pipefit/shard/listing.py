@@ -1,4 +1,4 @@
-"""A searched program for people, and as data: forms, shares, collectives, and what each line costs."""
+"""A searched program as text and as data: forms, shares, collectives, and the cost of each line."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ListingLine:
 
     text: str
     forward_s: float = 0.0
-    "On the slowest device; of a collective, forward and backward together."
+    "Seconds on the slowest device; for a collective, forward and backward together."
     backward_s: float = 0.0
     once_s: float = 0.0
-    "Once an iteration, as its part of a microbatch."
+    "Seconds once an iteration, divided by the microbatches."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class LayerListing:
     """One distinct layer."""
 
     name: str
-    "Of the first such layer."
+    "Name of the first such layer."
     times: int
     takes: str
     gives: str
@@ -41,29 +41,29 @@ class LayerListing:
     "The sum of its lines."
     recipe: str
     shares: tuple[int, ...]
-    "Its own, where they are not the group's."
+    "The layer's shares if they are not the mesh's."
     lines: tuple[ListingLine, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramListing:
-    """A program for a whole model."""
+    """The program of a full model."""
 
     kinds: tuple[str, ...]
-    "Of every device."
+    "Kind of every device."
     shares: tuple[int, ...]
     rows: int
     tokens: int
     microbatches: int
     cost_s: float
-    "Devices wait for each other at collectives only, so it can be less than the sum of the lines."
+    "Devices synchronise at collectives only, so the cost can be below the sum of the lines."
     held_bytes: dict[str, float]
-    "What stays on the fullest device of every kind: parameters, gradients, state, and what one backward needs."
+    "Bytes on the fullest device of every kind: parameters, gradients, state, and saved activations of one backward."
     limit_bytes: dict[str, int]
     layers: tuple[LayerListing, ...]
 
     def listing_text(self) -> str:
-        """The program with its costs."""
+        """Return the program with its costs as text."""
         size = f"{self.rows} rows x {self.tokens} tokens"
         lines = [
             f"devices {' '.join(self.kinds)}",
@@ -75,7 +75,10 @@ class ProgramListing:
         for layer in self.layers:
             repeats = f" and {layer.times - 1} more like it" if layer.times > 1 else ""
             share_note = f" with shares {':'.join(map(str, layer.shares))}" if layer.shares else ""
-            lines += ["", f"{layer.name}{repeats}{share_note}: {layer.takes} to {layer.gives}, {format_seconds(layer.cost_s)}"]
+            lines += [
+                "",
+                f"{layer.name}{repeats}{share_note}: {layer.takes} to {layer.gives}, {format_seconds(layer.cost_s)}",
+            ]
             lines += [f"  {line.text}{_format_costs(line)}" for line in layer.lines]
         return "\n".join(lines) + "\n"
 
@@ -89,7 +92,7 @@ def _format_costs(line: ListingLine) -> str:
 def list_program(
     model: Model, layers: Sequence[Layer], found: SynthesizedProgram, setting: ShardSetting
 ) -> ProgramListing:
-    """The program of these layers as it is shown."""
+    """Return the listing of the program of these layers."""
     first: dict[str, tuple[Layer, ChainLink]] = {}
     for layer, link in zip(layers, found.links, strict=True):
         first.setdefault(layer.graph, (layer, link))
@@ -124,7 +127,7 @@ def _list_layer(model: Model, layer: Layer, link: ChainLink, setting: ShardSetti
 
 
 def _layer_lines(model: Model, layer: Layer, link: ChainLink, setting: ShardSetting) -> Iterator[ListingLine]:
-    """The lines of a program's text, each with what it costs."""
+    """Yield the lines of a program's text, each with its cost."""
     template = link.layer.template
     fractions = held_fractions(template.cuts, link.shares, template.members)
     program = write_program(model.layer_graph(layer), link.shares, link.layer_recipe)
@@ -145,7 +148,7 @@ def _layer_lines(model: Model, layer: Layer, link: ChainLink, setting: ShardSett
 
 
 def _resharing_line(graph: Graph, operator: Operator, setting: ShardSetting) -> ListingLine | None:
-    """What bringing the hidden state to other shares takes; None for any other operator."""
+    """Return the cost of changing the shares of the hidden state, or None for any other operator."""
     if operator.kind != RESHARE:
         return None
     exchanges = operator_exchanges(graph, operator, setting.symbol_sizes, setting.precision)
@@ -157,7 +160,7 @@ def _resharing_line(graph: Graph, operator: Operator, setting: ShardSetting) -> 
 
 
 def _parameter_lines(link: ChainLink, fractions: HeldFractions) -> Iterator[ListingLine]:
-    """By name: reducing the gradient and updating."""
+    """Yield the gradient reduction and the update of each parameter."""
     for index, step, number in zip(link.layer.operators, link.layer.template.steps, link.choice.ways, strict=True):
         if index == -1:
             seconds = step.ways[number].cost_s(fractions, link.layer.template.members.kind_count)
@@ -165,7 +168,7 @@ def _parameter_lines(link: ChainLink, fractions: HeldFractions) -> Iterator[List
 
 
 def _operator_lines(model: Model, layer: Layer, link: ChainLink, fractions: HeldFractions) -> Iterator[ListingLine]:
-    """One for every operator that the writer of programs writes, in its order."""
+    """Yield one line for every operator written by `ProgramWriter`, in its order."""
     graph = model.layer_graph(layer)
     template, choice = link.layer.template, link.choice
     kinds = range(template.members.kind_count)

@@ -1,9 +1,9 @@
 """Megatron's tensor parallelism as one fixed shard program, with even or uneven shares.
 
-Column-parallel linear layers, then attention by heads or pointwise operators, then a row-parallel linear layer and
-one sum (Shoeybi et al., 2019). With sequence parallelism the residual stream and everything on it (norms, embedding,
-head, loss, experts) is split along tokens, an all-gather stands before the column layers and a reduce-scatter after
-the row layer (Korthikanti et al., 2022). Without it all of that is computed on every device.
+Column-parallel linear layers, then attention by heads or pointwise operators, then a row-parallel linear layer and an
+all-reduce (Shoeybi et al., 2019). With sequence parallelism the residual stream and its operators (norms, embedding,
+head, loss, experts) are split along tokens, with an all-gather before the column layers and a reduce-scatter after the
+row layer (Korthikanti et al., 2022). Without it they are replicated on every device.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pipefit.shard.program import ShardedGraph, labels_at, shard_graph
 from pipefit.shard.rules import OperatorLabels
 
 ATTENTION = ("attention", "packed_attention")
-"""Kinds that are split by heads, and make their result of queries, keys and values."""
+"""Operator kinds that are split by heads and compute from queries, keys and values."""
 
 NORMS = ("rms_norm", "layer_norm")
 
 
 def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) -> ShardedGraph:
-    """The Megatron program of one layer over a shard axis with these shares.
+    """Return the Megatron program of one layer over a shard axis with these shares.
 
     The hidden state between layers has form I, or G1 (tokens) with `sequence_parallel`. Raises PlanError if a device
     would get no head or no column.
     """
     if sequence_parallel and not any(TOKENS in tensor.shape for tensor in graph.inputs):
         raise PlanError(
-            "Megatron's sequence parallelism splits any number of tokens, and this model was captured whole, for one.",
+            "Megatron's sequence parallelism needs a variable number of tokens; this model was captured for one.",
             where="sharding",
             seen="megatron-sp",
             next_step="--fix sharding=searched",
@@ -55,8 +55,10 @@ def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) 
 
 
 def follow_split(operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]) -> OperatorChoice | None:
-    """Stay split as the first split input is, if the operator can be split there: a linear layer whose input comes
-    split along features becomes row-parallel this way."""
+    """Return the choice that keeps the split of the first split input, or None if the operator cannot be split there.
+
+    A linear layer with its input split along features becomes row-parallel by this rule.
+    """
     for name, labels in zip(operator.inputs, labelled.inputs, strict=True):
         if name and labels is not None and held[name].form.kind == "G":
             dim = held[name].form.dim
@@ -68,9 +70,10 @@ def follow_split(operator: Operator, labelled: OperatorLabels, held: Mapping[str
 
 
 def column_linears(graph: Graph) -> dict[int, int]:
-    """Which linear layers are column-parallel: place of the operator -> units its columns are cut in.
+    """Return the column-parallel linear layers: index of the operator -> number of units of its columns.
 
-    Those whose result reaches only linear layers and attention, through operators that keep its features apart.
+    They are the layers whose result reaches only linear layers and attention, through operators that do not mix
+    features.
     """
     consumers: dict[str, list[int]] = {}
     for index, operator in enumerate(graph.operators):
@@ -91,7 +94,7 @@ def column_linears(graph: Graph) -> dict[int, int]:
 def _units_downstream(
     graph: Graph, name: str, dim: int, consumers: Mapping[str, list[int]], shapes: Mapping[str, tuple[int | str, ...]]
 ) -> int:
-    """Units in which dimension `dim` of `name` may be cut so that every use works on its part; 0 if it may not."""
+    """Return the number of units into which all uses allow dimension `dim` of `name` to be cut, or 0 if none."""
     if name in graph.outputs or shapes[name][dim] == TOKENS:
         return 0
     result = 0
@@ -100,10 +103,18 @@ def _units_downstream(
         labelled = labels_at(shapes, operator)
         labels = labelled.inputs[operator.inputs.index(name)]
         label = None if labels is None else labels[dim]
-        if label is None or (label in labelled.kinds and label in labelled.outputs[0]):  # a norm would have to talk
+        if label is None or (
+            label in labelled.kinds and label in labelled.outputs[0]
+        ):  # a norm would need a collective
             return 0
-        partners = [o for o, operand_labels in zip(operator.inputs, labelled.inputs, strict=True) if operand_labels and label in operand_labels]
-        if label in labelled.outputs[0] and any(_made_from_whole(graph, partner) for partner in partners if partner != name):
+        partners = [
+            o
+            for o, operand_labels in zip(operator.inputs, labelled.inputs, strict=True)
+            if operand_labels and label in operand_labels
+        ]
+        if label in labelled.outputs[0] and any(
+            _made_from_whole(graph, partner) for partner in partners if partner != name
+        ):
             return 0
         if label in labelled.outputs[0] and operator.kind not in ATTENTION:
             units = _units_downstream(graph, operator.outputs[0], labelled.outputs[0].index(label), consumers, shapes)
@@ -117,7 +128,7 @@ def _units_downstream(
 
 
 def _made_from_whole(graph: Graph, name: str) -> bool:
-    """Whether a value is made from a whole one (the hidden state, a norm's result) without a product or attention."""
+    """Return whether a value comes from a full one (hidden state, norm result) without a product or attention."""
     maker = next((operator for operator in graph.operators if name in operator.outputs), None)
     if maker is None or maker.kind in NORMS:
         return maker is not None or any(tensor.name == name and tensor.role == "activation" for tensor in graph.inputs)

@@ -1,4 +1,4 @@
-"""What computing one operator takes on the devices of a setting, whole or split along a label."""
+"""The compute cost of one operator on the devices of a setting, full or split along a label."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipefit.shard.template import WHOLE_CUT, ConversionCost, Line, Lines
 
 
 class OperatorPricing:
-    """Prices the operators of one graph, by roofline."""
+    """Prices of the operators of one graph, by the roofline."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class OperatorPricing:
         self.setting, self.shapes, self.tensors, self.parameters = setting, shapes, tensors, parameters
 
     def pass_lines(self, operator: Operator, labelled: OperatorLabels, label: str) -> tuple[tuple[Lines, ...], ...]:
-        """The passes of an operator on every kind of device, as lines in the fraction of `label` ('': of nothing)."""
+        """Return the passes of an operator per device kind, as lines in the fraction of `label` ('': not split)."""
         graphs = [self.isolated_graph(operator, labelled, label, times) for times in (1, 2)]
         once, twice = (
             operator_work(graph, graph.operators[0], self.setting.symbol_sizes, self.setting.precision)
@@ -43,8 +43,11 @@ class OperatorPricing:
     def price_exchanges(
         self, operator: Operator, labelled: OperatorLabels, label: str, cut: int, earlier: int
     ) -> ConversionCost | None:
-        """What devices say to each other inside an operator of which each computes a part of `label`, cut so (and, of
-        a joint label, cut otherwise `earlier`)."""
+        """Return the cost of the collectives inside an operator split along `label` with `cut` units, or None without
+        any.
+
+        `earlier` is the second cut of a joint label.
+        """
         if label not in labelled.kinds:
             return None
         graph, setting = self.isolated_graph(operator, labelled, label, 1), self.setting
@@ -55,14 +58,16 @@ class OperatorPricing:
         return ConversionCost((sum(exchanges_s(said, setting.collective)), 0.0), cut, earlier=earlier)
 
     def _direct_exchanges(self, said: Sequence[Said]) -> tuple[LoweredCollective, ...]:
-        """Equal exchanges, as the runtime does them: straight from device to device."""
+        """Return the lowerings of equal exchanges with the runtime's lowering: directly from device to device."""
         assert self.setting.lowered is not None and len({*said}) == 1
         (kind, size, how, _), times = said[0], len(said)
         options = [option for option in self.setting.lowered(kind, size) if option.name == how]
-        return tuple(replace(option, constant_s=times * option.constant_s, slope=times * option.slope) for option in options)
+        return tuple(
+            replace(option, constant_s=times * option.constant_s, slope=times * option.slope) for option in options
+        )
 
     def roofline_lines(self, one: PassWork | None, two: PassWork | None, kind: DeviceKind) -> Lines:
-        """Roofline of a pass that does `one` with all of a label and `two` with twice as much of it."""
+        """Return the roofline of a pass with work `one` for the full label and `two` for twice its size."""
         if one is None or two is None:
             return ()
         slow = self.setting.slowness.get(kind.name, 1.0)
@@ -79,7 +84,7 @@ class OperatorPricing:
         return _upper_envelope(lines)
 
     def isolated_graph(self, operator: Operator, labelled: OperatorLabels, label: str, times: int) -> Graph:
-        """The operator alone, with the dimensions of a label `times` as long."""
+        """Return a graph of the operator alone, with the dimensions of a label multiplied by `times`."""
         shapes: dict[str, Shape] = {}
         names = (*operator.inputs, *operator.outputs)
         for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
@@ -109,7 +114,7 @@ class OperatorPricing:
 
 
 def _upper_envelope(lines: tuple[Line, Line]) -> Lines:
-    """The lines that are the higher one somewhere between nothing and all."""
+    """Return the lines that are the maximum somewhere in [0, 1]."""
     (a, b), (c, d) = lines
     if a >= c and a + b >= c + d:
         return (lines[0],)

@@ -1,8 +1,8 @@
-"""From a layer's graph and a group of devices to a template: every way of every operator, and what it costs.
+"""A priced template of a layer on a device group: all options of every operator with their costs.
 
-The rules give the ways: whole, split along a label, passing partial sums on. Computing is priced by the roofline of
-each kind of device (times what measured layers of that kind showed), collectives by the links of the very group, each
-with the one that its backward does (the duality of forms).
+The rules give the options: replicated, split along a label, passing partial sums on. Compute is priced by the roofline
+of each device kind (times the factor of measured layers of that kind), collectives by the links of the group, each
+together with the collective of its backward (the duality of forms).
 """
 
 from __future__ import annotations
@@ -31,53 +31,55 @@ from pipefit.shard.tolls import Tolls, price_conversions, price_unshardings
 
 @dataclass(frozen=True, slots=True)
 class OptionPick:
-    """What a way of the template stands for: a choice in words, without its units."""
+    """The meaning of a template option: a choice in words, without its units."""
 
     label: str = ""
-    "The label that is split; '' for none."
+    "The split label; '' for none."
     linear: int = -1
     settle: TensorForm = PARTIAL
-    "What a partial result becomes at once."
+    "The form to which a partial result is reduced at once."
     how: str = ""
-    "How that moves uneven parts (`Toll.lowering_names`)."
+    "Lowerings of that reduction for uneven parts (`ConversionCost.lowering_names`)."
     factors: bool = False
-    "Whether everyone computes all of a linear layer's weight gradient, from factors that are gathered."
+    "Whether every device computes the full weight gradient of a linear layer from gathered factors."
 
 
 ALIAS = -2
-"""The place of a step that is no operator, but a parameter as one of several operators reads it."""
+"""Operator index of a step that stands for a parameter as read by one of several operators."""
 
 Offered = tuple[tuple[OpenOption, ...], tuple[OptionPick, ...]]
-"""The ways of a step, and what they stand for."""
+"""The options of a step, and their meanings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricedLayer:
-    """A template, and what its numbers stand for."""
+    """A template with the meaning of its numbers."""
 
     template: LayerTemplate
     values: tuple[str, ...]
     "The names of its values and parameters, by number."
     operators: tuple[int, ...]
-    "Of every step: the place of its operator; -1 for a parameter that takes its form, ALIAS where it is read."
+    "Operator index of every step; -1 for a parameter that chooses its form, ALIAS for a parameter as read."
     picks: tuple[tuple[OptionPick, ...], ...]
-    "Of every way of every step."
+    "The meaning of every option of every step."
     units: Mapping[tuple[str, int], int]
-    "How every dimension that can be split is cut (`cuts.cut_units`)."
+    "Units of every dimension that can be split (`cuts.cut_units`)."
     cuts: Mapping[tuple[str, int], int]
-    "The cuts of those that can be split among these devices."
+    "Cuts of the dimensions that can be split among these devices."
     shapes: Mapping[str, Shape]
 
     def can_hand_on(self, name: str, form: TensorForm, fractions: HeldFractions) -> bool:
-        """Whether a value can be handed from layer to layer in this form: layers agree only on cuts of rows, of
-        tokens, and of features one by one."""
+        """Return whether a value can pass between layers in this form.
+
+        Layers share only the cuts of rows, of tokens, and of features in units of one.
+        """
         if form.dim is None:
             return form.kind == "I"
         dimension = name, form.dim
         return self.cuts.get(dimension) in fractions.worst and self.units[dimension] in (0, self.shapes[name][form.dim])
 
     def with_input_form(self, graph: Graph, takes: TensorForm) -> PricedLayer:
-        """The same for another form of the hidden state that comes in."""
+        """Return the layer for another form of the incoming hidden state."""
         input_forms = {self.values.index(t.name): number_of(takes) for t in graph.inputs if is_hidden_state(t)}
         return replace(self, template=replace(self.template, given={**self.template.given, **input_forms}))
 
@@ -89,13 +91,16 @@ def price_layer(
     pinned: Mapping[str, TensorForm] | None = None,
     elsewhere: Collection[str] = (),
 ) -> PricedLayer:
-    """The template of a layer that gets its hidden state as `takes`; `pinned` are forms of parameters that are tied to
-    other layers; `elsewhere` are those whose reduction, update and memory are counted in another one."""
+    """Return the template of a layer with the incoming hidden state in form `takes`.
+
+    `pinned`: forms of parameters shared with other layers. `elsewhere`: parameters with their reduction, update and
+    memory counted in another layer.
+    """
     return _LayerPricing(graph, setting, takes, pinned or {}, elsewhere).build_layer()
 
 
 def number_of(form: TensorForm) -> int:
-    """A form as the frontier numbers it."""
+    """Return the number of a form in the frontier."""
     if form.kind == "G":
         assert form.dim is not None
         return frontier.form_number_along(form.dim)
@@ -103,14 +108,14 @@ def number_of(form: TensorForm) -> int:
 
 
 def form_of(number: int) -> TensorForm:
-    """The form that the frontier numbers so."""
+    """Return the form of a number in the frontier."""
     if number == frontier.WHOLE:
         return IDENTITY
     return PARTIAL if number == frontier.PARTIAL else shard_form(number - 2)
 
 
 def is_hidden_state(tensor: TensorSpec) -> bool:
-    """Whether a value is the hidden state, which layers may hand on split; not the loss."""
+    """Return whether a value is the hidden state, which may be split between layers; the loss is not."""
     return tensor.role == "activation" and len(tensor.shape) > 1
 
 
@@ -134,7 +139,7 @@ class _LayerPricing:
         self.kept = {*kept_values(graph, "none", self.width).values, *graph.outputs}
         self.values: dict[str, int] = {}
         self.aliases: dict[str, tuple[str, int]] = {}
-        "Of `read_name`: name -> (parameter, how often its reader gathers it)."
+        "Names from `read_name`: name -> (parameter, number of gathers by its reader)."
         self.steps: list[OpenStep] = []
         self.operators: list[int] = []
         self.picks: list[tuple[OptionPick, ...]] = []
@@ -175,7 +180,7 @@ class _LayerPricing:
         return self.values.setdefault(name, len(self.values))
 
     def add_parameter(self, spec: ParameterSpec) -> None:
-        """A parameter chooses its form: whole, and its gradient is reduced once an iteration; or split."""
+        """Add the step of a parameter's form: replicated, with one gradient reduction per iteration; or split."""
         like = (spec.shape, spec.trainable, self.value_units(spec.name), self.pinned.get(spec.name))
         options, picks = self.setting.make_once(
             (*like, spec.name in self.factored_parameters), lambda: self.parameter_options(spec)
@@ -186,7 +191,7 @@ class _LayerPricing:
         self._add_step((), spec.name, options, picks, -1)
 
     def parameter_options(self, spec: ParameterSpec) -> Offered:
-        """The forms that a parameter may have."""
+        """Return the possible forms of a parameter."""
         elements = element_count(spec.shape, {})
         options, picks = [], []
         forms = [
@@ -201,7 +206,9 @@ class _LayerPricing:
             once_s = 0.0
             if form == IDENTITY and spec.trainable:
                 gradient = elements * GRADIENT_BYTES[self.setting.precision]
-                once_s = self.setting.bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches  # reduced together
+                once_s = (
+                    self.setting.bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches
+                )  # reduced in full buckets
             update = optimizer_traffic_bytes(elements, 1.0, self.setting.precision) if spec.trainable else 0.0
             seconds = [
                 update / kind.memory_bandwidth_bytes_per_s / self.setting.microbatches
@@ -220,8 +227,10 @@ class _LayerPricing:
         return tuple(options), tuple(picks)
 
     def unsharding_costs(self, spec: ParameterSpec, often: int) -> Tolls:
-        """Storing a parameter split and gathering it for use (FSDP): in the forward, for the input gradient again, and
-        its gradient is reduced in every microbatch."""
+        """Return the prices of a sharded parameter that is gathered for use (FSDP).
+
+        It is gathered in the forward and again for the input gradient; its gradient is reduced in every microbatch.
+        """
         cuts = self.value_units(spec.name)
         like = ("unshard", spec.shape, cuts, spec.trainable, often)
         return self.setting.make_once(
@@ -229,8 +238,11 @@ class _LayerPricing:
         )
 
     def read_name(self, operator: Operator, index: int) -> str:
-        """The name under which an operator reads an input. A parameter that several operators read has one for each
-        that gathers it for itself, and one for all others, so that every gather that happens is paid once."""
+        """Return the name under which an operator reads an input.
+
+        A parameter with several readers has one name per operator that gathers it for itself, and one for all other
+        readers, so each gather is paid once.
+        """
         name = operator.inputs[index]
         if name not in self.parameters or self.reader_counts[name] < 2:
             return name
@@ -252,7 +264,7 @@ class _LayerPricing:
         self._add_step(inputs, operator.outputs[0], options, picks, place)
 
     def operand_key(self, name: str) -> object:
-        """What of an operand its operator's ways depend on."""
+        """Return the properties of an operand that determine its operator's options."""
         if not name:
             return None
         if name in self.parameters:
@@ -262,7 +274,7 @@ class _LayerPricing:
         return self.shapes[name], like, self.value_units(name), self.held_bytes(name)
 
     def operator_options(self, operator: Operator) -> Offered:
-        """The ways to compute an operator."""
+        """Return the options to compute an operator."""
         labelled = labels_at(self.shapes, operator)
         present = [index for index, name in enumerate(operator.inputs) if name]
         all_whole = (0,) * len(present)
@@ -303,12 +315,12 @@ class _LayerPricing:
 
     @cached_property
     def reader_counts(self) -> Counter[str]:
-        """How often every value is read."""
+        """The number of reads of every value."""
         return Counter(name for operator in self.graph.operators for name in operator.inputs)
 
     @cached_property
     def factored_parameters(self) -> frozenset[str]:
-        """Parameters of linear layers that nobody else reads, whose factors may be gathered."""
+        """Parameters of linear layers without other readers, whose gradient factors may be gathered."""
         lowered = self.setting.lowered
         factored: set[str] = set()
         for operator in self.graph.operators if lowered is not None else ():
@@ -327,8 +339,11 @@ class _LayerPricing:
     def factored_options(
         self, operator: Operator, labelled: OperatorLabels, whole: tuple[Lines, ...], size: float
     ) -> Iterator[tuple[OpenOption, OptionPick]]:
-        """A linear layer split along rows or tokens, with both factors of the weight gradient gathered in every
-        microbatch, and all of it (`whole`) computed by everyone: no reduction once an iteration."""
+        """Yield a linear layer split along rows or tokens, with both factors of the weight gradient gathered.
+
+        Every device computes the full weight gradient (`whole`) in every microbatch, so there is no reduction once an
+        iteration.
+        """
         x, y = operator.inputs[0], operator.outputs[0]
         weights = tuple(frontier.ALIKE for name in operator.inputs[1:] if name)
         assert self.setting.lowered is not None
@@ -356,7 +371,9 @@ class _LayerPricing:
             yield option, OptionPick(label, factors=True)
 
     def splittable_labels(self, operator: Operator, labelled: OperatorLabels) -> Mapping[str, tuple[int, int]]:
-        """The labels that can be split here, with their cuts; a joint one with that of the first input before."""
+        """Return the labels that can be split here -> (cut, earlier cut); the earlier cut is that of a joint label's
+        first input.
+        """
         cuts_by_label: dict[str, int] = {}
         barred = set()
         names = (*operator.inputs, *operator.outputs)
@@ -380,7 +397,7 @@ class _LayerPricing:
     def settlement_forms(
         self, operator: Operator, labelled: OperatorLabels, once: set[int]
     ) -> list[tuple[TensorForm, ConversionCost]]:
-        """Forms in which a bias can be added after the reduction: the bias stays whole."""
+        """Return the forms in which a replicated bias can be added after the reduction."""
         output = operator.outputs[0]
         barred = {label for index in once for label in labelled.inputs[index] or ()}
         settlements = []
@@ -393,7 +410,7 @@ class _LayerPricing:
         return settlements
 
     def conversion_costs(self, name: str) -> Tolls:
-        """Every conversion of a value; a parameter that several read is converted where they read it."""
+        """Return all conversions of a value; a parameter with several readers is converted where it is read."""
         if name in self.aliases:
             parameter, often = self.aliases[name]
             return self.unsharding_costs(self.parameters[parameter], often)
@@ -403,7 +420,7 @@ class _LayerPricing:
         return self.tensor_costs(self.tensors[name])
 
     def tensor_costs(self, tensor: TensorSpec) -> Tolls:
-        """Every conversion of a value, with what its backward does."""
+        """Return all conversions of a value, with their backward."""
         bytes_kept, cuts, activation = (
             self.held_bytes(tensor.name),
             self.value_units(tensor.name),
@@ -415,20 +432,20 @@ class _LayerPricing:
         )
 
     def held_bytes(self, name: str) -> float:
-        """What stays of a value for the backward; a layer's result is kept by the next one."""
+        """Return the bytes of a value saved for the backward; a layer's result is held by the next layer."""
         if name not in self.kept:
             return 0.0
         return float(element_count(self.shapes[name], self.setting.symbol_sizes) * self.width)
 
     def dimension_units(self, name: str, dim: int) -> int | None:
-        """The units of a dimension here; None where it cannot be split among these devices."""
+        """Return the units of a dimension, or None if it cannot be split among these devices."""
         if (name, dim) not in self.units:
             return None
         units = self.units[name, dim] or self.setting.symbol_sizes[str(self.shapes[name][dim])]
         return units if units >= len(self.setting.kinds) else None
 
     def value_units(self, name: str) -> tuple[int | None, ...]:
-        """The units of every dimension of a value."""
+        """Return the units of every dimension of a value."""
         return tuple(self.dimension_units(name, dim) for dim in range(len(self.shapes[name])))
 
     def _add_step(

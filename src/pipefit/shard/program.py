@@ -1,4 +1,4 @@
-"""Sharded graphs: from "which label of each operator is split" to one local graph per device, collectives inserted.
+"""Sharded graphs: from the split label of each operator to one local graph per device, with collectives inserted.
 
 `megatron.py` (a fixed rule) or `recipe.py` (a search) makes the choices. This file converts forms: `G` to `I` by
 all_gather, `P` to `I` by all_reduce, `P` to `G` by reduce_scatter, `I` to `G` by a local slice, once per value and
@@ -32,7 +32,7 @@ from pipefit.shard.choice import (
 from pipefit.shard.rules import DevicePart, Labels, OperatorLabels, labels_of
 
 SIDE_BY_SIDE = 4
-"""Devices with equal shapes that the text of a program shows one by one."""
+"""Largest number of devices with equal shapes that a program text lists one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +44,19 @@ class ShardedGraph:
     parameter_forms: Mapping[str, TensorForm]
     "Local parameter name -> form along the shard axis."
     input_form: TensorForm
-    "Of the hidden state that comes in (I where the layer takes none)."
+    "Form of the incoming hidden state (I if the layer takes none)."
     output_form: TensorForm
-    "Of the first output."
+    "Form of the first output."
     shares: tuple[int, ...]
     forms: Mapping[str, TensorForm]
-    "Of every value that an operator produces."
+    "Form of every value produced by an operator."
     taken_shares: tuple[int, ...]
-    "Those by which the hidden state that comes in is cut."
+    "Shares of the incoming hidden state."
     given_shares: tuple[int, ...]
-    "And the one that is handed on."
+    "Shares of the outgoing hidden state."
 
     def program_text(self) -> str:
-        """The program for people: parameters with their forms, then one line an operator with everyone's shapes."""
+        """Return the program as text: parameters with their forms, then one line per operator with all local shapes."""
         first = self.graphs[0]
         lines = [f"shares {' '.join(map(str, self.shares))}"]
         lines += [f"takes {self.input_form}, gives {self.output_form}"]
@@ -80,7 +80,7 @@ class ProgramWriter:
         self.graph, self.shares, self.stream = graph, tuple(shares), stream.form
         self.taken_shares = stream.shares or self.shares
         self.arriving: dict[str, str] = {}
-        "What comes in by other shares -> the name under which it does; its own is what it is made here."
+        "Input that arrives with other shares -> the name of the arriving value; its own name is the reshared value."
         self.shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
         self.shapes |= {spec.name: spec.shape for spec in graph.parameters}
         self.dtypes = {tensor.name: tensor.dtype for tensor in (*graph.inputs, *graph.tensors)}
@@ -88,7 +88,7 @@ class ProgramWriter:
         self.held: dict[str, HeldForm] = dict.fromkeys(self.parameters, WHOLE)
         self.converted: dict[tuple[str, HeldForm], str] = {}
         self.gathered: dict[tuple[str, str], str] = {}
-        "(parameter that several operators read, result of the one that gathers it) -> the name under which it does."
+        "(parameter with several readers, result of the reader that gathers it) -> the name of the gathered value."
         self.operators: list[list[Operator]] = [[] for _ in self.shares]
         self.tensors: list[list[TensorSpec]] = [[] for _ in self.shares]
         for tensor in graph.inputs:
@@ -102,8 +102,10 @@ class ProgramWriter:
                 self._write_reshare(arriving, tensor.name, replace(stream, shares=()))
 
     def add_operator(self, operator: Operator, labelled: OperatorLabels, choice: OperatorChoice) -> None:
-        """Convert the inputs to what the choice needs, then write the operator. A partial result is reduced at once
-        unless the choice keeps it; a bias is added after that, once."""
+        """Convert the inputs as the choice needs, then write the operator.
+
+        A partial result is reduced at once unless the choice keeps it; a bias is added once, after the reduction.
+        """
         for conversion in choice.before:
             self.convert_value(conversion, operator)
         labelled = labelled.for_label(choice.label)
@@ -125,7 +127,7 @@ class ProgramWriter:
     def _prepare_inputs(
         self, operator: Operator, labelled: OperatorLabels, choice: OperatorChoice, partial: bool
     ) -> tuple[tuple[str, ...], list[tuple[str, Labels | None]]]:
-        """The inputs as the choice needs them, and what is added after the reduction of a partial result."""
+        """Return the inputs as the choice needs them, and the inputs added after the reduction of a partial result."""
         inputs = []
         late = []
         sums = labelled.linear[choice.linear] if choice.linear >= 0 else ()
@@ -140,9 +142,12 @@ class ProgramWriter:
         return tuple(inputs), late
 
     def convert_value(self, conversion: FormConversion, reader: Operator | None = None) -> None:
-        """One conversion, from a form in which the value is held already. `reader` comes next: a parameter that several
-        operators read is gathered for every one that does it for itself. Raises PlanError where the value is not held
-        so, and where there is no such conversion."""
+        """Write one conversion from a form in which the value is already held.
+
+        `reader` is the next operator: a parameter with several readers is gathered separately for each reader that
+        gathers it for itself. Raises PlanError if the value is not held in the source form, or if no such conversion
+        exists.
+        """
         name, source, target = conversion.name, conversion.source, conversion.target
         if name in self.parameters and self.held[name] == WHOLE:
             self.held[name] = source
@@ -152,10 +157,11 @@ class ProgramWriter:
             able = source.form.kind == "G" and target == WHOLE
         if held is None or not able:
             raise PlanError(
-                "This value cannot be converted so.",
+                "This conversion of the value is not possible.",
                 where=f"recipe, {name}",
                 seen=f"{source.form}>{target.form}",
-                allowed="from a form in which it is held: " + ", ".join(f"{source_kind}>{target_kind}" for source_kind, target_kind in CONVERSIONS),
+                allowed="from a form in which it is held: "
+                + ", ".join(f"{source_kind}>{target_kind}" for source_kind, target_kind in CONVERSIONS),
             )
         if reader is not None and self._gathers_alone(reader, name):
             new = f"{name}.{target.form}.{reader.outputs[0]}"
@@ -164,13 +170,13 @@ class ProgramWriter:
             self.converted[name, target] = self._write_conversion(held, target, name, conversion.how)
 
     def _gathers_alone(self, reader: Operator, name: str) -> bool:
-        """Whether a parameter has several readers, of which this one gathers it for itself."""
+        """Return whether a parameter has several readers and this one gathers it for itself."""
         readers = [operator for operator in self.graph.operators if name in operator.inputs]
         shared = name in self.parameters and len(readers) > 1 and reader in readers
         return shared and KINDS[reader.kind].gathers.get(reader.inputs.index(name), 0) > 0
 
     def hold_as(self, name: str, want: HeldForm) -> str:
-        """The name under which `name` is held as `want`; parameters simply take the form, values are converted."""
+        """Return the name under which `name` is held as `want`; parameters take the form, values are converted."""
         have = self.held[name]
         if name in self.parameters and (name, want) not in self.converted:
             assert have in (want, WHOLE), f"{name} is used as {have} and as {want}"
@@ -186,7 +192,7 @@ class ProgramWriter:
         return self.converted[name, want]
 
     def finish_graphs(self, gives: HeldForm) -> ShardedGraph:
-        """The local graphs, with the outputs in the form `gives` (scalars whole)."""
+        """Return the local graphs, with the outputs in the form `gives` (scalars replicated)."""
         outputs = []
         for name in self.graph.outputs:
             on_stream = len(self.shapes[name]) > 1
@@ -207,7 +213,7 @@ class ProgramWriter:
         )
 
     def local_shape(self, name: str, position: int) -> Shape:
-        """The shape of a value or parameter on one device."""
+        """Return the shape of a value or parameter on one device."""
         held, shape = self.held[name], self.shapes[name]
         if held.form.kind != "G":
             return shape
@@ -219,7 +225,10 @@ class ProgramWriter:
         return (*shape[:dim], stop - start, *shape[dim + 1 :])
 
     def device_runs(self, name: str) -> tuple[Run, ...]:
-        """Everyone's run of the split dimension of `name`."""
+        """Return the runs of the split dimension of `name` on all devices.
+
+        Raises PlanError if the dimension cannot be split, or if a device would get an empty run.
+        """
         held = self.held[name]
         assert held.form.dim is not None
         size = self.shapes[name][held.form.dim]
@@ -267,7 +276,11 @@ class ProgramWriter:
                 old = have.form.dim
                 assert old is not None
                 full_size = self.shapes[name][old]
-                attributes |= {"from": old, "whole": full_size, "from_units": have.units if have.units != full_size else 0}
+                attributes |= {
+                    "from": old,
+                    "whole": full_size,
+                    "from_units": have.units if have.units != full_size else 0,
+                }
             if how:
                 attributes["lowering"] = how
             operator = Operator(kind=kind, inputs=(name,), outputs=(new,), attributes=attributes)
@@ -275,7 +288,7 @@ class ProgramWriter:
         return new
 
     def _write_reshare(self, name: str, new: str, want: HeldForm) -> str:
-        """Bring a split value from the shares by which it is cut to those of `want`, as the value `new`."""
+        """Convert a split value from its shares to those of `want`, as the value `new`."""
         have, dim = self.held[name], want.form.dim
         assert dim is not None and have.form == want.form, f"{name} is {have.form}, not {want.form}"
         self.shapes[new], self.dtypes[new], self.held[new] = self.shapes[name], self.dtypes[name], want
@@ -294,7 +307,7 @@ class ProgramWriter:
         return new
 
     def _reduce_partial(self, operator: Operator, late: list[str], form: TensorForm | None, how: str) -> None:
-        """Reduce a partial result, then add what must be added once."""
+        """Reduce a partial result, then add the inputs that must be added once."""
         for name in operator.outputs:
             on_stream = self.shapes[name][1:2] and self.shapes[name][1] in SEQUENCES and self.stream.kind == "G"
             want = HeldForm(form or (self.stream if on_stream else IDENTITY))
@@ -311,7 +324,9 @@ class ProgramWriter:
             self._rename_output(summed, name)
 
     def _align_bias(self, bias: str, labels: Labels | None, operator: Operator, labelled: OperatorLabels) -> str:
-        """A whole bias with dimensions of one where the result has others behind it: that of a convolution."""
+        """Return a replicated bias, reshaped with trailing dimensions of 1 if the result has more dimensions
+        (convolution).
+        """
         out = labelled.outputs[0]
         if labels is None or out[len(out) - len(labels) :] == labels:
             return bias
@@ -331,7 +346,7 @@ class ProgramWriter:
         return name
 
     def _rename_output(self, old: str, new: str) -> None:
-        """Give the newest operator's output the name that the rest of the graph knows."""
+        """Give the newest operator's output the name used by the rest of the graph."""
         for operators, tensors in zip(self.operators, self.tensors, strict=True):
             last = operators[-1]
             assert last.outputs == (old,)
@@ -369,7 +384,9 @@ class ProgramWriter:
             )
 
     def _factor_attributes(self, operator: Operator, choice: OperatorChoice) -> Mapping[str, Any]:
-        """The attributes of a linear layer whose factors are gathered. Raises PlanError where it cannot be one."""
+        """Return the attributes of a linear layer with gathered factors. Raises PlanError if the operator cannot be
+        one.
+        """
         held = self.held[operator.outputs[0]].form
         if operator.kind != "linear" or held.kind != "G" or held.dim is None:
             raise PlanError(
@@ -420,8 +437,10 @@ def shard_graph(
     gives: HeldForm | None = None,
     after: Sequence[FormConversion] = (),
 ) -> ShardedGraph:
-    """The program that `choose` describes, with the hidden state coming in as `takes` and handed on as `gives` (the
-    same where it is not said); `after` converts results at the end."""
+    """Return the program described by `choose`; `after` converts results at the end.
+
+    The hidden state comes in as `takes` and goes out as `gives` (default: `takes`).
+    """
     program = ProgramWriter(graph, shares, takes)
     for index, operator in enumerate(graph.operators):
         labelled = labels_at(program.shapes, operator)
@@ -432,13 +451,13 @@ def shard_graph(
 
 
 def labels_at(shapes: Mapping[str, Shape], operator: Operator) -> OperatorLabels:
-    """The labels of an operator, given the whole shapes of its inputs and outputs."""
+    """Return the labels of an operator, given the full shapes of its inputs and outputs."""
     inputs = tuple(shapes[name] if name else None for name in operator.inputs)
     return labels_of(operator, inputs, tuple(shapes[name] for name in operator.outputs))
 
 
 def _shape_columns(shapes: Iterable[Shape]) -> str:
-    """One shape a device; `8 x (B, T, 512)` for more neighbours with the same one than are quickly read."""
+    """Return one shape per device, or `8 x (B, T, 512)` for more than SIDE_BY_SIDE neighbours with equal shapes."""
     columns = []
     for shape, run in groupby(shapes):
         count = len([*run])

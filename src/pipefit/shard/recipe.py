@@ -1,15 +1,16 @@
-"""What a search decided for one layer, as a short text that is stored in plans: from it and the shares every rank
-writes the same program.
+"""The shard recipe of one layer: the search's choices as a short text in plans.
+
+With the recipe and the shares, every rank writes the same program.
 
     G1>G1 d1 t0:G1>I out heads in t12:P>G1 +0 ...
 
-First the forms in which the layer takes the hidden state and hands it on. Where the layer has shares of its own, they
-stand behind an @, between those by which the hidden state comes in and those by which it is handed on (`@2:1>5:2>5:2`);
-else all are the group's. Then one word an operator, in order: the
-label that is split, `-` for whole, `+0` for partial sums that pass, `in>G1` for a label whose partial result is
-reduced at once, `d1*` for a linear layer split along tokens whose factors are gathered for the weight gradient. Words
-with a colon are conversions of a value, in front of what follows. What moves parts not padded says how behind
-a slash: `t0:G1>I/grouped`, `in>G1/padded+alltoallv` (forward and backward).
+The recipe begins with the forms of the incoming and the outgoing hidden state. If the layer has its own shares, they
+follow an @, between the shares of the incoming and of the outgoing hidden state (`@2:1>5:2>5:2`); otherwise all are the
+mesh's. Then one word per operator follows, in order: the label that is split, `-` for replicated, `+0` for partial sums
+that pass through, `in>G1` for a label with a partial result reduced at once, `d1*` for a linear layer split along
+tokens with gathered factors of the weight gradient. Words with a colon are conversions of a value before the next
+operator. A lowering other than padding follows a slash: `t0:G1>I/grouped`, `in>G1/padded+alltoallv` (forward and
+backward).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pipefit.shard.template import ChosenProgram, ConversionCost, held_fractions
 Shares = tuple[int, ...]
 
 Turn = tuple[str, TensorForm, TensorForm, str]
-"""A conversion: (value, from form, to form, how uneven parts are moved)."""
+"""A conversion: (value, source form, target form, lowerings of uneven parts)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +43,16 @@ class ShardRecipe:
     takes: TensorForm
     gives: TensorForm
     picks: tuple[OptionPick, ...]
-    "Of every operator."
+    "The choice for every operator."
     before: tuple[tuple[Turn, ...], ...]
-    "Of every operator: the conversions in front of it."
+    "The conversions before every operator."
     after: tuple[Turn, ...]
     shares: tuple[Shares, ...] = ()
-    "Of the hidden state that comes in, of the layer, and of what it hands on; empty: the group's."
+    "Shares of the incoming hidden state, the layer, and the outgoing hidden state; empty: the mesh's."
 
     @property
     def recipe_text(self) -> str:
-        """The recipe in words."""
+        """The recipe as text."""
         words = [f"{self.takes}>{self.gives}"]
         words += ["@" + ">".join(":".join(map(str, shares)) for shares in self.shares)] if self.shares else []
         for pick, turns in zip(self.picks, self.before, strict=True):
@@ -62,8 +63,7 @@ class ShardRecipe:
 def recipe_of(
     layer: PricedLayer, choice: ChosenProgram, takes: TensorForm, gives: TensorForm, shares: Sequence[int] = ()
 ) -> ShardRecipe:
-    """What a solved layer means, operator by operator; with `shares`, how uneven parts are moved is the cheapest for
-    them."""
+    """Return the recipe of a solved layer; with `shares`, the lowerings of uneven parts are the cheapest for them."""
     fractions = held_fractions(layer.template.cuts, shares, layer.template.members) if shares else None
 
     def name_turns(moves: Sequence[tuple[int, int, int]]) -> tuple[Turn, ...]:
@@ -87,7 +87,11 @@ def recipe_of(
         waiting += name_turns(moves)
         if index >= 0:
             option = step.ways[number]
-            picks.append(replace(step_picks[number], how=lowering_word(option.talk if step_picks[number].factors else option.toll)))
+            picks.append(
+                replace(
+                    step_picks[number], how=lowering_word(option.talk if step_picks[number].factors else option.toll)
+                )
+            )
             before.append(waiting)
             waiting = ()
     return ShardRecipe(
@@ -96,7 +100,7 @@ def recipe_of(
 
 
 def parse_recipe(text: str) -> ShardRecipe:
-    """The recipe in `recipe_text`. Raises PlanError where it is none."""
+    """Parse a `recipe_text`. Raises PlanError for any other text."""
     first, *words = text.split() or [""]
     takes, separator, gives = first.partition(">")
     shares: tuple[Shares, ...] = ()
@@ -127,8 +131,10 @@ def parse_recipe(text: str) -> ShardRecipe:
 
 
 def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> ShardedGraph:
-    """The program of a recipe; `shares` are the group's. Raises PlanError for a recipe of another graph, and for shares
-    that leave a device without a unit."""
+    """Return the program of a recipe; `shares` are the mesh's.
+
+    Raises PlanError for a recipe of another graph, and for shares that leave a device without a unit.
+    """
     if len(recipe.picks) != len(graph.operators):
         raise PlanError(
             "This recipe is for another layer.",
@@ -154,7 +160,7 @@ def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> S
         before = tuple(_turn_conversion(turn, units) for turn in recipe.before[place])
         if pick.linear >= len(labelled.linear):
             raise PlanError(
-                "This operator does not pass partial sums on so.",
+                "Partial sums do not pass through this operator in this way.",
                 where=f"recipe, {operator.kind}",
                 seen=_pick_word(pick),
             )
@@ -166,11 +172,18 @@ def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> S
     after = [_turn_conversion(turn, units) for turn in recipe.after]
     hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
     takes, gives = _held_form(hidden, recipe.takes, units), _held_form(graph.outputs[0], recipe.gives, units)
-    return shard_graph(graph, layer_shares, _cut_by(takes, takes_shares, layer_shares), choose_operator, _cut_by(gives, gives_shares, layer_shares), after)
+    return shard_graph(
+        graph,
+        layer_shares,
+        _cut_by(takes, takes_shares, layer_shares),
+        choose_operator,
+        _cut_by(gives, gives_shares, layer_shares),
+        after,
+    )
 
 
 def _cut_by(held: HeldForm, shares: Shares, own: Shares) -> HeldForm:
-    """The hidden state by these shares, where it is split and they are not the layer's."""
+    """Return the hidden state with these shares, if it is split and they are not the layer's."""
     return replace(held, shares=shares) if held.form.kind == "G" and shares != own else held
 
 
@@ -199,10 +212,10 @@ def _parse_shares(word: str) -> tuple[Shares, ...]:
     parts = word[1:].split(">")
     if len(parts) != 3 or not all(re.fullmatch(r"[1-9]\d*(:[1-9]\d*)*", part) for part in parts):
         raise PlanError(
-            "These are no shares of a layer.",
+            "These are not the shares of a layer.",
             where="recipe",
             seen=repr(word),
-            allowed="taken>own>handed on, for example @2:1>5:2>5:2",
+            allowed="incoming>own>outgoing, for example @2:1>5:2>5:2",
         )
     return tuple(tuple(map(int, part.split(":"))) for part in parts)
 
@@ -217,16 +230,16 @@ def _parse_turn(word: str) -> Turn:
     forms, how = _split_lowering(forms)
     source, separator, target = forms.partition(">")
     if not (name and separator):
-        raise PlanError("This is no conversion.", where="recipe", seen=repr(word), allowed="for example t0:G1>I")
+        raise PlanError("This is not a conversion.", where="recipe", seen=repr(word), allowed="for example t0:G1>I")
     return name, parse_form(source), parse_form(target), how
 
 
 def _split_lowering(word: str) -> tuple[str, str]:
-    """A word, and how parts are moved, which is said behind a slash. Raises PlanError for no known lowering."""
+    """Return a word and its lowering, separated by a slash. Raises PlanError for an unknown lowering."""
     front, _, how = word.partition("/")
     if how and (not {*how.split("+")} <= {*LOWERINGS} or how.count("+") > 1):
         raise PlanError(
-            "This is no way to move parts between devices.",
+            "This is not a lowering of a collective.",
             where=f"recipe, {word}",
             seen=how,
             allowed=f"{', '.join(LOWERINGS)}, or two of them (forward and backward) joined by +",

@@ -1,10 +1,10 @@
-"""Shares of their own for parts of a model: where devices differ in how fast they compute and how fast they move, or
-memory holds one part and not another, the embedding, the blocks and the head of a model want other shares.
+"""Separate shares for parts of a model: embedding, blocks and head may need different shares.
 
-From the best common shares on: for runs of layers, the linear program gives the shares that are best for them alone,
-with the memory that the others leave; those that lower the price of the whole chain, resharing included, are taken,
-and the forms are searched again for them, until nothing improves. So the result never costs more than common shares.
-Equal layers, and layers that share parameters, keep the same shares.
+Devices may differ in compute and memory rates, or have memory for one part only. Starting from the best common shares,
+the linear program finds for each run of layers the shares that are best for it alone, with the memory left by the other
+layers. Shares that lower the price of the full chain, including resharing, are accepted, and the forms are searched
+again for them, until nothing improves. The result never costs more than common shares. Equal layers, and layers that
+share parameters, keep equal shares.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from pipefit.shard.synthesize import ROUNDS, SynthesizedProgram, fits_in_memory,
 from pipefit.shard.template import AxisMembers, ComputeSegment, HeldFractions, held_fractions
 
 SEARCHED = 3
-"""Of the shares that are tried for a run of layers, so many of the cheapest have their forms searched again."""
+"""Number of cheapest share candidates of a run of layers for which the forms are searched again."""
 
 
 def segment_shares(chains: ChainSearch, layers: Sequence[Layer], found: SynthesizedProgram) -> SynthesizedProgram:
-    """`found` with shares of their own for runs of layers, where that is cheaper and fits in memory. For whole models:
-    others hand their hidden state to stages that know only the group's shares."""
+    """Return `found` with separate shares for runs of layers, if that is cheaper and fits in memory.
+
+    Only for full models: other chains pass their hidden state to stages that know only the mesh's shares.
+    """
     classes = group_tied_layers(layers)
     first, last = chains.model.layer_graph(layers[0]), chains.model.layer_graph(layers[-1])
     ends = {*hidden_state_forms(first, True), *hidden_state_forms(last, False)}
@@ -67,7 +69,7 @@ def segment_shares(chains: ChainSearch, layers: Sequence[Layer], found: Synthesi
 
 
 def group_tied_layers(layers: Sequence[Layer]) -> list[list[int]]:
-    """The places of layers that must have the same shares: equal ones, and those that share a parameter."""
+    """Return the indices of layers that must have equal shares: equal layers, and layers that share a parameter."""
     parent: dict[str, str] = {}
 
     def find_root(key: str) -> str:
@@ -96,14 +98,14 @@ class _SegmentedProgram:
 
 @dataclass
 class _SegmentPrices:
-    """What programs of these layers cost with shares of their own; equal parts are priced once."""
+    """Prices of programs of these layers with separate shares; equal parts are priced once."""
 
     chains: ChainSearch
     layers: Sequence[Layer]
     _known: dict[object, tuple[list[ChainLink], float | None]] = field(default_factory=dict)
 
     def price_program(self, links: Sequence[ChainLink], shares: Sequence[Shares]) -> _SegmentedProgram | None:
-        """None where the shares leave a device without a unit, or a border cannot be crossed."""
+        """Return the priced program, or None if a device gets no unit or the hidden state cannot be reshared."""
         total = total_resharing_s(self.chains, self.layers, links, shares)
         for part in _equal_share_runs(shares):
             seconds = self._price_part(list(links[part.start : part.stop]), shares[part.start])
@@ -130,7 +132,7 @@ class _SegmentPrices:
         return self._known[key][1]
 
     def fullest_bytes(self, links: Sequence[ChainLink], shares: Sequence[Shares]) -> tuple[float, ...]:
-        """What stays on the fullest device of every kind."""
+        """Return the bytes held on the fullest device of every kind."""
         totals = [0.0] * self.chains.setting.axis_members.kind_count
         passing = 0.0
         for part in _equal_share_runs(shares):
@@ -143,14 +145,14 @@ class _SegmentPrices:
 
 
 def _equal_share_runs(shares: Sequence[Shares]) -> Iterator[range]:
-    """Runs of layers with the same shares."""
+    """Yield runs of layers with equal shares."""
     for _, places in itertools.groupby(range(len(shares)), key=lambda place: shares[place]):
         first, *rest = places
         yield range(first, rest[-1] + 1 if rest else first + 1)
 
 
 def _class_runs(classes: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The places of layers that change their shares together: each class, some from the front, some to the end."""
+    """Yield the layer indices that change shares together: each class, leading classes, and trailing classes."""
     count = len(classes)
     runs = [
         *((i, i + 1) for i in range(count)),
@@ -164,7 +166,7 @@ def _class_runs(classes: Sequence[Sequence[int]]) -> Iterator[list[int]]:
 def _try_shares(
     chains: ChainSearch, layers: Sequence[Layer], prices: _SegmentPrices, now: _SegmentedProgram, run: Sequence[int]
 ) -> Iterator[_SegmentedProgram]:
-    """The same with other shares for the layers at these places: forms as they are, and the best with forms anew."""
+    """Yield the program with other shares for the layers in `run`: with unchanged forms, and with new forms."""
     tried = []
     for shares in _share_options(chains, prices, now, run):
         layer_shares = tuple(shares if index in run else now.shares[index] for index in range(len(layers)))
@@ -185,7 +187,7 @@ def _try_shares(
 def _share_options(
     chains: ChainSearch, prices: _SegmentPrices, now: _SegmentedProgram, run: Sequence[int]
 ) -> list[Shares]:
-    """Shares to try for the layers at these places: the best for them alone, and those of the others."""
+    """Return shares to try for the layers in `run`: the best for these layers alone, and those of other layers."""
     members, run_set = chains.setting.axis_members, {*run}
     chain = [now.links[index].choice for index in run]
     stretches: list[tuple[ComputeSegment, int]] = []
@@ -203,12 +205,17 @@ def _share_options(
         else None
     )
     options = dict.fromkeys(now.shares)
-    return [*options, *(option for option in (round_weights(weights, cuts) if weights else ()) if option not in options)]
+    return [
+        *options,
+        *(option for option in (round_weights(weights, cuts) if weights else ()) if option not in options),
+    ]
 
 
 def _reference_fractions(cuts: Sequence[int], shares: Sequence[Shares], members: AxisMembers) -> HeldFractions:
-    """The fractions around which collectives are lowered: by the first of these shares that leaves every device a unit
-    of all cuts, though its layer has only some of them; else by even ones, which always do."""
+    """Return the fractions at which collectives are lowered.
+
+    They belong to the first of these shares that leaves every device a unit of all cuts; even shares always do.
+    """
     for candidate in (*shares, (1,) * len(members.kind)):
         fractions = held_fractions(cuts, candidate, members)
         if all(cut in fractions.worst for cut in cuts):

@@ -1,4 +1,4 @@
-"""Who works together along a shard axis, and on how much: what prices are made from."""
+"""The devices of a shard axis and the size of a microbatch, from which prices are computed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSetting:
-    """The devices of a shard axis, and what one microbatch brings them."""
+    """The devices of a shard axis, and the work of one microbatch."""
 
     kinds: tuple[DeviceKind, ...]
-    "Of every position."
+    "Device kind of every position."
     collective: CollectiveTime
-    "Over these devices, for even parts."
+    "Seconds of collectives over these devices, with even parts."
     rows: int
     tokens: int
     precision: Precision
     microbatches: int
-    "Of an iteration: gradients are reduced and parameters updated once in so many microbatches."
+    "Microbatches per iteration: gradients are reduced and parameters updated once per iteration."
     slowness: Mapping[str, float] = field(default_factory=dict)
-    "Kind of device -> what its computing takes against the roofline, where that was measured."
+    "Device kind -> measured compute time / roofline time, if measured."
     lowered: Callable[[str, float], tuple[LoweredCollective, ...]] | None = None
-    "(all_gather, reduce_scatter or all_to_all, bytes of the whole tensor) -> its lowerings over these devices; None:"
-    " parts are padded, and nothing goes from one split to another at once."
+    "(all_gather, reduce_scatter or all_to_all, bytes of the full tensor) -> its lowerings on these devices. None:"
+    " parts are padded, and there is no all_to_all."
     reshare_s: Callable[[float, Sequence[float], Sequence[float]], float] | None = None
-    "(bytes of the whole tensor, shares before, shares afterwards) -> seconds, one way; None: all layers have the same."
+    "(bytes of the full tensor, old shares, new shares) -> seconds, one direction. None: all layers have equal shares."
     lanes: int = 1
-    "Groups of devices over which the layers are spread: one of them holds so small a part."
+    "Number of device groups over which the layers are distributed: each holds 1 / lanes of them."
 
     @cached_property
     def distinct_kinds(self) -> tuple[DeviceKind, ...]:
@@ -51,7 +51,7 @@ class ShardSetting:
 
     @property
     def device_speeds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """How fast every device computes, and how fast it moves: FLOP/s and bytes/s as far as it reaches them."""
+        """The compute rate (FLOP/s) and the memory rate (bytes/s) of every device, as measured if known."""
         slow = [self.slowness.get(kind.name, 1.0) for kind in self.kinds]
         rates = [kind.peak_flops_per_s[self.precision] * kind.efficiency for kind in self.kinds]
         moves = [kind.memory_bandwidth_bytes_per_s for kind in self.kinds]
@@ -67,7 +67,7 @@ class ShardSetting:
 
     @property
     def overlap_share(self) -> float:
-        """What part of what hides under a backward costs it nothing."""
+        """The part of the overlapped reduction that costs the backward nothing."""
         return min(kind.overlap for kind in self.kinds)
 
     @cached_property
@@ -75,7 +75,7 @@ class ShardSetting:
         return {}
 
     def make_once(self, key: object, made: Callable[[], Found]) -> Found:
-        """What `made` gives, made once in this setting for everything with this key: repeated layers cost one."""
+        """Return the result of `made`, cached in this setting by `key`, so that repeated layers are priced once."""
         if key not in self._made_values:
             self._made_values[key] = made()
         return cast(Found, self._made_values[key])

@@ -1,8 +1,8 @@
-"""Shares of the devices for a fixed program, by linear program (HiGHS), and their rounding to whole units.
+"""Shares of the devices for a fixed program, by a linear program (HiGHS), and their rounding to integers.
 
-One variable for the fraction of every kind of device, one for the time of every stretch between two collectives,
-forward and backward: a stretch takes what its slowest device takes, with all that is computed whole in it (reference:
-HAP's load balancer, whose rows were one an operator and without constants). Rows for memory bound the fractions.
+The variables are the fraction of every device kind, and the forward and backward time of every segment between two
+collectives. A segment takes as long as its slowest device, including its replicated work (reference: HAP's load
+balancer, which had one row per operator and no constants). Memory rows bound the fractions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from pipefit.shard.template import (
 )
 
 Weights = tuple[float, ...]
-"""One for each position of the shard axis, adding up to 1."""
+"""One weight per position of the shard axis; the sum is 1."""
 
 LEAST_UNITS = 0.6
-"""Of its smallest cut that a device gets before rounding, so that rounding leaves it one."""
+"""Least part of a unit of the coarsest cut for a device before rounding, so that rounding leaves it one unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """The memory of one kind of device: bytes = first + second x fraction, up to a limit."""
+    """The memory of one device kind: bytes = whole_bytes + split_bytes x fraction, up to a limit."""
 
     whole_bytes: float
     split_bytes: float
@@ -51,10 +51,10 @@ def best_weights(
     rooms: Sequence[MemoryRoom] = (),
     around: HeldFractions | None = None,
 ) -> Weights | None:
-    """The fractions with which these stretches (each so many times) take least; None where memory allows none.
+    """Return the fractions that minimise the time of these segments with their counts, or None if memory allows none.
 
-    Devices of one kind get equal fractions: costs depend on the largest of a kind only. `least` is the smallest
-    fraction that is allowed. Collectives are lowered as it is cheapest `around` these fractions.
+    Devices of one kind get equal fractions, because costs depend only on the largest fraction of a kind. `least` is the
+    smallest allowed fraction. Collectives use their cheapest lowerings at the fractions `around`.
     """
     program = _ShareProgram(members, least, around)
     for room, fraction in zip(rooms, program.fraction, strict=False):
@@ -66,7 +66,7 @@ def best_weights(
 
 
 class _ShareProgram:
-    """Rows `terms <= bound` over variables that are not negative."""
+    """A linear program: rows `terms <= bound` over non-negative variables."""
 
     def __init__(self, members: AxisMembers, least: float, around: HeldFractions | None) -> None:
         self.members, self.around = members, around
@@ -78,7 +78,7 @@ class _ShareProgram:
             self.add_row({fraction: -1.0}, -least)
             self.add_row({fraction: float(len(members.kind)), self.widest: -1.0}, 0.0)
         self.rounds: dict[int, tuple[PortLoads, list[int]]] = {}
-        "By the identity of what a lowering moves: a variable for every round, seconds a byte."
+        "Identity of port loads -> the loads, and a variable per round in seconds per byte."
 
     def add_variable(self, cost: float = 0.0) -> int:
         self.costs.append(cost)
@@ -88,7 +88,7 @@ class _ShareProgram:
         self.rows.append((terms, bound))
 
     def add_segment(self, stretch: ComputeSegment, times: float) -> None:
-        """The time of a stretch, forward and backward, and its collectives."""
+        """Add the forward and backward time of a segment, and its collectives."""
         for toll in stretch.tolls:
             if toll.cut != WHOLE_CUT:
                 self.costs[self.widest] += times * toll.line[1]
@@ -103,7 +103,7 @@ class _ShareProgram:
                 self.add_row(terms, -constant)
 
     def add_collective(self, one: LoweredCollective, times: float) -> None:
-        """The time of a collective: in every round the busiest port."""
+        """Add the time of a collective: the busiest port in every round."""
         if one.name == "padded" and one.rounds.loads[0].ndim == 2:
             self.costs[self.widest] += times * one.slope
             return
@@ -119,14 +119,14 @@ class _ShareProgram:
             self.costs[variable] += times * one.slope
 
     def _by_kind(self, load: Sequence[float]) -> list[float]:
-        """What a port carries of the fraction of every kind."""
+        """Return the load of a port per fraction of each device kind."""
         totals = [0.0] * self.members.kind_count
         for seconds, kind in zip(load, self.members.kind, strict=True):
             totals[kind] += float(seconds)
         return totals
 
     def _add_lines(self, lines: Lines, cut: int, fraction: int, terms: dict[int, float]) -> float:
-        """Add one operator's pass to a row; what of it is constant is returned."""
+        """Add one operator's pass to a row and return its constant part."""
         if not lines:
             return 0.0
         if cut == WHOLE_CUT:
@@ -141,14 +141,14 @@ class _ShareProgram:
         return 0.0
 
     def solve_fractions(self) -> Sequence[float] | None:
-        """The fractions of the kinds."""
+        """Return the fractions of the device kinds, or None if there is no solution."""
         import numpy as np
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
 
         entries = [(row_index, *term) for row_index, (terms, _) in enumerate(self.rows) for term in terms.items()]
         places, variables, factors = zip(*entries, strict=True)
-        scale = max(*self.costs, 1e-12)  # seconds are small against HiGHS's tolerances
+        scale = max(*self.costs, 1e-12)  # seconds are small relative to HiGHS's tolerances
         matrix = csr_array((factors, (places, variables)), shape=(len(self.rows), len(self.costs)))
         total = np.zeros((1, len(self.costs)))
         total[0, self.fraction] = self.members.device_counts
@@ -170,7 +170,7 @@ def _pass_lines(ways: Sequence[OpenOption], passes: Sequence[int], kind: int) ->
 
 
 def nearest_shares(weights: Weights) -> tuple[int, ...]:
-    """The smallest whole shares that are within 0.1 % of everything of these weights."""
+    """Return the smallest integer shares within 0.1 % (of the total) of these weights."""
     candidates = round_weights(weights, ())
 
     def share_error(shares: tuple[int, ...]) -> float:
@@ -180,8 +180,10 @@ def nearest_shares(weights: Weights) -> tuple[int, ...]:
 
 
 def count_segments(chain: Sequence[ChosenProgram]) -> list[tuple[ComputeSegment, int]]:
-    """The stretches of layers one after the other, equal ones together: one that ends a layer goes on in the next,
-    unless that begins with a collective."""
+    """Return the distinct segments of consecutive layers, with their counts.
+
+    The last segment of a layer continues in the next layer, unless that begins with a collective.
+    """
     known: dict[int, list[ComputeSegment]] = {}
     pieces: list[list[tuple[int, int]]] = []
     for chosen in chain:
@@ -203,8 +205,10 @@ def count_segments(chain: Sequence[ChosenProgram]) -> list[tuple[ComputeSegment,
 def cost_s(
     stretches: Sequence[tuple[ComputeSegment, int]], members: AxisMembers, shares: Sequence[int]
 ) -> float | None:
-    """Seconds of a microbatch after rounding, with its part of what comes once an iteration: devices wait for each
-    other at collectives only. None where the shares leave a device without a unit of what is split."""
+    """Return the seconds of a microbatch after rounding, with its part of the costs per iteration.
+
+    Devices synchronise at collectives only. The result is None if the shares leave a device without a unit of a split.
+    """
     cuts = cuts_of(stretches)
     fractions = held_fractions(cuts, shares, members)
     if any(cut not in fractions.worst for cut in cuts):
@@ -215,31 +219,44 @@ def cost_s(
 def overlapped_reduction_s(
     chain: Sequence[ChosenProgram], shares: Sequence[Sequence[int]], bucket_s: float, microbatches: int
 ) -> float:
-    """Seconds of a microbatch's part of the gradient reductions that are over when the last backward is: bucket by
-    bucket (`cost/pipeline/overlap.py`), where reducing a full one takes `bucket_s`; `shares` are those of every
-    program. Sizes are told in seconds here."""
+    """Return the overlapped seconds of the gradient reductions, divided by the microbatches.
+
+    Overlap is counted bucket by bucket (`cost/pipeline/overlap.py`); a full bucket takes `bucket_s`, and sizes are
+    given in seconds. `shares` are those of every program.
+    """
     pieces: dict[tuple[int, Sequence[int]], list[Piece]] = {}
-    for key, (chosen, layer_shares) in {(id(program), program_shares): (program, program_shares) for program, program_shares in zip(chain, shares, strict=True)}.items():
+    for key, (chosen, layer_shares) in {
+        (id(program), program_shares): (program, program_shares)
+        for program, program_shares in zip(chain, shares, strict=True)
+    }.items():
         template, kinds = chosen.template, range(chosen.template.members.kind_count)
         fractions = held_fractions(template.cuts, layer_shares, template.members)
         options = [step.ways[number] for step, number in zip(template.steps, chosen.ways, strict=True)]
         pieces[key] = [
-            (microbatches * option.once_s, max(option.backward_s(fractions, kind) for kind in kinds)) for option in options
+            (microbatches * option.once_s, max(option.backward_s(fractions, kind) for kind in kinds))
+            for option in options
         ]
-    all_pieces = [piece for program, program_shares in zip(chain, shares, strict=True) for piece in pieces[id(program), program_shares]]
+    all_pieces = [
+        piece
+        for program, program_shares in zip(chain, shares, strict=True)
+        for piece in pieces[id(program), program_shares]
+    ]
     return hidden_s(sum(size for size, _ in all_pieces), all_pieces, bucket_s) / microbatches
 
 
 def cuts_of(stretches: Sequence[tuple[ComputeSegment, int]]) -> list[int]:
-    """The cuts that occur, coarsest first."""
+    """Return the cuts in use, coarsest first."""
     cuts = {option.cut for stretch, _ in stretches for option in stretch.ways}
     cuts |= {cut for stretch, _ in stretches for toll in stretch.tolls for cut in (toll.cut, toll.earlier)}
     return sorted(cuts - {WHOLE_CUT})
 
 
 def held_bytes(chain: Sequence[ChosenProgram], shares: Sequence[float]) -> tuple[float, ...]:
-    """What stays on the fullest device of every kind, for one microbatch: parameters with gradients and state, and
-    what the backward needs of every layer; of what only passes, the largest weight that is gathered for use."""
+    """Return the bytes held on the fullest device of every kind, for one microbatch.
+
+    They are the parameters with gradients and optimizer state, the saved activations of every layer, and the largest
+    weight gathered for use.
+    """
     members = chain[0].template.members
     totals = [transient_bytes(chain)] * members.kind_count
     for chosen, times in _distinct_programs(chain):
@@ -254,7 +271,7 @@ def held_bytes(chain: Sequence[ChosenProgram], shares: Sequence[float]) -> tuple
 
 
 def transient_bytes(chain: Sequence[ChosenProgram]) -> float:
-    """The largest weight that is stored split and gathered for an operator, or its gradient."""
+    """Return the bytes of the largest sharded weight gathered for an operator, or of its gradient."""
     return max(
         (
             part.passing
@@ -267,7 +284,7 @@ def transient_bytes(chain: Sequence[ChosenProgram]) -> float:
 
 
 def memory_rooms(chain: Sequence[ChosenProgram], limits: Sequence[float]) -> tuple[MemoryRoom, ...]:
-    """The memory of every kind of device as a line in its fraction; `limits` are what is free for it."""
+    """Return the memory of every device kind as a line in its fraction; `limits` are the free bytes."""
     parts = [(part.held, times) for chosen, times in _distinct_programs(chain) for part in chosen.chosen_parts()]
     fixed_bytes = transient_bytes(chain) + sum(times * held[0] for held, times in parts)
     split_ = sum(times * held[1] for held, times in parts)
@@ -275,20 +292,22 @@ def memory_rooms(chain: Sequence[ChosenProgram], limits: Sequence[float]) -> tup
 
 
 def _distinct_programs(chain: Sequence[ChosenProgram]) -> list[tuple[ChosenProgram, int]]:
-    """The programs of a chain, each with how often it stands there."""
+    """Return the distinct programs of a chain, with their counts."""
     times = Counter(map(id, chain))
     return [(chosen, times[key]) for key, chosen in {id(chosen): chosen for chosen in chain}.items()]
 
 
 def least_fraction(cuts: Sequence[int]) -> float:
-    """The smallest fraction that rounding to the coarsest of these cuts leaves a unit."""
+    """Return the smallest fraction that gets a unit of the coarsest of these cuts after rounding."""
     units = [cut for cut in cuts if cut > 0]
     return LEAST_UNITS / min(units) if units else 0.0
 
 
 def round_weights(weights: Weights, units: Sequence[int]) -> list[tuple[int, ...]]:
-    """Whole shares near these weights, small numbers first: by the units of every cut, and finer; every device has one
-    at least."""
+    """Return integer shares near these weights, small numbers first; every device gets at least one.
+
+    The totals are the units of every cut, and finer numbers.
+    """
     exact = [round(weight * 1e9) for weight in weights]
     rounded: dict[tuple[int, ...], None] = {}
     for total in sorted({*(unit for unit in units if 0 < unit <= 4096), *range(2, 17), 32, 64, 100, 1000}):

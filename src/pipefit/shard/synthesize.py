@@ -1,8 +1,8 @@
-"""Programs and shares together: each is the best for the other, from several starts (HAP's alternation, repaired).
+"""Joint search of programs and shares: alternating optimisation from several starts (HAP's alternation, repaired).
 
-The search finds a program for given shares, the linear program shares for a given program. Going back and forth ends
-where neither improves, which need not be the joint optimum: so it is done from shares between even and proportional to
-speed. A program, its shares and their cost are one record and never mixed. Costs are those after rounding.
+The search finds a program for given shares, and the linear program finds shares for a given program. The alternation
+ends if neither improves, which need not be the joint optimum, so it starts from several shares between even and
+proportional to speed. A program, its shares and their cost are one record. Costs are computed after rounding.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ Program = TypeVar("Program")
 Shares = TypeVar("Shares")
 
 ROUNDS = 12
-"""Of going back and forth from one start, at most; three are usual."""
+"""Maximum number of alternations from one start; three are usual."""
 
 EXPOSED = (1.0, 0.5, 0.0)
-"""What part of gradient reductions the search counts in turn, where they hide under the backward."""
+"""Parts of gradient reductions counted by the search in turn, if they overlap the backward."""
 
 PRICES = 5
-"""How many prices of a byte are tried between one that changes nothing and one that decides everything."""
+"""Number of prices per byte tried between one without effect and one that dominates all costs."""
 
 DEAREST = 1e3
-"""The highest price: filling a device's memory costs so many times the program."""
+"""The highest price: filling a device's memory costs this many times the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramRecord(Generic[Program, Shares]):
-    """A program, the shares it is to be run with, and what both together cost."""
+    """A program, its shares, and the cost of both together."""
 
     program: Program
     shares: Shares
@@ -64,10 +64,10 @@ def alternate_searches(
     improve: Callable[[Program], Iterable[Shares]],
     cost: Callable[[Program, Shares], float | None],
 ) -> ProgramRecord[Program, Shares] | None:
-    """The best record from all starts; None where no start has a program.
+    """Return the best record over all starts, or None if no start has a program.
 
-    `search_programs` gives a program for shares, `improve_shares` shares to try for a program, `record_cost_s` None
-    where they do not go together.
+    `search` returns a program for shares and `improve` shares to try for a program. `cost` returns None if the two are
+    incompatible.
     """
     best: ProgramRecord[Program, Shares] | None = None
     for shares in starts:
@@ -90,7 +90,7 @@ def alternate_searches(
 
 
 def start_weights(*speeds: Sequence[float]) -> list[Weights]:
-    """Shares to start from: even, proportional to each of these speeds, and half and thirds of the way between them."""
+    """Return start weights: even, proportional to each of these speeds, and the means of two or three of them."""
     count = len(speeds[0])
     corners = [tuple(speed / sum(group) for speed in group) for group in (*speeds, (1.0,) * count)]
     weights: dict[Weights, None] = {}
@@ -106,13 +106,13 @@ class SynthesizedProgram:
     links: tuple[ChainLink, ...]
     shares: tuple[int, ...]
     cost_s: float
-    "Of a microbatch, forward and backward, with its part of what comes once an iteration."
+    "Seconds of a microbatch, forward and backward, with its part of the costs per iteration."
     held_bytes: tuple[float, ...]
-    "What stays on the fullest device of every kind."
+    "Bytes held on the fullest device of every kind."
 
 
 def synthesize_program(chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int] = ()) -> SynthesizedProgram:
-    """`leanest_program`, where it fits. Raises PlanError where there is no program, or none that fits in memory."""
+    """Return `leanest_program`. Raises PlanError if there is no program, or none that fits in memory."""
     program = leanest_program(chains, layers, shares)
     if not fits_in_memory(chains, program.held_bytes):
         raise _no_program(chains, shares)
@@ -122,17 +122,21 @@ def synthesize_program(chains: ChainSearch, layers: Sequence[Layer], shares: Seq
 def cheapest_program(
     chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int] = ()
 ) -> SynthesizedProgram | None:
-    """The cheapest program of consecutive layers with these shares or with the best ones, as if memory were free; None
-    where there is none."""
+    """Return the cheapest program of consecutive layers, ignoring memory, or None if there is none.
+
+    With `shares` the shares are fixed; otherwise the best ones are searched.
+    """
     return _at_price(chains, layers, shares, 0.0)
 
 
 def leanest_program(
     chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int] = (), found: SynthesizedProgram | None = None
 ) -> SynthesizedProgram:
-    """The cheapest program of consecutive layers that fits in memory, with these shares or with the best ones; where
-    none fits, one that holds little. `found` is the `cheapest_program`, where that is known. Raises PlanError where
-    there is no program at all."""
+    """Return the cheapest program of consecutive layers that fits in memory, or a program with few bytes if none fits.
+
+    With `shares` the shares are fixed; otherwise the best ones are searched. `found` is the `cheapest_program`, if
+    known. Raises PlanError if there is no program.
+    """
     found = found or cheapest_program(chains, layers, shares)
     if found is not None and fits_in_memory(chains, found.held_bytes):
         return found
@@ -157,7 +161,7 @@ def leanest_program(
 def _at_price(
     chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int], price_s: float
 ) -> SynthesizedProgram | None:
-    """The best program where a byte that stays costs so much; its `cost_s` is without that."""
+    """Return the best program if each byte held costs `price_s`; its `cost_s` excludes that price."""
     chains.byte_price_s = price_s
     record = _search_alternating(chains, layers, shares)
     chains.byte_price_s = 0.0
@@ -165,21 +169,24 @@ def _at_price(
 
 
 def memory_limits(chains: ChainSearch) -> tuple[float, ...]:
-    """Bytes of every kind of device that a program may fill, were all layers on it."""
+    """Return the bytes per device kind that all layers together may fill: `lanes` times the free memory of a device."""
     setting = chains.setting
     return tuple(setting.lanes * max(1.0, kind.memory_bytes - WORKSPACE_BYTES) for kind in setting.distinct_kinds)
 
 
 def fits_in_memory(chains: ChainSearch, held: Sequence[float]) -> bool:
-    """Whether what stays leaves no device short."""
+    """Return whether the bytes held fit on every device."""
     return all(size <= limit for size, limit in zip(held, memory_limits(chains), strict=True))
 
 
 def _search_alternating(
     chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int]
 ) -> ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]] | None:
-    """The best record, with all gradient reductions counted in the search and, where they hide under the backward, with
-    less of them; what hides is taken off the cost of each."""
+    """Return the best record over several exposed parts of gradient reductions.
+
+    All reductions count first, then, if they overlap the backward, smaller parts. The overlap is subtracted from each
+    cost.
+    """
     first = (
         [tuple(shares)]
         if shares
@@ -198,7 +205,7 @@ def _search_alternating(
 
 
 class _ChainAlternation:
-    """What a chain of layers puts into `alternate_searches`."""
+    """The functions of `alternate_searches` for a chain of layers."""
 
     def __init__(self, chains: ChainSearch, layers: Sequence[Layer], pinned: bool) -> None:
         self.chains, self.layers, self.pinned, self.members = chains, layers, pinned, chains.setting.axis_members
@@ -245,7 +252,7 @@ class _ChainAlternation:
 
 
 def _memory_penalty(chains: ChainSearch, held: Sequence[float]) -> float:
-    """By what a program's cost is multiplied where it needs more memory than there is."""
+    """Return the cost factor of a program that exceeds memory."""
     return 1 + 1e3 * max(max(0.0, size / limit - 1) for size, limit in zip(held, memory_limits(chains), strict=True))
 
 

@@ -1,8 +1,8 @@
-"""A program to be searched, with every cost as a function of the shares.
+"""A program before the search, with every cost as a function of the shares.
 
-On one kind of device a pass of an operator takes the larger of a few straight lines in the device's fraction of what is
-split (computing and moving, roofline); a padded collective is a straight line in n x the largest fraction. With
-fractions put in it is a problem for `frontier`; with a solution put in it is a linear program for `shares`.
+On one device kind, the time of an operator's pass is the maximum of a few linear functions of the device's fraction
+(compute and memory traffic, roofline). A padded collective is linear in n x the largest fraction. For given fractions
+the template is a problem for `frontier`; for a given solution it is a linear program for `shares`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Line = tuple[float, float]
 """Seconds = first + second x fraction."""
 
 Lines = tuple[Line, ...]
-"""The largest of them counts; none is 0 s."""
+"""Lines whose maximum counts; an empty tuple means 0 s."""
 
 WHOLE_CUT = -1
-"""The cut of what is not split. Every other cut is a number of units, the same in all layers; 0 is any fraction."""
+"""The cut of unsplit dimensions. Every other cut is a number of units, the same in all layers; 0 is any fraction."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisMembers:
-    """Who works together: the devices of a shard axis, by kind."""
+    """The devices of a shard axis, by kind."""
 
     kind: tuple[int, ...]
-    "Of every position: a number below `kind_count`."
+    "Kind number of every position, below `kind_count`."
 
     @property
     def kind_count(self) -> int:
@@ -43,10 +43,10 @@ class AxisMembers:
 
 @dataclass(frozen=True, slots=True)
 class HeldFractions:
-    """What the devices hold of everything that is split."""
+    """The fractions of all cuts on the devices."""
 
     worst: Mapping[int, tuple[float, ...]]
-    "By cut: the largest fraction on every kind of device. A cut that leaves a device without a unit is not there."
+    "By cut: the largest fraction on every device kind. Cuts that leave a device without a unit are missing."
     padding: Mapping[int, float]
     "By cut: n x the largest fraction."
     parts: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
@@ -55,27 +55,30 @@ class HeldFractions:
 
 @dataclass(frozen=True, slots=True)
 class ConversionCost:
-    """A conversion: seconds = first + second x n x the largest fraction of its cut, and the cheapest lowerings of what
-    it does forward and backward."""
+    """The cost of a conversion: seconds = first + second x n x the largest fraction of its cut, plus the cheapest
+    lowerings.
+
+    The lowerings are those of its forward and its backward collective.
+    """
 
     line: Line
     cut: int = WHOLE_CUT
     meets: bool = True
-    "Whether devices wait for each other; a local slice does not."
+    "Whether devices synchronise; a local slice does not."
     held: Line = (0.0, 0.0)
-    "Bytes that the result takes, in the fraction of its cut."
+    "Bytes of the result, as a line in the fraction of its cut."
     passing: float = 0.0
-    "Bytes that are there only while one operator runs: a weight that is gathered for it, or the gradient."
+    "Transient bytes while one operator runs: a gathered weight, or its gradient."
 
     ahead: tuple[LoweredCollective, ...] = ()
-    "Lowerings of its collective."
+    "Lowerings of the forward collective."
     back: tuple[LoweredCollective, ...] = ()
-    "And of what its backward does."
+    "Lowerings of the backward collective."
     earlier: int = WHOLE_CUT
-    "Of an all-to-all, the cut of what was split before."
+    "For an all-to-all, the cut of the source dimension."
 
     def can_split(self, fractions: HeldFractions) -> bool:
-        """Whether these fractions leave every device a unit of its cuts."""
+        """Return whether these fractions leave every device a unit of its cuts."""
         return self.cut in fractions.worst and self.earlier in fractions.worst
 
     def conversion_s(self, fractions: HeldFractions) -> float:
@@ -85,8 +88,10 @@ class ConversionCost:
         return seconds
 
     def cheapest_lowerings(self, fractions: HeldFractions) -> tuple[tuple[LoweredCollective, tuple[Parts, ...]], ...]:
-        """The cheapest of them with these fractions, forward and backward, each with the parts that it moves; none
-        where nothing is to be chosen."""
+        """Return the cheapest lowerings at these fractions, forward and backward, each with its parts.
+
+        The result is empty if there is no choice.
+        """
         if not self.ahead:
             return ()
         parts: tuple[Parts, ...] = (fractions.parts[self.cut],)
@@ -96,33 +101,35 @@ class ConversionCost:
         return tuple((_cheapest_lowering(options, moved), moved) for options, moved in directions)
 
     def lowering_names(self, fractions: HeldFractions) -> str:
-        """The cheapest lowerings in a word: `grouped`, or `padded+alltoallv` where the backward has another one; ''
-        where nothing is to be chosen, or both are padded."""
+        """Return the cheapest lowerings as text: `grouped`, or `padded+alltoallv` if the backward differs.
+
+        The text is empty if there is no choice, or both are padded.
+        """
         names = tuple(dict.fromkeys(lowering.name for lowering, _ in self.cheapest_lowerings(fractions)))
         return "" if names in ((), ("padded",)) else "+".join(names)
 
 
 def _cheapest_lowering(ways: Sequence[LoweredCollective], parts: tuple[Parts, ...]) -> LoweredCollective:
-    """The first whose price no other is really below: sums in another order round otherwise."""
+    """Return the first lowering with the least price, up to rounding (sums in another order round differently)."""
     least = min(lowering.lowered_s(*parts) for lowering in ways)
     return next(lowering for lowering in ways if lowering.lowered_s(*parts) <= least * (1 + 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenOption:
-    """A way to compute an operator, by fraction."""
+    """One way to compute an operator, with costs as functions of the fraction."""
 
     needs: tuple[int, ...]
     gives: int
     cut: int = WHOLE_CUT
     passes: tuple[tuple[Lines, ...], ...] = ()
-    "[forward, input gradient, weight gradient][kind of device]."
+    "[forward, input gradient, weight gradient][device kind]."
     toll: ConversionCost | None = None
-    "A reduction that is part of it."
+    "The reduction of its partial result."
     once_s: float = 0.0
-    "Once an iteration, as its part of a microbatch."
+    "Seconds once an iteration, divided by the microbatches."
     held: Line = (0.0, 0.0)
-    "Bytes that stay on a device: a parameter with gradient and state, or what the backward needs."
+    "Bytes held on a device: a parameter with gradient and state, or saved activations."
     talk: ConversionCost | None = None
     "Collectives inside the operator, forward and backward."
 
@@ -139,10 +146,14 @@ class OpenOption:
         return max((first + second * held for first, second in self.passes[number][kind]), default=0.0)
 
     def cost_s(self, fractions: HeldFractions, kinds: int, exposed: float = 1.0) -> float:
-        """The slowest device's forward and its backward, the reduction, and what of what comes once is `exposed`."""
+        """Return the seconds of the slowest device's forward and backward, the reduction, and the exposed cost per
+        iteration.
+        """
         toll_s = sum(toll.conversion_s(fractions) for toll in (self.toll, self.talk) if toll)
         kind_numbers = range(kinds)
-        slowest = max(self.forward_s(fractions, k) for k in kind_numbers) + max(self.backward_s(fractions, k) for k in kind_numbers)
+        slowest = max(self.forward_s(fractions, k) for k in kind_numbers) + max(
+            self.backward_s(fractions, k) for k in kind_numbers
+        )
         return slowest + toll_s + exposed * self.once_s
 
 
@@ -155,12 +166,12 @@ class OpenStep:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTemplate:
-    """A layer's program with everything open: forms and shares."""
+    """A layer's program before its forms and shares are chosen."""
 
     members: AxisMembers
     steps: tuple[OpenStep, ...]
     tolls: tuple[Mapping[tuple[int, int], ConversionCost], ...]
-    "Of every value: (from form, to form)."
+    "Costs by (source form, target form), for every value."
     cuts: tuple[int, ...]
     given: Mapping[int, int]
     wanted: Mapping[int, int]
@@ -168,9 +179,11 @@ class LayerTemplate:
     def problem_at(
         self, fractions: HeldFractions, byte_price_s: float = 0.0, exposed: float = 1.0
     ) -> tuple[FormProblem, tuple[tuple[int, ...], ...]]:
-        """The problem for these fractions, and for every step the numbers of the ways that are possible with them.
-        `byte_price_s` makes every byte that stays cost so many seconds, where memory is scarce; reductions of gradients
-        count as far as they are `exposed`."""
+        """Return the problem at these fractions, and the numbers of the possible options of every step.
+
+        `byte_price_s` is the price in seconds of every byte held, if memory is scarce. `exposed` is the part of
+        gradient reductions that counts.
+        """
 
         def held_s(one: OpenOption | ConversionCost) -> float:
             return byte_price_s * (one.held[0] + one.held[1] * max(fractions.worst[one.cut])) if byte_price_s else 0.0
@@ -183,7 +196,9 @@ class LayerTemplate:
                 and all(toll.can_split(fractions) for toll in (option.toll, option.talk) if toll is not None)
             )
             costs = [ways[n].cost_s(fractions, self.members.kind_count, exposed) + held_s(ways[n]) for n in able]
-            options = tuple(PricedOption(ways[n].needs, ways[n].gives, cost) for n, cost in zip(able, costs, strict=True))
+            options = tuple(
+                PricedOption(ways[n].needs, ways[n].gives, cost) for n, cost in zip(able, costs, strict=True)
+            )
             return options, able
 
         def costs_at(tolls: Mapping[tuple[int, int], ConversionCost]) -> Conversions:
@@ -193,7 +208,7 @@ class LayerTemplate:
                 if toll.can_split(fractions)
             }
 
-        distinct = {id(step.ways): step.ways for step in self.steps}  # steps that are alike have the same ways
+        distinct = {id(step.ways): step.ways for step in self.steps}  # equal steps share their options
         priced = {key: options_at(options) for key, options in distinct.items()}
         steps = [PricedStep(step.inputs, step.output, priced[id(step.ways)][0]) for step in self.steps]
         numbers = [priced[id(step.ways)][1] for step in self.steps]
@@ -205,16 +220,16 @@ class LayerTemplate:
 
 @dataclass(frozen=True, slots=True)
 class ChosenProgram:
-    """A template with a way for every step, and its conversions."""
+    """A template with an option for every step, and its conversions."""
 
     template: LayerTemplate
     ways: tuple[int, ...]
-    "Numbers of the template's ways."
+    "Numbers of the template's options."
     before: tuple[tuple[Move, ...], ...]
     after: tuple[Move, ...]
 
     def compute_segments(self) -> list[ComputeSegment]:
-        """What is computed between two collectives, in order, each with the collective in front of it."""
+        """Return the segments between two collectives, in order, each with the preceding collectives."""
         segments: list[ComputeSegment] = []
         tolls: list[ConversionCost] = []
         options: list[OpenOption] = []
@@ -240,7 +255,7 @@ class ChosenProgram:
         return [*segments, ComputeSegment(tuple(tolls), tuple(options))]
 
     def chosen_parts(self) -> list[OpenOption | ConversionCost]:
-        """The ways and the conversions that were chosen."""
+        """Return the chosen options and conversions."""
         options: list[OpenOption | ConversionCost] = [
             step.ways[number] for step, number in zip(self.template.steps, self.ways, strict=True)
         ]
@@ -250,7 +265,7 @@ class ChosenProgram:
 
 @dataclass(frozen=True, slots=True)
 class ComputeSegment:
-    """Collectives, and what devices do between them and the next."""
+    """Collectives, and the computation between them and the next collective."""
 
     tolls: tuple[ConversionCost, ...]
     ways: tuple[OpenOption, ...]
@@ -263,19 +278,21 @@ class ComputeSegment:
 
 
 def choose_program(template: LayerTemplate, numbers: Sequence[Sequence[int]], solution: FormSolution) -> ChosenProgram:
-    """What a solution of `template.at(...)` means."""
+    """Return the program of a solution of `template.problem_at(...)`."""
     option_numbers = tuple(able[number] for able, number in zip(numbers, solution.ways, strict=True))
     return ChosenProgram(template, option_numbers, solution.before, solution.after)
 
 
 def held_fractions(cuts: Iterable[int], shares: Sequence[float], members: AxisMembers) -> HeldFractions:
-    """What the devices hold of these cuts: whole units, as the runtime cuts them; shares are whole numbers then."""
+    """Return the devices' fractions of these cuts: full units, as the runtime cuts them, for integer shares."""
     worst: dict[int, tuple[float, ...]] = {WHOLE_CUT: (1.0,) * members.kind_count}
     padding = {WHOLE_CUT: 1.0}
     parts: dict[int, tuple[float, ...]] = {}
     for units in cuts:
         if units:
-            fractions = [(stop - start) / units for start, stop in split_by_shares(units, [int(share) for share in shares])]
+            fractions = [
+                (stop - start) / units for start, stop in split_by_shares(units, [int(share) for share in shares])
+            ]
         else:
             fractions = [share / sum(shares) for share in shares]
         if min(fractions) > 0:

@@ -1,4 +1,4 @@
-"""What every conversion of a value takes on the devices of a setting, forward and backward, and what it leaves."""
+"""Prices of all conversions of a value on the devices of a setting, forward and backward, with the bytes held."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pipefit.shard.setting import ShardSetting
 from pipefit.shard.template import WHOLE_CUT, ConversionCost, Line
 
 Tolls = Mapping[tuple[int, int], ConversionCost]
-"""(from form, to form) -> its price."""
+"""(source form, target form) -> the price of the conversion."""
 
 Cuts = Sequence[int | None]
-"""The units of every dimension; None where it cannot be split."""
+"""The units of every dimension; None if it cannot be split."""
 
 
 def price_conversions(setting: ShardSetting, shape: Shape, cuts: Cuts, kept_bytes: float, activation: bool) -> Tolls:
-    """Every conversion of a value of which so many bytes stay; of what is no activation, only slices."""
+    """Return the prices of all conversions of a value of which `kept_bytes` stay.
+
+    A value that is not an activation is only sliced.
+    """
     able = {dim: cut for dim, cut in enumerate(cuts) if cut is not None}
     size = float(element_count(shape, setting.symbol_sizes) * COMPUTE_BYTES[setting.precision])
     slow = max(2 * size / kind.memory_bandwidth_bytes_per_s + 2 * kind.overhead_s for kind in setting.kinds)
@@ -44,8 +47,10 @@ def price_conversions(setting: ShardSetting, shape: Shape, cuts: Cuts, kept_byte
 
 
 def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable: bool, often: int) -> Tolls:
-    """Gathering a parameter that is stored split, so `often` a microbatch (0: all of it stays), and reducing its
-    gradient."""
+    """Return the prices of gathering a sharded parameter and reducing its gradient.
+
+    `often` is the number of gathers per microbatch; 0: the gathered parameter is kept.
+    """
     elements = float(element_count(shape, {}))
     times = {"all_gather": max(1, often), "reduce_scatter": int(trainable)}
     size = elements * COMPUTE_BYTES[setting.precision]
@@ -58,7 +63,8 @@ def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable
     def lowered_options(kind: str) -> tuple[LoweredCollective, ...]:
         lowerings = lowered(kind, sizes[kind]) if lowered else ()
         return tuple(
-            replace(lowering, constant_s=times[kind] * lowering.constant_s, slope=times[kind] * lowering.slope) for lowering in lowerings
+            replace(lowering, constant_s=times[kind] * lowering.constant_s, slope=times[kind] * lowering.slope)
+            for lowering in lowerings
         )
 
     line = (0.0, 0.0) if lowered else (2 * unsharding_s(1.0) - unsharding_s(2.0), unsharding_s(2.0) - unsharding_s(1.0))
@@ -75,10 +81,12 @@ def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable
 def _price_collective(
     setting: ShardSetting, kind: str, size: float, cut: int, held: Line, earlier: int = WHOLE_CUT
 ) -> ConversionCost:
-    """A collective of parts, with the lowerings from which the cheapest is taken."""
+    """Return the price of a collective of parts, with all its lowerings."""
     if setting.lowered is None:
         once_s, twice_s = _round_trip_s(setting, kind, size), _round_trip_s(setting, kind, 2 * size)
-        return ConversionCost((2 * once_s - twice_s, twice_s - once_s), cut, held=held)  # padded: a line in n x the largest fraction
+        return ConversionCost(
+            (2 * once_s - twice_s, twice_s - once_s), cut, held=held
+        )  # padded: a line in n x the largest fraction
     ahead, back = setting.lowered(kind, size), setting.lowered(BACKWARD[kind], size)
     return ConversionCost((0.0, 0.0), cut, held=held, ahead=ahead, back=back, earlier=earlier)
 

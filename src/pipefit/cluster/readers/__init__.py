@@ -1,7 +1,8 @@
-"""Reading what other tools know of machines. One file a tool; a file that defines `READER` is found by walking.
+"""Readers of other tools' descriptions of machines. One file per tool; a file that defines `READER` is found by
+walking.
 
-A reader turns texts into a cluster. What the texts do not say (devices per host, bandwidth between hosts) the caller
-must give in `ReaderOptions`: nothing is assumed silently.
+A reader turns texts into a cluster. Facts that the texts omit (devices per host, bandwidth between hosts) must be given
+in `ReaderOptions`: nothing is assumed silently.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["ClusterReader", "ReaderInput", "ReaderOptions", "check_plausible", "
 
 @cache
 def find_readers() -> Mapping[str, ClusterReader]:
-    """All readers by name, found by walking this package."""
+    """Return all readers by name, found by walking this package."""
     readers: dict[str, ClusterReader] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
@@ -34,11 +35,11 @@ def find_readers() -> Mapping[str, ClusterReader]:
 
 
 def read_cluster(source: str, files: Sequence[str], *, devices: str = "", network: str = "") -> Cluster:
-    """The cluster that `files` of the tool `source` describe, checked and found plausible.
+    """Return the cluster that `files` of the tool `source` describe, checked and found plausible.
 
-    `devices` says what a host holds (`8xA100-80`, or `A100-80`), `network` a host's bandwidth (`200Gbit/s`), where
-    the files do not. Raises PipefitError (unknown tool, nothing to read), FormatError (cannot be read as that) or
-    ClusterError (incomplete, contradictory, or in mistaken units).
+    `devices` gives the devices of a host (`8xA100-80`, or `A100-80`) and `network` a host's bandwidth (`200Gbit/s`), if
+    the files do not. Raises PipefitError (unknown tool, nothing to read), FormatError (wrong format) or ClusterError
+    (incomplete, contradictory, or in mistaken units).
     """
     known = find_readers()
     if source not in known:

@@ -1,7 +1,7 @@
 """Hostfiles: `host slots=8` (Open MPI, DeepSpeed), `host:8` (MPICH), or bare names with the count from the caller.
 
-`#` starts a comment. `max_slots=` is read and not used. A bare name that stands several times is that many slots, as
-Open MPI has it; a name with slots that stands twice is a mistake.
+`#` starts a comment. `max_slots=` is accepted and ignored. A bare name that is repeated n times has n slots, as in Open
+MPI; a repeated name with slots is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEYS = ("slots", "max_slots", "max-slots")
 
 
 def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
-    """The cluster of the hosts in these files; the kind of device comes from `--devices`."""
+    """Return the cluster of the hosts in these files; the kind of device comes from `--devices`."""
     slots: dict[str, int | None] = {}
     for text in texts:
         for name, count in parse_hosts(text).items():
@@ -30,7 +30,7 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
 
 
 def parse_hosts(text: ReaderInput) -> dict[str, int | None]:
-    """Slots by host, None where the file does not say. FormatError naming the line."""
+    """Return slots by host, None if the file omits them. Raises FormatError naming the line."""
     hosts: dict[str, int | None] = {}
     bare: dict[str, int] = {}
     for number, line in enumerate(text.text.splitlines(), 1):

@@ -1,8 +1,8 @@
-"""nccl-tests output (all_reduce_perf, sendrecv_perf and the others): the table, and clusters made from it.
+"""nccl-tests output (all_reduce_perf, sendrecv_perf and similar): parses the table, and makes clusters from tables.
 
-Columns are found by the header, so files with and without `root`, with `#wrong` or the older `error`, read alike.
-The list of ranks at the head of a file says hosts, devices and their names. Bus bandwidth is the bandwidth of a link
-whatever the operation (nccl-tests, doc/PERFORMANCE.md); the latency of a step is the smallest time over the steps of
+Columns are found by the header, so files with and without `root`, with `#wrong` or the older `error`, read alike. The
+list of ranks at the head of a file gives hosts, devices and their names. Bus bandwidth is the bandwidth of a link for
+every operation (nccl-tests, doc/PERFORMANCE.md). The latency of a step is the smallest time over the number of steps of
 a ring.
 """
 
@@ -37,7 +37,7 @@ STEPS = {
     "scatter": 1,
     "hypercube": 1,
 }
-"""Passes round the ring of (ranks - 1) steps each. sendrecv is one step."""
+"""Number of passes round the ring, each of (ranks - 1) steps. sendrecv is one step."""
 
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s+(.+?)\s*$")
 _NAMES = "|".join(("sendrecv", *STEPS))
@@ -58,7 +58,7 @@ class RankLine:
 
 @dataclass(frozen=True, slots=True)
 class RowTiming:
-    """One side of a row."""
+    """The out-of-place or in-place half of a row."""
 
     time_s: float
     algorithm_bytes_per_s: float
@@ -67,17 +67,17 @@ class RowTiming:
 
 @dataclass(frozen=True, slots=True)
 class SizeRow:
-    """One message size."""
+    """The timings of one message size."""
 
     size_bytes: int
     out_of_place: RowTiming
     in_place: RowTiming | None
-    "None where the test has no such thing (N/A)."
+    "None if the test has no in-place variant (N/A)."
 
 
 @dataclass(frozen=True, slots=True)
 class NcclTable:
-    """One file."""
+    """The table of one file."""
 
     where: str
     operation: str
@@ -90,7 +90,8 @@ class NcclTable:
 
 
 def parse_table(text: str, where: str) -> NcclTable:
-    """The table of one file. FormatError where it is no such file, is cut short, or holds impossible figures."""
+    """Return the table of one file. Raises FormatError if it has another format, is cut short, or holds impossible
+    figures."""
     lines = text.splitlines()
     ranks = tuple(
         RankLine(int(match[1]), match[2], int(match[3]), match[4]) for line in lines if (match := _RANK.match(line))
@@ -119,7 +120,7 @@ def parse_table(text: str, where: str) -> NcclTable:
         )
     if not ranks:
         raise FormatError(
-            "The file does not list its devices, so nobody knows which machines it is about.",
+            "The file does not list its devices, so its machines are not known.",
             where=where,
             allowed="lines such as: #  Rank  0 ... on node1 device  0 [0x07] NVIDIA A100-SXM4-80GB",
         )
@@ -127,8 +128,8 @@ def parse_table(text: str, where: str) -> NcclTable:
 
 
 def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
-    """One cluster of several files: those within a host give its links, those on two hosts a pair, those on more
-    hosts every pair that has no file of its own."""
+    """Make one cluster of several files. Files within a host give its links, files on two hosts that pair's link. Files
+    on more hosts give the links of every pair without its own file."""
     tables = [parse_table(text.text, text.where) for text in texts]
     devices: dict[str, dict[int, str]] = {}
     for table in tables:
@@ -185,7 +186,7 @@ def _build_rails(names: Sequence[str], tables: Sequence[NcclTable], given: Reade
         raise ClusterError(
             f"No file measures these hosts with each other: {', '.join(missing[:4])}{more}.",
             where=", ".join(table.where for table in tables),
-            next_step="add a file of sendrecv_perf on those two hosts or of all_reduce_perf on all, or say --network",
+            next_step="add a file of sendrecv_perf on those two hosts or of all_reduce_perf on all, or give --network",
         )
     bandwidth = parse_bandwidth(given.network, "--network") if given.network else 0.0
     default = Link(latency_s=RAIL_LATENCY_S, bandwidth_bytes_per_s=bandwidth)

@@ -1,7 +1,7 @@
-"""Are the units right? Links that are all impossible for what they join are a mistake of units, and are told so.
+"""Plausibility check of units: if all links of a class have impossible values, the units are mistaken.
 
-The ranges are wide: they hold every network and every inner link that is sold, from ten years ago to the next
-generation. One odd link passes (it may be broken, and is a fact); all of them outside is a mistake.
+The ranges are wide: they include every network and inner link on sale, from ten years ago to the next generation. A
+single odd link passes, because a broken link is a fact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipefit.units import format_bandwidth, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class PlausibleRange:
-    """What is believable."""
+    """A range of plausible values."""
 
     low: float
     high: float
@@ -27,7 +27,7 @@ INSIDE = PlausibleRange(1e9, 3e12)
 """Bytes/s between two GPUs of one host: PCIe 2 x4 to well beyond NVLink 5."""
 
 INSIDE_OTHER = PlausibleRange(2e6, 5e11)
-"""Between processes of a host without known GPUs: down to an emulated link."""
+"""Bytes/s between processes of a host without known GPUs: down to an emulated link."""
 
 BETWEEN = PlausibleRange(1e8, 5e11)
 """Bytes/s of a host with known GPUs on its network: gigabit Ethernet to ten 400 Gbit/s cards."""
@@ -35,11 +35,12 @@ BETWEEN = PlausibleRange(1e8, 5e11)
 BETWEEN_OTHER = PlausibleRange(1e5, 5e11)
 
 LATENCY = PlausibleRange(5e-8, 0.5)
-"""Seconds: within a chip, to the other side of the earth. 0 stands for not known."""
+"""Seconds: within a chip, to the other side of the earth. 0 means unknown."""
 
 
 def check_plausible(cluster: Cluster, where: str) -> None:
-    """Raise ClusterError where all links of a class are outside what such links can be: by about 1,000 or otherwise."""
+    """Raise ClusterError if all links of a class are outside their plausible range; the message names a factor of
+    1,000."""
     known = all(host.kind in SHEETS for host in cluster.hosts)
     used = [cluster.links[host.link] for host in cluster.hosts if host.devices > 1 and host.link in cluster.links]
     inside = [link.bandwidth_bytes_per_s for link in used]

@@ -1,4 +1,4 @@
-"""What a reader is, and the parts that several readers share: hosts from names and what the caller gave."""
+"""The reader interface, and parts that several readers share: hosts from names and from the caller's options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipefit.errors import ClusterError
 from pipefit.units import format_bandwidth, parse_bandwidth
 
 RAIL_LATENCY_S = 10e-6
-"""Assumed between hosts where only a bandwidth is given."""
+"""Assumed between hosts if only a bandwidth is given."""
 
 _DEVICES = re.compile(r"^(?:(?P<count>\d+)x)?(?P<kind>[A-Za-z][\w-]*|\d{4})$")
 
@@ -44,31 +44,32 @@ class ReaderInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderOptions:
-    """What the caller says beside the files."""
+    """The caller's options beside the files."""
 
     devices: str = ""
-    "`8xA100-80` or `A100-80`; '' where the files say it."
+    "`8xA100-80` or `A100-80`; '' if the files contain it."
     network: str = ""
-    "`200Gbit/s`: of one host; '' where the files say it."
+    "`200Gbit/s`: bandwidth of one host; '' if the files contain it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterReader:
-    """One tool's output, and how to read it."""
+    """The reader of one tool's output."""
 
     name: str
     summary: str
     takes: str
-    "What it wants, in words."
+    "Description of the expected files."
     read: Callable[[Sequence[ReaderInput], ReaderOptions], Cluster]
     literal: bool = False
     "Whether the text itself may be given instead of a file."
 
 
 def given_devices(given: ReaderOptions, where: str, count: int | None) -> tuple[DeviceKind, Link, int]:
-    """(kind, link inside a host, devices of a host) from `--devices`; `count` is what the files say, None if nothing.
+    """Return (kind, link inside a host, devices of a host) from `--devices`. `count` comes from the files, None if
+    absent.
 
-    Raises ClusterError where it is missing, malformed, of an unknown kind, or contradicts the files.
+    Raises ClusterError if it is missing, malformed, of an unknown kind, or contradicts the files.
     """
     match = _DEVICES.match(given.devices)
     if match is None:
@@ -96,7 +97,7 @@ def given_devices(given: ReaderOptions, where: str, count: int | None) -> tuple[
 
 
 def given_rail(given: ReaderOptions, hosts: int, where: str) -> tuple[Rail, ...]:
-    """One rail on which all hosts are alike, from `--network`; none for one host. ClusterError where it is missing."""
+    """Return one uniform rail from `--network`; none for one host. Raises ClusterError if it is missing."""
     if hosts < 2:
         return ()
     if not given.network:
@@ -112,7 +113,8 @@ def given_rail(given: ReaderOptions, hosts: int, where: str) -> tuple[Rail, ...]
 def cluster_of_hosts(
     names: Sequence[str], slots: Sequence[int | None], given: ReaderOptions, where: str, tool: str
 ) -> Cluster:
-    """A data-sheet cluster of named hosts: `slots` are their devices as far as the input says."""
+    """Return a data-sheet cluster of named hosts. `slots` are their numbers of devices, None if the input omits
+    them."""
     hosts = []
     kinds: dict[str, DeviceKind] = {}
     link: Link | None = None
@@ -136,7 +138,7 @@ def cluster_of_hosts(
 
 
 def sheet_name(device: str) -> str | None:
-    """The data sheet for a device as its driver calls it (`NVIDIA A100-SXM4-80GB` -> `A100-80`), None if unknown."""
+    """Return the data sheet for a device by its driver name (`NVIDIA A100-SXM4-80GB` -> `A100-80`), None if unknown."""
     words = device.upper().replace("_", "-")
     for pattern, name in _DRIVER_NAMES:
         if re.search(pattern, words):

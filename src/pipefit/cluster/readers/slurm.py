@@ -1,6 +1,6 @@
 """Slurm node lists: `node[001-004,007]`, `rack[1-2]-n[01-04]`, `a,b[1-3]`, `n[1[0-3],20]`; or the job's variables.
 
-Given as the text itself, or as a file with the list, with one name per line (`scontrol show hostnames`), or with
+The input is the text itself, or a file with the list, with one name per line (`scontrol show hostnames`), or with
 SLURM_JOB_NODELIST=... and SLURM_GPUS_ON_NODE=... or SLURM_TASKS_PER_NODE=8(x3),4 as `env` prints them.
 """
 
@@ -22,7 +22,7 @@ _TASKS = re.compile(r"^(\d+)(?:\(x(\d+)\))?$")
 
 
 def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
-    """The cluster of the nodes; what they hold comes from the variables, or from `--devices`."""
+    """Return the cluster of the nodes; their devices come from the variables, or from `--devices`."""
     names: list[str] = []
     slots: list[int | None] = []
     for text in texts:
@@ -36,7 +36,7 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
 
 
 def expand_nodes(text: str, where: str = "node list") -> list[str]:
-    """The names that a node list stands for, in order. FormatError for anything that is none."""
+    """Return the names in a node list, in order. Raises FormatError if it is malformed."""
     names = [name for part in _split_commas(text.strip(), where, text) for name in _expand_one(part, where, text)]
     for name in names:
         if not _NAME.match(name) or not name:
@@ -84,7 +84,9 @@ def _node_slots(variables: dict[str, str], nodes: int, where: str) -> list[int |
     for part in _strip_quotes(variables["SLURM_TASKS_PER_NODE"]).split(","):
         match = _TASKS.match(part.strip())
         if match is None:
-            raise FormatError("This is not a list of task counts.", where=slots_where, seen=repr(part), allowed="8(x3),4")
+            raise FormatError(
+                "This is not a list of task counts.", where=slots_where, seen=repr(part), allowed="8(x3),4"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != nodes:
         raise FormatError(
@@ -98,7 +100,7 @@ def _strip_quotes(value: str) -> str:
 
 
 def _split_commas(text: str, where: str, whole: str) -> list[str]:
-    """Cut at the commas outside of brackets."""
+    """Split at the commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for position, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -118,7 +120,7 @@ def _split_commas(text: str, where: str, whole: str) -> list[str]:
 
 
 def _expand_one(text: str, where: str, whole: str) -> list[str]:
-    """One name with any number of brackets, which may nest."""
+    """Expand one name with any number of brackets, which may be nested."""
     start = text.find("[")
     if start < 0:
         return [text]
@@ -162,7 +164,7 @@ def _bracket_items(part: str, where: str, whole: str) -> list[str]:
 
 def _too_many_error(where: str, whole: str) -> FormatError:
     return FormatError(
-        "The node list stands for too many nodes.", where=where, seen=repr(whole), allowed=f"at most {MOST_HOSTS}"
+        "The node list has too many nodes.", where=where, seen=repr(whole), allowed=f"at most {MOST_HOSTS}"
     )
 
 

@@ -1,8 +1,8 @@
-"""`nvidia-smi topo -m`: how the GPUs of a host reach each other. One file for each host, named like the host.
+"""`nvidia-smi topo -m`: the connections between the GPUs of a host. One file for each host, named like the host.
 
 Columns are found by the header: GPUs, then network cards (`NIC0` with a legend, `mlx5_0` in older versions), then
-affinities, which are not read. The matrix says the kind of way, not its speed: NVLinks count with the speed of one
-link of that generation, everything else with the PCIe slot of the data sheet.
+affinities, which are not read. The matrix gives the type of a path, not its speed. NVLinks count with the speed of one
+link of their generation, everything else with the PCIe slot of the data sheet.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HostTopology:
 
 
 def parse_topology(text: str, where: str) -> HostTopology:
-    """The matrix in the output. FormatError where it is none, is cut short, or contradicts itself."""
+    """Return the matrix in the output. Raises FormatError if it is missing, cut short, or contradictory."""
     lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
     start = next((i for i, line in enumerate(lines) if re.match(r"^\s+GPU0\b", line)), None)
     if start is None:
@@ -87,7 +87,8 @@ def parse_topology(text: str, where: str) -> HostTopology:
 
 
 def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
-    """The cluster of these hosts: devices of the kind in `--devices`, links by the slowest way between two GPUs."""
+    """Return the cluster of these hosts: devices of the kind in `--devices`, links by the slowest path between two
+    GPUs."""
     hosts, links, kinds, said = [], {}, {}, []
     for text in texts:
         topology = parse_topology(text.text, text.where)
@@ -100,7 +101,7 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
         said.append(f"{hosts[-1].name}: {describe_topology(topology, slowest)}")
     names = [host.name for host in hosts]
     if len(set(names)) < len(names):
-        raise ClusterError("Two files stand for the same host: their names are alike.", where=", ".join(names))
+        raise ClusterError("Two files describe the same host: their names are equal.", where=", ".join(names))
     return Cluster(
         name="topology of " + ", ".join(names),
         kinds=kinds,
@@ -114,7 +115,7 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
 
 
 def slowest_path(topology: HostTopology) -> str:
-    """The slowest way between two GPUs: fewest NVLinks, else the longest way over PCIe."""
+    """The slowest path between two GPUs: fewest NVLinks, else the longest path over PCIe."""
     order = list(WAYS)
     paths = [path for i, row in enumerate(topology.ways) for j, path in enumerate(row[: len(topology.gpus)]) if i != j]
     if not paths:
@@ -126,7 +127,8 @@ def slowest_path(topology: HostTopology) -> str:
 
 
 def path_bytes_per_s(way: str, kind: str, where: str) -> float:
-    """The speed of a way for that kind of device. ClusterError for NVLinks on a kind that is not known to have them."""
+    """The speed of a path for that kind of device. Raises ClusterError for NVLinks on a kind that is not known to have
+    them."""
     nvlink = _NVLINK.match(way)
     if nvlink is None:
         return PCIE_BYTES_PER_S.get(kind, PCIE_4)

@@ -1,10 +1,10 @@
-"""Collectives over the very group: rings over its links, or host by host and then between hosts, whichever is faster
-(over gloo, which knows rings only, always the former).
+"""Collectives on given device groups: flat rings over their links, or rings inside hosts and then between hosts.
 
-Several groups usually run the same collective at the same time (the replicas of every shard position; the shard
-groups of every replica) and share ports, so every function takes all of them. Sizes are the bytes of the whole
-tensor on one device: what an all-gather yields, what a reduce-scatter starts from. Where `pipefit profile` measured
-collectives, their factors against a plain ring (`cost.curves.collective_factors`) multiply its constants.
+The faster of the two counts; over gloo, which has rings only, always the flat rings. Several groups usually run the
+same collective at the same time (the replicas of every shard position; the shard groups of every replica) and share
+ports, so every function takes all of them. Sizes are the bytes of the full tensor on one device: the result of an
+all-gather, the input of a reduce-scatter. If `pipefit profile` measured collectives, their factors relative to a plain
+ring (`cost.curves.collective_factors`) multiply its constants.
 """
 
 from __future__ import annotations
@@ -17,36 +17,39 @@ from pipefit.cost.comm.network import Network, RingTime
 Rings = Sequence[Sequence[int]]
 
 Way = Sequence[tuple[Rings, int, RingTime]]
-"""The levels of one pass: their rings, what of the tensor each divides by, and one step of them."""
+"""The levels of one pass: their rings, the divisor of the tensor on each, and the time of one step."""
 
 
 def all_gather_s(network: Network, rings: Rings, total_bytes: float) -> float:
-    """Seconds until every device of every ring has all `total_bytes`."""
+    """Return the seconds until every device of every ring has all `total_bytes`."""
     return one_pass_s(network, "all_gather", rings, total_bytes)
 
 
 def reduce_scatter_s(network: Network, rings: Rings, total_bytes: float) -> float:
-    """Seconds until every device has its part of the sum: an all-gather run backwards."""
+    """Return the seconds until every device has its part of the sum: a reversed all-gather."""
     return one_pass_s(network, "reduce_scatter", rings, total_bytes)
 
 
 def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
-    """Seconds until every device has the whole sum: a reduce-scatter, then an all-gather.
+    """Return the seconds until every device has the full sum: a reduce-scatter, then an all-gather.
 
-    Between hosts, the devices of a host first reduce among themselves, each then sums its part with its peers on the
+    Between hosts, the devices of a host first reduce among themselves. Each then sums its part with its peers on the
     other hosts, and the parts are gathered inside the host.
     """
     return 2 * one_pass_s(network, "all_reduce", rings, total_bytes)
 
 
 def one_pass_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
-    """One pass, flat or in two levels."""
+    """Return the seconds of one pass, flat or in two levels."""
     return _levels_s(_fastest_levels(network, operation, rings, total_bytes), total_bytes)
 
 
 def pass_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> list[tuple[Rings, float]]:
-    """(rings, bytes of the whole tensor on each) of what one pass goes through, one after the other: the rings
-    themselves, or rings inside hosts and rings between them, whichever is faster. An all-reduce is two passes."""
+    """Return (rings, bytes of the full tensor on each) of the consecutive levels of one pass.
+
+    The levels are the flat rings, or rings inside hosts and rings between them, whichever is faster. An all-reduce
+    is two passes.
+    """
     return [
         (level_rings, total_bytes / parts)
         for level_rings, parts, _ in _fastest_levels(network, operation, rings, total_bytes)
@@ -54,7 +57,7 @@ def pass_levels(network: Network, operation: str, rings: Rings, total_bytes: flo
 
 
 def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> Way:
-    """The levels of one pass. What does not depend on the bytes is worked out once for rings."""
+    """Return the fastest levels of one pass; terms independent of the bytes are cached per rings."""
     key = operation, tuple(map(tuple, rings))
     if key not in network.ways:
         network.ways[key] = tuple(
@@ -69,7 +72,7 @@ def _levels_s(way: Way, total_bytes: float) -> float:
 
 
 def _level_choices(network: Network, rings: Rings) -> list[list[tuple[Rings, int]]]:
-    """The rings as they are, and in two levels where that can be; each level with what of the tensor it divides by."""
+    """Return the flat rings and, if possible, the two levels, each level with its divisor of the tensor."""
     flat: list[tuple[Rings, int]] = [(rings, 1)]
     if network.over_gloo:
         return [flat]
@@ -80,13 +83,16 @@ def _level_choices(network: Network, rings: Rings) -> list[list[tuple[Rings, int
 
 
 def ring_step(network: Network, operation: str, rings: Rings) -> RingTime:
-    """One step of the rings of a collective. gloo's sums go round from each device to the one before it, its gathers
-    to the one behind it (gloo/allreduce.cc, gloo/allgather.cc)."""
+    """Return one step of the rings of a collective.
+
+    In gloo, sums go from each device to the preceding one, gathers to the following one (gloo/allreduce.cc,
+    gloo/allgather.cc).
+    """
     return network.ring_time(rings, backwards=runs_backwards(network, operation))
 
 
 def runs_backwards(network: Network, operation: str) -> bool:
-    """Whether each device of a ring sends to the one before it."""
+    """Return whether each device of a ring sends to the preceding one."""
     return network.over_gloo and operation in ("all_reduce", "reduce_scatter")
 
 
@@ -97,7 +103,10 @@ def _ring_time(network: Network, operation: str, rings: Rings) -> RingTime:
 
 
 def _two_levels(network: Network, rings: Rings) -> tuple[list[list[int]] | None, list[list[int]] | None, int]:
-    """Rings inside hosts, rings between hosts, devices per host; None where a group is not k devices on each host."""
+    """Return (rings inside hosts, rings between hosts, devices per host).
+
+    The rings are None unless every group has the same number of devices, above 1, on each of several hosts.
+    """
     inside: list[list[int]] = []
     between: list[list[int]] = []
     parts = 0

@@ -1,16 +1,16 @@
-"""Three ways to lower a collective of uneven parts, each priced over the links of the very group.
+"""Three lowerings of a collective with uneven parts, each priced over the links of a given device group.
 
 - `padded`: parts are padded to the longest, and the even collective runs (`cost/comm/collectives.py`: rings).
-- `grouped`: one broadcast for every part, or one reduce for every part of a sum, of its own size. NCCL launches them
-  together and sends each part along the ring, so that a hop carries every part but one; gloo's broadcasts are binomial
+- `grouped`: one broadcast per part, or one reduce per part of a sum, each of its own size. NCCL launches them
+  together and sends each part along the ring, so a hop carries every part but one. gloo's broadcasts are binomial
   trees, its reduces a ring and a gather to the root (gloo/broadcast.cc, gloo/reduce.cc).
-- `alltoallv`: everyone sends everyone what it needs, straight and all at once (NCCL's point-to-point pairs; over gloo
-  `run/transfers/comms.py`).
+- `alltoallv`: every device sends every other the part it needs, directly and all at once (NCCL's point-to-point
+  pairs; over gloo `run/transfers/comms.py`).
 
-The price of a tensor is a constant and a sum over rounds of the busiest port's load, which is linear in the parts. So
-the same figures price a program for given parts and bound them in a linear program. Where `pipefit profile` measured an
-operation, factors multiply latency and bytes: of padding those of its ring, else those of messages of this size
-(`cost/comm/direct.py`), of which a linear program has those of an even cut.
+The price of a tensor is a constant plus a sum over rounds of the busiest port's load, which is linear in the parts. The
+same figures therefore price a program for given parts and bound the parts in a linear program. If `pipefit profile`
+measured an operation, factors multiply latency and bytes. `padded` uses the factors of its ring, the others those of
+messages of this size (`cost/comm/direct.py`); a linear program uses the factors of an even cut.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipefit.layout import overlap_lengths, split_by_shares
 
 Lowering = Literal["padded", "grouped", "alltoallv"]
 LOWERINGS: tuple[Lowering, ...] = ("padded", "grouped", "alltoallv")
-"""In the order in which equal prices are taken."""
+"""All lowerings; among equal prices the first one is chosen."""
 
 EVEN: Mapping[str, Callable[[Network, Sequence[Sequence[int]], float], float]] = {
     "all_gather": all_gather_s,
@@ -49,41 +49,50 @@ GROUPED_OVER_EVEN: Mapping[tuple[str, bool], float] = {
     ("reduce_scatter", True): 9.74 / 8.76,
     ("reduce_scatter", False): 0.876 / 0.512,
 }
-"""(operation, inside a host) -> how much longer NCCL's grouped calls take than the even kernel for the same bytes:
-bandwidths in GB/s that HAP's authors measured on one host and between hosts at 10.4 Gbit/s (profiled constants in
-their released code). Only for clusters where grouped calls were not measured."""
+"""(operation, inside a host) -> time of NCCL's grouped calls / time of the even kernel for the same bytes.
+
+From the bandwidths in GB/s that HAP's authors measured on one host and between hosts at 10.4 Gbit/s (profiled constants
+in their released code). Used only for clusters without measurements of grouped calls.
+"""
 
 GROUPED: Mapping[str, str] = {"all_gather": "broadcasts", "reduce_scatter": "reduces"}
-"""What `pipefit profile` calls the grouped calls."""
+"""Operation names of the grouped calls in `pipefit profile`."""
 
 DIRECT: Mapping[str, tuple[str, Lowering]] = {
     "broadcasts": ("all_gather", "grouped"),
     "reduces": ("reduce_scatter", "grouped"),
     "all_to_all": ("all_gather", "alltoallv"),
 }
-"""Operation that `pipefit profile` measures -> the collective and lowering that moves the same, with even parts: it is
-held against that. All others are held against a ring."""
+"""Operation measured by `pipefit profile` -> the collective and lowering with the same messages, with even parts.
+
+The measurement is compared with that lowering; all other operations are compared with a ring.
+"""
 
 TURN = 1 / 32
-"""By how much what counts of the other way is told apart."""
+"""Resolution (1/32) at which the reverse-direction load is quantised."""
 
 Parts = tuple[float, ...]
-"""Of every position, its fraction of what is split."""
+"""The fraction of the split dimension at every position."""
 
 Message = tuple[int, int, int]
-"""(source, target, the position whose part it carries)."""
+"""(source, target, position whose part the message carries)."""
 
 
 class PortLoads:
-    """What the ports of a group carry, in parts of the whole tensor: for every round an array [port, position], or
-    [port, position, position] where two cuts meet (all-to-all), of seconds a byte."""
+    """Port loads of a group, per part of the full tensor.
+
+    Each round has an array [port, position] of seconds per byte, or [port, position, position] for two cuts
+    (all-to-all).
+    """
 
     def __init__(self, *loads: Array) -> None:
         self.loads = loads
         self._known: dict[tuple[Parts, ...], float] = {}
 
     def s_per_byte(self, *parts: Parts) -> float:
-        """Seconds for a byte of the whole tensor, with these parts (fractions by position; of two cuts, two lists)."""
+        """Return the seconds per byte of the full tensor with these parts (fractions by position; two lists for two
+        cuts).
+        """
         if parts not in self._known:
             total = 0.0
             for round_load in self.loads:
@@ -95,12 +104,14 @@ class PortLoads:
         return self._known[parts]
 
     def exchange_s_per_byte(self, matrix: Array) -> float:
-        """Seconds for a byte of the whole tensor, of which [i, j] goes from i to j: of rounds where two cuts meet."""
+        """Return the seconds per byte of the full tensor if [i, j] of it goes from i to j; for rounds with two cuts."""
         return sum(float((round_load * matrix).sum(axis=(1, 2)).max(initial=0.0)) for round_load in self.loads)
 
     def as_lines(self, count: int) -> list[tuple[Array, float]]:
-        """(load [port, position], constant) of every round as straight lines in the parts of `count` devices: the
-        loads themselves; of two cuts, what touches them at even parts."""
+        """Return (load [port, position], constant) of every round as linear functions of the parts of `count` devices.
+
+        Rounds with one cut are linear already; rounds with two cuts are replaced by their tangents at even parts.
+        """
         lines: list[tuple[Array, float]] = []
         for round_load in self.loads:
             if round_load.ndim == 2:
@@ -118,13 +129,13 @@ class LoweredCollective:
     name: Lowering
     constant_s: float
     slope: float
-    "Times what the rounds carry: bytes of the whole tensor; of padding, seconds for n times the longest part."
+    "Factor of the rounds: bytes of the full tensor; for padding, seconds for n times the longest part."
     rounds: PortLoads
     bend: SizeCorrection | None = None
-    "Where it was measured."
+    "The correction by measurements, if any."
 
     def lowered_s(self, *parts: Parts) -> float:
-        """With these parts: fractions by position; of two cuts, two lists."""
+        """Return the seconds with these parts: fractions by position; two lists for two cuts."""
         if self.name == "padded" and len(parts) > 1:
             parts = tuple((max(fractions),) * len(fractions) for fractions in parts)
         times = 1.0 if self.bend is None else self.bend.relative_factor(*parts)
@@ -132,24 +143,26 @@ class LoweredCollective:
 
 
 class DuplexLoads:
-    """What an exchange loads where what goes one way slows down what comes the other way.
+    """Port loads of an exchange in which traffic in one direction slows down the other.
 
-    Over TCP, what acknowledges the messages that come into a port leaves it behind those that go out, which delays what
-    is still to come, and the other way round; where a port serves several connections, windows do not make up for that
-    (two-way traffic: Zhang, Shenker and Clark, SIGCOMM 1991). By how much depends on sockets' buffers and on who shares
-    what, so it is taken from what was measured: even parts go both ways as much, and take longer than their links do
-    one way. A port then serves what it carries and a part of what goes the other way; the same part of uneven ones, up
-    to all of it. What is still missing multiplies.
+    Over TCP, the acknowledgements of incoming messages queue behind outgoing messages, which delays further incoming
+    messages, and vice versa. If a port serves several connections, windows do not compensate for that (two-way traffic:
+    Zhang, Shenker and Clark, SIGCOMM 1991). The size of the effect depends on socket buffers and on shared links, so it
+    is measured: even parts load both directions equally and take longer than their links need for one direction. A port
+    then serves its own load plus a fraction of the reverse load, at most all of it. Uneven parts use the same fraction.
+    The remaining difference is a factor.
     """
 
     def __init__(self, own: Array, back: Array, one_way: PortLoads) -> None:
-        """Loads [port, position] or [port, position, position] of what ports carry, and of what goes the other way."""
+        """Take the loads [port, position] or [port, position, position] of the ports (`own`) and of the reverse ports
+        (`back`).
+        """
         self._own, self._back = own, back
         self._even = _even_loads(own), _even_loads(back)
         self._rounds: dict[int, PortLoads] = {0: one_way}
 
     def loads_at(self, factor: float) -> tuple[float, PortLoads]:
-        """(what is left of the factor, the rounds) where even parts take `factor` times what they do one way."""
+        """Return (remaining factor, rounds) if even parts take `factor` times their one-way time."""
         carried, back = self._even
         wanted = factor * float(carried.max(initial=0.0))
         slowed = (wanted - carried[back > 0]) / back[back > 0]
@@ -160,8 +173,10 @@ class DuplexLoads:
 
 
 class CollectiveLowerings:
-    """The lowerings of collectives over groups that do the same at the same time; loads are worked out once. Of groups
-    beside the first, every device has the part of the first one's device at its position."""
+    """The lowerings of collectives on concurrent groups; loads are cached.
+
+    In every other group, each device has the part of the first group's device at its position.
+    """
 
     def __init__(self, network: Network, rings: Sequence[Sequence[int]]) -> None:
         self.network, self.rings = network, tuple(tuple(ring) for ring in rings)
@@ -171,11 +186,11 @@ class CollectiveLowerings:
         self._padding = PortLoads(self.size * np.eye(self.size))
 
     def all_of(self, operation: str, total_bytes: float) -> tuple[LoweredCollective, ...]:
-        """All lowerings of all_gather, reduce_scatter or all_to_all of a tensor that has so many bytes in all."""
+        """Return all lowerings of all_gather, reduce_scatter or all_to_all of a tensor with `total_bytes` in all."""
         return tuple(self.one_named(operation, name, total_bytes) for name in LOWERINGS)
 
     def one_named(self, operation: str, name: Lowering, total_bytes: float) -> LoweredCollective:
-        """One of them."""
+        """Return one lowering."""
         if name == "padded" and operation in EVEN:
             once_s, twice_s = (
                 EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes)
@@ -192,7 +207,9 @@ class CollectiveLowerings:
         return LoweredCollective(name, latency * steps_s, per_byte * total_bytes, rounds, bend)
 
     def reshare_s(self, total_bytes: float, old: Sequence[float], new: Sequence[float]) -> float:
-        """A dimension that is cut by some shares is cut by others: straight, each what both have (`reshare`)."""
+        """Return the seconds to change the shares of a split dimension: each pair sends its overlap directly
+        (`reshare`).
+        """
         lowering = self.one_named("all_to_all", "alltoallv", total_bytes)
         times = 1.0 if lowering.bend is None else lowering.bend.relative_factor(_as_fractions(old), _as_fractions(new))
         return lowering.constant_s + lowering.slope * times * lowering.rounds.exchange_s_per_byte(
@@ -200,7 +217,7 @@ class CollectiveLowerings:
         )
 
     def collective_time_s(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> float:
-        """What one of them takes with these parts; an all_reduce has none."""
+        """Return the seconds of one lowering with these parts; an all_reduce has no parts."""
         if operation == "all_reduce":
             return all_reduce_s(self.network, self.rings, total_bytes)
         if name == "padded" and operation in EVEN:
@@ -211,7 +228,7 @@ class CollectiveLowerings:
     def sent_messages(
         self, operation: str, name: str, total_bytes: float, *parts: Parts
     ) -> Iterator[tuple[int, int, float]]:
-        """(source, target, bytes) by position of what one of them sends; not of a padded ring."""
+        """Yield (source, target, bytes) by position for the messages of one lowering; not for a padded ring."""
         n = self.size
         if operation == "reshare":
             both = overlap_lengths(*map(_share_intervals, parts))
@@ -228,7 +245,9 @@ class CollectiveLowerings:
     def _measured_factors(
         self, operation: str, name: Lowering, total_bytes: float
     ) -> tuple[float, float, SizeCorrection | None]:
-        """(latency factor, factor of the seconds a byte of even parts, of other parts) for a tensor of this size."""
+        """Return (latency factor, factor of the seconds per byte of even parts, correction of other parts) for this
+        size.
+        """
         gathers = "all_gather" if operation == "all_to_all" else operation
         called = GROUPED[gathers] if name == "grouped" else "all_to_all"
         inside = self.network.stays_in_hosts(self.rings)
@@ -242,8 +261,11 @@ class CollectiveLowerings:
         return self.network.collective_factors(called, self.size, inside)[0], bend.even_factor, bend
 
     def plain_lowering(self, operation: str, name: Lowering) -> tuple[float, PortLoads]:
-        """The same by the links alone: an all-to-all posts its messages one after the other, NCCL's ring has n - 1 hops
-        one after the other, gloo does one round after the other."""
+        """Return (latency, port loads) of a lowering from the links alone.
+
+        An all-to-all posts its messages one after another, NCCL's ring has n - 1 consecutive hops, and gloo runs one
+        round after another.
+        """
         if operation == "all_to_all":
             return self._exchange_rounds() if name != "grouped" else self._grouped_all_gather()
         rounds = self._message_rounds(operation, name)
@@ -253,15 +275,17 @@ class CollectiveLowerings:
         return steps, PortLoads(*(share * self._port_loads(messages, (self.size,)) for messages, share in rounds))
 
     def _exchange_rounds(self) -> tuple[float, PortLoads]:
-        """All-to-all between two cuts: the part of one, of the part of the other."""
+        """Return the rounds of an all-to-all between two cuts: each message is a part of a part."""
         pairs = list(itertools.permutations(range(self.size), 2))
         carried = [(i, j, (i, j)) for i, j in pairs]
         steps = (self.size - 1) * self._latency_s([(i, j, i) for i, j in pairs])
         return steps, PortLoads(self._port_loads(carried, (self.size, self.size)))
 
     def _duplex_loads(self, operation: str) -> tuple[Array, Array]:
-        """What the ports carry when everyone sends everyone what it needs, [port, position] or, of an all-to-all,
-        [port, position, position]; and what goes the other way at the same time, port by port."""
+        """Return the port loads of an exchange between all pairs, and the reverse loads port by port.
+
+        Shape: [port, position], or [port, position, position] for an all-to-all.
+        """
         pairs = list(itertools.permutations(range(self.size), 2))
         if operation == "all_to_all":
             load = self._loads_by_port([(i, j, (i, j)) for i, j in pairs], (self.size, self.size))
@@ -274,19 +298,18 @@ class CollectiveLowerings:
         return np.stack([*load.values()]), np.stack(back)
 
     def _grouped_all_gather(self) -> tuple[float, PortLoads]:
-        """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
+        """Return the grouped all-to-all: an all-gather of which every device keeps its part."""
         constant, rounds = self.plain_lowering("all_gather", "grouped")
         return constant, PortLoads(
             *(np.repeat(round_load[:, :, None], self.size, axis=2) for round_load in rounds.loads)
         )
 
     def _message_rounds(self, operation: str, name: str) -> list[tuple[list[Message], float]]:
-        """The rounds of an all-gather or a reduce-scatter: messages that go at the same time, and which share of a part
-        each carries."""
+        """Return the rounds of an all-gather or a reduce-scatter: (concurrent messages, share of a part in each)."""
         n, gathers = self.size, operation == "all_gather"
         if name == "alltoallv":
             return [([(i, j, i if gathers else j) for i, j in itertools.permutations(range(n), 2)], 1.0)]
-        if not self.network.over_gloo:  # along the ring, all parts at once: a hop carries all but one
+        if not self.network.over_gloo:  # along the ring, all parts at once: a hop carries all parts but one
             hops = self._ring_hops()
             return [([(*hop, part) for hop in hops for part in range(n) if part != hop[1 if gathers else 0]], 1.0)]
         return [
@@ -296,7 +319,9 @@ class CollectiveLowerings:
         ]
 
     def _gloo_reduce(self, root: int) -> list[tuple[list[Message], float]]:
-        """One gloo reduce: n - 1 steps of a part of it round the ring, then every other member's to the root."""
+        """Return one gloo reduce: n - 1 steps of 1/n of the part around the ring, then all other members' parts to the
+        root.
+        """
         ring = [(b, a, root) for a, b in self._ring_hops()]  # backwards, as gloo's sums go
         gather = [(position, root, root) for position in range(self.size) if position != root]
         return [(ring, 1.0 / self.size)] * (self.size - 1) + [(gather, 1.0 / self.size)]
@@ -310,18 +335,19 @@ class CollectiveLowerings:
         return max((self.network.find_link(self.rings[0][i], self.rings[0][j]).latency_s for i, j in ends), default=0.0)
 
     def _port_loads(self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...]) -> Array:
-        """[port, position] or [port, position, position]: seconds that a byte of what each message carries keeps a port
-        busy."""
+        """Return [port, position] or [port, position, position]: seconds that a byte of a message's part occupies a
+        port.
+        """
         return _drop_dominated(self._loads_by_port(carried, shape).values(), shape)
 
     def _loads_by_port(
         self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...]
     ) -> dict[Port, Array]:
-        """The same by port."""
+        """Return the loads of `_port_loads` by port."""
         load: dict[Port, Array] = defaultdict(lambda: np.zeros(shape))
         for i, j, part in carried:
             for ring in self.rings:
-                if max(i, j) >= len(ring):  # a smaller group beside
+                if max(i, j) >= len(ring):  # a smaller concurrent group
                     continue
                 link = self.network.find_link(ring[i], ring[j])
                 for port, seconds in self.network.port_loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s):
@@ -330,7 +356,7 @@ class CollectiveLowerings:
 
 
 def shard_collective(network: Network, rings: Sequence[Sequence[int]], shares: Sequence[int]) -> CollectiveTime:
-    """Collectives over shard groups with these shares, as layers are costed with them."""
+    """Return the time function of collectives on shard groups with these shares, for layer costs."""
     known = lowerings_over(network, rings)
     exact = tuple(share / sum(shares) for share in shares)
 
@@ -349,7 +375,7 @@ _OVER: WeakKeyDictionary[Network, dict[tuple[tuple[int, ...], ...], CollectiveLo
 
 
 def lowerings_over(network: Network, rings: Sequence[Sequence[int]]) -> CollectiveLowerings:
-    """The lowerings over these groups, remembered as long as the network."""
+    """Return the lowerings on these groups, cached for the lifetime of the network."""
     known = _OVER.setdefault(network, {})
     key = tuple(tuple(ring) for ring in rings)
     if key not in known:
@@ -361,7 +387,7 @@ _DIRECT: WeakKeyDictionary[Network, dict[tuple[str, int, bool], tuple[DirectCurv
 
 
 def _direct_curves(network: Network, called: str, size: int, inside: bool) -> tuple[DirectCurve, ...]:
-    """What was measured of a direct collective, on groups like this one; none where it was not."""
+    """Return the measured curves of a direct collective on groups like this one; none if it was not measured."""
     known, measured = _DIRECT.setdefault(network, {}), network.cluster.measured
     if (called, size, inside) not in known:
         curves = collective_curves(measured, called, network.host, size, inside) if measured else ()
@@ -380,7 +406,7 @@ def direct_curve(
     time_s: Sequence[float],
     latency_factor: float,
 ) -> DirectCurve:
-    """Measured times of whole tensors of even parts, by the bytes of a part."""
+    """Return the curve of measured times of full tensors with even parts, by the bytes of a part."""
     count = len(devices)
     latency_s, rounds = CollectiveLowerings(network, [devices]).plain_lowering(*DIRECT[called])
     s_per_byte = count * rounds.s_per_byte((1 / count,) * count)
@@ -388,7 +414,7 @@ def direct_curve(
 
 
 def _even_loads(load: Array) -> Array:
-    """What ports carry of even parts."""
+    """Return the port loads of even parts."""
     for _ in range(load.ndim - 1):
         load = load.mean(axis=-1)
     return load
@@ -399,13 +425,13 @@ def _as_fractions(shares: Sequence[float]) -> Parts:
 
 
 def _share_intervals(shares: Sequence[float]) -> list[tuple[float, float]]:
-    """Everyone's run of [0, 1]."""
+    """Return the run of [0, 1] of every position."""
     stops = list(itertools.accumulate(_as_fractions(shares)))
     return list(zip([0.0, *stops[:-1]], stops, strict=True))
 
 
 def _binomial_tree(size: int, root: int) -> list[tuple[list[Message], float]]:
-    """The rounds of a binomial tree: in round i everyone who has the part sends it to the one 2^i further."""
+    """Return the rounds of a binomial tree: in round i every holder sends the part to the position 2^i further."""
     rounds = []
     reach = 1
     while reach < size:
@@ -416,6 +442,6 @@ def _binomial_tree(size: int, root: int) -> list[tuple[list[Message], float]]:
 
 
 def _drop_dominated(rows: Iterable[Array], shape: tuple[int, ...]) -> Array:
-    """Rows without those that are nowhere more than another one."""
+    """Return the distinct rows."""
     distinct: dict[bytes, Array] = {row.tobytes(): row for row in rows}
     return np.stack(list(distinct.values())) if distinct else np.zeros((0, *shape))

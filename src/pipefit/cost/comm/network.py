@@ -1,10 +1,9 @@
-"""Links and ports of a cluster, prepared for many questions: one Network is made per search and asked again and again.
+"""Links and ports of a cluster, prepared and cached: one Network is built per search.
 
-A message takes the link's latency and its bytes over the link's bandwidth, or the time that the measured curve of that
-link gives for its size. Messages that leave one port at the same
-time share it: inside a host each device has its own port; between hosts the devices of a host share the port of the
-rail they send on, unless the rail says otherwise, or a profile found what ports and uplinks carry. Nothing here knows
-stages or plans.
+A message takes the link's latency plus bytes / bandwidth, or the time of the link's measured curve at its size.
+Concurrent messages share the port that they leave through. Inside a host each device has its own port. Between hosts
+the devices of a host share the port of their rail, unless the rail says otherwise or a profile measured the capacity of
+ports and uplinks. This module does not depend on stages or plans.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ OTHER_WAY = {"host out": "host in", "host in": "host out", "rack up": "rack down
 
 
 def opposite_port(port: Port, hosts: int) -> Port:
-    """What carries the other way, on a cluster of so many hosts; inside a host there is nothing apart for it, and the
-    port itself stands for that."""
+    """Return the port of the reverse direction, on a cluster of `hosts` hosts.
+
+    Inside a host the port itself is returned, because there is no separate reverse port.
+    """
     name, number, rail = port
     if name == "link":
         return name, number % hosts * hosts + number // hosts, rail
@@ -39,12 +40,12 @@ def opposite_port(port: Port, hosts: int) -> Port:
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """Of messages that start together."""
+    """The time of messages that start together."""
 
     whole_s: float
-    "Until the last one has arrived."
+    "Seconds until the last message has arrived."
     port_s: float
-    "While the busiest port is busy: without the latency."
+    "Seconds of the busiest port, without the latency."
 
 
 FREE = TransferTime(0.0, 0.0)
@@ -52,15 +53,16 @@ FREE = TransferTime(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class RingTime:
-    """What one step of several rings that run at the same time costs: the slowest hop decides."""
+    """The cost of one step of several concurrent rings, determined by the slowest hop."""
 
     hops: int
-    "Devices of the longest ring."
+    "Number of devices of the longest ring."
     latency_s: float
     s_per_byte: float
 
     def pass_s(self, total_bytes: float) -> float:
-        """One pass (an all-gather or a reduce-scatter of `total_bytes`): hops - 1 steps of an equal part each.
+        """Return the seconds of one pass (an all-gather or a reduce-scatter of `total_bytes`): hops - 1 steps of equal
+        parts.
 
         Formula: (n - 1) (latency + bytes / (n bandwidth)); Thakur, Rabenseifner and Gropp 2005, ring algorithm.
         """
@@ -70,7 +72,7 @@ class RingTime:
 
 
 class Network:
-    """The links of one cluster, with memory of what was asked."""
+    """The links of one cluster, with cached results."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -81,23 +83,25 @@ class Network:
         self.kinds: tuple[DeviceKind, ...] = tuple(cluster.kinds[cluster.hosts[host].kind] for host in self.host)
         self._links: dict[tuple[int, int, int], Link] = {}
         self._alone: dict[tuple[int, int, int, float], TransferTime] = {}
-        "Of single messages, by hosts, rail and bytes."
+        "Times of single messages, by hosts, rail and bytes."
         self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
         self.ways: dict[object, tuple[Any, ...]] = {}
-        "How the rings of a collective may be gone round: see `cost/comm/collectives.py`."
+        "Possible levels of the rings of a collective: see `cost/comm/collectives.py`."
         self.hops: dict[object, tuple[float, list[tuple[Port, float]]]] = {}
-        "What they load a byte: see `cost/pipeline/contention.py`."
+        "Port loads of collectives per byte: see `cost/pipeline/contention.py`."
         self._factors: dict[tuple[str, int, bool], tuple[float, float]] = {}
 
     @cached_property
     def over_gloo(self) -> bool:
-        """Whether processes talk over gloo: the devices are processors, by their kind or as they were measured."""
+        """Return whether processes communicate over gloo: the devices are processors, by their kind or by the
+        measurement.
+        """
         known = self.cluster.provenance.environment
         measured = self.cluster.measured is not None and "cpu" in known and "device" not in known
         return measured or all(map(is_processor, self.kinds))
 
     def find_link(self, source: int, target: int) -> Link:
-        """The way from one device to another."""
+        """Return the link from one device to another."""
         if source == target:
             return SELF
         key = (self.host[source], self.host[target], self.rail[source])
@@ -106,7 +110,7 @@ class Network:
         return self._links[key]
 
     def transfer_time(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
-        """The time of messages (source, target, bytes) that start together. Messages to oneself are free."""
+        """Return the time of messages (source, target, bytes) that start together. Messages to oneself are free."""
         if len(messages) != 1:
             return self._concurrent_time(messages)
         source, target, size = messages[0]
@@ -131,22 +135,26 @@ class Network:
         return TransferTime(latency_s + port_s, port_s)
 
     def ring_time(self, rings: Sequence[Sequence[int]], backwards: bool = False) -> RingTime:
-        """One step of rings that run at the same time, each through its devices in ascending order, host by host, or
-        in descending order."""
+        """Return one step of concurrent rings.
+
+        Each ring goes through its devices in ascending order, host by host, or in descending order with `backwards`.
+        """
         key = tuple(tuple(sorted(ring, reverse=backwards)) for ring in rings if len(ring) > 1)
         if key not in self._rings:
             self._rings[key] = self._ring_time(key)
         return self._rings[key]
 
     def collective_factors(self, operation: str, size: int, inside: bool = False) -> tuple[float, float]:
-        """What the latency and the seconds per byte of a ring of `size` devices are multiplied by, where collectives
-        were measured: rings `stays_in_hosts` hosts by what rings inside a host showed, the others by what those
-        between hosts did, and each by those of the nearest size."""
+        """Return the measured factors of the latency and the seconds per byte of a ring of `size` devices.
+
+        Rings that stay inside hosts (`inside`) use measurements inside a host, other rings those between hosts. The
+        nearest measured size counts.
+        """
         key = (operation, size, inside)
         if key not in self._factors:
             measured = self.cluster.measured
             if self.over_gloo and operation == "reduce_scatter" and not self.was_measured(operation):
-                self._factors[key] = 2.0, 2.0  # PyTorch's gloo backend sums it by an all-reduce
+                self._factors[key] = 2.0, 2.0  # PyTorch's gloo backend implements it by an all-reduce
             else:
                 self._factors[key] = (
                     collective_factors(measured, operation, self.host, size, inside) if measured else (1.0, 1.0)
@@ -154,19 +162,19 @@ class Network:
         return self._factors[key]
 
     def was_measured(self, operation: str) -> bool:
-        """Whether `pipefit profile` measured this collective."""
+        """Return whether `pipefit profile` measured this collective."""
         measured = self.cluster.measured
         return measured is not None and any(curve.operation == operation for curve in measured.collectives)
 
     def port_between(self, source: int, target: int) -> Port:
-        """What messages go over one after the other: the link between two hosts, or between two devices of one."""
+        """Return the port that serialises messages: the link between two hosts, or between two devices of one host."""
         a, b = self.host[source], self.host[target]
         if a == b:
             return ("device", source, target)
         return ("link", a * len(self.cluster.hosts) + b, self.rail[source])
 
     def stays_in_hosts(self, rings: Sequence[Sequence[int]]) -> bool:
-        """Whether each of these groups stands on one host."""
+        """Return whether each of these groups lies on one host."""
         return all(len({self.host[device] for device in ring}) == 1 for ring in rings)
 
     def _ring_time(self, rings: tuple[tuple[int, ...], ...]) -> RingTime:
@@ -181,8 +189,11 @@ class Network:
         return RingTime(max(map(len, rings), default=1), latency_s, max(load.values(), default=0.0))
 
     def busy_s(self, source: int, target: int, size: float) -> float:
-        """Seconds that a message keeps its port busy, without the latency: by the measured curve of its link where
-        there is one, because bandwidth depends on the size; else bytes / bandwidth."""
+        """Return the seconds that a message occupies its port, without the latency.
+
+        They come from the measured curve of the link, because bandwidth depends on the size; else from bytes /
+        bandwidth.
+        """
         link = self.find_link(source, target)
         whole_s = self._measured_s(source, target, size)
         return size / link.bandwidth_bytes_per_s if whole_s is None else max(0.0, whole_s - link.latency_s)
@@ -199,10 +210,10 @@ class Network:
         return None if between is None else rail_message_time_s(between, a, b, size)
 
     def port_loads(self, source: int, target: int, size: float, link_s: float) -> list[tuple[Port, float]]:
-        """What a message loads, and for how many seconds: `link_s` is what it takes on its link alone.
+        """Return the ports that a message loads, with the seconds of each; `link_s` is its time on its link alone.
 
-        Where `pipefit profile` found what messages share, the link itself, and the ports and uplinks that carry less
-        than all of their links together; else the ports of both hosts, which are as fast as the link.
+        If `pipefit profile` measured shared capacities, these are the link itself, and the ports and uplinks that carry
+        less than the sum of their links. Otherwise they are the ports of both hosts, each as fast as the link.
         """
         a, b = self.host[source], self.host[target]
         if a == b:

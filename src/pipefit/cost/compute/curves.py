@@ -53,10 +53,10 @@ FEATURES = (
     "earlier slices beyond the first",
     "rows x length x earlier slices beyond the first",
 )
-"""Costs of attention beyond the tokens. Without context: the causal square of the sequence. With context: a constant, and
-costs per query, per earlier key, per score on earlier keys and on own keys, and for masks shared by all rows. Each
-further earlier slice has a constant and a cost per query. Curves measured before the last two features existed have no
-weights for them.
+"""Costs of attention beyond the tokens. Without context: the causal square of the sequence. With context: a constant,
+and costs per query, per earlier key, per score on earlier keys and on own keys, and for masks shared by all rows. Each
+further earlier slice has a constant and a cost per query. Curves measured before the last two features existed have
+no weights for them.
 """
 
 
@@ -153,7 +153,7 @@ def find_layer(
 
 
 def digest_graph(graph: Graph) -> str:
-    """Return a digest of a graph's computation: kinds, shapes, attributes and connections, not names or source lines."""
+    """Return a digest of a graph's computation: kinds, shapes, attributes and connections, not names or lines."""
     places = {tensor.name: f"in{i}" for i, tensor in enumerate(graph.inputs)}
     places |= {parameter.name: f"p{i}" for i, parameter in enumerate(graph.parameters)}
     for i, operator in enumerate(graph.operators):
@@ -262,7 +262,7 @@ class MeasuredCosts:
         self._seconds: dict[object, LayerSeconds] = {}
         overhead_s = stage_overhead_s(cluster)
         if overhead_s:
-            self._add_note(f"running a stage costs {overhead_s * 1e6:.0f} us beside its layers: measured")
+            self._add_note(f"overhead of a stage beside its layers: {overhead_s * 1e6:.0f} us, measured")
 
     def measured_times(
         self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision
@@ -362,13 +362,13 @@ class MeasuredCosts:
             if curve is not None:
                 full_shape = unsharded_shape(graph, place)
                 times = LayerSeconds(*astuple(times_at(curve, full_shape)))
-                self._add_note(f"{what}; roofline, corrected as {curve.name} was measured at the same sizes")
+                self._add_note(f"{what}; roofline, corrected by the measurement of {curve.name} at the same sizes")
                 return measured_ratios(times, self.roofline.layer_durations(layer, full_shape, kind, precision, "none"))
         curves = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]
         ratios = mean_ratios([curve for curve in curves if curve.setting == self.setting] or curves)
         if ratios != (1.0, 1.0, 1.0, 1.0):
             forward, back, weight, _ = ratios
-            what += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), as measured layers showed"
+            what += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), the mean of measured layers"
         self._add_note(what)
         return ratios
 

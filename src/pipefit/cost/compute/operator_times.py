@@ -14,8 +14,8 @@ from pipefit.model.ops import KINDS
 from pipefit.model.ops.unshard import stored_weights
 
 MERGING = (5, 4)
-"""Additional attention kernels per earlier slice, (forward, backward): attention over the slice's keys, and the merge of
-its result (`run/ops/attention.py`).
+"""Additional attention kernels per earlier slice, (forward, backward): attention over the slice's keys, and the merge
+of its result (`run/ops/attention.py`).
 """
 
 Times = tuple[float, float, float]
@@ -120,7 +120,7 @@ def _roofline_s(work: PassWork | None, rate: float, kind: DeviceKind) -> float:
 
 
 def _has_input_gradient(graph: Graph, operator: Operator) -> bool:
-    """Whether a gradient flows to an activation input.
+    """Return whether a gradient flows to an activation input.
 
     False for operators that only read tokens or positions, and for values made from data alone.
     """

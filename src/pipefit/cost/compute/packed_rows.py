@@ -81,7 +81,7 @@ def _bracket_weights(value: float, ends: tuple[float, float]) -> Iterator[tuple[
 
 
 def _half_octave_knots(tokens: int) -> tuple[float, float]:
-    """Return the two neighbours of `tokens` among the numbers 2^n and 1.5 x 2^n; numbers below 4 are knots themselves."""
+    """Return the two neighbours of `tokens` among the numbers 2^n and 1.5 x 2^n; numbers below 4 are returned as is."""
     if tokens < 4:
         return float(tokens), float(tokens)
     low = 1 << (tokens.bit_length() - 1)

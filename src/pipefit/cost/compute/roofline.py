@@ -45,7 +45,7 @@ class MicrobatchShape(NamedTuple):
 
     @property
     def is_sliced(self) -> bool:
-        """Whether the microbatch has several slices."""
+        """Return whether the microbatch has several slices."""
         return self.past + self.later > 0
 
     @property
@@ -190,7 +190,7 @@ class RooflineCosts:
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerCost:
-        """Return the cost of `graph`. A graph with collectives needs `collective`; `collective_key` is its cache key."""
+        """Return the cost of `graph`. A graph with collectives needs `collective`, with cache key `collective_key`."""
         self._graphs[id(graph)] = graph  # kept alive, so that its id stays unique
         key = (id(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:

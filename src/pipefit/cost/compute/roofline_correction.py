@@ -65,7 +65,7 @@ def part_likeness(part: Graph, whole: Graph) -> float:
 
 
 def _is_cut(part: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether a tensor of shape `part` can be cut out of one of shape `whole` along at most one dimension."""
+    """Return whether a tensor of shape `part` can be cut out of one of shape `whole` along at most one dimension."""
     if len(part) != len(whole):
         return False
     differing = [(part_size, size) for part_size, size in zip(part, whole, strict=True) if part_size != size]

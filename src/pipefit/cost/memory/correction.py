@@ -1,16 +1,15 @@
-"""A learned correction of the analytic memory model, with a band: what a rank really takes, by what it should take.
+"""A learned correction of the analytic memory model, with a band: measured rank memory from its analytic parts.
 
 measured = the sum over the parts of the analytic peak (parameters, gradients, optimizer state, saved activations,
-passing memory, messages, and a constant per process) of coefficient x part. Coefficients are not negative and are drawn
-towards 1, where the analytic model alone stands. Such a form extrapolates: they are properties of a device and its
-software, not of the runs that they were learned from. Fitted to relative errors by non-negative least squares (Lawson
-and Hanson, 1974) with a ridge.
+transient memory, messages, and a constant per process) of coefficient x part. Coefficients are non-negative and
+ridge-regularised towards 1, the uncorrected model. The model extrapolates: coefficients are properties of a device and
+its software, not of the recorded runs. They are fitted to relative errors by non-negative least squares (Lawson and
+Hanson, 1974) with a ridge.
 
-The band comes from the errors on configurations that were left out of the fit, one at a time (as in conformal
-prediction; Vovk et al., 2005), each divided by how far it was from the rest. For a new plan they are widened by its own
-distance: the leverage of its mix of parts, and how much larger or smaller it is than all that was measured. The
-probability of an error is the larger of two: the share of left-out errors that were worse, and the tail of Student's
-distribution with their spread.
+The band comes from leave-one-out errors over configurations (as in conformal prediction; Vovk et al., 2005), each
+divided by its distance from the rest. For a new plan they are widened by its own distance: the leverage of its mix of
+parts, and its size relative to the measured range. The probability of an error is the larger of two: the share of
+left-out errors that were worse, and the tail of Student's distribution with their spread.
 """
 
 from __future__ import annotations
@@ -25,34 +24,35 @@ from numpy.typing import NDArray
 from pipefit.errors import ClusterError
 
 PARTS = ("parameters", "gradients", "optimizer", "saved", "passing", "messages", "workspace")
-"""Of the analytic peak; `workspace` is the constant per process."""
+"""Parts of the analytic peak; `workspace` is the constant per process."""
 
 RIDGE = {name: 1e-5 if name == "workspace" else 1e-2 for name in PARTS}
-"""How strongly a coefficient is drawn to 1: as by this many runs that consist of its part alone. For errors of 1 % that
-is a belief that coefficients are within 10 % of 1; next to nothing is believed of the constant, which is a guess."""
+"""Weight of the pull of a coefficient to 1, as a number of runs that consist of its part alone. With errors of 1 % it
+is a prior that coefficients are within 10 % of 1. The constant has almost no prior, because it is a guess.
+"""
 
 LEAST_SPREAD = 0.0025
-"""Relative errors are never believed to be smaller: allocators round sizes up, kernels change with versions."""
+"""Smallest relative error assumed: allocators round sizes up, and kernels change with versions."""
 
 LEAST_CONFIGURATIONS = 6
-"""Fewer do not say how wrong the next one may be."""
+"""Fewer configurations do not determine the error of a new one."""
 
 STATED = 1e-6
-"""The margin that is stated beside an estimate is exceeded with this probability."""
+"""Probability that the margin shown beside an estimate is exceeded."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRun:
-    """One rank of one plan: what the model says of it, and what was measured without the model."""
+    """One rank of one plan: the analytic parts of its memory, and the measured bytes."""
 
     configuration: str
-    "Which plan: the ranks of one plan are left out of the fit together."
+    "Name of the plan; the ranks of one plan are left out of the fit together."
     kind: str
-    "The device kind that it ran on."
+    "Device kind of the rank."
     devices: int
-    "Of the plan."
+    "Number of devices of the plan."
     rank: int
     parts: Mapping[str, float]
     "Bytes of each of PARTS at the analytic peak."
@@ -65,28 +65,28 @@ class MemoryRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCorrection:
-    """What was learned for one kind of device."""
+    """The correction learned for one device kind."""
 
     kind: str
     coefficients: Mapping[str, float]
     spread: float
     "Root mean square of the left-out relative errors, each divided by its distance."
     errors: tuple[float, ...]
-    "Those errors (measured / estimate - 1), ascending."
+    "The left-out relative errors (measured / estimate - 1), each divided by its distance, ascending."
     precision: tuple[tuple[float, ...], ...]
-    "The inverse of the fit's normal matrix, by PARTS: the leverage of a mix of parts."
+    "The inverse of the fit's normal matrix, by PARTS; gives the leverage of a mix of parts."
     range_bytes: tuple[float, float]
-    "The smallest and the largest that was measured."
+    "The smallest and the largest measured bytes."
     configurations: int
     most_devices: int
 
     def estimate_rank(self, parts: Mapping[str, float]) -> MemoryEstimate:
-        """What a rank with these parts takes."""
+        """Return the estimated memory of a rank with these parts."""
         expected = float(sum(self.coefficients[name] * parts[name] for name in PARTS))
         return MemoryEstimate(self, expected, self.band_factor(parts, expected))
 
     def band_factor(self, parts: Mapping[str, float], expected_bytes: float) -> float:
-        """How much wider the band is than in the middle of what was measured: 1 or more."""
+        """Return the width of the band relative to the middle of the measured range, 1 or more."""
         mix = _part_shares(parts, expected_bytes)
         leverage = float(mix @ np.asarray(self.precision) @ mix)
         smallest, largest = self.range_bytes
@@ -94,7 +94,7 @@ class MemoryCorrection:
         return math.sqrt(1.0 + max(0.0, leverage)) * (1.0 + math.log(beyond))
 
     def exceedance_probability(self, error: float) -> float:
-        """The probability that a relative error, its distance taken out, is above `error`."""
+        """Return the probability that a relative error, divided by its distance, is above `error`."""
         from scipy.special import stdtr
 
         worse = sum(observed >= error for observed in self.errors) / (len(self.errors) + 1)
@@ -102,7 +102,7 @@ class MemoryCorrection:
         return min(1.0, max(worse, tail))
 
     def error_quantile(self, probability: float) -> float:
-        """The least relative error that is exceeded with at most this probability."""
+        """Return the least relative error that is exceeded with at most this probability."""
         from scipy.special import stdtrit
 
         tail = -float(stdtrit(max(1, self.configurations - 1), probability)) * self.spread
@@ -113,7 +113,7 @@ class MemoryCorrection:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What a rank is expected to take, and how sure that is."""
+    """The expected memory of a rank, with its uncertainty."""
 
     correction: MemoryCorrection
     expected_bytes: float
@@ -121,17 +121,23 @@ class MemoryEstimate:
 
     @property
     def margin_bytes(self) -> float:
-        """What may come on top: more only with the probability STATED, by the spread of the errors and their worst."""
+        """Bytes above the expectation that are exceeded with probability STATED.
+
+        They come from the spread of the errors and from the worst error.
+        """
         worst = max(self.correction.errors[-1], self.correction.spread * _student_quantile(self.correction))
         return self.expected_bytes * worst * self.distance
 
     def oom_probability(self, limit_bytes: float) -> float:
-        """The probability that it takes more than the limit."""
+        """Return the probability that the rank needs more memory than the limit."""
         return self.correction.exceedance_probability((limit_bytes / self.expected_bytes - 1.0) / self.distance)
 
 
 def learn_correction(runs: Sequence[MemoryRun], kind: str) -> MemoryCorrection:
-    """The correction that these runs teach for a kind of device. ClusterError where they are too few to have a band."""
+    """Return the correction of a device kind learned from these runs.
+
+    Raises ClusterError if there are too few configurations for a band.
+    """
     kind_runs = [run for run in runs if run.kind == kind]
     names = sorted({run.configuration for run in kind_runs})
     if len(names) < LEAST_CONFIGURATIONS:

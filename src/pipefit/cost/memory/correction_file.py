@@ -1,4 +1,4 @@
-"""The file of a memory correction: the runs that it was learned from, and what was learned, by kind of device."""
+"""The file of a memory correction: the recorded runs, and the correction learned from them for each device kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipefit.errors import ClusterError, FormatError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """Measured runs, and the corrections of the kinds of devices that have enough of them."""
+    """Measured runs, and the corrections of device kinds with enough runs."""
 
     format: Literal["pipefit-memory"] = "pipefit-memory"
     version: Literal[1] = 1
@@ -26,18 +26,18 @@ class MemoryFacts:
 
 
 def load_memory(path: Path) -> MemoryFacts:
-    """The facts in a file. FormatError where it is none, or where a number in it cannot be."""
+    """Load a memory file. Raises FormatError if it is not one, or if a number in it is impossible."""
     facts = load_file(MemoryFacts, path)
     for kind, correction in facts.corrections.items():
         if not _is_usable(correction):
             raise FormatError(
-                "A correction is not one that runs can teach.",
+                "The memory correction is invalid.",
                 where=f"{path}: corrections.{kind}",
                 seen=f"spread {correction.spread:g}, {len(correction.errors)} errors, "
                 f"coefficients of {', '.join(sorted(correction.coefficients)) or 'nothing'}",
-                allowed=f"finite numbers: a coefficient for each of {', '.join(PARTS)}, none below 0 and one above, "
+                allowed=f"finite numbers: a coefficient for each of {', '.join(PARTS)}, none below 0, one above, "
                 f"their {len(PARTS)} x {len(PARTS)} matrix, a spread, errors and a range above 0",
-                next_step="take `corrections` out and run `pipefit verify PLAN --record` on the file: it learns again",
+                next_step="remove `corrections` and run `pipefit verify PLAN --record` on the file to learn them again",
             )
     for index, run in enumerate(facts.runs):
         if not (
@@ -46,7 +46,7 @@ def load_memory(path: Path) -> MemoryFacts:
             and 0 < run.measured_bytes < math.inf
         ):
             raise FormatError(
-                "A recorded run is not one.",
+                "The recorded run is invalid.",
                 where=f"{path}: runs[{index}]",
                 seen=f"{run.measured_bytes:g} bytes measured, parts {', '.join(sorted(run.parts))}",
                 allowed=f"more than 0 bytes, and the parts {', '.join(PARTS)}, none below 0",
@@ -55,7 +55,7 @@ def load_memory(path: Path) -> MemoryFacts:
 
 
 def _is_usable(correction: MemoryCorrection) -> bool:
-    """Whether estimates can be made with these numbers."""
+    """Return whether estimates can be made with these numbers."""
     coefficients, matrix = correction.coefficients, correction.precision
     smallest, largest = correction.range_bytes
     numbers = [*coefficients.values(), *correction.errors, correction.spread, largest, *itertools.chain(*matrix)]
@@ -71,7 +71,10 @@ def _is_usable(correction: MemoryCorrection) -> bool:
 
 
 def record_runs(path: Path, runs: Sequence[MemoryRun]) -> MemoryFacts:
-    """Add runs to a file (made where it is not there), in place of earlier ones of the same ranks, and learn again."""
+    """Add runs to a file, which is created if missing, and learn the corrections again.
+
+    New runs replace earlier runs of the same configuration, kind and rank.
+    """
     before = load_memory(path).runs if path.exists() else ()
     new = {(run.configuration, run.kind, run.rank) for run in runs}
     earlier = [run for run in before if (run.configuration, run.kind, run.rank) not in new]
@@ -81,7 +84,7 @@ def record_runs(path: Path, runs: Sequence[MemoryRun]) -> MemoryFacts:
 
 
 def learn_facts(runs: Sequence[MemoryRun]) -> MemoryFacts:
-    """Runs with what they teach. Kinds with too few of them have no correction yet."""
+    """Return runs with their corrections. Kinds with too few configurations get no correction."""
     configurations: dict[str, set[str]] = {}
     for run in runs:
         configurations.setdefault(run.kind, set()).add(run.configuration)

@@ -1,8 +1,8 @@
-"""What always stays on the devices of every lane, and how the kinds of devices of a lane differ in what they hold.
+"""Static memory on the devices of every lane, and its differences between the device kinds of a lane.
 
-Replicas may differ in rows, in their share of a split optimizer state, and shards in their part of the parameters.
-Where kinds of devices stand for such differences, each kind is judged by its own fullest device and its own memory:
-a small device that takes few rows is not refused for what a large one holds.
+Replicas may differ in rows and in their share of a sharded optimizer state, shards in their part of the parameters. If
+device kinds coincide with such differences, each kind is compared with its own memory by its own fullest device: a
+small device with few rows is not rejected for the bytes of a large one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pipefit.cost.work import PipelineWork, StageWork
 
 @dataclass(frozen=True, slots=True)
 class StageHolding:
-    """What the devices of one kind hold of a stage: the most of any of them."""
+    """The largest parts of a stage on any device of one kind."""
 
     rows: int
-    "Of a microbatch."
+    "Rows of a microbatch."
     positions: tuple[int, ...]
-    "Of the shard axis; empty where all positions hold the same."
+    "Positions of the shard axis; empty if all positions hold the same."
     share: float
-    "Of the optimizer state of the stage's parameters."
+    "Share of the optimizer state of the stage's parameters."
 
 
 def stage_holdings(stage: StageWork, network: Network) -> Mapping[str, StageHolding]:
-    """By the name of every kind of device in the stage's group."""
+    """Return the holding of every device kind in the stage's mesh, by name."""
     names = [axis.name for axis in stage.group.axes]
     shares = stage.group.find_axis("replica").shares
     even = stage.group.find_axis("shard").is_even
@@ -49,15 +49,17 @@ def stage_holdings(stage: StageWork, network: Network) -> Mapping[str, StageHold
 
 
 def lanes_differ(work: PipelineWork, network: Network) -> bool:
-    """Whether devices of some lane hold different amounts because they are of different kinds."""
+    """Return whether devices of some lane hold different amounts because they are of different kinds."""
     if len(network.cluster.kinds) == 1:
         return False
     return any(len({*stage_holdings(stage, network).values()}) > 1 for stage in work.stages)
 
 
 def lane_limits(work: PipelineWork, network: Network, kind: str = "") -> tuple[float, ...]:
-    """Bytes that a process may use on every lane: of its smallest device, or of its devices of one kind (infinite
-    where it has none)."""
+    """Return the usable bytes of a process on every lane: of the smallest device, or of the devices of one kind.
+
+    A lane without devices of that kind has an infinite limit.
+    """
     limits = [float("inf")] * work.num_lanes
     for stage in work.stages:
         kinds = [network.kinds[device] for device in stage.group.devices]
@@ -67,7 +69,7 @@ def lane_limits(work: PipelineWork, network: Network, kind: str = "") -> tuple[f
 
 
 def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "") -> tuple[Mapping[str, float], ...]:
-    """Static bytes of every lane by part, on its fullest device, or on the fullest one of a kind."""
+    """Return the static bytes of every lane by part, on its fullest device, or on the fullest one of a kind."""
     held = [_kind_holding(stage, network, kind) for stage in work.stages]
     lanes = []
     for lane in range(work.num_lanes):
@@ -91,7 +93,7 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
 
 
 def state_shares(work: PipelineWork, network: Network, kind: str) -> list[float]:
-    """Of every stage, the largest part of the optimizer state that a device of this kind keeps."""
+    """Return, per stage, the largest part of the optimizer state on a device of this kind."""
     return [_kind_holding(stage, network, kind).share for stage in work.stages]
 
 
@@ -103,12 +105,15 @@ def _kind_holding(stage: StageWork, network: Network | None, kind: str) -> Stage
 
 
 def _tied_parts(work: PipelineWork, lane: int, held: Sequence[StageHolding]) -> Mapping[str, float]:
-    """Static bytes of a lane that shared parameters add: a buffer for the gradient of each other lane that uses them;
-    less what is stored once although several stages of the lane use it."""
+    """Return the static bytes that shared parameters add to a lane.
+
+    Each other lane that uses them adds a gradient buffer. Parameters stored once for several stages of the lane are
+    subtracted.
+    """
     changes = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for tied in work.tied:
         lane_stages = [index for index in tied.stages if work.stages[index].lane == lane]
-        if not lane_stages or tied.rings:  # a sum over all devices is made in place
+        if not lane_stages or tied.rings:  # a sum over all devices is done in place
             continue
         num_peers = len({work.stages[index].lane for index in tied.stages}) - 1
         changes["gradients"] += num_peers * tied.elements * GRADIENT_BYTES[work.precision]

@@ -1,8 +1,8 @@
-"""Limits for orders where kinds of devices hold different amounts: what the fullest device may hold, so that all fit.
+"""Memory limits for action orders on lanes with mixed device kinds: a limit for the fullest device with which all fit.
 
-Orders are made and compared by what the fullest device of a lane holds. A device of another kind holds its own static
-bytes and, of every activation and message, at most some share; of what passes it may need more than that share,
-because some of it does not depend on rows. So with a limit L it fits as long as the fullest one holds no more than
+Orders are built and compared by the bytes of the fullest device of a lane. A device of another kind holds its own
+static bytes and at most some share of every activation and message. Its transient memory may exceed that share, because
+a part of it does not depend on rows. With a limit L the device fits if the fullest device holds at most
 static + (L - own static - excess) / share.
 """
 
@@ -15,12 +15,14 @@ import numpy as np
 from pipefit.cost.types import Array, CostTable
 
 NOTHING = 1e-9
-"""A smaller share is counted as this one: such a device holds next to nothing."""
+"""Smallest share used in the division; a device with a smaller share holds next to nothing."""
 
 
 def order_limits(costs: CostTable, placement: Sequence[int], least_bytes: Sequence[float]) -> tuple[float, ...]:
-    """Of every lane, the bytes of the cost table with which every kind of device fits; `least_bytes`, the memory of
-    its smallest device, where all hold the same."""
+    """Return the limit per lane, in bytes of the cost table, with which every device kind fits.
+
+    `least_bytes`, the memory of the smallest device per lane, is returned if all devices hold the same.
+    """
     if not costs.kinds:
         return tuple(least_bytes)
     limits = np.full(len(least_bytes), np.inf)
@@ -38,13 +40,13 @@ def order_limits(costs: CostTable, placement: Sequence[int], least_bytes: Sequen
 
 
 def _largest_ratio(own: Array, most: Array) -> float:
-    """The largest part that one has of the other, entry by entry."""
+    """Return the largest ratio own / most over all entries."""
     nonzero = most > 0
     return float((own[nonzero] / most[nonzero]).max(initial=0.0))
 
 
 def _held_row(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
-    """Everything that a lane holds between actions or has on its way, in one row."""
+    """Return all bytes that a lane holds between actions or has in transit, in one row."""
     saved, pending = costs.actions["F"].held_bytes, -costs.actions["W"].held_bytes
     parts = [_lane_stages(saved, placement, lane), _lane_stages(pending, placement, lane)]
     for edge in costs.edges:
@@ -61,6 +63,6 @@ def _passing_bytes(costs: CostTable, placement: Sequence[int], lane: int) -> Arr
 
 
 def _lane_stages(table: Array, placement: Sequence[int], lane: int) -> Array:
-    """The stages of a lane from an array over stages, which may have one entry for all."""
+    """Return the stages of a lane from an array over stages, which may have one entry for all."""
     rows: Array = np.broadcast_to(table, (len(placement), *table.shape[1:]))[np.asarray(placement) == lane]
     return rows

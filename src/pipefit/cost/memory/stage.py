@@ -1,9 +1,9 @@
-"""The memory of the actions of a stage, from those of its layers: what stays, and the worst moment of each action.
+"""The memory of a stage's actions from its layers: bytes held, and the peak of each action.
 
-While one layer runs forward, the layers before it hold what they keep; while one runs backward, the layers before it
-still do, and the layers behind it hold what their pending weight gradients need. The gradient that a stage is given
-lives as long as the action that uses it. With slices, the layers before a running backward hold what later slices owe
-to keys and values; those behind it, what is still owed to earlier slices.
+While a layer runs forward, the earlier layers hold their saved activations. While it runs backward, the earlier layers
+still hold them, and the later layers hold the inputs of their pending weight gradients. A stage's incoming gradient
+lives as long as the action that uses it. With slices, the layers before a running backward hold the key and value
+gradients from later slices; the layers after it hold those still due to earlier slices.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class StageMemory:
     """Bytes of one stage, microbatch and slice."""
 
     saved_bytes: float
-    "Held from F to B or I."
+    "Bytes held from F to B or I."
     pending_bytes: float
-    "Held from I to W."
+    "Bytes held from I to W."
     passing: Mapping[str, float]
-    "Of F, I, W and B: what they need beside the larger of what is held before and after, inputs and outputs among it."
+    "Per action (F, I, W, B): bytes beyond the larger of the bytes held before and after, inputs and outputs included."
 
 
 def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
-    """Of a stage of these layers. Without `LayerCost.passing` nothing passes."""
+    """Return the memory of a stage of these layers. Without `LayerCost.passing` there is no transient memory."""
     saved = sum(layer.saved_bytes for layer in layers)
     pending = sum(layer.pending_bytes for layer in layers)
     first, last = layers[0].passing, layers[-1].passing

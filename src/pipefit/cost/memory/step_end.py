@@ -1,9 +1,9 @@
-"""What the end of an iteration needs beside what always stays: reductions, shared parameters, the norm and the update.
+"""Transient memory at the end of an iteration: reductions, shared parameters, the norm and the update.
 
-PyTorch's gloo sums a copy of what it scatters, and a bucket's copy lives until all buckets have been waited for
-(`run/update/reduce.py`); NCCL needs none. When activations are gone, lanes that share a parameter each send a copy of
-their gradient and add to another (`run/update/tied.py`), and the norm and the update go through a run of elements at a
-time (`run/update/optimizer.py`), in 8 bytes each at most: the peak only where activations were few.
+PyTorch's gloo reduce-scatter sums a copy, and a bucket's copy lives until all buckets have been waited for
+(`run/update/reduce.py`); NCCL needs no copy. After the activations are freed, lanes that share a parameter each send a
+copy of their gradient and add it to another (`run/update/tied.py`). The norm and the update process a run of elements
+at a time (`run/update/optimizer.py`), with at most 8 bytes each. These bytes are the peak only if activations are few.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from pipefit.cost.static_memory import GRADIENT_BYTES
 from pipefit.cost.work import PipelineWork, StageWork
 
 RUN_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 24}
-"""Elements that the norm and the update go through at a time."""
+"""Elements that the norm and the update process at a time."""
 
 
 def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
-    """Of every stage: what its reduction holds from its last backward until all reductions are over. Parameters that
-    lanes share are not scattered (with shards they are counted, on the safe side)."""
+    """Return, per stage, the bytes held by its reduction from its last backward until all reductions are done.
+
+    Parameters shared between lanes are not reduce-scattered (with shards they are counted, on the safe side).
+    """
     width = GRADIENT_BYTES[work.precision]
     copy_bytes = []
     for index, stage in enumerate(work.stages):
@@ -33,14 +35,16 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
 
 
 def state_share(stage: StageWork) -> float:
-    """The largest part of the optimizer state that a replica keeps."""
+    """Return the largest part of the optimizer state on one replica."""
     shares = stage.group.find_axis("replica").shares
     return max(shares) / sum(shares) if stage.split_state else 1.0
 
 
 def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Of every lane, on its fullest device, or on one that keeps these `shares` of the stages' optimizer state.
-    Devices that talk over `gloo` are processors."""
+    """Return the bytes per lane on its fullest device, or on a device with these `shares` of the optimizer states.
+
+    Devices that communicate over `gloo` are processors.
+    """
     width = GRADIENT_BYTES[work.precision]
     run, exchanged = ([0.0] * work.num_lanes for _ in range(2))
     for index, stage in enumerate(work.stages):
@@ -50,13 +54,16 @@ def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = N
     for tied in work.tied:
         lanes = {work.stages[index].lane for index in tied.stages}
         for lane in lanes if len(lanes) > 1 and not tied.rings else ():
-            exchanged[lane] += len(lanes) * tied.elements * width  # a copy for each of the others, and of its own
+            exchanged[lane] += len(lanes) * tied.elements * width  # a copy per other lane, and its own
     return tuple(map(max, run, exchanged))
 
 
 def _largest_bucket(stage: StageWork, shared: Sequence[int]) -> int:
-    """At most so many elements are reduced and updated together: shared parameters have buckets of their own, and what
-    is split over the shard axis has others than what is whole there (`run/update/buckets.py`)."""
+    """Return the largest number of elements that are reduced and updated together.
+
+    Shared parameters have their own buckets, and so do parameters replicated over the shard axis
+    (`run/update/buckets.py`).
+    """
     elements = max(stage.parameters.trainable)
     if stage.group.find_axis("shard").size == 1:
         return max(elements - sum(shared), *shared, 0)

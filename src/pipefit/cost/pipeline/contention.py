@@ -1,12 +1,12 @@
-"""What transfers at the same time do to each other: the pipelines of a plan, and the ports that their messages share.
+"""Contention of concurrent transfers: the pipelines of a plan, and the ports that their messages share.
 
-The replicas of a stage wait for each other in its reduction only; until then every pipeline goes at the pace of its
-own devices and links. Messages on one link take turns (a sender's kernel serves them in order); links, ports and
-uplinks are shared evenly by the streams on them, the rings of reductions included (max-min fairness: Bertsekas and
-Gallager 1992, 6.5.2). The simulator does the sharing (`schedule/taskgraph/fluid.py`).
+The replicas of a stage wait for each other only in its reduction; until then every pipeline runs at the pace of its own
+devices and links. Messages on one link are sent one after another (a sender's kernel serves them in order). Links,
+ports and uplinks are shared evenly by their streams, including the rings of reductions (max-min fairness: Bertsekas and
+Gallager 1992, 6.5.2). The simulator computes the shares (`schedule/taskgraph/fluid.py`).
 
-An action of a stage with shards has collectives of its own. It loads its ports on average: an action that goes by to a
-part p in collectives takes 1 + p times as long beside a reduction on the same ports, and so does the reduction.
+An action of a sharded stage contains collectives, which load their ports on average. If a part p of the action is spent
+in collectives, the action takes 1 + p times as long beside a reduction on the same ports, and so does the reduction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
 from pipefit.layout import Mesh, MeshAxis
 
 MOST_PIPELINES = 16
-"""Replicas that are followed one by one; more of them go in step, each stage as slow as its slowest replica."""
+"""The largest number of replicas simulated one by one. More replicas run in step, at the pace of the slowest one."""
 
 Message = tuple[int, int, float]
 Messages = Sequence[Message]
@@ -37,7 +37,7 @@ Rings = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class _UnnumberedFlow:
-    """A flow before its ports have numbers."""
+    """A flow before its ports are numbered."""
 
     seconds: dict[Port, float]
     duration_s: float
@@ -46,11 +46,11 @@ class _UnnumberedFlow:
 
 
 class PipelineCosts(NamedTuple):
-    """Replicas that go at their own pace, one after the other; or all of them as one."""
+    """Replicas that run at their own pace, in order; or all replicas as one pipeline."""
 
     works: Sequence[PipelineWork]
     tables: tuple[CostTable, ...]
-    "The times of each, were it alone."
+    "The times of each pipeline without contention."
 
 
 def with_contention(
@@ -60,8 +60,10 @@ def with_contention(
     layers: LayerCosts,
     alone: PipelineCosts | None = None,
 ) -> CostTable:
-    """These costs with what transfers do to each other. `costs` is `cost_table(work, network, layers)`, `alone` what
-    `split_pipelines` says, where that is known."""
+    """Return these costs with the contention of transfers.
+
+    `costs` is `cost_table(work, network, layers)`; `alone` is the result of `split_pipelines`, if known.
+    """
     works, tables = alone or split_pipelines(costs, work, network, layers)
     loads: dict[FlowKey, _UnnumberedFlow] = {}
     for pipeline, (pipeline_work, table) in enumerate(zip(works, tables, strict=True)):
@@ -93,13 +95,13 @@ def with_contention(
 
 
 def split_pipelines(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> PipelineCosts:
-    """Every pipeline by itself; `costs` is that of all of them."""
+    """Return the work and the times of every pipeline; `costs` are those of all of them."""
     works = _replica_works(work)
     return PipelineCosts(works, _times_alone(works, work, costs, network, layers) if len(works) > 1 else (costs,))
 
 
 def _replica_works(work: PipelineWork) -> list[PipelineWork]:
-    """The work of every replica by itself; of all together where there are too many, or where they exchange rows."""
+    """Return the work of every replica, or all work as one if there are too many replicas or they exchange rows."""
     counts = {stage.group.find_axis("replica").size for stage in work.stages}
     if len(counts) > 1 or not 1 < max(counts) <= MOST_PIPELINES:
         return [work]
@@ -134,8 +136,11 @@ def _of_replica(stage: StageWork, place: Mapping[int, int], k: int) -> StageWork
 
 
 def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[EdgeWork]:
-    """For every replica its part of the messages: those that its devices of the source stage send, or receive. Where
-    microbatches differ, its own largest one stands for all: it may have nothing of the one that is largest in all."""
+    """Return for every replica its part of the messages, those sent or received by its devices of the source stage.
+
+    If microbatches differ, the replica's own largest microbatch represents all of them: the replica may have no message
+    in the microbatch that is largest over all replicas.
+    """
     ahead, back = (
         [_by_replica(messages, place, sent, count) for messages in slices]
         for slices, sent in ((edge.forward, True), (edge.backward, False))
@@ -161,8 +166,10 @@ def _by_replica(messages: Messages, place: Mapping[int, int], sent: bool, count:
 def _times_alone(
     works: Sequence[PipelineWork], work: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts
 ) -> tuple[CostTable, ...]:
-    """The times of every pipeline of `work`. Those of stages on devices of the same kinds, with as many rows and the
-    same rings beside them, are worked out once."""
+    """Return the times of every pipeline of `work`.
+
+    Stages on devices of the same kinds, with equal rows and the same competing rings, are computed once.
+    """
     beside, keys = (
         [_competing_groups(stage, network) for stage in work.stages],
         [stage_cost_key(stage, network) for stage in work.stages],
@@ -187,8 +194,10 @@ def _times_alone(
 
 
 def _competing_groups(stage: StageWork, network: Network) -> list[Rings]:
-    """By replica, the shard groups whose collectives slow down its own: its own ones, and those of other replicas that
-    use one of their ports, which do the same at about the same time."""
+    """Return for each replica the shard groups whose collectives compete with its own.
+
+    They are its own groups and those of other replicas that use the same ports at about the same time.
+    """
     if stage.group.find_axis("shard").size == 1:
         return [()] * stage.group.find_axis("replica").size
     rings = shard_rings(stage)
@@ -204,14 +213,14 @@ def _competing_groups(stage: StageWork, network: Network) -> list[Rings]:
 
 
 def _ring_ports(ring: tuple[int, ...], network: Network) -> set[Port]:
-    """What a ring loads, whichever way it goes round."""
+    """Return the ports that a ring loads in either direction."""
     order = sorted(ring)
     hops = [*zip(order, (*order[1:], order[0]), strict=True)]
     return {port for a, b in (*hops, *((b, a) for a, b in hops)) for port, _ in network.port_loads(a, b, 1.0, 1.0)}
 
 
 def _transfer_flow(messages: Messages, port_s: float, network: Network) -> _UnnumberedFlow | None:
-    """Messages that start together; None where nothing moves."""
+    """Return the flow of messages that start together, or None if nothing moves."""
     if port_s <= 0.0:
         return None
     if len(messages) == 1:
@@ -233,7 +242,7 @@ def _transfer_flow(messages: Messages, port_s: float, network: Network) -> _Unnu
 def _reduction_flows(
     index: int, stage: StageWork, work: PipelineWork, network: Network, costs: CostTable
 ) -> dict[FlowKey, _UnnumberedFlow]:
-    """The reduction of a stage, and its gather, as flows."""
+    """Return the reduction of a stage, and its all-gather under ZeRO-1, as flows."""
     rings = [ring for ring in replica_rings(stage) if len(ring) > 1]
     if not rings:
         return {}
@@ -254,8 +263,10 @@ def _reduction_flows(
 def _action_flows(
     index: int, pipeline: int, work: PipelineWork, beside: Rings, network: Network, layers: LayerCosts
 ) -> dict[FlowKey, _UnnumberedFlow]:
-    """The actions of a stage whose shards speak to each other, as one ring at a time through each shard group; `beside`
-    are those whose collectives run at the same time, which the times of the actions allow for."""
+    """Return the actions of a sharded stage as flows: one ring at a time through each shard group.
+
+    `beside` are the rings with concurrent collectives, which the times of the actions already include.
+    """
     stage = work.stages[index]
     if stage.group.find_axis("shard").size == 1:
         return {}
@@ -278,9 +289,12 @@ def _action_flows(
 def _hop_loads(
     network: Network, operation: str, rings: Sequence[Sequence[int]], total_bytes: float, passes: int
 ) -> tuple[dict[Port, float], float]:
-    """(for how many seconds every port is loaded, bytes of one hop) by so many passes over `total_bytes`: in each a hop
-    of a ring of n carries (n - 1)/n of them. In two levels a hop inside a host carries what the host's devices
-    exchange, one between hosts a device's part; the hop that is told is one between hosts."""
+    """Return (seconds of load of every port, bytes of one hop) for `passes` passes over `total_bytes`.
+
+    In each pass a hop of a ring of n devices carries (n - 1)/n of the bytes. With two levels, a hop inside a host
+    carries the exchange of the host's devices, and a hop between hosts the part of one device. The returned hop is then
+    one between hosts.
+    """
     seconds: dict[Port, float] = defaultdict(float)
     told = 0.0
     for level_rings, level_bytes in pass_levels(network, operation, rings, total_bytes):
@@ -295,8 +309,10 @@ def _hop_loads(
 def _loads_of(
     network: Network, operation: str, rings: Sequence[Sequence[int]]
 ) -> tuple[float, list[tuple[Port, float]]]:
-    """(how many bytes the collective moves for one of a plain ring, for how many seconds one pass of plain rings loads
-    every port, a byte of the whole tensor)."""
+    """Return (factor of bytes moved relative to a plain ring, [(port, seconds)]).
+
+    The seconds are the port's load by one pass of plain rings, per byte of the full tensor.
+    """
     key = operation, tuple(map(tuple, rings))
     if key not in network.hops:
         seconds: dict[Port, float] = defaultdict(float)
@@ -316,9 +332,11 @@ def _loads_of(
 def _number_ports(
     tables: tuple[CostTable, ...], loads: dict[FlowKey, _UnnumberedFlow], lanes: Mapping[FlowKey, int]
 ) -> PortContention:
-    """Ports that several flows use, by number; who is alone on a port has nobody to share it with. Flows of the same
-    one of `lanes` are never there at the same time, or allow for each other. Those that neither share nor take turns
-    are left out."""
+    """Return the flows with numbered ports; only ports used by several flows get a number.
+
+    Flows of the same lane (`lanes`) are never concurrent, or already account for each other. Flows that neither share a
+    port nor have a queue are omitted.
+    """
     users: dict[Port, set[object]] = defaultdict(set)
     for key, load in loads.items():
         for port in load.seconds:

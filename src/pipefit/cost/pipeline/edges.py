@@ -1,4 +1,4 @@
-"""What moving a tensor from stage to stage takes, and what it holds on either side while it is under way."""
+"""Times and buffers of moving a tensor from stage to stage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Messages = Sequence[tuple[int, int, float]]
 
 
 def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
-    """What moving a tensor takes and holds."""
+    """Return the times and the buffer bytes of moving a tensor."""
     return with_buffers(edge_times(edge, network), edge)
 
 
 def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
-    """The times of `edge_cost`, without its bytes."""
+    """Return the times of `edge_cost`, without its bytes."""
     ahead, back = [
         [[network.transfer_time(messages) for messages in row] for row in direction]
         for direction in _by_microbatch(edge)
@@ -43,14 +43,14 @@ _NONE = np.zeros((1, 1))
 
 
 def _by_microbatch(edge: EdgeWork) -> tuple[Sequence[Sequence[Messages]], Sequence[Sequence[Messages]]]:
-    """[microbatch][slice] -> messages, forward and backward; one microbatch for all where they are alike."""
+    """Return [microbatch][slice] -> messages, forward and backward; one microbatch if all are equal."""
     if not edge.ragged:
         return [edge.forward], [edge.backward]
     return [[ahead] for ahead, _ in edge.ragged], [[back] for _, back in edge.ragged]
 
 
 def with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None = None) -> EdgeCost:
-    """With the bytes of the devices that receive and send most: of all of them, or of `members` alone."""
+    """Return the cost with the bytes of the devices that receive and send most, among all or among `members`."""
 
     def largest_buffer(each: Sequence[Sequence[Messages]], sending: bool) -> Array:
         return np.array([[_most_bytes(messages, sending, members) for messages in row] for row in each])
@@ -66,8 +66,7 @@ def with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None 
 
 
 def _most_bytes(messages: Messages, sending: bool, members: Container[int] | None) -> float:
-    """Bytes that the device which receives most has room for, or which the one that sends most keeps until they have
-    left."""
+    """Return the largest receive buffer of a device, or with `sending` the largest bytes held until they are sent."""
     totals: dict[int, float] = {}
     for source, target, size in messages:
         end = source if sending else target

@@ -1,8 +1,9 @@
-"""How much of a stage's gradient reduction hides under its last backward.
+"""Overlap of a stage's gradient reduction with its last backward.
 
-The runtime starts a bucket's reduction as soon as the backward has finished the bucket's layers, last layer first.
-Reductions of a stage follow each other, so what is left after the backward is the largest over the buckets of (all
-reductions from that bucket on) - (backward that was left when it was complete). The last bucket always remains.
+The runtime starts the reduction of a bucket when the backward has finished the bucket's layers, last layer first.
+Reductions of a stage run one after another. The time left after the backward is therefore the largest over the buckets
+of (all reductions from that bucket on) - (backward time left when the bucket was complete). The last bucket never
+overlaps.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ Piece = tuple[float, float]
 
 
 def hidden_s(reduce_s: float, layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> float:
-    """Seconds of `reduce_s` that are over when the stage's last backward is. `layers` stand in the chain's order.
+    """Return the seconds of `reduce_s` that overlap the stage's last backward. `layers` are in model order.
 
-    Seconds are shared out over the buckets by their bytes. 0 where nothing is reduced or all is one bucket.
+    Seconds are distributed over the buckets by their bytes. The result is 0 without a reduction or with one bucket.
     """
     left = remaining_lines(layers, bucket_bytes)
     if not left:
@@ -27,8 +28,11 @@ def hidden_s(reduce_s: float, layers: Sequence[Piece], bucket_bytes: float = BUC
 
 
 def remaining_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[tuple[float, float]]:
-    """(share, seconds) of every bucket: at least share x the whole reduction - seconds of it are left after the
-    backward, because the bucket and those behind it cannot start sooner. Empty where nothing is reduced."""
+    """Return (share, seconds) of every bucket; empty without a reduction.
+
+    At least share x (full reduction) - seconds remains after the backward, because the bucket and all later ones cannot
+    start sooner.
+    """
     pieces = bucket_finish_times(layers, bucket_bytes)
     total_bytes = sum(size for size, _ in pieces)
     if not total_bytes:
@@ -43,7 +47,7 @@ def remaining_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES)
 
 
 def bucket_finish_times(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[Piece]:
-    """(bytes, when in the backward it is complete) of every bucket, in the order in which they start."""
+    """Return (bytes, time in the backward at which it is complete) of every bucket, in the order of their starts."""
     buckets: list[Piece] = []
     size, complete_s, elapsed_s = 0.0, 0.0, 0.0
     for layer_bytes, seconds in reversed(layers):

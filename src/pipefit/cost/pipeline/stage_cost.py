@@ -1,4 +1,4 @@
-"""The costs of one stage, microbatch and slice, and the tables of actions that they make up."""
+"""The costs of one stage, microbatch and slice, and action tables made of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipefit.cost.types import ActionTable, Array
 
 
 class StageCost(NamedTuple):
-    """Of one stage, microbatch and slice: the worst over its devices."""
+    """The cost of one stage, microbatch and slice: the worst over its devices."""
 
     forward_s: float
     input_s: float
     weight_s: float
     backward_s: float
-    "Fused."
+    "Fused backward."
     saved_bytes: float
     pending_bytes: float
     forward_passing_bytes: float
@@ -25,17 +25,19 @@ class StageCost(NamedTuple):
     fused_passing_bytes: float
     weight_passing_bytes: float
     owed_bytes: float
-    "To the keys and values of earlier slices, when the backward is over."
+    "Gradients for the keys and values of earlier slices, after the backward."
 
 
 def worst_stage(each: Iterable[StageCost]) -> StageCost:
-    """The largest of everything."""
+    """Return the largest value of every field."""
     return StageCost(*(max(column) for column in zip(*each, strict=True)))
 
 
 def action_tables(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -> Mapping[str, ActionTable]:
-    """Tables of stages with an entry for each slice; or, for several `microbatches` that differ, for each of these, or
-    one that holds for all."""
+    """Return the action tables of stages with one entry per slice.
+
+    If several `microbatches` differ, each stage has one entry per microbatch, or one entry for all.
+    """
 
     def field_array(value: Callable[[StageCost], float]) -> Array:
         return _cost_array(costs, value, microbatches)
@@ -65,7 +67,7 @@ def action_tables(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -
 
 
 def kv_gradient_table(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -> Array:
-    """`CostTable.owed_bytes`; arguments as of `action_tables`."""
+    """Return `CostTable.owed_bytes`; the arguments are those of `action_tables`."""
     return _cost_array(costs, lambda cost: cost.owed_bytes, microbatches)
 
 

@@ -1,8 +1,7 @@
-"""The cost table of a whole pipeline: what schedules are built from and the simulator runs on.
+"""The cost table of a full pipeline, from which schedules are built and on which the simulator runs.
 
-The devices of a lane work in step, so a lane's times and bytes are those of its slowest and fullest device: the
-largest over its replicas and shard positions. Where kinds of devices hold different amounts, the bytes of each kind
-stand beside them.
+The devices of a lane run in step, so a lane's times and bytes are the largest over its replicas and shard positions.
+If device kinds hold different amounts, the table also contains the bytes of each kind.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from pipefit.layout import AxisName, Mesh, split_by_shares
 from pipefit.model.graph import Graph
 
 ACTION_OVERHEAD_S = 20e-6
-"""Assumed: what the interpreter of the run needs per action beside the operators."""
+"""Assumed interpreter overhead per action in the run, beside the operators."""
 
 NOTES = (
     "links: latency + bytes / bandwidth of the very link; messages that leave one port together share it",
@@ -47,7 +46,7 @@ NOTES = (
 
 
 def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
-    """All costs of one iteration. Every entry comes from `layers` (compute, activations) or `network` (the rest)."""
+    """Return all costs of one iteration. `layers` gives compute and activations, `network` everything else."""
     keys = [stage_cost_key(stage, network) for stage in work.stages]
     of_each: dict[object, list[Mapping[str, StageCost]]] = {}
     beside: dict[object, tuple[float, Mapping[str, Sequence[Piece]]]] = {}
@@ -82,7 +81,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
 
 
 def slice_places(slices: Sequence[int]) -> list[tuple[int, int]]:
-    """(tokens, tokens before it) of every slice."""
+    """Return (tokens, tokens before it) of every slice."""
     return [(tokens, sum(slices[:index])) for index, tokens in enumerate(slices)]
 
 
@@ -95,8 +94,10 @@ def stage_cost(
     layers: LayerCosts,
     rings: tuple[tuple[int, ...], ...] | None = None,
 ) -> StageCost:
-    """Sums over the stage's layers, for the worst device of its group. `rings`: the shard groups whose collectives
-    run at the same time; None: the stage's own."""
+    """Return the sums over the stage's layers on the worst device of its mesh.
+
+    `rings`: the shard groups with concurrent collectives; None: the stage's own.
+    """
     return worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings).values())
 
 
@@ -107,7 +108,7 @@ def stage_costs(
     layers: LayerCosts,
     rings: tuple[tuple[int, ...], ...] | None = None,
 ) -> list[StageCost]:
-    """`stage_cost` of every slice, or of every microbatch where they differ."""
+    """Return `stage_cost` of every slice, or of every microbatch if they differ."""
     return [worst_stage(column.values()) for column in _stage_columns(stage, work, network, layers, rings)]
 
 
@@ -118,7 +119,7 @@ def _stage_columns(
     layers: LayerCosts,
     rings: tuple[tuple[int, ...], ...] | None = None,
 ) -> list[Mapping[str, StageCost]]:
-    """Of every slice, or of every microbatch where they differ: the worst of the stage's devices, by kind."""
+    """Return the worst cost per device kind for every slice, or for every microbatch if they differ."""
     if not stage.packed:
         places = slice_places(stage.slices)
         return [_stage_costs(stage, tokens, past, work, network, layers, rings) for tokens, past in places]
@@ -135,8 +136,10 @@ def collective_shares(
     layers: LayerCosts,
     rings: tuple[tuple[int, ...], ...] | None = None,
 ) -> list[Mapping[str, float]]:
-    """Of every slice, by kind of action (F, I, W and B), the part of its time that goes by in collectives over the
-    shard axis; of an average microbatch, where they differ. Arguments as of `stage_cost`."""
+    """Return, per slice, the part of each action's time (F, I, W and B) spent in collectives over the shard axis.
+
+    If microbatches differ, an average microbatch is used. The arguments are those of `stage_cost`.
+    """
     shares: list[Mapping[str, float]] = []
     for tokens, past in slice_places(stage.slices):
         total, rest = (
@@ -156,8 +159,10 @@ def collective_shares(
 def layer_costs(
     stage: StageWork, precision: Precision, network: Network, layers: LayerCosts
 ) -> Mapping[str, list[LayerCost]]:
-    """Of every layer of a stage alone: a whole row of tokens, the worst over the devices of the group; by kind of
-    device, and as '' over all of them."""
+    """Return the cost of every layer of a stage for a full row of tokens, the worst over the devices of the mesh.
+
+    Keys are device kinds, and '' for the worst over all kinds.
+    """
     by_kind: dict[str, list[list[LayerCost]]] = {}
     for kind, costs in _costs_by_place(stage, sum(stage.slices), 0, precision, network, layers):
         by_kind.setdefault(kind, []).append(costs)
@@ -166,18 +171,21 @@ def layer_costs(
 
 
 def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
-    """The devices of every shard group of a stage."""
+    """Return the devices of every shard group of a stage."""
     return _axis_rings(stage.group, "shard")
 
 
 def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
-    """The devices that hold the same shard, one ring per shard position."""
+    """Return the devices that hold the same shard: one ring per shard position."""
     return _axis_rings(stage.group, "replica")
 
 
 def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
-    """Seconds to sum the stage's gradients: over the replicas, and over the shard axis what is whole there. Those of
-    stages that take turns wait for each other (`cost/pipeline/turns.py`)."""
+    """Return the seconds to sum the stage's gradients.
+
+    They are summed over the replicas, and over the shard axis for parameters replicated there. Stages that take turns
+    are summed together (`cost/pipeline/turns.py`).
+    """
     if stage.turns > 1:
         return 0.0
     width = GRADIENT_BYTES[work.precision]
@@ -193,7 +201,7 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
 def reduce_hidden_s(
     stage: StageWork, once_s: float, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> Mapping[str, float]:
-    """Seconds of the stage's reduction (`once_s`) that run beside its last backward, if that is a B or a W."""
+    """Return the seconds of the stage's reduction (`once_s`) that overlap its last backward, if that is a B or a W."""
     return _hidden_s(once_s, work, overlap_share(stage, work, network, layers))
 
 
@@ -209,8 +217,11 @@ def _hidden_s(
 def overlap_share(
     stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> tuple[float, Mapping[str, Sequence[Piece]]]:
-    """The share of the stage's reduction beside its last backward that is free; and, where it is not 0, of every layer
-    the (bytes of gradients, seconds of a last backward of that kind: B or W)."""
+    """Return the overlap share of the stage's reduction, and the layers of its last backward.
+
+    The share is the part of the reduction beside the last backward that costs nothing. If it is not 0, the mapping
+    holds (bytes of gradients, seconds of backward) per layer for a last backward of kind B and W.
+    """
     share = min(network.kinds[device].overlap for device in stage.group.devices)
     if not share:
         return 0.0, {}
@@ -223,15 +234,17 @@ def overlap_share(
 
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
-    """Seconds to gather the stepped parameters under ZeRO-1."""
+    """Return the seconds to all-gather the updated parameters under ZeRO-1."""
     if not stage.split_state or stage.group.find_axis("replica").size == 1:
         return 0.0
     return all_gather_s(network, replica_rings(stage), max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
 
 
 def stage_cost_key(stage: StageWork, network: Network) -> object:
-    """Equal for stages whose layers cost the same: equal graphs on devices of the same kinds with as many rows. Of
-    stages with a shard axis only for the very devices, whose links count."""
+    """Return a key that is equal for stages with equal layer costs: equal graphs, device kinds and rows.
+
+    With a shard axis the key holds the devices themselves, because their links matter.
+    """
     devices_key: object = stage.group
     if stage.group.find_axis("shard").size == 1:
         places = zip(stage.group.devices, stage.group.axis_positions("replica").values(), strict=True)
@@ -242,7 +255,7 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
 
 @lru_cache(maxsize=4096)
 def _axis_rings(group: Mesh, name: AxisName) -> tuple[tuple[int, ...], ...]:
-    """The runs of devices that differ along one axis only: all of them, in grid order."""
+    """Return the groups of devices that differ along one axis only, in grid order."""
     rings: dict[tuple[int, ...], list[int]] = {}
     for device, coordinates in _grid_positions(group):
         fixed = tuple(
@@ -253,12 +266,12 @@ def _axis_rings(group: Mesh, name: AxisName) -> tuple[tuple[int, ...], ...]:
 
 
 def _grid_positions(group: Mesh) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(device, its position along every axis), in grid order."""
+    """Yield (device, its position along every axis) in grid order."""
     return zip(group.devices, itertools.product(*(range(axis.size) for axis in group.axes)), strict=True)
 
 
 def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
-    """(device, replica, shard position) of devices that differ in kind, rows or program: one for each combination."""
+    """Return one (device, replica, shard position) for each combination of kind, rows and program."""
     names = [axis.name for axis in stage.group.axes]
     even = stage.has_equal_shards
     distinct: dict[object, tuple[int, int, int]] = {}
@@ -280,7 +293,7 @@ def _costs_by_place(
     rings: tuple[tuple[int, ...], ...] | None = None,
     silent: bool = False,
 ) -> Iterator[tuple[str, list[LayerCost]]]:
-    """(kind, the cost of every layer), for each distinct device of the group. `silent`: as if collectives were free."""
+    """Yield (kind, the cost of every layer) for each distinct device of the mesh. `silent`: free collectives."""
     rings = (rings or shard_rings(stage)) if stage.group.find_axis("shard").size > 1 else None
     distinct_shares = {stage.shares_of(index) for index in range(len(stage.layers))}
     collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(distinct_shares)
@@ -319,7 +332,7 @@ def _stage_costs(
     rings: tuple[tuple[int, ...], ...] | None = None,
     silent: bool = False,
 ) -> Mapping[str, StageCost]:
-    """The worst of the stage's devices, by kind."""
+    """Return the worst cost of the stage's devices, by device kind."""
     by_kind: dict[str, list[StageCost]] = {}
     for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings, silent):
         by_kind.setdefault(kind, []).append(StageCost(*_sum_layers(costs)))
@@ -333,7 +346,7 @@ def _kind_memory(
     work: PipelineWork,
     network: Network,
 ) -> KindMemory:
-    """What the devices of one kind hold; on lanes without them the same as all."""
+    """Return the memory of one device kind; lanes without such devices get the memory of all kinds."""
     kind_costs = [[entry.get(name) or worst_stage(entry.values()) for entry in row] for row in by_kind]
     members = frozenset(device for device, kind in enumerate(network.kinds) if kind.name == name)
     parts = lane_parts(work, network, name)
@@ -359,7 +372,7 @@ def _is_trainable(graph: Graph) -> int:
 
 
 def _worst_layers(by_place: Sequence[list[LayerCost]]) -> list[LayerCost]:
-    """Of every layer, over places."""
+    """Return the worst cost of every layer over places."""
     return by_place[0] if len(by_place) == 1 else [_worst_cost(costs) for costs in zip(*by_place, strict=True)]
 
 
@@ -393,7 +406,7 @@ def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
 
 
 def _tied_s(work: PipelineWork, network: Network) -> Array:
-    """Per stage: exchanging the gradients of parameters that it shares with other stages."""
+    """Return the seconds per stage to exchange the gradients of parameters shared with other stages."""
     total = np.zeros(len(work.stages))
     for tied in work.tied:
         if not tied.rings:
@@ -417,7 +430,7 @@ def _cost_provenance(network: Network) -> tuple[str, ...]:
     for kind in cluster.kinds.values():
         origin = f"{kind.provenance.source}; {kind.provenance.where}"
         known = kind.provenance.source == "measured"
-        how = "as measured layers reach it" if known else "assumed"
+        how = "from measured layers" if known else "assumed"
         notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:.2g} {how}")
         beside = f"{kind.overlap:.0%} of what runs beside the last backward is free" if kind.overlap else "none is free"
         notes.append(f"reductions on {kind.name} beside a backward: {beside}: assumed")

@@ -1,8 +1,8 @@
-"""What stages cost that take turns on the lanes of others: the sum of their gradients, and handing over on a lane.
+"""Costs of stages that take turns on several lanes: the sum of their gradients, and exchanges within a lane.
 
-Their parameters lie on all their lanes, so gradients are summed over the devices of all of them at once, when all have
-come to that. A lane's own stages may be neighbours in the chain with grids of their own: then tensors change places
-between the lane's devices although no transfer between lanes is due, and the stage that takes turns waits for it.
+Their parameters lie on several lanes, so gradients are summed over the devices of all these lanes, when all have
+finished. Neighbouring stages of one lane may have different meshes. Then tensors move between the lane's devices
+without a transfer between lanes, and the stage that takes turns waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipefit.cost.work import PipelineWork
 
 
 def add_turn_costs(costs: CostTable, work: PipelineWork, network: Network) -> CostTable:
-    """These costs with what stages that take turns add."""
+    """Return these costs with those of stages that take turns."""
     width = GRADIENT_BYTES[work.precision]
     summed_s = np.zeros(len(work.stages))
     for tied in work.tied:
@@ -36,7 +36,7 @@ def add_turn_costs(costs: CostTable, work: PipelineWork, network: Network) -> Co
 
 
 def _add_exchange_time(costs: CostTable, edge: EdgeCost, stage: int, stages: int) -> CostTable:
-    """With the exchange of an edge within a lane as part of the forward and the backward of one stage."""
+    """Return the costs with an edge within a lane added to the forward and the backward of one stage."""
     actions = dict(costs.actions)
     for kind, seconds in (("F", edge.forward_s), ("B", edge.backward_s), ("I", edge.backward_s)):
         actions[kind] = _lengthen_actions(actions[kind], seconds, stage, stages)

@@ -1,6 +1,7 @@
-"""Samples of text and images: manifest, index, the step's samples, balance and order, and the arrays of one action.
+"""Samples of text and images: manifest, index, the samples of a step, their balance and order, and the arrays of one
+action.
 
-A `manifest` (jsonl, parquet or a `folder`) says what every sample consists of; `index` turns it once into metadata that
-every rank maps; `step` says from metadata alone which samples a step has and, after `balance` and `order`, who takes
-which; `feeds` cuts out the arrays of one (stage, microbatch, replica). Decoding stands in `images`.
+A `manifest` (jsonl, parquet, or a `folder`) lists the parts of every sample. `index` converts it once into metadata
+that every rank maps. `step` chooses the samples of a step from metadata alone; `balance` and `ordering` assign them to
+replicas and microbatches. `feeds` builds the arrays of one (stage, microbatch, replica), and `images` decodes.
 """

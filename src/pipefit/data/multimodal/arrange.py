@@ -1,7 +1,7 @@
-"""Arranging a batch: balance it over replicas and microbatches, then order the microbatches of every pipeline.
+"""Arrange a batch: balance it over replicas and microbatches, then order the microbatches of every pipeline.
 
-The result is a permutation of the batch, a pure function of metadata and plan, which every rank works out by itself.
-The batch keeps its samples: gradients are sums over them.
+The result is a permutation of the batch, a pure function of metadata and plan that every rank computes for itself. The
+batch keeps its samples, so gradients, which are sums over samples, do not change.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from pipefit.schedule.actions import Schedule
 
 
 def arrange_rows(shape: BatchShape, rows: SampleRows, chosen: Ints) -> Ints:
-    """(batch,): the position in `chosen`, the rows of a step, of the row that is to stand at each position, as
-    `shape.arranging` says."""
+    """Return (batch,): for each position, the index in `chosen` of the row to put there, according to
+    `shape.arranging`.
+
+    `chosen` are the rows of a step.
+    """
     result = np.arange(len(chosen), dtype=np.int64)
     arranging = shape.arranging
     if arranging is None:
@@ -35,21 +38,24 @@ def arrange_rows(shape: BatchShape, rows: SampleRows, chosen: Ints) -> Ints:
 
 
 def block_times_ns(shape: BatchShape, rows: SampleRows, chosen: Ints) -> tuple[Ints, Ints]:
-    """(forward, backward), each (stages, blocks): what the rows, as they stand at the positions of the batch, take on
-    the slowest replica of every stage. A block is a microbatch, unless stages take several together."""
+    """Return (forward, backward) times, each (stages, blocks), of the rows in their current order.
+
+    A stage's time is the time of its slowest replica. A block is one microbatch, or several if stages take several in
+    one call.
+    """
     times = enumerate(_times_ns(shape, rows, chosen))
     forward = np.stack([stage_times_ns(_cached_block(shape), stage, time) for stage, time in times])
     return forward, _estimate_backward(shape, forward)
 
 
 def _times_ns(shape: BatchShape, rows: SampleRows, chosen: Ints) -> list[Ints]:
-    """Of every stage, (batch,) forward times."""
+    """Return the (batch,) forward times of every stage."""
     assert shape.arranging is not None and len(shape.arranging.loads) == len(shape.shares), "a load for every stage"
     return [forward_ns(load, rows, chosen) for load in shape.arranging.loads]
 
 
 def _reorder_blocks(shape: BatchShape, block: MicrobatchBlock, times: list[Ints]) -> Ints:
-    """Blocks change places within every component by itself."""
+    """Reorder the blocks within each component independently."""
     assert shape.arranging is not None
     schedule = shape.schedule
     if schedule is not None and schedule.microbatches != block.blocks:
@@ -74,20 +80,20 @@ def _estimate_backward(shape: BatchShape, forward: Ints) -> Ints:
 
 
 _recent: OrderedDict[Any, Any] = OrderedDict()
-"""The last few blocks and pipelines: they are the same for all steps of a run."""
+"""Cache of the last few blocks and pipelines, which are the same for all steps of a run."""
 
 
 def _cached_block(shape: BatchShape) -> MicrobatchBlock:
-    found: MicrobatchBlock = _get_cached(shape, lambda: block_of(shape))
-    return found
+    block: MicrobatchBlock = _get_cached(shape, lambda: block_of(shape))
+    return block
 
 
 def _cached_pipeline(stages: int, microbatches: int, schedule: Schedule | None, tries: int) -> PipelineTimes:
     key = (stages, microbatches, id(schedule))
-    made: tuple[Schedule | None, PipelineTimes] = _get_cached(
+    entry: tuple[Schedule | None, PipelineTimes] = _get_cached(
         key, lambda: (schedule, PipelineTimes(stages, microbatches, schedule, tries))
     )
-    return made[1]
+    return entry[1]
 
 
 def _get_cached(key: Any, make: Any) -> Any:

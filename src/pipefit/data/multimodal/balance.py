@@ -1,9 +1,10 @@
-"""Balancing: which rows of a batch go to which replica, and to which of its microbatches, so that all are alike.
+"""Balance a batch: assign rows to replicas, and to the microbatches of each replica, so that all loads are similar.
 
-Every place takes one row, so bins keep their number of rows. Rows are placed from the largest down (longest processing
-time first, Graham 1969), each where the vector of loads, with it, points least in its own direction: with one kind of
-cost that is the bin that ends first; with several it is the dot-product rule of vector packing (Panigrahy et al.,
-2011). Replicas come first, by their sums over the step, then the microbatches of each.
+Every slot takes one row, so bins keep their number of rows. Rows are placed from the largest down (longest processing
+time first, Graham 1969). Each goes to the bin whose load vector, with the row added, has the smallest dot product with
+the row's vector. With one kind of cost that is the bin that ends first; with several it is the dot-product rule of
+vector packing (Panigrahy et al., 2011). Replicas are balanced first, by their sums over the step, then the microbatches
+of each.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ Floats = NDArray[np.float64]
 
 
 class _LoadKind(NamedTuple):
-    """One kind of load: rows' excess over the smallest row, and who bears it."""
+    """One kind of load: the excess of each row over the smallest row, and the replicas that work on it."""
 
     cost: Floats
-    "(batch,) by row: the part that depends on where it goes, relative to the mean of the most loaded kind."
+    "(batch,) by row: the part that depends on the assignment, relative to the mean of the most loaded kind."
     owner: Ints
     "(cells,): microbatch within the block and replica."
     replica: Ints
     "(cells,)."
     weight: Floats
-    "(cells,); 0 where none of the stage's replicas works on the row."
+    "(cells,); 0 if none of the stage's replicas works on the row."
     bins: int
     replicas: int
 
 
 def balance_rows(block: MicrobatchBlock, forward_ns: Sequence[Ints], spaces: Sequence[str]) -> Ints:
-    """(batch,): the position, before, of the row that is to stand at each position.
+    """Return (batch,): for each position, the old position of the row to put there.
 
-    `forward_ns`: for every stage the (batch,) times of the rows by position; `spaces`: what each stage's rows are.
+    `forward_ns`: for every stage the (batch,) times of the rows by position. `spaces`: the space of each stage.
     """
     batch = block.blocks * block.rows
     _, first, room = np.unique(block.cell, return_index=True, return_counts=True)
@@ -52,13 +53,13 @@ def balance_rows(block: MicrobatchBlock, forward_ns: Sequence[Ints], spaces: Seq
     size = np.sqrt(sum((kind.cost**2 for kind in kinds), np.zeros(batch)))
     largest_first = np.lexsort((np.arange(batch), -size)).tolist()
     cell = _assign_replicas(kinds, room * block.blocks, largest_first)
-    at = _assign_microbatches(kinds, cell, np.tile(room, (block.blocks, 1)), largest_first)
+    row_block = _assign_microbatches(kinds, cell, np.tile(room, (block.blocks, 1)), largest_first)
     key = make_key(_SPREAD, *(int(times.sum()) for times in forward_ns))
-    return _row_positions(block, permute_indices(at, block.blocks, key), cell)
+    return _row_positions(block, permute_indices(row_block, block.blocks, key), cell)
 
 
 def _assign_replicas(kinds: Sequence[_LoadKind], room: Ints, rows: Sequence[int]) -> Ints:
-    """(batch,) the cell of every row, so that the sums over all microbatches are alike. `room`: rows of each cell."""
+    """Return (batch,) the cell of every row, with balanced sums over all microbatches. `room`: rows of each cell."""
     free, cell = room.copy(), np.empty(len(rows), dtype=np.int64)
     loads = [np.zeros(kind.replicas) for kind in kinds]
     for row in rows:
@@ -73,25 +74,27 @@ def _assign_replicas(kinds: Sequence[_LoadKind], room: Ints, rows: Sequence[int]
 
 
 def _assign_microbatches(kinds: Sequence[_LoadKind], cell: Ints, room: Ints, rows: Sequence[int]) -> Ints:
-    """(batch,) the block of every row, so that the bins within each replica are alike. `room`: (blocks, cells)."""
-    free, at = room.copy(), np.empty(len(cell), dtype=np.int64)
+    """Return (batch,) the block of every row, with balanced bins within each replica. `room`: (blocks, cells)."""
+    free, row_block = room.copy(), np.empty(len(cell), dtype=np.int64)
     loads = [np.zeros((len(room), kind.bins)) for kind in kinds]
     for row in rows:
         here, score = cell[row], np.zeros(len(room))
         for kind, load in zip(kinds, loads, strict=True):
             score += load[:, kind.owner[here]] * kind.cost[row]
-        at[row] = np.where(free[:, here] > 0, score, np.inf).argmin()
-        free[at[row], here] -= 1
+        row_block[row] = np.where(free[:, here] > 0, score, np.inf).argmin()
+        free[row_block[row], here] -= 1
         for kind, load in zip(kinds, loads, strict=True):
-            load[at[row], kind.owner[here]] += kind.weight[here] * kind.cost[row]
-    return at
+            load[row_block[row], kind.owner[here]] += kind.weight[here] * kind.cost[row]
+    return row_block
 
 
 def _load_kinds(
     block: MicrobatchBlock, forward_ns: Sequence[Ints], spaces: Sequence[str], first: Ints
 ) -> list[_LoadKind]:
-    """One for every set of stages with the same space and owners, by the slowest of them; those whose rows are all
-    alike are left out. `first`: a row of each cell."""
+    """Build one load kind for every set of stages with the same space and owners, from the slowest of them.
+
+    Kinds whose rows all have equal times are omitted. `first`: a row of each cell.
+    """
     groups: dict[tuple[str, bytes], int] = {}
     for stage, times in enumerate(forward_ns):
         key = (spaces[stage], block.owner[stage].tobytes())
@@ -117,8 +120,10 @@ def _load_kinds(
 
 
 def _row_positions(block: MicrobatchBlock, at: Ints, cell: Ints) -> Ints:
-    """From the block and the cell of every row to the row of every position. Rows that could change places stand in
-    the order in which they stood before."""
+    """Convert the block and the cell of every row to the row of every position.
+
+    Rows that could change places keep their previous relative order.
+    """
     slot = np.repeat(np.arange(block.blocks, dtype=np.int64), block.rows) * block.rows + np.tile(
         block.cell, block.blocks
     )

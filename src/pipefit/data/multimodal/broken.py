@@ -1,9 +1,8 @@
-"""Images that were whole when they were indexed and are broken when they are read: what is said of them, and the step
-without their samples.
+"""Images that were intact when indexed and are broken when read: their report, and the step without their samples.
 
-What a step has must be the same on every rank, and only few ranks read an image. So those that do say what they found,
-all ranks agree, and a sample with a broken image is then left out of its row, as if the manifest had not had it: its
-tokens, labels, patches and latents. Its place in the order, and those of all others, stay.
+A step must be the same on every rank, but only a few ranks read an image. These ranks report broken images and all
+ranks agree on the list. A sample with a broken image is then removed from its row, with its tokens, labels, patches and
+latents, as if the manifest did not contain it. The numbering of samples in the epoch order does not change.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from pipefit.data.stepplan import StepPlan
 from pipefit.errors import DataError
 
 OnBroken = Literal["fail", "skip"]
-"""What an image does that has broken since: end the run, or have its sample left out from then on."""
+"""The action for an image that broke after indexing: end the run, or leave out its sample from then on."""
 
 
 class BrokenImage(NamedTuple):
-    """An image that was found broken."""
+    """An image that could not be read."""
 
     sample: int
-    "Its number in the index."
+    "Its sample's number in the index."
     name: str
     "The `id` of the sample."
     image: str
@@ -39,46 +38,49 @@ class BrokenImage(NamedTuple):
 
 
 class BrokenSinceError(DataError):
-    """Images are broken that were not when they were indexed, and the run was told to fail."""
+    """Images broke after they were indexed, and the run was configured to fail."""
 
 
 def merge_broken(found: Iterable[BrokenImage]) -> list[BrokenImage]:
-    """What several ranks found: every image once, in the order of samples; whoever comes first says why."""
+    """Merge the reports of several ranks: every image once, in sample order, with the first reported reason."""
     first: dict[tuple[int, str], BrokenImage] = {}
-    for each in found:
-        first.setdefault((each.sample, each.image), each)
+    for image in found:
+        first.setdefault((image.sample, image.image), image)
     return [first[key] for key in sorted(first)]
 
 
 def broken_since_error(found: list[BrokenImage], when: str) -> BrokenSinceError:
-    """The error for images that were found when `when` was prepared."""
-    others = f"; and {len(found) - 1} more" if len(found) > 1 else ""
+    """Build the error for images that were found broken while `when` was prepared."""
+    more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
     return BrokenSinceError(
-        "An image that was whole when it was indexed is broken now.",
+        "An image that was intact when it was indexed is broken now.",
         where=f"{found[0].image} (sample {found[0].name}, {when})",
-        seen=f"{found[0].reason}{others}",
+        seen=f"{found[0].reason}{more}",
         next_step="restore the file, or leave such samples out with --on-broken skip, and go on from the last "
         "checkpoint with --resume; pipefit data --check decode looks at every image",
     )
 
 
 def remove_samples(made: StepPlan, index: SampleIndex, rows: SampleRows, left_out: Set[int]) -> StepPlan:
-    """The same step without these samples (numbers in the index): counts and divisors of what is left."""
+    """Return the step without these samples (index numbers), with counts and divisors of the remaining ones."""
     labels = rows.count_labels(made.rows)
     counts = {space: values.copy() for space, values in made.counts.items()}
     images = {space: [*values] for space, values in made.images.items()}
-    for place in find_places(rows, made.rows.tolist(), left_out):
-        kept = sequence_of(index, rows, int(made.rows[place]), left_out)
-        labels[place] = np.count_nonzero(kept.labels_T != IGNORE)
-        counts[PATCHES][place], counts[LATENTS][place] = len(kept.image_places), len(kept.condition_places)
+    for position in find_places(rows, made.rows.tolist(), left_out):
+        sequence = sequence_of(index, rows, int(made.rows[position]), left_out)
+        labels[position] = np.count_nonzero(sequence.labels_T != IGNORE)
+        counts[PATCHES][position], counts[LATENTS][position] = (
+            len(sequence.image_places),
+            len(sequence.condition_places),
+        )
         for space, kind in ((PATCHES, IMAGE), (LATENTS, GENERATE)) if images else ():
-            left = images_of(index, rows, int(made.rows[place]), kind, left_out)
-            images[space][place] = tuple(use.tokens for use in left)
+            left = images_of(index, rows, int(made.rows[position]), kind, left_out)
+            images[space][position] = tuple(use.tokens for use in left)
     return with_labels(replace(made, counts=counts, images=images), rows, labels)
 
 
 def find_places(rows: SampleRows, chosen: Iterable[int], samples: Set[int]) -> list[int]:
-    """Which of the chosen rows hold some of these samples."""
+    """Return the positions of the chosen rows that contain any of these samples."""
     if not samples:
         return []
-    return [place for place, row in enumerate(chosen) if not samples.isdisjoint(samples_of(rows, row))]
+    return [position for position, row in enumerate(chosen) if not samples.isdisjoint(samples_of(rows, row))]

@@ -1,7 +1,8 @@
-"""The arrays of one action of a multimodal model: what the stage's space needs, for the samples of one replica.
+"""The arrays of one action of a multimodal model: the inputs of the stage's space, for the samples of one replica.
 
-A pure function of (index, image files, step plan, space, run of positions), so any process may make them, twice if need
-be, with the same bytes. What is drawn (noise, time) is keyed by (seed, step, sample, image), never by the layout.
+They are a pure function of (index, image files, step plan, space, run of positions), so any process may build them,
+twice if need be, with the same bytes. Random draws (noise, time) are keyed by (seed, step, sample, image), never by the
+layout.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ _NOISE = 0x401_5E
 """Part of the key of noise and times."""
 
 DECODED = {PATCHES: ("pixels",), LATENTS: ("noisy", "target")}
-"""Arrays of packed spaces that images are decoded for; all others follow from metadata."""
+"""Arrays of packed spaces that need decoded images; all others follow from metadata."""
 
 NORMAL_SCALE = 127.5
-"""Generated pixels p lie at p / 127.5 - 1 in the space of the noise."""
+"""Generated pixels p are scaled to p / 127.5 - 1, the range of the noise."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ModuleArrays:
-    """The arrays of one action, by the names that the model's graphs give their inputs."""
+    """The arrays of one action, by the input names of the model's graphs."""
 
     arrays: dict[str, NDArray[Any]]
     broken: tuple[BrokenImage, ...] = ()
-    "Images that could not be read; zeros stand for them, so these arrays are not to be trained on."
+    "Images that could not be read. They are replaced by zeros, so these arrays must not be trained on."
     image_lengths: tuple[int, ...] = ()
-    "Tokens of every image of a packed row, in their order."
+    "Tokens of every image of a packed row, in row order."
 
     @property
     def size_bytes(self) -> int:
@@ -52,7 +53,7 @@ class ModuleArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSource:
-    """Where the arrays come from."""
+    """The index, its rows and the seed, from which arrays are built."""
 
     index: SampleIndex
     rows: SampleRows
@@ -62,13 +63,13 @@ class SampleSource:
 def module_feed(
     source: SampleSource, plan: StepPlan, stage: int, space: str, microbatch: int, replica: int
 ) -> ModuleArrays:
-    """The arrays for F of (stage, microbatch) on one replica of the stage's group, whose module lives in `space`.
+    """Return the arrays for F of (stage, microbatch) on one replica of the stage's mesh, whose module lives in `space`.
 
-    See `run_feed` for what they are.
+    `run_feed` lists the arrays.
     """
     start, stop = plan.batch_run(stage, microbatch, replica)
-    some = plan.image_run(stage, space, microbatch, replica)
-    return run_feed(source, space, plan.step, plan.rows[start:stop], start, some=some)
+    image_range = plan.image_run(stage, space, microbatch, replica)
+    return run_feed(source, space, plan.step, plan.rows[start:stop], start, some=image_range)
 
 
 def run_feed(
@@ -81,17 +82,22 @@ def run_feed(
     some: Run | None = None,
     decode: bool = True,
 ) -> ModuleArrays:
-    """The arrays of `rows`, which stand at the positions of the batch from `first` on, without the samples that are
-    `left_out` of them; of a packed space, with this run of their images alone, and without `DECODED` unless `decode`.
-    B rows, T = the sequence.
+    """Return the arrays of `rows`, which occupy the positions of the batch from `first` on. B rows, T = the sequence.
 
-    `samples`: tokens, labels, positions (B, T); documents (B, T), where each token's sample starts; rows (B,), their
-    positions in the batch; image_places (1, P) and condition_places (1, L), places b T + t of patches and of latents.
-    `patches`: pixels (1, P, channels * patch**2) uint8, documents (1, P), where each patch's image starts in the row,
-    and grid (1, P, 4): row (-1: a start token), column, rows, columns.
+    Samples in `left_out` are omitted. For a packed space, `some` selects a run of the images, and without `decode` the
+    arrays in `DECODED` are omitted.
+
+    `samples`: tokens, labels, positions (B, T); documents (B, T), the start of each token's sample; rows (B,), their
+    positions in the batch; image_places (1, P) and condition_places (1, L), positions b T + t of patches and of
+    latents.
+
+    `patches`: pixels (1, P, channels * patch**2) uint8; documents (1, P), the start of each patch's image in the packed
+    row; grid (1, P, 4): row (-1: a start token), column, rows, columns.
+
     `latents`: noisy and target (1, L, channels * patch**2) float32, time (1, L) float32, documents, grid. With x the
     pixels in [-1, 1], e the noise and t the time: noisy = (1 - t) e + t x and target = x - e (Lipman et al., 2023).
-    P and L may be 0. `Arrays.broken` names the images that could not be read.
+
+    P and L may be 0. `ModuleArrays.broken` lists the images that could not be read.
     """
     if space == SAMPLES:
         return _sample_arrays(source, step, rows, first, left_out)
@@ -107,7 +113,7 @@ def feed_bytes(
     some: Run | None = None,
     decode: bool = True,
 ) -> int:
-    """What `run_feed` will give for these rows, in bytes, from metadata alone."""
+    """Return the size in bytes of `run_feed`'s arrays for these rows, from metadata alone."""
     tokens = rows.values_of(rows.counts[space], step_rows)
     if some is not None:
         tokens = np.array([*chain.from_iterable(rows.images_in(space, step_rows))][slice(*some)], dtype=np.int64)
@@ -127,11 +133,15 @@ def _sample_arrays(
     tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
     documents_BT = np.zeros(shape, dtype=np.int64)
     seen, generated = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for place, row in enumerate(rows.tolist()):
-        made = sequence_of(source.index, source.rows, row, left_out)
-        tokens_BT[place], labels_BT[place], documents_BT[place] = made.tokens_T, made.labels_T, made.starts_T
-        seen.append(made.image_places + place * sequence)
-        generated.append(made.condition_places + place * sequence)
+    for index, row in enumerate(rows.tolist()):
+        row_sequence = sequence_of(source.index, source.rows, row, left_out)
+        tokens_BT[index], labels_BT[index], documents_BT[index] = (
+            row_sequence.tokens_T,
+            row_sequence.labels_T,
+            row_sequence.starts_T,
+        )
+        seen.append(row_sequence.image_places + index * sequence)
+        generated.append(row_sequence.condition_places + index * sequence)
     return ModuleArrays(
         arrays={
             "tokens": tokens_BT,
@@ -166,19 +176,19 @@ def _latent_arrays(source: SampleSource, step: int, images: list[ImageUse], deco
     tokens, width = sum(use.tokens for use in images), source.index.image_rule(GENERATE).patch_values
     noisy, target = (np.empty((1, tokens, width), dtype=np.float32) for _ in range(2))
     time = np.empty((1, tokens), dtype=np.float32)
-    at = 0
+    offset = 0
     for use, of_image in zip(images, pixels, strict=True):
-        here = slice(at, at + use.tokens)
+        here = slice(offset, offset + use.tokens)
         x = of_image.astype(np.float32) / np.float32(NORMAL_SCALE) - np.float32(1)
         t, noise = draw_noise(source.seed, step, use, width)
         noisy[0, here], target[0, here], time[0, here] = (1 - t) * noise + t * x, x - noise, t
-        at += use.tokens
+        offset += use.tokens
     result.arrays |= {"noisy": noisy, "target": target, "time": time}
     return result
 
 
 def draw_noise(seed: int, step: int, use: ImageUse, width: int) -> tuple[np.float32, NDArray[np.float32]]:
-    """(time, uniform in [0, 1); noise (tokens, width), standard normal) of an image in a step."""
+    """Return (time, uniform in [0, 1); noise (tokens, width), standard normal) of an image in a step."""
     key = make_key(_NOISE, seed, step, use.sample, use.place)
     generator = np.random.Generator(np.random.Philox(key=key))
     return np.float32(generator.random(dtype=np.float32)), generator.standard_normal(
@@ -191,13 +201,13 @@ def _images_of_rows(source: SampleSource, rows: NDArray[np.int64], kind: int, le
 
 
 def _pack_images(source: SampleSource, images: list[ImageUse], kind: int, broken: list[BrokenImage]) -> ModuleArrays:
-    """documents (1, P) and grid (1, P, 4) of images one behind the other."""
-    documents, grids, at = [np.zeros(0, np.int64)], [np.zeros((0, 4), np.int64)], 0
+    """Build documents (1, P) and grid (1, P, 4) of concatenated images."""
+    documents, grids, offset = [np.zeros(0, np.int64)], [np.zeros((0, 4), np.int64)], 0
     for use in images:
         width, height, _ = source.index.images[use.image].tolist()
         grids.append(grid_places(width, height, source.index.image_rule(kind)))
-        documents.append(np.full(use.tokens, at, dtype=np.int64))
-        at += use.tokens
+        documents.append(np.full(use.tokens, offset, dtype=np.int64))
+        offset += use.tokens
     return ModuleArrays(
         arrays={"documents": np.concatenate(documents)[None], "grid": np.concatenate(grids)[None]},
         image_lengths=tuple(use.tokens for use in images),
@@ -206,7 +216,8 @@ def _pack_images(source: SampleSource, images: list[ImageUse], kind: int, broken
 
 
 def _read_pixels(source: SampleSource, images: list[ImageUse]) -> tuple[list[NDArray[np.uint8]], list[BrokenImage]]:
-    """(tokens, channels * patch**2) of every image, zeros of those that are broken, and which are."""
+    """Return (tokens, channels * patch**2) of every image, with zeros for broken images, and the list of broken
+    images."""
     index, pixels, broken = source.index, list[NDArray[np.uint8]](), list[BrokenImage]()
     for use in images:
         rule, path = index.image_rule(use.kind), index.image_path(use.image)

@@ -1,5 +1,7 @@
-"""How a model takes images, for those who index samples for it; and whether it takes those of an index: asked when a
-plan is made for them, and when a run starts."""
+"""The image format a model requires, for indexing samples, and the check that an index fits a model.
+
+The check runs when a plan is made and when a run starts.
+"""
 
 from __future__ import annotations
 
@@ -23,46 +25,48 @@ FLAGS = {
 """The fields of an image rule as options of `pipefit data`."""
 
 FIXED = ("patch", "start_token")
-"""Fields of which a model takes one value; positions are interpolated, so images may be of any size."""
+"""Fields for which a model accepts one value only; positions are interpolated, so images may be of any size."""
 
 FAMILY = "multimodal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequirements:
-    """How a model takes samples."""
+    """The requirements of a model on its samples."""
 
     images: ImageRule | None
-    "None: it looks at none."
+    "None: the model takes no input images."
     generated: ImageRule | None
-    "None: it generates none, or latents that are no pixels."
+    "None: the model generates no images, or latents that are not pixels."
     vocabulary: int
-    "Token ids that it knows."
+    "Vocabulary size of the model."
 
     def image_rule(self, kind: int) -> ImageRule | None:
         return self.generated if kind == GENERATE else self.images
 
 
 def requirements_of_model(model: str) -> SampleRequirements:
-    """What `--model` names, asked how it takes images: as large as its tables of positions, at most.
+    """Return the image requirements of the model named by `--model`; images are at most as large as its position
+    tables.
 
-    Raises ModelError or FormatError as `resolve_model` does, and DataError where it is no model of images or of images
-    of other than three channels.
+    Raises ModelError or FormatError as `resolve_model` does. Raises DataError if it is not an image model, or not one
+    of three-channel images.
     """
     described = resolve_model(model)
     if described.family != FAMILY:
         raise DataError(
-            "This model does not say how it takes images.",
+            "This model does not define an image format.",
             where="--model",
             seen=f"{model}, of the family {described.family}",
             allowed="a model with an image encoder or an image generator",
-            next_step="leave --model out, and say --patch and the like",
+            next_step="leave --model out, and give --patch and the other image options",
         )
     return sample_requirements(typed_config(described.family, described.config, model))
 
 
 def sample_requirements(config: Any) -> SampleRequirements:
-    """How the model of this configuration takes samples. Raises DataError as `requirements_of_model` does."""
+    """Return the requirements of the model with this configuration. Raises DataError as `requirements_of_model`
+    does."""
     assert isinstance(config, MultimodalConfig)
     vision, generator = config.vision, config.generator
     if vision is not None and vision.num_channels != CHANNELS:
@@ -86,30 +90,32 @@ def sample_requirements(config: Any) -> SampleRequirements:
 
 
 def pixel_side(values: int) -> int:
-    """The side of the square of pixels that has so many numbers; 0 if none has."""
+    """Return the side of the square of pixels with this number of values; 0 if there is none."""
     side = math.isqrt(values // CHANNELS)
     return side if CHANNELS * side**2 == values else 0
 
 
 def rule_for(found: SampleRequirements | None, kind: int, given: Mapping[str, Any]) -> ImageRule:
-    """The rule for images of a kind: as the model takes them, or by default, but for what was `given` (None: was not).
-    Raises DataError where that cannot be with this model."""
+    """Return the image rule of a kind: the model's or the default, with the options in `given` applied (None: not set).
+
+    Raises DataError if an option contradicts the model.
+    """
     known = found.image_rule(kind) if found is not None else None
     asked = {name: value for name, value in given.items() if value is not None}
     for name in FIXED:
         if known is not None and name in asked and asked[name] != getattr(known, name):
             raise DataError(
-                "The model takes images that are cut otherwise.",
+                "The option contradicts the image format of the model.",
                 where=FLAGS[kind][name],
                 seen=asked[name],
                 allowed=str(getattr(known, name)),
-                next_step="leave the option out: the model says it",
+                next_step="leave the option out: the model defines it",
             )
     return replace(known or ImageRule(), **asked)
 
 
 def check_vocabulary(vocabulary: int, known: int, where: str) -> None:
-    """Raises DataError for a tokenizer with more tokens than a model knows."""
+    """Raise DataError for a tokenizer with more tokens than the model's vocabulary."""
     if vocabulary > known:
         raise DataError(
             "The tokenizer of the index has more tokens than the model knows.",
@@ -120,7 +126,7 @@ def check_vocabulary(vocabulary: int, known: int, where: str) -> None:
 
 
 def check_index(model: Model, index: SampleIndex, rows: SampleRows) -> None:
-    """Raises DataError where samples have what the model has no module for, or cut otherwise than it takes them."""
+    """Raise DataError if samples need a module that the model lacks, or their patches differ from the model's."""
     spaces = {module.space for module in model.modules}
     widths = {
         name: (tensor.shape[-1], tensor.dtype)
@@ -143,7 +149,7 @@ def check_index(model: Model, index: SampleIndex, rows: SampleRows) -> None:
         if space in spaces and name in widths and widths[name][0] != values:
             side = pixel_side(int(widths[name][0]))
             raise DataError(
-                "The images are cut into other patches than the model takes.",
+                "The patches of the images do not fit the model.",
                 where=str(index.folder),
                 seen=f"{values} numbers a patch of images {words}",
                 allowed=f"{widths[name][0]}",
@@ -156,11 +162,11 @@ def check_index(model: Model, index: SampleIndex, rows: SampleRows) -> None:
 
 
 def _check_rules(found: SampleRequirements, index: SampleIndex, rows: SampleRows) -> None:
-    """What the widths of inputs do not tell: start tokens, and token ids."""
+    """Check start tokens and token ids, which the input widths do not show."""
     rule = index.image_rule(IMAGE)
     if found.images is not None and rows.counts[PATCHES].any() and rule.start_token != found.images.start_token:
         raise DataError(
-            "Images begin with a token of their own in the index and not in the model, or the other way round.",
+            "The index and the model disagree on a start token of images.",
             where=str(index.folder),
             seen=_start_token(rule.start_token),
             allowed=_start_token(found.images.start_token),
@@ -171,7 +177,7 @@ def _check_rules(found: SampleRequirements, index: SampleIndex, rows: SampleRows
     for name, token in (("image_token", request.image_token), ("generation_token", request.generation_token)):
         if token >= found.vocabulary:
             raise DataError(
-                "The id that stands for images is no token of the model.",
+                "The placeholder id of images is outside the model's vocabulary.",
                 where=f"{index.folder}, {name}",
                 seen=token,
                 allowed=f"below {found.vocabulary}",
@@ -184,7 +190,7 @@ def _start_token(some: bool) -> str:
 
 
 def data_inputs(model: Model, layers: Iterable[Layer]) -> dict[str, TensorSpec]:
-    """What these layers take from the step plan, by name."""
+    """Return the inputs of these layers that come from the step plan, by name."""
     return {
         tensor.name: tensor
         for layer in layers

@@ -1,7 +1,7 @@
-"""Samples of a folder without a manifest: every image with the text beside it, and a manifest written from them.
+"""Samples from a folder without a manifest: every image with its text file, and a manifest written from them.
 
-`x.jpg` and `x.txt` beside it are one sample. The task says which way it goes: `caption` looks at the image and learns
-the text; `generate` is given the text, unlearned, and generates the image.
+`x.jpg` and `x.txt` in the same folder are one sample. With task `caption` the model reads the image and learns the
+text; with `generate` it reads the text, without labels, and generates the image.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pipefit.errors import DataError
 Task = Literal["caption", "generate"]
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-"""Names of files that are taken for images, in small or capital letters."""
+"""File suffixes of images, compared without case."""
 
 
 def read_samples(source: Path, task: Task = "caption") -> Iterator[ManifestSample]:
-    """The samples of a manifest, or of a folder. Raises DataError for a source that is neither, or is broken."""
+    """Yield the samples of a manifest or of a folder. Raises DataError for a source that is neither, or is broken."""
     if source.is_dir():
         return _read_folder(source, task)
     if source.is_file() and is_manifest(source):
@@ -36,7 +36,7 @@ def read_samples(source: Path, task: Task = "caption") -> Iterator[ManifestSampl
 
 
 def write_manifest(folder: Path, target: Path, task: Task = "caption") -> int:
-    """Write the samples of a folder as a jsonl manifest whose paths are relative to it; returns their number.
+    """Write the samples of a folder as a jsonl manifest with paths relative to it; return their number.
 
     Raises DataError if the folder has no image, if an image has no text, or if `target` cannot be written.
     """
@@ -74,7 +74,7 @@ def _read_folder(folder: Path, task: Task) -> Iterator[ManifestSample]:
 
 
 def _json_line(row: dict[str, Any]) -> str:
-    """Readable where the names of files are text, escaped where they hold other bytes."""
+    """Return a JSON line, readable if the file names are valid text, else with escapes."""
     line = json.dumps(row, ensure_ascii=False)
     return line if printable_name(line) == line else json.dumps(row)
 

@@ -1,7 +1,7 @@
-"""Images: their size from the header alone, how many patches they become, and their pixels as patches.
+"""Images: their size from the header alone, their number of patches, and their pixels as patches.
 
-The grid of an image is a function of its width and height, so costs are known before anything is decoded. Pixels stay
-uint8; the model normalises them on the device. Pillow is imported inside the functions that read files.
+The patch grid of an image is a function of its width and height, so costs are known before decoding. Pixels stay uint8;
+the model normalises them on the device. Pillow is imported inside the functions that read files.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from pipefit.errors import DataError
 CHANNELS = 3
 
 _ORIENTATION, _TURNED = 0x0112, frozenset({5, 6, 7, 8})
-"""The EXIF tag, and its values with which width and height change places."""
+"""The EXIF orientation tag, and its values that swap width and height."""
 
 _TRANSPOSED = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
 }  # fmt: skip
-"""What undoes each value of the tag, in Pillow's names."""
+"""The Pillow operation that undoes each value of the tag."""
 
 _GREY_16 = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
-"""Modes of Pillow with more than 8 bits of grey, which it would cut off above 255 instead of scaling them."""
+"""Pillow modes with more than 8 bits of grey, which Pillow would clip at 255 instead of scaling."""
 
 
 _PAUSES_S = (0.05, 0.5)
-"""Before a file is tried again that the operating system could not read."""
+"""Pauses before retrying a file that the operating system could not read."""
 
 Read = TypeVar("Read")
 
 
 class BrokenImageError(Exception):
-    """A file that is absent, cannot be read or is no image; its text is the reason in few words."""
+    """A file that is absent, cannot be read or is not an image; its text is a short reason."""
 
 
 class ImageSize(NamedTuple):
-    """What is known of an image without decoding it."""
+    """Facts about an image that are known without decoding it."""
 
     width: int
     height: int
@@ -57,19 +57,20 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRule:
-    """How an image becomes patches: scaled down to at most `max_patches`, its shape kept, cut at whole patches."""
+    """The conversion of an image to patches: scaled down to at most `max_patches`, aspect ratio kept, cut at whole
+    patches."""
 
     patch: int = 16
-    "Pixels of the side of a patch; one patch is one token."
+    "Side of a patch in pixels; one patch is one token."
     max_patches: int = 1024
-    "Larger images are scaled down to so many."
+    "Larger images are scaled down to this number of patches."
     side: int = 0
-    "Where above 0, every image is resized to this many pixels square (encoders of one size)."
+    "If above 0, every image is resized to a square of this many pixels a side (encoders of fixed size)."
     start_token: bool = False
-    "Whether one more token, without pixels, stands in front of every image (ViT's class token)."
+    "Whether an extra token without pixels precedes every image (ViT's class token)."
 
     def __post_init__(self) -> None:
-        """Raises DataError for sizes that make no patches."""
+        """Raises DataError for sizes that give no patches."""
         if self.patch < 1 or self.max_patches < 1 or self.side < 0 or self.side % self.patch:
             raise DataError(
                 "Images cannot be cut into such patches.",
@@ -84,12 +85,12 @@ class ImageRule:
         return CHANNELS * self.patch**2
 
     def token_count(self, width: int, height: int) -> int:
-        """How many tokens an image of this size becomes."""
+        """Return the number of tokens of an image of this size."""
         rows, columns = self.patch_grid(width, height)
         return rows * columns + self.start_token
 
     def patch_grid(self, width: int, height: int) -> tuple[int, int]:
-        """(rows, columns) of patches of an image of this size: at least one, at most `max_patches` in all."""
+        """Return (rows, columns) of patches of an image of this size: at least one, at most `max_patches` in all."""
         if self.side:
             return self.side // self.patch, self.side // self.patch
         scale = min(1.0, math.sqrt(self.max_patches * self.patch**2 / (width * height)))
@@ -99,9 +100,9 @@ class ImageRule:
 
 
 def read_size(path: Path, check: bool) -> ImageSize:
-    """The size as the picture is to be seen (turned as its EXIF tag says). `check`: decode it whole, too.
+    """Return the displayed size of an image, with its EXIF rotation applied. With `check`, also decode all of it.
 
-    Raises BrokenImageError, and MemoryError: where memory runs out, the image may be whole.
+    Raises BrokenImageError, and MemoryError: an image that runs out of memory may be intact.
     """
     return _retry_read(lambda: _decoded_size(path, check))
 
@@ -119,10 +120,10 @@ def _decoded_size(path: Path, check: bool) -> ImageSize:
 
 
 def read_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.uint8]:
-    """(tokens, channels * patch * patch) uint8, row by row; within a patch channel, then row, then column. The start
-    token, where there is one, comes first and is zeros.
+    """Return (tokens, channels * patch * patch) uint8, row by row; within a patch by channel, then row, then column.
 
-    Raises BrokenImageError if the file is no image any more, or is not as large as it was `indexed`, and MemoryError.
+    The start token, if there is one, comes first and is zeros. Raises BrokenImageError if the file is no longer an
+    image or its size differs from `indexed`, and MemoryError.
     """
     return _retry_read(lambda: _decode_patches(path, indexed, rule))
 
@@ -150,14 +151,14 @@ def _decode_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[
 
 
 def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
-    """(height * width / patch**2, channels * patch**2): patches row by row, each by channel, row and column."""
+    """Return (height * width / patch**2, channels * patch**2): patches row by row, each by channel, row and column."""
     height, width, channels = pixels_HWC.shape
     tiles = pixels_HWC.reshape(height // patch, patch, width // patch, patch, channels)
     return np.ascontiguousarray(tiles.transpose(0, 2, 4, 1, 3)).reshape(-1, channels * patch**2)
 
 
 def grid_places(width: int, height: int, rule: ImageRule) -> NDArray[np.int64]:
-    """(tokens, 4): row, column, rows, columns of every patch; row -1 is the start token."""
+    """Return (tokens, 4): row, column, rows, columns of every patch; row -1 is the start token."""
     rows, columns = rule.patch_grid(width, height)
     row, column = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
     if rule.start_token:
@@ -166,7 +167,7 @@ def grid_places(width: int, height: int, rule: ImageRule) -> NDArray[np.int64]:
 
 
 def require_pillow() -> None:
-    """Raises DataError if Pillow is not installed."""
+    """Raise DataError if Pillow is not installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
@@ -176,7 +177,7 @@ def require_pillow() -> None:
 
 
 def decoder_versions() -> str:
-    """Of what the bytes of a decoded image depend on, as installed here."""
+    """Return the installed versions of the libraries that determine the bytes of a decoded image."""
     try:
         import PIL
     except ImportError:
@@ -185,8 +186,10 @@ def decoder_versions() -> str:
 
 
 def _retry_read(read: Callable[[], Read]) -> Read:
-    """What `read` gives. An error of the operating system may pass, so it is tried again before the image counts as one
-    that cannot be read."""
+    """Return the result of `read`, retrying errors of the operating system, which may be temporary.
+
+    Raises BrokenImageError after the last attempt.
+    """
     for pause_s in _PAUSES_S:
         try:
             return read()
@@ -203,7 +206,7 @@ def _prepend_start(patches: NDArray[np.uint8], rule: ImageRule) -> NDArray[np.ui
 
 
 def _open_image(path: Path) -> Any:
-    """A PIL image whose header has been read."""
+    """Return a PIL image whose header has been read."""
     from PIL import Image
 
     if not _is_file(path):
@@ -216,14 +219,16 @@ def _open_image(path: Path) -> Any:
 def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: an impossible file name
         return False
 
 
 @contextmanager
 def _decode_errors() -> Iterator[None]:
-    """Errors of a decoder, which raises whatever its format makes it, say that the image is broken. Those of the
-    operating system, which have a number, and the lack of memory do not."""
+    """Convert errors of an image decoder, of any type, to BrokenImageError.
+
+    Errors of the operating system, which have an errno, and MemoryError are not converted.
+    """
     try:
         yield
     except MemoryError:
@@ -235,13 +240,14 @@ def _decode_errors() -> Iterator[None]:
 
 
 def _exif_orientation(image: Any) -> int:
-    """The EXIF tag, 1 where there is none in front of the pixels: Pillow would decode a PNG to look behind them."""
+    """Return the EXIF orientation, 1 if there is none before the pixels: Pillow would decode a PNG to look behind
+    them."""
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     try:
         with _decode_errors():
             return int(image.getexif().get(_ORIENTATION, 1))
-    except BrokenImageError:  # a tag that is damaged is none
+    except BrokenImageError:  # a damaged tag counts as absent
         return 1
 
 
@@ -251,7 +257,7 @@ def _load_pixels(image: Any) -> None:
 
 
 def _convert_to_rgb(image: Any) -> Any:
-    """A decoded image with 8 bits a channel. What is transparent has the colour that the file gives it."""
+    """Return a decoded image with 8 bits per channel. Transparent pixels get the colour stored in the file."""
     from PIL import Image
 
     if image.mode == "F":
@@ -261,7 +267,7 @@ def _convert_to_rgb(image: Any) -> Any:
         if grey_HW.min() < 0 or grey_HW.max() > 65535:
             raise BrokenImageError("grey of more than 16 bits")
         image = Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
-    with _decode_errors():  # there are modes that Pillow reads and does not convert
+    with _decode_errors():  # Pillow reads some modes that it cannot convert
         return image.convert("RGB")
 
 

@@ -1,8 +1,8 @@
-"""The index: a manifest turned once into arrays that every rank maps: tokens, parts, image sizes, paths.
+"""The index: a manifest converted once to arrays that every rank maps: tokens, parts, image sizes, paths.
 
-Everything that decides what a step is lies in it, so that all ranks agree without talking: an image that is broken, or
-whose file is absent, is found when the index is made, and its sample is then in no rank's data. `make_index` writes
-the folder aside and renames it; `open_index` only maps.
+The index contains everything that determines a step, so all ranks agree without communication. A broken or absent image
+is found when the index is made, and its sample is then on no rank. `make_index` writes the folder under a temporary
+name and renames it; `open_index` only maps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OnBroken = Literal["fail", "skip"]
 Check = Literal["decode", "header"]
 
 TEXT, PROMPT, IMAGE, GENERATE, END = range(5)
-"""Kinds of parts as numbers; a prompt is a text that is not learned, END the separator after a sample."""
+"""Kinds of parts as numbers. A prompt is a text without labels; END is the separator after a sample."""
 
 _FORMAT = 1
 _ARRAYS = ("tokens", "sample_parts", "parts", "images", "texts", "text_ends")
@@ -39,26 +39,26 @@ _REPORTED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexRequest:
-    """What is to be indexed, and how texts and images become tokens."""
+    """The manifest to index, and the conversion of texts and images to tokens."""
 
     source: str
     "A manifest (jsonl, parquet) or a folder of images."
     task: Task = "caption"
-    "Of a folder: whether its texts are learned from the images, or the images generated from the texts."
+    "For a folder: whether texts are learned from the images, or images generated from the texts."
     tokenizer: str = BYTES
-    "`bytes`, a tokenizer.json, or a folder that holds one."
+    "`bytes`, a tokenizer.json, or a folder that contains one."
     images: ImageRule = field(default_factory=ImageRule)
-    "How images that are looked at become patches."
+    "Conversion of input images to patches."
     generated: ImageRule = field(default_factory=ImageRule)
-    "How images that are to be generated become latent patches."
+    "Conversion of generated images to latent patches."
     image_token: int = 0
-    "The id that stands in the sequence for a patch; what the model embeds there is the patch."
+    "The placeholder id of an input patch in the sequence; the model replaces its embedding by the patch."
     generation_token: int = 0
-    "The id that stands for a latent patch that is to be generated."
+    "The placeholder id of a latent patch to be generated."
     on_broken: OnBroken = "fail"
-    "What a broken or absent image does: end the indexing, or leave its sample out (counted and reported)."
+    "The action for a broken or absent image: end the indexing, or leave out its sample (counted and reported)."
     check: Check = "decode"
-    "`decode` reads every image whole; `header` its size only, and what is broken behind it is found in training."
+    "`decode` reads every image fully; `header` reads its size only, and broken pixels are found during training."
 
     def __post_init__(self) -> None:
         """Raises DataError for token ids below 0."""
@@ -69,7 +69,7 @@ class IndexRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedSample:
-    """A sample that is not in the index, and why."""
+    """A sample that is not in the index, and the reason."""
 
     sample: str
     where: str
@@ -79,16 +79,16 @@ class SkippedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSummary:
-    """What the index says of itself."""
+    """The description of an index, stored with it."""
 
     format: int
     request: IndexRequest
     root: str
-    "The folder that image paths are relative to."
+    "The base folder of image paths."
     samples: int
     images: int
     tokens: int
-    "Of all texts."
+    "Tokens of all texts."
     image_bytes: int
     vocabulary: int
     separator: int | None
@@ -97,21 +97,21 @@ class IndexSummary:
     reported: tuple[SkippedSample, ...]
     "The first thousand of them."
     digest: str
-    "Of all arrays and rules: equal data have equal ones."
+    "Hash of all arrays and rules: equal data have equal digests."
 
 
 class SampleIndex:
-    """The metadata of all samples, mapped."""
+    """The metadata of all samples, memory-mapped."""
 
     def __init__(self, folder: Path, summary: IndexSummary) -> None:
         self.folder, self.summary = folder, summary
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
         self.tokens: NDArray[Any] = arrays["tokens"]
-        "Ids of all texts, one behind the other."
+        "Ids of all texts, concatenated."
         self.sample_parts: NDArray[Any] = arrays["sample_parts"]
-        "(samples + 1,): where the parts of each sample start."
+        "(samples + 1,): the start of each sample's parts."
         self.parts: NDArray[Any] = arrays["parts"]
-        "(parts, 3): kind; first token, or number of the image; tokens, patches or latents."
+        "(parts, 3): kind; first token, or number of the image; number of tokens, patches or latents."
         self.images: NDArray[Any] = arrays["images"]
         "(images, 3): width, height, bytes of the file."
         self._texts, self._text_ends = arrays["texts"], arrays["text_ends"]
@@ -126,15 +126,15 @@ class SampleIndex:
         return self.summary.samples
 
     def sample_name(self, sample: int) -> str:
-        """The `id` of a sample."""
+        """Return the `id` of a sample."""
         return self._read_text(sample)
 
     def image_path(self, image: int) -> Path:
-        """Where the file of an image lies."""
+        """Return the path of an image's file."""
         return Path(self.summary.root) / self._read_text(self.samples + image)
 
     def image_rule(self, kind: int) -> ImageRule:
-        """How images of this kind become patches."""
+        """Return the conversion of images of this kind to patches."""
         return self.summary.request.generated if kind == GENERATE else self.summary.request.images
 
     def _read_text(self, number: int) -> str:
@@ -143,10 +143,10 @@ class SampleIndex:
 
 
 def make_index(request: IndexRequest, folder: Path, threads: int = 8) -> IndexSummary:
-    """Read the manifest and the images' sizes, and write the index as `folder`.
+    """Read the manifest and the images' sizes, and write the index to `folder`.
 
     Raises DataError for a source that is missing, broken or empty, for an image that is broken or absent unless
-    `on_broken` is `skip`, and if `folder` cannot be written or is something else.
+    `on_broken` is `skip`, and if `folder` cannot be written or is not an index.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -164,7 +164,7 @@ def make_index(request: IndexRequest, folder: Path, threads: int = 8) -> IndexSu
 
 
 def open_index(folder: Path) -> SampleIndex:
-    """The index that `make_index` wrote. Raises DataError if it is absent, of another version or damaged."""
+    """Open the index that `make_index` wrote. Raises DataError if it is absent, of another version or damaged."""
     try:
         data = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         summary = from_data(IndexSummary, data, str(folder / "index.json"))
@@ -181,7 +181,7 @@ def open_index(folder: Path) -> SampleIndex:
 
 
 Sizes = list[ImageSize | SkippedSample | None]
-"""For every part of a sample: the size of its image, why it has none, or None for a text."""
+"""For every part of a sample: the size of its image, the reason it has none, or None for a text."""
 
 
 class _IndexBuilder:
@@ -194,11 +194,11 @@ class _IndexBuilder:
         self._left_out, self._reported = 0, list[SkippedSample]()
 
     def read_sizes(self, sample: ManifestSample) -> Sizes:
-        """The sizes of a sample's images. Pure: may run beside others."""
+        """Return the sizes of a sample's images. Pure: may run in parallel."""
         return [None if part.kind == "text" else self._read_size(sample, part) for part in sample.parts]
 
     def add_samples(self, samples: list[ManifestSample], sizes: list[Sizes]) -> None:
-        """Append samples in their order. Raises DataError at a broken image, unless those are skipped."""
+        """Append samples in their order. Raises DataError at a broken image, unless broken images are skipped."""
         for sample, of_parts in zip(samples, sizes, strict=True):
             broken = next((size for size in of_parts if isinstance(size, SkippedSample)), None)
             if broken is None:
@@ -225,7 +225,7 @@ class _IndexBuilder:
     def make_summary(self, source: str) -> IndexSummary:
         if not self._names:
             raise DataError(
-                "There is not one sample to train on.",
+                "There is no sample to train on.",
                 where=source,
                 seen=f"{self._left_out} samples left out for their images" if self._left_out else "no rows",
                 next_step="name a manifest with samples, or mend the images",
@@ -287,7 +287,7 @@ class _IndexBuilder:
             self._token_count += len(ids)
 
     def _encode_text(self, text: str) -> NDArray[np.int64]:
-        """Without the separator, which stands once, after the whole sample."""
+        """Encode a text without the separator, which comes once after the whole sample."""
         ids = self._tokenizer.encode(text.encode("utf-8", errors="replace"))
         return ids if self._tokenizer.separator is None else ids[:-1]
 
@@ -318,11 +318,11 @@ def _write_index(folder: Path, arrays: dict[str, NDArray[Any]], summary: IndexSu
 
     if folder.exists() and not (folder / "index.json").is_file():
         raise DataError(
-            "The folder for the index is something else.",
+            "The folder for the index exists and is not an index.",
             where=str(folder),
-            allowed="a name that is free, or an index, which is replaced",
+            allowed="a new folder, or an index, which is replaced",
         )
-    folder = folder.resolve()  # "." has no name, and a link stays one
+    folder = folder.resolve()  # "." has no name, and a symbolic link is kept
     aside = folder.with_name(f".{folder.name}.{os.urandom(16).hex()}")
     before = aside.with_name(f"{aside.name}.old")
     try:

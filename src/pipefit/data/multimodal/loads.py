@@ -1,6 +1,6 @@
-"""What rows cost on every stage, and which rows a replica of a stage works on together.
+"""The cost of rows on every stage, and the rows that a replica of a stage processes together.
 
-Times are whole nanoseconds, made from metadata by elementwise products: every rank gets the same numbers on whatever
+Times are integer nanoseconds, computed from metadata by elementwise products. Every rank gets the same numbers on any
 processor, so all choose the same order.
 """
 
@@ -24,7 +24,7 @@ NONE = -1
 
 
 def forward_ns(load: SampleLoad, rows: SampleRows, chosen: Ints) -> Ints:
-    """(len(chosen),) nanoseconds of the forward pass of each of these rows on a stage with this load."""
+    """Return (len(chosen),) forward nanoseconds of each of these rows on a stage with this load."""
     tokens = rows.values_of(rows.counts[load.space], chosen).astype(np.float64)
     squares = rows.values_of(rows.squares[load.space], chosen).astype(np.float64)
     time_s = load.row_s + load.token_s * tokens + load.square_s * squares
@@ -33,7 +33,8 @@ def forward_ns(load: SampleLoad, rows: SampleRows, chosen: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchBlock:
-    """The positions of the batch that repeat: as many microbatches as every stage takes a whole number of."""
+    """The repeating unit of batch positions: the smallest run of microbatches that every stage processes in whole
+    calls."""
 
     blocks: int
     rows: int
@@ -42,19 +43,19 @@ class MicrobatchBlock:
     "Per stage (rows,): microbatch within the block x replicas + replica, or NONE."
     replicas: tuple[int, ...]
     weight: tuple[NDArray[np.float64], ...]
-    "Per stage, by owner: average rows over its own rows; a replica of twice the share does a row in half the time."
+    "Per stage, by owner: average rows / own rows; a replica of twice the share processes a row in half the time."
     cell: Ints
     "(rows,): rows of one cell have the same owners, so they may change places."
     component: Ints
-    "(rows,): rows of different components never meet on a replica; each component is a pipeline of its own."
+    "(rows,): rows of different components never share a replica; each component is a pipeline of its own."
 
 
 def block_of(shape: BatchShape) -> MicrobatchBlock:
-    """The block of a plan's cut."""
+    """Return the block of a plan's batch shape."""
     length = math.lcm(*shape.multiples)
     rows = shape.batch // shape.microbatches * length
     owners, weights = [], []
-    # Replicas that divide images have alike: as one, which does its part of everything.
+    # Replicas that divide images have equal work: they count as one replica, which does its share of every row.
     owning = [(1,) if shape.divides_images(stage) else shares for stage, shares in enumerate(shape.shares)]
     for stage, shares in enumerate(owning):
         owner = np.full(rows, NONE, dtype=np.int64)
@@ -79,9 +80,9 @@ def block_of(shape: BatchShape) -> MicrobatchBlock:
 
 
 def stage_times_ns(block: MicrobatchBlock, stage: int, times_ns: Ints, where: NDArray[np.bool_] | None = None) -> Ints:
-    """(blocks,): what a block takes on a stage, its slowest replica; microbatches of the block one after the other.
+    """Return (blocks,): the time of each block on the slowest replica of a stage, summed over the block's microbatches.
 
-    `times_ns`: (batch,) of the rows, by position. `where`: (rows,) the positions of a block that count.
+    `times_ns`: (batch,) of the rows, by position. `where`: (rows,) mask of the positions of a block that count.
     """
     owner, replicas = block.owner[stage], block.replicas[stage]
     here = owner != NONE if where is None else (owner != NONE) & where
@@ -95,8 +96,10 @@ def stage_times_ns(block: MicrobatchBlock, stage: int, times_ns: Ints, where: ND
 def microbatch_sums(
     shape: BatchShape, rows: SampleRows, chosen: Ints, space: str, stage: int
 ) -> Mapping[str, NDArray[np.int64]]:
-    """What a cost model needs of the rows at the positions of a batch, by (microbatch of the stage, replica):
-    `rows`, `tokens`, `squares` and `images`, each an array of that shape."""
+    """Return the sums that a cost model needs of the rows of a batch, by (microbatch of the stage, replica).
+
+    The keys are `rows`, `tokens`, `squares` and `images`; each array has that shape.
+    """
     microbatches, replicas = shape.stage_microbatches(stage), len(shape.shares[stage])
     runs = [
         shape.batch_run(stage, microbatch, replica) for microbatch in range(microbatches) for replica in range(replicas)
@@ -113,13 +116,15 @@ def microbatch_sums(
 def _run_sums(values: Ints, runs: Sequence[tuple[int, int]]) -> Ints:
     total = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
     start, stop = np.array(runs, dtype=np.int64).T
-    found: Ints = total[stop] - total[start]
-    return found
+    sums: Ints = total[stop] - total[start]
+    return sums
 
 
 def _connected_components(owners: Sequence[Ints], replicas: Sequence[int]) -> Ints:
-    """(rows,) numbers of connected rows, counted from 0 in order of their first row: two rows are connected where one
-    replica of some stage works on both, in the same or in different microbatches."""
+    """Return (rows,) component numbers, counted from 0 in order of their first row.
+
+    Two rows are connected if one replica of some stage works on both, in the same or in different microbatches.
+    """
     label = np.arange(len(owners[0]), dtype=np.int64)
     while True:
         before = label.copy()

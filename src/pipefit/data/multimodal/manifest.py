@@ -1,8 +1,8 @@
-"""The manifest: what every sample consists of, one row a sample, read from jsonl or parquet and checked.
+"""The manifest: the parts of every sample, one row per sample, read from jsonl or parquet and checked.
 
-A row is `{"id": ..., "parts": [...]}`; a part is a text (`{"text": ...}`, with `"learn": false` where it is not to be
-learned, such as a prompt), an image to look at (`{"image": PATH}`) or one to generate (`{"generate": PATH}`). Paths are
-relative to the manifest. In parquet, `parts` is a list of structs with the same fields, null where absent.
+A row is `{"id": ..., "parts": [...]}`. A part is a text (`{"text": ...}`, with `"learn": false` if it has no labels,
+such as a prompt), an input image (`{"image": PATH}`) or an image to generate (`{"generate": PATH}`). Paths are relative
+to the manifest. In parquet, `parts` is a list of structs with the same fields, null if absent.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePart:
-    """A piece of a sample, in the order of its sequence."""
+    """A part of a sample, in sequence order."""
 
     kind: PartKind
     value: str
     "The text, or the path of the image."
     learn: bool = True
-    "Of a text: whether its tokens are labels."
+    "For a text: whether its tokens are labels."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +44,17 @@ class ManifestSample:
 
 
 def printable_name(text: str) -> str:
-    """A name that can be printed and written as UTF-8: names of files may hold bytes that are none."""
+    """Return a name that can be printed and written as UTF-8; file names may contain bytes that are not valid UTF-8."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether the file's name says that it is a manifest."""
+    """Return whether the file's suffix is that of a manifest."""
     return path.suffix in _JSONL + _PARQUET
 
 
 def read_manifest(path: Path) -> Iterator[ManifestSample]:
-    """The samples in their order. Raises DataError for a row that is not what a manifest has."""
+    """Yield the samples in order. Raises DataError for an invalid row."""
     if path.suffix in _PARQUET:
         columns = column_values(path, ("id", "parts"), optional=("id",))
         for number, row in enumerate(columns):
@@ -80,7 +80,7 @@ def _parse_sample(row: Any, where: str, number: str) -> ManifestSample:
 
 
 def _parse_part(part: Any, where: str) -> SamplePart:
-    """Absent fields may stand there as null, as parquet has them."""
+    """Parse one part. Absent fields may be null, as in parquet."""
     known = {str(key): value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     kinds = [kind for kind in _KINDS if kind in known]
     learn = known.get("learn", True)

@@ -1,9 +1,8 @@
-"""Ordering: in which order a pipeline takes its microbatches, where their times differ.
+"""Order the microbatches of a pipeline whose times differ.
 
-`fill_intervals` is DistTrain's rule (Zhang et al., 2024, section 5.3, as its follow-ups read it): under 1F1B the first
-stage does one forward between two backwards, so each is chosen to fill its interval. `improve_order` then tries
-exchanges on the simulator's task graph, which knows the plan's own order of actions. Both are functions of the times
-alone.
+`fill_intervals` is DistTrain's rule (Zhang et al., 2024, section 5.3, as its follow-ups read it). Under 1F1B the first
+stage runs one forward between two backwards, so each forward is chosen to fill its interval. `improve_order` then tries
+exchanges on the simulator's task graph, which has the plan's schedule. Both are functions of the times alone.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ Makespan = Callable[[Ints], float]
 _SWAP = 0x5A4B
 
 _COMPILED_FROM = 500_000
-"""Waits of tasks that are looked at, over all tries, from which it pays to import numba."""
+"""Number of task dependencies visited, over all tries, from which importing numba pays off."""
 
 
 class PipelineTimes:
     """The makespan of one iteration, by the simulator's task graph; transfers take no time here."""
 
     def __init__(self, stages: int, microbatches: int, schedule: Schedule | None = None, tries: int = 0) -> None:
-        """`schedule`: computed or lowered; None is 1F1B with a lane for every stage. `tries`: how often, about, the
-        makespan of one batch will be asked for: whether compiling pays."""
+        """`schedule`: computed or lowered; None is 1F1B with a lane for every stage. `tries`: the expected number of
+        makespan evaluations for one batch, to decide if compiling pays off."""
         if schedule is None:
             schedule = FAMILIES["1f1b"].build(
                 ScheduleProblem(placement=linear_placement(stages), microbatches=microbatches)
@@ -48,7 +47,7 @@ class PipelineTimes:
         self._transit = np.zeros(graph.size)
 
     def makespan_ns(self, forward_ns: Ints, backward_ns: Ints) -> float:
-        """Both (stages, microbatches), in the order in which they run."""
+        """Return the makespan. Both arguments are (stages, microbatches), in execution order."""
         duration = np.zeros(self._graph.size)
         by_slice = [np.repeat(times.reshape(-1) / self._slices, self._slices) for times in (forward_ns, backward_ns)]
         for code, group in self._groups:
@@ -58,8 +57,11 @@ class PipelineTimes:
 
 
 def order_microbatches(pipeline: PipelineTimes, forward_ns: Ints, backward_ns: Ints, swaps: int) -> Ints:
-    """The order, as positions before, in which to take the microbatches: the better of the one they have and
-    `fill_intervals`, then `swaps` exchanges. `forward_ns`, `backward_ns`: (stages, microbatches)."""
+    """Return the order, as previous positions, in which to run the microbatches.
+
+    The better of the current order and `fill_intervals` is improved by `swaps` exchanges. `forward_ns`, `backward_ns`:
+    (stages, microbatches).
+    """
 
     def order_makespan(order: Ints) -> float:
         return pipeline.makespan_ns(forward_ns[:, order], backward_ns[:, order])
@@ -73,28 +75,30 @@ def order_microbatches(pipeline: PipelineTimes, forward_ns: Ints, backward_ns: I
 
 
 def improve_order(order: Ints, makespan: Makespan, tries: int) -> Ints:
-    """The order after `tries` exchanges of two places, each kept if it shortens the iteration. Which places is a
-    function of the number of the try."""
+    """Return the order after `tries` exchanges of two positions, each kept if it shortens the iteration.
+
+    The two positions are a function of the number of the try.
+    """
     best, best_s = order.copy(), makespan(order)
     count = len(order)
     for attempt in range(tries if count > 1 else 0):
-        one = make_key(_SWAP, attempt, 0) % count
-        other = (one + 1 + make_key(_SWAP, attempt, 1) % (count - 1)) % count
-        best[[one, other]] = best[[other, one]]
+        first = make_key(_SWAP, attempt, 0) % count
+        second = (first + 1 + make_key(_SWAP, attempt, 1) % (count - 1)) % count
+        best[[first, second]] = best[[second, first]]
         now_s = makespan(best)
         if now_s < best_s:
             best_s = now_s
         else:
-            best[[one, other]] = best[[other, one]]
+            best[[first, second]] = best[[second, first]]
     return best
 
 
 def fill_intervals(forward_ns: Ints, backward_ns: Ints) -> Ints:
-    """DistTrain's order for 1F1B on a chain of stages, times (stages, microbatches).
+    """Return DistTrain's order for 1F1B on a chain of stages, times (stages, microbatches).
 
-    The smallest microbatch goes first, the next smallest `stages - 1` go last; the interval behind the first forward
-    is filled by `stages - 1` forwards whose sum comes closest, and every later one by the forward that comes closest,
-    as the first stage sees it.
+    The smallest microbatch goes first, the next smallest `stages - 1` go last. The interval after the first forward is
+    filled by the `stages - 1` forwards with the closest sum. Every later interval, as seen by the first stage, is
+    filled by the forward with the closest time.
     """
     stages, count = forward_ns.shape
     sizes = forward_ns[0]
@@ -116,13 +120,15 @@ def fill_intervals(forward_ns: Ints, backward_ns: Ints) -> Ints:
 
 
 def _pop_closest(left: list[int], sizes: Ints, wanted: float) -> int:
-    """Take out of `left`, which ascends by size, the one that is closest; the smaller on a tie."""
-    place = int(np.argmin(np.abs(sizes[left] - wanted)))
-    return left.pop(place)
+    """Remove and return the microbatch of `left` (ascending by size) whose size is closest to `wanted`; the smaller on
+    a tie."""
+    index = int(np.argmin(np.abs(sizes[left] - wanted)))
+    return left.pop(index)
 
 
 class _StageChain:
-    """1F1B on a chain, as far as its microbatches are known: ends of forwards and backwards by stage and place."""
+    """1F1B on a chain of stages, computed as microbatches are added: end times of forwards and backwards by stage and
+    position."""
 
     def __init__(self, forward_ns: Ints, backward_ns: Ints) -> None:
         self._forward, self._backward = forward_ns.tolist(), backward_ns.tolist()
@@ -134,7 +140,8 @@ class _StageChain:
         self.order.append(microbatch)
 
     def forward_ends(self, place: int, stage: int = 0) -> float:
-        """A stage that is j stages from the last does j forwards ahead, then one of each in turn."""
+        """Return the end of a forward. A stage that is j stages from the last runs j forwards ahead, then
+        alternates."""
         key = ("F", stage, place)
         if key not in self._ends:
             ahead = self._stages - 1 - stage
@@ -149,7 +156,7 @@ class _StageChain:
         return self._ends[key]
 
     def backward_ends(self, place: int, stage: int = 0) -> float:
-        """Only of places whose forwards ahead are known."""
+        """Return the end of a backward. The forwards that run ahead of it must have been added."""
         key = ("B", stage, place)
         if key not in self._ends:
             free = self.forward_ends(place + self._stages - 1 - stage, stage)

@@ -1,7 +1,7 @@
-"""What a planner needs of data: global batches as a run would draw them, and who takes which of their samples.
+"""Data for the planner: global batches as a run would draw them, and the assignment of their samples.
 
-The planner stands above this room and is handed these by whoever calls it, so that what it simulates is arranged by
-the very code that arranges the run.
+The planner does not import this package; its caller passes these functions in. So the planner simulates the arrangement
+of the run with the same code that arranges the run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from pipefit.schedule.actions import Schedule
 
 
 def sample_batches(rows: SampleRows, batch: int, batches: int, seed: int = 0, where: str = "data") -> SampledBatches:
-    """The first `batches` global batches of a run with this seed. Raises DataError if the rows do not fill one."""
+    """Return the first `batches` global batches of a run with this seed. Raises DataError if the rows do not fill
+    one."""
     rows.require_batch(batch, where)
     chosen = rows.training_rows(np.arange(batch * batches, dtype=np.int64), seed).reshape(batches, batch)
     spaces = [space for space in (PATCHES, LATENTS) if rows.counts[space].any()]
     return SampledBatches(
         tokens={space: rows.values_of(rows.counts[space], chosen) for space in spaces},
         squares={space: rows.values_of(rows.squares[space], chosen) for space in spaces},
-        images={space: [rows.images_in(space, each) for each in chosen] for space in spaces if rows.image_tokens},
+        images={
+            space: [rows.images_in(space, batch_rows) for batch_rows in chosen] for space in spaces if rows.image_tokens
+        },
         note=f"samples: {batches} global batches of {where}",
     )
 
@@ -38,18 +41,20 @@ def arranged_samples(
     count: int,
     schedule: Schedule | None = None,
 ) -> Ints:
-    """For every position of the batch, which of its samples stands there (see
-    `pipefit.plan.request.sampled_batches.Arrange`): as a run arranges it whose stages have these shares, with this
-    order of actions (None: 1F1B, a lane a stage)."""
+    """Return, for every position of the batch, the sample placed there
+    (`pipefit.plan.request.sampled_batches.Arrange`).
+
+    The arrangement is the run's for stages with these shares and this schedule (None: 1F1B, one lane per stage).
+    """
     size = next((table.shape[1] for table in samples.tokens.values()), 0)
     shape = BatchShape(
         batch=size,
         seed=0,
         microbatches=count,
         slices=((0, 1),),
-        shares=tuple(own.replicas for own in shares),
-        multiples=tuple(own.multiple for own in shares),
-        divides=tuple(own.divide for own in shares),
+        shares=tuple(stage_shares.replicas for stage_shares in shares),
+        multiples=tuple(stage_shares.multiple for stage_shares in shares),
+        divides=tuple(stage_shares.divide for stage_shares in shares),
         arranging=arranging,
         schedule=schedule,
     )
@@ -57,7 +62,7 @@ def arranged_samples(
 
 
 def rows_of_samples(samples: SampledBatches, batch: int) -> SampleRows:
-    """The samples of one batch as rows by number."""
+    """Return the samples of one batch as rows by number."""
     size = next((table.shape[1] for table in samples.tokens.values()), 0)
     zeros = np.zeros(size, dtype=np.int64)
     spaces = {SAMPLES, PATCHES, LATENTS, *samples.tokens}

@@ -1,7 +1,7 @@
-"""The rows of an index: which samples stand in which row, how many tokens of each space a row has, and its labels.
+"""The rows of an index: the samples of each row, its tokens in each space, and its labels.
 
-All of it comes from metadata, by sums over the index's parts; nothing is read of texts or images. A row holds one
-sample or, packed, as many as fit of those that follow each other in the manifest.
+All of it comes from metadata, by sums over the index's parts; no text or image is read. A row holds one sample or, if
+packed, consecutive samples of the manifest until the row is full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipefit.data.rows import NO_ROW, RowSplit, check_held_out
 from pipefit.errors import DataError
 
 SAMPLES, PATCHES, LATENTS = "samples", "patches", "latents"
-"""The spaces of a multimodal model: sequences, patches that are looked at, latent patches that are generated."""
+"""The spaces of a multimodal model: token sequences, patches of input images, latent patches of generated images."""
 
 OnLong = Literal["fail", "skip"]
 
@@ -27,37 +27,37 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleRows(RowSplit):
-    """Rows by number, with what is known of each."""
+    """Rows by number, with the metadata of each."""
 
     samples: Ints
-    "The samples that are trained on, in the order of the manifest."
+    "The samples that are trained on, in manifest order."
     starts: Ints
     "(count + 1,): row r holds `samples[starts[r]:starts[r + 1]]`."
     counts: Mapping[str, Ints]
-    "Space -> (count,) tokens of every row; of `samples` the whole sequence, which is computed, padding and all."
+    "Space -> (count,) tokens of every row. For `samples` it is the full sequence, which is computed including padding."
     squares: Mapping[str, Ints]
-    "Space -> (count,) sum over the row's images of their tokens, squared: what attention within images goes by."
+    "Space -> (count,) sum over the row's images of their squared tokens: the cost of attention within images."
     images: Ints
-    "(count,) images of every row, looked at or generated."
+    "(count,) images of every row, input or generated."
     label_counts: Ints
     "(count,) valid labels of every row."
     latent_values: int
     "Values of one latent token."
     image_tokens: Mapping[str, tuple[Ints, Ints]] = field(default_factory=dict)
-    "Packed space -> (tokens of every image of all rows, (count + 1,) where each row's begin); {}: not known."
+    "Packed space -> (tokens of every image of all rows, (count + 1,) start of each row's images); {}: not known."
     too_long: int
     "Samples that were left out because they are longer than the sequence."
 
     def count_labels(self, rows: Ints) -> Ints:
-        """See Rows.labels."""
+        """See `RowSplit.count_labels`."""
         return self.values_of(self.label_counts, rows)
 
     def values_of(self, values: Ints, rows: Ints) -> Ints:
-        """The values of these rows; 0 for NO_ROW."""
+        """Return the values of these rows; 0 for NO_ROW."""
         return np.where(rows == NO_ROW, 0, values[np.maximum(rows, 0)]).astype(np.int64)
 
     def images_in(self, space: str, rows: Ints) -> list[tuple[int, ...]]:
-        """The tokens of every image of a packed space in each of these rows."""
+        """Return the tokens of every image of a packed space in each of these rows."""
         tokens, starts = self.image_tokens[space]
         return [() if row == NO_ROW else tuple(tokens[starts[row] : starts[row + 1]].tolist()) for row in rows.tolist()]
 
@@ -74,9 +74,11 @@ def rows_of_index(
 ) -> SampleRows:
     """Cut the samples of an index into rows of `sequence` tokens.
 
-    `held_out`: a fraction below 1, rounded to whole batches of `batch` rows, or a number of rows; `pack`: put as many
-    samples into a row as fit; `images`: the tokens of every image are to be known, too. Raises DataError for a sample
-    that is longer than the sequence, unless `on_long` is `skip`, and where no rows are left to train on.
+    `held_out`: a fraction below 1, rounded to whole batches of `batch` rows, or a number of rows. `pack`: fill each row
+    with several samples. `images`: also record the tokens of every image.
+
+    Raises DataError for a sample that is longer than the sequence, unless `on_long` is `skip`, and if no rows are left
+    for training.
     """
     per_sample = _SampleCounts(index)
     fits = per_sample.lengths <= sequence
@@ -87,7 +89,7 @@ def rows_of_index(
         _packed_starts(per_sample.lengths[samples], sequence) if pack else np.arange(len(samples) + 1, dtype=np.int64)
     )
     count = len(starts) - 1
-    kept = _held_out_count(count, batch, held_out, str(index.folder))
+    held_out_count = _held_out_count(count, batch, held_out, str(index.folder))
 
     def by_row(values: Ints) -> Ints:
         return _run_sums(values[samples], starts)
@@ -96,7 +98,7 @@ def rows_of_index(
         count=count,
         sequence=sequence,
         last_labels=sequence,
-        held_out=kept,
+        held_out=held_out_count,
         samples=samples,
         starts=starts,
         counts={
@@ -121,7 +123,7 @@ def rows_of_index(
 
 
 def lengths_of(index: SampleIndex) -> Ints:
-    """(samples,) tokens of every sample, a token for each patch among them."""
+    """Return (samples,) tokens of every sample, including one token per patch."""
     return _SampleCounts(index).lengths
 
 
@@ -138,33 +140,33 @@ class _SampleCounts:
         self.images = self.images_of[IMAGE] + self.images_of[GENERATE]
         self._parts = starts, kinds, tokens
         learned = np.where((kinds == TEXT) | (kinds == END), tokens, 0)
-        # Nothing asks for the first token of a sample.
+        # The first token of a sample is never a label.
         first = np.append(learned, 0)[starts[:-1]] > 0
         self.labels = _run_sums(learned, starts) - (first & (starts[:-1] < starts[1:]))
 
     def image_tokens(self, kind: int, samples: Ints) -> Ints:
-        """The tokens of every image of a kind in these samples, which ascend."""
+        """Return the tokens of every image of a kind in these samples, which are in ascending order."""
         starts, kinds, tokens = self._parts
         wanted = np.zeros(len(starts) - 1, dtype=np.bool_)
         wanted[samples] = True
-        found: Ints = tokens[(kinds == kind) & np.repeat(wanted, np.diff(starts))].astype(np.int64)
-        return found
+        selected: Ints = tokens[(kinds == kind) & np.repeat(wanted, np.diff(starts))].astype(np.int64)
+        return selected
 
 
 def _run_starts(counts: Ints) -> Ints:
-    """Sums of those before each, and of all."""
+    """Return the cumulative sums before each entry, and the total."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
 def _run_sums(values: Ints, starts: Ints) -> Ints:
-    """The sum over every run [starts[i], starts[i + 1])."""
+    """Return the sum over every run [starts[i], starts[i + 1])."""
     total = _run_starts(values)
-    found: Ints = total[starts[1:]] - total[starts[:-1]]
-    return found
+    sums: Ints = total[starts[1:]] - total[starts[:-1]]
+    return sums
 
 
 def _packed_starts(lengths: Ints, sequence: int) -> Ints:
-    """Where rows start when each takes samples for as long as they fit."""
+    """Return the first sample of each row, if each row takes consecutive samples until it is full."""
     ends = np.cumsum(lengths)
     starts = [0]
     while starts[-1] < len(lengths):
@@ -175,15 +177,15 @@ def _packed_starts(lengths: Ints, sequence: int) -> Ints:
 
 def _held_out_count(count: int, batch: int, held_out: float, where: str) -> int:
     check_held_out(held_out, "--held-out")
-    kept = int(held_out) if held_out >= 1 else int(count * held_out) // batch * batch
-    if kept >= count:
+    held_out_rows = int(held_out) if held_out >= 1 else int(count * held_out) // batch * batch
+    if held_out_rows >= count:
         raise DataError(
             "There is no sample left to train on.",
             where=where,
-            seen=f"{count} rows, {kept} of them held out",
+            seen=f"{count} rows, {held_out_rows} of them held out",
             next_step="give more samples or a longer sequence, or hold out fewer rows",
         )
-    return kept
+    return held_out_rows
 
 
 def _too_long_error(index: SampleIndex, lengths: Ints, sequence: int) -> DataError:

@@ -1,4 +1,4 @@
-"""The token sequence of a row: its samples' texts, and a placeholder for every patch that is seen or generated."""
+"""The token sequence of a row: the texts of its samples, and a placeholder for every input or generated patch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipefit.data.rows import NO_ROW
 Ints = NDArray[np.int64]
 
 NONE: frozenset[int] = frozenset()
-"""No sample is left out."""
+"""The empty set: no sample is left out."""
 
 
 class ImageUse(NamedTuple):
-    """An image as a row has it."""
+    """An image at its position in a row."""
 
     kind: int
     "IMAGE or GENERATE."
@@ -33,40 +33,40 @@ class ImageUse(NamedTuple):
 
 
 class RowSequence(NamedTuple):
-    """One row, T = the sequence; places beyond its samples are empty."""
+    """One row, T = the sequence; positions beyond its samples are empty."""
 
     tokens_T: Ints
-    "Ids; 0 where there is none."
+    "Ids; 0 at positions without a token."
     labels_T: Ints
-    "The next token where it is to be learned, else IGNORE."
+    "The next token if it is to be learned, else IGNORE."
     starts_T: Ints
-    "Where the sample of each token starts."
+    "Start position of each token's sample."
     image_places: Ints
-    "Where the patches that are seen stand, in their order."
+    "Positions of the input patches, in order."
     condition_places: Ints
-    "Where the latent patches that are generated stand, in their order."
+    "Positions of the generated latent patches, in order."
 
 
 def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[int] = NONE) -> RowSequence:
-    """The arrays of one row without the samples that are `left_out`; NO_ROW is an empty one."""
+    """Return the arrays of one row without the samples in `left_out`; NO_ROW is an empty row."""
     sequence = rows.sequence
     tokens_T, labels_T = np.zeros(sequence, dtype=np.int64), np.full(sequence, IGNORE, dtype=np.int64)
     starts_T = np.zeros(sequence, dtype=np.int64)
     places: dict[int, list[Ints]] = {IMAGE: [np.zeros(0, np.int64)], GENERATE: [np.zeros(0, np.int64)]}
-    at = 0
+    offset = 0
     for sample in samples_of(rows, row, left_out):
-        begin = at
+        begin = offset
         for kind, first, count in _sample_parts(index, sample):
-            stop = at + count
+            stop = offset + count
             if kind in places:
-                tokens_T[at:stop] = _placeholder_token(index, kind)
-                places[kind].append(np.arange(at, stop, dtype=np.int64))
+                tokens_T[offset:stop] = _placeholder_token(index, kind)
+                places[kind].append(np.arange(offset, stop, dtype=np.int64))
             else:
-                tokens_T[at:stop] = index.tokens[first : first + count]
+                tokens_T[offset:stop] = index.tokens[first : first + count]
             if kind in (TEXT, END):
-                asked = max(at, begin + 1)
+                asked = max(offset, begin + 1)
                 labels_T[asked - 1 : stop - 1] = tokens_T[asked:stop]
-            at = stop
+            offset = stop
         starts_T[begin:] = begin
     return RowSequence(
         tokens_T, labels_T, starts_T, np.concatenate(places[IMAGE]), np.concatenate(places[GENERATE])
@@ -74,30 +74,30 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
 
 
 def images_of(index: SampleIndex, rows: SampleRows, row: int, kind: int, left_out: Set[int] = NONE) -> list[ImageUse]:
-    """The images of this kind in a row, in their order, without those of samples that are `left_out`."""
-    found = []
+    """Return the images of this kind in a row, in order, without the images of samples in `left_out`."""
+    images = []
     for sample in samples_of(rows, row, left_out):
         pictures = [part for part in _sample_parts(index, sample) if part[0] in (IMAGE, GENERATE)]
-        found += [
-            ImageUse(of_kind, image, sample, place, tokens)
-            for place, (of_kind, image, tokens) in enumerate(pictures)
+        images += [
+            ImageUse(of_kind, image, sample, position, tokens)
+            for position, (of_kind, image, tokens) in enumerate(pictures)
             if of_kind == kind
         ]
-    return found
+    return images
 
 
 def samples_of(rows: SampleRows, row: int, left_out: Set[int] = NONE) -> list[int]:
-    """The numbers, in the index, of a row's samples, without those that are `left_out`."""
+    """Return the index numbers of a row's samples, without the samples in `left_out`."""
     if row == NO_ROW:
         return []
-    found: list[int] = rows.samples[rows.starts[row] : rows.starts[row + 1]].tolist()
-    return [sample for sample in found if sample not in left_out] if left_out else found
+    samples: list[int] = rows.samples[rows.starts[row] : rows.starts[row + 1]].tolist()
+    return [sample for sample in samples if sample not in left_out] if left_out else samples
 
 
 def _sample_parts(index: SampleIndex, sample: int) -> list[list[int]]:
     start, stop = index.sample_parts[sample : sample + 2]
-    found: list[list[int]] = index.parts[start:stop].tolist()
-    return found
+    parts: list[list[int]] = index.parts[start:stop].tolist()
+    return parts
 
 
 def _placeholder_token(index: SampleIndex, kind: int) -> int:

@@ -1,7 +1,8 @@
-"""The step of a multimodal run: which samples it has, in which order, and how many tokens of each space.
+"""One step of a multimodal run: its samples, their order, and the tokens of each space.
 
-The samples of a step are a function of (index, seed, step); their order within the batch, which says who takes which,
-of that and the plan. `arrange_rows` permutes: the samples of a batch stay what they are, under any plan.
+The samples of a step are a function of (index, seed, step). Their order within the batch, which decides the replica and
+the microbatch of each sample, also depends on the plan. `arrange_rows` only permutes: a batch has the same samples
+under any plan.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from pipefit.plan.types import Plan
 
 
 def multimodal_step(plan: Plan | BatchShape, rows: SampleRows, step: int) -> StepPlan:
-    """The step plan of training step `step` (from 0), its samples balanced and ordered as the plan says.
+    """Return the step plan of training step `step` (from 0), its samples balanced and ordered as the plan says.
 
-    `counts[space][r]` are the tokens of position r, `images[space][r]` those of its images where stages divide images;
-    `divisors` say by what each module's summed loss is divided.
-    Raises DataError if the samples do not fill one batch.
+    `counts[space][r]` is the number of tokens at position r, and `images[space][r]` the tokens of each of its images,
+    if stages divide images. `divisors` are the divisors of each module's summed loss. Raises DataError if the samples
+    do not fill one batch.
     """
-    made = step_plan(plan, rows, step)
-    return count_step(replace(made, rows=made.rows[arrange_rows(made.shape, rows, made.rows)]), rows)
+    base_plan = step_plan(plan, rows, step)
+    return count_step(
+        replace(base_plan, rows=base_plan.rows[arrange_rows(base_plan.shape, rows, base_plan.rows)]), rows
+    )
 
 
 def multimodal_evaluation(plan: Plan | BatchShape, rows: SampleRows, index: int) -> StepPlan:
-    """Batch `index` of an evaluation over the held-out rows; see `evaluation_plan`."""
+    """Return batch `index` of an evaluation over the held-out rows; see `evaluation_plan`."""
     return count_step(evaluation_plan(plan, rows, index), rows)
 
 
 def count_step(made: StepPlan, rows: SampleRows) -> StepPlan:
-    """The same step with its counts and divisors."""
+    """Return the step with its counts and divisors."""
     counts = {space: rows.values_of(values, made.rows) for space, values in rows.counts.items()}
     counts[SAMPLES] = np.full(len(made.rows), rows.sequence, dtype=np.int64)
     images = (
@@ -45,7 +48,7 @@ def count_step(made: StepPlan, rows: SampleRows) -> StepPlan:
 
 
 def with_labels(made: StepPlan, rows: SampleRows, labels: Ints) -> StepPlan:
-    """The same step, whose rows have so many `count_labels` (batch,), with the divisors of its counts."""
+    """Return the step with the divisors of its counts; `labels` (batch,) is the number of valid labels of each row."""
     divisor = max(1, int(labels.sum()))
     latents = int(np.sum(made.counts[LATENTS]))
     divisors = {SAMPLES: divisor, LATENTS: max(1, latents * rows.latent_values)}

@@ -1,9 +1,9 @@
-"""Preparing ahead: the steps of a run in order, made by a pool while the trainer is at earlier ones.
+"""Prefetch the steps of a run in order, with a pool that works while the trainer computes earlier steps.
 
-Nothing here is saved. A step is a function of the recipe and its number, so a run that resumes at step k, after a kill
-or under another plan, asks for step k and gets what it would have had; what had been prepared beyond it is made anew.
-The one exception is an image that breaks while the run goes on: all ranks agree which samples are left out from which
-step on (`together`), and a checkpoint has their numbers (`left_out`).
+Nothing here is saved. A step is a function of the recipe and its number. A run that resumes at step k, after a kill or
+under another plan, requests step k and gets the same data; steps prefetched beyond it are built again. The one
+exception is an image that breaks during the run: all ranks agree on the samples to leave out and on the first step
+without them (`together`), and a checkpoint stores their numbers (`left_out`).
 """
 
 from __future__ import annotations
@@ -40,26 +40,29 @@ from pipefit.layout import Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecipe:
-    """All that decides what a run is fed: the plan's cut and arrangement, the index, and how it becomes rows."""
+    """Everything that determines a run's data: the plan's batch shape, the index, and the rules for rows."""
 
     index: str
     "Folder of the index, as workers see it."
     shape: BatchShape
-    "Of the plan: who takes which, and how samples are arranged."
+    "The plan's cut of the batch and its arrangement of samples."
     held_out: float = 0.0
     pack: bool = False
     on_long: OnLong = "fail"
     digest: str = ""
-    "Of the index; where it stands here, an index that has taken its place is refused."
+    "Digest of the index; if set, an index with another digest is refused."
     versions: str = ""
-    "What decodes images in the run; where it stands here, a worker that has others refuses."
+    "Versions of the run's image decoders; if set, a worker with other versions refuses to start."
 
     def open_source(self) -> SampleSource:
-        """The index and its rows. Raises DataError as `open_index` and `rows_of_index` do, and for another index."""
+        """Open the index and its rows.
+
+        Raises DataError as `open_index` and `rows_of_index` do, and for another index.
+        """
         index = open_index(Path(self.index))
         if self.digest and index.summary.digest != self.digest:
             raise DataError(
-                "The index is another one than when the run began.",
+                "The index has changed since the run began.",
                 where=self.index,
                 seen=index.summary.digest,
                 allowed=self.digest,
@@ -77,11 +80,13 @@ class BatchRecipe:
         return SampleSource(index=index, rows=rows, seed=self.shape.seed)
 
     def open(self) -> Callable[[Any], Any]:
-        """What a worker does with a request (see Maker). Raises DataError as `open_source` does, and where images
-        would be decoded by other versions."""
+        """Return the handler of a worker's requests (see HandlerFactory).
+
+        Raises DataError as `open_source` does, and if the worker would decode images with other versions.
+        """
         if self.versions and self.versions != decoder_versions():
             raise DataError(
-                "A worker decodes images with other versions than the run, so their bytes may differ.",
+                "A worker has other versions of the image decoders than the run, so image bytes may differ.",
                 where=f"a worker on {platform.node()}",
                 seen=decoder_versions(),
                 allowed=self.versions,
@@ -104,33 +109,33 @@ class StepRequest(NamedTuple):
 
 
 class FeedRequest(NamedTuple):
-    """Make the arrays of one action."""
+    """Build the arrays of one action."""
 
     space: str
     step: int
     rows: NDArray[np.int64]
     first: int
     left_out: frozenset[int] = frozenset()
-    "Samples of these rows that the run goes on without."
+    "Samples of these rows that the run continues without."
     some: Run | None = None
-    "Of a stage that divides images: which of those of these rows, without what is left out."
+    "For a stage that divides images: its run of the rows' images, after leaving samples out."
     decode: bool = True
     "Whether images are decoded; see `HeldStage`."
 
 
 class HeldStage(NamedTuple):
-    """A stage that this device holds."""
+    """A stage on this device."""
 
     stage: int
     space: str
     replica: int
     decode: bool = True
-    "Whether the stage's layers take what images are decoded for: the others of its module need metadata alone."
+    "Whether the stage's layers need decoded images; other layers of the module need metadata alone."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
-    """One step as one device takes it."""
+    """The data of one step for one device."""
 
     plan: StepPlan
     feeds: Mapping[tuple[int, int], ModuleArrays]
@@ -138,18 +143,19 @@ class PreparedStep:
 
 
 _ALL_BROKEN = 4
-"""So many samples with images, and none of them whole, are no accident."""
+"""If at least this many samples have images and all are broken, the cause is not a single bad file."""
 
 Together = Callable[[list[BrokenImage]], list[BrokenImage]]
-"""What this device found broken -> what all devices of the run did, the same everywhere. All call it together, once or
-more a step."""
+"""Maps the broken images found by this device to those found by all devices, the same on every device. All devices call
+it together, once or more per step."""
 
 Key = tuple[int, int]
 """(stage, microbatch of the stage)."""
 
 
 class StepPrefetcher:
-    """The steps of one device's places. `pool` None prepares in the trainer's own process when it asks."""
+    """The steps of the stages on one device. With `pool` None, a step is prepared in the trainer process when
+    requested."""
 
     def __init__(
         self,
@@ -162,10 +168,10 @@ class StepPrefetcher:
         on_broken: OnBroken = "fail",
         together: Together = merge_broken,
     ) -> None:
-        """`window`: steps that are prepared ahead, at most, credits permitting; `stop`: there is no such step any more;
-        `on_broken` and `together`: what images do that have broken since they were indexed, and how devices agree.
+        """`window`: the most steps prepared ahead, if credits permit. `stop`: the number of steps of the run.
+        `on_broken` and `together`: the action for images that broke after indexing, and the agreement between devices.
 
-        Raises DataError as `Recipe.open_source` does. The pool's workers must have been told the same recipe.
+        Raises DataError as `BatchRecipe.open_source` does. The pool's workers must have the same recipe.
         """
         self.recipe, self.places = recipe, places
         self.source = recipe.open_source()
@@ -176,23 +182,25 @@ class StepPrefetcher:
         self._plans: dict[int, StepPlan] = {}
         self._requested: dict[int, dict[Key, FeedRequest]] = {}
         self.waited_s: list[float] = []
-        "Seconds that the trainer waited for each step that it took."
+        "Seconds that the trainer waited for each step."
         self.left_out: frozenset[int] = frozenset()
-        "Samples that the run goes on without, for their images are broken: the same on all devices."
+        "Samples that the run continues without, because their images are broken: the same on all devices."
         self.found: list[BrokenImage] = []
-        "The images for which samples were left out since this began."
+        "Broken images whose samples were left out since the prefetcher was created."
 
     def prepare_by(self, pool: WorkerPool | None) -> None:
-        """Have the steps to come made by this pool, whose workers know the same recipe."""
+        """Use this pool for the next steps; its workers must have the same recipe."""
         self._pool = pool
 
     def skip_samples(self, samples: Collection[int]) -> None:
-        """Go on without these samples, too, as a run did before its checkpoint."""
+        """Also leave out these samples, as the run did before its checkpoint."""
         self.left_out |= frozenset(samples)
 
     def take_step(self, step: int) -> PreparedStep:
-        """A step. The one after the last is ready soonest; any other starts preparation there. Raises
-        BrokenSinceError, on all devices, where any of them has found a broken image and `on_broken` is `fail`."""
+        """Return a step. The step after the last one is ready soonest; any other restarts prefetching there.
+
+        Raises BrokenSinceError, on all devices, if any device found a broken image and `on_broken` is `fail`.
+        """
         began_s = time.perf_counter()
         if self._pool is None:
             plan = multimodal_step(self.recipe.shape, self.source.rows, step)
@@ -205,7 +213,7 @@ class StepPrefetcher:
         return prepared
 
     def evaluation(self, index: int) -> PreparedStep:
-        """Batch `index` of an evaluation, made here: its images are the same every time. Raises as `take_step` does."""
+        """Return batch `index` of an evaluation, built in this process. Raises as `take_step` does."""
         plan = multimodal_evaluation(self.recipe.shape, self.source.rows, index)
         requested = dict(self._feed_requests(plan))
         feeds = {key: run_feed(self.source, *request) for key, request in requested.items()}
@@ -214,24 +222,28 @@ class StepPrefetcher:
     def _agree_on_broken(
         self, plan: StepPlan, requested: dict[Key, FeedRequest], feeds: dict[Key, ModuleArrays], when: str
     ) -> PreparedStep:
-        """The step without the samples that are left out, once no device finds any more. What was asked for before one
-        of its samples was left out is made again, here."""
+        """Return the step without the left-out samples, once no device finds further broken images.
+
+        Arrays that were requested before one of their samples was left out are rebuilt in this process.
+        """
         while True:
             for key, request in self._feed_requests(plan):
                 if (request.left_out, request.some) != (requested[key].left_out, requested[key].some):
                     requested[key], feeds[key] = request, run_feed(self.source, *request)
-            found = self._together([each for arrays in feeds.values() for each in arrays.broken])
-            if not found:
+            broken = self._together([image for arrays in feeds.values() for image in arrays.broken])
+            if not broken:
                 return PreparedStep(plan=self._without_skipped(plan), feeds=feeds)
             if self._on_broken == "fail":
-                raise broken_since_error(found, when)
-            self.found += found
-            self.skip_samples([each.sample for each in found])
-            self._require_readable(plan, found, when)
+                raise broken_since_error(broken, when)
+            self.found += broken
+            self.skip_samples([image.sample for image in broken])
+            self._require_readable(plan, broken, when)
 
     def _require_readable(self, plan: StepPlan, found: list[BrokenImage], when: str) -> None:
-        """Raises BrokenSinceError, on all devices, where not one image of several samples can be read: a disk is gone,
-        or the index was moved without its images."""
+        """Raise BrokenSinceError, on all devices, if all images of several samples are unreadable.
+
+        The usual cause is a missing disk, or an index that was moved without its images.
+        """
         index, rows = self.source.index, self.source.rows
         with_images = {
             use.sample
@@ -255,17 +267,17 @@ class StepPrefetcher:
             self._asked = self._fed = step
         self._next = step + 1
         last = max(step, step + self._window if self._stop is None else min(step + self._window, self._stop - 1))
-        while self._asked <= last + 1:  # one step further than arrays, which need the step's order first
+        while self._asked <= last + 1:  # one step further than arrays, which need the arranged step first
             pool.add(("step", self._asked), StepRequest(self._asked), 0, "step")
             self._asked += 1
         self._feed_to(last, pool, step)
         requested = self._requested.pop(step)
         feeds = {key: pool.take(("feed", step, *key)) for key in requested}
-        self._feed_to(last, pool, step)  # what was put in order meanwhile is made while the trainer is at this step
+        self._feed_to(last, pool, step)  # arrays of steps arranged meanwhile are built while the trainer runs this step
         return self._plans.pop(step), requested, feeds
 
     def _feed_to(self, last: int, pool: WorkerPool, step: int) -> None:
-        """Ask for the arrays of all steps up to `last` that are in order; `step` is waited for."""
+        """Request the arrays of all arranged steps up to `last`; `step` itself is waited for."""
         while self._fed <= last and (self._fed == step or pool.is_done(("step", self._fed))):
             self._plans[self._fed] = pool.take(("step", self._fed))
             self._add_feeds(pool, self._plans[self._fed])
@@ -285,11 +297,11 @@ class StepPrefetcher:
         for stage, space, replica, decode in self.places:
             for microbatch in plan.shape.own_units(stage):
                 start, stop = plan.batch_run(stage, microbatch, replica)
-                rows, some = plan.rows[start:stop], plan.image_run(stage, space, microbatch, replica)
+                rows, image_range = plan.rows[start:stop], plan.image_run(stage, space, microbatch, replica)
                 left_out = self._skipped_in(rows)
-                yield (stage, microbatch), FeedRequest(space, plan.step, rows, start, left_out, some, decode)
+                yield (stage, microbatch), FeedRequest(space, plan.step, rows, start, left_out, image_range, decode)
 
     def _skipped_in(self, rows: NDArray[np.int64]) -> frozenset[int]:
         known, chosen = self.source.rows, rows.tolist()
-        places = find_places(known, chosen, self.left_out)
-        return self.left_out & {sample for place in places for sample in samples_of(known, chosen[place])}
+        positions = find_places(known, chosen, self.left_out)
+        return self.left_out & {sample for position in positions for sample in samples_of(known, chosen[position])}

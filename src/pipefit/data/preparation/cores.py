@@ -1,9 +1,9 @@
-"""How many cores preparation needs: measured seconds of an image, the images of a step, and the time of a step.
+"""Estimate the cores that preparation needs: measured seconds per image, images per step, and the step time.
 
-Images are what takes time: reading and decoding goes by the pixels of the file, resizing and cutting by the pixels
-that come out, and something is needed for every image. The rule: cores >= (images a step x seconds an image) / seconds
-a step x 1.3. Every device prepares for itself: an image that several take, as the shards of a replica do, counts for
-each of them.
+Images dominate the cost. Reading and decoding scale with the pixels of the file, resizing and cutting with the output
+pixels, and each image has a constant cost. The rule: cores >= (images per step x seconds per image) / step seconds x
+1.3. Every device prepares its own data, so an image that several devices need, such as the shards of a replica, counts
+once for each.
 """
 
 from __future__ import annotations
@@ -26,63 +26,63 @@ from pipefit.model.graph import Model
 from pipefit.plan.types import Plan, Stage
 
 MARGIN = 1.3
-"""What uneven images and the pool's own work ask for beyond the mean."""
+"""Safety factor for images of unequal cost and for the pool's own work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRate:
-    """Seconds that one core takes for an image: `image_s + pixel_s x pixels of the file + patch_s x its tokens`."""
+    """Seconds of one core for an image: `image_s + pixel_s x pixels of the file + patch_s x its tokens`."""
 
     image_s: float
     pixel_s: float
     patch_s: float
     measured: int = 0
-    "Images that it was fitted to."
+    "Number of images that the rate was fitted to."
 
     def decode_seconds(self, pixels: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """For images of so many pixels in their files, which become so many tokens."""
+        """Return the seconds of images with these pixels in their files and these numbers of tokens."""
         result: NDArray[np.float64] = self.image_s + self.pixel_s * pixels + self.patch_s * tokens
         return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreDemand:
-    """What preparation needs, to stand beside the devices of a plan."""
+    """The cores that preparation needs, beside the devices of a plan."""
 
     cores: int
     images: float
-    "Of a step, on average."
+    "Per step, on average."
     image_s: float
-    "Of one core, on average."
+    "Of one core per image, on average."
     step_s: float
     copies: float = 1.0
-    "Devices that decode an image, each for itself, on average."
+    "Devices that each decode the same image, on average."
 
     def to_text(self) -> str:
-        """In a line."""
+        """Return a one-line description."""
         often = f", each decoded by {self.copies:.3g} devices," if self.copies != 1 else ""
         return (
             f"preparation: {self.cores} cores for {self.images:.0f} images{often} in steps of {self.step_s:.3g} s "
-            f"({self.image_s * 1e3:.2f} ms an image and core, measured on this host)"
+            f"({self.image_s * 1e3:.2f} ms per image on one core, measured on this host)"
         )
 
 
 def image_sizes(index: SampleIndex) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(pixels of the file, tokens) of every use of an image in the index."""
+    """Return (pixels of the file, tokens) of every use of an image in the index."""
     uses = _image_uses(index)
     sizes = np.asarray(index.images)[uses[:, 1]]
     return sizes[:, 0] * sizes[:, 1], uses[:, 2]
 
 
 def measured_rate(index: SampleIndex, images: int = 64) -> ImageRate:
-    """Decode some images of the index, evenly spread, on one core, and fit the rate (least squares, none below 0).
+    """Decode a sample of the index's images, evenly spread, on one core, and fit the rate (non-negative least squares).
 
-    Images that cannot be read are passed over; without any, all rates are 0.
+    Unreadable images are skipped; if none is readable, all rates are 0.
     """
     uses = _image_uses(index)
     rows = []
-    for place in np.unique(np.linspace(0, len(uses) - 1, min(images, len(uses))).astype(np.int64)):
-        kind, image, tokens = uses[place].tolist()
+    for use_index in np.unique(np.linspace(0, len(uses) - 1, min(images, len(uses))).astype(np.int64)):
+        kind, image, tokens = uses[use_index].tolist()
         size = ImageSize(*index.images[image].tolist())
         began_s = time.process_time()
         try:
@@ -94,20 +94,23 @@ def measured_rate(index: SampleIndex, images: int = 64) -> ImageRate:
 
 
 def takes_decoded(model: Model, stage: Stage) -> bool:
-    """Whether the layers of a stage take arrays that images are decoded for."""
+    """Return whether the layers of a stage have inputs that need decoded images."""
     module = next(module for module in model.modules if module.name == stage.module)
     return not data_inputs(model, module.layers[slice(*stage.layers)]).keys().isdisjoint(DECODED.get(stage.space, ()))
 
 
 def decoding_copies(plan: Plan, model: Model) -> dict[str, float]:
-    """Packed space -> how many devices decode an image of it: the shards of a replica, in every stage that takes its
-    pixels. Where stages take turns, each has its part of the images."""
-    shape, found = batch_shape(plan), dict.fromkeys(DECODED, 0.0)
+    """Return packed space -> number of devices that decode the same image.
+
+    These are the shards of a replica, in every stage that takes its pixels. Stages that take turns each have their
+    share of the images.
+    """
+    shape, copies = batch_shape(plan), dict.fromkeys(DECODED, 0.0)
     for number, stage in enumerate(plan.stages):
         if takes_decoded(model, stage):
             group, part = plan.stage_mesh(number), len(shape.own_units(number)) / shape.stage_microbatches(number)
-            found[stage.space] += part * group.size / group.find_axis("replica").size
-    return found
+            copies[stage.space] += part * group.size / group.find_axis("replica").size
+    return copies
 
 
 def cores_needed(
@@ -118,8 +121,10 @@ def cores_needed(
     rate: ImageRate,
     copies: Mapping[str, float] | None = None,
 ) -> CoreDemand:
-    """The cores with which preparation keeps up with steps of `step_s` seconds of `batch` rows, on average;
-    `decoding_copies`: see there, once each where it is None."""
+    """Return the cores with which preparation keeps up, on average, with steps of `step_s` seconds and `batch` rows.
+
+    `copies` is the result of `decoding_copies`; None counts every image once.
+    """
     seconds = rate.decode_seconds(*image_sizes(index))
     times = np.ones(len(seconds))
     for space, often in (copies or {}).items():
@@ -137,19 +142,19 @@ def cores_needed(
 
 
 def cores_for(images: float, image_s: float, step_s: float) -> int:
-    """Whole cores for `images` a step; at least one where there are any."""
+    """Return whole cores for `images` per step; at least one if there are any."""
     return math.ceil(images * image_s / step_s * MARGIN - 1e-9) if images else 0
 
 
 def _image_uses(index: SampleIndex) -> NDArray[np.int64]:
-    """(uses of images, 3) of the index's parts."""
+    """Return (uses of images, 3) of the index's parts."""
     parts = np.asarray(index.parts)
-    found: NDArray[np.int64] = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)]
-    return found
+    image_parts: NDArray[np.int64] = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)]
+    return image_parts
 
 
 def _fit_rate(rows: NDArray[np.float64]) -> ImageRate:
-    """Non-negative least squares of the last column by the others, each scaled to its mean."""
+    """Fit the last column by the others with non-negative least squares, each column scaled to its mean."""
     from scipy.optimize import nnls
 
     scale = np.maximum(rows[:, :3].mean(axis=0), 1e-12)

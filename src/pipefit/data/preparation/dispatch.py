@@ -1,9 +1,9 @@
-"""Who does which preparation task when: a state machine over events, without a clock, processes or threads.
+"""Assign preparation tasks to workers: a state machine over events, without a clock, processes or threads.
 
-Tasks start in order as long as their bytes fit into the credits; what is done and not yet taken keeps its credits, so
-memory is bounded. A task whose worker dies is done again; one that takes much longer than others is given to a second
-worker as well, and whoever is first counts (hedging: Dean and Barroso, "The tail at scale", CACM 2013); a worker
-beyond the time limit is killed, one that is starting, too. All of that is safe since tasks are pure.
+Tasks start in order while their bytes fit into the credits. A finished task keeps its credits until its result is
+taken, so memory is bounded. A task whose worker dies is done again. A task that takes much longer than usual is also
+given to a second worker, and the first result counts (hedging: Dean and Barroso, "The tail at scale", CACM 2013). A
+worker beyond the time limit is killed, also during its start. All of that is safe because tasks are pure.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from pipefit.data.preparation.executor import Event, Key, TaskFinished, WorkerDi
 from pipefit.errors import DataError, PipefitError
 
 _REMEMBERED = 64
-"""Durations that the expected one is the median of."""
+"""Number of recent durations whose median is the expected duration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchLimits:
-    """How much and how long."""
+    """Limits of memory, attempts and time."""
 
     credit_bytes: int = 1 << 30
-    "Of results that are being made or wait to be taken. One task is always let through, however large."
+    "Bytes of results in preparation or waiting to be taken. One task is always admitted, whatever its size."
     attempts: int = 3
-    "Times that a task is tried before it is an error; of all workers together, that they are started in vain."
+    "Attempts at a task before it is an error. Failed worker starts in a row may reach this number times the workers."
     hedge_factor: float = 4.0
-    "A task is given to a second, idle worker when it takes so many times as long as its bytes let expect."
+    "A task is given to a second, idle worker after this multiple of the duration expected from its bytes."
     hedge_after_s: float = 0.5
-    "But not before this."
+    "But not earlier than this."
     timeout_s: float = 300.0
-    "A worker that takes longer over one task is killed."
+    "A worker that takes longer for one task is killed."
     start_timeout_s: float = 300.0
-    "And one that takes longer to be there."
+    "A worker that takes longer to start is killed."
 
 
 @dataclass(frozen=True, slots=True)
 class StartTask:
-    """Give this worker this task."""
+    """Instruction: give this task to this worker."""
 
     worker: int
     key: Key
@@ -50,7 +50,7 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """End this worker."""
+    """Instruction: end this worker."""
 
     worker: int
 
@@ -66,7 +66,7 @@ class _PreparationTask:
     kind: str
     attempts: int = 0
     runs: set[int] = field(default_factory=set)
-    "The workers that do it now."
+    "The workers that are doing it."
     result: Any = None
     error: Exception | None = None
     done: bool = False
@@ -74,7 +74,7 @@ class _PreparationTask:
 
 @dataclass(slots=True, kw_only=True)
 class TaskCounts:
-    """What happened, for reports."""
+    """Counts of events, for reports."""
 
     done: int = 0
     retried: int = 0
@@ -84,31 +84,31 @@ class TaskCounts:
 
 
 class TaskDispatcher:
-    """Tasks and workers. `handle_event` and `add_task` change the state; `next_instructions` says what is to be done
-    next."""
+    """Tasks and workers. `handle_event` and `add_task` change the state; `next_instructions` returns the next
+    actions."""
 
     def __init__(self, limits: DispatchLimits, workers: int) -> None:
-        """`workers`: how many there are when none is being replaced."""
+        """`workers`: the number of workers when none is being replaced."""
         self.limits, self.counts, self._workers = limits, TaskCounts(), workers
         self._tasks: dict[Key, _PreparationTask] = {}
         self._waiting: deque[_PreparationTask] = deque()
         self._idle: list[int] = []
         self._busy: dict[int, _PreparationTask | None] = {}
-        "What each worker does; None for a task that nobody wants any more."
+        "The task of each busy worker; None for a task that was forgotten."
         self._began_s: dict[int, float] = {}
-        "When each worker began what it does."
+        "Start time of each busy worker's task."
         self._starting_s: dict[int, float] = {}
-        "Since when each worker has been starting."
+        "Time at which each starting worker began to start."
         self._overdue: dict[int, str] = {}
-        "Why workers are killed."
+        "Reasons for which workers are killed."
         self._used_bytes = 0
         self._rates_s: dict[str, deque[float]] = {}
-        "Of each kind of task: seconds a byte of the last ones."
+        "Kind of task -> seconds per byte of its latest tasks."
         self._deaths = 0
-        "Since a worker was last there, or did a task."
+        "Deaths since a worker last became ready or finished a task."
 
     def add_task(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
-        """A task, behind all others. What a task takes is expected from others of its kind."""
+        """Append a task. Its duration is predicted from earlier tasks of its `kind`."""
         assert key not in self._tasks, f"task {key} twice"
         task = _PreparationTask(key, request, size_bytes, kind)
         self._tasks[key] = task
@@ -118,7 +118,7 @@ class TaskDispatcher:
         return self._tasks[key].done
 
     def take_result(self, key: Key) -> Any:
-        """The result of a task that is done, whose credits are free again. Raises the task's error."""
+        """Return the result of a finished task and free its credits. Raises the task's error."""
         task = self._tasks.pop(key)
         assert task.done, f"task {key} is not done"
         self._used_bytes -= task.size_bytes
@@ -127,14 +127,14 @@ class TaskDispatcher:
         return task.result
 
     def forget_tasks(self) -> None:
-        """Forget all tasks. Workers that are busy finish what they do, for nobody."""
+        """Forget all tasks. Busy workers finish their tasks, and the results are dropped."""
         self._tasks.clear()
         self._waiting.clear()
         self._busy = dict.fromkeys(self._busy)
         self._used_bytes = 0
 
     def handle_event(self, event: Event, now_s: float) -> None:
-        """Take up what happened."""
+        """Update the state with an event."""
         if isinstance(event, WorkerStarting):
             self._starting_s[event.worker] = now_s
             return
@@ -165,9 +165,9 @@ class TaskDispatcher:
             self._retry_task(task, _failing_task_error(task.key, event.error, self.limits))
 
     def next_instructions(self, now_s: float) -> list[Instruction]:
-        """What is to be done now: tasks to start, in order, second tries, workers to end."""
-        found: list[Instruction] = [
-            *self._kill_overdue(self._starting_s, self.limits.start_timeout_s, "not there", now_s),
+        """Return the next actions: tasks to start, in order, second attempts, workers to kill."""
+        instructions: list[Instruction] = [
+            *self._kill_overdue(self._starting_s, self.limits.start_timeout_s, "not ready", now_s),
             *self._kill_overdue(self._began_s, self.limits.timeout_s, "not done", now_s),
         ]
         while self._idle and self._waiting and self._has_credits(self._waiting[0]):
@@ -176,14 +176,14 @@ class TaskDispatcher:
                 continue
             if not task.attempts:
                 self._used_bytes += task.size_bytes
-            found.append(self._start_task(task, now_s))
+            instructions.append(self._start_task(task, now_s))
         while self._idle:
             late = self._most_overdue(now_s)
             if late is None:
                 break
             self.counts.hedged += 1
-            found.append(self._start_task(late, now_s))
-        return found
+            instructions.append(self._start_task(late, now_s))
+        return instructions
 
     @property
     def used_bytes(self) -> int:
@@ -191,10 +191,10 @@ class TaskDispatcher:
         return self._used_bytes
 
     def _kill_overdue(self, since_s: dict[int, float], limit_s: float, what: str, now_s: float) -> list[KillWorker]:
-        """Those who are beyond a limit: killed once, and again if that did not help."""
+        """Kill the workers that exceed a limit, and again after the same time if one is still alive."""
         late_ones = [worker for worker, began_s in since_s.items() if now_s - began_s > limit_s]
         since_s |= dict.fromkeys(late_ones, now_s)
-        self._overdue |= dict.fromkeys(late_ones, f"killed, for it was {what} after {limit_s:g} s")
+        self._overdue |= dict.fromkeys(late_ones, f"killed: {what} after {limit_s:g} s")
         self.counts.killed += len(late_ones)
         return [KillWorker(worker) for worker in late_ones]
 
@@ -211,7 +211,7 @@ class TaskDispatcher:
         return StartTask(worker, task.key, task.request)
 
     def _most_overdue(self, now_s: float) -> _PreparationTask | None:
-        """The task that has been running alone for the longest beyond its time."""
+        """Return the task that exceeds its patience and has run longest on a single worker."""
         late = []
         for task in self._tasks.values():
             if not task.done and len(task.runs) == 1 and task.attempts < self.limits.attempts:
@@ -221,7 +221,7 @@ class TaskDispatcher:
         return max(late, key=lambda each: each[0])[1] if late else None
 
     def _patience_s(self, task: _PreparationTask) -> float:
-        """How long a task may run before it is given to a second worker."""
+        """Return the seconds that a task may run before it is given to a second worker."""
         rates_s = self._rates_s.get(task.kind)
         if not rates_s:
             return self.limits.timeout_s / 2  # nothing is known of its kind
@@ -237,11 +237,11 @@ class TaskDispatcher:
         if task is not None:
             self._retry_task(task, _lost_worker_error(task.key, reason, self.limits))
         elif self._deaths > self.limits.attempts * self._workers and not self._busy and not self._idle:
-            for other in self._tasks.values():
-                self._finish_task(other, None, _no_workers_error(reason, self._deaths, self.limits))
+            for pending in self._tasks.values():
+                self._finish_task(pending, None, _no_workers_error(reason, self._deaths, self.limits))
 
     def _retry_task(self, task: _PreparationTask, error: Exception) -> None:
-        """Try a task again, in front of all others, unless it is done or has been tried often enough."""
+        """Retry a task before all others, unless it is done or out of attempts."""
         if task.done or task.runs:
             return
         if task.attempts >= self.limits.attempts:
@@ -262,9 +262,9 @@ def _lost_worker_error(key: Key, reason: str, limits: DispatchLimits) -> DataErr
         "A preparation task has lost its worker every time.",
         where=_describe_key(key),
         seen=f"{limits.attempts} workers, the last one: {reason}",
-        allowed=f"a worker that lives and has done it within {limits.timeout_s:g} s",
-        next_step="look for a shortage of memory on the host (fewer --workers need less), for storage that stands"
-        " still, or for a file that crashes its decoder: --workers 0 shows where",
+        allowed=f"a worker that finishes the task within {limits.timeout_s:g} s",
+        next_step="look for a shortage of memory on the host (fewer --workers need less), for storage that"
+        " hangs, or for a file that crashes its decoder: --workers 0 shows where",
     )
 
 
@@ -284,16 +284,16 @@ def _no_workers_error(reason: str, deaths: int, limits: DispatchLimits) -> DataE
         "Preparation workers die before they have done anything.",
         where=f"the {deaths} workers that were started last",
         seen=reason,
-        allowed=f"one that is there within {limits.start_timeout_s:g} s",
+        allowed=f"a worker that is ready within {limits.start_timeout_s:g} s",
         next_step="start one by hand to see why: python -P -m pipefit.data.preparation.worker; or run with --workers 0",
     )
 
 
 def _describe_key(key: Key) -> str:
-    """A task for people: the keys of `ahead` tell the step."""
+    """Describe a task for messages; the keys of `ahead` contain the step."""
     match key:
         case ("step", int(step)):
-            return f"step {step + 1}, its order of samples"
+            return f"step {step + 1}, the order of its samples"
         case ("feed", int(step), stage, microbatch):
             return f"step {step + 1}, the arrays of stage {stage}, microbatch {microbatch}"
     return f"task {key}"

@@ -1,4 +1,4 @@
-"""What the pool needs of whoever runs tasks: workers by number, tasks in, events out."""
+"""The interface between the pool and its workers: workers by number, tasks in, events out."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Key = Hashable
-"""The name of a task; tasks start in the order of their addition."""
+"""The name of a task; tasks start in the order in which they were added."""
 
 
 class HandlerFactory(Protocol):
-    """What workers are told once: how to do any task. It travels by pickle."""
+    """The instructions that every worker receives once, by pickle: how to do any task."""
 
     def open(self) -> Callable[[Any], Any]:
-        """Called once in every worker; what it gives is called with each request. Equal requests must give equal
-        results, whichever worker does them and however often."""
+        """Return the handler of requests; called once in every worker.
+
+        Equal requests must give equal results on every worker and on every repetition.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarting:
-    """A worker has been asked for; `WorkerReady` or `WorkerDied` follows."""
+    """A worker was requested; `WorkerReady` or `WorkerDied` follows."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker is there and idle."""
+    """A worker is ready and idle."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFinished:
-    """A worker has done its task and is idle."""
+    """A worker has finished its task and is idle."""
 
     worker: int
     key: Key
@@ -53,7 +55,7 @@ class TaskFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A worker is gone, and what it did is lost. Another one, of another number, takes its place."""
+    """A worker has ended, and its task is lost. A new worker with a new number replaces it."""
 
     worker: int
     reason: str
@@ -66,18 +68,18 @@ class WorkerExecutor(Protocol):
     """Workers. All methods are called from one thread, `wake` from any."""
 
     count: int
-    "Of the workers that are there when none is being replaced."
+    "The number of workers when none is being replaced."
 
     def submit(self, worker: int, key: Key, request: Any) -> None:
         """Give an idle worker a task. Does not wait."""
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """What has happened; at the latest after `timeout_s`, or when `wake` is called, an empty list."""
+        """Return new events; an empty list after `timeout_s` at the latest, or when `wake` is called."""
         ...
 
     def wake(self) -> None:
-        """Let `wait` return."""
+        """Make `wait` return."""
         ...
 
     def kill(self, worker: int) -> None:

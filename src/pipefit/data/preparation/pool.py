@@ -1,4 +1,4 @@
-"""The pool: a thread that drives the dispatcher with an executor's events, and results by key for the trainer."""
+"""The worker pool: a thread that feeds an executor's events to the dispatcher, and results by key for the trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipefit.data.preparation.dispatch import DispatchLimits, KillWorker, StartT
 from pipefit.data.preparation.executor import Key, WorkerExecutor
 
 _TICK_S = 0.1
-"""How often lateness is looked at when nothing happens."""
+"""Interval of the checks for late workers when no event arrives."""
 
 
 class WorkerPool:
@@ -30,18 +30,18 @@ class WorkerPool:
         return self._dispatcher.counts
 
     def add(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
-        """A task, behind all others. `size_bytes`: of its result, about."""
+        """Append a task to the queue. `size_bytes`: approximate size of its result."""
         with self._changed:
             self._dispatcher.add_task(key, request, size_bytes, kind)
         self._executor.wake()
 
     def is_done(self, key: Key) -> bool:
-        """Whether `take_result` would not wait."""
+        """Return whether `take` would return without waiting."""
         with self._changed:
             return self._dispatcher.is_done(key)
 
     def take(self, key: Key) -> Any:
-        """The result of a task, waited for; once. Raises the task's error."""
+        """Wait for the result of a task and return it, once. Raises the task's error."""
         with self._changed:
             self._changed.wait_for(lambda: self._crash is not None or self._closed or self._dispatcher.is_done(key))
             if self._crash is not None:
@@ -57,7 +57,7 @@ class WorkerPool:
             self._dispatcher.forget_tasks()
 
     def close(self) -> None:
-        """End the thread and all workers."""
+        """Stop the thread and all workers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -69,7 +69,7 @@ class WorkerPool:
         try:
             while not self._closed:
                 self._handle_events(self._executor.wait(_TICK_S))
-        except BaseException as error:  # raised where results are waited for
+        except BaseException as error:  # raised again in `take`
             with self._changed:
                 self._crash = error
                 self._changed.notify_all()

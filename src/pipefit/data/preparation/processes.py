@@ -1,8 +1,9 @@
-"""Workers as processes on this host: plain interpreters that import numpy and Pillow, no torch and no main program.
+"""Workers as processes on this host: plain interpreters that import numpy and Pillow, but not torch or the main
+program.
 
-Each has a socket and, in the trainer, a thread that reads it; so a worker that stands still holds up nobody. A worker
-that ends is replaced. On Linux none outlives the thread that started it, which is the one that made the Processes, or
-the pool's.
+Each worker has a socket and, in the trainer, a thread that reads it, so a hanging worker does not delay the others. A
+worker that ends is replaced. On Linux no worker outlives the thread that started it: the creator of ProcessWorkers or
+the pool's thread.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pipefit.data.preparation.executor import (
 )
 from pipefit.data.preparation.wire import receive_object, send_object
 
-if TYPE_CHECKING:  # both take longer to import than all else here
+if TYPE_CHECKING:  # both are slow to import
     import socket
     import subprocess
 
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 _PROGRAM = ("-P", "-m", "pipefit.data.preparation.worker")
-"""With -P, the folder that the trainer was started in is no place of modules, unless it is so for the trainer."""
+"""-P keeps the trainer's working directory off the module path, unless the trainer has it there."""
 
 _ENDS_WITHIN_S = 1.0
 
@@ -47,7 +48,7 @@ class _WorkerProcess:
 
 
 class ProcessWorkers:
-    """An Executor of `count` processes."""
+    """A WorkerExecutor of `count` processes."""
 
     def __init__(self, maker: HandlerFactory, count: int) -> None:
         self._maker, self.count = maker, count
@@ -60,7 +61,7 @@ class ProcessWorkers:
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Worker -> the process it is."""
+        """Worker -> its process id."""
         return {number: worker.process.pid for number, worker in self._workers.items()}
 
     def submit(self, worker: int, key: Key, request: Any) -> None:
@@ -68,22 +69,22 @@ class ProcessWorkers:
             try:
                 send_object(self._workers[worker].connection, (key, request))
             except OSError:
-                return  # it has just ended: its thread says so
+                return  # it has just ended; its thread reports that
 
     def wait(self, timeout_s: float) -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         try:
             event = self._events.get(timeout=timeout_s)
             while True:
                 if event is not None:
-                    found.append(event)
+                    events.append(event)
                 event = self._events.get_nowait()
         except queue.Empty:
             pass
-        for event in found:
+        for event in events:
             if isinstance(event, WorkerDied):
                 self._replace_worker(event.worker)
-        return found
+        return events
 
     def wake(self) -> None:
         self._events.put(None)
@@ -93,7 +94,7 @@ class ProcessWorkers:
             self._workers[worker].process.kill()
 
     def close(self) -> None:
-        """End all workers, at once: nothing that they do is needed."""
+        """Kill all workers at once; their tasks are not needed."""
         self._closed = True
         for worker in self._workers.values():
             worker.process.kill()
@@ -134,7 +135,7 @@ class ProcessWorkers:
             self._spawn_worker()
 
     def _read_answers(self, number: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        """What a worker says, as events, until it ends."""
+        """Convert a worker's answers to events until the worker ends."""
         refused = ""
         try:
             send_object(connection, self._maker)
@@ -150,12 +151,12 @@ class ProcessWorkers:
                     self._events.put(TaskFailed(number, key, value))
         except (EOFError, OSError):
             self._events.put(WorkerDied(number, refused or _describe_exit(process)))
-        except Exception as error:  # what came is no message, or too large: this worker cannot be understood any more
+        except Exception as error:  # an invalid or too large message: the worker is unusable
             self._events.put(WorkerDied(number, f"{type(error).__name__}: {error}"))
 
 
 def _describe_exit(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended that has closed its socket."""
+    """Describe the exit of a process that has closed its socket."""
     import subprocess
 
     try:

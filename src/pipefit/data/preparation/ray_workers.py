@@ -1,5 +1,6 @@
-"""Workers as Ray actors, on whatever machines the Ray cluster has; they must see the index and the images by the same
-paths. Ray (extra `ray`) starts them and tells when one has died; everything else is the pool's.
+"""Workers as Ray actors on the machines of a Ray cluster, which must see the index and the images at the same paths.
+
+Ray (extra `ray`) starts the actors and reports their deaths; the pool does everything else.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from pipefit.data.preparation.executor import (
 from pipefit.errors import DataError, PipefitError
 
 _READY, _ENDED = object(), object()
-"""The keys of an actor's first calls: by the one it is known to be there; by the other, which never returns, to be
-gone, also while it has nothing to do."""
+"""Keys of an actor's first two calls. The first returns when the actor is ready. The second never returns, so it fails
+when the actor dies, even an idle one."""
 
 _WAIT_S = 0.02
 
 
 class RayActor:
-    """What runs in an actor: the maker, opened once."""
+    """The code of an actor: a handler, opened once."""
 
     def __init__(self, maker: HandlerFactory) -> None:
         self._refused = ""
         try:
             self._make = maker.open()
-        except Exception as error:  # told to the trainer as processes tell it; Ray would bury it in its own words
+        except Exception as error:  # reported like a process worker's error; Ray would bury it in its own words
             self._refused = f"{type(error).__name__}: {error}"
 
     def ready(self) -> str:
-        """Answers when the maker is open, or why it is not."""
+        """Return '' when the handler is open, or the reason for its failure."""
         return self._refused
 
     def ended(self) -> None:
-        """Never answers, so it fails when the actor has died."""
+        """Never return, so that the call fails when the actor dies."""
         threading.Event().wait()
 
     def make(self, request: Any) -> Any:
-        """The result of one request, packed. An error of ours is a result as well: Ray would wrap it."""
+        """Return the packed result of one request. A PipefitError is returned, because Ray would wrap a raised one."""
         try:
             return _pack_result(self._make(request))
         except PipefitError as error:
@@ -66,11 +67,13 @@ class _ActorCall:
 
 
 class RayWorkers:
-    """An Executor of `count` Ray actors of one core each."""
+    """A WorkerExecutor of `count` Ray actors with one core each."""
 
     def __init__(self, maker: HandlerFactory, count: int, address: str | None = None, ray: Any = None) -> None:
-        """`address`: of the cluster; None is the one of this environment, or a new one on this host. Raises DataError
-        if Ray is not installed or cannot be reached."""
+        """`address`: of the cluster; None is the one in this environment, or a new one on this host.
+
+        Raises DataError if Ray is not installed or cannot be reached.
+        """
         self._ray = _import_ray() if ray is None else ray
         if not self._ray.is_initialized():
             _connect_ray(self._ray, address)
@@ -89,26 +92,26 @@ class RayWorkers:
             self._calls[self._actors[worker].make.remote(request)] = _ActorCall(worker, key)
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Ray cannot be woken up, so this returns after a fiftieth of a second at the latest."""
-        found, self._starting = self._starting, []
+        """Return new events. Ray cannot be woken up, so this returns after at most 0.02 s."""
+        events, self._starting = self._starting, []
         calls = list(self._calls)
-        done, _ = self._ray.wait(calls, num_returns=1, timeout=0 if found else min(timeout_s, _WAIT_S))
-        if done:  # and whatever else is
+        done, _ = self._ray.wait(calls, num_returns=1, timeout=0 if events else min(timeout_s, _WAIT_S))
+        if done:  # and all other finished calls
             done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
         for reference in sorted(done, key=lambda each: self._calls[each].key is _ENDED):  # results before deaths
-            if reference in self._calls:  # and not of an actor that another of them was about
-                found.append(self._event_of(reference))
-        return found
+            if reference in self._calls:  # not of an actor replaced by an earlier event of this loop
+                events.append(self._event_of(reference))
+        return events
 
     def wake(self) -> None:
-        """See `wait`."""
+        """Does nothing; see `wait`."""
 
     def kill(self, worker: int) -> None:
         if worker in self._actors:
             self._ray.kill(self._actors[worker], no_restart=True)
 
     def close(self) -> None:
-        """End the actors. The connection to Ray stays: it may be the user's own."""
+        """End the actors. The connection to Ray stays open: it may be the user's."""
         for actor in self._actors.values():
             self._ray.kill(actor, no_restart=True)
         self._actors.clear()
@@ -127,7 +130,7 @@ class RayWorkers:
             result = self._ray.get(reference)
         except self._ray.exceptions.RayActorError as error:
             return self._replace_dead(call.worker, _error_reason(error))
-        except Exception as error:  # what the task raised, as Ray wraps it
+        except Exception as error:  # the task's error, wrapped by Ray
             if call.key in (_READY, _ENDED):
                 return self._replace_dead(call.worker, _error_reason(error))
             return TaskFailed(call.worker, call.key, error)
@@ -138,7 +141,7 @@ class RayWorkers:
         return TaskFinished(call.worker, call.key, _unpack_result(*result))
 
     def _replace_dead(self, worker: int, reason: str) -> WorkerDied:
-        """Another actor in place of this one, of which nothing more is heard."""
+        """Replace an actor by a new one and ignore its pending calls."""
         self._ray.kill(self._actors.pop(worker), no_restart=True)
         self._calls = {reference: call for reference, call in self._calls.items() if call.worker != worker}
         self._spawn_actor()
@@ -146,8 +149,10 @@ class RayWorkers:
 
 
 def _pack_result(result: Any) -> tuple[bytes, list[NDArray[np.uint8]]]:
-    """A result as its pickle and what its arrays hold, apart. Arrays that Ray itself gives lie in its store, read-only;
-    those that are made of this are the trainer's own."""
+    """Return a result as its pickle and the buffers of its arrays.
+
+    Arrays that Ray returns lie read-only in its object store; arrays rebuilt from these buffers are writable.
+    """
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(result, protocol=5, buffer_callback=buffers.append)
     return head, [np.asarray(buffer.raw()) for buffer in buffers]
@@ -158,7 +163,7 @@ def _unpack_result(head: bytes, parts: list[NDArray[np.uint8]]) -> Any:
 
 
 def _error_reason(error: Exception) -> str:
-    """What Ray says of an error, in a line: its first line tells what happened, its last one why."""
+    """Return a Ray error in one line: the first line is the event, the last line the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(dict.fromkeys([lines[0], lines[-1]])) if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Workers by name: which kind a run was asked for."""
+"""Start a worker pool of the requested kind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ Workers = Literal["processes", "ray"]
 def start_pool(
     maker: HandlerFactory, count: int, kind: Workers = "processes", limits: DispatchLimits | None = None
 ) -> WorkerPool | None:
-    """A pool of `count` workers: processes of this host, or actors of the Ray cluster that this environment names.
-    None for none: whoever asks prepares by itself. Raises DataError if Ray is asked for and not there."""
+    """Start a pool of `count` workers: processes of this host, or actors of the Ray cluster in this environment.
+
+    Returns None for 0 workers: the caller then prepares data itself. Raises DataError if Ray is requested but
+    unavailable.
+    """
     if not count:
         return None
     executor: WorkerExecutor = RayWorkers(maker, count) if kind == "ray" else ProcessWorkers(maker, count)

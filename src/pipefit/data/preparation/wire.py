@@ -1,7 +1,7 @@
-"""Objects over a socket between the trainer and workers that it started itself: pickle, arrays as they lie in memory.
+"""Send objects over a socket between the trainer and its workers: pickle, with array buffers sent as raw memory.
 
-A message is the number of its parts, their lengths, and the parts: the pickle, then the buffers of its arrays, which
-are read straight into the memory that they keep.
+A message is the number of its parts, their lengths, and the parts: the pickle, then the array buffers, which are read
+directly into their final memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBER = struct.Struct("<Q")
 
 
 def send_object(connection: socket.socket, value: Any) -> None:
-    """Send one object; returns when the other side has read all but what the socket holds."""
+    """Send one object; returns when the receiver has read all but the socket's buffer."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
@@ -28,7 +28,7 @@ def send_object(connection: socket.socket, value: Any) -> None:
 
 
 def receive_object(connection: socket.socket) -> Any:
-    """The next object. Raises EOFError when the other side has ended, OSError when it broke off."""
+    """Return the next object. Raises EOFError if the sender has closed the socket, OSError if the connection broke."""
     count = _NUMBER.unpack(_read_exactly(connection, _NUMBER.size))[0]
     lengths = struct.unpack(f"<{count}Q", _read_exactly(connection, _NUMBER.size * count))
     head, *buffers = [_read_exactly(connection, length) for length in lengths]
@@ -36,12 +36,12 @@ def receive_object(connection: socket.socket) -> Any:
 
 
 def _read_exactly(connection: socket.socket, length: int) -> bytearray:
-    """Writable, as the arrays that lie in it must be."""
+    """Read `length` bytes into writable memory, because arrays share it."""
     data = bytearray(length)
-    view, at = memoryview(data), 0
-    while at < length:
-        got = connection.recv_into(view[at:])
+    view, received = memoryview(data), 0
+    while received < length:
+        got = connection.recv_into(view[received:])
         if not got:
             raise EOFError("the other side has ended")
-        at += got
+        received += got
     return data

@@ -1,7 +1,7 @@
 """A preparation worker: `python -P -m pipefit.data.preparation.worker FD TRAINER`, started by `processes`.
 
-It reads from the socket FD what it is to do (a Maker), then requests, and answers each. It holds no state that matters
-and ends when the process TRAINER does: at once on Linux, elsewhere when it uses the socket next.
+It reads a HandlerFactory from the socket FD, then requests, and answers each. It holds no state that matters. It ends
+with the process TRAINER: at once on Linux, elsewhere at its next use of the socket.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pipefit.data.preparation.wire import receive_object, send_object
 from pipefit.errors import PipefitError
 
 _PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""Option of prctl(2)."""
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Serve until the socket ends. An answer is ("up" | "refused" | "done" | "error", key, value)."""
+    """Serve until the socket closes. An answer is ("up" | "refused" | "done" | "error", key, value)."""
     import signal
     import socket
 
@@ -26,7 +26,7 @@ def main(descriptor: int, trainer: int) -> None:
     try:
         try:
             make = receive_object(connection).open()
-        except Exception as error:  # told to the trainer, which says it where results are waited for
+        except Exception as error:  # sent to the trainer, which raises it in `take`
             send_object(connection, ("refused", None, f"{type(error).__name__}: {error}"))
             return
         send_object(connection, ("up", None, None))
@@ -34,7 +34,7 @@ def main(descriptor: int, trainer: int) -> None:
             key, request = receive_object(connection)
             try:
                 answer = ("done", key, make(request))
-            except Exception as error:  # told to the trainer, which raises it where the result is wanted
+            except Exception as error:  # sent to the trainer, which raises it in `take`
                 answer = ("error", key, error if isinstance(error, PipefitError) else _picklable_error(error))
             send_object(connection, answer)
     except (EOFError, OSError):
@@ -42,7 +42,7 @@ def main(descriptor: int, trainer: int) -> None:
 
 
 def _die_with_parent(trainer: int) -> None:
-    """Have the kernel end this process with its parent, where it can: also one that stands still or has a long task."""
+    """Ask the kernel (Linux only) to end this process with its parent, even if it hangs or runs a long task."""
     import ctypes
     import os
     import signal
@@ -51,14 +51,14 @@ def _die_with_parent(trainer: int) -> None:
         return
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):  # a libc without it: the socket ends, which does for all but those
+    except (OSError, AttributeError):  # libc without prctl: the closed socket ends idle workers
         return
-    if os.getppid() != trainer:  # it has ended before it was asked for
+    if os.getppid() != trainer:  # the trainer ended before prctl was called
         sys.exit()
 
 
 def _picklable_error(error: Exception) -> Exception:
-    """What can travel, whatever the error holds."""
+    """Convert an error to one that can be pickled, whatever it contains."""
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 

@@ -97,7 +97,7 @@ def _label_channels(spatial: bool) -> Callable[[Mapping[str, Any], tuple[Shape, 
 
 def _label_group_norm(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
     """Rows are independent, and channels in full groups; weight and bias are split like the channels."""
-    label = "groups" if isinstance(out[1], int) else None  # rows there would be seen together
+    label = "groups" if isinstance(out[1], int) else None  # symbolic sizes (rows) cannot be split into groups
     labels: Labels = ("d0", label, *(None,) * (len(out) - 2))
     groups = int(attributes["arguments"][1]) if label else 0
     return SplitLabels((labels, *((label,) for _ in inputs[1:])), labels, groups, 1)

@@ -1,7 +1,7 @@
 """Peak memory of one layer during its actions: saved tensors, inputs, outputs and temporaries.
 
 The forward and the backward of a graph are simulated operator by operator in the order of the runtime
-(`run/stage/compile`, PyTorch's autograd engine). Every storage counts once, from its allocation until its last
+(`run/stage/compile.py`, PyTorch's autograd engine). Every storage counts once, from its allocation until its last
 reference is dropped. Temporaries inside an operator come from its kind (`forward_extra`, `backward_extra`).
 
 Rules of the engine: an operator's saved values are freed as soon as its backward has run. Gradients of one value are

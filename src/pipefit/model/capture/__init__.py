@@ -1,1 +1,1 @@
-"""From plain modules to operator graphs by torch.export."""
+"""Capture of plain modules as operator graphs by torch.export."""

@@ -1,7 +1,7 @@
-"""From the nodes of an exported program to operators: one small converter an ATen operator.
+"""Conversion of an exported program's nodes to operators: one small converter per ATen operator.
 
-Nodes are read by their attributes only, so that nothing here needs torch. A node without a converter, or with
-arguments that we cannot express, raises `UnconvertibleError` with the reason; the layer then becomes opaque.
+Converters read only attributes of nodes and need no torch. A node without a converter, or with unsupported arguments,
+raises `UnconvertibleError` with the reason; the layer then becomes opaque.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipefit.model.capture.source_labels import source_label
 __all__ = ["GraphEmitter", "UnconvertibleError", "convert_node"]
 
 REGISTERED_BY = (convert_compute, convert_losses, convert_shape)
-"""The modules whose import fills `CONVERTERS` and `convert_any.ANY`."""
+"""The modules that fill `CONVERTERS` and `convert_any.ANY` on import."""
 
 _IGNORED = {
     "aten._assert_tensor_metadata",
@@ -32,7 +32,7 @@ def convert_node(emitter: GraphEmitter, node: Any, layer: str) -> None:
     if base in _IGNORED or ("val" not in node.meta and not emitter.whole):
         return
     if "val" in node.meta and is_number(node.meta["val"]):
-        return  # arithmetic on sizes: read from the shapes of its users
+        return  # arithmetic on sizes: its users' shapes contain the result
     if target == "<built-in function getitem>":
         source, index = node.args
         if source in emitter.inner:
@@ -48,7 +48,7 @@ def convert_node(emitter: GraphEmitter, node: Any, layer: str) -> None:
 
 
 def convert_known(emitter: GraphEmitter, node: Any, base: str) -> None:
-    """A node whose function (`base`) has a converter. Raises Unconvertible where it has none."""
+    """Convert a node whose function (`base`) has a converter. Raises UnconvertibleError if it has none."""
     arguments = list(node.args)
     if base in convert_shape.SPLITTERS:
         emitter.parts[node] = convert_shape.SPLITTERS[base](emitter, node, arguments, node.kwargs)

@@ -1,8 +1,8 @@
-"""Converters of whole models (`capture/whole.py`): rows B may vary, every other size is a number.
+"""Converters of complete models (`capture/whole.py`): rows B may vary, every other size is a number.
 
-What mixes tokens or spatial dimensions may stand here (convolutions, sums, masks), because such a model is never cut
-into slices. A function without a converter is called as it is (`aten`): whole on every device of a shard axis, unless
-`aten_splits` knows which of its dimensions do not see each other.
+Functions that mix tokens or spatial dimensions are allowed here (convolutions, sums, masks), because such a model is
+never cut into slices. A function without a converter becomes a PyTorch call (`aten`). It is computed in full on every
+device of a shard axis, unless `aten_splits` lists its independent dimensions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pipefit.model.analysis.aten_splits import split_labels
 from pipefit.model.capture.emitter import Converter, GraphEmitter, UnconvertibleError, is_causal, is_number, line_of
 
 Known = Callable[[GraphEmitter, Any, str], None]
-"""(emitter, node, its function): the converters that layers have, too."""
+"""(emitter, node, its function): the converters shared with layers."""
 
 ANY: dict[str, Converter] = {}
-"""Converters that come before those of layers."""
+"""Converters that take precedence over those of layers."""
 
 
 def converts_any(*targets: str) -> Callable[[Converter], Converter]:
@@ -30,7 +30,8 @@ def converts_any(*targets: str) -> Callable[[Converter], Converter]:
 
 
 def convert_any(emitter: GraphEmitter, node: Any, base: str, known: Known) -> None:
-    """Append the operators of one node of a whole model. Raises Unconvertible for what cannot be called as it is."""
+    """Append the operators of one node of a complete model. Raises UnconvertibleError if the function cannot be called
+    either."""
     try:
         if base in ANY:
             emitter.names[node] = ANY[base](emitter, node, list(node.args), node.kwargs)
@@ -41,7 +42,7 @@ def convert_any(emitter: GraphEmitter, node: Any, base: str, known: Known) -> No
 
 
 def emit_aten_call(emitter: GraphEmitter, node: Any, base: str, reason: UnconvertibleError) -> None:
-    """The operator `aten` for a node, one for each of its results that is used."""
+    """Emit `aten` operators for a node, one for each of its results that is used."""
     target = node.target
     if not hasattr(target, "_schema"):
         raise reason
@@ -79,7 +80,7 @@ def _emit_result(emitter: GraphEmitter, node: Any, value: Any, call: Mapping[str
 
 
 def to_json_argument(emitter: GraphEmitter, item: Any, inputs: list[str]) -> Any:
-    """An argument as JSON; values are appended to `inputs`."""
+    """Return an argument as JSON; append its values to `inputs`."""
     if isinstance(item, (list, tuple)):
         return [to_json_argument(emitter, element, inputs) for element in item]
     if hasattr(item, "meta"):
@@ -117,7 +118,7 @@ def _convert_conv_transpose(emitter: GraphEmitter, node: Any, args: list[Any], k
 def _emit_convolution(emitter: GraphEmitter, node: Any, args: list[Any], given: Mapping[str, Any], kind: str) -> str:
     spatial = emitter.node_rank(node) - 2
     if spatial != int(str(node.target).split(".")[1][-2]):
-        raise UnconvertibleError(f"a convolution of one image{line_of(node)}")
+        raise UnconvertibleError(f"a convolution without a row dimension{line_of(node)}")
 
     def read_numbers(name: str, default: int) -> list[int]:
         value = given.get(name, default)
@@ -132,7 +133,7 @@ def _emit_convolution(emitter: GraphEmitter, node: Any, args: list[Any], given: 
         else read_numbers("padding", 0)
     )
     if around is None:
-        raise UnconvertibleError(f"a convolution padded more on one side{line_of(node)}")
+        raise UnconvertibleError(f"a convolution with asymmetric padding{line_of(node)}")
     attributes = {
         "stride": read_numbers("stride", 1),
         "padding": around,
@@ -146,7 +147,7 @@ def _emit_convolution(emitter: GraphEmitter, node: Any, args: list[Any], given: 
 
 
 def _named_padding(name: str, kernel: Sequence[Any], dilation: Sequence[int]) -> list[int] | None:
-    """Zeros on both sides for `valid` and `same`; None where one side needs one more."""
+    """Zeros on both sides for `valid` and `same`; None if the two sides differ."""
     total = [gap * (int(size) - 1) if name == "same" else 0 for gap, size in zip(dilation, kernel, strict=True)]
     return None if any(zeros % 2 for zeros in total) else [zeros // 2 for zeros in total]
 
@@ -165,7 +166,7 @@ def _convert_einsum(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: M
 @converts_any("aten.sum")
 def _convert_sum(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     if emitter.node_dtype(args[0]) != emitter.node_dtype(node):
-        raise UnconvertibleError(f"a sum in another number type{line_of(node)}")
+        raise UnconvertibleError(f"a sum with another dtype{line_of(node)}")
     dims = args[1] if len(args) > 1 and args[1] not in (None, []) else range(emitter.node_rank(args[0]))
     dims = [dims] if isinstance(dims, int) else dims
     keepdim = bool(args[2]) if len(args) > 2 else bool(kwargs.get("keepdim", False))
@@ -175,12 +176,14 @@ def _convert_sum(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapp
 
 @converts_any("aten.dropout", "aten.dropout_", "aten.feature_dropout")
 def _convert_dropout(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """Keyed by the row and the place within it, whatever the dimensions mean."""
+    """Emit dropout keyed by the row and the index within the row, for any meaning of the dimensions."""
     x, p, training = args
     if not training or p == 0:
         return emitter.value_name(x)
     if "feature" in str(node.target) or emitter.node_shape(x)[:1] != ("B",):
-        raise UnconvertibleError(f"dropout of something else than rows of elements{line_of(node)}")
+        raise UnconvertibleError(
+            f"dropout of a tensor without rows in dimension 0, or of entire features{line_of(node)}"
+        )
     emitter.dropouts += 1
     attributes = {"p": float(p), "index": emitter.dropouts - 1, "by": "rows"}
     return emitter.emit_like(node, "dropout", (emitter.value_name(x),), attributes)
@@ -191,7 +194,7 @@ def _convert_embedding(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
     weight, tokens = args[:2]
     padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
     if any(args[3:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
-        raise UnconvertibleError(f"an embedding with gradients by frequency or sparse ones{line_of(node)}")
+        raise UnconvertibleError(f"an embedding with scale_grad_by_freq or sparse gradients{line_of(node)}")
     attributes = {} if padding in (-1, None) else {"padding": int(padding)}
     return emitter.emit_like(node, "embedding", (emitter.value_name(tokens), emitter.value_name(weight)), attributes)
 
@@ -200,7 +203,7 @@ def _convert_embedding(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
 def _convert_instance_norm(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     if args[3] is not None and args[5]:
         raise ModelError(
-            "Instance norm keeps running statistics in training, which every device would change in its own way.",
+            "Instance norm keeps running statistics in training, which would differ between devices.",
             where=line_of(node).removeprefix(", at ") or emitter.source,
             seen=f"{emitter.source}: track_running_stats=True",
             allowed="track_running_stats=False, which is the default",
@@ -212,7 +215,7 @@ def _convert_instance_norm(emitter: GraphEmitter, node: Any, args: list[Any], kw
 def _convert_batch_norm(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     if args[5]:
         raise ModelError(
-            "Batch norm brings rows together, which are spread over devices and microbatches.",
+            "Batch norm computes statistics over rows, which are spread over devices and microbatches.",
             where=line_of(node).removeprefix(", at ") or emitter.source,
             seen=f"{emitter.source}: statistics over the rows of a batch",
             allowed="norms within a row: GroupNorm, LayerNorm",
@@ -222,7 +225,7 @@ def _convert_batch_norm(emitter: GraphEmitter, node: Any, args: list[Any], kwarg
 
 @converts_any("aten.scaled_dot_product_attention")
 def _convert_attention(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """Attention, with a causal mask recognised; with another mask or dropout its products written out."""
+    """Emit attention with a recognised causal mask; other masks or dropout are decomposed into matrix products."""
     names = ("attn_mask", "dropout_p", "is_causal")
     options = {**dict(zip(names, args[3:], strict=False)), **kwargs}
     mask, dropout = options.get("attn_mask"), float(options.get("dropout_p", 0.0))
@@ -248,7 +251,7 @@ def _convert_attention(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
 
 
 def _known_mask(emitter: GraphEmitter, mask: Any) -> Any:
-    """The (queries, keys) of a mask of known numbers that is the same for all rows and heads; None for any other."""
+    """The (queries, keys) mask if its numbers are known and equal for all rows and heads; otherwise None."""
     while mask not in emitter.constants and str(mask.target).startswith("aten.expand"):
         mask = mask.args[0]
     numbers = emitter.constants.get(mask)
@@ -260,7 +263,7 @@ def _known_mask(emitter: GraphEmitter, mask: Any) -> Any:
 
 
 def _window_size(seen: Any) -> int | None:
-    """w where query i sees keys j with i - w < j <= i, and not all before."""
+    """The window w if query i sees exactly the keys i - w < j <= i and w is less than all keys; otherwise None."""
     width = int(seen[-1].sum())
     wanted = seen.new_ones(seen.shape).tril().triu(1 - width)
     return width if 0 < width < seen.shape[-1] and bool((seen == wanted).all()) else None
@@ -269,7 +272,7 @@ def _window_size(seen: Any) -> int | None:
 def _decompose_attention(
     emitter: GraphEmitter, node: Any, qkv: list[Any], mask: Any, causal: bool, scale: float, dropout: float
 ) -> str:
-    """softmax(scale q k^T + mask), dropped out, times v; in (B, H, T, K)."""
+    """Emit dropout(softmax(scale q k^T + mask)) v, in (B, H, T, K)."""
     q, k, v = (emitter.value_name(item) for item in qkv)
     rows, heads, queries, features = emitter.node_shape(qkv[0])
     keys, dtype = emitter.node_shape(qkv[1])[2], emitter.node_dtype(qkv[0])
@@ -297,7 +300,7 @@ def _decompose_attention(
 
 
 def _apply_mask(emitter: GraphEmitter, scores: str, mask: str, shape: Any, dtype: str) -> str:
-    """Scores where the mask is set, minus infinity elsewhere."""
+    """Emit the scores with -1e30 at masked positions."""
     hidden = emitter.emit("constant", (), (), dtype, {"values": [-1e30], "shape": [], "dtype": dtype})
     attributes: dict[str, Any] = {
         "target": "aten.where.self",

@@ -1,4 +1,4 @@
-"""Converters of ATen operators that compute: products, norms, attention, losses, pointwise functions."""
+"""Converters of computing ATen operators: products, norms, attention, losses, pointwise functions."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _convert_binary(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: M
 
 
 def _plain_number(emitter: GraphEmitter, item: Any) -> Any:
-    """A constant of one number as a Python number."""
+    """Return a one-element constant as a Python number, any other item unchanged."""
     constant = emitter.constants.get(item) if hasattr(item, "meta") else None
     return float(constant) if constant is not None and constant.numel() == 1 else item
 

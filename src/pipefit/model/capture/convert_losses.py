@@ -1,4 +1,4 @@
-"""Converters of losses in whole models: means over rows become sums, which the run divides (`counted.py`)."""
+"""Converters of losses in complete models: means over rows become sums, and the run divides them (`counted.py`)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipefit.model.graph import Shape
 
 @converts_any("aten.cross_entropy_loss", "aten.nll_loss_nd", "aten.nll_loss")
 def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """The sum; where the model takes the mean, the run divides by the labels of the step."""
+    """Emit the sum. If the model takes the mean, the run divides by the labels of the step."""
     logits, labels = args[:2]
     names = ("weight", "reduction", "ignore_index", "label_smoothing")
     options = {**dict(zip(names, args[2:], strict=False)), **kwargs}
     if "nll" in str(node.target):
         if not str(logits.target).startswith("aten.log_softmax") or emitter.normalized_dim(logits, logits.args[1]) != 1:
-            raise UnconvertibleError(f"a negative log-likelihood of something else than log_softmax{line_of(node)}")
+            raise UnconvertibleError(f"nll_loss of an input that is not log_softmax over the classes{line_of(node)}")
         logits = logits.args[0]
     if options.get("weight") is not None or options.get("label_smoothing"):
         raise _no_sum_error(node, "cross-entropy with class weights or label smoothing")
     if options.get("reduction", 1) == 0 or emitter.node_dtype(labels) != "int64":
-        raise _no_sum_error(node, "cross-entropy without a sum, or of probabilities")
+        raise _no_sum_error(node, "cross-entropy with reduction='none' or with class probabilities")
     value, shape = emitter.value_name(logits), emitter.node_shape(logits)
     if len(shape) > 2:  # classes are dimension 1
         dims = [0, *range(2, len(shape)), 1]
@@ -40,22 +40,23 @@ def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kw
 
 def _no_sum_error(node: Any, what: str) -> ModelError:
     return ModelError(
-        "This loss cannot be added up over rows that are spread over devices and microbatches.",
+        "This loss is not a sum over rows, but rows are spread over devices and microbatches.",
         where=line_of(node).removeprefix(", at ") or "loss",
         seen=what,
         allowed="cross_entropy with labels, or the mean or sum of a function of each element",
-        next_step="leave these options away, or write the loss as a sum of functions of each row",
+        next_step="remove these options, or write the loss as a sum of functions of each row",
     )
 
 
 _REDUCTION = {"mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "kl_div": 2,
               "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}  # fmt: skip
-"""Losses of each element -> the place of the argument that says how they are put together."""
+"""Elementwise loss -> index of its `reduction` argument."""
 
 
 @converts_any(*(f"aten.{name}" for name in _REDUCTION))
 def _convert_elementwise_loss(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """The loss of every element, and their sum; where the model takes the mean, the run divides by their number."""
+    """Emit the loss of every element and their sum. If the model takes the mean, the run divides by the number of
+    elements."""
     position = _REDUCTION[str(node.target).split(".")[1]]
     reduction = kwargs.get("reduction", args[position] if len(args) > position else 1)
     shape = emitter.node_shape(args[0])
@@ -77,7 +78,7 @@ def _convert_elementwise_loss(emitter: GraphEmitter, node: Any, args: list[Any],
 
 @converts_any("aten.mean")
 def _convert_mean(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """A mean over rows and all else, which may only be the loss (`capture_whole._check_loss`)."""
+    """Convert a mean over all dimensions, which is only allowed as the loss (`whole._check_loss`)."""
     shape = emitter.node_shape(args[0])
     if len(args) > 1 or shape[:1] != ("B",) or emitter.node_dtype(args[0]) != emitter.node_dtype(node):
         raise UnconvertibleError("a mean along dimensions")

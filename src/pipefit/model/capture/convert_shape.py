@@ -9,7 +9,7 @@ from pipefit.model.capture.emitter import GraphEmitter, UnconvertibleError, line
 from pipefit.model.graph import Size
 
 _MANY = 1 << 62
-"""A slice that ends here or later ends at the end."""
+"""A slice with this stop or a larger one extends to the end."""
 
 Splitter = Callable[[GraphEmitter, Any, list[Any], Mapping[str, Any]], list[str]]
 """(emitter, node, arguments, keywords) -> the names of the node's values."""
@@ -114,7 +114,7 @@ def _convert_select(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: M
 @register_converter("aten.cat", "aten.concat")
 def _convert_concat(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     tensors, dim = [*args, 0][:2]
-    present = [item for item in tensors if item.meta["val"].numel() != 0]  # a cache that is empty yet
+    present = [item for item in tensors if item.meta["val"].numel() != 0]  # drops a cache that is still empty
     if len(present) == 1:
         return emitter.value_name(present[0])
     return emitter.emit_like(
@@ -170,7 +170,7 @@ def _emit_slice(emitter: GraphEmitter, x: Any, dim: int, start: int, stop: int) 
 
 
 def _convert_broadcast(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Tensors in the shape that all of them have together."""
+    """Expand tensors to their common broadcast shape."""
     expanded = []
     for item in args[0]:
         shape = tuple(emitter.convert_size(size) for size in node.meta["val"][0].shape)

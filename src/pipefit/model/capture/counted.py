@@ -1,8 +1,8 @@
-"""What the loss of a captured model is divided by: the labels that count, or the numbers that it adds up.
+"""The divisor of a captured model's loss: the number of labels that count, or of summed elements.
 
-A captured loss is a sum (`capture/whole.py`). Where it is a cross-entropy, only labels that are not its `ignore_index`
-count, as the model itself sees them: shifted, or made of an input. Any other sum is divided by how many numbers it adds
-up for a row; sums of several terms by the rows.
+A captured loss is a sum (`capture/whole.py`). For a cross-entropy, only labels other than its `ignore_index` count, as
+the model itself sees them: shifted, or computed from an input. Any other sum is divided by its number of elements per
+row; a sum of several terms is divided by the rows.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from pipefit.errors import ModelError
 from pipefit.model.graph import Graph, Model, element_count
 
 PASSING = {"cast", "reshape", "mul", "div", "neg"}
-"""Kinds of one input that a sum passes through on its way to the loss: a sum times a number is still one."""
+"""One-input kinds between a sum and the loss: the result is still a sum times a constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDivisor:
-    """How to count what a step's loss is divided by."""
+    """The rule for counting the divisor of a step's loss."""
 
     per_row: int = 0
-    "Where every row has as many; 0: the labels of the step are counted."
+    "Count per row if it is the same for every row; 0: the labels of the step are counted."
     labels: Graph | None = None
-    "From the inputs of a step to the labels as the cross-entropy sees them; no parameters."
+    "Graph from the inputs of a step to the labels of the cross-entropy; no parameters."
     ignore_index: int = -100
     "The label that does not count."
 
 
 def loss_divisor(model: Model) -> LossDivisor:
-    """How to count for the model's last layer. Raises ModelError where its labels are made of hidden states."""
+    """Return the divisor rule of the model's last layer. Raises ModelError if its labels are computed from hidden
+    states."""
     graph = model.layer_graph(model.layers[-1])
     producers = {name: operator for operator in graph.operators for name in operator.outputs}
     name = graph.outputs[0]
@@ -46,7 +47,7 @@ def loss_divisor(model: Model) -> LossDivisor:
 
 
 def _label_graph(graph: Graph, name: str) -> Graph:
-    """What makes the value `name`."""
+    """Return the graph that computes the value `name` from inputs."""
     wanted, operators = {name}, []
     for operator in reversed(graph.operators):
         if wanted & {*operator.outputs}:
@@ -56,10 +57,10 @@ def _label_graph(graph: Graph, name: str) -> Graph:
     inputs = tuple(tensor for tensor in graph.inputs if tensor.name in wanted)
     if any(tensor.role == "activation" for tensor in inputs) or wanted & {spec.name for spec in graph.parameters}:
         raise ModelError(
-            "The labels of the loss are computed by the model, so nobody can count them before a step.",
+            "The labels of the loss are computed by the model, so they cannot be counted before a step.",
             where=next((operator.source for operator in reversed(operators) if operator.source), "loss"),
-            seen="labels made of hidden states or parameters",
-            allowed="labels that are an input, or made of inputs",
+            seen="labels computed from hidden states or parameters",
+            allowed="labels that are an input, or computed from inputs",
         )
     return Graph(
         inputs=inputs,

@@ -1,10 +1,10 @@
-"""Cutting the graph of a whole model into a chain of layers, at values that alone pass from what is before to what is
-behind. Parts that do the same become layers that share one graph.
+"""Cuts the graph of a complete model into a chain of layers, at points where a single value passes on. Equal parts
+become layers that share one graph.
 
-What needs no parameters (positions, masks, rotary tables: made of constants and of inputs that every device is fed)
-does not count as passing: every layer that reads such a value makes it again. The pieces between cuts are put together
-by the names of their parameters: what stands under one numbered name (`encoder.layer.3`) is one layer. A graph without
-a cut stays one layer.
+Values that need no parameters (positions, masks, rotary tables: computed from constants and inputs that every device
+has) are ignored at a cut: every layer that reads such a value recomputes it. The pieces between cuts are joined by the
+names of their parameters: all pieces under one numbered name (`encoder.layer.3`) form one layer. A graph without a cut
+stays one layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipefit.model.graph import Graph, Layer, Operator, ParameterSpec, TensorSpe
 from pipefit.model.ops import KINDS
 
 WHOLE = "model"
-"The name of a layer that is all of a model."
+"Name of the layer if a model has only one."
 
 
 def cut_layers(graph: Graph) -> tuple[tuple[Layer, ...], dict[str, Graph]]:
@@ -45,17 +45,17 @@ def cut_layers(graph: Graph) -> tuple[tuple[Layer, ...], dict[str, Graph]]:
 
 @dataclass(slots=True)
 class _LayerPart:
-    """Consecutive operators behind which one value passes on."""
+    """Consecutive operators whose only result used later is one value."""
 
     operators: list[Operator]
     gives: str
     parameters: list[ParameterSpec] = field(default_factory=list)
     key: str = ""
-    "The numbered name that all its parameters stand under; '' where there is none."
+    "The numbered name that all its parameters are under; '' if there is none."
 
     @property
     def is_light(self) -> bool:
-        """Whether it does no matrix product: norms, tables."""
+        """Whether it has no matrix product: norms, tables."""
         return not any(KINDS[operator.kind].heavy for operator in self.operators)
 
     @property
@@ -64,7 +64,7 @@ class _LayerPart:
 
 
 def _shared_operators(graph: Graph) -> dict[str, Operator]:
-    """Values that need no parameters, no random numbers and no heavy work -> what makes them."""
+    """Value -> its operator, for values that need no parameters, no random numbers and no heavy work."""
     known = {tensor.name for tensor in graph.inputs}
     producers: dict[str, Operator] = {}
     for operator in graph.operators:
@@ -76,7 +76,7 @@ def _shared_operators(graph: Graph) -> dict[str, Operator]:
 
 
 def _finest_parts(graph: Graph, shared: Mapping[str, Operator]) -> list[_LayerPart]:
-    """The finest parts."""
+    """Cut the graph at every point where a single value passes on."""
     chain = [operator for operator in graph.operators if operator.outputs[0] not in shared]
     specs = {spec.name: spec for spec in graph.parameters}
     tensors = {tensor.name: tensor for tensor in graph.tensors}
@@ -101,13 +101,13 @@ def _finest_parts(graph: Graph, shared: Mapping[str, Operator]) -> list[_LayerPa
 
 
 def _can_cross_stages(tensor: TensorSpec) -> bool:
-    """Whether stages can hand a value on: rows in front, in the type of computing."""
+    """Return whether stages can send a value: rows in front, compute dtype."""
     return tensor.dtype == "compute" and tensor.shape[:1] == ("B",) and "B" not in str(tensor.shape[1:])
 
 
 def _join_parts(pieces: Sequence[_LayerPart]) -> list[_LayerPart]:
-    """Layers: pieces under one numbered name together, unless they use a parameter again (layers that are applied
-    several times); other pieces with what is beside them where one of both has no matrix product."""
+    """Join pieces to layers. Pieces under one numbered name are joined, unless they use a parameter again (layers that
+    are applied several times). Other neighbours are joined if one of them has no matrix product."""
     parts: list[_LayerPart] = []
     for piece in _without_empty(pieces):
         if parts and _belongs_to(parts[-1], piece):
@@ -123,7 +123,8 @@ def _belongs_to(before: _LayerPart, piece: _LayerPart) -> bool:
 
 
 def _without_empty(pieces: Sequence[_LayerPart]) -> list[_LayerPart]:
-    """Pieces without parameters go to a neighbour: rather to one that is no numbered block, whose like are many."""
+    """Merge pieces without parameters into a neighbour, preferably one that is not a numbered block: merging would make
+    such a block differ from the equal ones."""
     nonempty: list[_LayerPart] = []
     waiting: list[Operator] = []
     for position, piece in enumerate(pieces):
@@ -147,7 +148,7 @@ def _append_part(part: _LayerPart, piece: _LayerPart) -> None:
 
 
 def _common_prefix(names: Iterable[str]) -> str:
-    """The longest front, in whole words between dots, that all names share."""
+    """The longest common prefix of all names, in full words between dots."""
     words = [name.split(".") for name in names]
     front = []
     for column in zip(*words, strict=False):
@@ -158,8 +159,8 @@ def _common_prefix(names: Iterable[str]) -> str:
 
 
 def _block_name(name: str) -> str:
-    """`layer_name` up to its last number (`h.3.attn` -> `h.3`); where it has none, up to its first word that ends with
-    one (`conv3.weight` -> `conv3`)."""
+    """The name up to its last number (`h.3.attn` -> `h.3`); without a number, up to the first word that ends with a
+    digit (`conv3.weight` -> `conv3`)."""
     words = name.split(".")
     numbers = [position for position, word in enumerate(words) if word.isdigit()]
     if numbers:
@@ -171,7 +172,8 @@ def _block_name(name: str) -> str:
 def _layer_graph(
     graph: Graph, shared: Mapping[str, Operator], part: _LayerPart, takes: str
 ) -> tuple[Graph, dict[str, str]]:
-    """The graph of one layer, and its parameters' local -> global names. `takes` passes from the layer before."""
+    """Return the graph of one layer, and its parameters' local -> global names. `takes` is the value from the layer
+    before."""
     operators = _with_shared(part.operators, shared)
     read = {name for operator in operators for name in operator.inputs}
     tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
@@ -186,7 +188,7 @@ def _layer_graph(
     written = []
     for operator in operators:
         attributes = dict(operator.attributes)
-        if operator.kind == "dropout":  # numbered within the layer, whose place is part of the key
+        if operator.kind == "dropout":  # numbered within the layer; the layer's index is part of the key
             attributes["index"], dropouts = dropouts, dropouts + 1
         written.append(
             replace(
@@ -207,7 +209,7 @@ def _layer_graph(
 
 
 def _with_shared(operators: Sequence[Operator], shared: Mapping[str, Operator]) -> list[Operator]:
-    """The operators, each behind those of the shared values that it needs and that are not there yet."""
+    """Return the operators with the shared operators they need inserted before their first use."""
     ordered: list[Operator] = []
     there: set[str] = set()
 
@@ -228,7 +230,7 @@ def _with_shared(operators: Sequence[Operator], shared: Mapping[str, Operator]) 
 
 
 def _local_names(names: Sequence[str], key: str) -> dict[str, str]:
-    """Names in the model -> names in the layer: without the block's own, so that equal blocks have equal names."""
+    """Names in the model -> names in the layer, without the block's prefix, so that equal blocks have equal names."""
     front = f"{key}." if key else ""
     short = {name: name.removeprefix(front) if front and name.startswith(front) else name for name in names}
     assert len({*short.values()}) == len(short), f"two parameters of one name in {key}"
@@ -236,7 +238,7 @@ def _local_names(names: Sequence[str], key: str) -> dict[str, str]:
 
 
 def _strip_block(source: str, key: str) -> str:
-    """A module path without the block's own: `model.h.3.attn (Attention)` -> `attn (Attention)`."""
+    """Remove the block's prefix from a module path: `model.h.3.attn (Attention)` -> `attn (Attention)`."""
     path = source.removeprefix("model.")
     if not key or not path.startswith(key):
         return source
@@ -249,7 +251,7 @@ def _without_sources(graph: Graph) -> Graph:
 
 
 def _make_unique(names: Sequence[str]) -> list[str]:
-    """Names made unlike by a number behind those that came before (a layer that is applied again)."""
+    """Append a number to repeated names (a layer that is applied again)."""
     unique: list[str] = []
     times: dict[str, int] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""What converters are written with: the emitter that collects operators, and the register of converters."""
+"""The emitter that collects operators during conversion, and the registry of converters."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pipefit.model.capture.rewrite import unused_name
 from pipefit.model.graph import Operator, Shape, Size, TensorSpec, multiply_sizes
 
 LAYER_CONSTANT, WHOLE_CONSTANT = 1 << 16, 1 << 22
-"""Numbers of a constant that a graph may hold: one of a layer, one of a whole model."""
+"""Maximum number of elements of a constant in a graph: for a layer, and for a complete model."""
 
 
 class UnconvertibleError(Exception):
-    """Why a layer cannot be expressed in our operators, and where."""
+    """The reason why a layer cannot be expressed in operators, with its source line."""
 
 
 class GraphEmitter:
-    """Collects operators. `names` maps exported nodes to values; an absent node has no value of ours."""
+    """Collects operators. `names` maps exported nodes to value names; nodes without a tensor value are absent."""
 
     def __init__(self, symbols: Mapping[str, str], compute_dtype: str, prefix: str, whole: bool = False) -> None:
         self.symbols = symbols
-        "Symbols of the export -> ours, for example s77 -> B."
+        "Symbols of the export -> pipefit's symbols, for example s77 -> B."
         self.whole = whole
-        "A whole model with tokens of one number: what has no converter is called as it is (`convert_any.py`)."
+        "A complete model with a fixed number of tokens: functions without a converter become calls (`convert_any.py`)."
         self.unknown: dict[str, str] = {}
-        "Functions that are called as they are and cannot be split -> where the first of them stands."
+        "Called functions that cannot be split -> source line of the first call."
         self.means: set[str] = set()
-        "Values that are sums here and means in the model: losses."
+        "Values that are sums in the graph and means in the model: losses."
         self.inner: dict[Any, Sequence[Any]] = {}
-        "Nodes that stand for a graph inside: the nodes of its results."
+        "Nodes that stand for a nested graph -> the nodes of its results."
         self.compute_dtype = compute_dtype
         self.tensors: dict[str, TensorSpec] = {}
         self.given: dict[str, Shape] = {}
@@ -37,9 +37,9 @@ class GraphEmitter:
         self.operators: list[Operator] = []
         self.names: dict[Any, str] = {}
         self.parts: dict[Any, list[str]] = {}
-        "Values of nodes that give several (chunk, split)."
+        "Values of nodes with several results (chunk, split)."
         self.constants: dict[Any, Any] = {}
-        "Nodes with known numbers (torch tensors), not yet in the graph."
+        "Nodes with known numbers (torch tensors) that are not in the graph yet."
         self.dropouts = 0
         self.largest = WHOLE_CONSTANT if whole else LAYER_CONSTANT
         self.source = prefix
@@ -56,7 +56,7 @@ class GraphEmitter:
         raise UnconvertibleError(f"the value of {node} is not a tensor that a layer can hand on")
 
     def stand_for(self, node: Any, other: Any) -> None:
-        """Let `node` have the value of the node `other`."""
+        """Give `node` the value of the node `other`."""
         if other in self.constants:
             self.constants[node] = self.constants[other]
         else:
@@ -79,11 +79,12 @@ class GraphEmitter:
         return self.tensors[name].shape if name in self.tensors else self.given[name]
 
     def node_shape(self, node: Any) -> Shape:
-        """The shape of the exported node in our symbols."""
+        """The shape of the exported node in pipefit's symbols."""
         return tuple(self.convert_size(size) for size in node.meta["val"].shape)
 
     def convert_size(self, size: Any) -> Size:
-        """A size of the export: a number, or a product of symbols. Anything else cannot be converted."""
+        """Convert a size of the export: a number, or a product of symbols. Raises UnconvertibleError for any other
+        size."""
         if isinstance(size, int):
             return size
         expression = getattr(size, "node", size).expr
@@ -102,7 +103,7 @@ class GraphEmitter:
         return self.dtype_name(node.meta["val"].dtype)
 
     def dtype_name(self, dtype: Any) -> str:
-        """Our name of a torch dtype."""
+        """The name of a torch dtype in graphs."""
         name = str(dtype).removeprefix("torch.")
         if name == self.compute_dtype:
             return "compute"
@@ -115,7 +116,7 @@ class GraphEmitter:
     def emit(
         self, kind: str, inputs: Sequence[str], shape: Shape, dtype: str, attributes: Mapping[str, Any] | None = None
     ) -> str:
-        """Append an operator; gives the name of its value."""
+        """Append an operator and return the name of its value."""
         name = unused_name(f"t{len(self.tensors)}", self.given)
         self.tensors[name] = TensorSpec(name=name, shape=shape, dtype=dtype)
         self.operators.append(
@@ -128,14 +129,14 @@ class GraphEmitter:
     def emit_like(
         self, node: Any, kind: str, inputs: Sequence[str], attributes: Mapping[str, Any] | None = None
     ) -> str:
-        """Append an operator whose value has the shape and type of `node`."""
+        """Append an operator whose value has the shape and dtype of `node`."""
         return self.emit(kind, inputs, self.node_shape(node), self.node_dtype(node), attributes)
 
     def node_rank(self, node: Any) -> int:
         return len(node.meta["val"].shape)
 
     def normalized_dim(self, node: Any, dim: int) -> int:
-        """A dimension of `node`, not negative."""
+        """A dimension of `node` as a non-negative index."""
         return dim + self.node_rank(node) if dim < 0 else dim
 
 
@@ -154,7 +155,7 @@ def register_converter(*targets: str) -> Callable[[Converter], Converter]:
 
 
 def is_causal(mask: Any) -> bool:
-    """Whether a square mask (torch, bool) lets key j be seen by query i where j <= i."""
+    """Return whether a square mask (torch, bool) lets query i see exactly the keys j <= i."""
     return str(mask.dtype) == "torch.bool" and bool((mask == mask.new_ones(mask.shape).tril()).all())
 
 
@@ -163,7 +164,7 @@ def is_number(value: Any) -> bool:
 
 
 def line_of(node: Any) -> str:
-    """` at FILE:LINE` of the user's code that made the node."""
+    """`, at FILE:LINE` of the user's code that created the node; empty if unknown."""
     lines = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
     ]

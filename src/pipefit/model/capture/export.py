@@ -1,4 +1,4 @@
-"""What exports of layers and of whole models share: copies without numbers, quiet, reasons in one line, known numbers.
+"""Export helpers for layers and complete models: meta copies, quiet export, one-line reasons, constant folding.
 
 Torch is imported inside the functions.
 """
@@ -25,7 +25,7 @@ MODULE = "language"
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Without torch's own warnings, logs and printed graphs: what they say of a failure stands in the reason."""
+    """Suppress torch's warnings, logs and printed graphs; the reason of a failure contains their content."""
     import logging
 
     before = logging.root.manager.disable
@@ -39,7 +39,7 @@ def quiet_torch() -> Iterator[None]:
 
 
 def export_reason(error: Exception, layer: nn.Module) -> str:
-    """The message in one line, and the last line of the user's code that it came from."""
+    """The error message in one line, with the last line of user code in its traceback."""
     import traceback
 
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
@@ -61,7 +61,8 @@ def export_reason(error: Exception, layer: nn.Module) -> str:
 
 
 def on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the layer without numbers: parameters in `dtype` on the meta device, leaves as one operator each."""
+    """A copy of the layer without storage: parameters in `dtype` on the meta device, operator modules as one operator
+    each."""
     import copy
 
     import torch
@@ -80,7 +81,7 @@ def on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _replace_leaves(module: nn.Module) -> None:
-    """Let every Leaf call the custom operator `pipefit::leaf` instead of its own forward."""
+    """Make every OperatorModule call the custom operator `pipefit::leaf` instead of its own forward."""
     from pipefit.model.families.common import OperatorModule
     from pipefit.model.families.leaf import call_operator
 
@@ -97,7 +98,8 @@ def _replace_leaves(module: nn.Module) -> None:
 
 
 def fold_constant(emitter: GraphEmitter, node: Any) -> bool:
-    """Compute a node whose inputs are all known numbers (frequencies of rotary embeddings, scales)."""
+    """Compute a node whose inputs are all known numbers (frequencies of rotary embeddings, scales). Returns whether it
+    did."""
     import torch
 
     value = node.meta.get("val")
@@ -112,7 +114,7 @@ def fold_constant(emitter: GraphEmitter, node: Any) -> bool:
         if isinstance(item, torch.fx.Node):
             return _to_float64(emitter.constants[item]) if emitter.whole else emitter.constants[item].clone()
         if emitter.whole and isinstance(item, torch.dtype) and item.is_floating_point:
-            return torch.float64  # no number is rounded to the types of the export
+            return torch.float64  # no rounding to the dtypes of the export
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     arguments = torch.fx.node.map_aggregate(node.args, known_value)
@@ -122,5 +124,5 @@ def fold_constant(emitter: GraphEmitter, node: Any) -> bool:
 
 
 def _to_float64(numbers: torch.Tensor) -> torch.Tensor:
-    """A copy, in float64 where it is no integers."""
+    """A copy, in float64 unless the dtype is integer."""
     return numbers.double() if numbers.is_floating_point() else numbers.clone()

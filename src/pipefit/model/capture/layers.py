@@ -1,9 +1,9 @@
-"""Capture: from plain modules to operator graphs, by non-strict `torch.export` on the meta device.
+"""Capture of layers: plain modules become operator graphs by non-strict `torch.export` on the meta device.
 
 Every distinct layer is exported once, in bfloat16 (so that casts to float32 are visible), with rows B and tokens T as
-dynamic dimensions: an export that would freeze one of them fails. The nodes become operators (`convert.py`), small
-pieces become our kinds again (`lift.py`). A layer that cannot be exported or expressed becomes one `opaque` operator,
-with a warning that names the layer, the line and the reason. Torch is imported inside the functions.
+dynamic dimensions: an export that would freeze one of them fails. The nodes become operators (`convert.py`), and groups
+of small operators become operator kinds again (`lift.py`). A layer that cannot be exported or expressed becomes one
+`opaque` operator, with a warning that names the layer, the line and the reason. Torch is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ if TYPE_CHECKING:
 
 _ROLES = ("tokens", "positions", "labels", "documents")
 _EXAMPLE = {"B": 3, "T": 11, "I": 7, "L": 5}
-"Sizes of the example inputs; they appear in no graph. I and L: tokens of a packed row that meet a sequence."
+"""Sizes of the example inputs; they appear in no graph. I and L: tokens of a packed row that enters or leaves a
+sequence."""
 
 
 class OpaqueLayerWarning(UserWarning):
-    """A layer that could not be captured and runs as it is."""
+    """A layer could not be captured and runs as an opaque module."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerCall:
-    """How a layer is called: argument name -> graph input."""
+    """The call of a layer: argument name -> graph input."""
 
     arguments: Mapping[str, TensorSpec]
 
@@ -51,7 +52,7 @@ class _LayerCall:
 
 
 def capture_family(family: str, config: Mapping[str, Any]) -> Model:
-    """The model of a family as operator graphs. Raises ModelError for bad fields or an unknown family."""
+    """Return the model of a family as operator graphs. Raises ModelError for bad fields or an unknown family."""
     if family == USER:
         source = str(config.get("source", ""))
         user_model = make_user_model(source)
@@ -75,13 +76,12 @@ def capture_layers(
     x_features: int | None = None,
     rotary: Sequence[Mapping[str, Any]] = (),
 ) -> Model:
-    """The chain `layers` as operator graphs; equal layers share one.
+    """Return the chain `layers` as operator graphs; equal layers share one graph.
 
     The first argument of a layer's forward is its `x` unless it is named as an input of the step plan (tokens,
-    positions, labels, documents, or one of the layer's own `data_inputs`). `x_features`: D of the first layer's x
-    (B, T, D), where it has one. Layers may say which module they belong to, and its space (`module_name`, `space`), and
-    how their x looks (`x_shape`) where it comes out of another space. Raises ModelError for a chain that does not fit
-    together.
+    positions, labels, documents, or one of the layer's own `data_inputs`). `x_features` is D of the first layer's x (B,
+    T, D), if it has one. Layers may name their module and its space (`module_name`, `space`), and give the shape of
+    their x (`x_shape`) if it comes from another space. Raises ModelError for a chain whose layers do not fit together.
     """
     from pipefit.model.families.finish import finish_layers
 
@@ -114,7 +114,7 @@ def capture_layers(
 
 
 def _group_modules(layers: Sequence[nn.Module], chain: Sequence[Layer]) -> tuple[ModelModule, ...]:
-    """Runs of layers of one module, in order. Raises ModelError where a module comes twice."""
+    """Group consecutive layers by module, in order. Raises ModelError if a module appears twice."""
     modules: dict[str, tuple[str, list[Layer]]] = {}
     before = ""
     for layer, captured in zip(layers, chain, strict=True):
@@ -141,7 +141,7 @@ def _output_shape(graph: Graph) -> Shape:
 
 
 def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _LayerCall:
-    """The graph inputs that the arguments of forward stand for."""
+    """The graph inputs for the arguments of forward."""
     arguments: dict[str, TensorSpec] = {}
     data_inputs = {tensor.name: tensor for tensor in getattr(layer, "data_inputs", ())}
     for argument in inspect.signature(layer.forward).parameters.values():
@@ -162,7 +162,7 @@ def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _LayerCall:
             continue
         else:
             raise ModelError(
-                "A layer takes an input that nobody feeds.",
+                "A layer takes an input that has no source.",
                 where=f"layer {name}",
                 seen=f"forward argument {argument.name!r}",
                 allowed=f"the hidden state first, then {', '.join((*_ROLES, *data_inputs))}",
@@ -172,7 +172,7 @@ def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _LayerCall:
 
 
 def _capture_layer(layer: nn.Module, name: str, call: _LayerCall, rotary: Sequence[Mapping[str, Any]]) -> Graph:
-    """The graph of one layer; an opaque one where it cannot be captured."""
+    """Return the graph of one layer; an opaque graph if it cannot be captured."""
     reason = ""
     for dtype in ("bfloat16", "float32"):
         try:
@@ -193,7 +193,7 @@ def _capture_layer(layer: nn.Module, name: str, call: _LayerCall, rotary: Sequen
 
 
 def _export_graph(layer: nn.Module, call: _LayerCall, dtype: str) -> Graph:
-    """The graph before lifting. Raises Unconvertible with the reason."""
+    """Return the graph before lifting. Raises UnconvertibleError with the reason."""
     import torch
 
     compute = getattr(torch, dtype)
@@ -209,7 +209,7 @@ def _export_graph(layer: nn.Module, call: _LayerCall, dtype: str) -> Graph:
     try:
         with quiet_torch():
             program = torch.export.export(module, (), arguments, dynamic_shapes=dynamic, strict=False)
-    except Exception as error:  # whatever user code raises under export
+    except Exception as error:  # user code may raise anything under export
         raise UnconvertibleError(export_reason(error, layer)) from error
     if program.graph_signature.buffers_to_mutate:
         raise UnconvertibleError("it changes a buffer in its forward")
@@ -217,7 +217,7 @@ def _export_graph(layer: nn.Module, call: _LayerCall, dtype: str) -> Graph:
 
 
 def _convert_program(program: Any, layer: nn.Module, call: _LayerCall, dtype: str, buffers: Mapping[str, Any]) -> Graph:
-    """Operators of an exported program, not yet lifted."""
+    """Convert an exported program to operators, before lifting."""
     signature = program.graph_signature
     inputs = {spec.arg.name: spec for spec in signature.input_specs}
     nodes = list(program.graph.nodes)
@@ -247,7 +247,8 @@ def _convert_program(program: Any, layer: nn.Module, call: _LayerCall, dtype: st
 
 
 def _match_symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _LayerCall) -> dict[str, str]:
-    """The export's symbols -> B and T, from the shapes of the inputs. Unconvertible where one was frozen."""
+    """The export's symbols -> B and T, from the shapes of the inputs. Raises UnconvertibleError if a dimension was
+    frozen."""
     symbols: dict[str, str] = {}
     placeholders = [node for node in nodes if node.op == "placeholder" and inputs[node.name].kind.name == "USER_INPUT"]
     for node, tensor in zip(placeholders, call.inputs, strict=True):
@@ -263,7 +264,7 @@ def _match_symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _Layer
 def _place_input(
     emitter: GraphEmitter, node: Any, spec: Any, call: _LayerCall, program: Any, buffers: Mapping[str, Any]
 ) -> None:
-    """Give an exported input its value: a graph input, a parameter, or a constant."""
+    """Assign an exported input to a graph input, a parameter, or a constant."""
     kind = spec.kind.name
     if kind == "USER_INPUT":
         emitter.names[node] = call.arguments[node.name].name
@@ -281,7 +282,8 @@ def _place_input(
 
 
 def _suspect_modules(layer: nn.Module) -> list[list[str]]:
-    """[`random` or `mixes`, name and class] of PyTorch's own modules inside that draw random numbers or mix tokens."""
+    """[`random` or `mixes`, name and class] of PyTorch modules inside the layer that draw random numbers or mix
+    tokens."""
     from torch import nn
 
     random = nn.modules.dropout._DropoutNd
@@ -298,7 +300,8 @@ def _suspect_modules(layer: nn.Module) -> list[list[str]]:
 
 
 def _opaque_graph(layer: nn.Module, name: str, call: _LayerCall, reason: str) -> Graph:
-    """The whole layer as one opaque operator. Its output has the shape of x, or is the loss where it takes labels."""
+    """Return the layer as one opaque operator. Its output has the shape of x, or is a scalar loss if the layer takes
+    labels."""
     values = [tensor.name for tensor in call.inputs]
     parameters = tuple(
         ParameterSpec(name=local, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
@@ -313,7 +316,7 @@ def _opaque_graph(layer: nn.Module, name: str, call: _LayerCall, reason: str) ->
         shape = call.inputs[0].shape
     else:
         raise ModelError(
-            "A layer that cannot be captured must say how wide its output is.",
+            "The output width of a layer that cannot be captured is not known.",
             where=f"layer {name}",
             seen=reason,
             allowed="an attribute `output_features` of the layer",
@@ -342,8 +345,8 @@ def _opaque_graph(layer: nn.Module, name: str, call: _LayerCall, reason: str) ->
 
 
 def _layer_fingerprint(layer: nn.Module) -> Any:
-    """Equal for layers that compute the same function of their inputs and parameters: classes, plain attributes,
-    shapes. Anything that we cannot compare counts as different."""
+    """A key that is equal for layers that compute the same function of their inputs and parameters: classes, plain
+    attributes, shapes. Attributes that cannot be compared count as different."""
     import torch
 
     parts: list[Any] = []

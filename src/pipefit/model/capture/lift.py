@@ -1,9 +1,9 @@
-"""Recovering our operators from the small pieces that export leaves: small pattern rewrites over a graph.
+"""Pattern rewrites that turn the small operators of an export back into operator kinds.
 
-Each pass is a pure function Graph -> Graph, found in the ordered tuple `PASSES`. Beside the registered kinds a graph
-under lifting may hold `constant` {values}, `pow` {exponent}, `mean` {dim}, `sqrt`, `cos`, `sin`, `expand`,
-`strided_slice` {dim, start, step} and `attention_bhtk` {causal, scale}; what is left of them afterwards makes the layer
-opaque. Rotary embeddings are in `lift_rotary.py`.
+Each pass is a pure function Graph -> Graph in the ordered tuple `PASSES`. Beside the registered kinds a graph under
+lifting may hold `constant` {values}, `pow` {exponent}, `mean` {dim}, `sqrt`, `cos`, `sin`, `expand`, `strided_slice`
+{dim, start, step} and `attention_bhtk` {causal, scale}. If any of them is left afterwards, the layer becomes opaque.
+`lift_rotary.py` handles rotary embeddings.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SWAP = [0, 2, 1, 3]
 
 
 def lift_graph(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()) -> Graph:
-    """All passes in order, then canonical names. `rotary_candidates` are attribute sets to prefer for rotary
-    operators whose frequencies they match."""
+    """Run all passes in order, then assign canonical names. `rotary_candidates` are attribute sets that are preferred
+    for rotary operators with matching frequencies."""
     graph = merge_equal_operators(remove_dead(graph))
-    for _ in range(2):  # some spellings of rotary embeddings show only before reshapes are merged, others only after
+    for _ in range(2):  # some forms of rotary embeddings match only before reshapes are merged, others only after
         graph = lift_rotary(graph, rotary_candidates)
         for apply_pass in PASSES:
             graph = apply_pass(graph)
@@ -33,7 +33,8 @@ def lift_graph(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()
 
 
 def merge_equal_operators(graph: Graph) -> Graph:
-    """Two cheap operators of one kind, inputs and attributes -> one. Boundaries stay: their number is the cost."""
+    """Merge cheap operators of equal kind, inputs and attributes. Boundaries are not merged: their number is the
+    cost."""
     editor = GraphEditor(graph)
     seen: dict[str, str] = {}
     for operator in graph.operators:
@@ -49,7 +50,7 @@ def merge_equal_operators(graph: Graph) -> Graph:
 
 
 def remove_casts_of_equal_types(graph: Graph) -> Graph:
-    """cast(x) to x's own type -> x; a cast of a cast -> one cast."""
+    """cast(x) to the dtype of x -> x; a cast of a cast -> one cast."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "cast":
@@ -61,7 +62,7 @@ def remove_casts_of_equal_types(graph: Graph) -> Graph:
 
 
 def merge_reshapes(graph: Graph) -> Graph:
-    """reshape of a reshape -> one reshape; reshape to the same shape -> nothing."""
+    """reshape of a reshape -> one reshape; reshape to the same shape -> removed."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "reshape":
@@ -75,7 +76,7 @@ def merge_reshapes(graph: Graph) -> Graph:
 
 
 def merge_transposes(graph: Graph) -> Graph:
-    """transpose of a transpose -> one transpose, or nothing."""
+    """transpose of a transpose -> one transpose, or removed."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "transpose":
@@ -92,7 +93,8 @@ def merge_transposes(graph: Graph) -> Graph:
 
 
 def lift_linear(graph: Graph) -> Graph:
-    """matmul(x, transpose(parameter)) -> linear(x, parameter); add(linear without bias, parameter) -> its bias."""
+    """matmul(x, transpose(parameter)) -> linear(x, parameter); add(linear without bias, parameter) -> linear with that
+    bias."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "matmul":
@@ -139,7 +141,7 @@ def lift_rms_norm(graph: Graph) -> Graph:
 
 
 def _match_normalized(editor: GraphEditor, operator: Operator) -> tuple[str, float] | None:
-    """(x, eps) where `operator` is x * rsqrt(mean(x^2) + eps) or x / sqrt(mean(x^2) + eps)."""
+    """(x, eps) if `operator` is x * rsqrt(mean(x^2) + eps) or x / sqrt(mean(x^2) + eps), otherwise None."""
     if operator.kind not in ("mul", "div") or not operator.inputs[1]:
         return None
     pairs = (operator.inputs, operator.inputs[::-1]) if operator.kind == "mul" else (operator.inputs,)
@@ -176,7 +178,7 @@ def _match_squared(editor: GraphEditor, name: str) -> str | None:
 
 
 def _norms_in_their_input_type(graph: Graph) -> Graph:
-    """A norm's value has the type of its input; a cast back to that type is gone by the next cast pass."""
+    """Give every norm's value the dtype of its input; the next cast pass then removes a cast back to that dtype."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind == "rms_norm":
@@ -189,8 +191,8 @@ def _norms_in_their_input_type(graph: Graph) -> Graph:
 
 
 def lift_repeated_keys(graph: Graph) -> Graph:
-    """Keys and values that are repeated for every head of their group (unsqueeze, expand, reshape) -> the originals:
-    attention reads groups itself."""
+    """Keys and values repeated for every head of their group (unsqueeze, expand, reshape) -> the originals: attention
+    reads groups directly."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "attention_bhtk":
@@ -202,7 +204,7 @@ def lift_repeated_keys(graph: Graph) -> Graph:
 
 
 def _before_repeat(editor: GraphEditor, name: str) -> str:
-    """k (B,G,T,K) where `name` is reshape(expand(reshape(k, (B,G,1,T,K)), (B,G,n,T,K)), (B,G*n,T,K))."""
+    """k (B,G,T,K) if `name` is reshape(expand(reshape(k, (B,G,1,T,K)), (B,G,n,T,K)), (B,G*n,T,K)), otherwise `name`."""
     merged = editor.match_kind(name, "reshape")
     expanded = editor.match_kind(merged.inputs[0], "expand") if merged is not None else None
     if expanded is None:
@@ -216,7 +218,7 @@ def _before_repeat(editor: GraphEditor, name: str) -> str:
 
 def lift_attention(graph: Graph) -> Graph:
     """Attention in (rows, heads, tokens, features) -> attention in (rows, tokens, heads, features) between transposes,
-    which `merge_transposes` then cancels against those of the model."""
+    which `merge_transposes` then cancels with the model's transposes."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "attention_bhtk" or len(editor.value_shape(operator.inputs[0])) != 4:
@@ -261,7 +263,7 @@ def lift_cross_entropy(graph: Graph) -> Graph:
 
 
 def remove_dead(graph: Graph) -> Graph:
-    """Operators that no output needs."""
+    """Remove operators that no output needs."""
     return GraphEditor(graph).build_graph()
 
 

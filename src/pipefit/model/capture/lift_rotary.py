@@ -1,6 +1,6 @@
-"""Recovering rotary position embeddings, however they are written.
+"""Recognition of rotary position embeddings in exported graphs.
 
-Four spellings are known, each over cos and sin of an angle that is positions times constant frequencies:
+Four forms are known, each over cos and sin of an angle, positions times constant frequencies:
 
     half         x * cos + concat(-x2, x1) * sin                     (Hugging Face), x1, x2 the halves of x
     half         concat(x1 * cos - x2 * sin, x2 * cos + x1 * sin)    (over half-wide cos and sin)
@@ -20,7 +20,7 @@ from pipefit.model.ops.rotary import rotary_frequencies
 
 _LOOSE = ("cast", "reshape", "transpose", "expand")
 _RELATIVE_TOLERANCE = 2e-6
-"Frequencies in a captured graph are float32."
+"Tolerance for frequencies, which are float32 in a captured graph."
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class _RotaryWave:
     frequencies: tuple[float, ...]
     factor: float
     spread: str
-    "How the frequencies fill the features: `half` (twice, one after the other), `interleaved` (each twice), `once`."
+    "Layout of the frequencies in the features: `half` (concatenated twice), `interleaved` (each twice), `once`."
     shape: Shape
 
 
@@ -47,8 +47,8 @@ class _RotaryMatch:
 
 
 def lift_rotary(graph: Graph, candidates: Sequence[Mapping[str, Any]] = ()) -> Graph:
-    """Replace every rotary embedding by a `rotary` operator. `candidates` are attribute sets preferred when their
-    frequencies agree with the graph's, so that a named scaling stays named."""
+    """Replace every rotary embedding by a `rotary` operator. `candidates` are attribute sets that are preferred if
+    their frequencies match the graph's, so that a named scaling keeps its name."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         rotated = _match_rotated(editor, operator)
@@ -76,7 +76,8 @@ def _insert_rotary(
 
 
 def _token_dimension(shape: Shape) -> int | None:
-    """Where the tokens are in the shape that cos broadcasts from: (B,T,1,K) or (B,1,T,K)."""
+    """The index of the token dimension in the shape of cos before broadcasting: (B,T,1,K) or (B,1,T,K); None for
+    others."""
     if len(shape) != 4:
         return None
     if shape[2] == 1 and shape[1] == "T":
@@ -85,7 +86,7 @@ def _token_dimension(shape: Shape) -> int | None:
 
 
 def _rotary_attributes(found: _RotaryMatch, candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """theta, dim and scaling whose frequencies are those of the graph."""
+    """theta, dim and scaling that give the frequencies of the graph."""
     dim = 2 * len(found.frequencies)
     theta = found.frequencies[1] ** (-len(found.frequencies)) if len(found.frequencies) > 1 else 10000.0
     rounded = [{"theta": float(f"{theta:.{digits}g}"), "dim": dim, "scaling": None} for digits in range(1, 8)]
@@ -151,7 +152,7 @@ def _same_angle(a: _RotaryWave, b: _RotaryWave) -> bool:
 
 
 def _match_times_wave(editor: GraphEditor, name: str, function: str) -> tuple[str, _RotaryWave] | None:
-    """(x, wave) where `name` is x * wave; casts of x are dropped."""
+    """(x, wave) if `name` is x * wave, otherwise None; casts of x are dropped."""
     product = editor.match_kind(name, "mul")
     if product is None or not product.inputs[1]:
         return None
@@ -163,7 +164,7 @@ def _match_times_wave(editor: GraphEditor, name: str, function: str) -> tuple[st
 
 
 def _match_wave(editor: GraphEditor, name: str) -> _RotaryWave | None:
-    """cos or sin of positions * frequencies behind casts, reshapes, copies along features and a scalar factor."""
+    """Match cos or sin of positions * frequencies behind casts, reshapes, copies along features and a scalar factor."""
     shape, factor, spread = editor.value_shape(name), 1.0, "once"
     operator = editor.find_producer(name)
     while operator is not None and operator.kind not in ("cos", "sin"):
@@ -182,7 +183,7 @@ def _match_wave(editor: GraphEditor, name: str) -> _RotaryWave | None:
 
 
 def _match_angle(editor: GraphEditor, name: str, spread: str) -> tuple[str, tuple[float, ...], str] | None:
-    """(positions, frequencies, spread) where `name` is positions * constant frequencies."""
+    """(positions, frequencies, spread) if `name` is positions * constant frequencies, otherwise None."""
     operator = editor.find_producer(name)
     while operator is not None:
         doubled = _doubling_style(editor, operator)
@@ -204,7 +205,7 @@ def _match_angle(editor: GraphEditor, name: str, spread: str) -> tuple[str, tupl
 
 
 def _remove_doubling(source: str, values: tuple[float, ...], spread: str) -> tuple[str, tuple[float, ...], str]:
-    """Frequencies that were doubled as constants already."""
+    """Halve frequencies that were already doubled as constants."""
     half = len(values) // 2
     if spread == "once" and half and values[:half] == values[half:]:
         return source, values[:half], "half"
@@ -214,7 +215,7 @@ def _remove_doubling(source: str, values: tuple[float, ...], spread: str) -> tup
 
 
 def _doubling_style(editor: GraphEditor, operator: Operator) -> str | None:
-    """`half` for concat(a, a) along the last dimension; `interleaved` where every entry stands twice in a row."""
+    """`half` for concat(a, a) along the last dimension; `interleaved` if every entry is repeated twice in a row."""
     if operator.kind == "repeat_interleave" and operator.attributes == {"repeats": 2}:
         return "interleaved"
     joined = operator if operator.kind == "concat" else None
@@ -230,7 +231,7 @@ def _doubling_style(editor: GraphEditor, operator: Operator) -> str | None:
 
 
 def _is_interleave(editor: GraphEditor, reshape: Operator, joined: Operator) -> bool:
-    """Whether the two are stack(..., -1).flatten(-2): (..., n, 2) -> (..., 2n)."""
+    """Return whether the two operators are stack(..., -1).flatten(-2): (..., n, 2) -> (..., 2n)."""
     before, after = editor.value_shape(joined.outputs[0]), editor.value_shape(reshape.outputs[0])
     if joined.attributes["dim"] != len(before) - 1 or before[-1] != 2 or len(after) != len(before) - 1:
         return False
@@ -238,7 +239,8 @@ def _is_interleave(editor: GraphEditor, reshape: Operator, joined: Operator) -> 
 
 
 def _turned_style(editor: GraphEditor, turned: str, x: str) -> str | None:
-    """`half` where `turned` is concat(-x2, x1) of halves of x; `interleaved` where it interleaves -odd, even."""
+    """`half` if `turned` is concat(-x2, x1) of the halves of x; `interleaved` if it interleaves -odd and even
+    features."""
     operator = editor.find_producer(editor.skip_kinds(turned, ("cast",)))
     style = "half"
     if operator is not None and operator.kind == "reshape":
@@ -256,7 +258,8 @@ def _turned_style(editor: GraphEditor, turned: str, x: str) -> str | None:
 
 
 def _parts_of(editor: GraphEditor, first: str, second: str, style: str) -> str | None:
-    """x where `first` and `second` are its halves (style half) or its even and odd features (interleaved)."""
+    """x if `first` and `second` are its halves (style half) or its even and odd features (interleaved), otherwise
+    None."""
     parts = [editor.skip_kinds(name, ("cast", "reshape")) for name in (first, second)]
     kind = "slice" if style == "half" else "strided_slice"
     a, b = (editor.match_kind(name, kind) for name in parts)
@@ -276,7 +279,7 @@ def _parts_of(editor: GraphEditor, first: str, second: str, style: str) -> str |
 
 
 def _with_passed_features(graph: Graph) -> Graph:
-    """concat(rotary(first features of x), the other features of x) -> rotary of x with a smaller dim."""
+    """concat(rotary(first features of x), remaining features of x) -> rotary of x with a smaller dim."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind != "concat" or len(operator.inputs) != 2:

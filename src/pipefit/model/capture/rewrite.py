@@ -1,6 +1,6 @@
-"""Editing an operator graph: find what makes a value, put other operators in its place, drop what nobody reads.
+"""Editing of operator graphs: find producers, replace operators, drop unused ones.
 
-Pure: an `GraphEditor` is made from a graph, changed, and gives a new graph. The rewrites stand in `lift.py`.
+Pure: a `GraphEditor` is made from a graph, changed, and builds a new graph. The rewrites are in `lift.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pipefit.model.graph import Graph, Operator, Shape, TensorSpec
 
 
 class GraphEditor:
-    """A graph under change. Values are known by name; every value has one producer."""
+    """A graph under change. Values are identified by name; every value has one producer."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -30,13 +30,13 @@ class GraphEditor:
         self._producers = {name: operator for operator in self.operators for name in operator.outputs}
 
     def resolve_name(self, name: str) -> str:
-        """The name that stands for `name` now."""
+        """The name that `name` is currently an alias of."""
         while name in self._aliases:
             name = self._aliases[name]
         return name
 
     def find_producer(self, name: str) -> Operator | None:
-        """The operator that makes this value; None for inputs and parameters."""
+        """The operator that computes this value; None for inputs and parameters."""
         return self._producers.get(self.resolve_name(name))
 
     def match_kind(self, name: str, kind: str) -> Operator | None:
@@ -69,7 +69,7 @@ class GraphEditor:
         return [op for op in self.operators if any(self.resolve_name(item) == name for item in op.inputs)]
 
     def alias_value(self, name: str, target: str) -> None:
-        """Let `target` stand for `name` everywhere."""
+        """Replace `name` by `target` everywhere."""
         name, target = self.resolve_name(name), self.resolve_name(target)
         if name != target:
             self._aliases[name] = target
@@ -83,7 +83,7 @@ class GraphEditor:
         dtype: str,
         attributes: Mapping[str, Any] | None = None,
     ) -> str:
-        """A new operator before `before`; gives the name of its value."""
+        """Insert a new operator before `before` and return the name of its value."""
         while (name := f"new_{self._fresh}") in self.tensors:  # an earlier editor may have made some
             self._fresh += 1
         operator = Operator(
@@ -97,7 +97,7 @@ class GraphEditor:
     def replace_operator(
         self, old: Operator, kind: str, inputs: tuple[str, ...], attributes: Mapping[str, Any] | None = None
     ) -> Operator:
-        """Put another operator in the place of `old`; it makes the same value."""
+        """Replace `old` by another operator that computes the same value."""
         new = Operator(
             kind=kind, inputs=inputs, outputs=old.outputs, attributes=dict(attributes or {}), source=old.source
         )
@@ -110,7 +110,7 @@ class GraphEditor:
         return next(i for i, candidate in enumerate(self.operators) if candidate is operator)
 
     def build_graph(self) -> Graph:
-        """The graph as it is: aliases resolved, dead operators dropped."""
+        """Return the edited graph: aliases resolved, dead operators dropped."""
         outputs = tuple(self.resolve_name(name) for name in self.outputs)
         alive, operators = set(outputs), []
         for operator in reversed(self.operators):
@@ -139,7 +139,7 @@ class GraphEditor:
 
 
 def canonical_names(graph: Graph) -> Graph:
-    """The same graph with values named `KIND_N` in order, so that equal programs have equal hashes."""
+    """Return the same graph with values named `KIND_N` in order, so that equal programs have equal hashes."""
     names = {tensor.name: tensor.name for tensor in graph.inputs}
     names.update({parameter.name: parameter.name for parameter in graph.parameters})
     reserved = frozenset(names)
@@ -173,7 +173,7 @@ def canonical_names(graph: Graph) -> Graph:
 
 
 def unused_name(name: str, taken: Collection[str], instead: str = "") -> str:
-    """A name that is not among those that are taken: itself, else `instead`, else one with underscores behind."""
+    """Return a name that is not in `taken`: `name` itself, else `instead`, else one with underscores appended."""
     name = instead if instead and name in taken else name
     while name in taken:
         name += "_"

@@ -1,7 +1,7 @@
-"""Last rewrites of a whole model's graph: what lifting left over becomes operators that run.
+"""Final rewrites of a complete model's graph: operators that lifting left over become executable ones.
 
-`move_reshapes` undoes what models do for a library's sake: rows and tokens laid together before a product and taken
-apart after it. Splitting needs rows as a dimension of their own.
+`move_reshapes` reverses a common pattern: models flatten rows and tokens before a product and unflatten them after it.
+Sharding needs rows as a separate dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CALLS: Mapping[str, str] = {
 
 
 def settle_graph(graph: Graph) -> Graph:
-    """What lifting left over, as sums where it is a mean over numbers of known count, else as calls of PyTorch."""
+    """Replace leftover operators: means over a known number of elements by sums, all others by PyTorch calls."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind == "mean" and _reduced_count(editor, operator) is not None:
@@ -36,8 +36,8 @@ def settle_graph(graph: Graph) -> Graph:
 
 
 def _duplicate_constants(graph: Graph) -> Graph:
-    """Every user of a constant gets one of its own, in front of it: a value that lives through the whole model in one
-    form or another multiplies the states of a search."""
+    """Give every user of a constant its own copy, directly in front of it. A constant that lives through the model,
+    with a choice of forms, would multiply the states of a sharding search."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         constants = {name: editor.match_kind(name, "constant") for name in operator.inputs if name}
@@ -60,7 +60,7 @@ def _reduced_count(editor: GraphEditor, operator: Operator) -> int | None:
 
 
 def _sum_and_divide(editor: GraphEditor, operator: Operator) -> None:
-    """mean -> sum, times one over the count: a sum may be partial."""
+    """mean -> sum times 1 / count, because a sum may be partial."""
     count = _reduced_count(editor, operator)
     assert count is not None
     name = operator.outputs[0]
@@ -101,11 +101,11 @@ def _size_argument(value: Any) -> Any:
 
 _ROWWISE = {"linear", "matmul", "add", "sub", "mul", "div", "silu", "gelu", "relu", "sigmoid", "tanh", "exp", "rsqrt",
             "neg", "layer_norm", "rms_norm", "cast", "pow", "sqrt"}  # fmt: skip
-"""Kinds that do the same with every row of the last dimension."""
+"""Kinds that treat every row of the last dimension alike."""
 
 
 def move_reshapes(graph: Graph) -> Graph:
-    """op(reshape(x)) -> reshape(op(x)), where the reshape lays dimensions in front of the last one together."""
+    """op(reshape(x)) -> reshape(op(x)), if the reshape flattens dimensions in front of the last one."""
     editor = GraphEditor(graph)
     for operator in graph.operators:
         if operator.kind in _ROWWISE:

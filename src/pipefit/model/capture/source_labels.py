@@ -1,7 +1,7 @@
-"""Labels of modules in captured graphs: the class of the module that an operator comes from.
+"""Labels of modules in captured graphs: the class of an operator's source module.
 
-A label is part of a graph's hash, and plans and checkpoints store hashes. So a class of our own families that is
-renamed keeps its first label here, and files made before stay valid.
+A label is part of a graph's hash, and plans and checkpoints store hashes. A renamed class of pipefit's own families
+therefore keeps its first label here, and existing files stay valid.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Capture of whole models: any `nn.Module` with its loss, unmodified, from example inputs.
+"""Capture of complete models: any `nn.Module` with its loss, unmodified, from example inputs.
 
-The forward is exported once, with its loss, by non-strict `torch.export` on the meta device: rows B may vary, every
-other size is that of the examples. Its functions become operators (`convert_any.py`); those without a kind of their own
-are called as they are, and a warning names those that cannot be split. Where only one value passes between parts of
-the model it is cut into layers (`cut_layers.py`), so that the planner has something to put on stages.
+The forward is exported once, with its loss, by non-strict `torch.export` on the meta device. Rows B may vary; every
+other size is taken from the examples. Functions become operators (`convert_any.py`). Functions without an operator kind
+become PyTorch calls, and a warning names those that cannot be split. The model is cut into layers at points where a
+single value passes on (`cut_layers.py`), so that the planner can assign them to stages.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 ROLES = {"input_ids": "tokens", "tokens": "tokens", "position_ids": "positions", "positions": "positions",
          "labels": "labels"}  # fmt: skip
-"""Inputs that the step plan gives, by the names that models have for them."""
+"""Common names of inputs that the step plan gives -> their role."""
 
 
 class UnknownOperatorWarning(UserWarning):
-    """A function that has no rule: it is computed whole on every device."""
+    """A function has no split rule: it is computed in full on every device."""
 
 
 def capture_whole(example: Example, source: str = "") -> Model:
-    """The model of an example. Raises ModelError with one reason where it cannot be captured; warns of functions that
-    are computed whole on every device."""
+    """Return the model of an example. Raises ModelError with one reason if it cannot be captured; warns of functions
+    that are computed in full on every device."""
     names, tensors = _tensor_inputs(example)
     reason = ""
     for dtype in ("bfloat16", "float32"):
@@ -55,7 +55,7 @@ def capture_whole(example: Example, source: str = "") -> Model:
             "The model cannot be captured.",
             where=source or type(example.module).__name__,
             seen=reason,
-            next_step="write that line without it, or give the model as a list of layers (docs/models.md)",
+            next_step="rewrite that line, or give the model as a list of layers (docs/models.md)",
         )
     layers, graphs = cut_layers(graph)
     module = ModelModule(name=MODULE, layers=layers)
@@ -63,21 +63,21 @@ def capture_whole(example: Example, source: str = "") -> Model:
 
 
 def _tensor_inputs(example: Example) -> tuple[list[str], list[torch.Tensor]]:
-    """The inputs that are tensors. Raises ModelError where they have no common rows."""
+    """Return the inputs that are tensors. Raises ModelError if their numbers of rows differ."""
     import torch
 
     tensors = {name: value for name, value in example.inputs.items() if isinstance(value, torch.Tensor)}
     rows = {value.shape[0] if value.dim() else 0 for value in tensors.values()}
     if len(rows) != 1 or min(rows) < 2:
         raise ModelError(
-            "The example inputs need rows in front, the same number of them, at least two.",
+            "The example inputs need the same number of rows in dimension 0, at least two.",
             where="inputs",
             seen=", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items()) or "no tensor",
             allowed="for example input_ids (3, 128), labels (3, 128)",
         )
     if example.loss is not None and example.labels not in tensors:
         raise ModelError(
-            "The loss needs labels, and no input is called so.",
+            "The loss needs labels, but there is no input of that name.",
             where="labels",
             seen=example.labels,
             allowed=", ".join(tensors),
@@ -86,7 +86,7 @@ def _tensor_inputs(example: Example) -> tuple[list[str], list[torch.Tensor]]:
 
 
 def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> nn.Module:
-    """forward(values) -> the loss."""
+    """Return a module with forward(values) -> the loss."""
     from torch import nn
 
     class LossModule(nn.Module):  # type: ignore[misc]
@@ -105,7 +105,7 @@ def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> 
 
 
 def _find_loss(result: Any, module: nn.Module) -> Any:
-    """The scalar among what forward returns."""
+    """Return the scalar loss in the result of forward."""
     import torch
 
     loss = getattr(result, "loss", None)
@@ -125,7 +125,7 @@ def _find_loss(result: Any, module: nn.Module) -> Any:
 
 
 def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[torch.Tensor], dtype: str) -> Graph:
-    """The graph. Raises Unconvertible with the reason."""
+    """Return the graph. Raises UnconvertibleError with the reason."""
     import torch
 
     compute = getattr(torch, dtype)
@@ -144,7 +144,7 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
                 program = program.run_decompositions({})
     except ModelError:
         raise
-    except Exception as error:  # whatever user code raises under export
+    except Exception as error:  # user code may raise anything under export
         raise UnconvertibleError(export_reason(error, example.module)) from error
     if program.graph_signature.buffers_to_mutate:
         changed = next(iter(program.graph_signature.buffers_to_mutate.values()))
@@ -153,18 +153,18 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
 
 
 def _changes_buffer(module: nn.Module, name: str) -> str:
-    """The reason why a buffer that forward changes keeps the model from being captured."""
+    """The reason for a model that cannot be captured because its forward changes a buffer."""
     owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
     reason = f"it changes the buffer {name} in its forward ({owner})"
     return f"{reason}: running statistics over rows; use GroupNorm or LayerNorm" if "BatchNorm" in owner else reason
 
 
 HARMLESS = ("relu_", "silu_", "detach_", "dropout_")
-"""Functions that work in place and are read as if they did not."""
+"""In-place functions that are converted as out-of-place ones."""
 
 
 def _works_in_place(program: Any) -> bool:
-    """Whether an export still holds functions that change their arguments."""
+    """Return whether an export still contains functions that change their arguments."""
     targets = {node.target for node in program.graph.nodes if hasattr(node.target, "_schema")}
     return any(t._schema.is_mutable and t._schema.name.split("::")[-1] not in HARMLESS for t in targets)
 
@@ -216,8 +216,8 @@ def _convert_export(
 
 
 def input_tensors(example: Example) -> dict[str, TensorSpec]:
-    """Name of every input that is a tensor -> its name, role and shape in the graphs: fed as the step plan says where
-    it is tokens, positions or labels, else by its own name."""
+    """Input name -> its name, role and shape in the graphs, for every tensor input. Tokens, positions and labels are
+    fed by the step plan, all others by their own name."""
     import torch
 
     specs: dict[str, TensorSpec] = {}
@@ -238,7 +238,7 @@ def input_tensors(example: Example) -> dict[str, TensorSpec]:
 
 
 def _parameter_specs(module: nn.Module) -> dict[str, ParameterSpec]:
-    """Every name of a parameter -> what it is, under the first of its names."""
+    """Parameter name -> its spec under the first of its names, for every name of a parameter."""
     first: dict[int, str] = {}
     specs = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -255,7 +255,7 @@ def _place_input(
     buffers: Mapping[str, torch.Tensor],
     parameters: Mapping[str, ParameterSpec],
 ) -> None:
-    """Give a parameter or a known number of the export its value."""
+    """Assign a parameter or a constant to a placeholder of the export."""
     if spec.kind.name == "PARAMETER":
         parameter = parameters[spec.target.removeprefix("model.")]
         emitter.names[node], emitter.given[parameter.name] = parameter.name, parameter.shape
@@ -268,7 +268,7 @@ def _place_input(
 
 
 def _convert_nodes(emitter: GraphEmitter, owner: Any, nodes: Sequence[Any]) -> None:
-    """Convert nodes in order; parts that stand in a graph of their own are taken out of it."""
+    """Convert nodes in order, including the nodes of nested graphs."""
     for node in nodes:
         if str(node.target).startswith("wrap_with_"):
             _convert_inner(emitter, owner, node)
@@ -277,7 +277,7 @@ def _convert_nodes(emitter: GraphEmitter, owner: Any, nodes: Sequence[Any]) -> N
 
 
 def _convert_inner(emitter: GraphEmitter, owner: Any, node: Any) -> None:
-    """The nodes of a part without gradients, or with another autocast."""
+    """Convert the nested graph of a part without gradients or with another autocast."""
     position = next(i for i, item in enumerate(node.args) if getattr(item, "op", "") == "get_attr")
     inner = getattr(owner, node.args[position].target)
     nodes = list(inner.graph.nodes)
@@ -300,7 +300,8 @@ def _convert_inner(emitter: GraphEmitter, owner: Any, node: Any) -> None:
 
 
 def _check_loss(graph: Graph, means: set[str]) -> None:
-    """A mean may only be the loss itself: the run divides the sum by the labels of the step."""
+    """Raise ModelError if a mean is used anywhere but as the loss itself, because the run divides the sum by the labels
+    of the step."""
     producers = {name: operator for operator in graph.operators for name in operator.outputs}
     name = graph.outputs[0]
     while (
@@ -315,16 +316,16 @@ def _check_loss(graph: Graph, means: set[str]) -> None:
     )
     if (means and name not in means) or averaged is not None:
         raise ModelError(
-            "The loss is made of means: over rows that are spread over devices and microbatches, a mean is no sum.",
+            "The loss combines means, but rows are spread over devices and microbatches: only one mean can be a sum.",
             where=averaged.source if averaged else producers[name].source if name in producers else "loss",
             seen=f"{len(means) + (averaged is not None)} mean(s) within a loss",
             allowed="one mean, or a sum: cross_entropy(...), mse_loss(...), x.mean(), or with reduction='sum'",
-            next_step="leave the other terms of the loss out, or write all of it as a sum",
+            next_step="remove the other terms of the loss, or write the loss as a sum",
         )
 
 
 def _without_unused(graph: Graph) -> Graph:
-    """Without the inputs and parameters that no operator reads."""
+    """Remove inputs and parameters that no operator reads."""
     read = {name for operator in graph.operators for name in operator.inputs}
     return Graph(
         inputs=tuple(tensor for tensor in graph.inputs if tensor.name in read),
@@ -336,12 +337,12 @@ def _without_unused(graph: Graph) -> Graph:
 
 
 def _warn_unknown(unknown: Mapping[str, str], graph: Graph) -> None:
-    """Warn of the functions that are computed whole on every device."""
+    """Warn of functions that are computed in full on every device."""
     left = {str(operator.attributes["target"]) for operator in graph.operators if operator.kind == "aten"}
     for target, line in unknown.items():
         if target in left:
             warnings.warn(
-                f"{target}, called at {line}, has no rule: it is computed whole on every device",
+                f"{target}, called at {line}, has no split rule: it is computed in full on every device",
                 UnknownOperatorWarning,
                 stacklevel=4,
             )

@@ -42,7 +42,7 @@ def build_layers(
         user_model = make_user_model(source)
         if not isinstance(user_model, list):
             raise ModelError(
-                "This command needs a model in layers, and the function gives a whole model.",
+                "This command needs a list of layers, but the function returns a complete model.",
                 where=source,
                 seen=type(user_model.module).__name__,
                 next_step="plan and search it with `pipefit shard`, or return its parts as a list of nn.Modules",

@@ -31,7 +31,7 @@ def finish_layers(
         name = str(getattr(layer, "layer_name", f"layers.{index}"))
         if name in used:
             raise ModelError(
-                "Two layers have one name.", where=f"layer {index}", seen=name, allowed="unique layer_name"
+                "Two layers have the same name.", where=f"layer {index}", seen=name, allowed="unique layer_name"
             )
         used.add(name)
         layer.layer_name = name  # type: ignore[assignment]

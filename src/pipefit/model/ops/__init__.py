@@ -1,6 +1,6 @@
-"""The operator kinds: one file a kind, registered by walking this package. See `docs/operators.md`.
+"""The operator kinds: one file per kind, registered by walking this package. See `docs/operators.md`.
 
-`KINDS` maps the name of a kind to its OperatorKind. Sums over graphs (FLOPs, saved bytes) stand in `model/analysis/`.
+`KINDS` maps the name of a kind to its OperatorKind. Sums over graphs (FLOPs, saved bytes) are in `model/analysis/`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ _ATTRIBUTES = {
     "stride": "one number a spatial dimension",
     "padding": "zeros on both sides, one number a spatial dimension",
     "dilation": "one number a spatial dimension",
-    "groups": "channels are convolved in so many separate groups",
+    "groups": "number of separate groups of channels",
 }
 
 _ALIKE: Mapping[str, Any] = {
@@ -96,7 +96,7 @@ OPERATORS = (
     OperatorKind(
         kind="conv_transpose",
         summary="Transposed convolution; weight is (in, out / groups, kernel...).",
-        attributes={**_ATTRIBUTES, "output_padding": "more results behind, one number a spatial dimension"},
+        attributes={**_ATTRIBUTES, "output_padding": "additional size of the output, one number a spatial dimension"},
         shapes=_transposed_shapes,
         flops=_transposed_flops,
         **_ALIKE,

@@ -35,7 +35,7 @@ def split_parts(text: str, where: str = "--weights") -> dict[str, Path]:
         part, equal, directory = item.partition("=")
         if not equal or not directory or part not in PARTS or part in directories:
             raise ModelError(
-                "The weights of modules are named wrongly.",
+                "The directories of module weights are written wrongly.",
                 where=where,
                 seen=item,
                 allowed=" and ".join(f"{part}=DIR" for part in PARTS) + ", each once, with a comma between",
@@ -91,9 +91,9 @@ def _check_same_config(part: str, directory: Path, typed: Any) -> None:
     names = [n for n in sorted({*stored, *wanted} - _EITHER) if stored.get(n) != wanted.get(n)]
     if names:
         raise ModelError(
-            "The weights are of another module than the model's.",
+            "The weights have another configuration than the module of the model.",
             where=str(path),
             seen=", ".join(f"{name} {stored.get(name)}" for name in names[:4]),
             allowed=", ".join(f"{name} {wanted.get(name)}" for name in names[:4]) + f", as in {part!r} of the model",
-            next_step="give weights of that configuration, or plan the model with theirs",
+            next_step="give weights of that configuration, or plan the model with the configuration of the weights",
         )

@@ -26,7 +26,7 @@ def image_runs(tokens: Sequence[int], shares: Sequence[int]) -> list[Run]:
     ends = np.cumsum(np.asarray(tokens, dtype=np.int64))
     if not len(ends):
         return [(0, 0)] * len(shares)
-    middles = 2 * ends - np.asarray(tokens, dtype=np.int64)  # twice the middle: whole numbers, alike on every rank
+    middles = 2 * ends - np.asarray(tokens, dtype=np.int64)  # twice the middle: integers, equal on every rank
     parts = np.cumsum(np.asarray(shares, dtype=np.int64))
     bounds = np.searchsorted(middles * parts[-1], 2 * int(ends[-1]) * parts[:-1], side="left")
     return list(pairwise([0, *bounds.tolist(), len(ends)]))

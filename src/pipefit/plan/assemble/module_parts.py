@@ -136,10 +136,10 @@ def module_edges(
         takes = end_program(programs, receiver, behind, 0).takes
         if not can_transfer((gives, len(ahead)), (takes, len(behind))):
             raise FormsError(
-                "Neighbouring stages hold the hidden state in forms that do not go together.",
+                "Neighbouring stages hold the hidden state in incompatible forms.",
                 where=f"{sender.module}, then {receiver.module}",
                 seen=f"{gives} on {len(ahead)} device(s), then {takes} on {len(behind)}",
-                allowed="no whole tensor for several devices unless as many have it whole",
+                allowed="a replicated tensor only from an equally sized group that holds it replicated",
             )
         rows = "G1" if {sender.space, receiver.space} & packed else "G0"
         edges.append(

@@ -273,7 +273,7 @@ def _edge_messages(
 ) -> tuple[Message, ...]:
     sent, received = [tuple(map(parse_form, texts)) for texts in (wire.wire, wire.received)]
     if source.axes == target.axes and sent == received and replica_runs is None:
-        # Equal grids and forms: plain point-to-point between equal places, without comparing all boxes.
+        # Equal grids and forms: plain point-to-point between equal positions, without comparing all boxes.
         return tuple(zip(source.devices, target.devices, _position_bytes(shape, source.axes, sent, width), strict=True))
     return tuple(
         (move.source, move.target, float(width * box_size(move.box)))

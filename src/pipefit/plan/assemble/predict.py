@@ -157,7 +157,7 @@ def lane_prediction(plan: Plan, simulation: PlanSimulation, lane: int, device: D
         busy_s=float(simulation.timeline.busy_s[lane]),
         idle_s=float(simulation.timeline.idle_s[lane]),
         parts={
-            **{name: float(value) for name, value in device.static.items()},  # an int would reload as another hash
+            **{name: float(value) for name, value in device.static.items()},  # an int would reload with another hash
             "activations": device.peak_bytes - device.static_bytes,
         },
         kind=device.kind,
@@ -214,7 +214,7 @@ def describe_critical_path(timeline: Timeline, stages: Sequence[Stage]) -> str:
     if not total_s:
         return ""
     top = sorted(shares.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {value / total_s:.0%} ({format_seconds(value)})" for name, value in top if value > 0)
+    return ", ".join(f"{value / total_s:.0%} {name} ({format_seconds(value)})" for name, value in top if value > 0)
 
 
 def critical_path_shares(timeline: Timeline, stages: Sequence[Stage] = ()) -> Mapping[str, float]:

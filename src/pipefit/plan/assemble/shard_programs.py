@@ -207,7 +207,7 @@ def check_layer_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...]
 
 def _share_mismatch(where: str, seen: Sequence[int], allowed: Sequence[int]) -> PlanError:
     return PlanError(
-        "The shares by which a layer takes the hidden state are not those by which it comes.",
+        "A layer takes the hidden state by other shares than those it is sharded by.",
         where=where,
         seen=":".join(map(str, seen)),
         allowed=":".join(map(str, allowed)),

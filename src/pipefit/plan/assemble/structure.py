@@ -66,12 +66,12 @@ def make_edges(
         takes = programs.layer_program(module.layers[receiver.layers[0]], sharding_key(receiver), behind).takes
         if not can_transfer((gives, len(ahead)), (takes, len(behind)), sender.group == receiver.group):
             raise FormsError(
-                "Neighbouring stages hold the hidden state in forms that do not go together.",
+                "Neighbouring stages hold the hidden state in incompatible forms.",
                 where=f"cuts: layer {receiver.layers[0]}",
                 seen=f"{gives} on {len(ahead)} device(s), then {takes} on {len(behind)}",
-                allowed="equal forms on the same devices; between devices no whole tensor for several of them unless "
-                "as many have it whole",
-                next_step="cut between layers that hand it over in one form",
+                allowed="equal forms on the same devices; between devices a replicated tensor only from an "
+                "equally sized group that holds it replicated",
+                next_step="cut between layers that use the same form",
             )
         back = [gradient_form(gives, len(ahead)), gradient_form(takes, len(behind))]
         edges.append(

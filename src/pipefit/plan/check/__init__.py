@@ -1,1 +1,1 @@
-"""The rules that a valid plan obeys. `check_plan` raises the first breach."""
+"""The rules of a valid plan. `check_plan` raises the first error."""

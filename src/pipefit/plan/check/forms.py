@@ -1,4 +1,4 @@
-"""Rules about forms: what crosses an edge and comes back, how parameters and their optimizer state are stored."""
+"""Rules about forms: tensors and gradients that cross edges, parameters and their optimizer state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def edge_problems(plan: Plan) -> Iterator[PlanError]:
             )
             continue
         if (edge.source, edge.target, edge.tensor) in seen:
-            yield PlanError("The edge is there twice.", where=where, seen=f"{edge.source} to {edge.target}")
+            yield PlanError("The edge is listed twice.", where=where, seen=f"{edge.source} to {edge.target}")
         seen.add((edge.source, edge.target, edge.tensor))
         source, target = (plan.groups[plan.stages[stage].group].to_mesh() for stage in (edge.source, edge.target))
         yield from _transfer_problems(edge.forward, source, target, f"{where}.forward")
@@ -56,7 +56,7 @@ def _transfer_problems(wire: EdgeTransfer, source: Mesh, target: Mesh, where: st
     for axis, sent, wired in zip(source.axes, wire.sent, wire.wire, strict=True):
         if sent != wired and wired == "P":
             yield PlanError(
-                "A tensor does not become partial sums on the way.", where=f"{where}.wire", seen=f"{sent} to {wired}"
+                "A transfer cannot turn a tensor into partial sums.", where=f"{where}.wire", seen=f"{sent} to {wired}"
             )
         received = {a.name: form for a, form in zip(target.axes, wire.received, strict=True)}.get(axis.name, "I")
         if wired == "P" and axis.size > 1 and (received != "P" or target.find_axis(axis.name).size != axis.size):
@@ -84,7 +84,8 @@ def _gradient_problems(edge: Edge, source: Mesh, target: Mesh, where: str) -> It
 
 
 def _gradient_forms(form: str) -> tuple[str, ...]:
-    """Whole tensors have partial gradients, partial ones whole gradients, split ones gradients split alike."""
+    """Return the valid gradient forms: partial for replicated tensors, replicated for partial ones, sharded for sharded
+    ones."""
     return {"I": ("P",), "P": ("I",)}.get(form, (form,))
 
 
@@ -93,7 +94,7 @@ def parameter_problems(plan: Plan) -> Iterator[PlanError]:
     for index, parameter in enumerate(plan.parameters):
         where = f"parameters[{index}] ({parameter.name})"
         if parameter.name in names:
-            yield PlanError("The parameter is there twice.", where=where)
+            yield PlanError("The parameter is listed twice.", where=where)
         names.add(parameter.name)
         uses = parameter.uses
         if not uses or list(uses) != sorted({*uses}) or not 0 <= uses[0] <= uses[-1] < len(plan.stages):
@@ -140,14 +141,14 @@ def _forms_of_parameter(
             or _exceeds_shape(stored_form, shape)
         ):
             yield PlanError(
-                "A parameter is stored whole or split along one of its dimensions.",
+                "A parameter is stored replicated, or split along one of its dimensions.",
                 where=f"{where}.stored",
                 seen=f"{stored_form} of shape {tuple(shape)}",
                 allowed="I, G0, ... in `stored`; Gflat only in `state`",
             )
         elif state_form != stored_form and not (stored_form.kind == "I" and state_form.dim == FLAT):
             yield PlanError(
-                "The optimizer state lies like the parameter, or is split flat along an axis that has it whole.",
+                "The optimizer state has the parameter's form, or is split flat along an axis where it is replicated.",
                 where=f"{where}.state",
                 seen=f"{state_form} where the parameter is {stored_form}",
                 allowed=f"{stored_form}" + (" or Gflat" if stored_form.kind == "I" else ""),

@@ -1,6 +1,8 @@
-"""What makes a plan valid. Each rule is a small function that yields a PlanError for every breach, naming the field.
+"""The rules of a valid plan. Each is a small function that yields a PlanError for every error, with the name of the
+field.
 
-`check_plan` raises the first; `plan_problems` gives them all. `check_staleness` refuses a plan made for something else.
+`check_plan` raises the first; `plan_problems` yields all. `check_staleness` rejects a plan made for another model or
+cluster.
 """
 
 from __future__ import annotations
@@ -23,33 +25,35 @@ from pipefit.plan.types import Plan
 from pipefit.shard.apart import row_problems
 
 VERSIONS = (1, 2)
-"""Version 2 has sets of recipes with names; files of version 1 mean what they meant."""
+"""Version 2 added named recipe sets; files of version 1 have the same meaning as before."""
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan in a file, checked. Raises FormatError (not a plan file) or PlanError (the first contradiction)."""
+    """Return the plan in a file, checked. Raises FormatError (not a plan file) or PlanError (the first
+    contradiction)."""
     plan = load_file(Plan, Path(path))
     check_plan(plan)
     return plan
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan as text that a person can read, edit and diff. Raises PlanError where that cannot be."""
+    """Write a plan as text that people can read, edit and diff. Raises PlanError if the file cannot be written."""
     write_file(path, dump_text(plan), "plan", PlanError)
 
 
 def check_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> None:
-    """Raises PlanError (or ScheduleError, which draws the cell) for the first rule that the plan breaks.
+    """Raise PlanError (or ScheduleError, which draws the cell) for the first rule that the plan breaks.
 
-    With a model, its layers and parameters must be those of the plan, and its positions enough; with a cluster, its
-    devices must exist.
+    With a model, the plan must have its layers and parameters, and must not exceed its positions. With a cluster, the
+    plan's devices must exist.
     """
     for error in plan_problems(plan, model, cluster):
         raise error
 
 
 def plan_problems(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> Iterator[PipefitError]:
-    """Every breach, in the order of the file. A rule that others rest on ends the list when it is broken."""
+    """Yield every error, in the order of the file. The list ends after the first rule with errors, since later rules
+    rely on it."""
     for rule in RULES:
         breaches = list(rule(plan))
         yield from breaches
@@ -66,7 +70,7 @@ def plan_problems(plan: Plan, model: Model | None = None, cluster: Cluster | Non
 
 
 def check_staleness(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> None:
-    """Raises StalePlanError that names what changed since the plan was made. Empty hashes are not compared."""
+    """Raise StalePlanError with the inputs that changed since the plan was made. Empty hashes are not compared."""
     changed = []
     if model is not None and plan.hashes.model and plan.hashes.model != model.hash:
         changed.append(("model", plan.hashes.model, model.hash))
@@ -121,7 +125,7 @@ def _group_problems(plan: Plan) -> Iterator[PlanError]:
                 seen=f"{len(group.devices)} devices for {' x '.join(str(len(axis.shares)) for axis in group.axes)}",
             )
         if len({*group.devices}) != len(group.devices) or min(group.devices, default=0) < 0:
-            yield PlanError("The devices of a group are different, from 0 on.", where=f"{where}.devices")
+            yield PlanError("The devices of a group must be different numbers from 0 on.", where=f"{where}.devices")
     yield from _overlap_problems(plan)
 
 
@@ -200,21 +204,22 @@ def _stage_problems(plan: Plan) -> Iterator[PlanError]:
 
 
 def _divide_problems(plan: Plan, index: int) -> Iterator[PlanError]:
-    """A stage that divides images has a space of images, whose tokens are known where those of samples are."""
+    """Yield errors of a stage that divides images: its space must have images whose tokens add up to those of the
+    samples."""
     stage = plan.stages[index]
     space = next((candidate for candidate in plan.spaces if candidate.name == stage.space), None)
     if stage.divide != "images" or space is None:
         return
     if space.tokens:
         yield PlanError(
-            "Only a stage of packed images divides these among its replicas.",
+            "Only a stage of packed images can divide images among its replicas.",
             where=f"stages[{index}].divide",
             seen=f"images, in the space {space.name!r} with rows of {space.tokens} tokens",
             allowed="samples, or a space whose rows differ",
         )
     elif space.counts and tuple(map(sum, space.images)) != space.counts:
         yield PlanError(
-            "The tokens of a space's images do not come to those of its samples, and a stage divides its images.",
+            "The images of a space do not add up to the tokens of its samples, and a stage divides its images.",
             where=f"spaces ({space.name}).images",
             seen=f"{len(space.images)} samples with {sum(map(sum, space.images))} tokens",
             allowed=f"the {sum(space.counts)} tokens of {len(space.counts)} samples, image by image",

@@ -1,4 +1,4 @@
-"""Rules about stages that take turns: a module held whole on several lanes, each with some of its microbatches."""
+"""Rules about round-robin stages: a module held completely on several lanes, each with some of its microbatches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pipefit.plan.types import Plan
 
 
 def turn_problems(plan: Plan) -> Iterator[PlanError]:
-    """Every breach: turns that are not there once each, stages that differ or share a lane, parameters or edges that
-    only some of them have, grids that differ where a lane uses a parameter twice."""
+    """Yield every error of round-robin stages.
+
+    Each turn must occur once. The stages must be equal, on different lanes, with the same parameters and edges. A lane
+    must not use a parameter in two different grids.
+    """
     invalid = False
     for index, stage in enumerate(plan.stages):
         if not 0 <= stage.turn < stage.turns:
             invalid = True
             yield PlanError(
-                "A stage has one of its turns.",
+                "The turn of a stage is out of range.",
                 where=f"stages[{index}].turn",
                 seen=f"turn {stage.turn} of {stage.turns}",
                 allowed="0 <= turn < turns",
@@ -57,7 +60,7 @@ def _module_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
     lanes = [plan.order.placement[index] for index in own]
     if len({*lanes}) < len(lanes):
         yield PlanError(
-            "Stages that take turns lie on lanes of their own.",
+            "Stages that take turns must be on different lanes.",
             where="order.placement",
             seen=f"lanes {lanes} ({where})",
         )
@@ -72,7 +75,8 @@ def _module_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
 
 
 def _turn_edge_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
-    """Whoever exchanges something with one of them does with all: so every microbatch has one of them."""
+    """Yield errors of stages with edges to only some of the round-robin stages: a microbatch of the missing one would
+    be lost."""
     for kind in ("source", "target"):
         ends: dict[tuple[int, str], set[int]] = {}
         for edge in plan.edges:
@@ -82,7 +86,7 @@ def _turn_edge_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
         for (there, tensor), partners in ends.items():
             if len(partners) < len(own):
                 yield PlanError(
-                    "A stage that exchanges a tensor with one of several stages that take turns does so with each.",
+                    "A stage with an edge to one of several stages that take turns needs an edge to each.",
                     where="edges",
                     seen=f"stage {there}{f', tensor {tensor!r}' if tensor else ''}: only with {sorted(partners)}",
                     allowed=f"edges with all of {list(own)}",
@@ -107,7 +111,7 @@ def _shared_on_a_lane(plan: Plan) -> Iterator[PlanError]:
             first = grids.setdefault(plan.order.placement[use], use)
             if plan.stage_mesh(first) != plan.stage_mesh(use):
                 yield PlanError(
-                    "A parameter that two stages of a lane use lies there in one grid.",
+                    "Two stages of a lane that use one parameter must have the same grid.",
                     where=f"parameters[{index}] ({parameter.name}).uses",
                     seen=f"stages {first} and {use}, whose groups have different axes",
                 )

@@ -1,3 +1,3 @@
-"""Where to cut a chain of layers into stages: what layers cost and hold on every stage, the exact partition, cuts that
-balance lanes with several stages, and a local search by the order of the schedule.
+"""Cuts of a chain of layers into stages: costs and memory of layers per stage, the exact partition, cuts that balance
+lanes with several stages, and a local search with the order of the schedule.
 """

@@ -1,7 +1,7 @@
-"""Evening out lanes that hold several stages: such a pipeline waits for its busiest lane.
+"""Balance of lanes that hold several stages: such a pipeline waits for its busiest lane.
 
-The cut starts with equal parts of the chain's time and then moves one layer at a time between neighbouring stages, as
-long as that lowers the sum of the squares of the lanes' times. A local search: nothing here claims to be exact.
+The cut starts with equal parts of the chain's time. Then one layer at a time moves between neighbouring stages while
+that lowers the sum of the squares of the lanes' times. This local search is not exact.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pipefit.plan.cutting.partition import Array
 Ints = NDArray[np.int64]
 
 STAGE = 1e-3
-"""Weight of the stages' own squares beside the lanes': among equal lanes, equal stages."""
+"""Weight of the squares of the stages' times beside the lanes': prefers equal stages among equal lanes."""
 
 
 def balance_lanes(times_s: Array, placement: Sequence[int]) -> tuple[int, ...]:
-    """Boundaries (0, cut, ..., layers) with even lanes. `times_s[s][l]` is the time of layer l on the devices of
-    stage s; `placement` gives each stage's lane."""
+    """Return boundaries (0, cut, ..., layers) with balanced lanes. `times_s[s][l]` is the time of layer l on the
+    devices of stage s; `placement` is each stage's lane."""
     stages, layers = times_s.shape
     sums = np.concatenate([np.zeros((stages, 1)), np.cumsum(times_s, axis=1)], axis=1)
     mean_sums = sums.mean(axis=0)
@@ -42,13 +42,14 @@ def balance_lanes(times_s: Array, placement: Sequence[int]) -> tuple[int, ...]:
 
 
 def lane_times(times_s: Array, bounds: Sequence[int], placement: Sequence[int]) -> Array:
-    """The time of every lane under a cut."""
+    """Return the time of every lane under a cut."""
     stage = [float(times_s[s, a:b].sum()) for s, (a, b) in enumerate(pairwise(bounds))]
     return _lane_sums(np.asarray(placement), stage)
 
 
 def _best_move(times_s: Array, bounds: Ints, stage: Array, lane: Array, lanes: Ints) -> tuple[int, float]:
-    """(boundary, negative to move it down, and what the sum of squares falls by) of the best single step."""
+    """Return (boundary, decrease of the sum of squares) of the best single move; the boundary is negative to move it
+    down."""
     inner = np.arange(1, len(stage))
     left, right = inner - 1, inner
     best, best_gain = 1, 0.0

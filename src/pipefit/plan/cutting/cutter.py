@@ -1,4 +1,4 @@
-"""Where to cut a chain of layers into stages: the exact partition, over the costs of every layer on every stage."""
+"""Cuts of a chain of layers into stages: the exact partition, over the costs of every layer on every stage."""
 
 from __future__ import annotations
 
@@ -51,29 +51,30 @@ class LayerCut:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     floor_bytes: tuple[float, ...]
-    "Least memory of each lane, workspace included."
+    "Lower bound of each lane's memory, workspace included."
     limit_bytes: tuple[float, ...]
-    "Of each lane: its smallest device's; where kinds hold different amounts, what the fullest device may hold."
+    "Memory of each lane's smallest device. If kinds hold different amounts, the largest memory of the fullest device"
+    " with which all fit."
     needs: tuple[Need, ...]
-    "Of each lane, on the device that is fullest for its own memory: what it needs at least, and its memory."
+    "For each lane, (least memory, memory available) on the device that is fullest relative to its memory."
     static_bytes: tuple[float, ...]
-    "What stays on each lane, workspace included."
+    "Static memory of each lane, workspace included."
     saved_bytes: tuple[float, ...]
-    "What one microbatch keeps on each stage."
+    "Memory that one microbatch keeps on each stage."
 
     @property
     def fullest_lane(self) -> int:
-        """The lane that has least left, or lacks most."""
+        """The lane with the least memory left, or the largest excess."""
         return max(range(len(self.floor_bytes)), key=lambda lane: self.floor_bytes[lane] - self.limit_bytes[lane])
 
     @property
     def may_fit(self) -> bool:
-        """Whether it may fit: False is certain."""
+        """True if the cut may fit; False is certain."""
         return self.floor_bytes[self.fullest_lane] <= self.limit_bytes[self.fullest_lane]
 
 
 class LayerCutter:
-    """Cuts of one module on one cluster. What layers cost on a kind of stage is worked out once."""
+    """Cuts of one module on one cluster. The costs of layers on a kind of stage are computed once."""
 
     def __init__(self, programs: ProgramCache, module: str, network: Network, layers: LayerCosts) -> None:
         self.programs = programs
@@ -82,7 +83,7 @@ class LayerCutter:
         self.layers = layers
         self.fleet = DeviceFleet(network)
         self.slicers: dict[object, Any] = {}
-        "How searches on these costs cut sequences: see `plan/candidates/slicings.py`, which needs a cutter."
+        "Sequence slicers of searches on these costs: see `plan/candidates/slicings.py`, which needs a cutter."
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
@@ -90,11 +91,12 @@ class LayerCutter:
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
     def cut_layers(self, job: Job, decisions: ParallelConfig, spare_bytes: Sequence[float] = ()) -> LayerCut | None:
-        """The cut that makes the slowest stage as fast as can be within memory, or the one that is pinned. Where lanes
-        hold several stages, a cut with a less busy lane (`plan/cutting/balance.py`), if it fits.
+        """Return the cut that makes the slowest stage as fast as possible within memory, or the fixed cut; None if no
+        cut fits.
 
-        None where no cut fits. Memory is the closed form, a lower bound: the simulator may still find that the plan
-        does not fit. `spare_bytes` of every lane, if given, are kept free of what the closed form counts.
+        If lanes hold several stages, a cut with a less busy lane (`plan/cutting/balance.py`) is preferred if it fits.
+        Memory is the closed form, a lower bound: the simulator may still find that the plan does not fit. `spare_bytes`
+        of every lane, if set, are reserved on top of the closed form.
         """
         rows = self.stage_rows(job, decisions)
         held = _lanes_in_flight(decisions)
@@ -112,7 +114,7 @@ class LayerCutter:
         return self._cuts[key]
 
     def leanest_cut(self, job: Job, decisions: ParallelConfig) -> LayerCut:
-        """The cut whose fullest stage needs least memory, whether it fits or not."""
+        """Return the cut whose fullest stage needs the least memory, even if it does not fit."""
         rows, placement = self.stage_rows(job, decisions), decisions.lane_of_stage
         held = _lanes_in_flight(decisions)
         layers = len(rows[0].forward_s)
@@ -127,7 +129,8 @@ class LayerCutter:
         return _cut_at(bounds, rows, held, placement)
 
     def least_bytes(self, job: Job, decisions: ParallelConfig) -> float:
-        """Less than the fullest stage of any cut needs: an equal part of all memory. For ranking without cutting."""
+        """Return a lower bound of the memory of any cut's fullest stage: an equal part of all memory. For ranking
+        without cuts."""
         rows = self.stage_rows(job, decisions)
         held = _lanes_in_flight(decisions)
         least = min(_stages_in_flight(held, decisions.lane_of_stage))
@@ -135,7 +138,7 @@ class LayerCutter:
         return min(float(row.filled_bytes(least)[-1]) for row in distinct) / len(rows)
 
     def stage_rows(self, job: Job, decisions: ParallelConfig) -> list[LayerRow]:
-        """What every layer would cost on the devices of every stage."""
+        """Return the costs of every layer on the devices of every stage."""
         share = max(decisions.replicas) / sum(decisions.replicas) if decisions.zero1 else 1.0
         if decisions.is_sharded:
             groups = [group.to_mesh() for group in make_groups(decisions)]
@@ -154,8 +157,10 @@ class LayerCutter:
         return row_of_stage
 
     def layer_row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float) -> LayerRow:
-        """Of a stage whose devices are of these kinds and have these rows of a microbatch, and keep `share` of the
-        optimizer state. The same object for equal questions."""
+        """Return the costs on a stage whose devices have these kinds and rows, and keep `share` of the optimizer state.
+
+        Equal arguments return the same object.
+        """
         plain = (job.precision, job.sequence, pairs, recompute)
         key = (*plain, share)
         if key not in self._rows:
@@ -166,7 +171,8 @@ class LayerCutter:
         return self._rows[key]
 
     def floor_bytes(self, job: Job, decisions: ParallelConfig) -> tuple[float, float, float]:
-        """(all that stays, all that one microbatch keeps, memory of a device) where each is least, and most."""
+        """Return (least static memory of all layers, least memory kept by one microbatch, largest memory of a
+        device)."""
         rows = self.stage_rows(job, decisions)
         key = tuple(dict.fromkeys(map(id, rows)))
         if key not in self._least:
@@ -176,16 +182,20 @@ class LayerCutter:
         return self._least[key]
 
     def rows_of(self, job: Job, microbatches: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows of one microbatch on each replica."""
+        """Return the rows of one microbatch on each replica."""
         return _replica_rows(job.batch // microbatches, replicas)
 
     def static_bytes(self, job: Job, share: float, sharding: str, shards: tuple[int, ...]) -> float:
-        """What stays of all layers on one device, which keeps `share` of the optimizer state."""
+        """Return the static memory of all layers on one device, which keeps `share` of the optimizer state."""
         return float(self._layer_static_bytes(job, share, sharding, shards).sum())
 
     def row_time(self, job: Job, recompute: Recompute) -> Callable[[int, int], float]:
-        """(kind, rows) -> seconds of all layers of a microbatch, forward and backward, on one such device: exact for
-        powers of two, straight lines between them. For dividing rows, which the simulator judges."""
+        """Return a function (kind, rows) -> seconds of all layers of a microbatch, forward and backward, on one such
+        device.
+
+        It is exact for powers of two and linear between them. It guides the division of rows, which the simulator then
+        judges.
+        """
         known: dict[tuple[int, int], float] = {}
 
         def exact_s(kind: int, rows: int) -> float:
@@ -231,7 +241,7 @@ class LayerCutter:
         )
 
     def compare_kinds(self, job: Job, shards: int) -> DeviceKinds:
-        """How the kinds of devices compare; places are `shards` devices each."""
+        """Return the comparison of the device kinds, for places of `shards` devices each."""
         time_s, kind_indices = self.row_time(job, "none"), range(len(self.fleet.names))
         memory = [self.network.kinds[devices[0]].memory_bytes for devices in self.fleet.devices]
         return DeviceKinds(
@@ -243,7 +253,7 @@ class LayerCutter:
     def _sharded_row(
         self, job: Job, decisions: ParallelConfig, stage: int, lane: int, group: Mesh, share: float
     ) -> LayerRow:
-        """The row of one stage whose devices run one program together."""
+        """Return the row of one stage whose devices run one sharded program."""
         rows = _replica_rows(job.batch // decisions.microbatches, decisions.replicas)
         recompute = decisions.recompute_of(stage)
         program = (decisions.sharding_key(lane), decisions.shards_of(lane))
@@ -262,7 +272,7 @@ class LayerCutter:
         sharding: str = "none",
         shards: tuple[int, ...] = (1,),
     ) -> StageWork:
-        """A stage of all layers on these devices."""
+        """Return a stage of all layers on these devices."""
         layers = self.programs.modules[self.module].layers
         layer_programs = [self.programs.layer_program(layer, sharding, shards) for layer in layers]
         return StageWork(
@@ -278,7 +288,7 @@ class LayerCutter:
         )
 
     def _make_row(self, probe: StageWork, job: Job) -> LayerRow:
-        """Without static bytes."""
+        """Return the row without static bytes."""
         by_kind = layer_costs(probe, job.precision, self.network, self.layers)
         costs = by_kind[""]
         kinds = {kind.name: kind for kind in (self.network.kinds[device] for device in probe.group.devices)}
@@ -316,7 +326,7 @@ class LayerCutter:
     def _layer_static_bytes(
         self, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)
     ) -> Array:
-        """Bytes that stay of each layer, on the shard position that stores most of it."""
+        """Return the static bytes of each layer, on the shard position that stores most of it."""
         width = COMPUTE_BYTES[job.precision]
         per_element = width + GRADIENT_BYTES[job.precision] + STATE_BYTES[job.precision] * share
         trainable, frozen = self._element_counts(sharding, shards)
@@ -324,7 +334,8 @@ class LayerCutter:
         return fullest
 
     def _element_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
-        """[layer, shard position]: trainable and frozen elements; what an earlier layer shares counts there."""
+        """Return [layer, shard position]: trainable and frozen elements. A shared parameter counts at its first
+        layer."""
         if (sharding, shards) not in self._counted:
             trainable, frozen, seen = [], [], set[str]()
             for layer in self.programs.modules[self.module].layers:
@@ -339,12 +350,12 @@ class LayerCutter:
 
 @lru_cache(maxsize=4096)
 def _replica_rows(rows: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows of one microbatch on each replica."""
+    """Return the rows of one microbatch on each replica."""
     return tuple(stop - start for start, stop in split_by_shares(rows, replicas))
 
 
 def _lanes_in_flight(decisions: ParallelConfig) -> tuple[float, ...]:
-    """The least number of stage-microbatches that each lane holds at once; with slices, whole ones."""
+    """Return the least number of stage-microbatches that each lane holds at once; with slices, as fractions."""
     if decisions.slices:
         return min_sliced_in_flight(
             decisions.schedule, decisions.lane_of_stage, decisions.microbatches, decisions.slices
@@ -359,12 +370,12 @@ def _stages_in_flight(held: Sequence[float], placement: Sequence[int]) -> list[f
 
 
 def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: ParallelConfig) -> LayerCut:
-    """The cut with these boundaries (0, cut, ..., layers), with its closed-form figures."""
+    """Return the cut with these boundaries (0, cut, ..., layers), with its closed-form figures."""
     return _cut_at(bounds, rows, _lanes_in_flight(decisions), decisions.lane_of_stage)
 
 
 def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[float]) -> bool:
-    """Whether any cut keeps every stage within its limit. Exact."""
+    """Return whether any cut keeps every stage within its limit. Exact."""
     return some_partition_fits(memory_of(rows, flights), limits_of(rows, [1] * len(rows)))
 
 
@@ -442,7 +453,7 @@ def _cut_at(
 
 
 def _stage_sums(bounds: Sequence[int], rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> list[float]:
-    """The sum of a figure over the layers of every stage."""
+    """Return the sum of a figure over the layers of every stage."""
     stage_totals = [0.0] * len(rows)
     for row, stages in stages_by_row(rows):
         sums = np.add.reduceat(value(row), bounds[:-1]).tolist()

@@ -1,8 +1,8 @@
-"""What every lane needs with one order of the work and any cut of the layers, without a cost table for each cut.
+"""Memory of every lane with one order of the work and any cut of the layers, without a cost table for each cut.
 
-The order of a lane decides what it holds at every moment; the cut only says how much that is. So the order is read
-once, and a cut is a table of a few numbers a stage (`cost/memory/stage.py`). Transfers are not counted: their buffers
-depend on when things happen.
+The order of a lane determines which microbatches it holds at every moment; the cut only sets their size. So the order
+is read once, and a cut is a few numbers per stage (`cost/memory/stage.py`). Transfer buffers are not counted: they
+depend on the times of actions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CODE = {"F": 0, "I": 1, "W": 2, "B": 3}
 
 
 class CutMemory:
-    """Of one order of compute actions, for cuts of layers with these costs on every stage."""
+    """Memory under one order of compute actions, for cuts of layers with these costs on every stage."""
 
     def __init__(self, computed: Schedule, rows: Sequence[LayerRow]) -> None:
         self._rows = rows
@@ -35,7 +35,7 @@ class CutMemory:
         self._known: dict[tuple[int, int, int], tuple[Array, Array, float]] = {}
 
     def lane_peaks(self, bounds: Sequence[int]) -> list[float]:
-        """Bytes that every lane needs at its fullest moment, under the cut (0, cut, ..., layers)."""
+        """Return the peak bytes of every lane under the cut (0, cut, ..., layers)."""
         stages = [self._stage_memory(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))]
         change = np.concatenate([held for held, _, _ in stages])
         passing = np.concatenate([worst for _, worst, _ in stages])
@@ -49,7 +49,7 @@ class CutMemory:
         return peaks
 
     def _stage_memory(self, stage: int, start: int, stop: int) -> tuple[Array, Array, float]:
-        """(what F, I, W and B change, what passes beside it, what stays) of a stage of these layers."""
+        """Return (change by F, I, W and B, temporary memory of each, static memory) of a stage of these layers."""
         row = self._rows[stage]
         key = (id(row), start, stop)
         if key not in self._known:

@@ -1,9 +1,9 @@
-"""Cutting a chain of layers into stages: exact dynamic programming over the real cost of every layer.
+"""Cuts of a chain of layers into stages: exact dynamic programming over the real cost of every layer.
 
-A stage is a run [i, j) of layers. The cut minimises the time of the slowest stage; among all cuts that reach it, the
-largest memory of a stage; among those, the earliest cut positions. Stages may have different devices, so costs are
-rows [stage][layer]. The method is the min-max recursion of AMP and PipeDream, run once per objective. The loops are
-written once, to run as plain Python and compiled by numba (`schedule/taskgraph/kernel.py`).
+A stage is a run [i, j) of layers. The cut minimises the time of the slowest stage, then the largest memory of a stage,
+then the cut positions. Stages may have different devices, so costs are rows [stage][layer]. The method is the min-max
+recursion of AMP and PipeDream, run once per objective. The loops are written once, to run as plain Python and compiled
+by numba (`schedule/taskgraph/kernel.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pipefit.schedule.taskgraph.kernel import choose_loop
 Array = NDArray[np.float64]
 
 COMPILED_FROM = 4_000
-"""Layers and runs of layers that all stages may have from which it pays to import numba: a search cuts hundreds of
-times."""
+"""Amount of work (layers and runs of layers over all stages) from which importing numba pays off: a search makes
+hundreds of cuts."""
 
 
 def partition_layers(
@@ -29,13 +29,13 @@ def partition_layers(
     limit_bytes: Sequence[float] | Array | None = None,
     compiled: bool | None = None,
 ) -> tuple[int, ...] | None:
-    """The boundaries (0, cut, ..., layers) of the best stages, or None if no cut fits the limits.
+    """Return the boundaries (0, cut, ..., layers) of the best stages, or None if no cut fits the limits.
 
-    `times_s[s][l]` is the time of layer l on the devices of stage s, `memory_bytes[s][l]` what it needs there (in
-    flight count included), `limit_bytes[s]` what the stage may use; or `[s][k][l]` and `[s][k]` where several kinds
-    of devices k all have to fit (equally good cuts are then told apart by the first). None of them is negative. Every
-    stage gets at least one layer. Exact: O(stages x layers^2). `compiled` forces numba on or off; both give the same
-    cut. Raises ValueError if there are more stages than layers.
+    `times_s[s][l]` is the time of layer l on the devices of stage s, `memory_bytes[s][l]` its memory there (for all
+    microbatches in flight), `limit_bytes[s]` the limit of the stage. With several device kinds k that all have to fit,
+    these are `[s][k][l]` and `[s][k]`, and ties are broken by the first kind. No value is negative. Every stage gets at
+    least one layer. Exact: O(stages x layers^2). `compiled` forces numba on or off; both return the same cut. Raises
+    ValueError if there are more stages than layers.
     """
     times = np.asarray(times_s, dtype=np.float64)
     stages, layers = times.shape
@@ -55,8 +55,10 @@ def partition_layers(
 
 
 def some_partition_fits(memory_bytes: Array, limit_bytes: Array, compiled: bool | None = None) -> bool:
-    """Whether any cut keeps every stage within its limits: arguments as for `partition_layers`, with an axis for the
-    kinds of devices. Exact: O(stages x layers)."""
+    """Return whether any cut keeps every stage within its limits.
+
+    Arguments are those of `partition_layers`, with an axis for the device kinds. Exact: O(stages x layers).
+    """
     stages, _, layers = memory_bytes.shape
     function = _choose_kernel(some_bounds, stages, layers, compiled)
     arrays = [_prefix_sums(memory_bytes), limit_bytes, np.zeros((2, layers + 1), dtype=np.int64)]
@@ -66,10 +68,11 @@ def some_partition_fits(memory_bytes: Array, limit_bytes: Array, compiled: bool 
 
 
 def best_bounds(times: Any, needs: Any, limits: Any, table: Any, bounds: Any) -> int:
-    """Fill `bounds` with the best boundaries; 0 where there are none, else 1.
+    """Fill `bounds` with the best boundaries. Returns 1, or 0 if there are none.
 
-    `times[s][j]` is the sum over layers [0, j) of stage s, `needs[s][k][j]` that of what kind k needs, `limits[s][k]`
-    what it may use. `table[s][j]` is scratch space: the least possible largest cost of stages 0..s on layers [0, j).
+    `times[s][j]` is the sum over layers [0, j) of stage s, `needs[s][k][j]` that sum of the memory of kind k,
+    `limits[s][k]` its limit. `table[s][j]` is scratch space: the least possible largest cost of stages 0..s on layers
+    [0, j).
     """
     stages, layers = len(times), len(times[0]) - 1
     max_time = np.inf  # of a stage's time, in the second pass
@@ -113,8 +116,10 @@ def best_bounds(times: Any, needs: Any, limits: Any, table: Any, bounds: Any) ->
 
 
 def some_bounds(needs: Any, limits: Any, reached: Any) -> int:
-    """1 if some boundaries keep every stage within its limits, else 0; arguments as for `best_bounds`. Of a row of
-    `reached` [2][layers + 1], all 0 in the beginning, entry j says whether the stages so far can hold layers [0, j)."""
+    """Return 1 if any boundaries keep every stage within its limits, else 0; arguments as for `best_bounds`.
+
+    `reached` [2][layers + 1] starts with zeros. Entry j of a row is 1 if the stages so far can hold layers [0, j).
+    """
     stages, layers = len(needs), len(needs[0][0]) - 1
     reached[0][0] = 1
     for s in range(stages):
@@ -145,7 +150,7 @@ def _choose_kernel(function: Any, stages: int, layers: int, compiled: bool | Non
 
 
 def _prefix_sums(rows: Array) -> Array:
-    """[..., j]: the sums over the layers before j."""
+    """Return [..., j]: the sums over the layers before j."""
     sums = np.zeros((*rows.shape[:-1], rows.shape[-1] + 1))
     np.cumsum(rows, axis=-1, out=sums[..., 1:])
     return sums

@@ -1,9 +1,9 @@
-"""Cutting again where a lane holds several stages: the cut whose step is shortest in the schedule's own order.
+"""Refined cuts for lanes with several stages: the cut with the shortest step in the order of the schedule.
 
-With several stages a lane the busiest lane does not decide alone: under a V the embedding and the head stand on one
-lane, and how the layers of the others are divided between their stages decides how well the passes interlock. So
-layers are moved between stages, and every cut is timed by the sweep of the simulator: the order of the
-family stays, the times of its stages follow the cut. A local search from several cuts; tests compare it with all cuts.
+With several stages a lane, the busiest lane does not decide alone. In a V the embedding and the head share a lane, and
+the division of other lanes' layers between their stages decides how well the passes interlock. So layers move between
+stages, and every cut is timed by the sweep of the simulator, with the order of the family and the stage times of the
+cut. It is a local search from several cuts; tests compare it with all cuts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipefit.schedule.taskgraph.times import run_sweep, task_durations
 Bounds = tuple[int, ...]
 
 Value = tuple[float, float]
-"""(bytes missing, seconds): less is better."""
+"""(bytes missing, seconds): smaller is better."""
 
 Costs = Callable[[tuple[int, ...]], CostTable]
 """Cuts -> their cost table."""
@@ -42,32 +42,32 @@ Peaks = Callable[[tuple[int, ...]], Sequence[float]]
 """Cuts -> the simulated peak of every lane, in bytes."""
 
 TRIES = 1000
-"""Cuts that are timed at most."""
+"""Largest number of cuts that are timed."""
 
 TASKS = 1_000_000
-"""Tasks that are timed at most, over all cuts: long schedules get fewer tries."""
+"""Largest number of tasks timed over all cuts: long schedules get fewer tries."""
 
 MOVED = (1, 2, 4)
-"""Layers that are moved at once."""
+"""Layers moved at once."""
 
 MEMORY = 0.01
-"""How much longer a step may take, as a share of it, for a device that is emptier by its whole memory."""
+"""Relative increase of the step time that is worth an empty device memory instead of a full one."""
 
 LOOKS = (10, 200, 300_000)
-"""Cuts whose memory is simulated: at least, at most, and tasks over all of them."""
+"""Number of cuts whose memory is simulated: minimum, maximum, and tasks over all of them."""
 
 ROUNDS = 3
-"""How often the search begins anew because its best cut needs more memory than its unlowered order showed."""
+"""Repetitions of the search if its best cut needs more memory than its unlowered order showed."""
 
 
 def refine_cuts(
     cutter: LayerCutter, job: Job, decisions: ParallelConfig, parts: PlanSkeleton, costs_of: Costs, peaks: Peaks
 ) -> tuple[int, ...]:
-    """Better cuts than those of `parts`, which the cutter found; the same where the decisions give some, where every
-    lane holds one stage, with slices, and where the family has no order of its own but looks for one.
+    """Return better cuts than those of `parts`, which the cutter found.
 
-    Cuts that fit, by what `lane_peaks` says of them, come before cuts that do not; of those that fit the fastest in the
-    sweep comes first, of equally fast ones the emptiest. Deterministic.
+    They are returned unchanged if the decisions fix cuts, every lane holds one stage, sequences are sliced, or the
+    family searches its order. Cuts that fit by `lane_peaks` come before cuts that do not. Among them the fastest in the
+    sweep comes first, with ties broken by memory. Deterministic.
     """
     start_cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
     placement = decisions.lane_of_stage
@@ -77,7 +77,7 @@ def refine_cuts(
     try:
         computed = computed_schedule(decisions.schedule, parts, costs_of(start_cuts))
     except ScheduleError:
-        return start_cuts  # whoever makes the plan says so
+        return start_cuts  # building the plan raises the error
     rows = cutter.stage_rows(job, decisions)
     bounds = (0, *start_cuts, len(rows[0].forward_s))
     graphs = [layer.graph for layer in cutter.programs.modules[cutter.module].layers]
@@ -95,24 +95,24 @@ def refine_cuts(
 
 
 class _CutScorer:
-    """How good a cut is: (bytes missing, step time, longer by a little for what it fills of the memory)."""
+    """Score of a cut: (bytes missing, step time, increased slightly with the filled share of memory)."""
 
     def __init__(self, timer: _CutTimer, peaks: Callable[[Bounds], Sequence[float]], limits: Sequence[float]) -> None:
         self.timer, self.peaks, self.limits = timer, peaks, limits
         self.beyond = [0.0] * len(limits)
-        "What lanes need beyond `lane_peaks` when the order is lowered, as far as cuts have shown."
+        "Memory of lanes beyond `lane_peaks` once the order is lowered, as seen for earlier cuts."
         self.looks = self.most_looks = min(LOOKS[1], max(LOOKS[0], LOOKS[2] // timer.graph.size))
-        "Cuts whose memory may still be simulated, and that may be in one search."
+        "Cuts whose memory may still be simulated; `most_looks` is the limit of one search."
         self._known: dict[Bounds, Sequence[float]] = {}
 
     def score_cut(self, bounds: Bounds) -> Value:
-        """Of any cut; simulates its memory."""
+        """Return the score of any cut; simulates its memory."""
         needs = [need + more for need, more in zip(self._simulate_peaks(bounds), self.beyond, strict=True)]
         filled = max(need / limit for need, limit in zip(needs, self.limits, strict=True))
         return _missing_bytes(needs, self.limits), self.timer.step_s(bounds) * (1.0 + MEMORY * filled)
 
     def score_if_better(self, bounds: Bounds, than: Value) -> Value | None:
-        """The value of a cut, if it is better. Its memory is simulated only where its time does not settle it."""
+        """Return the score of a cut if it is better. Its memory is simulated only if its time does not exclude it."""
         if not than[0] and self.timer.step_s(bounds) >= than[1]:
             return None
         if bounds not in self._known and self.looks <= 0:
@@ -121,7 +121,7 @@ class _CutScorer:
         return score if score < than else None
 
     def learn_peaks(self, bounds: Bounds, peaks: Sequence[float]) -> float:
-        """Take in the peaks of a cut's lowered order; the bytes that it lacks."""
+        """Record the peaks of a cut's lowered order. Returns the missing bytes."""
         lane_peaks = zip(self.beyond, peaks, self._simulate_peaks(bounds), strict=True)
         self.beyond = [max(more, float(peak) - known) for more, peak, known in lane_peaks]
         return _missing_bytes(peaks, self.limits)
@@ -138,14 +138,14 @@ def _missing_bytes(needs: Sequence[float], limits: Sequence[float]) -> float:
 
 
 def _start_cuts(given: Bounds, rows: Sequence[LayerRow], placement: Sequence[int]) -> list[Bounds]:
-    """Where the search begins: the given cut, even lanes, equal numbers of layers."""
+    """Return the starting points of the search: the first cut, balanced lanes, equal numbers of layers."""
     times = np.stack([row.forward_s + row.backward_s for row in rows])
     equal = tuple(int(bound) for bound in np.round(np.linspace(0, given[-1], len(given))))
     return list(dict.fromkeys((given, balance_lanes(times, placement), equal)))
 
 
 def _search_cuts(judge: _CutScorer, starts: Sequence[Bounds]) -> Bounds:
-    """The best cut of local searches from every start, and then from some moves away from the best so far."""
+    """Return the best cut of local searches from every start, then from random moves away from the best so far."""
     timer, random = judge.timer, Random(len(starts))
     timer.left, judge.looks = timer.tries, judge.most_looks
     best = min((_climb_hill(judge, start) for start in starts), key=judge.score_cut)
@@ -155,13 +155,13 @@ def _search_cuts(judge: _CutScorer, starts: Sequence[Bounds]) -> Bounds:
         away = best
         for _ in range(random.randint(2, 4)):
             away = random.choice(list(_neighbour_cuts(away)) or [away])
-        timer.left -= 1  # also where everything near is known already
+        timer.left -= 1  # also if all neighbours are known already
         best = min(best, _climb_hill(judge, away), key=judge.score_cut)
     return best
 
 
 def _climb_hill(judge: _CutScorer, start: Bounds) -> Bounds:
-    """The cut from which no neighbour is better, or where the tries ended."""
+    """Return a cut without a better neighbour, or the last one when the tries end."""
     here, value = start, judge.score_cut(start)
     moved = True
     while moved:
@@ -176,7 +176,7 @@ def _climb_hill(judge: _CutScorer, start: Bounds) -> Bounds:
 
 
 def _neighbour_cuts(bounds: Bounds) -> Iterator[Bounds]:
-    """Every cut in which one stage has some layers less and another one as many more: few layers, near stages first."""
+    """Yield every cut that moves layers from one stage to another: few layers and near stages first."""
     stages = len(bounds) - 1
     sizes = [stop - start for start, stop in pairwise(bounds)]
     for count in MOVED:
@@ -192,7 +192,7 @@ def _neighbour_cuts(bounds: Bounds) -> Iterator[Bounds]:
 
 
 class _CutTimer:
-    """Times cuts in one order of the work. `graphs[l]` names what layer l computes."""
+    """Times of cuts in one order of the work. `graphs[l]` is the graph of layer l."""
 
     def __init__(
         self, computed: Schedule, parts: PlanSkeleton, rows: Sequence[LayerRow], graphs: Sequence[str], costs_of: Costs
@@ -202,7 +202,7 @@ class _CutTimer:
         self.graph = task_graph(computed, edge_keys(parts.edges))
         self.duration, self.transit = task_durations(self.graph, costs)
         self.left = self.tries = min(TRIES, TASKS // max(1, self.graph.size))
-        "Cuts that may still be timed, and that may be timed in one search."
+        "Cuts that may still be timed; `tries` is the limit of one search."
         self._known: dict[Bounds, float] = {}
         self._overhead_s = costs.overhead_s
         self._graphs, self._costs_of = graphs, costs_of
@@ -220,7 +220,7 @@ class _CutTimer:
         ]
 
     def step_s(self, bounds: Bounds) -> float:
-        """The time until the last action and transfer is over, without reductions and the optimizer."""
+        """Return the end time of the last action or transfer, without reductions and the optimizer."""
         if bounds not in self._known:
             self.left -= 1
             stage_indices, cut = np.arange(len(bounds) - 1), np.asarray(bounds)
@@ -236,7 +236,8 @@ class _CutTimer:
         return self._known[bounds]
 
     def _edge_cost(self, bounds: Bounds, source: int) -> EdgeCost:
-        """What leaves a stage, which depends on the layer that it ends with: logits are larger than hidden states."""
+        """Return the cost of a stage's output edge. It depends on the stage's last layer: logits are larger than hidden
+        states."""
         key = (source, self._graphs[bounds[source + 1] - 1])
         if key not in self._edges:
             for edge in self._costs_of(bounds[1:-1]).edges:
@@ -254,6 +255,6 @@ _SECONDS: dict[str, Callable[[LayerRow], Array]] = {
 
 
 def _prefix_sums(rows: Sequence[Array]) -> Array:
-    """[stage][layer]: the sum over the layers before."""
+    """Return [stage][layer]: the sum over the layers before."""
     sums: Array = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.stack(rows), axis=1)], axis=1)
     return sums

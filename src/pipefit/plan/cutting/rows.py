@@ -1,6 +1,6 @@
-"""What the layers of a module cost on the devices of a stage: what cuts are made from.
+"""Costs of the layers of a module on the devices of a stage, the input of all cuts.
 
-Where the kinds of devices of a stage hold different amounts, each kind has its own memory to keep to.
+If the device kinds of a stage hold different amounts, each kind has its memory limit.
 """
 
 from __future__ import annotations
@@ -15,65 +15,66 @@ from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.types import Array
 
 Need = tuple[float, float]
-"""(bytes needed, bytes there are)."""
+"""(bytes needed, bytes available)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """What every layer of a module needs on the devices of one kind: arrays over layers, of one microbatch."""
+    """Memory of every layer of a module on the devices of one kind: arrays over layers, of one microbatch."""
 
     saved_bytes: Array
     static_bytes: Array
     passing_bytes: float
-    "The largest passing memory of a layer."
+    "The largest temporary memory of a layer."
     limit_bytes: float
     "Memory of the smallest of these devices, without the workspace."
     part: float
-    "Their rows as a part of the most that any device of the stage has."
+    "Their rows relative to the most rows of any device of the stage."
 
     def filled_bytes(self, flight: float) -> Array:
-        """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
+        """Return the bytes of the first i layers, for i from 0 on, with `flight` microbatches in flight."""
         sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
         return sums
 
     def with_less_memory(self, spare_bytes: float) -> KindRow:
-        """With less memory: by what a device holds of `spare_bytes` of the fullest one."""
+        """Return the row with a smaller limit: reduced by this kind's share of `spare_bytes` on the fullest device."""
         return replace(self, limit_bytes=self.limit_bytes - self.part * spare_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Every layer of a module on the devices of one stage: arrays over layers, of one microbatch."""
+    """Costs of every layer of a module on the devices of one stage: arrays over layers, of one microbatch."""
 
     forward_s: Array
     backward_s: Array
     input_s: Array
-    "The part of `backward_s` that I does."
+    "The part of `backward_s` spent in I."
     saved_bytes: Array
     static_bytes: Array
-    "Parameters, gradients and optimizer state; what an earlier layer shares counts there."
+    "Parameters, gradients and optimizer state; a shared parameter counts at its first layer."
     passing_bytes: float
-    "The largest passing memory of a layer."
+    "The largest temporary memory of a layer."
     limit_bytes: float
-    "Memory of the smallest device, without the workspace; where kinds hold different amounts, what the fullest device"
+    "Memory of the smallest device, without the workspace. If kinds hold different amounts, the largest memory of the"
+    " fullest device with which all fit."
     " may hold at most for all to fit."
     layers: tuple[LayerCost, ...]
-    "What the arrays are made of, and the passing memory of every layer."
+    "The costs behind the arrays, with the temporary memory of every layer."
     kinds: tuple[KindRow, ...] = ()
-    "The kinds of devices, where they hold different amounts: each has to keep to its own memory."
+    "The device kinds, if they hold different amounts: each has its memory limit."
 
     def filled_bytes(self, flight: float) -> Array:
-        """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
+        """Return the bytes of the first i layers, for i from 0 on, with `flight` microbatches in flight."""
         sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
         return sums
 
     @property
     def memory_rows(self) -> Sequence[LayerRow | KindRow]:
-        """What has to fit: every kind, or where all hold the same the row itself."""
+        """The rows that have to fit: every kind, or the row itself if all kinds hold the same."""
         return self.kinds or (self,)
 
     def with_less_memory(self, spare_bytes: float) -> LayerRow:
-        """With so much less memory."""
+        """Return the row with this much less memory."""
         kinds = tuple(kind.with_less_memory(spare_bytes) for kind in self.kinds)
         return replace(self, limit_bytes=self.limit_bytes - spare_bytes, kinds=kinds)
 
@@ -81,8 +82,8 @@ class LayerRow:
 def kind_rows(
     costs: Mapping[str, Sequence[LayerCost]], limits: Mapping[str, float], rows: Mapping[str, int]
 ) -> tuple[KindRow, ...]:
-    """Of every kind, from the costs of its layers, its memory and its rows; nothing where all hold the same. Their
-    static bytes are left out."""
+    """Return the row of every kind, from its layer costs, memory and rows, without static bytes; empty if all hold the
+    same."""
     rows_by_kind = [
         KindRow(
             saved_bytes=np.array([cost.saved_bytes for cost in layer_costs]),
@@ -98,12 +99,13 @@ def kind_rows(
 
 
 def passing_bytes(costs: Sequence[LayerCost]) -> float:
-    """The largest passing memory of a layer."""
+    """Return the largest temporary memory of a layer."""
     return max(max(stage_memory([cost]).passing.values()) for cost in costs)
 
 
 def most_bytes(kinds: Sequence[KindRow], static_bytes: Array, saved_bytes: Array) -> float:
-    """What the fullest device, with these bytes of each layer, may hold at most of any cut for all kinds to fit."""
+    """Return the largest memory of the fullest device, with these bytes per layer, at which all kinds fit with any
+    cut."""
     least = float("inf")
     for kind in kinds:
         part = min(_least_part(kind.static_bytes, static_bytes), _least_part(kind.saved_bytes, saved_bytes))
@@ -114,9 +116,12 @@ def most_bytes(kinds: Sequence[KindRow], static_bytes: Array, saved_bytes: Array
 def lane_need(
     stages: Sequence[tuple[Sequence[KindRow], int, int]], held: float, fullest: tuple[float, Sequence[float]]
 ) -> tuple[float, Need]:
-    """(limit for what the fullest device needs, need of the kind that is fullest for its own memory) of a lane that
-    holds `held` microbatches of its leanest stage. `stages`: the kinds of each, and its first and last layer but one;
-    `fullest`: (what stays, what a microbatch keeps of each stage) on the fullest device. All without the workspace."""
+    """Return (limit of the fullest device's memory, need of the kind that is fullest relative to its memory) of a lane.
+
+    The lane holds `held` microbatches of its leanest stage. `stages` has the kinds of each stage and its half-open
+    range of layers. `fullest` is (static memory, memory kept by a microbatch on each stage) on the fullest device. All
+    without the workspace.
+    """
     static, saved = fullest
     limit, need = float("inf"), (0.0, float("inf"))
     for kinds in zip(*(stage_kinds for stage_kinds, _, _ in stages), strict=True):
@@ -134,7 +139,7 @@ def lane_need(
 
 
 def stack_rows(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Array:
-    """[stage][layer]."""
+    """Return [stage][layer]."""
     table = np.empty((len(rows), len(rows[0].forward_s)))
     for row, stages in stages_by_row(rows):
         table[stages] = value(row)
@@ -142,7 +147,7 @@ def stack_rows(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> 
 
 
 def stages_by_row(rows: Sequence[LayerRow]) -> Iterator[tuple[LayerRow, list[int]]]:
-    """Every row, with the stages that it is the row of."""
+    """Return every distinct row with its stages."""
     row_stages: dict[int, list[int]] = {}
     for stage, row in enumerate(rows):
         row_stages.setdefault(id(row), []).append(stage)
@@ -150,7 +155,8 @@ def stages_by_row(rows: Sequence[LayerRow]) -> Iterator[tuple[LayerRow, list[int
 
 
 def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
-    """[stage][kind][layer]: bytes with what is in flight; where kinds hold the same, one stands for all of them."""
+    """Return [stage][kind][layer]: bytes with the microbatches in flight. If all kinds hold the same, one stands for
+    all."""
     kind_count, flight_column = max(len(row.memory_rows) for row in rows), np.asarray(flights, dtype=float)[:, None]
     table = np.empty((len(rows), kind_count, len(rows[0].forward_s)))
     for row, stages in stages_by_row(rows):
@@ -161,8 +167,8 @@ def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
 
 
 def limits_of(rows: Sequence[LayerRow], turns: Sequence[int], passing: bool = False) -> Array:
-    """[stage][kind], as `memory_of` has them: its equal part of its lane's memory; without what passes, if asked
-    for."""
+    """Return [stage][kind], as in `memory_of`: an equal part of the lane's memory; with `passing`, less temporary
+    memory."""
     kind_count = max(len(row.memory_rows) for row in rows)
     table = np.empty((len(rows), kind_count))
     for row, stages in stages_by_row(rows):
@@ -173,7 +179,7 @@ def limits_of(rows: Sequence[LayerRow], turns: Sequence[int], passing: bool = Fa
 
 
 def scale_need(need_bytes: float, limit_bytes: float, other_bytes: float) -> float:
-    """What fills the other limit as much as the need fills its own."""
+    """Return the need rescaled to another limit, with the same filled share."""
     return need_bytes if limit_bytes == other_bytes else need_bytes / limit_bytes * other_bytes
 
 

@@ -20,8 +20,8 @@ SPLITS = 8
 """Largest number of divisions of a microbatch's rows over the replicas that are all tried."""
 
 FRACTIONS = 4
-"""Replica counts tried for kinds by replica on many devices: the largest count, halved up to this many times less
-one."""
+"""Replica counts tried for kinds by replica on many devices: the largest count and its successive halves, this many in
+all."""
 
 Pattern = tuple[tuple[int, ...], ...]
 """[lane][replica]: device kind. Equal lanes are the same object."""
@@ -193,7 +193,7 @@ def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) ->
     rows_of = {column: max(1, int(0.9 * rows * speed[column] / total_speed)) for column in count}
     left = rows - sum(rows_of[column] * number for column, number in count.items())
     last: dict[tuple[int, ...], int] = dict.fromkeys(count, 0)
-    while left < 0:  # where the one row that everybody has is more than its part
+    while left < 0:  # if the minimum of one row exceeds a replica's proportional part
         column = max(
             (group for group in count if rows_of[group] > 1), key=lambda group: time_of_rows(group, rows_of[group])
         )

@@ -38,7 +38,7 @@ class EvaluatedPlan:
 
     @property
     def rank_key(self) -> tuple[float, float, int, int]:
-        """Sort key: step time first (to nine decimal places), then memory, devices and stages."""
+        """Sort key: step time (to ten digits), then memory, number of devices and number of stages."""
         return (float(f"{self.step_s:.9e}"), self.peak_bytes, self.decisions.device_count, self.decisions.stage_count)
 
 

@@ -120,7 +120,7 @@ class PlannerContext:
         self.programs = ProgramCache(
             self.model, searched_recipes(self.model, self.only_module, self.network, self.layers, job, asked)
         )
-        self.__dict__.pop("layer_cutter", None)  # it holds the programs that were before
+        self.__dict__.pop("layer_cutter", None)  # it holds the previous programs
 
     def with_cluster(self, cluster: Cluster) -> PlannerContext:
         """Return a context of the same model on another cluster."""

@@ -1,1 +1,1 @@
-"""A plan in words: tables, reasons, notes on slices and unused device kinds, the nearest plan that fits."""
+"""Explanation of a plan: tables, reasons, notes on slices and unused device kinds, the nearest plan that fits."""

@@ -1,4 +1,4 @@
-"""When nothing fits: how much is missing where, and the nearest change that would fit."""
+"""Errors when no plan fits: the missing memory, and the nearest change that would fit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipefit.plan.types import Job
 from pipefit.units import format_bytes
 
 ENOUGH = 16
-"""How many times larger or smaller a change is tried."""
+"""Largest factor by which a change scales the cluster or the job."""
 
 
 def does_not_fit(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> DoesNotFitError:
-    """The error for a search that found nothing: its closest miss, and a change under which the search finds a plan."""
+    """Return the error for a search without a result: its closest plan, and a change under which some plan fits."""
     closest = min(found.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
     change = nearest_change(bench, job, pins)
     spent = found.open_bound_s < float("inf")
@@ -36,7 +36,7 @@ def does_not_fit(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
 
 
 def nearest_change(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> str | None:
-    """The first change, from the least to the most costly, under which some plan fits; None if none of them does."""
+    """Return the first change, from the least to the most costly, under which some plan fits; None if none helps."""
     for words, cluster, changed, freed in _candidate_changes(bench, job, pins):
         context = bench if cluster is None else bench.with_cluster(cluster)
         try:
@@ -50,7 +50,7 @@ def nearest_change(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> 
 def _candidate_changes(
     bench: PlannerContext, job: Job, pins: Mapping[str, Any]
 ) -> Iterator[tuple[str, Cluster | None, Job, Mapping[str, Any]]]:
-    """(words, other cluster or None, job, pins) of every change that is tried."""
+    """Yield (words, other cluster or None, job, constraints) of every change to try."""
     for key in pins:
         rest = {name: value for name, value in pins.items() if name != key}
         if key == "shards":
@@ -74,7 +74,7 @@ def _candidate_changes(
 
 
 def grow_cluster(cluster: Cluster, factor: int) -> Cluster | None:
-    """The same cluster with `factor` times the devices: more on its only host. None where it has several hosts."""
+    """Return the cluster with `factor` times the devices on its only host; None if it has several hosts."""
     if len(cluster.hosts) != 1:
         return None
     host = cluster.hosts[0]

@@ -1,4 +1,4 @@
-"""Why a plan won and the others lost, in words and figures that come from the simulator."""
+"""Reasons why a plan won and others lost, in words and figures from the simulator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ MISFITS_SHOWN = 3
 def list_alternatives(
     found: SearchResult, top: int, mean_s: Mapping[int, float] | None = None
 ) -> tuple[AlternativePlan, ...]:
-    """The runners-up, fastest first, then plans that would be faster but do not fit. `mean_s`: over all batches, of
-    plans that were chosen by that, by their identity."""
+    """Return the runners-up, fastest first, then plans that would be faster but do not fit.
+
+    `mean_s` maps the `id` of a plan to its mean step time over all batches, if plans were ranked by that.
+    """
     best = found.fitting[0]
     losers = [
         AlternativePlan(
@@ -33,7 +35,8 @@ def list_alternatives(
 
 
 def faster_misfits(found: SearchResult) -> list[InfeasiblePlan]:
-    """Plans that beat the winner by their bound or simulation and do not fit; one for each grid of devices."""
+    """Return plans that do not fit and would beat the winner by their bound or simulation; one for each grid of
+    devices."""
     best = found.fitting[0].step_s if found.fitting else float("inf")
     shown: dict[tuple[int, int], InfeasiblePlan] = {}
     for misfit in found.misfits:
@@ -44,7 +47,7 @@ def faster_misfits(found: SearchResult) -> list[InfeasiblePlan]:
 
 
 def misfit_alternative(misfit: InfeasiblePlan) -> AlternativePlan:
-    """A plan that does not fit, as the plan file lists it. Its time is a lower bound."""
+    """Return the plan file's entry for a plan that does not fit. Its time is a lower bound."""
     return AlternativePlan(
         decisions=misfit.decisions.to_constraints(misfit.decisions.cuts),
         step_s=misfit.bound_s,
@@ -58,8 +61,10 @@ def misfit_alternative(misfit: InfeasiblePlan) -> AlternativePlan:
 
 
 def explain_loss(one: EvaluatedPlan, best: EvaluatedPlan, mean_s: Mapping[int, float] | None = None) -> str:
-    """The difference to the winner, and the part of the critical path that grew most. Plans that are faster on the
-    batch shown have lost on average over all of them."""
+    """Return the difference to the winner, with the part of the critical path that grew most.
+
+    Plans that are faster on the batch shown have a larger mean over all batches.
+    """
     slower = one.step_s / best.step_s - 1
     if slower < -1e-6 and mean_s and id(one) in mean_s:
         more = mean_s[id(one)] / mean_s[id(best)] - 1
@@ -72,7 +77,7 @@ def explain_loss(one: EvaluatedPlan, best: EvaluatedPlan, mean_s: Mapping[int, f
 
 
 def binding_memory(found: SearchResult) -> str:
-    """What memory keeps from being used, or '' if nothing faster was refused for memory."""
+    """Return a note on the fastest plan excluded by memory, or '' if nothing faster was excluded."""
     faster = faster_misfits(found)
     if not faster:
         return ""
@@ -89,11 +94,11 @@ def _tie_reason(one: EvaluatedPlan, best: EvaluatedPlan) -> str:
         return f"with {format_bytes(one.peak_bytes - best.peak_bytes)} more memory"
     if one.decisions.device_count > best.decisions.device_count:
         return f"with {one.decisions.device_count - best.decisions.device_count} more devices"
-    return "with more stages" if one.decisions.stage_count > best.decisions.stage_count else "listed later"
+    return "with more stages" if one.decisions.stage_count > best.decisions.stage_count else "later in the search order"
 
 
 def _step_parts(one: EvaluatedPlan) -> dict[str, float]:
-    """Seconds of the busiest lane's step by what they are; they add up to the step time."""
+    """Return the seconds of the busiest lane's step by part; they add up to the step time."""
     timeline = one.simulation.timeline
     costs = one.simulation.costs
     lane = int(timeline.busy_s.argmax())

@@ -1,4 +1,4 @@
-"""Why a plan cuts its sequences into slices or does not, for its notes."""
+"""Notes of a plan on why its sequences are sliced or not."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from pipefit.plan.types import Job
 from pipefit.units import format_bytes, format_seconds
 
 BEGIN = "slices: "
-"""How the note begins, by which the headlines of a plan find it."""
+"""Prefix of the note, by which the headlines of a plan find it."""
 
 SHOWN = 8
-"""Slices whose tokens are told one by one."""
+"""Largest number of slices whose tokens are all listed."""
 
 
 def slice_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> str:
-    """The chosen slicing and what it gains against the best plan without slices of the same search; or the best sliced
-    plan and why it lost; or why none was tried. `found` fits something."""
+    """Return a note on slices for a search result with a plan that fits.
+
+    It names the chosen slicing and its gain over the best plan without slices; or the best sliced plan and why it lost;
+    or why none was tried.
+    """
     best = found.fitting[0]
     if best.decisions.slices:
         return BEGIN + _chosen_note(best, _first_plan(found, sliced=False), pins)
@@ -30,7 +33,7 @@ def slice_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: 
 
 
 def format_slices(slices: tuple[int, ...]) -> str:
-    """`1024, 768, 256`, or of many the first and the last: `512, 504, ..., 320`."""
+    """Return `1024, 768, 256`, or for many slices the first and the last: `512, 504, ..., 320`."""
     if len(slices) <= SHOWN:
         return ", ".join(map(str, slices))
     return f"{slices[0]}, {slices[1]}, ..., {slices[-1]}"
@@ -38,23 +41,23 @@ def format_slices(slices: tuple[int, ...]) -> str:
 
 def _chosen_note(best: EvaluatedPlan, whole: EvaluatedPlan | None, pins: Mapping[str, Any]) -> str:
     slices = best.decisions.slices
-    words = f"{len(slices)} of every sequence, of {format_slices(slices)} tokens"
+    words = f"{len(slices)} per sequence, of {format_slices(slices)} tokens"
     if pins.get("slices") is not None:
         return f"{words}, as fixed"
     if whole is None:
-        return f"{words}; no plan without slices was found to fit"
+        return f"{words}; no plan without slices fits"
     return (
-        f"{words}; {1 - best.step_s / whole.step_s:.1%} less than the best plan without slices, "
+        f"{words}; step {1 - best.step_s / whole.step_s:.1%} shorter than the best plan without slices, "
         f"{format_seconds(whole.step_s)} ({describe_choices(whole.decisions)})"
     )
 
 
 def _unused_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> str:
     if pins.get("slices") == 1:
-        return "fixed so"
+        return "fixed by --fix slices=1"
     obstacle = next(slicing_obstacles(bench.model), None)
     if obstacle is not None:
-        return f"the model cannot be cut: {obstacle.what} ({obstacle.seen})"
+        return f"the sequences of this model cannot be cut: {obstacle.what} ({obstacle.seen})"
     best, sliced = found.fitting[0], _first_plan(found, sliced=True)
     if sliced is not None:
         return _loss_reason(sliced, best)
@@ -62,28 +65,26 @@ def _unused_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
     if unfit:
         lacks = unfit[0].peak_bytes - unfit[0].limit_bytes
         return (
-            f"{_describe_slices(unfit[0].decisions)} could be faster and lack {format_bytes(lacks)} on lane "
+            f"{_describe_slices(unfit[0].decisions)} could be faster but lack {format_bytes(lacks)} on lane "
             f"{unfit[0].lane}"
         )
     if best.decisions.lane_count == 1:
-        return "a pipeline of one lane has nothing to fill"
+        return "a single lane has no pipeline bubble to fill"
     return (
         f"with {_count_microbatches(best)} on {best.decisions.lane_count} lanes, sequences of {job.sequence} "
-        "tokens and what "
-        "every slice costs anew, no plan with slices promised to be faster"
+        "tokens and the "
+        "overhead of every slice, no plan with slices was estimated to be faster"
     )
 
 
 def _loss_reason(sliced: EvaluatedPlan, best: EvaluatedPlan) -> str:
-    """What of the best sliced plan is longer: the work of its busiest lane, or the rest."""
+    """Return the reason why the best sliced plan is slower: more work on its busiest lane, or no bubble to fill."""
     slower = sliced.step_s / best.step_s - 1
     mine, theirs = (float(plan.simulation.timeline.busy_s.max()) for plan in (sliced, best))
-    words = f"the best plan found with them, {_describe_slices(sliced.decisions)}, takes {slower:.1%} longer"
+    words = f"the best plan with slices, {_describe_slices(sliced.decisions)}, takes {slower:.1%} longer"
     if mine - theirs > (sliced.step_s - best.step_s) / 2:
-        return f"{words}: slices cost its busiest lane {format_seconds(mine - theirs)} of work more"
-    return (
-        f"{words}: {_count_microbatches(best)} fill{'s' * (best.decisions.microbatches == 1)} the pipeline well enough"
-    )
+        return f"{words}: slicing adds {format_seconds(mine - theirs)} of work to its busiest lane"
+    return f"{words}: with {_count_microbatches(best)} the pipeline bubble is small without slices"
 
 
 def _count_microbatches(one: EvaluatedPlan) -> str:

@@ -1,4 +1,4 @@
-"""A plan in words and tables, for people: what `pipefit plan` and `pipefit explain` print. Text only, no terminal."""
+"""A plan in words and tables: the output of `pipefit plan` and `pipefit explain`. Plain text, no terminal control."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipefit.plan.types import (
 from pipefit.units import format_bytes, format_flops, format_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
-"""Parts of memory in the order they are shown."""
+"""Parts of memory in the order of the table."""
 
 SLICES_SHOWN = 4
-"""Slices of an alternative whose tokens are all told."""
+"""Largest number of slices of an alternative whose tokens are all listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class TextTable:
 
 
 def plan_headline(plan: Plan) -> str:
-    """What the plan is for, in one line."""
+    """Return the model, job and devices of the plan, in one line."""
     job = plan.job
     return (
         f"{plan.model.name}: batch {job.batch} x {job.sequence} tokens, {job.precision}, on {len(plan.used_devices)} "
@@ -43,7 +43,7 @@ def plan_headline(plan: Plan) -> str:
 
 
 def forecast_lines(plan: Plan) -> list[str]:
-    """The prediction in a few lines, or one line that there is none."""
+    """Return the prediction in a few lines, or a line that there is none."""
     prediction = plan.prediction
     if prediction is None:
         return ["no prediction: this plan was written by hand; `pipefit simulate` makes one"]
@@ -51,33 +51,33 @@ def forecast_lines(plan: Plan) -> list[str]:
     lines = [
         f"predicted step {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
         f"{format_flops(rate)}/s a device",
-        f"hangs on: {prediction.binds}",
+        f"critical path: {prediction.binds}",
         *search_notes(prediction),
     ]
     if prediction.lower_bound_s:
         over = prediction.step_s / prediction.lower_bound_s - 1
         lines.append(
-            f"lower bound of every plan considered, its replicas in step: {format_seconds(prediction.lower_bound_s)} "
-            f"(compute alone, cut evenly, memory not counted); this plan is {over:.1%} above it"
+            "lower bound of all plans considered, with replicas in lockstep: "
+            f"{format_seconds(prediction.lower_bound_s)} (compute only, even cuts, no memory limit); this plan is {over:.1%} above it"
         )
     if prediction.risk is not None:
         lines.append(risk_line(prediction))
     if prediction.sensitivity:
         lines.append(
-            "what more would give: "
+            "with better hardware: "
             + "; ".join(_sensitivity_line(change, prediction) for change in prediction.sensitivity)
         )
     return lines
 
 
 def search_notes(prediction: PlanPrediction) -> list[str]:
-    """The notes that say what the search made of placement, groups, slices and modules, and why."""
+    """Return the notes on the search for placement, groups, slices, modules and samples."""
     told = ("placement: ", "groups: ", "slices: ", "modules: ", "samples: ")
     return [note for note in prediction.assumptions if note.startswith(told)]
 
 
 def risk_line(prediction: PlanPrediction) -> str:
-    """The probability that the plan does not fit, and the lane that it hangs on. The plan has one."""
+    """Return the probability that the plan does not fit, and its most likely lane. The plan must have one."""
     known = [(lane.memory.risk, index) for index, lane in enumerate(prediction.lanes) if lane.memory is not None]
     risk, worst = max(known)
     lane, memory = prediction.lanes[worst], prediction.lanes[worst].memory
@@ -90,12 +90,12 @@ def risk_line(prediction: PlanPrediction) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A probability in words of a percentage; what is next to nothing as such."""
+    """Return a probability as a percentage; very small ones as `under 0.1%`."""
     return "under 0.1%" if share < 0.001 else f"{share:.1%}"
 
 
 def decision_table(plan: Plan) -> TextTable:
-    """The choices, by the keys that `--fix` takes."""
+    """Return the table of choices, by the keys of `--fix`."""
     rows = tuple(
         (key, _format_devices(list(map(int, value.split(",")))) if key == "mapping" else value)
         for key, value in plan.decisions.items()
@@ -104,8 +104,8 @@ def decision_table(plan: Plan) -> TextTable:
 
 
 def stage_table(plan: Plan) -> TextTable:
-    """Every stage: its layers, its devices, and what its lane does with its time; where several devices run a program
-    together, which."""
+    """Return the table of stages: layers, devices, busy and idle time of the lane, and the program if some are
+    sharded."""
     shared = any(stage.sharding != "none" for stage in plan.stages)
     lanes = plan.prediction.lanes if plan.prediction else None
     rows = []
@@ -132,8 +132,10 @@ def stage_table(plan: Plan) -> TextTable:
 
 
 def memory_table(plan: Plan) -> TextTable:
-    """Peak memory of every lane's fullest device, by parts, beside its limit; where kinds of devices hold different
-    amounts, of each of them."""
+    """Return the table of peak memory on every lane's fullest device, by parts, beside its limit.
+
+    If device kinds hold different amounts, each kind has a row.
+    """
     lanes = plan.prediction.lanes if plan.prediction else ()
     known = any(lane.memory is not None for lane in lanes)
     rows: list[tuple[str, ...]] = []
@@ -164,7 +166,8 @@ def _corrected_cells(memory: MemoryRisk | None) -> tuple[str, str, str]:
 
 
 def alternative_table(plan: Plan) -> TextTable:
-    """The runners-up, and why they lost or did not fit. With their slices where any of them, or the plan, has some."""
+    """Return the table of runners-up, with the reason why each lost or did not fit. It has slices if any plan has
+    some."""
     keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "zero1")
     if names := module_names(plan.decisions):
         keys = (*names, "microbatches", "schedule")
@@ -179,8 +182,8 @@ def alternative_table(plan: Plan) -> TextTable:
 
 
 def trade_table(plan: Plan) -> TextTable:
-    """Memory against time on the plan's layout: what could be had with more or less memory. Of families only those
-    that nothing with as little memory beats."""
+    """Return the table of memory against time for the plan's layout. Points that are slower with more memory are left
+    out."""
     prediction = plan.prediction
     rows: list[tuple[str, ...]] = []
     best_s = float("inf")
@@ -195,7 +198,7 @@ def trade_table(plan: Plan) -> TextTable:
 
 
 def explain_text(plan: Plan) -> str:
-    """Everything as plain text, for a pipe or a file."""
+    """Return the whole explanation as plain text, for a pipe or a file."""
     parts = [plan_headline(plan), *forecast_lines(plan)]
     for table in plan_tables(plan):
         parts += ["", format_table(table)]
@@ -205,7 +208,7 @@ def explain_text(plan: Plan) -> str:
 
 
 def plan_tables(plan: Plan) -> list[TextTable]:
-    """The tables that have rows."""
+    """Return the tables that have rows."""
     tables = (
         decision_table(plan),
         stage_table(plan),
@@ -217,7 +220,7 @@ def plan_tables(plan: Plan) -> list[TextTable]:
 
 
 def format_table(table: TextTable) -> str:
-    """A table with aligned columns and no lines."""
+    """Return a table with aligned columns and no lines."""
     rows = [table.columns, *table.rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -225,14 +228,15 @@ def format_table(table: TextTable) -> str:
 
 
 def _sensitivity_line(one: ClusterSensitivity, prediction: PlanPrediction) -> str:
-    """`links twice as fast: 3.1 s, 4.0% less (the same plan, simulated again)`."""
+    """Return `links twice as fast: 3.1 s, 4.0% less (the same plan, simulated again)`."""
     less = 1 - one.step_s / prediction.step_s if prediction.step_s else 0.0
-    words = f"{format_seconds(one.step_s)}, {less:.1%} less" if less >= 5e-4 else "nothing"
+    words = f"{format_seconds(one.step_s)}, {less:.1%} less" if less >= 5e-4 else "no gain"
     return f"{one.change}: {words} ({one.how})"
 
 
 def fullest_lane(prediction: PlanPrediction) -> LanePrediction:
-    """The lane that has least room for its own memory: where limits differ it need not be the one that needs most."""
+    """Return the lane that is fullest relative to its limit. If limits differ, it need not be the one with the most
+    bytes."""
     return max(prediction.lanes, key=lambda lane: lane.peak_bytes / lane.limit_bytes)
 
 
@@ -257,7 +261,7 @@ def _alternative_row(one: AlternativePlan, keys: Sequence[str]) -> tuple[str, ..
 
 
 def choice_cells(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]:
-    """Decisions as cells; of slices the tokens where they are few, else `16 (122,86,...,30)`."""
+    """Return decisions as cells. Slices are listed if they are few, else shortened to `16 (122,86,...,30)`."""
     words = dict(decisions)
     tokens = words.get("slices", "").split(",")
     if len(tokens) > SLICES_SHOWN:
@@ -273,9 +277,11 @@ def choice_cells(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]
 
 
 def module_names(decisions: Mapping[str, str]) -> tuple[str, ...]:
-    """The modules that choices are made for one by one (`vision.replicas`), in their order; none in a plan of one. What
-    `choice_cells` says of each: replicas x stages x shards, or `shared` for the stages of one that lies whole on every
-    lane of another module, with its replicas and shards on one."""
+    """Return the modules with separate choices (`vision.replicas`), in their order; none in a plan of one module.
+
+    The cell of each (`choice_cells`) is replicas x stages x shards. For a guest on every lane of another module,
+    `shared` replaces the stages, and replicas and shards are those of one lane.
+    """
     return tuple(dict.fromkeys(key.partition(".")[0] for key in decisions if "." in key))
 
 
@@ -284,7 +290,7 @@ def _format_share(peak_bytes: float, limit_bytes: float) -> str:
 
 
 def _format_grid(group: MeshPlan) -> str:
-    """`4 replicas x 2 shards`, with shares where they are uneven."""
+    """Return `4 replicas x 2 shards`, with shares if they are uneven."""
     parts = []
     for axis in group.axes:
         if len(axis.shares) > 1:
@@ -294,12 +300,12 @@ def _format_grid(group: MeshPlan) -> str:
 
 
 def _format_program(stage: Stage) -> str:
-    """`megatron`, or `searched 1f2e3d4c` with the name of the set of recipes; nothing for devices alone."""
+    """Return `megatron`, or `searched 1f2e3d4c` with the name of the recipe set; '' for single devices."""
     return "" if stage.sharding == "none" else f"{stage.sharding} {stage.recipes}".rstrip()
 
 
 def _format_devices(devices: Sequence[int]) -> str:
-    """`0-3` for a run, `0,8,16,...` otherwise."""
+    """Return `0-3` for a run, `0,8,16,...` otherwise."""
     if len(devices) > 1 and list(devices) == list(range(devices[0], devices[0] + len(devices))):
         return f"{devices[0]}-{devices[-1]}"
     return ",".join(map(str, devices[:4])) + (",..." if len(devices) > 4 else "")

@@ -1,4 +1,4 @@
-"""Why a plan leaves a kind of devices out, for its notes."""
+"""Notes of a plan on device kinds that it leaves out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipefit.units import format_bytes, format_seconds
 
 
 def unused_kind_notes(bench: PlannerContext, job: Job, found: SearchResult) -> tuple[str, ...]:
-    """One note for every kind of which the best plan takes no device."""
+    """Return one note for every device kind without a device in the best plan."""
     used = _used_kinds(bench, found.fitting[0].decisions)
     return tuple(_unused_reason(bench, job, found, name) for name in bench.layer_cutter.fleet.names if name not in used)
 
@@ -29,10 +29,8 @@ def _unused_reason(bench: PlannerContext, job: Job, found: SearchResult, name: s
         return f"{name} is left out: the best plan found with it takes {slower:.1%} longer"
     bounds = [plan.bound_s for plan in found.misfits if name in _used_kinds(bench, plan.decisions)]
     if bounds and min(bounds) < best.step_s:
-        return (
-            f"{name} is left out: plans with it that could be faster do not fit (from {format_seconds(min(bounds))} on)"
-        )
-    return f"{name} is left out: no plan with it that was looked at promised to be faster"
+        return f"{name} is left out: plans with it that could be faster do not fit (from {format_seconds(min(bounds))})"
+    return f"{name} is left out: no plan tried with it was estimated to be faster"
 
 
 def _used_kinds(bench: PlannerContext, decisions: ParallelConfig) -> set[str]:
@@ -40,8 +38,11 @@ def _used_kinds(bench: PlannerContext, decisions: ParallelConfig) -> set[str]:
 
 
 def _too_small_note(bench: PlannerContext, job: Job, name: str) -> str:
-    """How much memory a layer of the commonest graph needs that such a device does not have; '' where it fits alone:
-    one row, all recomputed, the optimizer state split over all devices."""
+    """Return a note on the memory that a layer of the most common graph needs and such a device lacks; '' if the layer
+    fits alone.
+
+    It assumes one row, full recomputation, and optimizer state sharded over all devices.
+    """
     cutter, layers = bench.layer_cutter, bench.only_module.layers
     row = cutter.layer_row(job, frozenset({(name, 1)}), "full", 1 / bench.network.devices)
     graphs = [layer.graph for layer in layers]
@@ -51,6 +52,6 @@ def _too_small_note(bench: PlannerContext, job: Job, name: str) -> str:
         return ""
     has = format_bytes(row.limit_bytes) if row.limit_bytes > 0 else "nothing"
     return (
-        f"beside the {format_bytes(WORKSPACE_BYTES)} that libraries take it has {has}, and "
+        f"besides the {format_bytes(WORKSPACE_BYTES)} for libraries it has {has}, but "
         f"layer {layers[index].name} needs {format_bytes(need)}"
     )

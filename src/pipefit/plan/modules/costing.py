@@ -1,7 +1,7 @@
-"""Profiles of the modules of a captured model, from the cost rooms that everything else is costed by.
+"""Profiles of the modules of a captured model, from the same cost models as all other plans.
 
-Every layer is asked for one and for two average samples; what does not grow is taken to be fixed. A frozen layer has
-no weight gradient (the graphs say so), and no backward at all where no layer before it is trained either.
+Every layer is costed for one and for two average samples; the part that does not grow counts as fixed. A frozen layer
+has no weight gradient (the graphs say so), and no backward at all if no layer before it is trained either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipefit.plan.request.sampled_batches import SampledBatches
 from pipefit.plan.types import Job, SampleLoad
 
 SHARDINGS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
-"""Programs over a shard axis, the preferred one first."""
+"""Programs over a shard axis, in order of preference."""
 
 ALONE: tuple[Sharding, ...] = ("none",)
 
@@ -44,7 +44,7 @@ NO_PARAMETERS = ParameterCounts(trainable=(0,), frozen=(0,), whole=(0,))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedVariant:
-    """What a way of a profile stands for."""
+    """The choices behind a variant of a module's profile."""
 
     sharding: Sharding
     shards: int
@@ -52,23 +52,23 @@ class CostedVariant:
     takes: TensorForm
     gives: TensorForm
     load: SampleLoad
-    "Of all layers together."
+    "Load of all layers together."
 
     def matches_decisions(self, own: ParallelConfig) -> bool:
-        """Whether a module that lies so runs this way."""
+        """Return whether a module with these decisions runs this variant."""
         return (self.shards, self.recompute) == (len(own.shards), own.recompute[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedModule:
-    """A module's profile with what its ways stand for."""
+    """A module's profile with the choices behind its variants."""
 
     profile: ModuleProfile
     ways: tuple[CostedVariant, ...]
 
 
 class ModuleCosting:
-    """Makes profiles; what they are made from is handed in once."""
+    """Builds profiles of modules for one network, job and set of samples."""
 
     def __init__(
         self, programs: ProgramCache, network: Network, layers: LayerCosts, job: Job, samples: SampledBatches
@@ -78,12 +78,14 @@ class ModuleCosting:
         self.means = {name: float(table.mean()) for name, table in samples.tokens.items()}
 
     def profile_module(self, module: ModelModule, pins: Mapping[str, Any]) -> CostedModule:
-        """Of a module, in the ways that its pins leave. Raises PlanError where they leave none."""
-        ways, meant = [], []
+        """Return the profile of a module, in the variants its constraints allow. Raises PlanError if there are none."""
+        variants, meant = [], []
         for sharding, shards, programs in self._layer_programs(module, pins):
             for recompute in [pins["recompute"][0]] if "recompute" in pins else RECOMPUTE:
-                each = [self._layer_costs(module, programs, shards, recompute, samples) for samples in (1, 2)]
-                ways.append(self._build_variant(module, sharding, shards, recompute, each))
+                layer_costs_by_samples = [
+                    self._layer_costs(module, programs, shards, recompute, samples) for samples in (1, 2)
+                ]
+                variants.append(self._build_variant(module, sharding, shards, recompute, layer_costs_by_samples))
                 meant.append(
                     CostedVariant(
                         sharding=sharding,
@@ -91,19 +93,19 @@ class ModuleCosting:
                         recompute=recompute,
                         takes=programs[0].takes,
                         gives=programs[-1].gives,
-                        load=self._sample_load(module, programs, shards, recompute, each[0]),
+                        load=self._sample_load(module, programs, shards, recompute, layer_costs_by_samples[0]),
                     )
                 )
-        if not ways:
+        if not variants:
             raise PlanError(
-                "A module cannot be split over so many shards.",
+                "A module cannot be split over this many shards.",
                 where=f"--fix {module.name}.shards",
                 seen=len(pins.get("shards", ())),
                 next_step="fix fewer shards, or none",
             )
         profile = ModuleProfile(
             name=module.name,
-            ways=tuple(ways),
+            ways=tuple(variants),
             weights=self._sample_weights(module, meant[0].load),
             overhead_s=2 * (ACTION_OVERHEAD_S + stage_overhead_s(self.network.cluster)),
             reduce_s_per_byte=self.network.ring_time([(0, self.network.devices - 1)]).s_per_byte,
@@ -115,9 +117,10 @@ class ModuleCosting:
     def _layer_programs(
         self, module: ModelModule, pins: Mapping[str, Any]
     ) -> Iterator[tuple[Sharding, int, list[LayerProgram]]]:
-        """(sharding, shards, program of every layer) for one shard and every power of two that a host has."""
-        most = max(host.devices for host in self.network.cluster.hosts)
-        counts = [len(pins["shards"])] if "shards" in pins else [1 << n for n in range(most.bit_length())]
+        """Yield (sharding, shards, program of every layer) for one shard and every power of two up to a host's
+        devices."""
+        host_devices = max(host.devices for host in self.network.cluster.hosts)
+        counts = [len(pins["shards"])] if "shards" in pins else [1 << n for n in range(host_devices.bit_length())]
         for count in counts:
             for sharding in SHARDINGS if count > 1 else ALONE:
                 try:
@@ -137,9 +140,11 @@ class ModuleCosting:
         samples: int,
         squared: float = 1.0,
     ) -> list[LayerCost]:
-        """Every layer with so many average samples, on the slowest kind of device; `squared`: their squares, as a part
-        of what they are."""
-        found = []
+        """Return the cost of every layer with `samples` average samples, on the slowest kind of device.
+
+        `squared` scales the sum of squared lengths, which attention within images depends on.
+        """
+        costs_by_kind = []
         for first in self._first_devices(shards):
             group = Mesh(
                 axes=(MeshAxis(name="replica", shares=(1,)), MeshAxis(name="shard", shares=(1,) * shards)),
@@ -166,18 +171,18 @@ class ModuleCosting:
                 stage = with_equal_rows(
                     stage, round(samples * self.means[module.space]), round(samples * squares * squared)
                 )
-            found.append(layer_costs(stage, self.job.precision, self.network, self.layers)[""])
-        return max(found, key=lambda each: sum(cost.forward_s for cost in each))
+            costs_by_kind.append(layer_costs(stage, self.job.precision, self.network, self.layers)[""])
+        return max(costs_by_kind, key=lambda costs: sum(cost.forward_s for cost in costs))
 
     def _first_devices(self, shards: int) -> list[int]:
-        """The first device of a host of every kind that has so many."""
-        found: dict[str, int] = {}
+        """Return the first device of a host of every kind that has at least `shards` devices."""
+        first_devices: dict[str, int] = {}
         first = 0
         for host in self.network.cluster.hosts:
             if host.devices >= shards:
-                found.setdefault(host.kind, first)
+                first_devices.setdefault(host.kind, first)
             first += host.devices
-        return list(found.values())
+        return list(first_devices.values())
 
     def _build_variant(
         self,
@@ -191,17 +196,17 @@ class ModuleCosting:
         sample_s = np.maximum(two_s - one_s, 0.0)
         counts = [self.programs.parameter_counts([layer], sharding, (1,) * shards) for layer in module.layers]
         precision = self.job.precision
-        parts = [static_parts(max(one.trainable), max(one.frozen), 1.0, precision) for one in counts]
+        parts = [static_parts(max(entry.trainable), max(entry.frozen), 1.0, precision) for entry in counts]
         return ModuleVariant(
             shards=shards,
             recompute=recompute,
             fixed_s=np.maximum(one_s - sample_s, 0.0),
             sample_s=sample_s,
-            static_bytes=np.array([one["parameters"] + one["gradients"] for one in parts]),
-            state_bytes=np.array([one["optimizer"] for one in parts]),
+            static_bytes=np.array([entry["parameters"] + entry["gradients"] for entry in parts]),
+            state_bytes=np.array([entry["optimizer"] for entry in parts]),
             saved_bytes=np.array([float(cost.saved_bytes) for cost in each[0]]),
             passing_bytes=np.array([_transient_bytes(cost) for cost in each[0]]),
-            gradient_bytes=np.array([float(max(one.trainable) * GRADIENT_BYTES[precision]) for one in counts]),
+            gradient_bytes=np.array([float(max(entry.trainable) * GRADIENT_BYTES[precision]) for entry in counts]),
         )
 
     def _sample_load(
@@ -212,8 +217,8 @@ class ModuleCosting:
         recompute: Recompute,
         one: Sequence[LayerCost],
     ) -> SampleLoad:
-        """What samples cost on the whole module: of a packed row what attention within images takes by squares, the
-        rest by tokens."""
+        """Return the cost of samples on the module: in packed rows attention within images costs by squares, the rest
+        by tokens."""
         forward_s = sum(cost.forward_s for cost in one)
         backward = sum(cost.backward_s for cost in one) / forward_s if forward_s else 0.0
         if module.space not in self.means:
@@ -228,7 +233,7 @@ class ModuleCosting:
         )
 
     def _sample_weights(self, module: ModelModule, load: SampleLoad) -> Array:
-        """[sampled batch, sample]: what samples cost, an average one being 1."""
+        """[sampled batch, sample]: cost of each sample relative to an average one."""
         if module.space not in self.means:
             return np.ones((1, 0))
         tokens, squares = self.samples.tokens[module.space], self.samples.squares[module.space]
@@ -237,23 +242,26 @@ class ModuleCosting:
 
 
 def _tied_forms_equal(module: ModelModule, programs: Sequence[LayerProgram]) -> bool:
-    """Whether layers that use the same parameter store it in the same form."""
+    """Return whether layers that use the same parameter store it in the same form."""
     forms: dict[str, str] = {}
     for layer, program in zip(module.layers, programs, strict=True):
-        for own, form in program.parameters.items():
-            if forms.setdefault(layer.parameters[own], str(form)) != str(form):
+        for name, form in program.parameters.items():
+            if forms.setdefault(layer.parameters[name], str(form)) != str(form):
                 return False
     return True
 
 
 def _transient_bytes(cost: LayerCost) -> float:
-    """What a layer needs while it runs, beside what is kept from its forward to its backward."""
+    """Return the memory of a layer while it runs, besides the activations kept from its forward to its backward."""
     worst = cost.passing
     return 0.0 if worst is None else max(0.0, max(worst.forward, worst.fused_last) - cost.saved_bytes)
 
 
 def can_pass_hidden(before: CostedModule, behind: CostedModule) -> NDArray[np.bool_]:
-    """[way of the one, way of the next]: whether the hidden state can go from one module to the next."""
+    """[variant of one module, variant of the next]: whether the hidden state can go from one to the next."""
     return np.array(
-        [[can_transfer((one.gives, one.shards), (two.takes, two.shards)) for two in behind.ways] for one in before.ways]
+        [
+            [can_transfer((giver.gives, giver.shards), (taker.takes, taker.shards)) for taker in behind.ways]
+            for giver in before.ways
+        ]
     )

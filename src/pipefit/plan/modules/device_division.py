@@ -1,8 +1,8 @@
-"""The search behind `orchestrate.py`: for one choice of who shares devices, the best layouts of all modules together.
+"""The search behind `orchestrate.py`: for one choice of modules that share devices, the best layouts of all modules.
 
-Counts of microbatches are gone through by their bound, the lowest first, until that is too long. For a count, layouts
-of each module that can be part of a step short enough are put together from the end of the chain backwards, because
-stages further down keep more microbatches in flight in those before them.
+Counts of microbatches are visited in the order of their bounds, until these are too long. For a count, the layouts of
+each module that can be part of a short enough step are combined from the end of the chain backwards, because later
+stages increase the microbatches in flight in earlier ones.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from pipefit.plan.modules.profile import ModuleProfile
 from pipefit.plan.modules.sharing import DeviceSharing, GuestModule
 
 NEAR = 0.15
-"""How much longer the step of a layout on the short list may be than the best one's, as a part of it."""
+"""A layout stays on the short list if its step is at most this fraction longer than the best."""
 
 LOOKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, float("inf"))
-"""How far above the bound layouts are looked for, one after the other."""
+"""Fractions above the bound within which layouts are searched, one after the other."""
 
 PAIRS = 1 << 16
-"""Layouts of two modules that are put together at once."""
+"""Number of layouts of two modules that are combined at once."""
 
 ROUNDING = 1 - 1e-12
-"""Bounds are this part of what they come to: sums in another order may differ so much."""
+"""Bounds are multiplied by this: sums in another order may differ by as much."""
 
 Key = tuple[int, int, int, tuple[int, ...]]
-"""(way, row, replicas, ways of the guests) of a module."""
+"""(variant, row, replicas, variants of the guests) of a module."""
 
 Kept = tuple[float, int, int, tuple[Key, ...]]
 """Minus the step, minus devices, minus microbatches, and the keys of the modules with devices of their own."""
 
 
 class DivisionProblem:
-    """What is to be laid out: modules with devices of their own, and guests of the backbone."""
+    """Modules with devices of their own, and guests of the backbone."""
 
     def __init__(
         self,
@@ -57,33 +57,35 @@ class DivisionProblem:
         self.devices, self.batch, self.limit_bytes = devices, batch, limit_bytes
         between = [*passes]
         self.guests: list[GuestModule] = []
-        for place in (0, len(profiles) - 1):
-            if profiles[place].name in guests:
-                feeds = place < backbone
-                own = (between.pop(0) if feeds else between.pop().T) if between else None
-                given = fixed.get(profiles[place].name, {})
-                replicas, multiple = given.get("replicas", 0), given.get("multiple", 1)
-                guest = GuestModule(profile=profiles[place], feeds=feeds, passes=own, fixed=replicas, multiple=multiple)
+        for index in (0, len(profiles) - 1):
+            if profiles[index].name in guests:
+                feeds = index < backbone
+                adjacent_passes = (between.pop(0) if feeds else between.pop().T) if between else None
+                guest_fixed = fixed.get(profiles[index].name, {})
+                replicas, multiple = guest_fixed.get("replicas", 0), guest_fixed.get("multiple", 1)
+                guest = GuestModule(
+                    profile=profiles[index], feeds=feeds, passes=adjacent_passes, fixed=replicas, multiple=multiple
+                )
                 self.guests.append(guest)
         self.passes: Sequence[NDArray[np.bool_]] = between
-        self.own = [one for one in profiles if one.name not in guests]
+        self.own = [profile for profile in profiles if profile.name not in guests]
         self.backbone = self.own.index(profiles[backbone])
         work = [
-            batch * one.mean_cost * float((one.variant_totals.shards * one.variant_totals.sample_s).min())
-            for one in profiles
+            batch * profile.mean_cost * float((profile.variant_totals.shards * profile.variant_totals.sample_s).min())
+            for profile in profiles
         ]
         self.work_s = sum(work) / devices
-        "Less than any step: all devices share all work."
+        "Lower bound of any step: all devices share all work."
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFrontier:
-    """Of a module's layouts, the fewest devices that it takes to have no stage slower than so much."""
+    """Minimum number of devices for a module's slowest stage to take at most a given time."""
 
     slowest_s: Array
     devices: Array
     best: BestValues
-    "Of all of them."
+    "Best values over all layouts."
 
     @staticmethod
     def from_options(options: LayoutOptions) -> DeviceFrontier:
@@ -93,41 +95,45 @@ class DeviceFrontier:
         return DeviceFrontier(options.slowest_s[order[fewer]], devices[fewer], options.best_values)
 
     def devices_needed(self, slowest_s: Array) -> Array:
-        """Devices, for each of these."""
-        place = np.searchsorted(self.slowest_s, slowest_s, "right") - 1
-        found: Array = np.where(place >= 0, self.devices[place], np.inf)
-        return found
+        """Return the devices for each of these times of the slowest stage."""
+        index = np.searchsorted(self.slowest_s, slowest_s, "right") - 1
+        needed: Array = np.where(index >= 0, self.devices[index], np.inf)
+        return needed
 
 
 def relaxed_s(frontiers: Sequence[DeviceFrontier], microbatches: int, devices: int) -> float:
-    """Less than any step with these layouts: the least slowest stage that the devices allow if nothing else mattered,
-    and the best of everything else."""
-    ends = np.sort(np.concatenate([one.slowest_s for one in frontiers]))
-    enough = sum((one.devices_needed(ends) for one in frontiers), np.zeros(len(ends))) <= devices
+    """Return a lower bound of the step with these layouts.
+
+    It combines the fastest slowest stage that the devices allow with the best value of everything else.
+    """
+    ends = np.sort(np.concatenate([frontier.slowest_s for frontier in frontiers]))
+    enough = sum((frontier.devices_needed(ends) for frontier in frontiers), np.zeros(len(ends))) <= devices
     if not enough[-1]:
         return float("inf")
-    slowest_s, through_s = float(ends[enough.argmax()]), sum(one.best.through_s for one in frontiers)
-    return (through_s + (microbatches - 1) * slowest_s + max(one.best.reduce_s for one in frontiers)) * ROUNDING
+    slowest_s, through_s = float(ends[enough.argmax()]), sum(frontier.best.through_s for frontier in frontiers)
+    return (
+        through_s + (microbatches - 1) * slowest_s + max(frontier.best.reduce_s for frontier in frontiers)
+    ) * ROUNDING
 
 
 @dataclass(frozen=True, slots=True)
 class OptionCache:
-    """What is worked out once for all choices of who shares, by module and count of microbatches."""
+    """Results reused for all choices of modules that share, by module and count of microbatches."""
 
     options: dict[tuple[str, int], LayoutOptions] = field(default_factory=dict)
     frontiers: dict[tuple[str, int], DeviceFrontier] = field(default_factory=dict)
 
     def layout_options(self, modules: DivisionProblem, profile: ModuleProfile, microbatches: int) -> LayoutOptions:
-        """The layouts of a module with devices of its own."""
-        key, own = (profile.name, microbatches), modules.fixed.get(profile.name, {})
+        """Return the layouts of a module with devices of its own."""
+        key, module_fixed = (profile.name, microbatches), modules.fixed.get(profile.name, {})
         if key not in self.options:
             samples = modules.batch // microbatches
-            found = options_of(profile, microbatches, samples, modules.devices, modules.limit_bytes, own)
-            self.options[key] = filter_fixed(found, own)
+            unfiltered = options_of(profile, microbatches, samples, modules.devices, modules.limit_bytes, module_fixed)
+            self.options[key] = filter_fixed(unfiltered, module_fixed)
         return self.options[key]
 
     def device_frontier(self, modules: DivisionProblem, profile: ModuleProfile, microbatches: int) -> DeviceFrontier:
-        """Of those."""
+        """Return the frontier of a module's layouts."""
         key = (profile.name, microbatches)
         if key not in self.frontiers:
             self.frontiers[key] = DeviceFrontier.from_options(self.layout_options(modules, profile, microbatches))
@@ -135,8 +141,10 @@ class OptionCache:
 
 
 class DivisionSearch:
-    """Keeps the best combinations so far: a heap with the worst of them on top; `few` while they are slower than
-    `fastest_s`, `top` else."""
+    """A search for the best combinations: a heap with the worst one on top.
+
+    It holds `few` combinations while they are slower than `fastest_s`, else `top`.
+    """
 
     def __init__(self, modules: DivisionProblem, known: OptionCache, top: int, few: int, fastest_s: float) -> None:
         self.modules, self.known, self.top, self.few, self.fastest_s = modules, known, top, few, fastest_s
@@ -144,30 +152,30 @@ class DivisionSearch:
         self.seen: set[Kept] = set()
         self.best_s = np.inf
         self.given_up = False
-        "Whether layouts were because a few were enough."
+        "True if layouts were dropped because of the limit `few`."
         self.considered = self.combined = 0
 
     @property
     def until_s(self) -> float:
-        """What a step may take to be kept."""
+        """Step time up to which a combination is kept."""
         near = self.best_s * (1 + NEAR)
         return min(near, -self.kept[0][0]) if len(self.kept) >= self.kept_limit else near
 
     @property
     def kept_limit(self) -> int:
-        """How many layouts are kept."""
+        """Number of combinations to keep."""
         return self.top if self.best_s <= self.fastest_s else self.few
 
     @property
     def cut_short(self) -> bool:
-        """Whether there may be more layouts that belong to the `top` ones."""
+        """True if more layouts may belong to the `top` ones."""
         return self.given_up and self.best_s <= self.fastest_s
 
     def run(self, counts: Iterable[int]) -> None:
-        """Go through these counts of microbatches."""
+        """Search these counts of microbatches."""
         bounds = sorted((self.bound_s(count), count) for count in counts)
-        bounds = [one for one in bounds if one[0] < np.inf]
-        for share in LOOKS if bounds else ():  # narrow looks first: what they find makes the wider ones short
+        bounds = [bound for bound in bounds if bound[0] < np.inf]
+        for share in LOOKS if bounds else ():  # narrow ranges first: their results shorten the wider ones
             within_s = bounds[0][0] * (1 + share)
             for bound_s, count in bounds:
                 until_s = min(self.until_s, within_s)
@@ -178,33 +186,36 @@ class DivisionSearch:
                 return
 
     def kept_layouts(self) -> list[Kept]:
-        """What was kept, the fastest first, of equally fast ones that with fewer devices."""
-        return [one for one in sorted(self.kept, reverse=True) if -one[0] <= self.best_s * (1 + NEAR)]
+        """Return the combinations kept, the fastest first; among equally fast ones, the one with fewer devices
+        first."""
+        return [layout for layout in sorted(self.kept, reverse=True) if -layout[0] <= self.best_s * (1 + NEAR)]
 
     def bound_s(self, microbatches: int) -> float:
-        """Less than any step of so many microbatches: as if nobody shared, and as if all devices shared all work."""
+        """Return a lower bound of any step with this count of microbatches: without sharing, and with all work divided
+        evenly."""
         modules = self.modules
-        if not all(self.known.layout_options(modules, one, microbatches).size for one in modules.own):
+        if not all(self.known.layout_options(modules, profile, microbatches).size for profile in modules.own):
             return float("inf")
-        frontiers = [self.known.device_frontier(modules, one, microbatches) for one in modules.own]
-        found = relaxed_s(frontiers, microbatches, modules.devices)
-        return max(found, modules.work_s * ROUNDING)
+        frontiers = [self.known.device_frontier(modules, profile, microbatches) for profile in modules.own]
+        relaxed_bound_s = relaxed_s(frontiers, microbatches, modules.devices)
+        return max(relaxed_bound_s, modules.work_s * ROUNDING)
 
     def combine_layouts(self, microbatches: int, until_s: float) -> None:
-        """Combine the layouts of all modules for one count of microbatches to steps of at most this."""
+        """Combine the layouts of all modules for one count of microbatches to steps of at most `until_s`."""
         modules = self.modules
-        plain = [self.known.layout_options(modules, one, microbatches) for one in modules.own]
+        plain = [self.known.layout_options(modules, profile, microbatches) for profile in modules.own]
         options = self._promising_options(plain, microbatches, until_s)
         if options is not None and modules.guests:
             options = self._with_guests(options, microbatches, until_s)
         if options is not None:
-            options = [drop_dominated(one, bool(modules.passes)) for one in options]
+            options = [drop_dominated(module_options, bool(modules.passes)) for module_options in options]
             self._combine_module(options, microbatches, len(options) - 1, _PartialChoice())
 
     def _with_guests(
         self, options: list[LayoutOptions], microbatches: int, until_s: float
     ) -> list[LayoutOptions] | None:
-        """With every way of the guests in the backbone's layouts, their memory among it."""
+        """Return the options with every variant of the guests added to the backbone's layouts, including their
+        memory."""
         modules, backbone, samples = self.modules, self.modules.backbone, self.modules.batch // microbatches
         sharing = DeviceSharing(modules.own[backbone], modules.guests, microbatches, samples, modules.limit_bytes)
         plain = options[backbone]
@@ -214,42 +225,46 @@ class DivisionSearch:
             return None
         promising[backbone] = sharing.expand_options(plain.select_rows(promising[backbone].beside[:, 0]))
         self.considered += promising[backbone].size
-        found = self._promising_options(promising, microbatches, until_s) if promising[backbone].size else None
-        if found is None:
+        remaining = self._promising_options(promising, microbatches, until_s) if promising[backbone].size else None
+        if remaining is None:
             return None
-        behind = sum(int(one.stages.max()) for one in found[backbone + 1 :])
-        found[backbone] = sharing.fitting_options(found[backbone], behind)
-        return self._promising_options(found, microbatches, until_s) if found[backbone].size else None
+        behind = sum(int(module_options.stages.max()) for module_options in remaining[backbone + 1 :])
+        remaining[backbone] = sharing.fitting_options(remaining[backbone], behind)
+        return self._promising_options(remaining, microbatches, until_s) if remaining[backbone].size else None
 
     def _promising_options(
         self, options: Sequence[LayoutOptions], microbatches: int, until_s: float
     ) -> list[LayoutOptions] | None:
-        """The options that may be part of a step of at most this; None if of some module there are none."""
+        """Return the options that may be part of a step of at most `until_s`; None if a module has none."""
         left = list(options)
         while True:
-            size = sum(one.size for one in left)
-            for place, one in enumerate(left):
-                others = [other for at, other in enumerate(left) if at != place]
-                step_s = _PartialChoice().with_best(others).step_s(one, microbatches)
-                spare = self.modules.devices - sum(other.best_values.devices for other in others)
-                fits = np.flatnonzero((one.devices <= spare) & (step_s <= until_s))
+            size = sum(module_options.size for module_options in left)
+            for index, module_options in enumerate(left):
+                other_modules = [
+                    other_options for other_index, other_options in enumerate(left) if other_index != index
+                ]
+                step_s = _PartialChoice().with_best(other_modules).step_s(module_options, microbatches)
+                spare = self.modules.devices - sum(other_options.best_values.devices for other_options in other_modules)
+                fits = np.flatnonzero((module_options.devices <= spare) & (step_s <= until_s))
                 if not len(fits):
                     return None
-                if len(fits) < one.size:
-                    left[place] = one.select_rows(fits)
-            if sum(one.size for one in left) == size:
+                if len(fits) < module_options.size:
+                    left[index] = module_options.select_rows(fits)
+            if sum(module_options.size for module_options in left) == size:
                 return left
 
     def _combine_module(
         self, options: Sequence[LayoutOptions], microbatches: int, place: int, chosen: _PartialChoice
     ) -> None:
-        """Every option of module `place` with those of the modules before, given what was chosen for those behind."""
-        modules, own, before = self.modules, options[place], options[:place]
-        least = sum(one.best_values.devices for one in before)
-        fits = (own.room >= chosen.stages) & (own.devices + chosen.devices + least <= modules.devices)
+        """Combine every option of module `place` with those of the modules before it, given the choices behind it."""
+        modules, module_options, before = self.modules, options[place], options[:place]
+        least = sum(earlier.best_values.devices for earlier in before)
+        fits = (module_options.room >= chosen.stages) & (
+            module_options.devices + chosen.devices + least <= modules.devices
+        )
         if modules.passes and chosen.keys:
-            fits &= modules.passes[place][own.way, chosen.keys[0][0]]
-        step_s = chosen.with_best(before).step_s(own, microbatches)
+            fits &= modules.passes[place][module_options.way, chosen.keys[0][0]]
+        step_s = chosen.with_best(before).step_s(module_options, microbatches)
         order = np.flatnonzero(fits & (step_s <= self.until_s))
         order = order[np.argsort(step_s[order], kind="stable")]
         if place == 1:
@@ -257,12 +272,12 @@ class DivisionSearch:
             for start in range(0, len(order), at_once):
                 if step_s[order[start]] > self.until_s:
                     break
-                self._combine_pairs(before[0], own, order[start : start + at_once], microbatches, chosen)
+                self._combine_pairs(before[0], module_options, order[start : start + at_once], microbatches, chosen)
             return
         for index in order.tolist():
             if step_s[index] > self.until_s:
                 break
-            more = chosen.with_option(own, index)
+            more = chosen.with_option(module_options, index)
             if place:
                 self._combine_module(options, microbatches, place - 1, more)
             else:
@@ -271,7 +286,7 @@ class DivisionSearch:
     def _combine_pairs(
         self, first: LayoutOptions, second: LayoutOptions, index: Ints, microbatches: int, chosen: _PartialChoice
     ) -> None:
-        """Options of the first module with these of the second one, given what was chosen for those behind."""
+        """Combine options of the first module with these of the second one, given the choices behind them."""
         second_s = chosen.through_s + second.through_s[index]
         slowest_s = np.maximum(chosen.slowest_s, second.slowest_s[index])
         reduce_s = np.maximum(chosen.reduce_s, second.reduce_s[index])
@@ -287,11 +302,11 @@ class DivisionSearch:
             fits &= self.modules.passes[0][first.way[None, :], second.way[index][:, None]]
         rows, columns = np.nonzero(fits)
         found_s = step_s[rows, columns]
-        for place in np.argsort(found_s, kind="stable").tolist():
-            if found_s[place] > self.until_s:
+        for pair in np.argsort(found_s, kind="stable").tolist():
+            if found_s[pair] > self.until_s:
                 break
-            both = chosen.with_option(second, int(index[rows[place]])).with_option(first, int(columns[place]))
-            self._keep_layout(float(found_s[place]), microbatches, both)
+            both = chosen.with_option(second, int(index[rows[pair]])).with_option(first, int(columns[pair]))
+            self._keep_layout(float(found_s[pair]), microbatches, both)
 
     def _keep_layout(self, step_s: float, microbatches: int, chosen: _PartialChoice) -> None:
         item = (-step_s, -chosen.devices, -microbatches, chosen.keys)
@@ -310,7 +325,7 @@ class DivisionSearch:
 
 @dataclass(frozen=True, slots=True)
 class _PartialChoice:
-    """What the modules at the end of the chain come to."""
+    """Sums and maxima over the chosen modules at the end of the chain."""
 
     through_s: float = 0.0
     slowest_s: float = 0.0
@@ -320,7 +335,7 @@ class _PartialChoice:
     keys: tuple[Key, ...] = ()
 
     def with_option(self, options: LayoutOptions, index: int) -> _PartialChoice:
-        """With one option more, of the module before."""
+        """Return the choice with one more option, of the module before."""
         return _PartialChoice(
             self.through_s + float(options.through_s[index]),
             max(self.slowest_s, float(options.slowest_s[index])),
@@ -331,25 +346,25 @@ class _PartialChoice:
         )
 
     def with_best(self, others: Sequence[LayoutOptions]) -> _PartialChoice:
-        """With the best of everything that these modules have."""
+        """Return the choice with the best values of these modules."""
         return _PartialChoice(
-            self.through_s + sum(one.best_values.through_s for one in others),
-            max([self.slowest_s, *(one.best_values.slowest_s for one in others)]),
-            max([self.reduce_s, *(one.best_values.reduce_s for one in others)]),
+            self.through_s + sum(module_options.best_values.through_s for module_options in others),
+            max([self.slowest_s, *(module_options.best_values.slowest_s for module_options in others)]),
+            max([self.reduce_s, *(module_options.best_values.reduce_s for module_options in others)]),
         )
 
     def step_s(self, options: LayoutOptions, microbatches: int) -> Array:
-        """The step with each of these options."""
+        """Return the step with each of these options."""
         slowest_s = np.maximum(options.slowest_s, self.slowest_s)
-        found: Array = (
+        steps_s: Array = (
             self.through_s
             + options.through_s
             + (microbatches - 1) * slowest_s
             + np.maximum(options.reduce_s, self.reduce_s)
         )
-        return found
+        return steps_s
 
 
 def _option_key(options: LayoutOptions, index: int) -> Key:
-    way, row, replicas = (int(column[index]) for column in (options.way, options.row, options.replicas))
-    return way, row, replicas, tuple(options.beside[index].tolist()) if options.beside.shape[1] else ()
+    variant, row, replicas = (int(column[index]) for column in (options.way, options.row, options.replicas))
+    return variant, row, replicas, tuple(options.beside[index].tolist()) if options.beside.shape[1] else ()

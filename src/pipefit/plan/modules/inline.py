@@ -1,10 +1,12 @@
-"""Layouts with the small modules in line with the largest one: the one before it on its first lane, the one behind it
-on its last, in its shards or in a grid of their own with fewer of them and as many times more replicas.
+"""Layouts with the small modules inline with the largest one.
 
-Such a layout is one of a single module, whose first and last layer do the small modules' work as well. So that one is
-made, and costed as all are (`options.py`): cut where its slowest lane is fastest, by the closed form of `orchestrate`,
-its memory filled as 1F1B fills it. Where samples differ in several modules, the joined module's samples differ as they
-do on average, and a module with more replicas gets its part of them to a fraction; the simulator knows each.
+The module before it is on its first lane, the module behind it on its last, with the same shards or a grid with fewer
+shards and proportionally more replicas.
+
+Such a layout belongs to a single module whose first and last layer also do the small modules' work. The joined module
+is costed like all others (`options.py`): cut where its slowest lane is fastest, by the closed form of `orchestrate`,
+with the memory of 1F1B. If samples differ in several modules, the joined module's samples differ by their average. A
+module with more replicas gets a fractional share of them; the simulator uses the exact samples.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ from pipefit.plan.modules.orchestrate import NEAR, ModuleArrangement, ModuleLayo
 from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
 
 SHORT = 16
-"""Layouts that are handed on: the best by the closed form; the best if all reductions were hidden, which the simulator
-knows how far they are; and those whose busiest lane has least to do, which an order without idle lanes would make the
-best, ALIKE of them at most with the same grid and stages of the backbone. The same again of those that are monolithic:
-what all modules have alike needs least memory at the ends, where the closed form is least sure of it."""
+"""Number of layouts returned by each of three measures: the closed form; the closed form with all reductions hidden
+(the simulator decides how much they are); and the least work on the busiest lane, which an order without idle lanes
+would make the best, with at most ALIKE of them for the same grid and stages of the backbone. The same again for layouts
+in which all modules have the same shards and recomputation: these need least memory at the ends, where the closed form
+is least accurate."""
 
 ALIKE = 2
 
 EVERY = 64
-"""Devices up to which every module is free in its shards and in what it recomputes; with more, those beside the
-backbone are alike, in what they recompute as far as all modules have the choice."""
+"""Number of devices up to which every module chooses its shards and recomputation freely. On more, all modules but the
+backbone have the same shards, and the same recomputation if all modules have the choice."""
 
 
 def inline_layouts(
@@ -47,58 +50,73 @@ def inline_layouts(
     passes: Sequence[NDArray[np.bool_]] = (),
     fixed: Mapping[str, Mapping[str, int]] | None = None,
 ) -> OrchestrationResult:
-    """The layouts with the least closed-form step that have all other modules in line with the backbone, which stands
-    beside each of them: SHORT by each measure. Arguments as those of `orchestrate`."""
-    free = all(len({way.recompute for way in one.ways}) > 1 for one in profiles)
-    whole = join_modules(profiles, passes, alike=devices > EVERY, free=free)
-    replicas = {name: own["replicas"] for name, own in (fixed or {}).items() if "replicas" in own}
-    given = (fixed or {}).get(whole.profile.name, {})
-    each = list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
-    if not whole.profile.ways:
-        each = []
-    found: list[tuple[int, LayoutOptions]] = []
+    """Return the layouts with the shortest closed-form step whose other modules are all inline with the backbone.
+
+    Every other module must be adjacent to the backbone. Returns SHORT layouts by each measure. The arguments are those
+    of `orchestrate_modules`.
+    """
+    free = all(len({variant.recompute for variant in profile.ways}) > 1 for profile in profiles)
+    joined = join_modules(profiles, passes, alike=devices > EVERY, free=free)
+    replicas = {
+        name: replica_fixed["replicas"] for name, replica_fixed in (fixed or {}).items() if "replicas" in replica_fixed
+    }
+    backbone_fixed = (fixed or {}).get(joined.profile.name, {})
+    count_choices = (
+        list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
+    )
+    if not joined.profile.ways:
+        count_choices = []
+    options_by_count: list[tuple[int, LayoutOptions]] = []
     best_s = np.inf
-    for bound_s, count in sorted((whole.least_s(count, batch, devices), count) for count in each):
+    for bound_s, count in sorted((joined.least_s(count, batch, devices), count) for count in count_choices):
         if bound_s > best_s * (1 + NEAR):
             break
         samples = batch // count
-        for own in whole.replica_choices(given, replicas):
-            options = filter_fixed(options_of(whole.profile, count, samples, devices, limit_bytes, own), given)
-            found.append((count, whole.feasible_options(options, samples, replicas)))
-            best_s = min(best_s, float(_step_times_s(*found[-1]).min(initial=np.inf)))
-    reduce_s = np.concatenate([np.zeros(0), *(one.reduce_s for _, one in found)])
-    step_s = np.concatenate([np.zeros(0), *itertools.starmap(_step_times_s, found)]) + reduce_s
-    starts = np.cumsum([0, *(one.size for _, one in found)])
-    busy_s = np.concatenate([np.zeros(0), *(count * one.slowest_s for count, one in found)])
-    plain = np.concatenate([np.zeros(0, dtype=np.bool_), *(whole.uniform_variants()[one.way] for _, one in found)])
+        for replica_fixed in joined.replica_choices(backbone_fixed, replicas):
+            options = filter_fixed(
+                options_of(joined.profile, count, samples, devices, limit_bytes, replica_fixed), backbone_fixed
+            )
+            options_by_count.append((count, joined.feasible_options(options, samples, replicas)))
+            best_s = min(best_s, float(_step_times_s(*options_by_count[-1]).min(initial=np.inf)))
+    reduce_s = np.concatenate([np.zeros(0), *(options.reduce_s for _, options in options_by_count)])
+    step_s = np.concatenate([np.zeros(0), *itertools.starmap(_step_times_s, options_by_count)]) + reduce_s
+    starts = np.cumsum([0, *(options.size for _, options in options_by_count)])
+    busy_s = np.concatenate([np.zeros(0), *(count * options.slowest_s for count, options in options_by_count)])
+    plain = np.concatenate(
+        [np.zeros(0, dtype=np.bool_), *(joined.uniform_variants()[options.way] for _, options in options_by_count)]
+    )
     chosen = set[int]()
-    for some in (np.arange(len(plain)), np.flatnonzero(plain)):
+    for candidates in (np.arange(len(plain)), np.flatnonzero(plain)):
         for seconds in (step_s, step_s - reduce_s):
-            chosen |= {*some[np.argsort(seconds[some], kind="stable")[:SHORT]].tolist()}
-        chosen |= {*_least_busy(busy_s, some, found)}
+            chosen |= {*candidates[np.argsort(seconds[candidates], kind="stable")[:SHORT]].tolist()}
+        chosen |= {*_least_busy(busy_s, candidates, options_by_count)}
     best: list[ModuleArrangement] = []
     for index in sorted(chosen, key=lambda index: (step_s[index], index)):
-        at = int(np.searchsorted(starts, index, "right")) - 1
-        count, options = found[at]
-        layouts = whole.split_layouts(options, int(index - starts[at]))
+        batch_index = int(np.searchsorted(starts, index, "right")) - 1
+        count, options = options_by_count[batch_index]
+        layouts = joined.split_layouts(options, int(index - starts[batch_index]))
         best.append(ModuleArrangement(microbatches=count, modules=layouts, step_s=float(step_s[index])))
     return OrchestrationResult(best=tuple(best), considered=len(step_s), combined=len(best))
 
 
 def _step_times_s(microbatches: int, options: LayoutOptions) -> Array:
-    """The step of every layout, but for adding up gradients."""
-    found: Array = options.through_s + (microbatches - 1) * options.slowest_s
-    return found
+    """Return the step of every layout without gradient reductions."""
+    steps_s: Array = options.through_s + (microbatches - 1) * options.slowest_s
+    return steps_s
 
 
 def _least_busy(seconds: Array, some: Ints, found: Sequence[tuple[int, LayoutOptions]]) -> list[int]:
-    """Where of `some` the SHORT least are, ALIKE of each (microbatches, replicas, stages, devices)."""
-    grids = [np.column_stack((np.full(one.size, count), one.replicas, one.stages, one.devices)) for count, one in found]
+    """Return the indices among `some` of the SHORT smallest `seconds`, ALIKE for each (microbatches, replicas, stages,
+    devices)."""
+    grids = [
+        np.column_stack((np.full(options.size, count), options.replicas, options.stages, options.devices))
+        for count, options in found
+    ]
     chosen, seen = list[int](), Counter[bytes]()
-    whole = np.concatenate([np.zeros((0, 4), dtype=np.int64), *grids])
+    grid_rows = np.concatenate([np.zeros((0, 4), dtype=np.int64), *grids])
     for index in some[np.argsort(seconds[some], kind="stable")].tolist():
-        seen[whole[index].tobytes()] += 1
-        if seen[whole[index].tobytes()] <= ALIKE:
+        seen[grid_rows[index].tobytes()] += 1
+        if seen[grid_rows[index].tobytes()] <= ALIKE:
             chosen.append(index)
             if len(chosen) == SHORT:
                 break
@@ -110,58 +128,72 @@ class JoinedModules:
     """All modules as one."""
 
     profile: ModuleProfile
-    "With the backbone's name and layers."
+    "Profile with the backbone's name and layers."
     modules: tuple[str, ...]
     recompute: tuple[tuple[Recompute, ...], ...]
-    "Of every way, what each module recomputes."
+    "Recomputation of each module, for every variant."
     shards: tuple[tuple[int, ...], ...]
-    "Of every way, the shards of each module: they divide those of the backbone."
+    "Shards of each module, for every variant: they divide those of the backbone."
     profiles: tuple[ModuleProfile, ...]
-    "Of each module by itself."
+    "Profile of each single module."
 
     def least_s(self, microbatches: int, batch: int, devices: int) -> float:
-        """Less than any step of so many microbatches, reductions apart: as `orchestrate` has it, of one module."""
-        whole, sample_s = self.profile.variant_totals, self.profile.mean_cost * self.profile.variant_totals.sample_s
-        through_s = float((whole.fixed_s + sample_s).min())
-        work_s = float((whole.shards * (whole.fixed_s + batch // microbatches * sample_s)).min())
+        """Return a lower bound of any step with this count of microbatches, without reductions.
+
+        It is the bound of `orchestrate_modules` for a single module.
+        """
+        totals, sample_s = self.profile.variant_totals, self.profile.mean_cost * self.profile.variant_totals.sample_s
+        through_s = float((totals.fixed_s + sample_s).min())
+        work_s = float((totals.shards * (totals.fixed_s + batch // microbatches * sample_s)).min())
         return through_s + (microbatches - 1) * work_s / devices
 
     def uniform_variants(self) -> NDArray[np.bool_]:
-        """Of every way, whether all modules have the same shards and recompute the same."""
-        each = zip(self.recompute, self.shards, strict=True)
-        return np.array([len({*again}) == len({*shards}) == 1 for again, shards in each], dtype=np.bool_)
+        """Return, for every variant, whether all modules have the same shards and recomputation."""
+        choices = zip(self.recompute, self.shards, strict=True)
+        return np.array([len({*again}) == len({*shards}) == 1 for again, shards in choices], dtype=np.bool_)
 
     def replica_choices(self, given: Mapping[str, int], replicas: Mapping[str, int]) -> list[dict[str, int]]:
-        """`given` of the backbone, with each count of its replicas that lets the modules have theirs, where those are
-        fixed: in one entry without a count where none is."""
-        others = [(self.modules.index(name), count) for name, count in replicas.items() if name != self.profile.name]
-        if "replicas" in given or not others:
+        """Return `given` with each count of the backbone's replicas that agrees with the fixed `replicas` of the other
+        modules.
+
+        Without fixed ones it is a single entry without a count.
+        """
+        fixed_others = [
+            (self.modules.index(name), count) for name, count in replicas.items() if name != self.profile.name
+        ]
+        if "replicas" in given or not fixed_others:
             return [dict(given)]
-        place, count = others[0]
-        found = {count * own[place] // way.shards for way, own in zip(self.profile.ways, self.shards, strict=True)}
-        return [{**given, "replicas": own} for own in sorted(found - {0})]
+        index, count = fixed_others[0]
+        backbone_replicas = {
+            count * module_shards[index] // variant.shards
+            for variant, module_shards in zip(self.profile.ways, self.shards, strict=True)
+        }
+        return [{**given, "replicas": backbone_count} for backbone_count in sorted(backbone_replicas - {0})]
 
     def feasible_options(self, options: LayoutOptions, samples: int, replicas: Mapping[str, int]) -> LayoutOptions:
-        """Those in which each replica of a module has a sample of a microbatch, or an image where it divides those, and
-        that have what is fixed."""
-        each = np.array([way.shards for way in self.profile.ways])[:, None] // np.array(self.shards)
-        counts = options.replicas[:, None] * each[options.way]
-        most = [profile.most_replicas(samples, profile.name in replicas) for profile in self.profiles]
-        fits = (counts <= np.array(most)).all(axis=1)
+        """Return the options in which each replica of a module has a sample of a microbatch and the fixed replicas are
+        obeyed.
+
+        A module that divides images needs an image, not a sample, for each replica.
+        """
+        quotients = np.array([variant.shards for variant in self.profile.ways])[:, None] // np.array(self.shards)
+        counts = options.replicas[:, None] * quotients[options.way]
+        limits = [profile.most_replicas(samples, profile.name in replicas) for profile in self.profiles]
+        fits = (counts <= np.array(limits)).all(axis=1)
         for name, count in replicas.items():
             fits &= counts[:, self.modules.index(name)] == count
         return options.select_rows(fits)
 
     def split_layouts(self, options: LayoutOptions, index: int) -> tuple[ModuleLayout, ...]:
-        """What a layout is for each of the modules."""
+        """Return the layout of each module."""
         number = int(options.way[index])
-        way, replicas = self.profile.ways[number], int(options.replicas[index])
+        variant, replicas = self.profile.ways[number], int(options.replicas[index])
         return tuple(
             ModuleLayout(
                 module=name,
-                replicas=replicas * way.shards // shards,
+                replicas=replicas * variant.shards // shards,
                 shards=shards,
-                cuts=way.stage_cuts.bounds[options.row[index]][1:-1] if name == self.profile.name else (),
+                cuts=variant.stage_cuts.bounds[options.row[index]][1:-1] if name == self.profile.name else (),
                 recompute=recompute,
                 inline=name != self.profile.name,
             )
@@ -175,25 +207,37 @@ def join_modules(
     alike: bool = False,
     free: bool = True,
 ) -> JoinedModules:
-    """All modules as one: a way for every way of each of them whose shards divide the backbone's; where they have to
-    be `uniform_variants`, of those with others than the backbone that differ in shards none, or where these are `free`
-    in that, in what they recompute. `passes` as in `orchestrate`."""
-    place = backbone_of(profiles)
-    backbone = profiles[place]
-    ways, recompute, shards, chosen = [], [], [], (0,) * len(profiles)
-    for each in itertools.product(*(range(len(profile.ways)) for profile in profiles)):
-        own = [profile.ways[index] for profile, index in zip(profiles, each, strict=True)]
-        goes = all(table[one, two] for table, (one, two) in zip(passes, itertools.pairwise(each), strict=False))
-        others = {(way.recompute if free else "none", way.shards) for at, way in enumerate(own) if at != place}
-        if goes and not any(own[place].shards % way.shards for way in own) and not (alike and len(others) > 1):
-            ways.append(_join_variant(own, place, backbone.overhead_s))
-            recompute.append(tuple(way.recompute for way in own))
-            shards.append(tuple(way.shards for way in own))
-            chosen = each
-    profile = replace(backbone, ways=tuple(ways), weights=_mean_weights(profiles, chosen))
+    """Return all modules as one: a variant for every combination whose shards divide the backbone's.
+
+    With `alike`, all modules but the backbone have the same shards, and with `free` also the same recomputation.
+    `passes` as in `orchestrate_modules`.
+    """
+    backbone_index = backbone_of(profiles)
+    backbone = profiles[backbone_index]
+    variants, recompute, shards, chosen = [], [], [], (0,) * len(profiles)
+    for indices in itertools.product(*(range(len(profile.ways)) for profile in profiles)):
+        chosen_variants = [profile.ways[index] for profile, index in zip(profiles, indices, strict=True)]
+        goes = all(
+            table[giver, taker] for table, (giver, taker) in zip(passes, itertools.pairwise(indices), strict=False)
+        )
+        other_choices = {
+            (variant.recompute if free else "none", variant.shards)
+            for module_index, variant in enumerate(chosen_variants)
+            if module_index != backbone_index
+        }
+        if (
+            goes
+            and not any(chosen_variants[backbone_index].shards % variant.shards for variant in chosen_variants)
+            and not (alike and len(other_choices) > 1)
+        ):
+            variants.append(_join_variant(chosen_variants, backbone_index, backbone.overhead_s))
+            recompute.append(tuple(variant.recompute for variant in chosen_variants))
+            shards.append(tuple(variant.shards for variant in chosen_variants))
+            chosen = indices
+    profile = replace(backbone, ways=tuple(variants), weights=_mean_weights(profiles, chosen))
     return JoinedModules(
         profile=profile,
-        modules=tuple(one.name for one in profiles),
+        modules=tuple(profile.name for profile in profiles),
         recompute=tuple(recompute),
         shards=tuple(shards),
         profiles=tuple(profiles),
@@ -201,18 +245,20 @@ def join_modules(
 
 
 def _join_variant(own: Sequence[ModuleVariant], place: int, overhead_s: float) -> ModuleVariant:
-    """The backbone's way with what lies before it in its first layer, and what lies behind it in its last. A module
-    with fewer shards has so many times more replicas: a sample of the backbone's is a part of one for each of them, and
-    so is what they hold of the optimizer state."""
+    """Return the backbone's variant with the modules before it in its first layer, and those behind it in its last.
+
+    A module with fewer shards has proportionally more replicas. Its time per sample of the backbone and its part of the
+    optimizer state are divided by that factor.
+    """
     shards = own[place].shards
 
     def lump_layers(name: str, over: np.ufunc = np.add, more: float = 0.0, divided: bool = False) -> Array:
         layers = np.array(getattr(own[place], name), dtype=np.float64)
-        for at, way in enumerate(own):
-            if at != place:
-                end = 0 if at < place else -1
-                part = way.shards / shards if divided else 1.0
-                layers[end] = over(layers[end], over.reduce(getattr(way, name)) * part + more)
+        for module_index, variant in enumerate(own):
+            if module_index != place:
+                end = 0 if module_index < place else -1
+                part = variant.shards / shards if divided else 1.0
+                layers[end] = over(layers[end], over.reduce(getattr(variant, name)) * part + more)
         return layers
 
     return ModuleVariant(
@@ -229,12 +275,13 @@ def _join_variant(own: Sequence[ModuleVariant], place: int, overhead_s: float) -
 
 
 def _mean_weights(profiles: Sequence[ModuleProfile], ways: Sequence[int]) -> Array:
-    """[sampled batch, sample]: the mean of what samples cost in the modules, by their time for an average one."""
-    seconds = [float(profile.ways[way].sample_s.sum()) for profile, way in zip(profiles, ways, strict=True)]
+    """[sampled batch, sample]: mean cost of the samples over the modules, weighted by their time for an average
+    sample."""
+    seconds = [float(profile.ways[variant].sample_s.sum()) for profile, variant in zip(profiles, ways, strict=True)]
     ragged = [profile.weights.shape for profile in profiles if profile.weights.size]
     if not ragged or not sum(seconds):
         return np.ones((1, 0))
-    found: Array = np.zeros(ragged[0])
+    weights: Array = np.zeros(ragged[0])
     for profile, own_s in zip(profiles, seconds, strict=True):
-        found = found + own_s / sum(seconds) * (profile.weights if profile.weights.size else 1.0)
-    return found
+        weights = weights + own_s / sum(seconds) * (profile.weights if profile.weights.size else 1.0)
+    return weights

@@ -1,9 +1,8 @@
-"""How much the fullest replica of a microbatch has to do, when a global batch is dealt out as evenly as can be.
+"""The load of the fullest replica of a microbatch when a global batch is dealt out as evenly as possible.
 
-Samples differ; every microbatch waits for its fullest replica. Here samples are dealt, heaviest first, to and fro over
-the bins (replicas of all microbatches, as many samples in each), and bins that are alike come together in one
-microbatch. That is an estimate for choosing layouts; what a step really does is told by the order that its samples
-get, which the simulator is given.
+Samples differ, and every microbatch waits for its fullest replica. Here samples are dealt heaviest first, back and
+forth over the bins (the replicas of all microbatches, with equal numbers of samples), and similar bins come together in
+one microbatch. That is an estimate for choosing layouts; the simulator uses the actual order of the samples.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from pipefit.cost.types import Array
 from pipefit.plan.bounds.step_bounds import Ints
 
 KNOWN = 1 << 22
-"""Values of filled bins that are remembered at most: 32 MiB."""
+"""Maximum number of cached values of filled bins: 32 MiB."""
 
 
 class SampleDealer:
-    """Deals out the samples of a global batch; what it did for one count of bins it knows for the next time.
+    """Deals out the samples of a global batch, and caches the result for each count of bins.
 
     `weights` [sampled batch, sample] as in `ModuleProfile`.
     """
@@ -31,25 +30,27 @@ class SampleDealer:
         self._loads: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def loads_by_replicas(self, microbatches: int, replicas: Ints, samples: int) -> tuple[Array, Array]:
-        """`fullest_loads` of each of these counts of replicas."""
-        found = np.array([self.fullest_load(microbatches, one, samples) for one in replicas.tolist()]).reshape(-1, 2)
-        return found[:, 0], found[:, 1]
+        """Return `fullest_loads` for each of these counts of replicas."""
+        loads = np.array(
+            [self.fullest_load(microbatches, replica_count, samples) for replica_count in replicas.tolist()]
+        ).reshape(-1, 2)
+        return loads[:, 0], loads[:, 1]
 
     def fullest_load(self, microbatches: int, replicas: int, samples: int) -> tuple[float, float]:
         """See `fullest_loads`."""
         key = (microbatches, replicas, samples)
         if key not in self._loads:
-            each = ceil(samples / replicas)
+            bin_samples = ceil(samples / replicas)
             if self.heaviest_first.shape[1]:
-                filled, most = self._fill_bins(microbatches * replicas, each)
+                filled, largest = self._fill_bins(microbatches * replicas, bin_samples)
                 fullest = filled[:, replicas - 1 :: replicas]
-                self._loads[key] = float(np.add.reduce(fullest, axis=None)) / fullest.size, most
+                self._loads[key] = float(np.add.reduce(fullest, axis=None)) / fullest.size, largest
             else:
-                self._loads[key] = float(each), float(each)
+                self._loads[key] = float(bin_samples), float(bin_samples)
         return self._loads[key]
 
     def _fill_bins(self, bins: int, each: int) -> tuple[Array, float]:
-        """([sampled batch, bin] with `each` samples in every bin, the emptiest first; the fullest of all)."""
+        """Return ([sampled batch, bin] with `each` samples in every bin, the emptiest first; the fullest of all)."""
         if (bins, each) not in self._bins:
             if len(self._bins) * self.heaviest_first.size > KNOWN:
                 self._bins.clear()
@@ -64,7 +65,7 @@ class SampleDealer:
 
 
 def fullest_loads(weights: Array, microbatches: int, replicas: int, samples: int) -> tuple[float, float]:
-    """(mean over microbatches, largest) of what the fullest replica of a microbatch gets, in average samples.
+    """Return (mean over microbatches, largest) load of the fullest replica of a microbatch, in average samples.
 
     `weights` [sampled batch, sample] as in `ModuleProfile`; a microbatch has `samples` samples.
     """

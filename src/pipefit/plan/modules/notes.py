@@ -1,4 +1,4 @@
-"""What the notes of a plan of several modules say: what each has, where it lies, and what other places would give."""
+"""Notes of a plan of several modules: each module's devices and work, its placement, and the alternatives."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ def placement_notes(
     backbone: str,
     mean_s: Mapping[int, float],
 ) -> Iterator[str]:
-    """Which placement won and why: of every choice of modules on the devices of the `backbone` (name -> word) the best
-    step that was simulated, and what limits it, or what none of `misfits` has. `fitting`: the best first, those whose
-    mean over all batches is known, by identity, before the others."""
+    """Yield the chosen placement, and the result of every choice of modules on the devices of the `backbone` (name ->
+    word).
+
+    A result is the best simulated step and its critical path, or the memory missing in `misfits`. `fitting` is sorted,
+    with the plans whose mean over all batches is known (`mean_s`, by identity) first.
+    """
     chosen = _module_placements(fitting[0])
     how = f"{_join_names(chosen)} on the devices of {backbone}" if chosen else "every one on devices of its own"
     yield f"{how} ({_placement_word(chosen)})"
     for placed in choices:
         words = f"{_join_names(placed)} {_placement_word(placed)}" if placed else "all disjoint"
-        first = next((one for one in fitting if _module_placements(one) == placed), None)
+        first = next((plan for plan in fitting if _module_placements(plan) == placed), None)
         if first is None:
-            lacking = [one.peak_bytes - one.limit_bytes for one in misfits if _module_placements(one) == placed]
+            lacking = [plan.peak_bytes - plan.limit_bytes for plan in misfits if _module_placements(plan) == placed]
             closest = f": {format_bytes(min(lacking))} are missing in the closest one" if lacking else ""
             yield f"{words}: no plan that was simulated fits{closest}"
             continue
@@ -47,38 +50,37 @@ def placement_notes(
 
 
 def arranging_note(arranging: SampleArrangement) -> str:
-    """Who takes which samples of a batch."""
+    """Return how the samples of a batch are assigned to replicas and microbatches."""
     balanced = "balanced over replicas and microbatches" if arranging.balance else "as they come"
     return f"{balanced}, microbatches {'put in order for the pipeline' if arranging.order else 'in that order'}"
 
 
 def shares_note(one: EvaluatedPlan) -> str:
-    """What every module has of the devices, what of the work, and how busy its busiest stage is: why they are divided
-    so."""
+    """Return every module's devices, its part of the work, and the utilisation of its busiest stage."""
     parts, timeline = one.parts, one.simulation.timeline
     count: dict[str, int] = {}
     work: dict[str, float] = {}
     busiest: dict[str, float] = {}
-    every = len({device for group in parts.groups for device in group.devices})
+    device_total = len({device for group in parts.groups for device in group.devices})
     for stage, busy_s in zip(parts.stages, _busy_s(timeline), strict=True):
         devices = len(parts.groups[stage.group].devices)
         count[stage.module] = count.get(stage.module, 0) + devices
         work[stage.module] = work.get(stage.module, 0.0) + devices * busy_s
         busiest[stage.module] = max(busiest.get(stage.module, 0.0), busy_s)
-    whole = sum(work.values()) or 1.0
+    total_work = sum(work.values()) or 1.0
     return "; ".join(
-        f"{name} has {count[name]} of {every} devices for {work[name] / whole:.0%} of the device time, its busiest "
-        f"stage {busiest[name] / timeline.makespan_s:.0%} of the step"
+        f"{name} has {count[name]} of {device_total} devices for {work[name] / total_work:.0%} of the device time, "
+        f"its busiest stage {busiest[name] / timeline.makespan_s:.0%} of the step"
         for name in count
     )
 
 
 def _busy_s(timeline: Timeline) -> list[float]:
-    """Of every stage, how long it computes."""
+    """Return the seconds of compute of every stage."""
     graph = timeline.graph
     compute = graph.kind <= CODE["B"]
     seconds = np.bincount(graph.stage[compute], timeline.times.duration_s[compute], graph.schedule.num_stages)
-    return [float(each) for each in seconds]
+    return [float(stage_s) for stage_s in seconds]
 
 
 def _module_placements(one: EvaluatedPlan | InfeasiblePlan) -> dict[str, str]:
@@ -87,7 +89,7 @@ def _module_placements(one: EvaluatedPlan | InfeasiblePlan) -> dict[str, str]:
 
 
 def _placement_word(placed: Mapping[str, str]) -> str:
-    """How these modules lie: in one of the ways, all of them."""
+    """Return the placement of these modules; they all have the same."""
     return next(iter(placed.values()), "disjoint")
 
 

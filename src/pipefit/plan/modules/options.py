@@ -1,4 +1,4 @@
-"""The layouts of one module for a count of microbatches, as arrays: devices, times and the room that is left."""
+"""Layouts of one module for a count of microbatches, as arrays: devices, times and remaining memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.modules.profile import AllCuts, ModuleProfile
 
 UNBOUNDED = 1 << 30
-"""As many stages behind it as there may be."""
+"""Any number of stages may follow."""
 
 FEW = 8
-"""Replicas up to which every count of them is considered."""
+"""Number of replicas up to which every count is considered."""
 
 COMPARED = 512
-"""Layouts that are compared with each other at once."""
+"""Number of layouts that are compared with each other at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class BestValues:
-    """The least of everything that any of some layouts has."""
+    """The minimum of every quantity over some layouts."""
 
     through_s: float
     slowest_s: float
@@ -43,17 +43,17 @@ class LayoutOptions:
     slowest_s: Array
     "Its slowest stage, for one microbatch, forward and backward."
     through_s: Array
-    "All its stages one after the other, for one microbatch."
+    "Sum over its stages, for one microbatch."
     reduce_s: Array
-    "Adding up the gradients of its largest stage."
+    "Gradient reduction of its largest stage."
     room: Ints
-    "How many stages of other modules may lie behind it: each of them has one more microbatch in flight here."
+    "Number of stages of other modules that may follow: each adds one microbatch in flight here."
     replicas: Ints
     way: Ints
     row: Ints
-    "Of the way's cuts."
+    "Index among the cuts of the variant."
     beside: Ints
-    "[layout, guest]: the ways of the modules that share its devices (`sharing.py`)."
+    "[layout, guest]: variants of the modules that share its devices (`sharing.py`)."
 
     @property
     def size(self) -> int:
@@ -61,21 +61,26 @@ class LayoutOptions:
 
     @cached_property
     def best_values(self) -> BestValues:
-        """Of layouts, of which there must be one."""
-        through_s, slowest_s, reduce_s = (float(one.min()) for one in (self.through_s, self.slowest_s, self.reduce_s))
+        """Best values over the layouts. There must be at least one."""
+        through_s, slowest_s, reduce_s = (
+            float(column.min()) for column in (self.through_s, self.slowest_s, self.reduce_s)
+        )
         return BestValues(through_s, slowest_s, reduce_s, int(self.devices.min()))
 
     def select_rows(self, index: NDArray[np.bool_] | Ints) -> LayoutOptions:
-        """These of them."""
+        """Return these layouts."""
         if index.dtype == np.bool_:
             index = np.flatnonzero(index)
-        return LayoutOptions(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+        return LayoutOptions(**{column.name: getattr(self, column.name)[index] for column in fields(self)})
 
 
 def replica_counts(samples: int, devices: int) -> list[int]:
-    """The counts of replicas that are considered: all up to FEW (more replicas split the optimizer state further, even
-    where they spare nobody work), and those of which each takes fewer samples of a microbatch than with fewer."""
-    spared = {-(-samples // each) for each in range(1, samples + 1)}
+    """Return the counts of replicas to consider.
+
+    They are all counts up to FEW (more replicas shard the optimizer state further, even if no replica gets fewer
+    samples), and larger counts that reduce the samples of a replica.
+    """
+    spared = {-(-samples // divisor) for divisor in range(1, samples + 1)}
     return sorted(count for count in {*spared, *range(1, min(FEW, samples) + 1)} if count <= devices)
 
 
@@ -87,27 +92,29 @@ def options_of(
     limit_bytes: float,
     fixed: Mapping[str, int] = MappingProxyType({}),
 ) -> LayoutOptions:
-    """All layouts of a module on at most so many devices that fit by themselves, where a microbatch has `samples`
-    samples and a device holds `limit_bytes`; of fixed `replicas` only those."""
-    each = replica_counts(profile.most_replicas(samples), devices)
+    """Return all layouts of a module on at most `devices` devices that fit by themselves.
+
+    A microbatch has `samples` samples and a device holds `limit_bytes`; fixed `replicas` are obeyed.
+    """
+    counts = replica_counts(profile.most_replicas(samples), devices)
     if "replicas" in fixed:
         able = min(profile.most_replicas(samples, fixed=True), devices)
-        each = [fixed["replicas"]] if fixed["replicas"] <= able else []
-    if not each or not profile.ways:
+        counts = [fixed["replicas"]] if fixed["replicas"] <= able else []
+    if not counts or not profile.ways:
         return _empty_options()
-    replicas = np.array(each, dtype=np.int64)
-    mean, most = (column[:, None] for column in profile.replica_loads(microbatches, replicas, samples))
+    replicas = np.array(counts, dtype=np.int64)
+    mean, largest = (column[:, None] for column in profile.replica_loads(microbatches, replicas, samples))
     cuts, stages, part = profile.all_cuts, profile.all_cuts.stages, (1.0 - 1.0 / replicas)[:, None]
     used = replicas[:, None] * (cuts.counts * cuts.shards)
-    kept = stages["static_bytes"] + stages["state_bytes"] / replicas[:, None] + profile.workspace_bytes
-    kept += most * stages["passing_bytes"]
-    room = _stages_behind(limit_bytes - kept, most * stages["saved_bytes"], cuts, microbatches)
+    held_bytes = stages["static_bytes"] + stages["state_bytes"] / replicas[:, None] + profile.workspace_bytes
+    held_bytes += largest * stages["passing_bytes"]
+    room = _stages_behind(limit_bytes - held_bytes, largest * stages["saved_bytes"], cuts, microbatches)
     index, cut = np.nonzero((used <= devices) & (room >= 0))
-    order = np.argsort(cuts.way[cut].astype(np.uint16), kind="stable")  # one way after the other
+    order = np.argsort(cuts.way[cut].astype(np.uint16), kind="stable")  # sorted by variant
     index, cut = index[order], cut[order]
     slowest_s = cuts.largest_stages(stages["fixed_s"] + mean * stages["sample_s"]) + profile.overhead_s
-    whole = profile.variant_totals
-    through_s = whole.fixed_s[cuts.way] + mean * whole.sample_s[cuts.way] + cuts.counts * profile.overhead_s
+    totals = profile.variant_totals
+    through_s = totals.fixed_s[cuts.way] + mean * totals.sample_s[cuts.way] + cuts.counts * profile.overhead_s
     reduce_s = 2.0 * part * profile.reduce_s_per_byte * cuts.most_gradient_bytes
     return LayoutOptions(
         devices=used[index, cut],
@@ -124,7 +131,7 @@ def options_of(
 
 
 def filter_fixed(options: LayoutOptions, fixed: Mapping[str, int]) -> LayoutOptions:
-    """Those with the fixed `stages` and `devices`."""
+    """Return the options with the fixed `stages` and `devices`."""
     for name in fixed.keys() & {"stages", "devices"}:
         options = options.select_rows(getattr(options, name) == fixed[name])
     return options
@@ -139,27 +146,31 @@ def _empty_options() -> LayoutOptions:
 
 
 def _stages_behind(left_bytes: Array, saved_bytes: Array, cuts: AllCuts, microbatches: int) -> Ints:
-    """[replicas, cut]: stages that may lie behind the module, negative where it does not even fit as the last one. A
-    stage with s stages behind it holds min(microbatches, s + 1) microbatches (1F1B)."""
+    """[replicas, cut]: number of stages that may follow the module; negative if it does not even fit as the last one.
+
+    A stage with s stages behind it holds min(microbatches, s + 1) microbatches (1F1B).
+    """
     held = np.floor(left_bytes / np.maximum(saved_bytes, 1e-30))
     room = np.where(held >= microbatches, float(UNBOUNDED), held - cuts.stages["behind"])
     room[left_bytes < 0] = -1.0
-    found: Ints = cuts.smallest_stages(room).astype(np.int64)
-    return found
+    stages_behind: Ints = cuts.smallest_stages(room).astype(np.int64)
+    return stages_behind
 
 
 def drop_dominated(options: LayoutOptions, ways_differ: bool = False) -> LayoutOptions:
-    """Without layouts that another one beats in everything, or equals: they need no fewer devices, have no fewer
-    stages, no shorter slowest stage or way through the module, no cheaper reduction, and bear no more stages behind
-    them. Where `ways_differ` in what goes with them, only layouts of the same way are compared."""
+    """Return the options not dominated by another one, which equals or beats them in every quantity.
+
+    The quantities are devices, stages, slowest stage, time through the module, reduction, and the number of stages that
+    may follow. With `ways_differ`, variants differ in compatibility, so only layouts of the same variant are compared.
+    """
     keys = (-options.room, options.reduce_s, options.stages, options.through_s, options.slowest_s, options.devices)
     order = np.lexsort(keys)
     options = options.select_rows(order)
-    kept = np.ones(options.size, dtype=np.bool_)
-    for start in range(0, options.size, COMPARED):  # whoever beats another stands before it, with no more devices
-        own = np.arange(start, min(start + COMPARED, options.size))
-        before = np.concatenate((np.flatnonzero(kept[:start]), own))
-        a, b = options.select_rows(before), options.select_rows(own)
+    undominated = np.ones(options.size, dtype=np.bool_)
+    for start in range(0, options.size, COMPARED):  # sorted: a dominating layout comes first, with no more devices
+        rows = np.arange(start, min(start + COMPARED, options.size))
+        before = np.concatenate((np.flatnonzero(undominated[:start]), rows))
+        a, b = options.select_rows(before), options.select_rows(rows)
         beaten = (
             (a.stages[:, None] <= b.stages)
             & (a.slowest_s[:, None] <= b.slowest_s)
@@ -167,8 +178,8 @@ def drop_dominated(options: LayoutOptions, ways_differ: bool = False) -> LayoutO
             & (a.reduce_s[:, None] <= b.reduce_s)
             & (a.room[:, None] >= b.room)
         )
-        beaten &= before[:, None] < own  # of equal ones, the first stays
+        beaten &= before[:, None] < rows  # the first of equals stays
         if ways_differ:
             beaten &= a.way[:, None] == b.way
-        kept[own] = ~beaten.any(axis=0)
-    return options.select_rows(kept)
+        undominated[rows] = ~beaten.any(axis=0)
+    return options.select_rows(undominated)

@@ -1,18 +1,18 @@
-"""Dividing the devices of a cluster among the modules of a model: the layouts with the least closed-form step.
+"""Division of a cluster's devices among the modules of a model: the layouts with the shortest closed-form step.
 
-The problem is that of DistTrain (arXiv 2408.04275, section 5): for every module shards, replicas and stages, and one
+The problem follows DistTrain (arXiv 2408.04275, section 5): for every module shards, replicas and stages, and one
 count of microbatches, on disjoint devices, within memory. A step of K microbatches takes
 
-    sum of the ways through the modules + (K - 1) x the slowest stage of all + the longest reduction of gradients.
+    sum of the times through the modules + (K - 1) x the slowest stage of all + the longest gradient reduction.
 
-Where they relax counts to real numbers and solve a convex program, all whole-numbered layouts are gone through here,
-by bounds: a layout of one module is given up when the step is too long even if all the other modules had their best,
-or when too few devices are left for them. Stages of modules further down the chain keep more microbatches in flight in
-those before them, so layouts are put together from the end of the chain backwards.
+DistTrain relaxes counts to real numbers and solves a convex program. Here all integer layouts are searched, by bounds:
+a layout of one module is dropped if the step is too long even with the best layout of every other module, or if too few
+devices remain for them. Later stages increase the microbatches in flight in earlier ones, so layouts are combined from
+the end of the chain backwards.
 
-A module at the end of the chain, beside the one with most work, may share that one's devices (`sharing.py`): the two
-are then one module more that can be chosen, with a way through it and a slowest stage. Every choice of who shares has a
-short list of its own, so that the simulator sees the best of each.
+A module at an end of the chain, next to the module with the most work, may share its devices (`sharing.py`): the two
+then count as one more module, with a time through it and a slowest stage. Every choice of modules that share has its
+own short list, so the simulator sees the best of each.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pipefit.plan.modules.device_division import DivisionProblem, DivisionSearch
 from pipefit.plan.modules.profile import ModuleProfile
 
 FEW = 12
-"""Layouts on the short list of a choice of who shares that is slower than another one."""
+"""Length of the short list for a choice of sharing modules that is slower than another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleLayout:
-    """How one module lies over its devices."""
+    """The layout of one module over its devices."""
 
     module: str
     replicas: int
@@ -44,12 +44,12 @@ class ModuleLayout:
     "First layer of every stage but the first."
     recompute: Recompute
     shared: bool = False
-    "Whether it lies whole on every lane of the module with most work, which has the devices; replicas and shards are"
-    " then those of one lane."
+    """True if it is complete on every lane of the backbone, whose devices it shares; replicas and shards are those of a
+    lane."""
     multiple: int = 1
-    "The microbatches that it takes together, if it shares."
+    "Number of microbatches processed together, if it shares."
     inline: bool = False
-    "Whether it lies on that module's first or last lane alone; replicas and shards are those there."
+    "True if it is on the backbone's first or last lane only; replicas and shards are those of that lane."
 
     @property
     def stage_count(self) -> int:
@@ -75,25 +75,25 @@ class ModuleArrangement:
 
     @property
     def guest_names(self) -> frozenset[str]:
-        """The modules that share the devices of another, lane by lane."""
+        """Names of the modules that share the devices of another, on every lane."""
         return frozenset(module.module for module in self.modules if module.shared)
 
     @property
     def inline_names(self) -> tuple[str, ...]:
-        """The modules in line with another, on its first and last lane."""
+        """Names of the modules inline with another, on its first and last lane."""
         return tuple(module.module for module in self.modules if module.inline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestrationResult:
-    """What the search found."""
+    """Result of the search."""
 
     best: tuple[ModuleArrangement, ...]
     "The fastest first, within NEAR of the first one; empty: nothing fits."
     considered: int
-    "Layouts of single modules that were compared."
+    "Number of layouts of single modules that were compared."
     combined: int
-    "Layouts of all modules whose step was worked out."
+    "Number of layouts of all modules whose step was computed."
 
 
 def orchestrate_modules(
@@ -108,56 +108,62 @@ def orchestrate_modules(
     fixed: Mapping[str, Mapping[str, int]] | None = None,
     sharing: Sequence[frozenset[str]] = (frozenset(),),
 ) -> OrchestrationResult:
-    """The layouts with the least closed-form step, for modules in the order of the chain: the `top` ones of a choice of
-    modules that share the devices of the one with most work, FEW where another choice is faster. Exact: the first one
-    of every choice is its optimum.
+    """Return the layouts with the shortest closed-form step, for modules in the order of the chain.
 
-    `counts`: the numbers of microbatches to consider, by default all that divide the batch. `passes[i]` [way of module
-    i, way of the next one]: whether they go together; none: all do. `fixed`: of modules by name, the `replicas`,
-    `stage_count` or `device_count` that are given, and the `multiple` of those that share. `sharing`: the choices,
-    each the names of modules that `can_share`.
+    There are `top` layouts for each choice of modules that share the devices of the module with the most work, or FEW
+    if another choice is faster. Exact: the first one of every choice is its optimum.
+
+    `counts`: the numbers of microbatches to consider, by default all that divide the batch. `passes[i]` [variant of
+    module i, variant of the next one]: whether they are compatible; empty: all are. `fixed`: by name of a module, its
+    fixed `replicas`, `stages`, `devices` or `multiple`. `sharing`: the choices, each the names of modules that
+    `can_share`.
     """
-    each = list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
+    count_choices = (
+        list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
+    )
     known, backbone = OptionCache(), backbone_of(profiles)
     best: list[ModuleArrangement] = []
     considered = combined = 0
     for guests in sorted(sharing, key=len, reverse=True):
         assert guests <= can_share(profiles), "sharing is for modules that can"
         modules = DivisionProblem(profiles, backbone, devices, batch, limit_bytes, passes, fixed or {}, guests)
-        fastest_s = min((one.step_s for one in best), default=math.inf)
+        fastest_s = min((layout.step_s for layout in best), default=math.inf)
         search = DivisionSearch(modules, known, top, min(FEW, top), fastest_s)
-        search.run(each)
-        if search.cut_short:  # it became the fastest when some layouts had been given up
+        search.run(count_choices)
+        if search.cut_short:  # it became the fastest after some layouts had been dropped
             search = DivisionSearch(modules, known, top, top, fastest_s)
-            search.run(each)
-        best += [_build_arrangement(modules, one) for one in search.kept_layouts()]
+            search.run(count_choices)
+        best += [_build_arrangement(modules, layout) for layout in search.kept_layouts()]
         considered += search.considered
         combined += search.combined
-    considered += sum(one.size for one in known.options.values())
-    best.sort(key=lambda one: one.step_s)
+    considered += sum(layout.size for layout in known.options.values())
+    best.sort(key=lambda layout: layout.step_s)
     return OrchestrationResult(best=tuple(best), considered=considered, combined=combined)
 
 
 def backbone_of(profiles: Sequence[ModuleProfile]) -> int:
-    """The module with most work, whose devices others may share."""
-    work = [min(way.shards * float((way.fixed_s + way.sample_s).sum()) for way in profile.ways) for profile in profiles]
+    """Return the index of the module with the most work, whose devices others may share."""
+    work = [
+        min(variant.shards * float((variant.fixed_s + variant.sample_s).sum()) for variant in profile.ways)
+        for profile in profiles
+    ]
     return int(np.argmax(work))
 
 
 def can_share(profiles: Sequence[ModuleProfile]) -> frozenset[str]:
-    """The modules that may share the backbone's devices: the first and the last one, where they stand next to it."""
+    """Return the modules that may share the backbone's devices: the first and the last one, if adjacent to it."""
     backbone, last = backbone_of(profiles), len(profiles) - 1
-    return frozenset(profiles[one].name for one in {0, last} if one != backbone and abs(one - backbone) == 1)
+    return frozenset(profiles[index].name for index in {0, last} if index != backbone and abs(index - backbone) == 1)
 
 
 def _build_arrangement(modules: DivisionProblem, kept: Kept) -> ModuleArrangement:
-    """What the search kept, of all modules in the order of the chain."""
+    """Return an entry of the search as layouts of all modules in the order of the chain."""
     minus_s, _, minus_count, keys = kept
-    own = {profile.name: _build_layout(profile, *key[:3]) for profile, key in zip(modules.own, keys, strict=True)}
-    backbone = own[modules.own[modules.backbone].name]
-    for guest, way in zip(modules.guests, keys[modules.backbone][3], strict=True):
-        chosen = guest.profile.ways[way]
-        own[guest.profile.name] = ModuleLayout(
+    layouts = {profile.name: _build_layout(profile, *key[:3]) for profile, key in zip(modules.own, keys, strict=True)}
+    backbone = layouts[modules.own[modules.backbone].name]
+    for guest, variant in zip(modules.guests, keys[modules.backbone][3], strict=True):
+        chosen = guest.profile.ways[variant]
+        layouts[guest.profile.name] = ModuleLayout(
             module=guest.profile.name,
             replicas=backbone.replicas * backbone.shards // chosen.shards,
             shards=chosen.shards,
@@ -167,16 +173,16 @@ def _build_arrangement(modules: DivisionProblem, kept: Kept) -> ModuleArrangemen
             multiple=guest.multiple,
         )
     return ModuleArrangement(
-        microbatches=-minus_count, modules=tuple(own[profile.name] for profile in modules.whole), step_s=-minus_s
+        microbatches=-minus_count, modules=tuple(layouts[profile.name] for profile in modules.whole), step_s=-minus_s
     )
 
 
 def _build_layout(profile: ModuleProfile, way: int, row: int, replicas: int) -> ModuleLayout:
-    own = profile.ways[way]
+    variant = profile.ways[way]
     return ModuleLayout(
         module=profile.name,
         replicas=replicas,
-        shards=own.shards,
-        cuts=own.stage_cuts.bounds[row][1:-1],
-        recompute=own.recompute,
+        shards=variant.shards,
+        cuts=variant.stage_cuts.bounds[row][1:-1],
+        recompute=variant.recompute,
     )

@@ -1,9 +1,11 @@
-"""Layouts next to a good one: a stage's end one layer on, another module recomputed, a grid in line one step finer, a
-module on shared devices with twice or half as many microbatches together, replicas that divide images or samples, and
-the optimizer state split or not.
+"""Local search around a good layout.
 
-The short list is made by a closed form that knows neither the order of actions nor what exactly a device holds at its
-fullest. So the best layouts are changed a little, one thing at a time, as long as the simulator finds them faster.
+One change moves the end of a stage by a layer, toggles recomputation of a module, refines an inline grid by one step,
+doubles or halves the microbatches a module on shared devices processes together, toggles division by images or samples,
+or toggles sharded optimizer state.
+
+The short list comes from a closed form that knows neither the order of actions nor the exact peak memory of a device.
+So the best layouts are changed one thing at a time, as long as the simulator finds them faster.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from pipefit.plan.request.module_decisions import MultiModuleConfig
 ROUNDS = 8
 
 PAIRS = 1024
-"""Of devices up to which images are divided: in some step any two may meet, and NCCL has a communicator for each."""
+"""Maximum of devices squared for which images are divided: any two may meet in some step, and NCCL has a communicator
+for each pair."""
 
 
 def polish_plan(start: EvaluatedPlan, around: Callable[[EvaluatedPlan], Sequence[EvaluatedPlan]]) -> EvaluatedPlan:
-    """The best that is reached from `start` by going to the fastest of what is `around` while that is faster."""
+    """Return the plan reached from `start` by moving to the fastest of `around` while that is faster."""
     best = start
     for _ in range(ROUNDS):
         faster = min(around(best), key=lambda one: one.rank_key, default=best)
@@ -43,81 +46,91 @@ def neighbour_layouts(
     images: Mapping[str, float],
     pins: Mapping[str, Any],
 ) -> Iterator[MultiModuleConfig]:
-    """Every layout that differs in one thing, where a microbatch has so many samples, and a sample so many `images` of
-    the modules that can divide them. What is pinned stays."""
+    """Yield every layout that differs in one thing; constraints are kept.
+
+    A microbatch has `samples` samples, and a sample has `images` of each module that can divide them.
+    """
     if "zero1" not in pins:
-        modules = tuple((name, replace(own, zero1=not decisions.zero1)) for name, own in decisions.modules)
+        modules = tuple((name, replace(config, zero1=not decisions.zero1)) for name, config in decisions.modules)
         yield replace(decisions, zero1=not decisions.zero1, modules=modules)
-    for place, (name, own) in enumerate(decisions.modules):
-        layers = len(costed[place].profile.ways[0].sample_s)
+    for index, (name, config) in enumerate(decisions.modules):
+        layers = len(costed[index].profile.ways[0].sample_s)
         free = not {f"{name}.shards", f"{name}.replicas"} & {*pins}
-        for other in (*_cut_elsewhere(own, layers), *_toggle_recompute(own, f"{name}.recompute" in pins)):
-            yield from _run_as(decisions, costed, place, other)
-        able = images.get(name, 0.0) if (len(own.replicas) * len(own.shards)) ** 2 <= PAIRS else 0.0
+        for changed in (*_cut_elsewhere(config, layers), *_toggle_recompute(config, f"{name}.recompute" in pins)):
+            yield from _run_as(decisions, costed, index, changed)
+        able = images.get(name, 0.0) if (len(config.replicas) * len(config.shards)) ** 2 <= PAIRS else 0.0
         for divided in _division_choices(name in decisions.divided, able, f"{name}.divide" in pins):
-            made = _with_division(decisions, name, divided)
-            each = samples * decisions.multiple_of(name) * (images[name] if divided else 1.0)
-            if made != decisions and 1 < len(own.replicas) <= each:
-                yield made
+            redivided = _with_division(decisions, name, divided)
+            pieces_per_microbatch = samples * decisions.multiple_of(name) * (images[name] if divided else 1.0)
+            if redivided != decisions and 1 < len(config.replicas) <= pieces_per_microbatch:
+                yield redivided
             if free and name in (decisions.inline if not divided else (*decisions.inline, *decisions.guests)):
-                most = len(dict(decisions.modules)[decisions.backbone].shards)
-                for other in _change_grid(own, most if decisions.multiple_of(name) == 1 else 1, each):
-                    yield from _run_as(made, costed, place, other)
-        packed = costed[place].ways[0].load.space != "samples"
+                backbone_shards = len(dict(decisions.modules)[decisions.backbone].shards)
+                for changed in _change_grid(
+                    config, backbone_shards if decisions.multiple_of(name) == 1 else 1, pieces_per_microbatch
+                ):
+                    yield from _run_as(redivided, costed, index, changed)
+        packed = costed[index].ways[0].load.space != "samples"
         if name in decisions.guests and packed and f"{name}.multiple" not in pins:
             pieces = samples * (images[name] if name in decisions.divided else 1.0)
-            for multiple, other in _guest_multiples(decisions, name, own, pieces):
-                if other == own or free:
+            for multiple, changed in _guest_multiples(decisions, name, config, pieces):
+                if changed == config or free:
                     multiples = {**dict(decisions.multiples), name: multiple}
-                    made = _with_module(decisions, place, other)
-                    yield replace(made, multiples=tuple((each, n) for each, n in multiples.items() if n > 1))
+                    remade = _with_module(decisions, index, changed)
+                    yield replace(
+                        remade,
+                        multiples=tuple((guest, count) for guest, count in multiples.items() if count > 1),
+                    )
 
 
 def _run_as(
     decisions: MultiModuleConfig, costed: Sequence[CostedModule], place: int, own: ParallelConfig
 ) -> Iterator[MultiModuleConfig]:
-    """With a module that lies so, if it has a way to run so."""
-    way = next((each for each in costed[place].ways if each.matches_decisions(own)), None)
-    if way is not None:
-        yield _with_module(decisions, place, replace(own, sharding=way.sharding))
+    """Yield the decisions with this config of a module, if the module has such a variant."""
+    variant = next((candidate for candidate in costed[place].ways if candidate.matches_decisions(own)), None)
+    if variant is not None:
+        yield _with_module(decisions, place, replace(own, sharding=variant.sharding))
 
 
 def _division_choices(now: bool, images: float, pinned: bool) -> list[bool]:
-    """Whether images are divided: as it is, and where samples have several images, the other way too."""
+    """Return whether images are divided: the present value, and the other one if samples have several images."""
     return [now] if pinned or (images <= 1.0 and not now) else [now, not now]
 
 
 def _with_division(decisions: MultiModuleConfig, name: str, divided: bool) -> MultiModuleConfig:
-    """With the images of a module divided, or its samples."""
-    others = [one for one in decisions.divided if one != name]
-    return replace(decisions, divided=tuple([*others, name] if divided else others))
+    """Return the decisions with the images of a module divided, or its samples."""
+    divided_others = [guest for guest in decisions.divided if guest != name]
+    return replace(decisions, divided=tuple([*divided_others, name] if divided else divided_others))
 
 
 def _with_module(decisions: MultiModuleConfig, place: int, own: ParallelConfig) -> MultiModuleConfig:
-    """With this in the place of what a module has."""
-    made = (decisions.modules[place][0], own)
-    return replace(decisions, modules=(*decisions.modules[:place], made, *decisions.modules[place + 1 :]))
+    """Return the decisions with this config of the module at `place`."""
+    entry = (decisions.modules[place][0], own)
+    return replace(decisions, modules=(*decisions.modules[:place], entry, *decisions.modules[place + 1 :]))
 
 
 def _guest_multiples(
     decisions: MultiModuleConfig, name: str, own: ParallelConfig, pieces: float
 ) -> Iterator[tuple[int, ParallelConfig]]:
-    """Twice, four times and half as many microbatches together as a guest takes, of so many samples or images: several
-    only without shards, a unit for every lane, and one of those for every replica."""
-    whole = replace(own, replicas=(1,) * (len(own.replicas) * len(own.shards)), shards=(1,), sharding="none")
+    """Yield twice, four times and half as many microbatches for a guest to process together, with its config.
+
+    Several microbatches require a guest without shards, at least one unit for every lane, and one of `pieces` samples
+    or images for every replica.
+    """
+    unsharded = replace(own, replicas=(1,) * (len(own.replicas) * len(own.shards)), shards=(1,), sharding="none")
     now = decisions.multiple_of(name)
-    least = max(2 * now, math.ceil(len(whole.replicas) / pieces))
-    for multiple, other in [(least, whole), (2 * least, whole), *([(now // 2, own)] if now % 2 == 0 else [])]:
+    least = max(2 * now, math.ceil(len(unsharded.replicas) / pieces))
+    for multiple, config in [(least, unsharded), (2 * least, unsharded), *([(now // 2, own)] if now % 2 == 0 else [])]:
         units, rest = divmod(decisions.microbatches, multiple)
-        if not rest and units >= decisions.copy_count(name) and len(other.replicas) <= multiple * pieces:
-            yield multiple, other
+        if not rest and units >= decisions.copy_count(name) and len(config.replicas) <= multiple * pieces:
+            yield multiple, config
 
 
 def _cut_elsewhere(own: ParallelConfig, layers: int) -> Iterator[ParallelConfig]:
-    for place, cut in enumerate(own.cuts):
-        for other in (cut - 1, cut + 1):
-            cuts = (*own.cuts[:place], other, *own.cuts[place + 1 :])
-            if all(one < two for one, two in pairwise((0, *cuts, layers))):
+    for index, cut in enumerate(own.cuts):
+        for moved in (cut - 1, cut + 1):
+            cuts = (*own.cuts[:index], moved, *own.cuts[index + 1 :])
+            if all(start < stop for start, stop in pairwise((0, *cuts, layers))):
                 yield replace(own, cuts=cuts)
 
 
@@ -127,8 +140,10 @@ def _toggle_recompute(own: ParallelConfig, pinned: bool) -> Iterator[ParallelCon
 
 
 def _change_grid(own: ParallelConfig, most: int, pieces: float) -> Iterator[ParallelConfig]:
-    """As many devices of the lane in another grid: half the shards, where each replica has something then of so many
-    samples or images, or twice as many."""
+    """Yield the lane's devices in another grid: half the shards or twice as many.
+
+    Each replica must get at least one of `pieces` samples or images.
+    """
     replicas, shards = len(own.replicas), len(own.shards)
     if shards % 2 == 0 and 2 * replicas <= pieces:
         yield replace(own, replicas=(1,) * (2 * replicas), shards=(1,) * (shards // 2))

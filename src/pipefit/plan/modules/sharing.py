@@ -1,14 +1,14 @@
-"""Layouts of the module with most work together with modules that share its devices, as arrays.
+"""Layouts of the backbone, the module with the most work, together with guests that share its devices, as arrays.
 
-A module that shares is held whole on every lane of the backbone, over the lane's devices in a grid of its own; the
-lanes take microbatches in turn (multiplexing of encoder and language model, as in MegaScale-Omni, arXiv 2605.08962, and
-Optimus, arXiv 2408.03505). Per lane that is so many units of work one after another. The first one delays the pipeline;
-of the others as much as the pipeline idles is free:
+A guest is held completely on every lane of the backbone, over the lane's devices in a grid of its own; the lanes take
+microbatches in turn (multiplexing of encoder and language model, as in MegaScale-Omni, arXiv 2605.08962, and Optimus,
+arXiv 2408.03505). Each lane thus has several units of guest work in sequence. The first unit delays the pipeline;
+further units are free up to the idle time of the pipeline:
 
-    step = way through the backbone + (K - 1) x its slowest stage + one unit + max(0, the other units - idle)
+    step = time through the backbone + (K - 1) x its slowest stage + one unit + max(0, the other units - idle)
 
-where the slowest stage idles for as long as the other stages take a microbatch. Memory: the whole module on every
-device, and the units of the microbatches that the pipeline has in flight, and one ahead.
+where the slowest stage idles for as long as the other stages take a microbatch. Memory: the complete module on every
+device, and the units of the microbatches that the pipeline has in flight, plus one ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipefit.plan.modules.options import UNBOUNDED, LayoutOptions
 from pipefit.plan.modules.profile import ModuleProfile
 
 AHEAD = 1
-"""Units that a lane has ready before the pipeline begins with them."""
+"""Number of units that a lane has ready before the pipeline starts on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,18 @@ class GuestModule:
 
     profile: ModuleProfile
     feeds: bool
-    "Whether it lies before the backbone in the chain; else it is fed by it."
+    "True if it precedes the backbone in the chain; else the backbone feeds it."
     passes: NDArray[np.bool_] | None = None
-    "[way of the guest, way of the backbone]: whether the hidden state can go between them; None: it always can."
+    """[variant of the guest, variant of the backbone]: whether the hidden state can go between them; None: it always
+    can."""
     fixed: int = 0
-    "Its replicas on a lane, where they are given."
+    "Fixed number of its replicas on a lane; 0: any."
     multiple: int = 1
-    "How many microbatches it takes together; one that takes several is not sharded."
+    "Number of microbatches it processes together; a guest that processes several is not sharded."
 
 
 class DeviceSharing:
-    """The backbone's layouts with those of its guests, for one count of microbatches of so many samples."""
+    """The backbone's layouts with those of its guests, for one count of microbatches of `samples` samples."""
 
     def __init__(
         self,
@@ -58,44 +59,51 @@ class DeviceSharing:
         self.microbatches, self.samples, self.limit_bytes = microbatches, samples, limit_bytes
 
     def lower_bounds(self, options: LayoutOptions) -> LayoutOptions:
-        """Less than any layout with guests: each as fast as its fastest way could be, its samples dealt out evenly.
-        Only layouts of the backbone with a unit for every lane; `beside` says which one of `options` each is."""
+        """Return lower bounds over all layouts with guests: each guest at its fastest variant, with samples dealt
+        evenly.
+
+        Only layouts of the backbone with a unit for every lane remain; `beside` holds their indices in `options`.
+        """
         number = np.flatnonzero(options.stages <= min(self.unit_count(guest) for guest in self.guests))
         options = replace(options.select_rows(number), beside=number[:, None])
         sizes, size = distinct_values(options.devices // options.stages)
-        each = np.zeros((len(self.guests), options.size))
-        for place, guest in enumerate(self.guests):
-            profile, whole = guest.profile, guest.profile.variant_totals
+        unit_s = np.zeros((len(self.guests), options.size))
+        for index, guest in enumerate(self.guests):
+            profile, totals = guest.profile, guest.profile.variant_totals
             replicas, fits = self.guest_replicas(guest, sizes)
             mean = profile.mean_cost * self.samples * guest.multiple
-            seconds = whole.fixed_s[:, None] + mean / replicas * whole.sample_s[:, None]
-            each[place] = np.where(fits, seconds + profile.overhead_s, np.inf).min(axis=0)[size]
-        able = np.flatnonzero(np.isfinite(each).all(axis=0))
+            seconds = totals.fixed_s[:, None] + mean / replicas * totals.sample_s[:, None]
+            unit_s[index] = np.where(fits, seconds + profile.overhead_s, np.inf).min(axis=0)[size]
+        able = np.flatnonzero(np.isfinite(unit_s).all(axis=0))
         options = options.select_rows(able)
-        return self._join_times(options, each[:, able], options.reduce_s)
+        return self._join_times(options, unit_s[:, able], options.reduce_s)
 
     def expand_options(self, options: LayoutOptions) -> LayoutOptions:
-        """Every way of every guest with these layouts of the backbone; the room of the layouts is not worked out."""
+        """Return every variant of every guest with these layouts of the backbone; `room` is not computed."""
         lane, reduce_s, index = options.devices // options.stages, options.reduce_s, np.arange(options.size)
-        each, beside = np.zeros((0, options.size)), np.zeros((options.size, 0), dtype=np.int64)
+        unit_s, beside = np.zeros((0, options.size)), np.zeros((options.size, 0), dtype=np.int64)
         for guest in self.guests:
-            profile, whole = guest.profile, guest.profile.variant_totals
+            profile, totals = guest.profile, guest.profile.variant_totals
             sizes, size = distinct_values(lane[index])
             replicas, fits = self.guest_replicas(guest, sizes)
             goes = fits[:, size]
             if guest.passes is not None:
                 goes &= guest.passes[:, options.way[index]]
-            way, before = np.nonzero(goes)
-            counts, index = replicas[way, size[before]], index[before]
-            own_s = whole.fixed_s[way] + self.guest_loads(guest, counts)[0] * whole.sample_s[way] + profile.overhead_s
+            variant, before = np.nonzero(goes)
+            counts, index = replicas[variant, size[before]], index[before]
+            own_s = (
+                totals.fixed_s[variant]
+                + self.guest_loads(guest, counts)[0] * totals.sample_s[variant]
+                + profile.overhead_s
+            )
             over = 1.0 - 1.0 / (counts * options.stages[index])
-            reduce_s = reduce_s[before] + 2.0 * over * profile.reduce_s_per_byte * whole.gradient_bytes[way]
-            each = np.vstack((each[:, before], own_s))
-            beside = np.hstack((beside[before], way[:, None]))
-        return self._join_times(replace(options.select_rows(index), beside=beside), each, reduce_s)
+            reduce_s = reduce_s[before] + 2.0 * over * profile.reduce_s_per_byte * totals.gradient_bytes[variant]
+            unit_s = np.vstack((unit_s[:, before], own_s))
+            beside = np.hstack((beside[before], variant[:, None]))
+        return self._join_times(replace(options.select_rows(index), beside=beside), unit_s, reduce_s)
 
     def fitting_options(self, options: LayoutOptions, behind: int) -> LayoutOptions:
-        """Those that fit, with their room: up to so many stages of other modules `behind` the backbone."""
+        """Return the options that fit, with their room: up to `behind` stages of other modules behind the backbone."""
         held = _DeviceUsage(self, options)
         room = np.full(options.size, -1, dtype=np.int64)
         left = np.ones(options.size, dtype=np.bool_)
@@ -108,7 +116,7 @@ class DeviceSharing:
         return replace(options, room=room).select_rows(room >= 0)
 
     def _join_times(self, options: LayoutOptions, each_s: Array, reduce_s: Array) -> LayoutOptions:
-        """The times of the backbone's layouts with those of one unit of each guest, [guest, layout]."""
+        """Return the backbone's layouts with the times of one unit of each guest, [guest, layout], added."""
         first_s, others_s = each_s.sum(axis=0), np.zeros(options.size)
         for guest, own_s in zip(self.guests, each_s, strict=True):
             others_s += own_s * (np.ceil(self.unit_count(guest) / options.stages) - 1.0)
@@ -122,12 +130,14 @@ class DeviceSharing:
         )
 
     def guest_replicas(self, guest: GuestModule, devices: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-        """[way, lane] of a guest on lanes of so many devices: (its replicas, whether that can be): whole shard groups,
-        a sample, or an image, for each replica."""
+        """[variant, lane] of a guest on lanes of these numbers of devices: (its replicas, whether they are possible).
+
+        Possible are complete shard groups with a sample, or an image, for each replica.
+        """
         shards = guest.profile.variant_totals.shards[:, None]
         replicas = devices // shards
-        most = guest.profile.most_replicas(self.samples * guest.multiple, bool(guest.fixed))
-        fits = (replicas * shards == devices) & (replicas <= most)
+        limit = guest.profile.most_replicas(self.samples * guest.multiple, bool(guest.fixed))
+        fits = (replicas * shards == devices) & (replicas <= limit)
         if guest.multiple > 1:
             fits &= shards == 1
         if guest.fixed:
@@ -135,30 +145,30 @@ class DeviceSharing:
         return np.maximum(replicas, 1), fits
 
     def unit_count(self, guest: GuestModule) -> int:
-        """How often a guest takes microbatches, on all lanes together; 0: they are no multiple of what it takes."""
+        """Return the number of a guest's units over all lanes; 0 if the microbatches are not a multiple of a unit's."""
         units, rest = divmod(self.microbatches, guest.multiple)
         return 0 if rest else units
 
     def replica_loads(self, profile: ModuleProfile, replicas: Ints, multiple: int = 1) -> tuple[Array, Array]:
-        """What the fullest replica of a microbatch, or of several together, gets, for each of these counts: on average,
-        and at most."""
-        counts, place = distinct_values(replicas)
-        mean, most = profile.replica_loads(self.microbatches // multiple, counts, self.samples * multiple)
-        return mean[place], most[place]
+        """Return the (mean, largest) load of the fullest replica of one or several microbatches, for each of these
+        counts."""
+        counts, index = distinct_values(replicas)
+        mean, largest = profile.replica_loads(self.microbatches // multiple, counts, self.samples * multiple)
+        return mean[index], largest[index]
 
     def guest_loads(self, guest: GuestModule, replicas: Ints) -> tuple[Array, Array]:
-        """Those of a unit of a guest."""
+        """Return the loads of a unit of a guest."""
         return self.replica_loads(guest.profile, replicas, guest.multiple)
 
 
 def distinct_values(numbers: Ints) -> tuple[Ints, Ints]:
-    """(those that there are, which of them each is), of numbers that are not large."""
+    """Return (the distinct values, the index of each number's value), of small numbers."""
     there = np.bincount(numbers) > 0
     return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
 class _DeviceUsage:
-    """What the devices of layouts with guests hold."""
+    """Memory on the devices of layouts with guests."""
 
     def __init__(self, sharing: DeviceSharing, options: LayoutOptions) -> None:
         self.sharing, self.options = sharing, options
@@ -166,30 +176,34 @@ class _DeviceUsage:
         cut = cuts.start[options.way] + options.row
         sizes = cuts.sizes[cut]
         self.flat = np.repeat(np.arange(options.size), sizes)
-        "The layout of every stage that tells of all of them."
+        "Layout of every undominated stage."
         self.starts = np.cumsum(sizes) - sizes
         stage = np.arange(len(self.flat)) + np.repeat(cuts.first[cut] - self.starts, sizes)
         columns = {name: column[stage] for name, column in cuts.stages.items()}
-        most = sharing.replica_loads(sharing.backbone, options.replicas)[1][self.flat]
+        largest = sharing.replica_loads(sharing.backbone, options.replicas)[1][self.flat]
         self.kept = columns["static_bytes"] + columns["state_bytes"] / options.replicas[self.flat]
-        self.kept += sharing.backbone.workspace_bytes + most * columns["passing_bytes"]
-        self.saved, self.behind = most * columns["saved_bytes"], columns["behind"]
-        self.guests = [(guest, *self._guest_usage(place, guest)) for place, guest in enumerate(sharing.guests)]
+        self.kept += sharing.backbone.workspace_bytes + largest * columns["passing_bytes"]
+        self.saved, self.behind = largest * columns["saved_bytes"], columns["behind"]
+        self.guests = [(guest, *self._guest_usage(index, guest)) for index, guest in enumerate(sharing.guests)]
 
     def _guest_usage(self, place: int, guest: GuestModule) -> tuple[Array, Array, Array]:
-        """(what it always holds, what a unit keeps, seconds of a unit), by layout."""
-        options, sharing, profile, way = self.options, self.sharing, guest.profile, self.options.beside[:, place]
-        whole, replicas = (
+        """Return (bytes always held, bytes of a unit, seconds of a unit), by layout."""
+        options, sharing, profile, variant = self.options, self.sharing, guest.profile, self.options.beside[:, place]
+        totals, replicas = (
             profile.variant_totals,
-            options.devices // options.stages // profile.variant_totals.shards[way],
+            options.devices // options.stages // profile.variant_totals.shards[variant],
         )
-        mean, most = sharing.guest_loads(guest, replicas)
-        always = whole.static_bytes[way] + whole.state_bytes[way] / replicas + most * whole.passing_bytes[way]
-        seconds = whole.fixed_s[way] + mean * whole.sample_s[way] + profile.overhead_s
-        return always, most * whole.saved_bytes[way], seconds
+        mean, largest = sharing.guest_loads(guest, replicas)
+        always = (
+            totals.static_bytes[variant]
+            + totals.state_bytes[variant] / replicas
+            + largest * totals.passing_bytes[variant]
+        )
+        seconds = totals.fixed_s[variant] + mean * totals.sample_s[variant] + profile.overhead_s
+        return always, largest * totals.saved_bytes[variant], seconds
 
     def fits_behind(self, behind: int) -> NDArray[np.bool_]:
-        """Which layouts fit with so many stages of other modules behind the backbone."""
+        """Return which layouts fit with `behind` stages of other modules behind the backbone."""
         options, count = self.options, self.sharing.microbatches
         shared, ahead = np.zeros(options.size), np.zeros(options.size)
         for guest, always, unit, seconds in self.guests:
@@ -199,9 +213,9 @@ class _DeviceUsage:
                 shared += unit * np.minimum(units, np.ceil((options.stages + behind) / lanes) + AHEAD)
             else:
                 shared += unit
-                many = np.ceil(seconds / np.maximum(guest.multiple * options.slowest_s, 1e-12))
-                ahead += guest.multiple * many
+                waiting = np.ceil(seconds / np.maximum(guest.multiple * options.slowest_s, 1e-12))
+                ahead += guest.multiple * waiting
         held = self.kept + np.minimum(count, self.behind + behind + ahead[self.flat]) * self.saved
         fullest = np.maximum.reduceat(held, self.starts) if len(held) else np.zeros(0)
-        found: NDArray[np.bool_] = fullest + shared <= self.sharing.limit_bytes
-        return found
+        fits: NDArray[np.bool_] = fullest + shared <= self.sharing.limit_bytes
+        return fits

@@ -1,7 +1,7 @@
-"""Candidates with several modules, tried one by one on sampled batches: what fits, what does not, and by how much.
+"""Trials of candidates with several modules on sampled batches: plans that fit, and the memory others lack.
 
-The samples of a batch are arranged for the candidate, and its step is simulated with the costs of that very
-arrangement, as ragged as it is.
+The samples of a batch are arranged for the candidate, and its step is simulated with the exact costs of that
+arrangement, ragged microbatches included.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from pipefit.schedule.actions import Schedule
 from pipefit.units import format_bytes
 
 FEW = 2
-"""Of plans whose modules have devices of their own, of those with guests, and of those in line, so many at least are
-among the best."""
+"""Minimum number of the best plans with separate devices, with guests, and with inline modules."""
 
 
 class ModuleTrials:
-    """What was tried of one model and job; `own`: the pins of every module."""
+    """Trials of one model and job; `own` holds the constraints of every module."""
 
     def __init__(
         self,
@@ -51,25 +50,30 @@ class ModuleTrials:
         self.simulated = 0
 
     def simulate_plan(self, decisions: MultiModuleConfig) -> EvaluatedPlan | None:
-        """One plan on the first sampled batch; None where it does not fit or cannot be made. Samples are balanced, but
-        microbatches stay in the order that this gives."""
-        made = self._simulate_batch(decisions, 0, self.arranging_for(decisions, order=False), None)
-        if made is not None:
-            self.fitting.append(made)
-        return made
+        """Return one plan on the first sampled batch; None if it does not fit or cannot be built.
+
+        Samples are balanced, but microbatches are not reordered.
+        """
+        plan = self._simulate_batch(decisions, 0, self.arranging_for(decisions, order=False), None)
+        if plan is not None:
+            self.fitting.append(plan)
+        return plan
 
     def on_all(self, one: EvaluatedPlan, order: bool) -> list[EvaluatedPlan]:
-        """What was simulated on the first batch, on every batch as a run takes it: in the order of actions that it has
-        there, and for which microbatches change places if `order`. [] where it does not fit on one of them."""
+        """Return a plan of the first batch simulated on every batch, in the same order of actions; [] if it does not
+        fit on one.
+
+        With `order`, microbatches are reordered for it.
+        """
         decisions, schedule = plain_decisions(one), one.simulation.timeline.schedule
         arranging = self.arranging_for(decisions, order)
-        found = []
+        plans = []
         for batch in range(self.samples.batch_count):
-            made = self._simulate_batch(decisions, batch, arranging, schedule)
-            if made is None:
+            plan = self._simulate_batch(decisions, batch, arranging, schedule)
+            if plan is None:
                 return []
-            found.append(made)
-        return found
+            plans.append(plan)
+        return plans
 
     def _simulate_batch(
         self, decisions: MultiModuleConfig, batch: int, arranging: SampleArrangement, schedule: Schedule | None
@@ -80,41 +84,48 @@ class ModuleTrials:
         spaces = [self.samples.to_space(name, self.job, batch, order) for name in names]
         try:
             parts = module_skeleton(self.bench.model, self.bench.programs, self.job, decisions, spaces)
-            made = evaluate_candidate(self.bench, decisions, parts, schedule)
+            plan = evaluate_candidate(self.bench, decisions, parts, schedule)
         except (FormsError, ScheduleError):
             return None
         self.simulated += 1
-        if made.simulation.fits_in_memory:
-            return made
-        self.misfits.append(InfeasiblePlan(decisions, made.step_s, made.peak_bytes, made.limit_bytes, made.worst_lane))
+        if plan.simulation.fits_in_memory:
+            return plan
+        self.misfits.append(InfeasiblePlan(decisions, plan.step_s, plan.peak_bytes, plan.limit_bytes, plan.worst_lane))
         return None
 
     def arranging_for(self, decisions: MultiModuleConfig, order: bool) -> SampleArrangement:
-        """What samples cost on every stage: the module's load, by the stage's part of its layers' time."""
+        """Return the cost of samples on every stage: the module's load times the stage's part of its layers' time."""
         loads: list[SampleLoad] = []
-        for costed, (name, own) in zip(self.costed, decisions.modules, strict=True):
-            index, way = next((i, way) for i, way in enumerate(costed.ways) if way.matches_decisions(own))
+        for costed, (name, config) in zip(self.costed, decisions.modules, strict=True):
+            index, variant = next(
+                (i, variant) for i, variant in enumerate(costed.ways) if variant.matches_decisions(config)
+            )
             seconds = costed.profile.ways[index].sample_s
-            whole = float(seconds.sum()) or 1.0
-            for start, stop in pairwise((0, *own.cuts, len(seconds))):
-                part = float(seconds[start:stop].sum()) / whole
-                scaled = {name: getattr(way.load, name) * part for name in ("row_s", "token_s", "square_s")}
-                loads += [replace(way.load, **scaled)] * decisions.copy_count(name)
+            total = float(seconds.sum()) or 1.0
+            for start, stop in pairwise((0, *config.cuts, len(seconds))):
+                part = float(seconds[start:stop].sum()) / total
+                scaled = {name: getattr(variant.load, name) * part for name in ("row_s", "token_s", "square_s")}
+                loads += [replace(variant.load, **scaled)] * decisions.copy_count(name)
         return SampleArrangement(loads=tuple(loads), balance=self.balance, order=order)
 
     def work_bound_s(self) -> float:
-        """Less than any step on these devices: the time of all samples of the first batch in every module's cheapest
-        way, evenly over all devices; or what one microbatch takes on its way whatever it holds."""
+        """Return a lower bound of any step on these devices.
+
+        It is the larger of all samples of the first batch in every module's cheapest variant, divided evenly over all
+        devices, and the fixed time of one microbatch through all modules.
+        """
         total_s = 0.0
         for costed in self.costed:
             profile = costed.profile
             samples = float(profile.weights[0].sum()) if profile.weights.size else float(self.job.batch)
-            total_s += samples * min(way.shards * float(way.sample_s.sum()) for way in profile.ways)
-        fixed_s = sum(min(float(way.fixed_s.sum()) for way in one.profile.ways) for one in self.costed)
+            total_s += samples * min(variant.shards * float(variant.sample_s.sum()) for variant in profile.ways)
+        fixed_s = sum(
+            min(float(variant.fixed_s.sum()) for variant in costed_module.profile.ways) for costed_module in self.costed
+        )
         return max(total_s / self.bench.network.devices, fixed_s)
 
     def no_plan_error(self, pinned: bool) -> PlanError:
-        """The error for a search that found nothing, under pins or none."""
+        """Return the error for a search without a plan; `pinned` if there were constraints."""
         if not self.misfits:
             devices = self.bench.network.devices
             return DoesNotFitError(
@@ -138,31 +149,33 @@ class ModuleTrials:
 
 
 def best_of_each(some: Sequence[EvaluatedPlan], count: int) -> list[EvaluatedPlan]:
-    """The fastest of them, FEW at least of each way of placing modules: with guests, in line, or neither."""
-    ranked = sorted(some, key=lambda one: one.rank_key)
+    """Return the fastest plans, at least FEW for each placement of modules: with guests, inline, or neither."""
+    ranked = sorted(some, key=lambda plan: plan.rank_key)
     few: dict[tuple[bool, bool], list[EvaluatedPlan]] = {}
-    for one in ranked:
-        few.setdefault((bool(plain_decisions(one).guests), bool(plain_decisions(one).inline)), []).append(one)
-    chosen = {id(one) for one in (*ranked[:count], *(one for each in few.values() for one in each[:FEW]))}
-    return [one for one in ranked if id(one) in chosen]
+    for plan in ranked:
+        few.setdefault((bool(plain_decisions(plan).guests), bool(plain_decisions(plan).inline)), []).append(plan)
+    chosen = {id(plan) for plan in (*ranked[:count], *(plan for plans in few.values() for plan in plans[:FEW]))}
+    return [plan for plan in ranked if id(plan) in chosen]
 
 
 def best_of_grids(some: Sequence[EvaluatedPlan]) -> list[EvaluatedPlan]:
-    """The fastest of those whose modules have the same replicas, stages and shards, placed alike."""
+    """Return the fastest plan for each choice of the modules' replicas, stages, shards and placement."""
     first: dict[object, EvaluatedPlan] = {}
-    for one in sorted(some, key=lambda one: one.rank_key):
-        decisions = plain_decisions(one)
-        grids = tuple((name, len(own.replicas), own.stages, len(own.shards)) for name, own in decisions.modules)
-        first.setdefault((grids, decisions.guests, decisions.inline), one)
+    for plan in sorted(some, key=lambda plan: plan.rank_key):
+        decisions = plain_decisions(plan)
+        grids = tuple(
+            (name, len(config.replicas), config.stages, len(config.shards)) for name, config in decisions.modules
+        )
+        first.setdefault((grids, decisions.guests, decisions.inline), plan)
     return [*first.values()]
 
 
 def plain_decisions(one: EvaluatedPlan) -> MultiModuleConfig:
-    """The choices of what was simulated."""
+    """Return the decisions of a simulated plan."""
     assert isinstance(one.decisions, MultiModuleConfig)
     return replace(one.decisions, cuts=())
 
 
 def busiest_s(one: EvaluatedPlan) -> float:
-    """What the busiest lane has to do, in whatever order."""
+    """Return the busy time of the busiest lane, which no order changes."""
     return float(max(one.simulation.timeline.busy_s))

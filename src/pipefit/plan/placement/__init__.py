@@ -1,1 +1,1 @@
-"""Which device does what: a search over permutations of the devices, decided by the simulator (docs/placement.md)."""
+"""Assignment of devices to a plan's slots: a search over permutations, decided by the simulator (docs/placement.md)."""

@@ -1,4 +1,4 @@
-"""Chains of lanes: what the search over sets (`sets`) needs to know beside the shape, and where it can be used."""
+"""Chains of lanes: additional arrays for the search over sets (`sets`), and the check that it applies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.shape import PlacementProblem
 
 MOST_REPLICAS = 64
-"""Replicas from which devices move one by one again: the work of a matching grows with their square, and with 128 of
-them ten seconds over sets found less."""
+"""Replicas from which devices are moved one by one again: the work of a matching grows with their square, and with 128
+replicas ten seconds over sets found less."""
 
 
 def chain_arrays(question: PlacementProblem) -> dict[int, Ints] | None:
-    """The arrays of a chain by their names in the arena; None where the candidate is none: then pipelines are no
-    matter of each boundary alone. In a chain every flow goes from the devices of a lane, with equal messages, to those
-    of the same pipelines on a neighbouring lane, and every device is alone on its host and its lane's shard."""
+    """Return the arrays of a chain by their names in the arena; None if the candidate is not a chain.
+
+    In a chain every flow goes from the devices of a lane, with equal messages, to those of the same pipelines on a
+    neighbouring lane, and every device is alone on its host and its lane's shard. Otherwise the pipelines cannot be
+    chosen for each boundary alone.
+    """
     links, shape = question.links, question.shape
     single = links.single and shape.shards == 1 and shape.allowed.shape[1] == 1
     if not single or shape.lanes < 2 or not 2 <= shape.replicas <= MOST_REPLICAS:
@@ -33,18 +36,21 @@ def chain_arrays(question: PlacementProblem) -> dict[int, Ints] | None:
         if len(source) != shape.replicas or len(set(shape.size[messages].tolist())) > 1:
             return None
         lanes = {(a, b) for a, b in zip(source // shape.replicas, target // shape.replicas, strict=True)}
-        (one, other), *more = sorted(lanes)
-        if more or abs(one - other) != 1 or (source % shape.replicas != target % shape.replicas).any():
+        (sender, receiver), *more = sorted(lanes)
+        if more or abs(sender - receiver) != 1 or (source % shape.replicas != target % shape.replicas).any():
             return None
-        edge_of.append(min(one, other))
-        forward.append(int(one < other))
+        edge_of.append(min(sender, receiver))
+        forward.append(int(sender < receiver))
         size.append(int(shape.size[messages][0]))
-    edges = [[flow for flow, own in enumerate(edge_of) if own == edge] for edge in range(shape.lanes - 1)]
+    edges = [[flow for flow, edge_flows in enumerate(edge_of) if edge_flows == edge] for edge in range(shape.lanes - 1)]
     matrices: dict[tuple[tuple[int, int], ...], int] = {}
-    pair_of = [matrices.setdefault(tuple((size[flow], forward[flow]) for flow in own), len(matrices)) for own in edges]
+    pair_of = [
+        matrices.setdefault(tuple((size[flow], forward[flow]) for flow in edge_flows), len(matrices))
+        for edge_flows in edges
+    ]
     return {
-        names.EDGE_START: np.cumsum([0, *(len(own) for own in edges)]),
-        names.EDGE_FLOWS: np.array([flow for own in edges for flow in own], dtype=np.int64),
+        names.EDGE_START: np.cumsum([0, *(len(edge_flows) for edge_flows in edges)]),
+        names.EDGE_FLOWS: np.array([flow for edge_flows in edges for flow in edge_flows], dtype=np.int64),
         names.EDGE_OF: np.array(edge_of, dtype=np.int64),
         names.FORWARD: np.array(forward, dtype=np.int64),
         names.PAIR_OF: np.array(pair_of, dtype=np.int64),
@@ -62,8 +68,10 @@ def chain_arrays(question: PlacementProblem) -> dict[int, Ints] | None:
 
 
 def _pair_ticks(question: PlacementProblem, flows: tuple[tuple[int, int], ...]) -> Ints:
-    """[device, device] ticks of the messages of these (size, whether forward), between a device on the left of a
-    boundary and one on its right, one after the other."""
+    """Return [device, device]: summed ticks of these messages between the left and the right device of a boundary.
+
+    `flows` are (size, whether forward) of messages sent one after the other.
+    """
     links = question.links
     rail, host = links.rail, links.host
     total = np.zeros((len(host), len(host)), dtype=np.int64)

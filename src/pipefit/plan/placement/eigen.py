@@ -1,7 +1,7 @@
-"""Eigenvectors of a symmetric matrix, in an order of operations that is fixed.
+"""Eigenvectors of a symmetric matrix, with a fixed order of operations.
 
-LAPACK's are others in the last bits on other processors, and where hosts are alike an order by the entries of one
-turns on those. Householder's reduction to three diagonals, then QL with implicit shifts (EISPACK's tred2 and tql2).
+LAPACK's results differ in the last bits between processors, and for similar hosts the order by an eigenvector's entries
+depends on those bits. Householder tridiagonalisation, then QL with implicit shifts (EISPACK's tred2 and tql2).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from pipefit.cost.types import Array
 
 _ROUNDS = 60
-"""QL steps for one eigenvalue; two are usual."""
+"""Maximum QL steps for one eigenvalue; two are usual."""
 
 
 def symmetric_eigenvectors(matrix: Array) -> tuple[Array, Array]:
-    """(eigenvalues, ascending; eigenvectors, the columns)."""
+    """Return (eigenvalues, ascending; eigenvectors, the columns)."""
     diagonal, beside, rows = _three_diagonals(matrix)
     values = _turned_to_one(diagonal, beside, rows)
     order = np.argsort(values, kind="stable")
@@ -25,7 +25,7 @@ def symmetric_eigenvectors(matrix: Array) -> tuple[Array, Array]:
 
 
 def _three_diagonals(matrix: Array) -> tuple[list[float], list[float], Array]:
-    """(diagonal, beside it, rows): `rows` is orthogonal, rows @ matrix @ rows.T has these diagonals and zeros."""
+    """Return (diagonal, subdiagonal, rows) of the tridiagonal matrix rows @ matrix @ rows.T, with `rows` orthogonal."""
     left, count = np.array(matrix, dtype=np.float64), len(matrix)
     rows = np.eye(count)
     for step in range(count - 2):
@@ -48,15 +48,15 @@ def _three_diagonals(matrix: Array) -> tuple[list[float], list[float], Array]:
 
 
 def _turned_to_one(diagonal: list[float], beside: list[float], rows: Array) -> Array:
-    """The eigenvalues of the matrix of three diagonals; `rows` are turned into the eigenvectors."""
+    """Return the eigenvalues of the tridiagonal matrix; `rows` are rotated into the eigenvectors in place."""
     count = len(diagonal)
     for first in range(count):
         for _ in range(_ROUNDS):
             last = next(
                 (
-                    place
-                    for place in range(first, count - 1)
-                    if abs(beside[place]) <= 1e-16 * (abs(diagonal[place]) + abs(diagonal[place + 1]))
+                    index
+                    for index in range(first, count - 1)
+                    if abs(beside[index]) <= 1e-16 * (abs(diagonal[index]) + abs(diagonal[index + 1]))
                 ),
                 count - 1,
             )
@@ -67,28 +67,28 @@ def _turned_to_one(diagonal: list[float], beside: list[float], rows: Array) -> A
 
 
 def _chase(diagonal: list[float], beside: list[float], rows: Array, first: int, last: int) -> None:
-    """One QL step with an implicit shift on the block from `first` to `last`."""
+    """Do one QL step with an implicit shift on the block from `first` to `last`, in place."""
     shift = (diagonal[first + 1] - diagonal[first]) / (2.0 * beside[first])
     root = math.copysign(math.sqrt(shift * shift + 1.0), shift)
     shift = diagonal[last] - diagonal[first] + beside[first] / (shift + root)
     sine = cosine = 1.0
     carried = 0.0
-    for place in reversed(range(first, last)):
-        across, along = sine * beside[place], cosine * beside[place]
+    for index in reversed(range(first, last)):
+        across, along = sine * beside[index], cosine * beside[index]
         length = math.sqrt(across * across + shift * shift)
-        beside[place + 1] = length
+        beside[index + 1] = length
         if length == 0.0:
-            diagonal[place + 1] -= carried
+            diagonal[index + 1] -= carried
             beside[last] = 0.0
             return
         sine, cosine = across / length, shift / length
-        shift = diagonal[place + 1] - carried
-        length = (diagonal[place] - shift) * sine + 2.0 * cosine * along
+        shift = diagonal[index + 1] - carried
+        length = (diagonal[index] - shift) * sine + 2.0 * cosine * along
         carried = sine * length
-        diagonal[place + 1] = shift + carried
+        diagonal[index + 1] = shift + carried
         shift = cosine * length - along
-        upper, lower = rows[place], rows[place + 1]
-        rows[place], rows[place + 1] = cosine * upper - sine * lower, sine * upper + cosine * lower
+        upper, lower = rows[index], rows[index + 1]
+        rows[index], rows[index + 1] = cosine * upper - sine * lower, sine * upper + cosine * lower
     diagonal[first] -= carried
     beside[first] = shift
     beside[last] = 0.0

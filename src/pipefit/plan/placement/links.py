@@ -1,7 +1,7 @@
-"""The links of a cluster as arrays that a compiled search can read: the same figures as `cost.network.Network` gives.
+"""The links of a cluster as arrays for a compiled search: the same times as `cost.network.Network` returns.
 
-Times are whole ticks of a picosecond, so that sums come out the same in whatever order they are made. A tick is far
-below what any measurement resolves, and 2^63 of them are 106 days.
+Times are integer ticks of a picosecond, so that sums do not depend on their order. A tick is far below the resolution
+of any measurement, and 2^63 of them are 106 days.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipefit.cost.types import Array
 TICK_S = 1e-12
 
 ALIKE = 0.01
-"""Links whose figures differ by less than this share of the largest count as equal: no measurement repeats better."""
+"""Links whose values differ by less than this fraction of the largest count as equal: no measurement repeats better."""
 
 Ints = NDArray[np.int64]
 
@@ -33,18 +33,18 @@ class LinkArrays(NamedTuple):
     rail: Ints
     "[device]: the rail it sends on."
     matrix: Ints
-    "[rail]: which of the M matrices it has; rails with equal figures share one."
+    "[rail]: index of its matrix among the M; rails with equal values share one."
     shared: Ints
-    "[rail]: 1 where the devices of a host share the host's port."
+    "[rail]: 1 if the devices of a host share the host's port."
     rails: int
     single: int
-    "1 where every host has one device: then no two messages of a transfer share a port."
+    "1 if every host has one device: then no two messages of a transfer share a port."
     latency: Ints
     "[M, H, H] ticks from host to host."
     per_byte: Array
-    "[M, H, H] seconds a byte."
+    "[M, H, H] seconds per byte."
     busy: Ints
-    "[Z, M, H, H] ticks that a message of that size keeps its ports busy."
+    "[Z, M, H, H] ticks for which a message of that size occupies its ports."
     inside_latency: Ints
     "[H] ticks between devices of one host."
     inside_per_byte: Array
@@ -53,18 +53,18 @@ class LinkArrays(NamedTuple):
 
 
 def to_ticks(seconds: float) -> int:
-    """Seconds as whole ticks."""
+    """Return seconds as integer ticks."""
     return round(seconds / TICK_S)
 
 
 def link_arrays(network: Network, sizes: Sequence[float]) -> LinkArrays:
-    """The links between all devices, for messages of these sizes in bytes."""
+    """Return the links between all devices, for messages of these sizes in bytes."""
     cluster = network.cluster
     hosts, rails = len(cluster.hosts), cluster.rails
     distinct: list[Rail] = []
     matrix = []
     for rail in rails:
-        known = [i for i, other in enumerate(distinct) if _same_figures(cluster, rail, other)]
+        known = [i for i, known_rail in enumerate(distinct) if _same_figures(cluster, rail, known_rail)]
         matrix.append(known[0] if known else len(distinct))
         if not known:
             distinct.append(rail)
@@ -94,8 +94,10 @@ def link_arrays(network: Network, sizes: Sequence[float]) -> LinkArrays:
 
 
 def links_differ(cluster: Cluster) -> bool:
-    """Whether it can matter which host does what: some link or kind of device is unlike the others (by more than
-    ALIKE). Where it is False, all host orders cost the same."""
+    """Return whether the assignment of hosts can matter: some link or kind of device differs (by more than ALIKE).
+
+    If False, all host orders cost the same.
+    """
     if len(cluster.hosts) < 2:
         return False
     if len({host.kind for host in cluster.hosts}) > 1 or len({host.link for host in cluster.hosts}) > 1:
@@ -130,7 +132,7 @@ def _stack_matrices(matrices: Sequence[Array], hosts: int) -> Array:
 
 
 def _rail_busy_s(cluster: Cluster, rails: Sequence[Rail], latency_s: Array, per_byte: Array, size: float) -> Array:
-    """[M, H, H] seconds without the latency: by the measured curve of the rail where there is one."""
+    """[M, H, H] seconds without the latency, from the measured curve of the rail if there is one."""
     busy_s = size * per_byte
     for index, rail in enumerate(rails):
         curve = cluster.measured.rails.get(rail.name) if cluster.measured is not None else None
@@ -151,10 +153,10 @@ def _inside_busy_s(cluster: Cluster, latency_s: Array, bandwidth: Array, size: f
 
 
 def _along_matrices(sizes: Sequence[float], times_s: Array, size: float) -> Array:
-    """`cost.curves.along_knots` for every entry of matrices [size, H, H] at once."""
+    """Return `cost.curves.along_knots` for every entry of matrices [size, H, H] at once."""
     if len(sizes) == 1:
-        found: Array = times_s[0] if size <= sizes[0] else times_s[0] * (size / sizes[0])
-        return found
+        at_single_size: Array = times_s[0] if size <= sizes[0] else times_s[0] * (size / sizes[0])
+        return at_single_size
     upper = min(max(int(np.searchsorted(sizes, size)), 1), len(sizes) - 1)
     share = max(0.0, (size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1]))
     between: Array = times_s[upper - 1] + share * (times_s[upper] - times_s[upper - 1])

@@ -1,8 +1,9 @@
-"""The search with the order of the transfers looked at again: what is best in one order need not be in another.
+"""The placement search with the order of transfers updated: the best placement in one order need not be best in
+another.
 
-`search.search_placement` keeps the order of the candidate that it is given. Here it has a part of the budget; after
-that the best placement is lowered anew for its own times, and annealing goes on from it in that order, several times.
-What counts in the end is the time of a placement in its own order.
+`search.search_placement` keeps the order of the given candidate and gets a part of the budget here. Then, several
+times, the best placement is lowered again for its own times, and annealing continues from it in that order. Placements
+are compared by their times in their own order.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.simulate import Timeline
 
 FIRST = 0.75
-"""Part of the budget for the search in the given order."""
+"""Fraction of the budget for the search in the given order."""
 
 HEATS = (0.5, 0.2)
-"""The first temperatures of the annealings after that, as parts of the usual one; each has an equal part of what is
-left of the budget."""
+"""Initial temperatures of the later annealings relative to the usual one; each gets an equal part of the remaining
+budget."""
 
 LEAST_S, MOST_SLOTS = 5.0, 256
-"""Seconds of a budget from which lowering anew is worth its time, a tenth to a fifth of a second for 128 devices; and
-devices up to which it is."""
+"""Budget in seconds from which lowering again is worth its time (a tenth to a fifth of a second for 128 devices), and
+the maximum number of slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredPlacement:
-    """A placement whose actions were put in order for its own times."""
+    """A placement whose actions were ordered for its own times."""
 
     question: PlacementProblem
     timeline: Timeline
     step_s: float
-    "The simulated iteration."
+    "The simulated step."
 
 
 def place_lowered(
@@ -57,10 +58,10 @@ def place_lowered(
     compiled: bool | None = None,
     clock: Clock = time.perf_counter,
 ) -> PlacementResult:
-    """The best placement found, each in its own order as `lower` gives it; never slower than the given one.
+    """Return the best placement found, each in its own order as returned by `lower`; never slower than the given one.
 
-    `lower` takes the device of every slot. Deterministic as `search_placement` is, which does all for short budgets
-    and many devices.
+    `lower` takes the device of every slot. Deterministic as `search_placement` is, which alone is used for short
+    budgets and many devices.
     """
     began = clock()
     if compiled is None:

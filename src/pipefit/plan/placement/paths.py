@@ -1,9 +1,9 @@
-"""What a placement costs in the simulator, and why: its critical path as a linear function of what is placed.
+"""The critical path of a placement in the simulator, as a linear function of the placed times.
 
-With the order of the actions fixed, the simulated iteration is the largest over all paths through the task graph of
-the sum of the times on it, and so a convex function of the times. Every path is a lower bound of it for all
-placements, and the critical path of one placement is exact there. Paths that were met so far, the largest of them at
-every point, are the estimate that the search runs on (cutting planes: Kelley 1960).
+With the order of the actions fixed, the simulated step is the maximum over all paths through the task graph of the sum
+of their times, and so a convex function of the times. Every path is a lower bound for all placements, and the critical
+path of one placement is exact there. The maximum of the paths seen so far is the estimate of the search (cutting
+planes: Kelley 1960).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CriticalPaths:
         self.duration_at: Ints = np.full(self.graph.size, -1, dtype=np.int64)
         self.transit_at: Ints = self.duration_at.copy()
         self.tied: list[tuple[int, tuple[int, ...]]] = []
-        "(task, flows whose whole times it takes beside its own)."
+        "(task, flows whose full times are added to its own)."
         self._fill_tasks(question, timeline)
 
     def _fill_tasks(self, question: PlacementProblem, timeline: Timeline) -> None:
@@ -70,7 +70,7 @@ class CriticalPaths:
             self.duration_s[task] = 0.0
 
     def task_times(self, x: Ints) -> TaskTimes:
-        """When every task runs."""
+        """Return the start and stop times of every task."""
         seconds = np.append(x * TICK_S, 0.0)
         duration_s, transit_s = self.duration_s + seconds[self.duration_at], self.transit_s + seconds[self.transit_at]
         for task, flows in self.tied:
@@ -78,21 +78,21 @@ class CriticalPaths:
         return run_sweep(self.graph, duration_s, transit_s)
 
     def step_s(self, x: Ints) -> float:
-        """The simulated iteration."""
+        """Return the simulated step in seconds."""
         times = self.task_times(x)
         return float(np.maximum(times.stop_s, times.arrival_s).max())
 
     def critical_cut(self, x: Ints) -> tuple[float, Ints, int]:
-        """(simulated iteration in seconds, weights [x] and constant in ticks of the critical path there)."""
+        """Return (simulated step in seconds, weights [x] and constant in ticks of the critical path there)."""
         times = self.task_times(x)
         path = critical_tasks(self.graph, times)
         tasks = np.array([task for task, _ in path], dtype=np.int64)
         reached = np.array([moment for _, moment in path])
         arrived: NDArray[np.bool_] = (self.graph.consumer[tasks] >= 0) & (reached == times.arrival_s[tasks])
-        at = np.where(arrived, self.transit_at[tasks], self.duration_at[tasks])
+        entries = np.where(arrived, self.transit_at[tasks], self.duration_at[tasks])
         fixed_s = np.where(arrived, self.transit_s[tasks], self.duration_s[tasks])
         weight = np.zeros(self.entries, dtype=np.int64)
-        np.add.at(weight, at[at >= 0], 1)
+        np.add.at(weight, entries[entries >= 0], 1)
         on_path = set(tasks.tolist())
         for task, flows in self.tied:
             if task in on_path:

@@ -1,10 +1,10 @@
-"""Which device does what: simulated annealing over permutations of the devices, decided by the simulator.
+"""Assignment of devices: simulated annealing over permutations of the devices, decided by the simulator.
 
-The search works on an estimate of the simulated iteration that never lies above it: the largest of the critical paths
-met so far (`paths`), over the times of all transfers and all stages' collectives, which are kept up
-incrementally as devices change places (`kernel`). What a round of annealing finds is simulated, its critical
-path joins the estimate, and the next round goes on with what the estimate has learned. Seeded and deterministic as
-long as the budget is counted in moves. Pipette (arXiv 2405.18093) chose servers by annealing too, with one formula.
+The search uses an estimate that never exceeds the simulated step: the maximum of the critical paths seen so far
+(`paths`), over the times of all transfers and all stages' collectives, which are updated incrementally as devices are
+swapped (`kernels`). The result of each round of annealing is simulated, its critical path joins the estimate, and the
+next round continues with it. Seeded and deterministic if the budget counts moves. Pipette (arXiv 2405.18093) also
+assigns servers by annealing, with one formula.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from pipefit.plan.placement.starts import (
 from pipefit.simulate import Timeline
 
 PROBES = 24
-"""Paths that are looked for before the search begins, each with one entry of x made much larger."""
+"""Number of paths collected before the search begins, each with one entry of x made much larger."""
 
 CHUNK, TASKS_A_MOVE = (500, 2500), 8
-"""Moves between two simulations, and looks at the clock: within these limits, one for so many tasks of the simulation,
-whose time grows with them. The more often the estimate learns, the less the search is led by paths it lacks."""
+"""Moves between two simulations and clock readings: within these limits, one for every TASKS_A_MOVE tasks of the
+simulation, whose time grows with them. Frequent simulations keep the search from being misled by missing paths."""
 
 LONGER = 8
-"""Times as many moves at most, while simulations teach the estimate nothing: twice as many after each of them."""
+"""Maximum factor on CHUNK while simulations add no path to the estimate: it doubles after each of them."""
 
 COMPILED_FROM = 20_000
-"""Moves from which it pays to import numba, and to compile on the first use on a machine."""
+"""Moves from which importing numba, and compiling on the first use on a machine, pays off."""
 
 EXPONENTIAL = -portable_log((np.arange(4096) + 0.5) / 4096)
 """Equally likely values of the exponential distribution, so that no exp is called."""
@@ -57,7 +57,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementBudget:
-    """How long to search: whichever comes first. Only a budget without seconds gives the same placement always."""
+    """Limit of a search: whichever comes first. The placement is reproducible only without a limit in seconds."""
 
     moves: int = 100_000
     seconds: float | None = None
@@ -66,39 +66,39 @@ class PlacementBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementResult:
-    """What a search found."""
+    """Result of a search."""
 
     devices: tuple[int, ...]
-    "[slot]: for every (lane, replica, shard), the last fastest."
+    "[slot]: device of every (lane, replica, shard), the shard varying fastest."
     step_s: float
-    "Simulated, in the order of actions of the candidate."
+    "Simulated step, in the order of actions of the candidate."
     given_s: float
-    "The same with the devices as they were given."
+    "The same with the devices as given."
     moves: int
     simulated: int
-    "Placements that were simulated."
+    "Number of placements that were simulated."
     cuts: int
-    "Critical paths that were met."
+    "Number of distinct critical paths."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnealingMode:
-    """How one kind of annealing goes."""
+    """Parameters of one kind of annealing."""
 
     loop: str
-    "The compiled function (`compile`)."
+    "Name of the compiled function (`compile`)."
     hot: float
-    "The first temperature, as a share of what is placed."
+    "Initial temperature, relative to the placed times."
     cold: float
-    "The last one, as a share of the first."
+    "Final temperature, relative to the initial one."
     stages: tuple[tuple[int, float, float], ...]
-    "How many placements are annealed, the best so far; with which part of the moves in all; from which part of `hot`."
+    "(number of the best placements so far to anneal; fraction of all moves; initial fraction of `hot`)."
     round_moves: int
-    "Moves of a round; `round_s` where the budget counts seconds."
+    "Moves of a round; `round_s` if the budget counts seconds."
     round_s: float
 
     def round_count(self, budget: PlacementBudget) -> int:
-        """How often all is done from the start."""
+        """Return the number of rounds from the start."""
         if budget.seconds is not None:
             return max(1, round(budget.seconds / self.round_s))
         return max(1, budget.moves // self.round_moves)
@@ -115,11 +115,11 @@ DEVICES_WAY = AnnealingMode(
 SETS_WAY = AnnealingMode(
     loop="anneal_sets", hot=0.01, cold=0.03, stages=((6, 0.3, 0.2), (1, 0.7, 1.0)), round_moves=500_000, round_s=2.5
 )
-"""Over devices one by one, and over sets of them (`sets`), which find more in fewer and longer rounds."""
+"""Annealing over single devices, and over sets of them (`sets`), which finds more in fewer and longer rounds."""
 
 FEW_DEVICES = 24
-"""Devices up to which they are searched one by one: a matching has the slowest pair as fast as can be, but of all such
-it is only one, and with few sets another one may be the best."""
+"""Devices up to which they are moved one by one: a matching minimises the slowest pair but is only one of several such,
+and with few sets another one may be better."""
 
 
 class PlacementSearch:
@@ -134,7 +134,7 @@ class PlacementSearch:
         self.arena = new_state(question, chain)
         self.known: set[bytes] = set()
         self.step_s: dict[bytes, float] = {}
-        "Simulated times of the placements that were looked at."
+        "Simulated times by placement."
         self.best, self.best_s = question.devices, float("inf")
         self.moves = 0
         self.chunk = max(CHUNK[0], min(CHUNK[1], self.paths.graph.size // TASKS_A_MOVE))
@@ -142,16 +142,16 @@ class PlacementSearch:
 
     @property
     def entry_ticks(self) -> Ints:
-        """The times of the placement that the state stands at: a copy."""
+        """A copy of the times of the current placement."""
         return self.arena.array_view(X).copy()
 
     def estimate_ticks(self, device: Ints) -> int:
-        """The estimate of a placement in ticks; the state stands there afterwards."""
+        """Return the estimate of a placement in ticks; it becomes the current placement."""
         self.arena.fill_array(DEVICE, device)
         return int(self.run["recompute"](self.arena.whole, self.arena.real, self.arena.at))
 
     def simulate_placement(self, device: Ints) -> float:
-        """The simulated time of a placement, whose critical path joins the estimate."""
+        """Return the simulated time of a placement, and add its critical path to the estimate."""
         name = device[: self.question.shape.slots].tobytes()
         if name not in self.step_s:
             self.estimate_ticks(device)
@@ -163,7 +163,7 @@ class PlacementSearch:
         return self.step_s[name]
 
     def add_cut(self, weight: Ints, constant: int) -> None:
-        """One more path in the estimate, in the place of the least if there is no room."""
+        """Add a path to the estimate, replacing the smallest one if there is no room."""
         name = weight.tobytes() + constant.to_bytes(8, "little")
         if name in self.known:
             return
@@ -175,40 +175,42 @@ class PlacementSearch:
         self.arena.array_view(CONSTANT)[cut] = constant
 
     def probe_entries(self, device: Ints) -> None:
-        """Paths that would be critical if one flow or term were the slow one."""
+        """Add paths that would be critical if one flow or term were slow."""
         self.estimate_ticks(device)
         x, flows = self.entry_ticks, self.question.flow_count
         entries = [[flow, flows + flow] for flow in range(flows)]
         entries += [[2 * flows + term] for term in range(len(self.question.shape.passes))]
-        for some in entries[:: max(1, -(-len(entries) // PROBES))]:
+        for slowed_entries in entries[:: max(1, -(-len(entries) // PROBES))]:
             slow = x.copy()
-            slow[some] = 3 * slow[some] + int(x[: 2 * flows].max(initial=0))
+            slow[slowed_entries] = 3 * slow[slowed_entries] + int(x[: 2 * flows].max(initial=0))
             self.add_cut(*self.paths.critical_cut(slow)[1:])
 
     def placed_ticks(self) -> float:
-        """What transfers and collectives take on the largest cut where the state stands."""
+        """Return the time of transfers and collectives on the largest cut of the current placement."""
         leading = self.arena.array_view(WEIGHT).reshape(-1, CUTS)[:, self.arena.at[LEADING]]
         return float((leading * self.arena.array_view(X)).sum())
 
     def run_annealing(
         self, start: Ints, start_s: float, racks: Sequence[Sequence[int]], course: AnnealingRun
     ) -> tuple[Ints, float]:
-        """(best placement, its simulated time) of an annealing from `start`. Every chunk of moves the best placement
-        since the last time is simulated, and the estimate learns from it."""
+        """Return (best placement, its simulated time) of an annealing from `start`.
+
+        After every chunk of moves the best placement since the last simulation is simulated and updates the estimate.
+        """
         question = self.question
         set_moves(self.arena, block_moves(start, question.shape, question.links, racks))
         self.estimate_ticks(start)
         hot = max(course.heat * self.placed_ticks(), 2.0)
         span = max(self.way.cold, 1.0 / hot)
         factor = 1.0 if course.seconds is not None else portable_power(span, 1.0 / max(1, course.moves))
-        arrays, made, began = (self.arena.whole, self.arena.real, self.arena.at), 0, course.clock()
-        found, found_s, progress, chunk = start, start_s, 0.0, self.chunk
-        while made < course.moves and progress < 1.0:
-            count = min(chunk, course.moves - made)
+        arrays, moves_done, began = (self.arena.whole, self.arena.real, self.arena.at), 0, course.clock()
+        best_placement, found_s, progress, chunk = start, start_s, 0.0, self.chunk
+        while moves_done < course.moves and progress < 1.0:
+            count = min(chunk, course.moves - moves_done)
             best, control = start.copy(), np.array([hot * portable_power(span, progress), factor, np.inf])
             self.run[self.way.loop](count, control, course.random, EXPONENTIAL, best, *arrays)
-            made += count
-            progress = made / course.moves
+            moves_done += count
+            progress = moves_done / course.moves
             if course.seconds is not None:
                 progress = max(progress, (course.clock() - began) / max(course.seconds, 1e-9))
             if np.isfinite(control[2]):
@@ -216,10 +218,10 @@ class PlacementSearch:
                 step_s = self.simulate_placement(best)
                 chunk = self.chunk if len(self.known) > known else min(2 * chunk, LONGER * self.chunk)
                 if step_s < found_s:
-                    found, found_s = best, step_s
+                    best_placement, found_s = best, step_s
                 self.estimate_ticks(now)
-        self.moves += made
-        return found, found_s
+        self.moves += moves_done
+        return best_placement, found_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,10 +230,10 @@ class AnnealingRun:
 
     moves: int
     heat: float
-    "The first temperature, as a share of what transfers and collectives take of the estimate."
+    "Initial temperature, relative to the transfers and collectives in the estimate."
     random: Ints
     seconds: float | None
-    "It ends after so many; the temperature falls by the clock then, else by the moves."
+    "Time limit; the temperature then falls with the clock, else with the moves."
     clock: Clock
 
 
@@ -243,9 +245,9 @@ def search_placement(
     compiled: bool | None = None,
     clock: Clock = time.perf_counter,
 ) -> PlacementResult:
-    """The best placement found for a candidate, never slower in the simulator than the given one.
+    """Return the best placement found for a candidate, never slower in the simulator than the given one.
 
-    `compiled` forces numba on or off; the result is the same. `clock` is what `budget.seconds` is counted by.
+    `compiled` forces numba on or off; the result is the same. `clock` measures `budget.seconds`.
     """
     budget = budget or PlacementBudget()
     began = clock()
@@ -254,11 +256,11 @@ def search_placement(
     searcher = PlacementSearch(question, timeline, compiled)
     rounds = searcher.way.round_count(budget)
 
-    given = question.devices
-    given_s = searcher.simulate_placement(given)
+    given_devices = question.devices
+    given_s = searcher.simulate_placement(given_devices)
     starts, racks = starting_placements(question)
     if question.shape.slots > 1:
-        searcher.probe_entries(given)
+        searcher.probe_entries(given_devices)
         ranked = sorted(starts, key=lambda name: (searcher.estimate_ticks(starts[name]), name))[
             : searcher.way.stages[0][0]
         ]
@@ -286,7 +288,7 @@ def _run_round(
     seconds: float | None,
     clock: Clock,
 ) -> None:
-    """The stages once, from these placements; the searcher keeps the best of all. `random` goes on."""
+    """Run all stages once from these placements; the searcher keeps the best of all. `random` is advanced."""
     began, over = clock(), 1.0
     lines = [(searcher.simulate_placement(device), number, device) for number, device in enumerate(starts)]
     for count, share, heat in searcher.way.stages:
@@ -306,11 +308,11 @@ def _run_round(
 
 
 SPECTRAL = 256
-"""Hosts up to which eigenvectors are worked out: their time grows with the cube."""
+"""Hosts up to which eigenvectors are computed: their time grows with the cube."""
 
 
 def starting_placements(question: PlacementProblem) -> tuple[dict[str, Ints], list[list[int]]]:
-    """(placements to start from by name, racks)."""
+    """Return (initial placements by name, racks)."""
     links, shape = question.links, question.shape
     size = max([float(b) for b in shape.bytes] + [1e6])
     distance = host_distance(links, size)

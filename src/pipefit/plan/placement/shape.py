@@ -1,4 +1,4 @@
-"""From a simulated candidate to the arrays that the placement search runs on: flows, rings, computing, by slot."""
+"""From a simulated candidate to the arrays of the placement search: flows, rings and compute, by slot."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ Messages = tuple[tuple[int, int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementShape:
-    """What is to be placed: transfers, rings and computing, by slot. `_start` arrays are compressed rows."""
+    """Transfers, rings and compute to be placed, by slot. `_start` arrays are row offsets, as in a CSR matrix."""
 
     lanes: int
     replicas: int
     shards: int
     slots: int
-    "Of the plan; idle ones follow."
+    "Slots of the plan; idle ones follow."
     flow_start: Ints
     source: Ints
     "[message]: slot."
     target: Ints
     size: Ints
-    "[message]: index into the sizes of Links."
+    "[message]: index into the sizes of LinkArrays."
     flow_of: Ints
     slot_start: Ints
     slot_messages: Ints
     term_start: Ints
-    "[lane + 1]: terms stand lane by lane."
+    "[lane + 1]: terms are sorted by lane."
     passes: Ints
     "[term]: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather."
     latency_factor: Array
@@ -57,11 +57,11 @@ class PlacementShape:
     more: Ints
     "[term]: ticks that do not depend on the placement."
     share: Array
-    "[term]: part of the time that is free beside the last backward."
+    "[term]: fraction of the time that overlaps with the last backward."
     line_start: Ints
     line_share: Array
     line_beside: Array
-    "Lines: line_share x time - line_beside (in ticks) are left at least (`cost.overlap.left_lines`)."
+    "Lines: at least line_share x time - line_beside (in ticks) remain exposed (`cost.overlap.left_lines`)."
     row_start: Ints
     "[lane + 1]."
     row_time: Ints
@@ -69,7 +69,7 @@ class PlacementShape:
     kind: Ints
     "[device]."
     allowed: Ints
-    "[lane + 1, kind]: whether devices of that kind may stand on the lane; the last row is for the idle ones."
+    "[lane + 1, kind]: whether devices of that kind may be on the lane; the last row is for the idle ones."
 
 
 class CollectiveTerm(NamedTuple):
@@ -86,20 +86,20 @@ class CollectiveTerm(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementProblem:
-    """One candidate whose devices are to be chosen, as arrays, with where everything stands in x."""
+    """One candidate whose devices are to be chosen, as arrays, with the index of every time in x."""
 
     links: LinkArrays
     shape: PlacementShape
     devices: Ints
-    "[slot]: the devices as the candidate has them; idle ones behind the plan's."
+    "[slot]: devices of the candidate, followed by idle ones."
     flow_of: Mapping[FlowKey, int]
     tied: Mapping[int, tuple[int, ...]]
-    "Stage -> flows of the parameters that it shares."
+    "Stage -> flows of its tied parameters."
     term_of: Mapping[tuple[str, int], int]
     '("reduce" or "gather", stage) -> term.'
     row_of: Mapping[RowKey, int]
     exact: bool
-    "Whether x has all that depends on the placement: not where shard groups cross hosts, or kinds are mixed."
+    "False if x lacks times that depend on the placement: shard groups across hosts, or mixed kinds."
 
     @property
     def flow_count(self) -> int:
@@ -112,8 +112,10 @@ class PlacementProblem:
 
 
 def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> PlacementProblem:
-    """The question of a candidate whose work, network, layer costs and timeline these are. One group a lane; all
-    groups have one number of replicas and of shards."""
+    """Return the placement problem of a candidate with this work, network, layer costs and timeline.
+
+    Each lane has one group; all groups have the same number of replicas and of shards.
+    """
     lane_devices = _lane_devices(work)
     group = work.stages[0].group
     replicas, shards = group.find_axis("replica").size, group.find_axis("shard").size
@@ -140,7 +142,9 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
         kind=np.array(kind_of, dtype=np.int64),
         allowed=_allowed_kinds(lane_devices, network, kinds, kind_of, timeline, free=even),
     )
-    whole = all(len({network.host[device] for device in ring}) == 1 for s in work.stages for ring in shard_rings(s))
+    rings_in_hosts = all(
+        len({network.host[device] for device in ring}) == 1 for s in work.stages for ring in shard_rings(s)
+    )
     return PlacementProblem(
         links=link_arrays(network, sizes),
         shape=shape,
@@ -149,7 +153,7 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
         tied=tied,
         term_of={("gather" if t.operation == "all_gather" else "reduce", t.stage): i for i, t in enumerate(terms)},
         row_of=row_of,
-        exact=whole and len(kinds) == 1 and not network.over_gloo and not _by_group(terms, replicas, network),
+        exact=rings_in_hosts and len(kinds) == 1 and not network.over_gloo and not _by_group(terms, replicas, network),
     )
 
 
@@ -161,15 +165,19 @@ def _lane_devices(work: PipelineWork) -> list[tuple[int, ...]]:
 
 
 def _collect_flows(work: PipelineWork) -> tuple[dict[FlowKey, int], dict[int, tuple[int, ...]], list[Messages]]:
-    """(flow of every transfer, flows of the exchange of tied parameters by stage, messages of every flow). Equal sets
-    of messages are one flow."""
+    """Return (flow of every transfer, flows of the exchange of tied parameters by stage, messages of every flow).
+
+    Equal sets of messages are one flow.
+    """
     known: dict[Messages, int] = {}
     flow_of: dict[FlowKey, int] = {}
     tied: dict[int, tuple[int, ...]] = {}
     for edge in work.edges:
-        for way, slices in (("F", edge.forward), ("B", edge.backward)):
+        for direction, slices in (("F", edge.forward), ("B", edge.backward)):
             for slice_, messages in enumerate(slices):
-                flow_of[edge.source, edge.target, edge.tensor, way, slice_] = known.setdefault(messages, len(known))
+                flow_of[edge.source, edge.target, edge.tensor, direction, slice_] = known.setdefault(
+                    messages, len(known)
+                )
     for exchange in work.tied:
         flow = known.setdefault(exchange.messages, len(known))
         for stage in exchange.stages:
@@ -180,11 +188,11 @@ def _collect_flows(work: PipelineWork) -> tuple[dict[FlowKey, int], dict[int, tu
 def _flow_arrays(
     flows: Sequence[Messages], slot_of: Mapping[int, int], sizes: Sequence[float], slots: int
 ) -> dict[str, Any]:
-    place = {size: index for index, size in enumerate(sizes)}
+    index_of_size = {size: index for index, size in enumerate(sizes)}
     messages = [
-        (flow, slot_of[source], slot_of[target], place[size])
-        for flow, each in enumerate(flows)
-        for source, target, size in each
+        (flow, slot_of[source], slot_of[target], index_of_size[size])
+        for flow, flow_messages in enumerate(flows)
+        for source, target, size in flow_messages
         if size and source != target
     ]
     table = np.array(messages, dtype=np.int64).reshape(-1, 4)
@@ -205,8 +213,8 @@ def _flow_arrays(
 def _collect_terms(
     work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline
 ) -> list[CollectiveTerm]:
-    """The collectives over replicas (`cost.table.reduce_s`, `gather_s`), lane by lane."""
-    found = []
+    """Return the collectives over replicas (`cost.table.reduce_s`, `gather_s`), sorted by lane."""
+    terms = []
     parted = {action.stage for _, _, action in timeline.schedule if action.kind == "W"}
     for index, stage in enumerate(work.stages):
         if stage.group.find_axis("replica").size == 1:
@@ -214,16 +222,16 @@ def _collect_terms(
         size = float(max(stage.parameters.trainable) * GRADIENT_BYTES[work.precision])
         more_s = 0.0
         if stage.group.find_axis("shard").size > 1:
-            whole = max(stage.parameters.whole) * GRADIENT_BYTES[work.precision]
-            more_s = all_reduce_s(network, shard_rings(stage), whole)
+            whole_bytes = max(stage.parameters.whole) * GRADIENT_BYTES[work.precision]
+            more_s = all_reduce_s(network, shard_rings(stage), whole_bytes)
         share, pieces = overlap_share(stage, work, network, layers)
         lines = tuple(remaining_lines(pieces["W" if index in parted else "B"], work.bucket_bytes)) if share else ()
         operation = "reduce_scatter" if stage.split_state else "all_reduce"
-        found.append(CollectiveTerm(stage.lane, index, operation, size, more_s, share if lines else 0.0, lines))
+        terms.append(CollectiveTerm(stage.lane, index, operation, size, more_s, share if lines else 0.0, lines))
         if stage.split_state:
             gathered = float(max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
-            found.append(CollectiveTerm(stage.lane, index, "all_gather", gathered, 0.0, 0.0, ()))
-    return sorted(found, key=lambda term: term.lane)
+            terms.append(CollectiveTerm(stage.lane, index, "all_gather", gathered, 0.0, 0.0, ()))
+    return sorted(terms, key=lambda term: term.lane)
 
 
 def _term_arrays(terms: Sequence[CollectiveTerm], lanes: int, replicas: int, network: Network) -> dict[str, Any]:
@@ -244,13 +252,14 @@ def _term_arrays(terms: Sequence[CollectiveTerm], lanes: int, replicas: int, net
 
 
 def _by_group(terms: Sequence[CollectiveTerm], replicas: int, network: Network) -> bool:
-    """Whether a collective was found to be otherwise inside a host than between hosts, or in groups of other sizes."""
+    """Return whether measured factors of a collective depend on the group: inside a host or between hosts, or its
+    size."""
     groups = [(size, inside) for size in range(2, replicas + 1) for inside in (True, False)]
     return any(len({network.collective_factors(term.operation, *group) for group in groups}) > 1 for term in terms)
 
 
 def _device_kinds(network: Network) -> tuple[list[int], list[int]]:
-    """(a device of every kind, the kind of every device)."""
+    """Return (a device of every kind, the kind of every device)."""
     first: dict[str, int] = {}
     index: dict[str, int] = {}
     for device, kind in enumerate(network.kinds):
@@ -262,8 +271,10 @@ def _device_kinds(network: Network) -> tuple[list[int], list[int]]:
 def _compute_rows(
     work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline, kinds: Sequence[int]
 ) -> tuple[dict[RowKey, int], list[int], list[list[int]]]:
-    """Times that depend on the kinds of a lane's devices: (row of each, first row of each lane, ticks by kind). None
-    where all devices are of one kind."""
+    """Return times that depend on the kinds of a lane's devices: (row of each, first row of each lane, ticks by kind).
+
+    There are none if all devices are of one kind.
+    """
     if len(kinds) == 1:
         return {}, [], []
     row_of: dict[RowKey, int] = {}
@@ -298,12 +309,12 @@ def _stage_rows(
 ) -> None:
     alike = [replace(stage, group=Mesh(axes=stage.group.axes, devices=(d,) * stage.group.size)) for d in kinds]
     for slice_, (tokens, past) in enumerate(slice_places(stage.slices)):
-        each = [stage_cost(one, tokens, past, work, network, layers) for one in alike]
+        costs_by_kind = [stage_cost(same_kind, tokens, past, work, network, layers) for same_kind in alike]
         for action, seconds in (
-            ("F", [cost.forward_s for cost in each]),
-            ("I", [cost.input_s for cost in each]),
-            ("W", [cost.weight_s for cost in each]),
-            ("B", [cost.backward_s for cost in each]),
+            ("F", [cost.forward_s for cost in costs_by_kind]),
+            ("I", [cost.input_s for cost in costs_by_kind]),
+            ("W", [cost.weight_s for cost in costs_by_kind]),
+            ("B", [cost.backward_s for cost in costs_by_kind]),
         ):
             row_of[action, index, slice_] = len(times)
             times.append([to_ticks(value) for value in seconds])
@@ -317,7 +328,8 @@ def _allowed_kinds(
     timeline: Timeline,
     free: bool,
 ) -> Ints:
-    """[lane + 1, kind]: a kind may stand on a lane whose peak it holds; without `free`, only where it stands now."""
+    """[lane + 1, kind]: a kind is allowed on a lane if it holds the lane's peak; without `free`, only where it is
+    now."""
     allowed = np.ones((len(lane_devices) + 1, len(kinds)), dtype=np.int64)
     if len(kinds) == 1:
         return allowed
@@ -327,5 +339,5 @@ def _allowed_kinds(
             holds = network.kinds[device].memory_bytes >= float(timeline.peak_bytes[lane])
             allowed[lane, kind] = (kind in present or free) and holds
     if not free and any(len({kind_of[device] for device in devices}) > 1 for devices in lane_devices):
-        allowed[:] = 0  # unequal shares go with unequal kinds: nothing may move
+        allowed[:] = 0  # the shares depend on the kinds: nothing may move
     return allowed

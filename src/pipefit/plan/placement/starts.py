@@ -1,7 +1,7 @@
-"""Where the placement search starts: orders of the hosts, and ways to lay the devices of ordered hosts over a grid.
+"""Initial placements of the search: orders of the hosts, and tilings of ordered devices over the grid.
 
-Hosts are ordered by name (as the file has them), by a greedy chain of nearest neighbours, by average-linkage
-clustering, and by the second eigenvector of the graph of their links; racks are the clusters.
+Hosts are ordered by name (as in the file), by a greedy chain of nearest neighbours, by average-linkage clustering, and
+by the second eigenvector of the graph of their links; racks are the clusters.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from pipefit.plan.placement.links import TICK_S, Ints, LinkArrays
 from pipefit.plan.placement.shape import PlacementShape
 
 GAP = 1.3
-"""How much farther apart racks must be than the hosts within them."""
+"""Minimum ratio of the distance between racks to the distance within them."""
 
 ALIKE = 1.1
-"""Eigenvalues that are at most so many times the second one count as alike."""
+"""Eigenvalues up to this many times the second one count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSet:
-    """What may be permuted: blocks of slots at one or two levels (a shard group, a host), and racks of devices."""
+    """The units of moves: blocks of slots at one or two levels (a shard group, a host), and racks of devices."""
 
     levels: tuple[Ints, ...]
-    "Of every level [block, slot], in the order of the pipelines."
+    "[block, slot] for every level, in the order of the pipelines."
     block_of: Ints
     "[level, slot]."
     racks: Ints
-    "[rack, device]: racks of equal size; they swap places."
+    "[rack, device]: racks of equal size; they are swapped."
 
 
 def host_distance(links: LinkArrays, size_bytes: float) -> Array:
-    """[H, H] seconds of a message of that size between two hosts, the mean of both ways."""
+    """[H, H] seconds of a message of that size between two hosts, the mean of both directions."""
     matrix = links.per_byte[0] * size_bytes + links.latency[0] * TICK_S
     both: Array = (matrix + matrix.T) / 2
     np.fill_diagonal(both, 0.0)
@@ -44,22 +44,24 @@ def host_distance(links: LinkArrays, size_bytes: float) -> Array:
 
 
 def chain_order(distance: Array) -> list[int]:
-    """A greedy chain: from the end of the shortest link always to the nearest host that is left."""
+    """Return a greedy chain: from an end of the shortest link, always to the nearest remaining host."""
     count = len(distance)
     far = distance + np.where(np.eye(count, dtype=np.bool_), np.inf, 0.0)
-    at = int(np.argmin(far)) // count
-    order, left = [at], np.ones(count, dtype=np.bool_)
-    left[at] = False
+    host = int(np.argmin(far)) // count
+    order, left = [host], np.ones(count, dtype=np.bool_)
+    left[host] = False
     for _ in range(count - 1):
-        at = int(np.where(left, far[at], np.inf).argmin())
-        order.append(at)
-        left[at] = False
+        host = int(np.where(left, far[host], np.inf).argmin())
+        order.append(host)
+        left[host] = False
     return order
 
 
 def cluster_order(distance: Array) -> tuple[list[int], list[list[int]]]:
-    """(hosts in the order of the leaves of an average-linkage tree, racks). Racks: the clusters before the merge
-    whose distance grows most, by at least GAP, and none where it does not."""
+    """Return (hosts in the order of the leaves of an average-linkage tree, racks).
+
+    Racks are the clusters before the merge whose distance grows most, by at least GAP; if there is no such merge, none.
+    """
     from scipy.cluster.hierarchy import average, fcluster, leaves_list
     from scipy.spatial.distance import squareform
 
@@ -79,10 +81,11 @@ def cluster_order(distance: Array) -> tuple[list[int], list[list[int]]]:
 
 
 def spectral_order(distance: Array) -> list[int]:
-    """Hosts by the second eigenvector of the Laplacian of the graph whose weights are 1 / distance (Fiedler 1973).
+    """Return hosts by the second eigenvector of the Laplacian of the graph with weights 1 / distance (Fiedler 1973).
 
-    Where several eigenvalues are nearly the second one, as of racks that are alike, any mixture of their vectors is as
-    good, and two racks may fall together in it: then the one that is nearest to the hosts' numbers."""
+    If several eigenvalues are close to the second one, as for similar racks, any mixture of their vectors is as good,
+    but may mix two racks. Then the mixture closest to the hosts' numbers is used.
+    """
     weight = 1.0 / np.where(distance > 0, distance, np.inf)
     laplacian = np.diag(weight.sum(axis=1)) - weight
     values, vectors = symmetric_eigenvectors(laplacian)
@@ -96,14 +99,14 @@ def spectral_order(distance: Array) -> list[int]:
 
 
 def in_host_order(order: Sequence[int], links: LinkArrays) -> Ints:
-    """All devices, host by host in that order."""
+    """Return all devices, host by host in that order."""
     by_host = np.argsort(links.host, kind="stable")
     start = np.searchsorted(links.host[by_host], np.arange(len(links.inside_latency) + 1))
     return np.concatenate([by_host[start[host] : start[host + 1]] for host in order])
 
 
 def tile_shapes(shape: PlacementShape, per_host: int) -> Iterator[tuple[int, int]]:
-    """(replicas, lanes) of the blocks of the grid that a host's devices can hold: from all replicas to all lanes."""
+    """Yield (replicas, lanes) of the tiles of the grid that fit a host's devices: from all replicas to all lanes."""
     units = max(1, per_host // shape.shards)
     for replicas in range(min(units, shape.replicas), 0, -1):
         lanes = units // replicas
@@ -112,8 +115,10 @@ def tile_shapes(shape: PlacementShape, per_host: int) -> Iterator[tuple[int, int
 
 
 def tile_devices(devices: Ints, shape: PlacementShape, tile: tuple[int, int], lanes_first: bool) -> Ints:
-    """Devices of ordered hosts over the grid, tile by tile: `lanes_first` fills all lanes of some replicas before it
-    goes on to the next. What is left over is idle. Returns [slot]."""
+    """Return [slot]: devices of ordered hosts over the grid, tile by tile; the remaining devices are idle.
+
+    `lanes_first` fills all lanes of some replicas before the next replicas.
+    """
     replicas, lanes = tile
     grid = np.arange(shape.slots).reshape(
         shape.lanes // lanes, lanes, shape.replicas // replicas, replicas, shape.shards
@@ -126,8 +131,10 @@ def tile_devices(devices: Ints, shape: PlacementShape, tile: tuple[int, int], la
 
 
 def block_moves(device: Ints, shape: PlacementShape, links: LinkArrays, racks: Sequence[Sequence[int]]) -> MoveSet:
-    """The moves for a search that starts at this placement: blocks are the shard groups, and the slots that hold the
-    devices of each host now, where all hosts have equally many."""
+    """Return the moves for a search that starts at this placement.
+
+    Blocks are the shard groups and, if all hosts have the same number of devices, the slots of each host's devices.
+    """
     levels = [_block_units(device, shape, links)]
     hosts = _host_blocks(device, links)
     if hosts is not None and len(hosts) > 1 and len(hosts[0]) > len(levels[0][0]) and len(device) % shape.shards == 0:
@@ -141,7 +148,7 @@ def block_moves(device: Ints, shape: PlacementShape, links: LinkArrays, racks: S
 
 
 def _block_units(device: Ints, shape: PlacementShape, links: LinkArrays) -> Ints:
-    """[block, slot]: the shard groups, and as many idle devices of one host together."""
+    """[block, slot]: the shard groups, and equally large groups of idle devices of one host."""
     plan = np.arange(shape.slots).reshape(-1, shape.shards)
     idle = np.arange(shape.slots, len(device))
     if shape.shards == 1:
@@ -149,13 +156,13 @@ def _block_units(device: Ints, shape: PlacementShape, links: LinkArrays) -> Ints
     hosts = links.host[device[idle]]
     groups = []
     for host in sorted(set(hosts.tolist())):
-        own = idle[hosts == host]
-        groups.append(own[: len(own) // shape.shards * shape.shards].reshape(-1, shape.shards))
+        host_slots = idle[hosts == host]
+        groups.append(host_slots[: len(host_slots) // shape.shards * shape.shards].reshape(-1, shape.shards))
     return np.concatenate((plan, *groups))
 
 
 def _host_blocks(device: Ints, links: LinkArrays) -> Ints | None:
-    """[host, slot]: the slots of each host's devices; None where hosts differ in size."""
+    """[host, slot]: the slots of each host's devices; None if hosts differ in size."""
     counts = np.bincount(links.host)
     if counts.min() != counts.max():
         return None
@@ -163,7 +170,7 @@ def _host_blocks(device: Ints, links: LinkArrays) -> Ints | None:
 
 
 def _pipeline_order(blocks: Ints, shape: PlacementShape) -> Ints:
-    """Blocks by replica, then by lane, of their first slot; idle ones last."""
+    """Return the blocks by replica, then by lane, of their first slot; idle ones last."""
     first = blocks.min(axis=1)
     width = shape.replicas * shape.shards
     replica = np.where(first < shape.slots, first % width // shape.shards, shape.replicas)
@@ -171,11 +178,11 @@ def _pipeline_order(blocks: Ints, shape: PlacementShape) -> Ints:
 
 
 def _rack_devices(racks: Sequence[Sequence[int]], links: LinkArrays) -> Ints:
-    """[rack, device] of the racks of the most frequent size, where all hosts are of one size."""
+    """[rack, device] of the racks of the most frequent size, if all hosts have the same size."""
     devices = [np.flatnonzero(np.isin(links.host, list(rack))) for rack in racks]
-    sizes = [len(each) for each in devices]
+    sizes = [len(rack_devices) for rack_devices in devices]
     common = max(set(sizes), key=lambda size: (sizes.count(size), size), default=0)
-    equal = [each for each in devices if len(each) == common]
+    equal = [rack_devices for rack_devices in devices if len(rack_devices) == common]
     if len(equal) < 2 or len(set(np.bincount(links.host).tolist())) > 1:
         return np.zeros((0, 0), dtype=np.int64)
     return np.stack(equal)

@@ -83,38 +83,37 @@ KEYS: Mapping[str, ConstraintKey] = {
     "schedule": ConstraintKey(", ".join(sorted(FAMILIES)), _choice_parser(*FAMILIES)),
     "recompute": ConstraintKey("none, selective or full; or one of them for each stage, with commas", _parse_recompute),
     "zero1": ConstraintKey("true or false", _parse_switch),
-    "inner": ConstraintKey("replica or stage: who lies next to each other", _choice_parser("replica", "stage")),
+    "inner": ConstraintKey(
+        "replica or stage: adjacent ranks are the replicas of a stage, or the stages of a pipeline",
+        _choice_parser("replica", "stage"),
+    ),
     "devices": ConstraintKey("a count: how many devices take part", _parse_count),
     "cuts": ConstraintKey("first layer of every stage but the first, with commas", _parse_numbers),
     "slices": ConstraintKey(
         "a count of slices of equal cost (1: sequences are not cut), or the tokens of each, with commas", _parse_slices
     ),
     "slice_multiple": ConstraintKey(
-        "tokens that every slice is a multiple of, the last one's rest apart", _parse_count
+        "tokens that every slice is a multiple of; the last slice also takes the remainder", _parse_count
     ),
     "placement": ConstraintKey(
-        "lane of every stage, with commas; of one of several modules, disjoint, shared or inline", _parse_placement
+        "lane of every stage, with commas; for one of several modules: disjoint, shared or inline", _parse_placement
     ),
     "modules": ConstraintKey(
-        "disjoint, shared or inline: devices of their own, those of the largest, or its first and last lane",
+        "disjoint, shared or inline: separate devices, those of the largest module, or its first and last lane",
         _choice_parser("disjoint", "shared", "inline"),
     ),
-    "multiple": ConstraintKey("a count of microbatches that a module on shared devices takes together", _parse_count),
+    "multiple": ConstraintKey("a count of microbatches per call of a module on shared devices", _parse_count),
     "divide": ConstraintKey(
-        "samples or images: what the replicas of one of several modules divide of a microbatch",
+        "samples or images: the part of a microbatch that the replicas of a module divide",
         _choice_parser("samples", "images"),
     ),
-    "ahead": ConstraintKey("a count of units that a module on shared devices is ahead", _parse_count),
+    "ahead": ConstraintKey("a count of units that a module on shared devices may run ahead", _parse_count),
     "balance": ConstraintKey(
-        "true or false: whether samples that differ are dealt out so that replicas and microbatches have alike",
+        "true or false: balance unequal samples over replicas and microbatches",
         _parse_switch,
     ),
-    "order": ConstraintKey(
-        "true or false: whether microbatches that differ change places in their pipeline", _parse_switch
-    ),
-    "groups": ConstraintKey(
-        "true or false: whether groups of devices with searched programs are looked for", _parse_switch
-    ),
+    "order": ConstraintKey("true or false: reorder unequal microbatches within their pipeline", _parse_switch),
+    "groups": ConstraintKey("true or false: also search groups of devices with searched programs", _parse_switch),
     "mapping": ConstraintKey(
         "hostname, search, or the device of every lane, replica and shard, with commas", _parse_mapping
     ),
@@ -136,19 +135,19 @@ def parse_constraints(texts: Iterable[str]) -> dict[str, Any]:
         if not separator or key not in KEYS:
             near = most_like(key, KEYS)
             raise PlanError(
-                f"There is nothing called {name!r} to fix." if separator else "A fix is written KEY=VALUE.",
+                f"--fix has no key {name!r}." if separator else "A constraint is written KEY=VALUE.",
                 where="--fix",
                 seen=repr(text),
                 allowed=", ".join(f"{key} ({entry.help})" for key, entry in KEYS.items()),
                 next_step=f"did you mean {near[0]}?" if near else None,
             )
         if name in pins:
-            raise PlanError("The same thing is fixed twice.", where="--fix", seen=repr(text))
+            raise PlanError("The same key is fixed twice.", where="--fix", seen=repr(text))
         try:
             pins[name] = KEYS[key].parse(value.strip())
         except (ValueError, KeyError):
             raise PlanError(
-                f"This is no value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[key].help
+                f"This is not a valid value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[key].help
             ) from None
     _check_together(pins)
     return pins
@@ -175,7 +174,7 @@ def _check_together(pins: Mapping[str, Any]) -> None:
     stages |= {len(pins["placement"])} if isinstance(pins.get("placement"), tuple) else set()
     if len(stages) > 1:
         raise PlanError(
-            "These fixes mean different numbers of stages.",
+            "These constraints mean different numbers of stages.",
             where="--fix stages, cuts, placement",
             seen=", ".join(map(str, sorted(stages))),
             next_step="cuts name one layer fewer than there are stages; a placement names a lane for each stage",

@@ -196,7 +196,7 @@ def _check_lanes(decisions: ParallelConfig) -> None:
         or len({len(lane_shards), len(decisions.recipes)} | {decisions.lane_count}) != 1
     ):
         raise PlanError(
-            "Groups with programs of their own give shares and recipes for every lane, and are searched.",
+            "Groups with separate programs need shares and recipes for every lane, and searched sharding.",
             where="lane_shards, recipes",
             seen=f"{len(lane_shards)} and {len(decisions.recipes)} for {decisions.lane_count} lanes, sharding "
             f"{decisions.sharding}",
@@ -222,7 +222,7 @@ def _check_devices(decisions: ParallelConfig, devices: int) -> None:
     chosen = decisions.devices
     if chosen and (len(chosen) != needed or len({*chosen}) != needed or not all(0 <= d < devices for d in chosen)):
         raise PlanError(
-            "The devices must be different ones of the cluster, one for each place.",
+            "The devices must be different devices of the cluster, one for each position of the grid.",
             where="--fix mapping",
             seen=chosen,
             allowed=f"{needed} of 0 to {devices - 1}",

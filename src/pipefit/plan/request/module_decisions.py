@@ -167,7 +167,7 @@ class MultiModuleConfig(ParallelConfig):
                 turns = f"{len(config.replicas)} replicas{shards} on each of {self.copy_count(name)} lanes"
                 if self.multiple_of(name) > 1:
                     turns += f", {self.multiple_of(name)} microbatches together"
-                descriptions.append(f"{name} on those of {self.backbone}: {turns}{again}")
+                descriptions.append(f"{name} on the devices of {self.backbone}: {turns}{again}")
                 continue
             if name in self.inline:
                 end = "last" if self.inline_lane(name) else "first"
@@ -175,7 +175,7 @@ class MultiModuleConfig(ParallelConfig):
                 descriptions.append(f"{name} on the {end} lane of {self.backbone}{grid}{again}")
                 continue
             descriptions.append(
-                f"{name} on {config.device_count}: {len(config.replicas)} replicas x {config.stage_count} stages"
-                f"{shards}{again}"
+                f"{name} on {config.device_count} devices: {len(config.replicas)} replicas x {config.stage_count} "
+                f"stages{shards}{again}"
             )
         return f"{'; '.join(descriptions)}; {self.microbatches} microbatches, {self.schedule}"

@@ -94,7 +94,7 @@ def complete_samples(samples: SampledBatches, model: Model, job: Job) -> Sampled
     for name, table in tokens.items():
         if table.shape != (samples.batch_count, job.batch) or squares[name].shape != table.shape:
             raise PlanError(
-                "The sampled batches are not of the size of the job's.",
+                "The sampled batches do not have the job's size.",
                 where=f"samples, space {name!r}",
                 seen=f"{table.shape} tokens, {squares[name].shape} squares",
                 allowed=f"{job.batch} samples in each of them",
@@ -103,7 +103,7 @@ def complete_samples(samples: SampledBatches, model: Model, job: Job) -> Sampled
         image_sums = [[sum(sample) for sample in batch] for batch in known]
         if image_sums != tokens[name].tolist():
             raise PlanError(
-                "The images of the sampled batches do not have the tokens of their samples.",
+                "The images of the sampled batches do not add up to the tokens of their samples.",
                 where=f"samples, space {name!r}",
                 seen=f"{sum(map(sum, image_sums))} tokens in {len(image_sums)} batches of images",
                 allowed=f"{tokens[name].sum()} in {len(tokens[name])}, sample by sample",
@@ -119,7 +119,7 @@ def assumed_samples(model: Model, job: Job) -> SampledBatches:
     return SampledBatches(
         tokens={name: np.full((1, job.batch), tokens_per_image, dtype=np.int64) for name in names},
         squares={name: np.full((1, job.batch), tokens_per_image * tokens_per_image, dtype=np.int64) for name in names},
-        note=f"samples: every one with an image of {tokens_per_image} tokens to see and to generate: assumed",
+        note=f"samples: assumed, each with an image of {tokens_per_image} tokens to encode and to generate",
     )
 
 

@@ -30,7 +30,7 @@ def resolve_length(model: Model, asked: int | None, where: str = "--seq") -> int
         raise _captured_length_error(fixed, tokens, where)
     if tokens is None:
         raise PlanError(
-            "The number of tokens of a row is not given, and the model works for any.",
+            "The sequence length is not set, and the model accepts any.",
             where=where,
             allowed="a whole number above zero",
             next_step=f"add {where} 1024",
@@ -71,7 +71,7 @@ def _position_problems(module: ModelModule, model: Model, tokens: int, where: st
 
 def _captured_length_error(own: int, tokens: int, where: str) -> PlanError:
     return PlanError(
-        "The model was captured whole, for rows of one length.",
+        "The model was captured as one graph, for one sequence length.",
         where=where,
         seen=f"{tokens} tokens",
         allowed=f"{own}, as in its example",

@@ -40,12 +40,12 @@ def slicing_obstacles(model: Model, where: str = "order.slices") -> Iterator[Pla
     """Yield an error for every layer that prevents slicing; none if slices are possible."""
     if len(model.modules) > 1:
         yield PlanError(
-            "The sequences of a model of several modules cannot be cut into slices: what passes from one to another is "
-            "counted over whole sequences.",
+            "The sequences of a model of several modules cannot be cut into slices: transfers between modules "
+            "are counted over complete sequences.",
             where=where,
             seen=", ".join(module.name for module in model.modules),
             allowed="one slice: the whole sequence",
-            next_step="leave the slices away",
+            next_step="leave out the slices",
         )
         return
     for module in model.modules:
@@ -76,8 +76,7 @@ def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[P
             obstacle = next(_layer_obstacles(graph, f"{where} and layer {layer.name}"), None)
             if obstacle is not None:
                 yield PlanError(
-                    "Documents cannot be kept apart in a model with a layer that mixes tokens outside of causal "
-                    "attention, or may.",
+                    "Documents cannot be kept apart: a layer mixes tokens outside of causal attention, or may do so.",
                     where=obstacle.where,
                     seen=obstacle.seen,
                     allowed="joined",
@@ -150,11 +149,11 @@ def _layer_obstacles(graph: Graph, where: str) -> Iterator[PlanError]:
     shapes |= {parameter.name: parameter.shape for parameter in graph.parameters}
     if not all(_is_sequence(tensor.shape) for tensor in graph.inputs if tensor.role != "labels"):
         yield PlanError(
-            "A model that was captured whole cannot be cut into slices: its tokens are of one number.",
+            "A model captured as one graph cannot be cut into slices: its sequence length is fixed.",
             where=where,
             seen=", ".join(f"{tensor.name} {tensor.shape}" for tensor in graph.inputs),
             allowed="one slice: the whole sequence",
-            next_step="leave the slices away, or give the model as a list of layers (docs/models.md)",
+            next_step="leave out the slices, or give the model as a list of layers (docs/models.md)",
         )
         return
     for operator in graph.operators:
@@ -168,16 +167,16 @@ def _layer_obstacles(graph: Graph, where: str) -> Iterator[PlanError]:
                     where=_operator_location(where, operator),
                     seen="attention without a causal mask",
                     allowed="one slice: the whole sequence",
-                    next_step="leave the slices away, or make the attention causal",
+                    next_step="leave out the slices, or make the attention causal",
                 )
         elif mixed := _mixing_reason(operator, shapes):
             yield PlanError(
-                "A layer that mixes tokens outside of attention cannot be cut into slices: it would see the tokens of "
-                "its own slice alone.",
+                "A layer that mixes tokens outside of attention cannot be cut into slices: it would see only the "
+                "tokens of its slice.",
                 where=_operator_location(where, operator),
                 seen=f"{operator.kind} {mixed}",
                 allowed="one slice: the whole sequence",
-                next_step="leave the slices away; products of queries and keys can be written as "
+                next_step="leave out the slices; products of queries and keys can be written as "
                 "scaled_dot_product_attention with is_causal=True",
             )
 
@@ -236,21 +235,21 @@ def _opaque_obstacles(operator: Operator, where: str) -> Iterator[PlanError]:
             where=where,
             seen=str(module),
             allowed="one slice: the whole sequence",
-            next_step="leave the slices away, or write the layer so that it can be captured (docs/models.md)",
+            next_step="leave out the slices, or write the layer so that it can be captured (docs/models.md)",
         )
     if not attributes.get("tokenwise", False):
         yield PlanError(
             "A layer that could not be captured cannot be cut into slices: nothing says that it does not mix tokens, "
-            "or draw random numbers that would be others for other slices.",
+            "or draw random numbers that depend on the slices.",
             where=where,
             seen=f"opaque: {attributes['reason']}",
             allowed="layers that were captured, and those that say `tokenwise = True`",
-            next_step="leave the slices away; or, if what the layer makes of a token depends on that token alone, say "
+            next_step="leave out the slices; or, if what the layer makes of a token depends on that token alone, say "
             "so with the class attribute `tokenwise = True`",
         )
 
 
 _WHY = {
-    "random": "draws random numbers of its own, which would be others when its sequences are cut into slices.",
-    "mixes": "mixes tokens and cannot be cut into slices: it would see the tokens of its own slice alone.",
+    "random": "draws its own random numbers, which would change when its sequences are cut into slices.",
+    "mixes": "mixes tokens and cannot be cut into slices: it would see only the tokens of its slice.",
 }

@@ -1,5 +1,5 @@
-"""Cutting a sequence into slices: equal-cost cuts, how many slices, TeraPipe's dynamic program, a local search.
+"""Cuts of a sequence into slices: equal-cost cuts, the number of slices, TeraPipe's dynamic program, a local search.
 
-A slicing is the lengths of its slices, in tokens and in order. What a slice costs is a function of its own tokens and
-of those before it, `TimeOf`; where it comes from (measured curves, a roofline, a toy) is the caller's business.
+A slicing is the lengths of its slices, in tokens and in order. The cost of a slice is a function of its tokens and the
+tokens before it, `TimeOf`; the caller supplies it (measured curves, a roofline, a toy).
 """

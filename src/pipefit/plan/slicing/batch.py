@@ -1,9 +1,9 @@
 """TeraPipe's joint cut of the batch and of the sequences: a knapsack over parts of the batch (Li et al. 2021, arXiv
 2102.07988, section 3.4).
 
-A step's sequences are divided into parts of b rows; every part is one microbatch, cut into slices of its own, and
-all slices of all parts flow through the pipeline one after the other. For a bound on the longest slice, the least sum
-of a part of b rows is TeraPipe's shortest path, and the least sum of B rows a knapsack over parts.
+A step's sequences are divided into parts of b rows. Every part is one microbatch with its own slices, and all slices of
+all parts flow through the pipeline one after another. For a bound on the longest slice, the least sum of a part of b
+rows is TeraPipe's shortest path, and the least sum of B rows is a knapsack over parts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class SlicedMicrobatch:
 
     rows: int
     slices: tuple[int, ...]
-    "Tokens; the same for all parts with as many rows."
+    "Tokens; equal for all parts with this number of rows."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedBatch:
-    """A step's microbatches, those with most rows first."""
+    """A step's microbatches, in descending order of rows."""
 
     parts: tuple[SlicedMicrobatch, ...]
     total_s: float
@@ -49,10 +49,10 @@ def best_batch(
     eps_s: float = 0.0,
     compiled: bool | None = None,
 ) -> SlicedBatch:
-    """The parts of `rows` sequences of `length` tokens, and their slices, with the least total time.
+    """Return the parts of `rows` sequences of `length` tokens, and their slices, with the least total time.
 
-    `time_of(b)` is the time of slices of b rows; parts have one of `sizes` rows, of which some add up to `rows`, or any
-    number. O(sizes x cells^2 + rows x sizes) for a bound. `eps_s`: see `best_bound`.
+    `time_of(b)` is the time of slices of b rows. Parts have one of `sizes` rows, some of which must add up to `rows`,
+    or any number. O(sizes x cells^2 + rows x sizes) for a bound. `eps_s`: see `best_bound`.
     """
     unit = math.gcd(*sizes) if sizes else 1
     paths = {size: SlicePaths(length, time_of(size), multiple, compiled) for size in sizes or range(1, rows + 1)}
@@ -76,7 +76,7 @@ def best_batch(
 
 
 def _pack_rows(rows: int, found: dict[int, BoundedSlicing]) -> tuple[BoundedSlicing, tuple[int, ...]]:
-    """(the least sum of parts with `rows` rows together, the rows of the parts)."""
+    """Return (the least sum of parts with `rows` rows in total, the rows of the parts)."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for count in range(1, rows + 1):
         options = ((best[count - size][0] + part.total_s, size) for size, part in found.items() if size <= count)

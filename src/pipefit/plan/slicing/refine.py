@@ -1,8 +1,9 @@
-"""Local search over slicings, judged by whoever asks: with the simulator on the real schedule and its memory limit.
+"""Local search over slicings, judged by a function of the caller: the simulator on the real schedule with its memory
+limit.
 
-Equal-cost cuts and TeraPipe's program know neither the schedule nor what it holds. Here the number of slices changes
-while their proportions stay, boundaries move by steps that become finer, slices merge and split, as long as the value
-falls and evaluations are left. Deterministic.
+Equal-cost cuts and TeraPipe's program know neither the schedule nor its memory. Here the number of slices changes while
+their proportions stay, boundaries move by ever finer steps, and slices merge and split. It stops when the value no
+longer falls or the evaluations are used. Deterministic.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ import numpy as np
 Slices = tuple[int, ...]
 
 Value = tuple[float, float]
-"""(bytes missing, seconds of a step): less is better, so that what fits comes before what does not."""
+"""(bytes missing, seconds of a step): smaller is better, so slicings that fit come first."""
 
 FINER = 4
-"""A step of a boundary begins with this part of the mean slice, and is then divided by it again and again."""
+"""First step of a boundary as a fraction of the mean slice (1 / FINER); later steps are divided by it repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefinedSlicing:
-    """The best slicing that was found."""
+    """The best slicing found."""
 
     slices: Slices
     value: Value
     evaluations: int
-    "Slicings that were judged, the starts among them."
+    "Number of slicings judged, including the starts."
 
 
 def refine_slices(
     starts: Sequence[Slices], value_of: Callable[[Slices], Value], *, multiple: int = 1, evaluations: int = 100
 ) -> RefinedSlicing:
-    """The best slicing reached from the best of `starts`, which sum to one length.
+    """Return the best slicing reached from the best of `starts`, which sum to one length.
 
-    Slices stay multiples of `multiple`, as far as the starts' are: boundaries move by multiples of it, and slices are
-    cut at them. At most `evaluations` slicings are judged, at least one.
+    Slices stay multiples of `multiple` if the starts are: boundaries move by multiples of it, and slices are cut at
+    them. At most `evaluations` slicings are judged, at least one.
     """
     search = _SliceSearch(value_of, max(1, evaluations))
     for start in dict.fromkeys(starts):
@@ -54,8 +55,8 @@ def refine_slices(
 
 
 def stretch_slices(slices: Slices, number: int, multiple: int = 1) -> Slices:
-    """A slicing into `number` slices of about the same proportions: boundaries at the same shares of the number,
-    between them along a straight line."""
+    """Return a slicing into `number` slices of about the same proportions, by linear interpolation of the
+    boundaries."""
     length, number = sum(slices), max(1, min(number, sum(slices) // multiple))
     wanted = np.interp(
         np.arange(number + 1) / number, np.arange(len(slices) + 1) / len(slices), [0, *np.cumsum(slices)]
@@ -68,7 +69,7 @@ def stretch_slices(slices: Slices, number: int, multiple: int = 1) -> Slices:
 
 
 class _SliceSearch:
-    """The best slicing so far, and what was judged."""
+    """The best slicing so far, and all slicings judged."""
 
     def __init__(self, value_of: Callable[[Slices], Value], evaluations: int) -> None:
         self.value_of, self.left = value_of, evaluations
@@ -81,8 +82,11 @@ class _SliceSearch:
         return self.left <= 0
 
     def is_improvement(self, slices: Slices) -> bool:
-        """Judge a slicing unless it is known or evaluations have run out; whether it is the best now, or as good: of
-        several longest slices, shortening one alone does not help yet."""
+        """Judge a slicing unless it is known or the evaluations are used. Returns whether it is now the best or equal
+        to it.
+
+        Equal values count: with several longest slices, shortening one alone does not help yet.
+        """
         if slices in self.known or self.is_exhausted:
             return False
         self.left -= 1
@@ -94,14 +98,14 @@ class _SliceSearch:
 
 
 def _change_number(search: _SliceSearch, multiple: int) -> None:
-    """Twice as many slices, one more, or one fewer, as long as that helps."""
+    """Double the number of slices, add one, or remove one, while that helps."""
     for times, more in ((2, 0), (1, 1), (1, -1)):
         while search.is_improvement(stretch_slices(search.best, times * len(search.best) + more, multiple)):
             pass
 
 
 def _step_sizes(slices: Slices, multiple: int) -> list[int]:
-    """Tokens by which boundaries move, coarse to fine."""
+    """Return the tokens by which boundaries move, coarse to fine."""
     step = sum(slices) // len(slices) // FINER // multiple * multiple
     steps = []
     while step > multiple:
@@ -111,7 +115,7 @@ def _step_sizes(slices: Slices, multiple: int) -> list[int]:
 
 
 def _move_boundaries(search: _SliceSearch, step: int, multiple: int) -> None:
-    """Move every boundary, and all boundaries from it on, to and fro as long as that helps."""
+    """Move every boundary, and all boundaries from it on, in both directions while that helps."""
     again = True
     while again and not search.is_exhausted:
         again = False
@@ -123,8 +127,8 @@ def _move_boundaries(search: _SliceSearch, step: int, multiple: int) -> None:
 
 
 def _move_tokens(slices: Slices, index: int, other: int, tokens: int, multiple: int) -> Slices:
-    """The slicing where slice `index` has so many tokens more, and slice `other` as many fewer; unchanged where one
-    would be too short."""
+    """Return the slicing with `tokens` moved from slice `other` to slice `index`; unchanged if one would be too
+    short."""
     changed = list(slices)
     changed[index] += tokens
     changed[other] -= tokens
@@ -132,13 +136,13 @@ def _move_tokens(slices: Slices, index: int, other: int, tokens: int, multiple: 
 
 
 def _merge_neighbours(slices: Slices) -> Iterator[Slices]:
-    """Every two neighbours as one slice, the last first: later slices are the shorter ones."""
+    """Yield every merge of two neighbours, the last first: later slices are the shorter ones."""
     for index in reversed(range(len(slices) - 1)):
         yield (*slices[:index], slices[index] + slices[index + 1], *slices[index + 2 :])
 
 
 def _split_slices(slices: Slices, multiple: int) -> Iterator[Slices]:
-    """Every slice as two, of which the first is the longer one."""
+    """Yield every split of a slice in two, the longer part first."""
     for index, size in enumerate(slices):
         first = -(-(size // multiple) // 2) * multiple
         if size // multiple >= 2:

@@ -1,5 +1,6 @@
-"""What every layer takes slice by slice: times without memory, for cutting sequences and for bounds of sliced
-candidates. A slice of a layer is worked out once, whatever the candidates that ask for it.
+"""Times of every layer slice by slice, without memory, for slicing sequences and for bounds of sliced candidates.
+
+The time of a slice of a layer is computed once for all candidates.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from pipefit.plan.bounds.step_bounds import Ints
 
 @dataclass(frozen=True, slots=True)
 class SliceRow:
-    """Every slice of every layer, on the slowest device of a group: seconds [slice, layer]."""
+    """Times of every slice of every layer, on the slowest device of a group: seconds [slice, layer]."""
 
     forward_s: Array
     backward_s: Array
-    "Fused or in two parts, whichever is faster."
+    "Fused or split in two parts, whichever is faster."
 
     @property
     def first_share(self) -> float:
-        """The least part of a layer's time that its first slice takes; layers that take none are left out."""
+        """The smallest share of a layer's time in its first slice; layers without time are ignored."""
         times = self.forward_s + self.backward_s
         layer_s = times.sum(axis=0)
         return float((times[0, layer_s > 0] / layer_s[layer_s > 0]).min(initial=1.0))
@@ -44,11 +45,11 @@ class SliceRows:
         self._known: dict[object, tuple[Array, Array]] = {}
         self._rows: dict[object, SliceRow] = {}
         self._places: dict[int, tuple[StageWork, list[tuple[int, int, int]]]] = {}
-        "By the identity of a stage, which it keeps alive."
+        "By the identity of a stage; the entry keeps the stage alive."
         self._alike: dict[tuple[int, int], tuple[list[tuple[Graph, tuple[int, ...]]], Ints]] = {}
 
     def slice_row(self, stage: StageWork, slices: tuple[int, ...], precision: Precision) -> SliceRow:
-        """Of all layers of a stage, cut into these slices. Equal questions come with the same stage."""
+        """Return the row of all layers of a stage with these slices. Equal requests must pass the same stage object."""
         key = (id(stage), slices, precision)
         if key not in self._rows:
             places = enumerate(slice_places(slices))
@@ -62,8 +63,10 @@ class SliceRows:
     def times_of_slice(
         self, stage: StageWork, tokens: int, past: int, precision: Precision, earlier: int | None = None
     ) -> tuple[Array, Array]:
-        """(forward, backward) seconds of every layer for `tokens` tokens behind `past` others, which came in `earlier`
-        slices (None: as many as have this length)."""
+        """Return (forward, backward) seconds of every layer for `tokens` tokens after `past` others.
+
+        The others came in `earlier` slices (None: slices of this length).
+        """
         key = (id(stage), tokens, past, precision, earlier)
         if key not in self._known:
             if id(stage) not in self._places:
@@ -85,7 +88,7 @@ class SliceRows:
         precision: Precision,
         earlier: int | None,
     ) -> Array:
-        """[forward or backward, layer]."""
+        """Return [forward or backward, layer]."""
         device, rows, position = at
         kind = self.network.kinds[device]
         rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else None
@@ -101,8 +104,7 @@ class SliceRows:
         return np.array(seconds).T[:, index]
 
     def _distinct_programs(self, stage: StageWork, position: int) -> tuple[list[tuple[Graph, tuple[int, ...]]], Ints]:
-        """(the distinct graphs of a stage at one position of its shard axis, each with its shares; of every layer,
-        which of them it runs)."""
+        """Return (distinct graphs of a stage at one shard position with their shares, index of each layer's graph)."""
         key = (id(stage), position)
         if key not in self._alike:
             number: dict[int, int] = {}
@@ -119,7 +121,7 @@ class SliceRows:
 
 
 def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
-    """(device, rows, shard position), one for each combination of kind, rows and program."""
+    """Return (device, rows, shard position), one for each combination of kind, rows and program."""
     shards = stage.group.find_axis("shard")
     locations: dict[object, tuple[int, int, int]] = {}
     for index, device in enumerate(stage.group.devices):

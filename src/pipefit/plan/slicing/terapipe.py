@@ -1,8 +1,8 @@
 """TeraPipe's slicing: the dynamic program of Li et al. 2021 (arXiv 2102.07988, section 3.3), exact on its objective.
 
 With all forwards before all backwards, K equal stages and t_i the seconds of slice i on one of them (forward and
-backward together), a step takes sum t_i + (K - 1) max t_j (equation 5). For a bound on the longest slice the least
-sum is a shortest path over the places at which slices may end (equation 8); `bounds` finds the best bound.
+backward together), a step takes sum t_i + (K - 1) max t_j (equation 5). For a bound on the longest slice, the least sum
+is a shortest path over the allowed ends of slices (equation 8). The module `bounds` finds the best bound.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pipefit.schedule.taskgraph.kernel import choose_loop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSlicing:
-    """The slices of one sequence, and what they take on one stage."""
+    """The slices of one sequence, with their times on one stage."""
 
     slices: tuple[int, ...]
     "Tokens."
     total_s: float
     longest_s: float
     step_s: float
-    "What TeraPipe's objective gives for them."
+    "The value of TeraPipe's objective."
 
 
 def best_slicing(
@@ -39,11 +39,11 @@ def best_slicing(
     eps_s: float = 0.0,
     compiled: bool | None = None,
 ) -> SequenceSlicing:
-    """The slicing of `sequences` sequences, sliced alike, with the least total time on `stages` stages; K lanes with v
-    stages each fill as 1 + (K - 1) / v do.
+    """Return the slicing of `sequences` sequences, sliced alike, with the least total time on `stages` stages.
 
-    Slices are multiples of `multiple` tokens; what is left lengthens the last one. O(cells^2) for a bound, and some
-    hundred bounds. `eps_s`: see `best_bound`. `compiled` forces numba on or off.
+    K lanes with v stages each fill like 1 + (K - 1) / v stages. Slices are multiples of `multiple` tokens; the
+    remainder lengthens the last one. O(cells^2) for a bound, and some hundred bounds. `eps_s`: see `best_bound`.
+    `compiled` forces numba on or off.
     """
     paths = SlicePaths(length, time_of, multiple, compiled)
 
@@ -61,13 +61,13 @@ def best_slicing(
 
 
 class SlicePaths:
-    """The slicings of one sequence as paths over the places at which slices may end, with the time of every slice."""
+    """The slicings of one sequence as paths over the allowed ends of slices, with the time of every slice."""
 
     def __init__(self, length: int, time_of: TimeOf, multiple: int = 1, compiled: bool | None = None) -> None:
         self.places = places_of(length, multiple)
         self.times = slice_table(self.places, time_of)
         self.candidates: list[float] = np.unique(self.times[np.isfinite(self.times)]).tolist()
-        "Every time that a slice may take, ascending."
+        "Every possible time of a slice, ascending."
         cells = len(self.places) - 1
         self._shortest = choose_loop(shortest_path, cells * cells // 2, compiled)
         self._total: Seconds = np.zeros(cells + 1)
@@ -75,12 +75,12 @@ class SlicePaths:
         self._last: Counts = np.zeros(cells + 1, dtype=np.int64)
 
     def solve_within(self, bound_s: float) -> BoundedSlicing:
-        """The least sum of slices none of which takes longer than the bound."""
+        """Return the least sum of slices that are all within the bound."""
         total_s = float(self._shortest(self.times, bound_s, self._total, self._longest, self._last))
         return BoundedSlicing(total_s, float(self._longest[-1]) if total_s < NONE else NONE)
 
     def slices_within(self, bound_s: float) -> tuple[int, ...]:
-        """The tokens of the slices that `within` finds."""
+        """Return the tokens of the slices found by `solve_within`."""
         assert self.solve_within(bound_s).total_s < NONE, "no slicing is within the bound"
         stops = [len(self.places) - 1]
         while stops[-1]:
@@ -89,8 +89,8 @@ class SlicePaths:
 
 
 def slice_table(places: Counts, time_of: TimeOf) -> Seconds:
-    """[end - 1][cells - 1]: seconds of the slice of so many cells that ends at place `end`; infinite where it would
-    begin before the sequence."""
+    """Return [end - 1][cells - 1]: seconds of the slice of this many cells that ends at place `end`; infinite if it
+    would begin before the sequence."""
     cells = len(places) - 1
     times = np.full((cells, cells), NONE)
     end, size = (index + 1 for index in np.tril_indices(cells))
@@ -101,7 +101,9 @@ def slice_table(places: Counts, time_of: TimeOf) -> Seconds:
 
 def shortest_path(times: Any, bound_s: float, total: Any, longest: Any, last: Any) -> float:
     """Fill, for every place, the least sum of slices within the bound that end there, the longest of them, and the
-    cells of the last one. Returns the sum of the whole sequence, infinite where there is none. Plain Python or numba.
+    cells of the last one.
+
+    Returns the sum of the whole sequence, infinite if there is none. Plain Python or numba.
     """
     cells = len(times)
     for end in range(1, cells + 1):

@@ -115,10 +115,14 @@ def _agrees_with_plain(
         expected += tuple(PLAIN.backward(call, dy, q, k, v, *more, mask))
     except (RuntimeError, AttributeError, TypeError):
         return False
-    seen = (expected[1] > LOW).transpose(1, 2).unsqueeze(-1)  # without visible keys the result is arbitrary and has no weight
+    # A query without visible keys has an arbitrary result, which has no weight.
+    seen = (expected[1] > LOW).transpose(1, 2).unsqueeze(-1)
     results, expected = ((torch.where(seen, out, 0), *rest) for out, *rest in (results, expected))
     bound = 32 * torch.finfo(dtype).eps
-    return all(result.shape == reference.shape and _is_close(result, reference, bound) for result, reference in zip(results, expected, strict=True))
+    return all(
+        result.shape == reference.shape and _is_close(result, reference, bound)
+        for result, reference in zip(results, expected, strict=True)
+    )
 
 
 def _is_close(one: Tensor, two: Tensor, bound: float) -> bool:

@@ -1,8 +1,8 @@
-"""Checkpoints: saved under global names by any layout, loaded into any other; written aside, then renamed.
+"""Checkpoints: saved under global names by any layout, loaded into any other; written to a hidden folder, then renamed.
 
-Built on torch.distributed.checkpoint (its planning and its collectives) with planners and storage of our own:
-`checkpoint_pieces` what a rank holds, `checkpoint_planner` who writes and reads what, `checkpoint_storage` the files,
-`checkpoint_manifest` the JSON that makes a folder a checkpoint. Nothing is ever unpickled from a file.
+Built on torch.distributed.checkpoint (its planning and its collectives) with planners and storage of our own. `pieces`
+describes a rank's tensors, `planner` assigns reads and writes to ranks, `storage` handles the files, and `manifest` is
+the JSON that makes a folder a checkpoint. Nothing is ever unpickled from a file.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def save_checkpoint(
 ) -> Path:
     """Save a checkpoint of `step` below `directory` and return its folder. Every rank of `group` calls this.
 
-    The pieces of all ranks must together cover every tensor; where several ranks hold the same box, one writes it.
-    `extra` is plain JSON (rank 0's counts). `group` must be able to move CPU tensors (gloo); None is the default
-    group, or one process where there is none. `keep` deletes all but the newest `keep` checkpoints afterwards.
-    Raises CheckpointError on every rank if a file cannot be written; the earlier checkpoints are then untouched.
+    The pieces of all ranks must together cover every tensor; if several ranks hold the same box, one writes it. `extra`
+    is plain JSON (rank 0's counts). `group` must be able to move CPU tensors (gloo); None is the default group, or a
+    single process if there is none. `keep` deletes all but the newest `keep` checkpoints afterwards. Raises
+    CheckpointError on every rank if a file cannot be written; earlier checkpoints are then untouched.
     """
     directory = Path(directory)
     hidden, final, serial = _run_on_all(group, lambda: _next_folder(directory, step), from_rank_0=True)
@@ -90,7 +90,7 @@ def save_in_thread(
 ) -> PendingSave:
     """Copy the pieces to CPU memory, then save in a thread. The tensors may change as soon as this returns.
 
-    `group` must be used by nothing else while the save is under way: give checkpoints a gloo group of their own.
+    Nothing else may use `group` during the save: give checkpoints a gloo group of their own.
     """
     copies = [
         CheckpointPiece(
@@ -104,7 +104,7 @@ def save_in_thread(
 
 
 class PendingSave:
-    """A save under way in a thread. The thread does not keep a process alive: wait for it before the process ends."""
+    """A save running in a thread. The thread does not keep a process alive: wait for it before the process ends."""
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self._result: Path | None = None
@@ -117,7 +117,7 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """The checkpoint's folder, once it is complete. Raises what the save raised."""
+        """Wait until the save is complete and return the checkpoint's folder. Raises the save's error."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -140,9 +140,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill the pieces' tensors in place from a checkpoint folder and return its `extra`. Every rank of `group` calls.
 
-    The layout may be another than the one that saved; dtypes are converted as `copy_` does. `verify` reads every file
-    once and compares its SHA-256 (the ranks share the files). Raises CheckpointError on every rank, before any tensor
-    is touched, if the folder is no checkpoint, is incomplete or damaged, or lacks a tensor or has it in another shape.
+    The layout may differ from the saved one; dtypes are converted as `copy_` does. `verify` reads every file once and
+    compares its SHA-256 (the ranks share the files). Raises CheckpointError on every rank, before any tensor is
+    changed, if the folder is no checkpoint, is incomplete or damaged, or lacks a tensor or has it in another shape.
     """
     checkpoint = Path(checkpoint)
     rank, size = _group_rank(group), _group_size(group)
@@ -164,16 +164,16 @@ def load_checkpoint(
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The folder of the checkpoint that was completed last; None if there is none. Incomplete ones are passed over."""
-    found = complete_checkpoints(Path(directory))
-    return found[-1][0] if found else None
+    """Return the folder of the last completed checkpoint; None if there is none. Incomplete ones are skipped."""
+    complete = complete_checkpoints(Path(directory))
+    return complete[-1][0] if complete else None
 
 
 def locate_checkpoint(path: Path) -> Path:
-    """The checkpoint that a user means: the folder itself, or the newest in it or in its folder `checkpoints`.
+    """Return the checkpoint for a user's path: the folder itself, or the newest in it or in its folder `checkpoints`.
 
-    Raises CheckpointError if there is none, or if one that may be the newest is damaged: an older one is never taken
-    in its place unasked. What an interrupted save left is no checkpoint, and is passed over.
+    Raises CheckpointError if there is none, or if one that may be the newest is damaged: an older one is never used in
+    its place. The remains of an interrupted save are no checkpoint, and are skipped.
     """
     path = Path(path)
     if (path / MANIFEST).exists() or (is_folder_name(path.name) and path.is_dir()):
@@ -197,7 +197,7 @@ def locate_checkpoint(path: Path) -> Path:
 
 def _newest_is_damaged(folder: Path, error: CheckpointError, older: Path | None) -> CheckpointError:
     return CheckpointError(
-        "The newest checkpoint is damaged, and no other is taken in its place unasked.",
+        "The newest checkpoint is damaged, and an older one is used only if it is named.",
         where=error.where or str(folder),
         seen=error.what + (f" {error.seen}" if error.seen is not None else ""),
         allowed=error.allowed,
@@ -208,7 +208,8 @@ def _newest_is_damaged(folder: Path, error: CheckpointError, older: Path | None)
 
 
 def _next_folder(directory: Path, step: int) -> tuple[Path, Path, int]:
-    """(hidden folder to write, final folder, serial number) of the next checkpoint. A checkpoint is never replaced."""
+    """Return (hidden folder to write, final folder, serial number) of the next checkpoint. No checkpoint is
+    replaced."""
     complete, damaged = survey_checkpoints(directory)
     known = [manifest.serial for _, manifest in complete] + [serial or 0 for _, serial, _ in damaged]
     serial = 1 + max(known, default=0)
@@ -220,7 +221,7 @@ def _next_folder(directory: Path, step: int) -> tuple[Path, Path, int]:
 
 
 def _prune_checkpoints(directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what interrupted saves and deletions left."""
+    """Delete all but the newest `keep` checkpoints, and the remains of interrupted saves and deletions."""
     assert keep >= 1, "at least one checkpoint is kept"
     try:
         for folder, _ in complete_checkpoints(directory)[:-keep]:
@@ -257,9 +258,9 @@ def _check_pieces(checkpoint: Path, manifest: CheckpointManifest, pieces: Sequen
 
 
 def _run_on_all(group: dist.ProcessGroup | None, work: Callable[[], T], from_rank_0: bool = False) -> T:
-    """`work()` on every rank; if it raises on one, every rank raises that one's error (an OSError told as ours).
+    """Run `work()` on every rank; if it raises on one, every rank raises that error (an OSError as CheckpointError).
 
-    `from_rank_0`: every rank returns what rank 0 found.
+    `from_rank_0`: every rank returns rank 0's result.
     """
     result: Any = None
     error: Exception | None = None
@@ -272,7 +273,7 @@ def _run_on_all(group: dist.ProcessGroup | None, work: Callable[[], T], from_ran
     if _group_size(group) > 1:
         everyone: list[Any] = [None] * _group_size(group)
         dist.all_gather_object(everyone, (result if from_rank_0 else None, error), group=group)
-        error = error or next((other for _, other in everyone if other is not None), None)
+        error = error or next((rank_error for _, rank_error in everyone if rank_error is not None), None)
         result = everyone[0][0] if from_rank_0 else result
     if error is not None:
         raise error
@@ -280,7 +281,7 @@ def _run_on_all(group: dist.ProcessGroup | None, work: Callable[[], T], from_ran
 
 
 def _run_dcp(what: str, where: Path, group: dist.ProcessGroup | None, work: Callable[[bool], Any]) -> None:
-    """`work(alone)`, with DCP's collected exceptions told as one: ours as they are, the disk's as CheckpointError."""
+    """Run `work(alone)` and raise one of DCP's collected exceptions: ours unchanged, an OSError as CheckpointError."""
     alone = _group_size(group) == 1
     try:
         with warnings.catch_warnings():

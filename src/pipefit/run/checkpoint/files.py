@@ -1,4 +1,4 @@
-"""The file operations of a checkpoint, and nothing else: one seam, so that tests can make the N-th of them fail."""
+"""The file operations of a checkpoint, in one place so that tests can make the N-th of them fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and its parents where they are missing."""
+    """Make a folder and its missing parents."""
     path.mkdir(parents=True, exist_ok=True)
 
 
@@ -30,7 +30,7 @@ def sync(file: BinaryIO) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the folder's entries are on the disk (a no-op where folders cannot be opened)."""
+    """Return when the folder's entries are on the disk (does nothing if folders cannot be opened)."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
@@ -47,6 +47,6 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder and all in it; nothing happens if it is not there."""
+    """Delete a folder and its content; does nothing if it does not exist."""
     if path.exists():
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Whole tensors on rank 0, one at a time, from the pieces that all ranks hold: for exporting final weights."""
+"""Full tensors on rank 0, one at a time, from the pieces of all ranks: for exporting final weights."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pipefit.run.checkpoint.pieces import CheckpointPiece, TensorChunk, as_bytes
 def gather_full(
     pieces: Sequence[CheckpointPiece], *, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name, tensor) for every global name in sorted order: on rank 0 the whole tensor on the CPU, elsewhere None.
+    """Yield (name, tensor) for every global name in sorted order: on rank 0 the full tensor on the CPU, elsewhere None.
 
-    Every rank of `group` (gloo, or None for the default group) must run the iterator to its end, in step. A box that
-    several ranks hold is sent by the first of them. Asserts that the boxes cover each tensor exactly once.
+    Every rank of `group` (gloo, or None for the default group) must run the iterator to its end, in step. A box held by
+    several ranks is sent by the first of them. Asserts that the boxes cover each tensor exactly once.
     """
-    own: dict[str, dict[Box, TensorChunk]] = {}
+    local_chunks: dict[str, dict[Box, TensorChunk]] = {}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for piece in pieces:
         shapes[piece.name] = (piece.shape, piece.tensor.dtype)
-        own.setdefault(piece.name, {}).update({chunk.box: chunk for chunk in piece.tensor_chunks()})
+        local_chunks.setdefault(piece.name, {}).update({chunk.box: chunk for chunk in piece.tensor_chunks()})
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
     rank = 0 if alone else dist.get_rank(group)
-    tables: list[Any] = [(shapes, {name: list(chunks) for name, chunks in own.items()})]
+    tables: list[Any] = [(shapes, {name: list(chunks) for name, chunks in local_chunks.items()})]
     if not alone:
         tables = [None] * dist.get_world_size(group)
-        dist.all_gather_object(tables, (shapes, {name: list(c) for name, c in own.items()}), group=group)
+        dist.all_gather_object(tables, (shapes, {name: list(c) for name, c in local_chunks.items()}), group=group)
     everything = {name: entry for known, _ in tables for name, entry in known.items()}
     for name in sorted(everything):
         owners: dict[Box, int] = {}
@@ -41,7 +41,7 @@ def gather_full(
         shape, dtype = everything[name]
         held = sum(map(box_size, owners))
         assert held == math.prod(shape), f"{name}: ranks hold {held} of {math.prod(shape)} elements"
-        yield name, _gather_tensor(own.get(name, {}), owners, shape, dtype, rank, group)
+        yield name, _gather_tensor(local_chunks.get(name, {}), owners, shape, dtype, rank, group)
 
 
 def _gather_tensor(
@@ -57,16 +57,16 @@ def _gather_tensor(
             if holder == rank:
                 dist.send(as_bytes(own[box].data), dst=_global_rank(group, 0), group=group)
         return None
-    whole = torch.empty(shape, dtype=dtype)
+    full = torch.empty(shape, dtype=dtype)
     for box, holder in owners.items():
-        target = whole[tuple(slice(start, stop) for start, stop in box)]
+        target = full[tuple(slice(start, stop) for start, stop in box)]
         if holder == 0:
             target.copy_(own[box].data)
             continue
         buffer = torch.empty(target.shape, dtype=dtype)
         dist.recv(as_bytes(buffer), src=_global_rank(group, holder), group=group)
         target.copy_(buffer)
-    return whole
+    return full
 
 
 def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:

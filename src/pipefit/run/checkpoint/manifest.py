@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: `checkpoint.json`, which names every tensor, every file and its SHA-256.
 
-A folder is a checkpoint if its manifest is there, agrees with its own checksum, and every file it names has the size
-it names. Reading it needs no pickle: the manifest is JSON and the tensors are safetensors.
+A folder is a checkpoint if its manifest exists and matches its own checksum, and every file has the size in the
+manifest. Reading it needs no pickle: the manifest is JSON and the tensors are safetensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSION = 1
 DTYPES = (
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
-"""What a tensor may consist of, by torch's names."""
+"""Allowed element types of a tensor, by torch's names."""
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _FILE = re.compile(r"tensors-\d+\.safetensors")
@@ -34,7 +34,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
-    """One box of a tensor, where it lies."""
+    """One box of a tensor and its position in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -63,12 +63,12 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointManifest:
-    """What `checkpoint.json` holds."""
+    """The content of `checkpoint.json`."""
 
     format: str
     version: int
     serial: int
-    "Counts the checkpoints of a folder in the order in which they were written."
+    "Number of the checkpoint in its folder, in writing order."
     step: int
     extra: Mapping[str, Any]
     "Plain JSON of the caller: plan hash, data position, seed."
@@ -77,13 +77,13 @@ class CheckpointManifest:
 
 
 def manifest_bytes(manifest: CheckpointManifest) -> bytes:
-    """The content of `checkpoint.json`: the manifest with a checksum over itself."""
+    """Return the content of `checkpoint.json`: the manifest with a checksum over itself."""
     data = to_data(manifest)
     return dump_text({**data, "checksum": _json_checksum(data)}).encode()
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint folder. Raises CheckpointError if there is none, or if it was cut or changed."""
+    """Return the manifest of a checkpoint folder. Raises CheckpointError if it is missing, truncated or changed."""
     path = folder / MANIFEST
     try:
         text = path.read_bytes()
@@ -97,8 +97,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         ) from None
     try:
         data = json.loads(text)
-        found = data.pop("checksum")
-        good = found == _json_checksum(data)
+        checksum = data.pop("checksum")
+        good = checksum == _json_checksum(data)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise _damaged_error(path, f"{type(error).__name__}: {error}") from None
     if not good:
@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
-    """Raises CheckpointError if a file is missing or was cut short. Reads no content."""
+    """Raise CheckpointError if a file is missing or was truncated. Reads no content."""
     for name, stored in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -142,24 +142,24 @@ def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
 
 
 def check_content(folder: Path, manifest: CheckpointManifest, part: int = 0, parts: int = 1) -> None:
-    """Raises CheckpointError if a file's SHA-256 is not the manifest's. Reads every `parts`-th file from `part`."""
+    """Raise CheckpointError if a file's SHA-256 is not the manifest's. Reads every `parts`-th file from `part`."""
     for name in sorted(manifest.files)[part::parts]:
         try:
-            found = file_sha256(folder / name)
+            digest = file_sha256(folder / name)
         except OSError as error:
             raise CheckpointError("A file of the checkpoint cannot be read.", where=str(error)) from None
-        if found != manifest.files[name].sha256:
+        if digest != manifest.files[name].sha256:
             raise CheckpointError(
                 "A file of the checkpoint was changed after it was written.",
                 where=str(folder / name),
-                seen=f"SHA-256 {found}",
+                seen=f"SHA-256 {digest}",
                 allowed=f"SHA-256 {manifest.files[name].sha256}",
                 next_step="restore the file, or resume from an earlier checkpoint",
             )
 
 
 def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
+    """Return the hexadecimal SHA-256 of a file."""
     state = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -173,23 +173,23 @@ def folder_name(step: int, copy: int) -> str:
 
 
 def is_folder_name(name: str) -> bool:
-    """Whether a checkpoint's folder is called so once it is complete."""
+    """Return True for the name of a completed checkpoint's folder."""
     return _FOLDER.fullmatch(name) is not None
 
 
 def complete_checkpoints(directory: Path) -> list[tuple[Path, CheckpointManifest]]:
-    """The complete checkpoints below `directory` in the order in which they were written. Damaged ones are left out."""
+    """Return the complete checkpoints below `directory` in writing order, without damaged ones."""
     return survey_checkpoints(directory)[0]
 
 
 def survey_checkpoints(
     directory: Path,
 ) -> tuple[list[tuple[Path, CheckpointManifest]], list[tuple[Path, int | None, CheckpointError]]]:
-    """(complete checkpoints in the order in which they were written, damaged ones) below `directory`.
+    """Return (complete checkpoints in writing order, damaged ones) below `directory`.
 
-    Of a damaged one: its folder, its serial number where the manifest can still be read, and what is wrong with it.
+    A damaged one is (folder, serial number or None if the manifest cannot be read, error).
     """
-    found, damaged = [], []
+    complete, damaged = [], []
     for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
         if is_folder_name(folder.name) and folder.is_dir():
             serial = None
@@ -200,12 +200,12 @@ def survey_checkpoints(
             except CheckpointError as error:
                 damaged.append((folder, serial, error))
                 continue
-            found.append((folder, manifest))
-    return sorted(found, key=lambda entry: (entry[1].serial, entry[0].name)), damaged
+            complete.append((folder, manifest))
+    return sorted(complete, key=lambda entry: (entry[1].serial, entry[0].name)), damaged
 
 
 def _find_fault(manifest: CheckpointManifest) -> str | None:
-    """What in a manifest contradicts itself, so that a forged one is refused too; None if nothing does."""
+    """Return the first contradiction in a manifest, or None; this also refuses a forged manifest."""
     for name in manifest.files:
         if not _FILE.fullmatch(name):
             return f"it names a file {name!r}, which is no part of a checkpoint"

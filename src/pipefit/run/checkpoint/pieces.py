@@ -1,7 +1,7 @@
-"""What a rank holds of a global tensor, for saving and loading: a box, or a flat run of a box's elements.
+"""Local parts of global tensors for saving and loading: a box, or a flat run of a box's elements.
 
-A flat run (ZeRO's split of the flattened elements) is at most 2 * ndim - 1 boxes: the run's ragged head and tail in
-every dimension, and one full block between them.
+A flat run (ZeRO's split of the flattened elements) consists of at most 2 * ndim - 1 boxes: the run's ragged head and
+tail in every dimension, and one full block between them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pipefit.layout import Box, Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPiece:
-    """One rank's part of the tensor that all ranks call `name`. It may be empty, and several ranks may hold it."""
+    """One rank's part of the global tensor `name`. It may be empty, and several ranks may hold it."""
 
     name: str
     shape: tuple[int, ...]
     "The global shape."
     tensor: torch.Tensor
-    "The data: of the box's sizes, or one-dimensional and contiguous where `flat` is given. Any device."
+    "The data: with the box's sizes, or one-dimensional and contiguous if `flat` is given. Any device."
     box: Box | None = None
-    "What is held of the tensor; None is all of it."
+    "The local box of the tensor; None is all of it."
     flat: Run | None = None
-    "The run of the box's elements (row-major, counted within the box) that is held; None is all of them."
+    "The local run of the box's elements (row-major, counted within the box); None is all of them."
 
     def tensor_chunks(self) -> list[TensorChunk]:
-        """The non-empty boxes that this piece consists of, as views of `tensor`. Asserts that the sizes agree."""
+        """Return the non-empty boxes of this piece, as views of `tensor`. Asserts that the sizes agree."""
         box = tuple((0, length) for length in self.shape) if self.box is None else self.box
         assert len(box) == len(self.shape), f"{self.name}: box {box} of shape {self.shape}"
         assert all(0 <= a <= b <= n for (a, b), n in zip(box, self.shape, strict=True)), f"{self.name}: {box}"
@@ -54,7 +54,7 @@ class CheckpointPiece:
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A non-empty box of a global tensor, and the tensor that holds it."""
+    """A non-empty box of a global tensor, and its data."""
 
     box: Box
     data: torch.Tensor
@@ -69,13 +69,13 @@ class TensorChunk:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as one-dimensional uint8 on the CPU, in row-major order: a view where they lie so already."""
+    """Return the elements as one-dimensional uint8 on the CPU, in row-major order: a view if they are stored so."""
     data = tensor.detach().cpu().contiguous()
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def flat_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes whose elements, one after the other, are elements start to stop of a tensor in row-major order."""
+    """Yield boxes whose concatenated elements are the elements start to stop of a tensor in row-major order."""
     if start >= stop:
         return
     if not sizes:

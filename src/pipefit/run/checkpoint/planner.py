@@ -1,7 +1,8 @@
-"""Planners for torch.distributed.checkpoint over Pieces: which rank writes which box, and which boxes fill which.
+"""Planners for torch.distributed.checkpoint over pieces: the rank that writes each box, and the boxes that fill each
+piece.
 
 The state dictionary is {global name: list of chunks}. Only the public base classes of DCP are used (torch 2.11 and
-later), so its own metadata file, which is a pickle, never comes into being.
+later), so its own metadata file, which is a pickle, is never written.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pipefit.run.checkpoint.pieces import CheckpointPiece, TensorChunk
 
 
 def chunks_by_name(pieces: Sequence[CheckpointPiece]) -> dict[str, list[TensorChunk]]:
-    """The chunks of all pieces, by global name. Pieces without elements leave an empty list."""
+    """Return the chunks of all pieces, by global name. Pieces without elements give an empty list."""
     result: dict[str, list[TensorChunk]] = {}
     for piece in pieces:
         result.setdefault(piece.name, []).extend(piece.tensor_chunks())
@@ -47,7 +48,7 @@ def chunks_by_name(pieces: Sequence[CheckpointPiece]) -> dict[str, list[TensorCh
 
 
 class PieceSavePlanner(SavePlanner):
-    """Every box that somebody holds is written once, by the holder with the least to write so far."""
+    """Save planner: every box is written once, by the holding rank with the least to write so far."""
 
     def __init__(self, pieces: Sequence[CheckpointPiece]) -> None:
         self._pieces = list(pieces)
@@ -71,7 +72,8 @@ class PieceSavePlanner(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Deduplicate, and check that every tensor is covered exactly once. Asserts: a hole is a bug of the caller."""
+        """Deduplicate, and check that every tensor is covered exactly once. Asserts, since a hole is a bug of the
+        caller."""
         holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         tensors: dict[str, TensorStorageMetadata] = {}
         chosen: list[list[WriteItem]] = [[] for _ in all_plans]
@@ -107,7 +109,7 @@ class PieceSavePlanner(SavePlanner):
 
 
 class PieceLoadPlanner(LoadPlanner):
-    """Every chunk of every piece is filled from the stored boxes that it overlaps."""
+    """Load planner: every chunk of every piece is filled from the stored boxes that overlap it."""
 
     def __init__(self, pieces: Sequence[CheckpointPiece]) -> None:
         self._chunks = chunks_by_name(pieces)
@@ -121,8 +123,8 @@ class PieceLoadPlanner(LoadPlanner):
         for name, chunks in self._chunks.items():
             if chunks:
                 stored = [_metadata_box(part) for part in self._stored[name].chunks]
-                for place, chunk in enumerate(chunks):
-                    items += _read_items(name, place, chunk.box, stored)
+                for index, chunk in enumerate(chunks):
+                    items += _read_items(name, index, chunk.box, stored)
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -135,9 +137,9 @@ class PieceLoadPlanner(LoadPlanner):
         raise AssertionError("a checkpoint of pipefit holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        place = read_item.dest_index.index
-        assert place is not None
-        data = self._chunks[read_item.dest_index.fqn][place].data
+        index = read_item.dest_index.index
+        assert index is not None
+        data = self._chunks[read_item.dest_index.fqn][index].data
         runs = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         return data[tuple(slice(start, start + length) for start, length in runs)]
 
@@ -182,9 +184,9 @@ def _metadata_box(chunk: ChunkStorageMetadata) -> Box:
 
 def _assert_covered(name: str, tensor: TensorStorageMetadata) -> None:
     boxes = [_metadata_box(chunk) for chunk in tensor.chunks]
-    held, whole = sum(map(box_size, boxes)), math.prod(tensor.size)
-    assert held >= whole, f"{name}: no rank holds all of it ({held} of {whole} elements)"
-    assert held == whole and not _have_overlap(boxes), f"{name}: ranks hold boxes that overlap without being equal"
+    held, elements = sum(map(box_size, boxes)), math.prod(tensor.size)
+    assert held >= elements, f"{name}: no rank holds all of it ({held} of {elements} elements)"
+    assert held == elements and not _have_overlap(boxes), f"{name}: ranks hold boxes that overlap without being equal"
 
 
 def _have_overlap(boxes: Sequence[Box]) -> bool:

@@ -1,7 +1,7 @@
-"""Storage for torch.distributed.checkpoint: one safetensors file a rank, a JSON manifest, no pickle anywhere.
+"""Storage for torch.distributed.checkpoint: one safetensors file per rank, a JSON manifest, no pickle anywhere.
 
-The writer fills a hidden folder beside the final one; when every rank's file is on the disk, rank 0 writes the
-manifest and renames the folder. What has the final name is complete.
+The writer fills a hidden folder beside the final one. When every rank's file is on the disk, rank 0 writes the manifest
+and renames the folder: a folder with the final name is complete.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _BLOCK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _WrittenChunk:
-    """What a rank tells rank 0 of one chunk."""
+    """A rank's report of one written chunk to rank 0."""
 
     chunk: StoredChunk
     file: StoredFile
@@ -85,13 +85,14 @@ class ManifestWriter(StorageWriter):
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's file, on the disk when the future is there. A rank with nothing to write makes no file."""
+        """Write this rank's file; it is on the disk when the future is done. A rank with nothing to write makes no
+        file."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write_file(plan, planner) if plan.items else [])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0, when all files are written: manifest, sync, rename, sync."""
+        """Complete the checkpoint on rank 0 after all files are written: manifest, sync, rename, sync."""
         manifest = self._build_manifest(metadata, results)
         try:
             check_sizes(self._hidden, manifest)
@@ -166,7 +167,7 @@ class ManifestReader(StorageReader):
         return True
 
     def read_metadata(self) -> Metadata:  # type: ignore[override,unused-ignore]
-        """DCP's description of the tensors, made from the manifest."""
+        """Return DCP's description of the tensors, made from the manifest."""
         manifest = self._known or read_manifest(self._folder)
         entries: dict[str, Any] = {}
         for name, tensor in manifest.tensors.items():
@@ -228,7 +229,7 @@ class ManifestReader(StorageReader):
 
 
 def _file_header(items: list[WriteItem]) -> tuple[bytes, list[str], int]:
-    """(safetensors header of a file with these items, their keys, bytes of data)."""
+    """Return (safetensors header of a file with these items, their keys, bytes of data)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     keys, offset = [], 0
     for item in items:

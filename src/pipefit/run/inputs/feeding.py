@@ -1,8 +1,7 @@
-"""What a run feeds its worker step by step: text from a corpus, or the rows of a user's data set.
+"""Batches of a run, step by step: text from a corpus, or the rows of a user's data set.
 
-Both are functions of (plan, step): every rank makes its own feeds. What the loss is divided by is known of text; of a
-data set the ranks that have the labels count them, and one sum over all ranks, on the CPU and in front of the step,
-tells everybody.
+Both are functions of (plan, step): every rank makes its own inputs. For text the divisor of the loss is known. For a
+data set the ranks with labels count them, and one sum over all ranks, on the CPU before the step, gives the divisor.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ class BatchInputs(NamedTuple):
     """One step, or one batch of an evaluation, as `Worker.run_step` and `Worker.evaluate_batch` take it."""
 
     feeds: Any
-    "[microbatch][slice] of all stages of the device, or those by stage."
+    "[microbatch][slice] for all stages of the device, or one such list per stage."
     divisor: Divisors
     counts: Counts | None = None
 
 
 class BatchSource(Protocol):
-    """The data of a run as one device takes it."""
+    """The data of a run for one device."""
 
     rows: RowSplit
     digest: str
 
     def step_inputs(self, step: int) -> BatchInputs:
-        """The feeds of a training step, and what its loss is divided by."""
+        """Return the inputs of a training step and the divisor of its loss."""
         ...
 
     @property
     def evaluation_count(self) -> int:
-        """How many batches an evaluation has."""
+        """The number of batches in an evaluation."""
         ...
 
     def evaluation_inputs(self, index: int) -> BatchInputs:
-        """The feeds of one batch of an evaluation, and what its loss is divided by."""
+        """Return the inputs of one batch of an evaluation and the divisor of its loss."""
         ...
 
     def close(self) -> None:
-        """No step is asked for any more."""
+        """Release workers and files; no step follows."""
         ...
 
 
 class TextRows(RowReader, Protocol):
-    """Rows of tokens: a Corpus, or what stands for one."""
+    """Rows of tokens: a Corpus or a substitute."""
 
     rows: RowSplit
     digest: str
@@ -94,11 +93,11 @@ class TextBatchSource:
         )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
 
 class SampleBatchSource:
-    """Rows of a user's data set. A device reads only what its stages ask for: one in the middle reads no row at all."""
+    """Rows of a user's data set. A device reads only the inputs of its stages: a middle stage reads no rows at all."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class SampleBatchSource:
         torch_device: torch.device,
         total: Callable[[int], int],
     ) -> None:
-        """`fed`: what every input is in the graphs, by the user's names; `total` adds a number up over all ranks."""
+        """`fed`: input name of the user -> its tensor in the graphs; `total` sums a number over all ranks."""
         self._plan, self._samples, self._torch_device, self._total = plan, samples, torch_device, total
         self._dtype = getattr(torch, plan.job.precision)
         self._stage, self._replica = device_place(plan, device)
@@ -119,8 +118,8 @@ class SampleBatchSource:
         self.digest = samples.digest
         self._counted = loss_divisor(model)
         group = plan.groups[plan.stages[last_stage(plan)].group].to_mesh()
-        own = device in group.devices and group.axis_position(device, "shard") == 0
-        self._labels = LabelCount(self._counted) if own and self._counted.labels is not None else None
+        reads_labels = device in group.devices and group.axis_position(device, "shard") == 0
+        self._labels = LabelCount(self._counted) if reads_labels and self._counted.labels is not None else None
         wanted = _input_names(plan, model, device)
         if self._labels is not None and self._counted.labels is not None:
             wanted |= {tensor.name for tensor in self._counted.labels.inputs}
@@ -138,7 +137,7 @@ class SampleBatchSource:
         return BatchInputs(*self._slice_inputs(evaluation_plan(self._shape, self.rows, index), HELD_OUT))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
     def _slice_inputs(self, batch: StepPlan, step: int) -> tuple[list[list[StageInputs]], int]:
         feeds = [
@@ -151,7 +150,7 @@ class SampleBatchSource:
         return [[self._move_inputs(feed)] for feed in feeds], max(1, count)
 
     def _microbatch_inputs(self, batch: StepPlan, microbatch: int, step: int) -> StageInputs:
-        """On the CPU."""
+        """Return the inputs of one microbatch on the CPU."""
         start, stop = batch.batch_run(self._stage, microbatch, self._replica)
         arrays = self._samples.take_rows(batch.rows[start:stop], list(self._fed), self._plan.job.seed, step)
         feed = StageInputs(rows=torch.arange(start, stop), step=max(0, step))
@@ -167,7 +166,7 @@ class SampleBatchSource:
         return feed
 
     def _move_inputs(self, feed: StageInputs) -> StageInputs:
-        """On the device, copied without waiting."""
+        """Return the inputs on the device, copied without waiting."""
         if self._torch_device.type == "cpu":
             return feed
 
@@ -185,7 +184,7 @@ class SampleBatchSource:
 
 
 def _input_names(plan: Plan, model: Model, device: int) -> set[str]:
-    """The names of the inputs that the stages of a device read."""
+    """Return the names of the inputs that the stages of a device read."""
     modules = {module.name: module for module in model.modules}
     return {
         tensor.name

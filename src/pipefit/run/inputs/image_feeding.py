@@ -1,7 +1,7 @@
-"""Feeding a multimodal model: samples of an index, every stage with what its own module's space needs.
+"""Batches of a multimodal model: samples of an index, with the inputs that each stage's space needs.
 
-Which samples a step has, their order, and how many tokens each has follow from metadata, so all ranks agree without
-talking; arrays come from `data.preparation`, in this process or made ahead by workers.
+The samples of a step, their order and their token counts follow from metadata, so all ranks agree without
+communication. Arrays come from `data.preparation`, in this process or made ahead by workers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pipefit.run.inputs.feeding import BatchInputs
 from pipefit.run.stage_inputs import StageInputs
 
 ROLES = ("tokens", "positions", "labels", "documents", "rows")
-"""Arrays that a feed has fields for; all others are inputs by name."""
+"""Arrays with a field in `StageInputs`; all others are inputs by name."""
 
 
 def is_multimodal(model: Model) -> bool:
-    """Whether the model has modules in packed spaces."""
+    """Return True if the model has modules in packed spaces."""
     return any(module.space in (PATCHES, LATENTS) for module in model.modules)
 
 
@@ -48,7 +48,7 @@ def open_images(
     torch_device: torch.device,
     together: Together = merge_broken,
 ) -> ImageBatchSource:
-    """The samples that a run was given; `together`: see `StepPrefetcher`. Raises DataError where `--data` names no
+    """Return the source of a run's samples; `together`: see `StepPrefetcher`. Raises DataError if `--data` names no
     index."""
     if len(config.data) != 1 or config.data == (STDLIB,):
         raise DataError(
@@ -59,7 +59,7 @@ def open_images(
             next_step="make it: pipefit data MANIFEST -o FOLDER",
         )
     recipe = BatchRecipe(
-        index=str(Path(config.data[0]).absolute()),  # workers elsewhere stand in other folders
+        index=str(Path(config.data[0]).absolute()),  # workers elsewhere have other working directories
         shape=batch_shape(plan),
         held_out=config.held_out,
         pack=config.pack,
@@ -72,7 +72,7 @@ def open_images(
 
 
 class ImageBatchSource:
-    """The samples of an index as one device takes them."""
+    """The samples of an index for one device."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class ImageBatchSource:
         on_broken: OnBroken = "fail",
         together: Together = merge_broken,
     ) -> None:
-        """`workers` of the kind `prepare` make the next steps ahead; 0: each is made here, when it is asked for.
-        `steps` of the whole run; `on_broken`, `together`: see `StepPrefetcher`. Raises DataError where the index is
-        none, or not one for this model."""
+        """`workers` of the kind `prepare` make the next steps ahead; 0: each step is made here on demand. `steps` of
+        the whole run; `on_broken`, `together`: see `StepPrefetcher`. Raises DataError if the index is invalid or for
+        another model."""
         self._plan, self._torch_device = plan, torch_device
         spaces = {module.name: module.space for module in model.modules}
         places = []
@@ -107,39 +107,39 @@ class ImageBatchSource:
         self.rows = self._ahead.source.rows
         self.rows.require_batch(plan.job.batch)
         self.digest = f"{index.summary.digest}/{recipe.pack}/{recipe.on_long}"
-        told = replace(recipe, digest=index.summary.digest, versions=decoder_versions())
-        self._pool = start_pool(told, workers, prepare)
+        worker_recipe = replace(recipe, digest=index.summary.digest, versions=decoder_versions())
+        self._pool = start_pool(worker_recipe, workers, prepare)
         self._ahead.prepare_by(self._pool)
 
     def step_inputs(self, step: int) -> BatchInputs:
-        """The feeds of a training step by stage, divisors by module, counts by space."""
+        """Return the inputs of a training step by stage, divisors by module, counts by space."""
         return self._batch_inputs(self._ahead.take_step(step), step)
 
     @property
     def evaluation_count(self) -> int:
-        """How many batches hold all held-out rows."""
+        """The number of batches that hold all held-out rows."""
         return -(-self.rows.held_out // self._plan.job.batch)
 
     def evaluation_inputs(self, index: int) -> BatchInputs:
-        """The feeds of one batch of an evaluation by stage."""
+        """Return the inputs of one batch of an evaluation by stage."""
         return self._batch_inputs(self._ahead.evaluation(index), index)
 
     @property
     def excluded_samples(self) -> list[int]:
-        """Samples that the run goes on without, by their numbers in the index: the same on all devices."""
+        """Skipped samples by their numbers in the index: the same on all devices."""
         return sorted(self._ahead.left_out)
 
     def exclude_samples(self, samples: Collection[int]) -> None:
-        """Go on without these samples, as before the checkpoint."""
+        """Skip these samples, as before the checkpoint."""
         self._ahead.skip_samples(samples)
 
     def take_broken(self) -> list[BrokenImage]:
-        """The images, of all devices, that samples were left out for since this was asked last."""
-        found, self._ahead.found = self._ahead.found, []
-        return found
+        """Return the broken images of all devices whose samples were skipped since the last call."""
+        broken, self._ahead.found = self._ahead.found, []
+        return broken
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if self._pool is not None:
             self._pool.close()
 
@@ -148,32 +148,34 @@ class ImageBatchSource:
         for (stage, _), arrays in sorted(prepared.feeds.items(), key=lambda item: item[0]):
             feeds.setdefault(stage, []).append([self._stage_inputs(stage, arrays, step)])
         divisors = {name: prepared.plan.divisors[space] for name, space in self._losses.items()}
-        counts = {space: each.tolist() for space, each in prepared.plan.counts.items()}
+        counts = {space: space_counts.tolist() for space, space_counts in prepared.plan.counts.items()}
         return BatchInputs(feeds, divisors, {**counts, **prepared.plan.images})
 
     def _stage_inputs(self, stage: int, arrays: ModuleArrays, step: int) -> StageInputs:
-        """On the device; floating inputs in the type that the graphs ask for."""
+        """Return a stage's inputs on the device; floating inputs in the type that the graphs expect."""
         job, known = self._plan.job, self._inputs[self._plan.stages[stage].module]
         packed = "tokens" not in arrays.arrays
-        found = {
+        tensors = {
             name: _move_array(array, known.get(name), job.precision, self._torch_device)
             for name, array in arrays.arrays.items()
             if name in known or name == "rows" or (name == "documents" and (packed or job.documents == "apart"))
         }
-        feed = StageInputs(step=step, data={name: tensor for name, tensor in found.items() if name not in ROLES})
+        feed = StageInputs(step=step, data={name: tensor for name, tensor in tensors.items() if name not in ROLES})
         for name in ROLES:
-            setattr(feed, name, found.get(name))
+            setattr(feed, name, tensors.get(name))
         if packed:
             feed.image_lengths = arrays.image_lengths
         elif job.documents == "apart":
             documents = arrays.arrays["documents"]
-            some = documents.size > 0
-            feed.document_bounds = (int(documents[:, 0].min()), int(documents[:, -1].max())) if some else (0, 0)
+            has_documents = documents.size > 0
+            feed.document_bounds = (
+                (int(documents[:, 0].min()), int(documents[:, -1].max())) if has_documents else (0, 0)
+            )
         return feed
 
 
 def mean_sizes(rows: SampleRows, batch: int) -> dict[str, dict[str, int]]:
-    """Packed space -> the symbols of its graphs in an average step: tokens, and the sum of images' tokens squared."""
+    """Return packed space -> sizes of an average step: tokens, and the sum of images' tokens squared."""
     return {
         space: {
             "B": 1,
@@ -185,13 +187,13 @@ def mean_sizes(rows: SampleRows, batch: int) -> dict[str, dict[str, int]]:
 
 
 def _input_dtypes(model: Model, layers: Iterable[Any]) -> dict[str, str]:
-    """Input of a module's layers -> its number type in the graphs."""
+    """Return the number type in the graphs of each input of a module's layers."""
     return {name: tensor.dtype for name, tensor in data_inputs(model, layers).items()}
 
 
 def _move_array(array: Any, kind: str | None, precision: str, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if tensor.is_floating_point():
-        own: torch.dtype = getattr(torch, precision)
-        tensor = tensor.to(torch.promote_types(own, torch.float32) if kind == "float32" else own)
+        compute_dtype: torch.dtype = getattr(torch, precision)
+        tensor = tensor.to(torch.promote_types(compute_dtype, torch.float32) if kind == "float32" else compute_dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""Counting the labels of a feed that a captured loss counts, as the model itself sees them."""
+"""Counting the labels of a microbatch that a captured loss does not ignore, with the model's own graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipefit.run.stage_inputs import StageInputs
 
 
 class LabelCount:
-    """feed (on the CPU) -> how many of its labels are not the one that is ignored."""
+    """inputs (on the CPU) -> number of labels that are not the ignored one."""
 
     def __init__(self, counted: LossDivisor) -> None:
         graph = counted.labels

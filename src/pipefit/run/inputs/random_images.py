@@ -1,7 +1,7 @@
-"""Random samples for a multimodal plan, with as many tokens as the plan's own sampled batch: what `verify` feeds ranks.
+"""Random samples for a multimodal plan, with the token counts of the plan's own sampled batch, for `verify`.
 
-Every sample has one image of one row of patches in each packed space where its count is above zero; where the plan
-knows its samples' images, as many of those.
+Every image is one row of patches. If the plan lists its samples' images, a sample has those. Otherwise it has one image
+in each packed space in which its token count is above zero.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pipefit.run.inputs.feeding import BatchInputs
 from pipefit.run.stage_inputs import StageInputs
 
 PLACES = {"image_places": CONDITIONS["I"], "condition_places": CONDITIONS["L"]}
-"""Input that says where tokens of a packed space stand in the sequences -> that space."""
+"""Input with the positions of a packed space's tokens in the sequences -> that space."""
 
 
 class RandomImages:
-    """The same random step, whatever its number."""
+    """One random batch, returned for every step."""
 
     digest = "random"
 
     def __init__(self, plan: Plan, model: Model, vocabulary: int, device: int, torch_device: torch.device) -> None:
-        """Raises PlanError for a plan that says of a packed space no sample's tokens."""
+        """Raises PlanError for a plan without token counts of its samples in a packed space."""
         self._plan, self._vocabulary, self._torch_device = plan, vocabulary, torch_device
         self._dtype: torch.dtype = getattr(torch, plan.job.precision)
         batch, tokens = plan.job.batch, plan.job.sequence
@@ -43,7 +43,7 @@ class RandomImages:
         for name, counts in self._images.items():
             if len(counts) != batch:
                 raise PlanError(
-                    "The plan does not say how many tokens its samples have, so nobody can say what they need.",
+                    "The plan does not say how many tokens its samples have, so their memory cannot be measured.",
                     where=f"spaces ({name}).counts",
                     seen=f"{len(counts)} numbers",
                     allowed=f"one for each of the {batch} samples of a batch",
@@ -60,7 +60,7 @@ class RandomImages:
                 for microbatch in shape.own_units(number):
                     places = range(*shape.batch_run(number, microbatch, replica))
                     images = (
-                        [*chain.from_iterable(self._images[stage.space][place] for place in places)]
+                        [*chain.from_iterable(self._images[stage.space][sample] for sample in places)]
                         if (stage.space in self._images)
                         else []
                     )
@@ -70,7 +70,7 @@ class RandomImages:
                     self._feeds.setdefault(number, []).append([feed])
 
     def step_inputs(self, step: int) -> BatchInputs:
-        """The feeds by stage."""
+        """Return the inputs by stage."""
         return BatchInputs(self._feeds, dict.fromkeys(self._losses, 1), self._images)
 
     @property
@@ -79,20 +79,23 @@ class RandomImages:
         return 1
 
     def evaluation_inputs(self, index: int) -> BatchInputs:
-        """The same batch, for an evaluation."""
+        """Return the same batch, for an evaluation."""
         return self.step_inputs(index)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
     def _stage_inputs(self, stage: int, places: range, counts: list[int], generator: torch.Generator) -> StageInputs:
-        """What a stage reads of the samples at these places of the batch, with so many tokens in each of its images."""
-        one, job = self._plan.stages[stage], self._plan.job
+        """Return a stage's inputs for the samples at these positions of the batch; `counts` are the tokens of their
+        images."""
+        stage_plan, job = self._plan.stages[stage], self._plan.job
         feed, data = StageInputs(), dict[str, torch.Tensor]()
-        sizes = {"B": 1, "T": sum(counts)} if one.space in self._images else {"B": len(places), "T": job.sequence}
-        if one.space in self._images:
+        sizes = (
+            {"B": 1, "T": sum(counts)} if stage_plan.space in self._images else {"B": len(places), "T": job.sequence}
+        )
+        if stage_plan.space in self._images:
             feed.image_lengths = tuple(counts)
-        for name, tensor in self._inputs[one.module].items():
+        for name, tensor in self._inputs[stage_plan.module].items():
             if name in PLACES:
                 value = self._leading_places(PLACES[name], places)
             elif name == "grid":
@@ -114,10 +117,10 @@ class RandomImages:
         return feed
 
     def _leading_places(self, space: str, places: range) -> torch.Tensor:
-        """Tokens at the beginning of every row."""
+        """Return the flat indices of the first tokens of every row, one per image token of its sample."""
         images, tokens = self._images[space], self._plan.job.sequence
-        found = [row * tokens + i for row, place in enumerate(places) for i in range(sum(images[place]))]
-        return torch.tensor(found, dtype=torch.int64).view(1, -1)
+        indices = [row * tokens + i for row, sample in enumerate(places) for i in range(sum(images[sample]))]
+        return torch.tensor(indices, dtype=torch.int64).view(1, -1)
 
     def _random_tensor(self, tensor: TensorSpec, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:
         shape = [size_value(size, sizes) for size in tensor.shape]

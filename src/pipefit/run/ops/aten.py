@@ -51,7 +51,8 @@ def build_aten(operator: Operator, context: OperatorContext) -> OperatorStep:
             return context.device if "device" in item else torch_dtype(item["type"], context)
 
         outputs = function(
-            *map(real_value, attributes["arguments"]), **{name: real_value(item) for name, item in attributes["keywords"].items()}
+            *map(real_value, attributes["arguments"]),
+            **{name: real_value(item) for name, item in attributes["keywords"].items()},
         )
         return outputs if result is None else outputs[result]
 

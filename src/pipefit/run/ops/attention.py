@@ -127,7 +127,7 @@ class _AttentionFunction(torch.autograd.Function):
 
 
 def key_runs(past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: AttentionSpec) -> Iterator[KeyRun]:
-    """Yield the runs of visible keys: beside the queries, before them in their slice, in earlier slices."""
+    """Yield the runs of visible keys: of the queries' own tokens, before them in their slice, and in earlier slices."""
     slice_start = past.first_token(record.slice)
     first, end = sees.query_range(q.shape[1], past.chunks[record.slice][0].shape[1])
     sight = AttentionMask(record, slice_start + first, q, sees.window, sees.shard, (first, end))
@@ -188,7 +188,9 @@ def backward_over(
         )
     runs = key_runs(past, record, q, sees)
     own_run = next(runs)
-    dq, dk, dv = attend_backward(AttentionCall(sees.scale, own_run.causal), dy, q, *run_keys(past, own_run), out, lse, own_run.mask)
+    dq, dk, dv = attend_backward(
+        AttentionCall(sees.scale, own_run.causal), dy, q, *run_keys(past, own_run), out, lse, own_run.mask
+    )
     k, v = past.chunks[record.slice]
     if own_run.stop - own_run.start < k.shape[1]:
         dk, dv = pad_zeros(k, dk, own_run), pad_zeros(v, dv, own_run)

@@ -1,8 +1,8 @@
 """embedding(indices, weight) {first, padding}: rows of a table. The gradient is added into the buffer row by row.
 
-Indices (B, T) int64, weight (V, D), result (B, T, D). No dense (V, D) gradient is made beside the buffer; as for a
-linear layer, the gradient can be deferred to W. A shard program that splits the table writes `first`: this device holds
-the rows from there on, and returns zeros for other indices. The row `padding`, if set, gets no gradient.
+Indices (B, T) int64, weight (V, D), result (B, T, D). No separate dense (V, D) gradient is made; as for a linear layer,
+the gradient can be deferred to W. A shard program that splits the table writes `first`: this device holds the rows from
+there on, and returns zeros for other indices. The row `padding`, if set, gets no gradient.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ def build_embedding(operator: Operator, context: OperatorContext) -> OperatorSte
     def run_shard(record: SavedForward, indices: torch.Tensor, weight: Any) -> Any:
         local = (indices >= first) & (indices < first + weight.shape[0])
         rows = apply(torch.where(local, indices - first, 0), weight, weight, record, layer)
-        return ignore_gradient(
-            rows * local.unsqueeze(-1), indices
-        )  # in the backward, too: nothing is added for rows of others
+        # The product also zeroes the gradients of rows on other devices.
+        return ignore_gradient(rows * local.unsqueeze(-1), indices)
 
     return OperatorStep(run_embedding if first is None else run_shard, wants_record=True)
 

@@ -87,7 +87,9 @@ def own_places(
 def build_put(operator: Operator, context: OperatorContext) -> OperatorStep:
     local_places, spare = own_places(operator, context), "cut" in operator.attributes
     apply = _PutTokens.apply
-    return OperatorStep(lambda record, h, x, places: apply(h, x, local_places(record, h, places), spare), wants_record=True)
+    return OperatorStep(
+        lambda record, h, x, places: apply(h, x, local_places(record, h, places), spare), wants_record=True
+    )
 
 
 def build_take(operator: Operator, context: OperatorContext) -> OperatorStep:

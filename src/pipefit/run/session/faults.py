@@ -150,7 +150,7 @@ def dead_rank(rank: int, timeout_s: float) -> RunError:
     return RunError(
         f"Rank {rank} died or hangs: the run has stopped.",
         where=f"rank {rank}",
-        seen=f"no sign of life for {timeout_s:g} s",
+        seen=f"no heartbeat for {timeout_s:g} s",
         next_step="look at that rank's own log and host; continue with --resume RUN_DIR",
     )
 
@@ -186,10 +186,10 @@ def is_connection_lost(error: BaseException) -> bool:
 def unexpected_error(rank: int, error: BaseException) -> RunError:
     """Return the error announced to other ranks when this one stops with an unexpected exception."""
     return RunError(
-        f"Rank {rank} stopped with an error of its own.",
+        f"Rank {rank} stopped with an unexpected error.",
         where=f"rank {rank}",
         seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-        next_step="its traceback stands above; please report it",
+        next_step="see its traceback above, and please report it",
     )
 
 
@@ -202,9 +202,9 @@ def out_of_memory(plan: Plan, device: int, lane: int, step: int, error: BaseExce
         parts = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in sorted(lane_says.parts.items(), key=lambda item: -item[1])
         )
-        device_prediction = lane_says.for_device(device)
-        predicted = f"predicted peak {format_bytes(device_prediction.peak_bytes)} of {format_bytes(device_prediction.limit_bytes)}"
-        predicted += f" ({parts})" if parts and device_prediction.kind == lane_says.kind else ""
+        on_device = lane_says.for_device(device)
+        predicted = f"predicted peak {format_bytes(on_device.peak_bytes)} of {format_bytes(on_device.limit_bytes)}"
+        predicted += f" ({parts})" if parts and on_device.kind == lane_says.kind else ""
     return RunError(
         f"Device {device} ran out of memory.",
         where=f"lane {lane}, step {step + 1}",

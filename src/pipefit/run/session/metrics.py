@@ -174,7 +174,7 @@ class RunLog:
         )
 
     def log_pace(self, valid: bool, words: str) -> None:
-        """Write to `lab.json` if the emulated devices of a lab run were kept up with."""
+        """Log the pace of a lab run and write it to `lab.json`; `valid`: the emulated devices were kept up with."""
         path = self._path.with_name("lab.json")
         with write_errors("verdict of the lab", path):
             path.write_text(json.dumps({"valid": valid, "pace": words}) + "\n", encoding="utf-8")

@@ -69,7 +69,7 @@ def _check_empty(directory: Path, config: TrainConfig) -> None:
     )
     if strange:
         raise RunError(
-            "The folder is not empty, and what it holds is no run: its files might be written over.",
+            "The folder is not empty and holds no run: its files might be overwritten.",
             where=f"-o {directory}",
             seen=", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if len(strange) > 4 else ""),
             allowed="a new or empty folder, or one that `pipefit train` made",

@@ -35,7 +35,7 @@ def check_cluster(plan: Plan, plan_file: str | Path, named: str = "") -> Cluster
         beside = Path(plan_file).parent / Path(text).name
         if named or not beside.exists():
             raise StalePlanError(
-                "The cluster file of the plan is not here, so nobody can say whether it is still the same cluster.",
+                "The plan's cluster file was not found, so the plan cannot be checked against the current cluster.",
                 where="--cluster" if named else "cluster",
                 seen=text if named else f"{text}, and no {Path(text).name} beside the plan",
                 next_step="pass the file with --cluster FILE, or put it beside the plan, or make the plan again",
@@ -70,7 +70,7 @@ def captured_model(plan: Plan) -> Model:
     model = capture_family(plan.model.family, plan.model.config)
     if plan.hashes.model and model.hash != plan.hashes.model:
         raise StalePlanError(
-            "The plan was made for another form of this model.",
+            "The plan was made for a different version of this model.",
             where=f"model {plan.model.name!r}",
             seen=f"{model.hash} here, {plan.hashes.model} in the plan",
             next_step="make the plan again with this version",

@@ -150,7 +150,9 @@ class TrainingRun:
         if isinstance(self.feeding, ImageBatchSource):
             broken = self.feeding.take_broken()
             if broken and log is not None:
-                log.log_broken(step, {image.image: image.reason for image in broken}, len(self.feeding.excluded_samples))
+                log.log_broken(
+                    step, {image.image: image.reason for image in broken}, len(self.feeding.excluded_samples)
+                )
 
     def report_pace(self, log: RunLog | None) -> None:
         """In a lab: log if the real work of all ranks kept the pace of the emulated devices."""

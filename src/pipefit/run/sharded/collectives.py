@@ -1,9 +1,9 @@
 """Collectives over the shard axis of a stage as autograd functions.
 
-Backward passes follow the forms of the tensors (HAP's duality): the gradient of a tensor in form I is partial, of G
-it is G, of P it is replicated. So all_gather and reduce_scatter are each other's backward, all_reduce and all_to_all
-are their own, and a slice of a replicated tensor puts its gradient into zeros. `how` says how the parts are moved, in
-the forward and in the backward pass (`run/sharded/parts.py`).
+Backward passes follow the tensors' forms (HAP's duality). The gradient of a tensor in form I is P, of G it is G, of P
+it is I. So all_gather and reduce_scatter are each other's backward, all_reduce and all_to_all are their own, and a
+slice of a replicated tensor puts its gradient into zeros. `how` selects the lowering of the parts in the forward and in
+the backward pass (`run/sharded/parts.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """G of one dimension to G of another; backward the other way. `cut` and `new`: (everyone's runs, dimension)."""
+    """G of one dimension to G of another; backward in reverse. `cut` and `new`: (runs of all devices, dimension)."""
 
     @staticmethod
     def forward(
@@ -86,7 +86,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class ShardSlice(torch.autograd.Function):
-    """I to G(dim); backward puts the gradient into zeros, a partial gradient of the whole."""
+    """I to G(dim); backward puts the gradient into zeros, a partial gradient of the full tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: Run, dim: int) -> torch.Tensor:

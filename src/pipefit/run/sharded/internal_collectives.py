@@ -1,4 +1,4 @@
-"""What operators say to each other inside, where every device of the shard axis computes a part: small reductions."""
+"""Small reductions inside of operators that every device of the shard axis computes in part."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def reduce_in_place(x: torch.Tensor, context: ShardContext, by: Literal["sum", "max"] = "sum") -> torch.Tensor:
-    """x itself, made the sum or the largest of everyone's. Every device of the axis calls this together."""
+    """Replace x by the sum or maximum over all devices and return it. Every device of the axis calls this together."""
     pace_collective(lambda: dist.all_reduce(x, op=_OPERATIONS[by], group=context.group))
     return x

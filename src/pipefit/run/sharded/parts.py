@@ -1,9 +1,9 @@
 """Parts of tensors between the devices of a shard axis: three lowerings of each collective, exact for uneven parts.
 
-`padded` pads every part to the longest and calls the even kernel (those of `run/transfers/comms.py`, which refuse
-parts that are not even); `grouped` calls a broadcast (or a reduce) for every part, of its own size; `alltoallv` sends
-everyone what it needs, with split sizes. Empty parts are allowed. gloo rejects unequal parts in all_gather, and sums a
-reduce_scatter by an all_reduce, so its all-to-all moves half as much (prices: `cost/comm/lowerings.py`).
+`padded` pads every part to the longest and calls the even kernel (`run/transfers/comms.py`, which refuses uneven
+parts). `grouped` calls a broadcast or a reduce for every part, of its own size. `alltoallv` sends each device its data
+with split sizes. Empty parts are allowed. gloo rejects unequal parts in all_gather, and implements reduce_scatter by an
+all_reduce, so its all-to-all moves half as much (costs: `cost/comm/lowerings.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipefit.run.transfers import comms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardContext:
-    """This device's place on the shard axis of its group."""
+    """This device's position on the shard axis of its mesh."""
 
     group: Any
     "The process group of the axis: its members in order of position."
@@ -35,11 +35,11 @@ class ShardContext:
         return len(self.shares)
 
     def runs(self, length: int, units: int = 0) -> tuple[Run, ...]:
-        """How a dimension of this length is cut over the axis, in so many units (0: as many as it is long)."""
+        """Return the runs of all devices for a dimension of this length, cut in `units` units (0: single elements)."""
         return split_by_shares(length, self.shares, length // units if units else 1)
 
     def length(self, total: int) -> int:
-        """The part of a dimension of length `total` that this device holds."""
+        """Return the local length of a dimension of length `total`."""
         start, stop = self.runs(total)[self.position]
         return stop - start
 
@@ -47,7 +47,7 @@ class ShardContext:
 def gather_parts(
     x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardContext, lowering: str = "padded"
 ) -> torch.Tensor:
-    """The whole tensor from everyone's run along `dim`; x is this device's run."""
+    """Return the full tensor from all devices' runs along `dim`; x is this device's run."""
     lengths = _run_lengths(runs)
     _require_length(x, dim, lengths[context.position], "all_gather", runs)
     moved = x.movedim(dim, 0).contiguous()
@@ -58,7 +58,7 @@ def gather_parts(
 def scatter_sums(
     x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardContext, lowering: str = "padded"
 ) -> torch.Tensor:
-    """This device's run along `dim` of the sum of everyone's x."""
+    """Return this device's run along `dim` of the sum of x over all devices."""
     lengths = _run_lengths(runs)
     _require_length(x, dim, sum(lengths), "reduce_scatter", runs)
     moved = x.movedim(dim, 0).contiguous()
@@ -73,9 +73,9 @@ def exchange_parts(
     context: ShardContext,
     lowering: str = "padded",
 ) -> torch.Tensor:
-    """This device's run along the dimension of `new`, whole along that of `cut`; x is its run along that of `cut`.
+    """Return this device's run along the dimension of `new`, complete along that of `cut`; x is its run along `cut`.
 
-    Both are (everyone's runs, dimension), of two different dimensions.
+    Both are (runs of all devices, dimension), with different dimensions.
     """
     (runs, dim), (targets, along) = cut, new
     lengths, parts = _run_lengths(runs), _run_lengths(targets)
@@ -89,24 +89,24 @@ def exchange_parts(
     shape[along] = parts[context.position]
     wanted = [torch.Size([*shape[:dim], length, *shape[dim + 1 :]]) for length in lengths]
     if lowering == "padded":
-        others = [size for place, size in enumerate(x.shape) if place not in (dim % x.dim(), along % x.dim())]
-        sent = x.new_zeros((context.size, max(lengths) * max(parts) * torch.Size(others).numel()))
-        for place, piece in zip(sent, pieces, strict=True):
-            place[: piece.numel()] = piece.reshape(-1)
+        other_sizes = [size for slot, size in enumerate(x.shape) if slot not in (dim % x.dim(), along % x.dim())]
+        sent = x.new_zeros((context.size, max(lengths) * max(parts) * torch.Size(other_sizes).numel()))
+        for slot, piece in zip(sent, pieces, strict=True):
+            slot[: piece.numel()] = piece.reshape(-1)
         received = torch.empty_like(sent)
         pace_collective(lambda: comms.all_to_all(received, sent, context.group))
-        found = [place[: size.numel()].view(size) for place, size in zip(received, wanted, strict=True)]
+        received_parts = [slot[: size.numel()].view(size) for slot, size in zip(received, wanted, strict=True)]
     else:
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
         received = x.new_empty(sum(size.numel() for size in wanted))
         counts = [size.numel() for size in wanted]
         _all_to_all(received, sent, counts, [piece.numel() for piece in pieces], context)
-        found = [part.view(size) for part, size in zip(received.split(counts), wanted, strict=True)]
-    return torch.cat(found, dim)
+        received_parts = [part.view(size) for part, size in zip(received.split(counts), wanted, strict=True)]
+    return torch.cat(received_parts, dim)
 
 
 def sum_all(x: torch.Tensor, context: ShardContext) -> torch.Tensor:
-    """The sum of everyone's x, as a new tensor."""
+    """Return the sum of x over all devices, as a new tensor."""
     total = x.contiguous().clone()
     pace_collective(lambda: dist.all_reduce(total, group=context.group))
     return total
@@ -163,16 +163,16 @@ def _scatter_padded(x: torch.Tensor, lengths: Sequence[int], context: ShardConte
 
 def _scatter_grouped(x: torch.Tensor, lengths: Sequence[int], context: ShardContext) -> torch.Tensor:
     parts = list(x.split(list(lengths)))
-    own = torch.empty_like(parts[context.position])
+    result = torch.empty_like(parts[context.position])
     if x.is_cuda:
-        pace_collective(lambda: dist.reduce_scatter(own, parts, group=context.group))  # NCCL: one launch of reduces
-        return own
+        pace_collective(lambda: dist.reduce_scatter(result, parts, group=context.group))  # NCCL: one launch of reduces
+        return result
 
     def run_reductions() -> torch.Tensor:
-        summed = own
+        summed = result
         for root, part in enumerate(parts):
             if part.numel():
-                total = part.clone()  # what comes back on the others is undefined
+                total = part.clone()  # the result on other ranks is undefined
                 dist.reduce(total, group=context.group, group_dst=root, async_op=True).wait()
                 if root == context.position:
                     summed = total
@@ -182,10 +182,10 @@ def _scatter_grouped(x: torch.Tensor, lengths: Sequence[int], context: ShardCont
 
 
 def _scatter_alltoallv(x: torch.Tensor, lengths: Sequence[int], context: ShardContext) -> torch.Tensor:
-    own = lengths[context.position]
-    received = x.new_empty((own * context.size, *x.shape[1:]))
-    _all_to_all(received, x, [own] * context.size, list(lengths), context)
-    return received.view(context.size, own, *x.shape[1:]).sum(0)
+    length = lengths[context.position]
+    received = x.new_empty((length * context.size, *x.shape[1:]))
+    _all_to_all(received, x, [length] * context.size, list(lengths), context)
+    return received.view(context.size, length, *x.shape[1:]).sum(0)
 
 
 GATHERS = {"padded": _gather_padded, "grouped": _gather_grouped, "alltoallv": _gather_alltoallv}
@@ -199,7 +199,7 @@ def _all_to_all(
 
 
 def require_part(x: torch.Tensor, dim: int, runs: Sequence[Run], context: ShardContext, kind: str) -> None:
-    """Raises PlanError for a tensor that is not this device's run along `dim`."""
+    """Raise PlanError for a tensor that is not this device's run along `dim`."""
     _require_length(x, dim, _run_lengths(runs)[context.position], kind, runs)
 
 
@@ -208,7 +208,7 @@ def _run_lengths(runs: Sequence[Run]) -> list[int]:
 
 
 def _require_length(x: torch.Tensor, dim: int, length: int, kind: str, runs: Sequence[Run]) -> None:
-    """Refuse a tensor that is not this device's part: others count on its size, and would hang or end."""
+    """Raise PlanError for a tensor of the wrong local length: other devices rely on it, and would hang or fail."""
     if x.shape[dim] != length:
         raise PlanError(
             "A tensor that is not this device's part reached a collective.",

@@ -1,8 +1,8 @@
-"""Weights that are stored split over the shard axis and gathered for use (FSDP; ZeRO-3: Rajbhandari et al., 2020).
+"""Weights stored sharded over the shard axis and gathered for use (FSDP; ZeRO-3: Rajbhandari et al., 2020).
 
-An operator that multiplies by such a weight gets a handle. It gathers the weight for its forward, lets go of it, and
-gathers it again for the input gradient; its weight gradient exists whole for a moment, is reduced, and only this
-device's part is added to the buffer. So between operators a device holds no more than its part.
+An operator that multiplies by such a weight gets a handle. It gathers the weight for its forward, releases it, and
+gathers it again for the input gradient. The full weight gradient exists only until it is reduced; this device's part is
+added to the buffer. Between operators a device therefore holds only its part.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipefit.run.sharded.parts import ShardContext, gather_parts, scatter_sums
 
 
 class ShardedWeight:
-    """A parameter of which this device stores a run along `dim`, as an operator uses it. `how`: the lowerings of its
-    gathers and of the reduction of its gradient."""
+    """Handle of a parameter stored as a run along `dim`. `how`: the lowerings of its gathers and of the reduction of
+    its gradient."""
 
     __slots__ = ("dim", "how", "parameter", "runs", "shard")
 
@@ -31,12 +31,12 @@ class ShardedWeight:
         return bool(self.parameter.requires_grad)
 
     def gather_whole(self) -> torch.Tensor:
-        """All of it, gathered now. Every device of the axis calls this together."""
+        """Return the full weight, gathered now. Every device of the axis calls this together."""
         return gather_parts(self.parameter.detach(), self.runs, self.dim, self.shard, self.how[0])
 
     def add_gradient(self, add: Callable[[torch.Tensor], Any]) -> None:
-        """Let `add` add this device's gradient (a partial sum) to a whole buffer of zeros, as wide as the bound one;
-        then sum over the axis, into the bound buffer. Every device calls this together."""
+        """Call `add` on a full-size buffer of zeros of the bound buffer's dtype, to add this device's partial gradient.
+        Then sum over the axis into the bound buffer. Every device calls this together."""
         buffer = self.parameter.main_grad
         shape = list(self.parameter.shape)
         shape[self.dim] = self.runs[-1][1]
@@ -46,17 +46,18 @@ class ShardedWeight:
 
 
 def whole_weight(weight: Any) -> Any:
-    """The tensor to compute with: a weight that is stored split is gathered."""
+    """Return the tensor to compute with: a weight stored sharded is gathered."""
     return weight.gather_whole() if isinstance(weight, ShardedWeight) else weight
 
 
 def leaf_parameter(weight: Any) -> Any:
-    """The parameter itself, for autograd to see that a gradient is wanted."""
+    """Return the parameter itself, so that autograd sees that it needs a gradient."""
     return weight.parameter if isinstance(weight, ShardedWeight) else weight
 
 
 def add_gradient(weight: Any, add: Callable[[torch.Tensor], Any]) -> None:
-    """`add(buffer)` adds a weight's gradient to its buffer, or to a whole one where the weight is stored split."""
+    """Let `add(buffer)` add a weight's gradient to its buffer, or to a full-size one if the weight is stored
+    sharded."""
     if isinstance(weight, ShardedWeight):
         weight.add_gradient(add)
     else:

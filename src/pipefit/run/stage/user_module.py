@@ -1,5 +1,7 @@
-"""What a user's whole model gives a run beside its graphs: its first values, its data set, and what of its state no
-layer trains (buffers, parameters that the loss does not reach), so that final weights load into the module."""
+"""Parts of a captured user module outside of its graphs: initial values, data set, and untrained state.
+
+The untrained state (buffers, parameters that the loss does not reach) lets final weights load into the module.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,20 @@ from pipefit.run.config import TrainConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserModel:
-    """A whole model of a user, without its parameters."""
+    """A user's module captured as one model, without its parameters."""
 
     source: str
     dataset: Any
     fed: Mapping[str, TensorSpec]
-    "What every input is in the graphs, by the user's names."
+    "Input name of the user -> its tensor in the graphs."
     untrained: Mapping[str, torch.Tensor]
-    "Of the module's state dict, what is no parameter of the plan."
+    "Tensors of the module's state dict that are not parameters of the plan."
     aliases: Mapping[str, str]
-    "Other names of parameters -> the name in the plan: tied ones."
+    "Other names of tied parameters -> the name in the plan."
 
 
 def load_user_model(plan: Plan) -> UserModel | None:
-    """What the user's function gives, made under the plan's seed; None where the plan is of no whole model."""
+    """Return the user's model, made under the plan's seed; None if the plan is not for a captured module."""
     if plan.model.family != USER:
         return None
     source = str(plan.model.config.get("source", ""))
@@ -64,14 +66,14 @@ def load_user_model(plan: Plan) -> UserModel | None:
 
 
 def whole_example(source: str, seed: int) -> Example | None:
-    """The user's example, its module with the values that the seed gives; None for a model in layers."""
+    """Return the user's example, its module initialised with the seed; None for a model given as layers."""
     with seeded_generators(seed):
-        made = make_user_model(source)
-    return made if isinstance(made, Example) else None
+        example = make_user_model(source)
+    return example if isinstance(example, Example) else None
 
 
 def user_samples(found: UserModel, plan: Plan, config: TrainConfig) -> UserSamples:
-    """The data set: that of the example, or of `--data FILE.py:FUNCTION`. Raises DataError where there is none."""
+    """Return the data set: the example's, or that of `--data FILE.py:FUNCTION`. Raises DataError if there is none."""
     dataset, where = found.dataset, f"the data set of {found.source}"
     if config.data != (STDLIB,):
         if len(config.data) > 1 or not _names_function(config.data[0]):
@@ -97,7 +99,7 @@ def user_samples(found: UserModel, plan: Plan, config: TrainConfig) -> UserSampl
 
 
 def first_values(found: UserModel, weights: str) -> UserModel:
-    """With untrained tensors from the files that a run starts from, where these have them."""
+    """Return the model with untrained tensors read from the initial weight files, if these contain them."""
     from pipefit.model.weights.files import WeightFiles
 
     files = WeightFiles(Path(weights), USER, {})

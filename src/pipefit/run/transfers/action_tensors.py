@@ -1,8 +1,8 @@
-"""What a compute action takes out of cells, and puts into them.
+"""Input and output cells of a compute action.
 
-Usually that is one tensor of every edge. A stage that takes turns exchanges only the microbatches that both ends take;
-one that takes several microbatches together has a cell for each, whose tensors stand one behind the other in its own.
-Between stages of one lane that lie there in different grids, what was made is exchanged as soon as it is put down.
+Usually there is one tensor for every edge. A stage that takes turns exchanges only the microbatches that both ends
+take. A stage that takes several microbatches together has a cell for each; its own tensor is their concatenation.
+Between stages of one lane with different meshes, an output is exchanged as soon as it is stored.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class _ActionCell(NamedTuple):
     """One cell of an action."""
 
     name: str
-    "The tensor's."
+    "Name of the tensor."
     at: int
-    "Which microbatch of the unit."
+    "Index of the microbatch within the unit."
     key: tuple[int, int, str, str]
     cell: TensorCell
 
@@ -41,11 +41,11 @@ class ActionTensors:
         self._schedule = plan.to_schedule()
 
     def input_cells(self, action: Action, way: Way) -> list[TensorCell]:
-        """Those that the action takes from."""
+        """Return the input cells of the action."""
         return [end.cell for end in self._action_cells(action, way, taking=True)]
 
     def make_take(self, action: Action, way: Way) -> Callable[[], dict[str, Tensor]]:
-        """Empties the cells; gradients of a tensor that several stages use are added up."""
+        """Return a function that empties the input cells; gradients of a tensor used by several stages are summed."""
         ends = [*self._action_cells(action, way, taking=True)]
         count = self._schedule.stage_turn(action.stage).multiple
         if count == 1 and len({end.name for end in ends}) == len(ends):
@@ -53,17 +53,18 @@ class ActionTensors:
             return lambda: {name: cell.take_tensor() for name, cell in pairs}
 
         def take_tensors() -> dict[str, Tensor]:
-            found: dict[str, list[Tensor | None]] = {}
-            for name, at, _, cell in ends:
-                parts = found.setdefault(name, [None] * count)
-                before, value = parts[at], cell.take_tensor()
-                parts[at] = value if before is None else before + value
-            return {name: _join_parts(parts) for name, parts in found.items()}
+            by_name: dict[str, list[Tensor | None]] = {}
+            for name, index, _, cell in ends:
+                parts = by_name.setdefault(name, [None] * count)
+                before, value = parts[index], cell.take_tensor()
+                parts[index] = value if before is None else before + value
+            return {name: _join_parts(parts) for name, parts in by_name.items()}
 
         return take_tensors
 
     def make_give(self, action: Action, way: Way) -> Callable[[Mapping[str, Tensor]], None]:
-        """Fills the cells, and exchanges what the devices of this lane hold of it in another grid."""
+        """Return a function that fills the output cells, and exchanges tensors that the lane's devices need in another
+        mesh."""
         ends = [*self._action_cells(action, way, taking=False)]
         count, first = self._schedule.stage_turn(action.stage).multiple, action.microbatch
         exchanges = [
@@ -77,10 +78,10 @@ class ActionTensors:
                 for name, _, _, cell in ends:
                     cell.tensor = outputs[name]
             elif ends:
-                lengths = [self._wiring.own_tokens(action.stage, first + at) for at in range(count)]
+                lengths = [self._wiring.own_tokens(action.stage, first + index) for index in range(count)]
                 parts = {name: outputs[name].split(lengths, dim=1) for name in {end.name for end in ends}}
-                for name, at, _, cell in ends:
-                    cell.tensor = parts[name][at]
+                for name, index, _, cell in ends:
+                    cell.tensor = parts[name][index]
             for exchange in exchanges:
                 exchange()
 
@@ -90,14 +91,14 @@ class ActionTensors:
         incoming = taking == (way == "F")
         turn = self._schedule.stage_turn(action.stage)
         for edge in self._plan.edges:
-            own, other = (edge.target, edge.source) if incoming else (edge.source, edge.target)
-            if own != action.stage or (way == "B" and edge.source not in self._trained):
+            local_stage, peer_stage = (edge.target, edge.source) if incoming else (edge.source, edge.target)
+            if local_stage != action.stage or (way == "B" and edge.source not in self._trained):
                 continue
             key = (edge.source, edge.target, edge.tensor, way)
-            for at in range(turn.multiple):
-                if self._schedule.stage_turn(other).takes_microbatch(action.microbatch + at):
-                    cell = self._wiring.tensor_cell(key, action.microbatch + at, action.slice)
-                    yield _ActionCell(edge.tensor, at, key, cell)
+            for index in range(turn.multiple):
+                if self._schedule.stage_turn(peer_stage).takes_microbatch(action.microbatch + index):
+                    cell = self._wiring.tensor_cell(key, action.microbatch + index, action.slice)
+                    yield _ActionCell(edge.tensor, index, key, cell)
 
 
 def _join_parts(parts: list[Tensor | None]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where tensors wait between the action that makes them and the action that uses them."""
+"""Cells for tensors between the action that makes them and the action that uses them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Operation = Callable[[], None]
 
 
 class TensorCell:
-    """A place for one tensor on its way. `work` is the message that fills it, until somebody has waited for it."""
+    """A cell for one tensor in transit. `work` is the message that fills it, until it has been waited for."""
 
     __slots__ = ("tensor", "work")
 
@@ -26,7 +26,7 @@ class TensorCell:
             self.work = None
 
     def take_tensor(self) -> Tensor:
-        """The tensor, once it has arrived; the cell lets go of it."""
+        """Return the tensor once it has arrived, and empty the cell."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -36,7 +36,7 @@ class TensorCell:
 
 
 class JointMessage:
-    """Several messages that make up one tensor, or that one tensor is cut into; `kept` is what they send."""
+    """Several messages that form one tensor, or into which one tensor is split; `kept` are the sent parts."""
 
     __slots__ = ("copies", "kept", "works")
 

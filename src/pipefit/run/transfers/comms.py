@@ -1,8 +1,8 @@
-"""Process groups and point-to-point channels of a run, made once in an order that all ranks agree on.
+"""Process groups and point-to-point channels of a run, created once in an order that all ranks agree on.
 
-gloo: messages go over the default group, with a tag per channel, so each channel is a FIFO of its own. NCCL knows
-no tags: every directed pair of ranks has a communicator of its own (PyTorch's `new_group` of the two). The plain
-`send`/`recv`/`allreduce` methods of `ProcessGroup` are used, which skip argument checks that a plan has settled.
+gloo: messages use the default group, with a tag per channel, so each channel is a separate FIFO. NCCL has no tags:
+every directed pair of ranks has its own communicator (PyTorch's `new_group` of the two). The plain
+`send`/`recv`/`allreduce` methods of `ProcessGroup` are used: they skip argument checks that the plan makes redundant.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Channel = tuple[Any, int, int]
 class CommGroups:
     """The process groups of this rank. Keep one per process: groups are costly and are shared between plans.
 
-    `tagged` None: messages have tags unless the backend is NCCL. False makes a communicator for every directed pair,
-    as NCCL needs them, with any backend (tests).
+    `tagged` None: messages have tags unless the backend is NCCL. False makes a communicator for every directed pair, as
+    NCCL needs them, with any backend (tests).
     """
 
     def __init__(self, device: torch.device | None = None, tagged: bool | None = None) -> None:
@@ -33,10 +33,10 @@ class CommGroups:
         self._groups: dict[tuple[object, ...], Any] = {}
 
     def create_groups(self, groups: Iterable[Sequence[int]]) -> None:
-        """Make these groups, where they do not exist. *Every* rank of the world passes the same ones, member or not.
+        """Create the groups that do not exist yet. *Every* rank of the world passes the same list, member or not.
 
-        Groups of one rank are not made. (PyTorch's local synchronisation would let only members take part, but it
-        names a group by how many its members have made before, which differs from rank to rank.)
+        Groups of one rank are skipped. (PyTorch's local synchronisation would let only members take part, but it names
+        a group by the number of groups its members have made before, which differs between ranks.)
         """
         for ranks in sorted({tuple(sorted(group)) for group in groups}):
             if len(ranks) > 1 and ranks not in self._groups:
@@ -45,7 +45,7 @@ class CommGroups:
                     dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[ranks])
 
     def make_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Make a communicator for every directed pair (source rank, target rank) where tags do not exist (NCCL)."""
+        """Create a communicator for every directed pair (source rank, target rank) if there are no tags (NCCL)."""
         if self.tagged:
             return
         for pair in sorted(set(pairs)):
@@ -55,18 +55,19 @@ class CommGroups:
                 self._first_message(*pair)
 
     def _first_message(self, source: int, target: int) -> None:
-        """NCCL connects two ranks at their first message and blocks until both are there: now, in one global order."""
+        """Connect two ranks now, in one global order: NCCL connects at the first message and blocks until both are
+        there."""
         if self.rank in (source, target):
             group, peer, tag = self.open_channel(source, target, 0)
             buffer = torch.zeros(1, device=self.device)
             (group.send if self.rank == source else group.recv)([buffer], peer, tag).wait()
 
     def find_group(self, ranks: Sequence[int]) -> Any | None:
-        """The group of these ranks, or None when it is this rank alone."""
+        """Return the group of these ranks, or None for this rank alone."""
         return None if len(ranks) == 1 else self._groups[tuple(sorted(ranks))]
 
     def open_channel(self, source: int, target: int, tag: int) -> Channel:
-        """How this rank, `source` or `target`, reaches the other for messages of the directed pair."""
+        """Return this rank's channel to the other one of `source` and `target`, for messages of the directed pair."""
         peer = target if source == self.rank else source
         if self.tagged:
             return dist.group.WORLD, peer, tag
@@ -74,26 +75,27 @@ class CommGroups:
 
 
 def backend_for(device: torch.device) -> str:
-    """`nccl` for CUDA devices, `gloo` for everything else."""
+    """Return `nccl` for CUDA devices, `gloo` for everything else."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: Any) -> Any:
-    """The sum over the group of `flat`, each rank its own even part, started; `output` may be that part of `flat`."""
+    """Start an even reduce-scatter of `flat` into `output`, which may be this rank's part of `flat`; return its
+    work."""
     require_even(flat, output, group)
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
     return call(output, flat, group=group, async_op=True)
 
 
 def all_gather(flat: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
-    """Everyone's even part into `flat`, started; `part` may be this rank's part of `flat`."""
+    """Start an even all-gather of `part` into `flat`; `part` may be this rank's part of `flat`. Returns its work."""
     require_even(flat, part, group)
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     return call(flat, part, group=group, async_op=True)
 
 
 def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
-    """`sent[i]` to rank i of the group, whose `sent[own rank]` becomes `received[i]`."""
+    """Send `sent[i]` to rank i of the group and receive its piece for this rank into `received[i]`."""
     require_even(received, sent[0], group)
     require_even(sent, received[0], group)
     exchange(received, sent, [1] * len(received), [1] * len(sent), group)
@@ -102,10 +104,10 @@ def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
 def exchange(
     received: torch.Tensor, sent: torch.Tensor, received_lengths: list[int], sent_lengths: list[int], group: Any
 ) -> None:
-    """Pieces of `sent` along its first dimension to the ranks of the group, theirs into the pieces of `received`.
+    """All-to-all with split sizes along the first dimension: pieces of `sent` to the ranks, theirs into `received`.
 
-    Over gloo every rank asks for all that it wants before it sends anything. In gloo's own all-to-all what asks for a
-    message may go behind one on its way, so that the two ways between two ranks take turns: up to twice as long.
+    Over gloo every rank posts all receives before it sends. In gloo's own all-to-all a receive request can queue behind
+    a message in transit, so that the two directions between two ranks alternate: up to twice as long.
     """
     if sent.is_cuda:
         dist.all_to_all_single(received, sent, received_lengths, sent_lengths, group=group)
@@ -121,7 +123,7 @@ def exchange(
 
 
 def require_even(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    """Refuse what an even collective cannot take: unequal parts would hang, or end another rank."""
+    """Raise PipefitError for unequal parts in an even collective: they would hang, or end another rank."""
     size = dist.get_world_size(group)
     if whole.numel() != size * part.numel():
         raise PipefitError(

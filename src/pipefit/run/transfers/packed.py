@@ -1,8 +1,8 @@
-"""What edges of packed spaces carry in one step: token runs that the counts of the step give, known before any forward.
+"""Token runs of edges in packed spaces, from the token counts of a step, which are known before any forward.
 
-A packed tensor is (1, tokens of the microbatch, width): the images of its samples one behind the other, in the order of
-the samples. A replica of either side holds those of its own samples, or where its stage divides images its own run of
-these, so the two sides' runs along the tokens are sums of counts, and the transfer rule moves the overlaps (reference:
+A packed tensor is (1, tokens of the microbatch, width): the images of its samples concatenated, in the order of the
+samples. A replica of either side holds the tokens of its own samples or, if its stage divides images, its own run of
+them. The two sides' runs along the tokens are sums of counts, and the transfer rule moves the overlaps (compare
 DistTrain's brokers, for any pair of replica counts).
 """
 
@@ -21,12 +21,12 @@ from pipefit.plan.assemble.image_split import token_runs
 from pipefit.plan.types import Edge, Plan
 
 Counts = Mapping[str, Sequence[int] | Sequence[Sequence[int]]]
-"""Packed space -> of the sample at every place of the step's batch its tokens, or those of each of its images: so where
-a stage divides images."""
+"""Packed space -> tokens of every sample of the step's batch, or of each of its images (needed if a stage divides
+images)."""
 
 
 def packed_space(plan: Plan, edge: Edge) -> str:
-    """The packed space that an edge's tensor lives in: that of either of its stages; '' for a tensor of fixed shape."""
+    """Return the packed space of an edge's tensor: that of either of its stages; '' for a tensor of fixed shape."""
     spaces = {space.name: space for space in plan.spaces}
     for stage in (edge.source, edge.target):
         space = spaces[plan.stages[stage].space]
@@ -36,7 +36,7 @@ def packed_space(plan: Plan, edge: Edge) -> str:
 
 
 class TokenRuns:
-    """Token runs of stages in packed spaces; those of one step, once `set_counts` has been given its counts."""
+    """Token runs of stages in packed spaces, for the step whose counts were last set by `set_counts`."""
 
     def __init__(self, plan: Plan) -> None:
         self._shape = batch_shape(plan)
@@ -46,7 +46,7 @@ class TokenRuns:
             [self._shape.batch_run(stage, 0, replica) for replica in range(len(shares))]
             for stage, shares in enumerate(self._shape.shares)
         ]
-        "[stage][replica]: of the rows of the microbatches that the stage takes together."
+        "[stage][replica] -> run of the rows of the microbatches that the stage takes together."
         self._found: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self._any = False
         self.spaces = tuple(sorted({space.name for space in plan.spaces if not space.tokens}))
@@ -55,18 +55,18 @@ class TokenRuns:
         self.assume_one_each()
 
     def assume_one_each(self) -> None:
-        """As if every sample had one token, and every replica that divides images all of them: what can meet in some
-        step meets here."""
+        """Assume one token per sample, and all of them on every replica that divides images: then every pair of
+        replicas that can overlap in some step overlaps."""
         self.set_counts({space: [[1]] * self._shape.batch for space in self.spaces})
         self._any = True
 
     def are_comparable(self, stages: tuple[int, int]) -> bool:
-        """Whether what the replicas of two stages hold depends on their shares alone, not on images: or on these in the
+        """Return True if the replicas' runs in two stages depend on shares alone, not on images, or on images in the
         same way."""
-        one, two = stages
-        same = (self._shape.shares[one], self._shape.multiples[one]) == (
-            self._shape.shares[two],
-            self._shape.multiples[two],
+        first, second = stages
+        same = (self._shape.shares[first], self._shape.multiples[first]) == (
+            self._shape.shares[second],
+            self._shape.multiples[second],
         )
         divided = [self._shape.divides_images(stage) for stage in stages]
         return not any(divided) or (all(divided) and same)
@@ -74,29 +74,29 @@ class TokenRuns:
     def runs_in_any_step(
         self, space: str, stages: tuple[int, int], microbatch: int
     ) -> tuple[int, tuple[Sequence[Run], ...]]:
-        """(tokens, runs of both stages' replicas) in which all meet that meet in some step."""
+        """Return (tokens, runs of both stages' replicas) in which all replicas overlap that overlap in some step."""
         if self.are_comparable(stages) and self._shape.divides_images(stages[0]):
-            each = [(place, place + 1) for place in range(len(self._shape.shares[stages[0]]))]
-            return len(each), (each, each)
+            unit_runs = [(position, position + 1) for position in range(len(self._shape.shares[stages[0]]))]
+            return len(unit_runs), (unit_runs, unit_runs)
         return self.token_count(space, microbatch), tuple(
             self.replica_runs(space, stage, microbatch) for stage in stages
         )
 
     def set_counts(self, counts: Counts) -> None:
-        """Take up the counts of a step. PlanError where a space is missing, or a place of the batch, or where a stage
-        divides images and the counts are those of samples."""
+        """Set the counts of a step. Raises PlanError if a space or a sample is missing, or if a stage divides images
+        and the counts are per sample."""
         self._found.clear()
         self._any = False
         for space in self.spaces:
-            found = counts.get(space, ())
-            if len(found) != self._shape.batch:
+            sample_counts = counts.get(space, ())
+            if len(sample_counts) != self._shape.batch:
                 raise PlanError(
                     "The step does not say how many tokens every sample has in a packed space.",
                     where=f"counts of {space!r}",
-                    seen=f"{len(found)} numbers",
+                    seen=f"{len(sample_counts)} numbers",
                     allowed=f"one for each of the {self._shape.batch} samples of the batch",
                 )
-            by_sample = [isinstance(each, Integral) for each in found]
+            by_sample = [isinstance(sample, Integral) for sample in sample_counts]
             if any(by_sample) and any(map(self._shape.divides_images, self._stages_in(space))):
                 raise PlanError(
                     "The step does not say how many tokens every image has, and a stage divides these.",
@@ -104,21 +104,21 @@ class TokenRuns:
                     seen="a number for each sample",
                     allowed="the tokens of each image, for every sample",
                 )
-            images = [[each] if isinstance(each, Integral) else each for each in found]
+            images = [[sample] if isinstance(sample, Integral) else sample for sample in sample_counts]
             self._images[space] = images
-            self._starts[space] = [0, *np.cumsum([sum(each) for each in images], dtype=np.int64).tolist()]
+            self._starts[space] = [0, *np.cumsum([sum(sample) for sample in images], dtype=np.int64).tolist()]
 
     def _stages_in(self, space: str) -> list[int]:
-        return [stage for stage, own in enumerate(self._spaces) if own == space]
+        return [stage for stage, stage_space in enumerate(self._spaces) if stage_space == space]
 
     def token_count(self, space: str, microbatch: int) -> int:
-        """Of all samples of a microbatch."""
+        """Return the tokens of all samples of a microbatch."""
         starts = self._starts[space]
         return starts[(microbatch + 1) * self._rows] - starts[microbatch * self._rows]
 
     def replica_runs(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
-        """The run of a microbatch's tokens that each replica of a stage holds: where the stage takes several
-        microbatches together, what of its rows are in this one."""
+        """Return the run of a microbatch's tokens on each replica of a stage. If the stage takes several microbatches
+        together, it is the part of the replica's rows that belongs to this microbatch."""
         key = (space, stage, microbatch)
         if key not in self._found and self._shape.divides_images(stage):
             self._found[key] = self._image_runs(space, stage, microbatch)
@@ -136,8 +136,8 @@ class TokenRuns:
         return self._found[key]
 
     def _image_runs(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
-        """Of a stage that divides images: of its runs of the tokens of all that it takes together, what lies in this
-        microbatch."""
+        """Return the replicas' runs for a stage that divides images: its runs over all tokens that it takes together,
+        restricted to this microbatch."""
         shares, multiple = self._shape.shares[stage], self._shape.multiples[stage]
         total = self.token_count(space, microbatch)
         if self._any:

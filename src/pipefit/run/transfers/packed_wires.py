@@ -1,8 +1,8 @@
-"""Sending and receiving tensors of packed spaces: the same operations in every step, of other pieces in each.
+"""Send and receive of tensors of packed spaces: the same operations in every step, with different pieces.
 
-What a transfer moves follows from the step's counts and is settled before the first action of the step. Receive
-buffers of an edge are all as long as the longest so far, and the consumer takes a view of one: memory in equal blocks
-is used again without being broken up.
+The pieces of a transfer follow from the step's counts and are settled before the first action of the step. All receive
+buffers of an edge have the size of the longest so far, and the consumer takes a view of one: blocks of equal size are
+reused without fragmentation.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T", IncomingPieces, OutgoingPieces)
 
 @dataclass(slots=True)
 class LongestBuffer:
-    """The most elements that a receive buffer of an edge had to hold so far."""
+    """The largest number of elements in a receive buffer of an edge so far."""
 
     elements: int = 0
 
 
 @dataclass(slots=True)
 class SettledTransfer(Generic[T]):
-    """One transfer of one microbatch, as the present step has it."""
+    """One transfer of one microbatch, with its pieces in the current step."""
 
     find: Callable[[], T]
     longest: LongestBuffer = field(default_factory=LongestBuffer)
@@ -43,7 +43,7 @@ class SettledTransfer(Generic[T]):
         self.now = self.find()
 
     def settle_again(self) -> None:
-        """Look again: the counts of another step are known."""
+        """Find the pieces again, for the counts of another step."""
         self.now = self.find()
         self.longest.elements = max(self.longest.elements, math.prod(self.now.shape))
 
@@ -56,8 +56,8 @@ def packed_send(
     channel: Callable[[int], Channel],
     adds: Any,
 ) -> Operation:
-    """Send what the receivers need of the cell's tensor; a replica without tokens sends nothing. `adds`: the process
-    group over which partial sums are added before, whose members all have equally many tokens."""
+    """Return the operation that sends the receivers' pieces of the cell's tensor; a replica without tokens sends
+    nothing. `adds`: the process group that first adds partial sums; its members all have the same number of tokens."""
 
     def send_pieces() -> None:
         tensor, cell.tensor = cell.tensor, None
@@ -86,7 +86,7 @@ def packed_receive(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Operation:
-    """Receive into a view of a buffer that is as long as the longest."""
+    """Return the operation that receives into a view of a buffer with the size of the longest."""
 
     def receive_pieces() -> None:
         got = settled.now
@@ -119,9 +119,9 @@ def exchange_pieces(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Operation:
-    """Between the devices of one lane, from one grid to another: the tensor in the cell is replaced by what device
-    `own` is to have of it, once that has arrived. What it has already is copied. `channels` to and from a device;
-    `adds` as of `packed_send`."""
+    """Return the operation that moves a cell's tensor between the devices of one lane, from one mesh to another. The
+    cell then holds the part of device `own`, once it has arrived; local parts are copied. `channels` to and from a
+    device; `adds` as for `packed_send`."""
     to, come = channels
 
     def replace_tensor() -> None:
@@ -135,7 +135,7 @@ def exchange_pieces(
         buffer = flat[: math.prod(got.shape)].view(got.shape)
         if got.zero:
             buffer.zero_()
-        works, copies, kept, here = [], [], [], None
+        works, copies, sent_parts, here = [], [], [], None
         for piece in got.pieces:
             part = buffer[_box_slices(piece.box)]
             if piece.peer == own:
@@ -153,10 +153,10 @@ def exchange_pieces(
                 assert here is not None
                 here.copy_(part)
                 continue
-            kept.append(part.contiguous())
+            sent_parts.append(part.contiguous())
             group, peer, tag = to(piece.peer)
-            works.append(group.send([kept[-1]], peer, tag))
-        cell.work = JointMessage(works, copies, kept) if works else None
+            works.append(group.send([sent_parts[-1]], peer, tag))
+        cell.work = JointMessage(works, copies, sent_parts) if works else None
         cell.tensor = buffer
 
     return replace_tensor

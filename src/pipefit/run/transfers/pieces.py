@@ -1,8 +1,8 @@
-"""What this device sends and receives for every edge of a plan: one code path for all pairs of grids.
+"""Pieces that this device sends and receives for every edge of a plan: one code path for all pairs of meshes.
 
-Pure: forms and boxes in, pieces out; the worker turns pieces into messages. A tensor crosses an edge in its wire
-layout (`plan.types.Wire`); the messages are the overlaps that `layout.transfer_moves` gives, so equal grids, uneven
-replicas and different shard counts all come from the same lines.
+Pure functions: forms and boxes in, pieces out; the worker turns pieces into messages. A tensor crosses an edge in its
+wire layout (`plan.types.Wire`). The messages are the overlaps returned by `layout.transfer_moves`, so equal meshes,
+uneven replicas and different shard counts need no special cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import AxisName, Box, Mesh, Run, TensorForm, held_box, parse_form, transfer_moves
 
 ReplicaRuns = tuple[Sequence[Run], Sequence[Run]]
-"""What the replicas of the sender and of the receiver hold of a tensor, where their shares do not tell."""
+"""Runs of a tensor on the replicas of the sender and of the receiver, if they do not follow from shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,31 +24,31 @@ class TensorPiece:
     peer: int
     "The other device."
     box: Box
-    "The part of this device's own local tensor that is sent or filled."
+    "The sent or received part of this device's local tensor."
     whole: bool
-    "Whether the box is all of the local tensor."
+    "True if the box is all of the local tensor."
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPieces:
-    """What a device sends of one tensor."""
+    """All messages that a device sends of one tensor."""
 
     sum_over: tuple[AxisName, ...]
-    "Axes of the sender's group over which partial sums are added before the tensor leaves."
+    "Axes of the sender's mesh over which partial sums are added before the tensor is sent."
     shape: tuple[int, ...]
-    "Of the local tensor as the sender holds it."
+    "Shape of the sender's local tensor."
     pieces: tuple[TensorPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class IncomingPieces:
-    """What a device receives of one tensor."""
+    """All messages that a device receives of one tensor."""
 
     shape: tuple[int, ...]
-    "Of the local tensor as the receiver holds it."
+    "Shape of the receiver's local tensor."
     pieces: tuple[TensorPiece, ...]
     zero: bool
-    "Whether nothing arrives and zeros stand for it: a partial sum that another position receives in full."
+    "True if nothing arrives and the tensor is zero: a partial sum that another position receives in full."
 
 
 def outgoing_pieces(
@@ -61,16 +61,18 @@ def outgoing_pieces(
     device: int,
     runs: ReplicaRuns | None = None,
 ) -> OutgoingPieces:
-    """The messages that `device` of `source` sends of a tensor of global `shape`.
+    """Return the messages that `device` of `source` sends of a tensor of global `shape`.
 
-    `sent` is how the sender holds it, `wire` how it leaves: equal, or with partial sums added (P to I or G), or
-    with a replicated tensor cut (I to G). Raises PlanError for any other conversion.
+    `sent` are the sender's forms, `wire` the forms in which it sends: equal, or with partial sums added (P to I or G),
+    or with a replicated tensor cut (I to G). Raises PlanError for any other conversion.
     """
     held, leaves = _parse_forms(sent), _parse_forms(wire)
     sum_over = _partial_axes(source, held, leaves)
-    own = held_box(shape, source, held, device, None if runs is None else runs[0])
-    found = transfer_moves(shape, source, leaves, target, _parse_forms(received), sender=device, replica_runs=runs)
-    return OutgoingPieces(sum_over, _box_lengths(own), tuple(_make_piece(move.target, move.box, own) for move in found))
+    local_box = held_box(shape, source, held, device, None if runs is None else runs[0])
+    moves = transfer_moves(shape, source, leaves, target, _parse_forms(received), sender=device, replica_runs=runs)
+    return OutgoingPieces(
+        sum_over, _box_lengths(local_box), tuple(_make_piece(move.target, move.box, local_box) for move in moves)
+    )
 
 
 def incoming_pieces(
@@ -82,12 +84,12 @@ def incoming_pieces(
     device: int,
     runs: ReplicaRuns | None = None,
 ) -> IncomingPieces:
-    """The messages that `device` of `target` receives of a tensor of global `shape`."""
+    """Return the messages that `device` of `target` receives of a tensor of global `shape`."""
     leaves, wanted = _parse_forms(wire), _parse_forms(received)
-    own = held_box(shape, target, wanted, device, None if runs is None else runs[1])
-    found = transfer_moves(shape, source, leaves, target, wanted, receiver=device, replica_runs=runs)
+    local_box = held_box(shape, target, wanted, device, None if runs is None else runs[1])
+    moves = transfer_moves(shape, source, leaves, target, wanted, receiver=device, replica_runs=runs)
     return IncomingPieces(
-        _box_lengths(own), tuple(_make_piece(move.source, move.box, own) for move in found), not found
+        _box_lengths(local_box), tuple(_make_piece(move.source, move.box, local_box) for move in moves), not moves
     )
 
 

@@ -1,9 +1,9 @@
 """Flat storage of a lane's parameters and gradients: one pair of flat tensors per bucket, a view per parameter.
 
-A bucket holds parameters of one stage that are reduced, scattered, decayed and counted alike, in the order in which
-a backward completes them (last layer first), up to a size. Buckets are formed from plan data only, so all ranks of
-a lane form the same ones in the same order. Under ZeRO-1 a bucket is cut evenly over the scatter group: every rank
-owns one run of the flat elements (`Gflat`: the parameters of the bucket laid end to end).
+A bucket holds parameters of one stage with equal reduction, scatter, decay and norm rules, in the order in which a
+backward completes them (last layer first), up to a size. Buckets are formed from plan data only, so all ranks of a lane
+form the same ones in the same order. Under ZeRO-1 a bucket is cut evenly over the scatter group: every rank owns one
+run of the flat elements (`Gflat`: the parameters of the bucket concatenated).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALIGN = 32
 
 @dataclass(slots=True, kw_only=True)
 class BucketEntry:
-    """One trainable parameter as one stage of this device uses it."""
+    """One trainable parameter in one stage of this device."""
 
     name: str
     "Global name."
@@ -33,30 +33,30 @@ class BucketEntry:
     shape: tuple[int, ...]
     "Global shape."
     box: Box
-    "The part of it that is held here."
+    "The local part of the parameter."
     tensor: torch.nn.Parameter
     "The local part; its storage moves into the bucket."
     sum_over: tuple[AxisName, ...]
-    "Axes along which it is replicated, and so its gradient summed."
+    "Axes along which it is replicated, so that its gradient is summed."
     alike_over: tuple[AxisName, ...] = ()
-    "Axes along which it is replicated, and its gradient the same everywhere without a sum."
+    "Axes along which it is replicated with equal gradients, so that no sum is needed."
     scatter_over: tuple[AxisName, ...] = ()
     "Axes over which its optimizer state is split (ZeRO-1)."
     decays: bool = True
     counted: bool = True
-    "Whether this lane counts it in the global norm and saves it: false where another stage owns a tied parameter."
+    "True if this lane counts it in the global norm and saves it; False if another stage owns a tied parameter."
     tied: bool = False
     "Used by stages of several lanes."
     across: tuple[int, ...] = ()
-    "Devices of several lanes that hold it alike, for stages that take turns: one sum over all of them. () otherwise."
+    "Devices of several lanes with equal layouts, for stages that take turns: one sum over all of them. () otherwise."
     state: tuple[str, ...] = ()
-    "Of such a one, the forms of its optimizer state: what differs there has buckets of its own on every lane."
+    "If `across` is set, the forms of its optimizer state: different forms need separate buckets on every lane."
     twin: torch.nn.Parameter | None = None
-    "The same parameter in a second stage on this device: it shares storage, so gradients add up by themselves."
+    "The same parameter in a second stage on this device. It shares storage, so gradients accumulate in one buffer."
 
     @property
     def bucket_key(self) -> tuple[object, ...]:
-        """Entries with equal keys may share a bucket."""
+        """Key of entries that may share a bucket."""
         alone = self.tied or self.twin is not None
         where = (self.name,) if alone else (self.stage, self.across, self.state)
         return (*where, self.sum_over, self.alike_over, self.scatter_over, self.decays, self.counted, self.tensor.dtype)
@@ -75,7 +75,7 @@ class GradientBucket:
     owned: Run
     "The run of flat elements whose optimizer state this rank holds."
     views: dict[str, Tensor] = field(default_factory=dict)
-    "Gradient of each entry, of its local shape."
+    "Gradient of each entry, in its local shape."
 
     @property
     def stage(self) -> int:
@@ -83,7 +83,7 @@ class GradientBucket:
 
     @property
     def used_elements(self) -> int:
-        """Elements up to the end of the last parameter: as many on every lane, however state is split there."""
+        """Elements up to the end of the last parameter: equal on every lane, for any split of the state there."""
         return self.offsets[-1] + -(-self.entries[-1].tensor.numel() // ALIGN) * ALIGN
 
     @property
@@ -93,7 +93,7 @@ class GradientBucket:
 
     @property
     def waits_for_stages(self) -> bool:
-        """Whether it must wait for all stages of this device: it is shared between two of them."""
+        """True if the bucket is shared between two stages of this device, and so must wait for both."""
         return any(entry.twin is not None for entry in self.entries)
 
     @property
@@ -105,7 +105,8 @@ class GradientBucket:
         return self.entries[0].across
 
     def owned_runs(self) -> list[tuple[BucketEntry, Run, Run]]:
-        """(entry, run within its local flat elements, run within the owned piece) of what this rank owns."""
+        """Return (entry, run within its local flat elements, run within the owned piece) for everything this rank
+        owns."""
         runs = []
         low, high = self.owned
         for entry, offset in zip(self.entries, self.offsets, strict=True):
@@ -121,9 +122,9 @@ def make_buckets(
     bucket_bytes: int,
     scatter_place: Mapping[object, tuple[int, int]],
 ) -> list[GradientBucket]:
-    """Buckets of one lane, in launching order; the entries' storage moves into them.
+    """Return the buckets of one lane, in launching order; the entries' storage moves into them.
 
-    `scatter_place[stage, scatter_over]` is (this rank's place, size) of the scatter group.
+    `scatter_place[stage, scatter_over]` is (this rank's index, size) of the scatter group.
     """
     runs: list[list[BucketEntry]] = []
     current: dict[object, list[BucketEntry]] = {}
@@ -142,12 +143,12 @@ def make_buckets(
 def _make_bucket(
     entries: Sequence[BucketEntry], gradient_dtype: torch.dtype, scatter_place: Mapping[object, tuple[int, int]]
 ) -> GradientBucket:
-    place, ways = scatter_place.get((entries[0].stage, entries[0].scatter_over), (0, 1))
+    position, parts = scatter_place.get((entries[0].stage, entries[0].scatter_over), (0, 1))
     offsets, end = [], 0
     for entry in entries:
         offsets.append(end)
         end += -(-entry.tensor.numel() // ALIGN) * ALIGN
-    unit = ways * ALIGN
+    unit = parts * ALIGN
     total = -(-end // unit) * unit
     first = entries[0].tensor
     flat = torch.zeros(total, dtype=first.dtype, device=first.device)
@@ -157,7 +158,7 @@ def _make_bucket(
         offsets=tuple(offsets),
         parameters=flat,
         gradients=gradients,
-        owned=(place * total // ways, (place + 1) * total // ways),
+        owned=(position * total // parts, (position + 1) * total // parts),
     )
     for entry, offset in zip(entries, offsets, strict=True):
         shape = entry.tensor.shape

@@ -1,7 +1,7 @@
-"""The exact global gradient norm, every parameter counted once, and the factor that clips to it.
+"""The exact global gradient norm, with every parameter counted once, and the factor that clips to it.
 
-A replicated gradient is the same on all its holders after reduction: only position 0 along those axes counts it.
-A split one (shards, ZeRO-1) is counted by each for its own part. A tied parameter is counted by its owner's lane.
+A replicated gradient is equal on all its devices after reduction: only position 0 along those axes counts it. A sharded
+one (shards, ZeRO-1) is counted by each device for its own part. A tied parameter is counted by its owner's lane.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pipefit.run.update.optimizer import update_elements
 
 
 def counts_in_norm(bucket: GradientBucket, group: Mesh, device: int) -> bool:
-    """Whether this device adds the bucket (its owned part) to the global sum of squares."""
+    """Return True if this device adds the bucket (its owned part) to the global sum of squares."""
     entry = bucket.entries[0]
     copies = [name for name in (*entry.sum_over, *entry.alike_over) if name not in entry.scatter_over]
     return entry.counted and all(group.axis_position(device, name) == 0 for name in copies)
 
 
 def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of flat pieces, float64, shape ()."""
+    """Return the sum of squares of flat pieces, float64, shape ()."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     run = update_elements(device)
     for piece in pieces:
@@ -34,5 +34,5 @@ def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied by: as `torch.nn.utils.clip_grad_norm_` has it, never above 1."""
+    """Return the factor that clips gradients, as in `torch.nn.utils.clip_grad_norm_`: never above 1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,8 +1,8 @@
 """AdamW on flat pieces, with warm-up and decay of the learning rate.
 
 The update is that of Loshchilov and Hutter (2019, decoupled weight decay), in the order of operations of
-`torch.optim.AdamW`, element by element on flat tensors, so it does not matter how parameters are cut into pieces.
-Under bfloat16 the updated values are float32 masters, of which the parameters are rounded copies.
+`torch.optim.AdamW`. It is elementwise on flat tensors, so the split of parameters into pieces has no effect. Under
+bfloat16 the updated values are float32 masters, and the parameters are rounded copies of them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pipefit.errors import RunError
 
 
 def update_elements(device: torch.device) -> int:
-    """Elements that the norm and an update go through at a time. It bounds what they need beside the state: on CUDA to
-    128 MiB, with few kernels; on a CPU to 2 MiB, which stay in the cache."""
+    """Return the number of elements that the norm and an update process at a time. It bounds their temporary memory:
+    128 MiB on CUDA, with few kernels; 2 MiB on a CPU, which stay in the cache."""
     return 1 << (24 if device.type == "cuda" else 18)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Everything the update depends on. Written into the run's config.json; a resumed run takes it from its command."""
+    """All settings of the update. Written into the run's config.json; a resumed run takes them from its command
+    line."""
 
     lr: float = 3e-4
     "Peak learning rate."
@@ -48,11 +49,11 @@ class OptimizerConfig:
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     "Shape of the decay after the warm-up."
     min_lr_ratio: float = 0.1
-    "Learning rate at the end, as a share of the peak."
+    "Learning rate at the end, as a fraction of the peak."
 
 
 def check_config(config: OptimizerConfig) -> OptimizerConfig:
-    """The configuration itself. Raises RunError naming the first field that cannot be."""
+    """Return the configuration unchanged. Raises RunError naming the first invalid field."""
     limits = {
         "lr": (config.lr > 0, "a number above 0"),
         "beta1": (0 <= config.beta1 < 1, "from 0 up to but not 1"),
@@ -73,7 +74,8 @@ def check_config(config: OptimizerConfig) -> OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The learning rate of step `step`, counted from 0: linear warm-up, then the chosen decay down to the minimum."""
+    """Return the learning rate of step `step`, counted from 0: linear warm-up, then the chosen decay down to the
+    minimum."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.decay == "constant" or config.steps <= config.warmup:
@@ -89,8 +91,8 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 class AdamW:
     """The optimizer state of one flat piece, and its update in place.
 
-    `parameter` is the piece as it is trained (a flat view into the stage's parameters). Where `master_dtype` differs
-    from its dtype, `master` is a separate copy in that dtype; else `master` is the piece itself.
+    `parameter` is the trained piece (a flat view into the stage's parameters). If `master_dtype` differs from its
+    dtype, `master` is a separate copy in that dtype; else `master` is the piece itself.
     """
 
     def __init__(self, parameter: Tensor, master_dtype: torch.dtype, config: OptimizerConfig, decays: bool) -> None:
@@ -98,17 +100,18 @@ class AdamW:
         self.config = config
         self.decay = config.weight_decay if decays else 0.0
         self.parameter = parameter.detach()
-        self.master = self.parameter.to(master_dtype)  # the same tensor where the dtype is the same
+        self.master = self.parameter.to(master_dtype)  # the same tensor if the dtype is the same
         self.first = torch.zeros_like(self.master)
         self.second = torch.zeros_like(self.master)
 
     @property
     def has_master(self) -> bool:
-        """Whether the master copy is separate from the parameter."""
+        """True if the master copy is separate from the parameter."""
         return self.master is not self.parameter
 
     def step(self, gradient: Tensor, lr: float, count: int) -> None:
-        """Update with `gradient` (flat, of the master's dtype); `count` is the number of updates, this one included."""
+        """Update with `gradient` (flat, of the master's dtype); `count` is the number of updates, including this
+        one."""
         config = self.config
         step_size = lr / (1.0 - config.beta1**count)
         root = math.sqrt(1.0 - config.beta2**count)

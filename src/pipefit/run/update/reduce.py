@@ -1,11 +1,10 @@
-"""Gradient reduction: bucketed, started while the last backward still runs, finished before the norm is taken.
+"""Gradient reduction: bucketed, started while the last backward still runs, finished before the norm is computed.
 
-Every rank of a lane launches the buckets in the same order, because all of them walk the same actions. A parameter
-replicated along an axis has a partial gradient there (docs/architecture.md), so it is summed over exactly those
-axes: all-reduced, or reduce-scattered to the owners of the optimizer state under ZeRO-1. A parameter tied between
-lanes is then summed over them too, by the transfer rule of `layout.transfer_moves`. Parameters of stages that take
-turns on several lanes, and hold them alike, are summed over the devices of all these lanes at once, when all have got
-there.
+Every rank of a lane launches the buckets in the same order, because all of them run the same actions. A parameter
+replicated along an axis has a partial gradient there (docs/architecture.md), so it is summed over exactly those axes:
+all-reduced, or reduce-scattered to the owners of the optimizer state under ZeRO-1. A parameter tied between lanes is
+then summed over them too, by the transfer rule of `layout.transfer_moves`. If stages on several lanes take turns and
+hold a parameter in the same way, one sum covers the devices of all these lanes, once all have finished.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from pipefit.run.update.tied import TiedSum
 
 
 class GradientReducer:
-    """Reduces the buckets of one lane, once an iteration.
+    """Reduces the buckets of one lane, once per step.
 
-    `ranks[device]` gives global ranks; `groups[stage]` is a stage's grid; `tied[name]` sums a parameter over lanes.
+    `ranks[device]` is a global rank; `groups[stage]` is a stage's mesh; `tied[name]` sums a parameter over lanes.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class GradientReducer:
             job.reset_gradients()
 
     def layer_callback(self, stage: int) -> Callable[[int], None]:
-        """The callback for the stage's last backward: layer indices arrive from last to first."""
+        """Return the callback for the stage's last backward: layer indices arrive from last to first."""
         jobs = self._by_stage.get(stage, [])
 
         def on_layer(layer: int) -> None:
@@ -61,16 +60,15 @@ class GradientReducer:
         return on_layer
 
     def start_rest(self, stage: int) -> None:
-        """Start what the callback has not started of a stage."""
+        """Start the reductions of a stage that the callback has not started."""
         for job in self._by_stage.get(stage, []):
             if not job.started:
                 job.start_reduction()
 
     def finish_reductions(self) -> None:
-        """Start what is left, wait for all, and sum tied parameters over their lanes."""
-        for job in sorted(
-            self._jobs, key=lambda job: len(job.bucket.summing_devices)
-        ):  # what several lanes do together, last
+        """Start the remaining reductions, wait for all, and sum tied parameters over their lanes."""
+        # Sums over several lanes come last.
+        for job in sorted(self._jobs, key=lambda job: len(job.bucket.summing_devices)):
             if not job.started:
                 job.start_reduction()
         for job in self._jobs:
@@ -88,7 +86,7 @@ class GradientReducer:
             exchange.finish_exchange(view)
 
     def start_gathers(self, stage: int) -> None:
-        """All-gather the updated parameters of a stage under ZeRO-1; nothing elsewhere."""
+        """All-gather the updated parameters of a stage under ZeRO-1; otherwise do nothing."""
         for job in self._jobs:
             if job.bucket.stage == stage:
                 job.start_gather()
@@ -100,7 +98,7 @@ class GradientReducer:
 
 
 class _BucketReduction:
-    """One bucket's collectives."""
+    """The collectives of one bucket."""
 
     def __init__(
         self, bucket: GradientBucket, comms: CommGroups, group: Mesh, device: int, ranks: Mapping[int, int]

@@ -1,8 +1,8 @@
-"""Summing the gradient of a parameter that stages on different devices use (tied embeddings).
+"""Sum of the gradients of a parameter that stages on different devices use (tied embeddings).
 
-Each lane sends its own reduced gradient to the others and adds theirs, in the order of the stages, so that all of
-them hold the same bits. Which device sends what to whom is `layout.transfer_moves` again: the lanes may have different
-grids and different splits of the parameter.
+Each lane sends its own reduced gradient to the other lanes and adds theirs, in the order of the stages, so that all of
+them hold the same bits. `layout.transfer_moves` decides the messages: the lanes may have different meshes and different
+shardings of the parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipefit.run.transfers.pieces import TensorPiece, incoming_pieces, outgoing_
 
 @dataclass(frozen=True, slots=True)
 class TiedUse:
-    """How one lane holds the parameter."""
+    """The stage, mesh and forms with which one lane holds the parameter."""
 
     stage: int
     group: Mesh
@@ -29,13 +29,15 @@ class TiedUse:
 
 
 def tied_pairs(shape: Sequence[int], uses: Sequence[TiedUse]) -> list[tuple[int, int]]:
-    """The directed pairs of devices that exchange something, for making channels."""
+    """Return the directed pairs of devices that exchange messages, for creating channels."""
     pairs = []
-    for one in uses:
-        for other in uses:
-            if one is not other:
-                for device in one.group.devices:
-                    out = outgoing_pieces(shape, one.group, one.forms, one.forms, other.group, other.forms, device)
+    for sender in uses:
+        for receiver in uses:
+            if sender is not receiver:
+                for device in sender.group.devices:
+                    out = outgoing_pieces(
+                        shape, sender.group, sender.forms, sender.forms, receiver.group, receiver.forms, device
+                    )
                     pairs += [(device, piece.peer) for piece in out.pieces]
     return pairs
 
@@ -60,15 +62,17 @@ class TiedSum:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._terms: list[Tensor | None] = []
         self._works: list[Any] = []
-        own = next(use for use in uses if device in use.group.devices)
+        local_use = next(use for use in uses if device in use.group.devices)
         for use in sorted(uses, key=lambda use: use.stage):
-            if use is own:
+            if use is local_use:
                 self._terms.append(None)
                 continue
-            sent = outgoing_pieces(shape, own.group, own.forms, own.forms, use.group, use.forms, device)
+            sent = outgoing_pieces(
+                shape, local_use.group, local_use.forms, local_use.forms, use.group, use.forms, device
+            )
             for piece in sent.pieces:
                 self._sends.append((comms.open_channel(ranks[device], ranks[piece.peer], tag), _piece_slices(piece)))
-            got = incoming_pieces(shape, use.group, use.forms, own.group, own.forms, device)
+            got = incoming_pieces(shape, use.group, use.forms, local_use.group, local_use.forms, device)
             term = torch.zeros_like(like)
             self._terms.append(term)
             for piece in got.pieces:
@@ -97,8 +101,8 @@ class TiedSum:
         self._works = []
         for target, buffer in self._copies:
             target.copy_(buffer)
-        own = gradient.clone()
-        terms = [own if term is None else term for term in self._terms]
+        local_sum = gradient.clone()
+        terms = [local_sum if term is None else term for term in self._terms]
         torch.add(terms[0], terms[1], out=gradient)
         for term in terms[2:]:
             gradient.add_(term)

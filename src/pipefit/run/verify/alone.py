@@ -1,11 +1,11 @@
-"""A world of many ranks of which only one is there: the others' part of every message and collective is made up here.
+"""A simulated world for a single rank: the other ranks' part of every message and collective is synthetic.
 
-`pipefit verify` runs a rank of a plan in it. Everything above PyTorch's process groups is the code of a real run; what
-would come over the wire is filled with numbers of a plausible size, so that nothing overflows and every branch that
-looks at values (the routing of experts) sees what it might see. Where a real backend takes memory of its own beside a
-collective, this one takes it too: what gloo takes is measured by `tests/run/test_verify_real.py`.
+`pipefit verify` runs one rank of a plan in it. All code above PyTorch's process groups is that of a real run. Received
+data are filled with numbers of a plausible size, so that nothing overflows and data-dependent branches (the routing of
+experts) see plausible values. If a real backend allocates memory for a collective, so does this one;
+`tests/run/test_verify_real.py` measures gloo's allocations.
 
-The idea is that of PyTorch's own `fake_pg`, which leaves receive buffers and gathered parts as they happen to be.
+The idea is that of PyTorch's own `fake_pg`, which leaves receive buffers and gathered parts uninitialised.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch import Tensor
 BACKEND = "pipefit-alone"
 
 RECEIVED_STD = 0.02
-"""Standard deviation of the numbers that stand for what other ranks send: hidden states and gradients alike."""
+"""Standard deviation of the numbers that replace received hidden states and gradients."""
 
 
 @contextmanager
 def alone_world(rank: int, size: int) -> Iterator[None]:
-    """`torch.distributed` as rank `rank` of `size` sees it, with nobody else there; given up on leaving."""
+    """Initialise `torch.distributed` as rank `rank` of `size` without any other rank; destroyed at the end of the
+    block."""
     if BACKEND.upper() not in dist.Backend.backend_list and BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", "cuda"])
     assert not dist.is_initialized(), "a process is one rank of one world"
@@ -39,7 +40,7 @@ def alone_world(rank: int, size: int) -> Iterator[None]:
 
 
 class AloneGroup(dist.ProcessGroup):
-    """The process group of a rank that is alone. Beside collectives of CPU tensors it allocates what gloo does."""
+    """The process group of a rank that is alone. Collectives of CPU tensors allocate the same memory as gloo's."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -58,40 +59,40 @@ class AloneGroup(dist.ProcessGroup):
         return self.pg_name
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
-        """As if it had left."""
+        """Return finished work: the message counts as sent."""
         return _finished_work(tensors)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
-        """Numbers of a plausible size arrive at once."""
+        """Fill the tensors with numbers of a plausible size."""
         for tensor in tensors:
             self._fill_received(tensor)
         return _finished_work(tensors)
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
-        """As if everyone else had nothing to add."""
+        """Leave the tensors unchanged: the other ranks add nothing."""
         return _finished_work(tensors)
 
     def all_gather_single(self, whole: Tensor, part: Tensor, options: Any = None) -> Any:
-        """Everyone holds what this rank holds. gloo gathers into a flat tensor of its own first."""
-        taken = torch.empty_like(whole) if whole.device.type == "cpu" else None
-        for place in whole.view(self._size, -1):
-            if place.data_ptr() != part.data_ptr():
-                place.copy_(part.view(-1))
-        return _finished_work([whole], taken)
+        """Gather as if all ranks held this rank's part. gloo gathers into a flat tensor of its own first."""
+        scratch = torch.empty_like(whole) if whole.device.type == "cpu" else None
+        for slot in whole.view(self._size, -1):
+            if slot.data_ptr() != part.data_ptr():
+                slot.copy_(part.view(-1))
+        return _finished_work([whole], scratch)
 
     def reduce_scatter_single(self, part: Tensor, whole: Tensor, options: Any = None) -> Any:
-        """This rank's own part of what it has itself. gloo sums a copy of the whole."""
-        taken = whole.clone() if whole.device.type == "cpu" else None
-        own = whole.view(self._size, -1)[self._place]
-        if own.data_ptr() != part.data_ptr():
-            part.copy_(own.view(part.shape))
-        return _finished_work([part], taken)
+        """Return this rank's own part of its own tensor. gloo sums a copy of the full tensor."""
+        scratch = whole.clone() if whole.device.type == "cpu" else None
+        local_part = whole.view(self._size, -1)[self._place]
+        if local_part.data_ptr() != part.data_ptr():
+            part.copy_(local_part.view(part.shape))
+        return _finished_work([part], scratch)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
     _reduce_scatter_base = reduce_scatter_single
 
     def barrier(self, options: Any = None) -> Any:
-        """Nobody is waited for."""
+        """Return at once."""
         return _finished_work([])
 
     def _fill_received(self, tensor: Tensor) -> None:
@@ -105,7 +106,7 @@ class AloneGroup(dist.ProcessGroup):
 
 
 class _FinishedWork:
-    """A collective that is over; what it took beside its tensors lives until somebody has waited for it."""
+    """A finished collective; its scratch memory is freed when it is waited for."""
 
     __slots__ = ("taken", "tensors")
 

@@ -1,4 +1,5 @@
-"""What `pipefit verify` measured as facts that a memory correction is learned from (`cost/memory/correction.py`)."""
+"""Records of memory measured by `pipefit verify`, from which a memory correction is learned
+(`cost/memory/correction.py`)."""
 
 from __future__ import annotations
 
@@ -26,22 +27,22 @@ def memory_runs(
     device: str,
     environment: Mapping[str, str],
 ) -> list[MemoryRun]:
-    """One for every rank that was measured on `device` (`cpu` or `cuda`) of a machine with this fingerprint. Raises
-    RunError as `check_recordable` does."""
-    check_recordable(plan, cluster, [one.rank for one in found], device, environment.get("device", ""))
+    """Return one record for every rank measured on `device` (`cpu` or `cuda`) of a machine with this fingerprint.
+    Raises RunError as `check_recordable` does."""
+    check_recordable(plan, cluster, [rank_memory.rank for rank_memory in found], device, environment.get("device", ""))
     network, simulation = Network(cluster), simulate_plan(plan, model, cluster)
     when = datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
     runs = []
-    for one in found:
-        if one.measured is not None:
+    for rank_memory in found:
+        if rank_memory.measured is not None:
             runs.append(
                 MemoryRun(
                     configuration=run_configuration(plan),
-                    kind=network.kinds[one.device].name,
+                    kind=network.kinds[rank_memory.device].name,
                     devices=len(plan.used_devices),
-                    rank=one.rank,
-                    parts=peak_parts(simulation, network.kinds[one.device].name)[one.lane],
-                    measured_bytes=float(one.measured.largest_bytes),
+                    rank=rank_memory.rank,
+                    parts=peak_parts(simulation, network.kinds[rank_memory.device].name)[rank_memory.lane],
+                    measured_bytes=float(rank_memory.measured.largest_bytes),
                     when=when,
                     environment=environment,
                 )
@@ -50,31 +51,31 @@ def memory_runs(
 
 
 def check_recordable(plan: Plan, cluster: Cluster, ranks: Sequence[int], device: str, name: str) -> None:
-    """Raises RunError where the plan is for other devices than this one (`check_kind`), since memory on a CPU says
-    nothing about a GPU; and for a rank with less to do than the one of its lane that the analytic parts are for."""
+    """Raise RunError if the plan is for other devices than this one (`check_kind`): memory on a CPU says nothing about
+    a GPU. Also raise it for a rank with less work than the rank of its lane that the analytic parts describe."""
     network = Network(cluster)
     for rank in ranks:
         check_kind(network.kinds[plan.used_devices[rank]].name, device, name)
         if not is_fullest(plan, plan.used_devices[rank]):
             lane = device_lane(plan, plan.used_devices[rank])
-            others = [other for other in plan.lane_mesh(lane).devices if is_fullest(plan, other)]
+            fullest = [d for d in plan.lane_mesh(lane).devices if is_fullest(plan, d)]
             raise RunError(
-                f"What rank {rank} takes cannot be recorded: others of its lane and kind have more rows or a larger "
-                "shard, and the prediction is for those.",
+                f"The memory of rank {rank} cannot be recorded: other ranks of its lane and kind have more rows or a "
+                "larger shard, and the prediction is for those.",
                 where="--record",
                 seen=f"--rank {rank}",
-                allowed=f"of lane {lane}: {', '.join(str(plan.used_devices.index(other)) for other in others)}",
+                allowed=f"of lane {lane}: {', '.join(str(plan.used_devices.index(d)) for d in fullest)}",
                 next_step="name one of these ranks, or leave --record out",
             )
 
 
 LATER = {"recipes": "", "turn": 0, "turns": 1, "divide": "samples"}
-"""Fields of stages that came later, as all plans had them before."""
+"""Stage fields added later, with the value that all earlier plans had."""
 
 
 def run_configuration(plan: Plan) -> str:
-    """The same for plans that run the same: whatever was predicted of them, and whatever they are called. What plans
-    did not say when the first were recorded, and do not have, is left out."""
+    """Return a digest that is equal for plans with the same execution, regardless of prediction and name. Fields added
+    after the first records are left out at their default values."""
     job, stages = to_data(plan.job), [to_data(stage) for stage in plan.stages]
     if plan.job.documents == "joined":
         del job["documents"]
@@ -95,14 +96,14 @@ def run_configuration(plan: Plan) -> str:
 
 
 def check_kind(kind: str, device: str, name: str) -> None:
-    """Raises RunError where a kind of device is not the one that was measured on (`name`: of the GPU)."""
+    """Raise RunError if a kind of device is not the measured one (`name`: of the GPU)."""
     words = kind.lower().split("-")
     if device == "cpu" and words[0] == "cpu":
         return
     if device == "cuda" and words[0] != "cpu" and all(word in name.lower() for word in words if not word.isdigit()):
         return
     raise RunError(
-        "What was measured here cannot be recorded for the plan's devices.",
+        "Memory measured on this machine cannot be recorded for the plan's devices.",
         where="--record",
         seen="a CPU" if device == "cpu" else f"a GPU, {name or 'of an unknown name'}",
         allowed=f"a device of kind {kind}",

@@ -1,9 +1,8 @@
-"""Whether a plan fits, found out on one device: the ranks that need most run one at a time, each alone.
+"""Measurement of a plan's memory on one device: the ranks with the largest need run one at a time, each alone.
 
-A rank builds its worker and trains its own steps (forward, backward, optimizer, an evaluation) in a world where the
-others' part is made up (`run/verify/alone.py`). What it has alive at its worst moment is counted by PyTorch's
-allocators, not by the model that made the prediction: the CPU allocator's own record of every allocation, or CUDA's
-counters.
+A rank builds its worker and runs training steps and an evaluation in a world with synthetic other ranks
+(`run/verify/alone.py`). PyTorch's allocators count its peak memory, independently of the cost model: the CPU
+allocator's record of every allocation, or CUDA's counters.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ from pipefit.run.worker.worker import device_lane
 from pipefit.units import format_bytes
 
 LANES = 4
-"""Of so many lanes a rank is run where none is named: of those that are fullest for their limit."""
+"""Number of lanes of which one rank is run by default: the fullest relative to their limit."""
 
 STEPS = 2
-"""Training steps of a rank: the second meets everything that the first has made and kept."""
+"""Training steps of a rank: the second runs with all memory that the first has allocated and kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """What one rank had alive at the worst moment, in bytes."""
+    """The peak memory of one rank, in bytes."""
 
     build: int
-    "While parameters, gradients and optimizer state were made."
+    "Peak while parameters, gradients and optimizer state were created."
     train: int
-    "In a training step."
+    "Peak in a training step."
     evaluate: int
-    "In an evaluation."
+    "Peak in an evaluation."
     reserved: int = 0
-    "What CUDA's caching allocator took from the device; 0 on a CPU, which keeps nothing back."
+    "Memory that CUDA's caching allocator reserved on the device; 0 on a CPU, which has no such cache."
 
     @property
     def largest_bytes(self) -> int:
@@ -75,7 +74,7 @@ class RankMemory:
     predicted_bytes: float
     limit_bytes: float
     measured: MeasuredMemory | None
-    "None where the device ran out of memory."
+    "None if the device ran out of memory."
 
     @property
     def fits_limit(self) -> bool:
@@ -83,8 +82,8 @@ class RankMemory:
 
 
 def critical_ranks(plan: Plan, most: int = LANES) -> tuple[int, ...]:
-    """The ranks whose memory decides: the fullest device of every lane, lanes that are predicted alike once, and of
-    those at most `most`, the fullest for their limit first."""
+    """Return the ranks whose memory decides if the plan fits: the fullest device of each lane, at most `most`, in
+    descending order of predicted peak over limit. Lanes with equal predictions count once."""
     lanes = lane_predictions(plan)
     order = sorted(range(len(lanes)), key=lambda lane: -lanes[lane].peak_bytes / lanes[lane].limit_bytes)
     distinct: dict[tuple[float, float], int] = {}
@@ -95,8 +94,8 @@ def critical_ranks(plan: Plan, most: int = LANES) -> tuple[int, ...]:
 
 
 def is_fullest(plan: Plan, device: int) -> bool:
-    """Whether a device has as many rows and as large a shard as the one that its prediction is for: of its lane, or
-    where the lane's kinds of devices hold different amounts, of its kind there."""
+    """Return True if a device has as many rows and as large a shard as the device of its prediction. That is the
+    fullest of its lane, or of its kind in the lane if kinds hold different amounts."""
     lane = device_lane(plan, device)
     group = plan.lane_mesh(lane)
     fullest = _fullest_device(plan, lane, lane_predictions(plan)[lane].for_device(device).kind)
@@ -107,7 +106,7 @@ def is_fullest(plan: Plan, device: int) -> bool:
 
 
 def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
-    """Raises RunError for a rank that the plan does not have."""
+    """Raise RunError for a rank that the plan does not have."""
     for rank in ranks:
         if not 0 <= rank < len(plan.used_devices):
             raise RunError(
@@ -119,10 +118,10 @@ def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
 
 
 def lane_predictions(plan: Plan) -> tuple[LanePrediction, ...]:
-    """What was predicted of every lane. Raises PlanError for a plan without a prediction."""
+    """Return the prediction of every lane. Raises PlanError for a plan without a prediction."""
     if plan.prediction is None:
         raise PlanError(
-            "The plan carries no prediction, so there is nothing to hold a measurement against.",
+            "The plan has no prediction to compare a measurement with.",
             where="prediction",
             next_step="name the cluster: --cluster FILE.json or --local N; the simulator then makes one",
         )
@@ -130,10 +129,10 @@ def lane_predictions(plan: Plan) -> tuple[LanePrediction, ...]:
 
 
 def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> RankMemory:
-    """One rank in a fresh process of this machine. Raises RunError where nothing can be found out here."""
-    own = plan.used_devices[rank]
-    lane = device_lane(plan, own)
-    predicted = lane_predictions(plan)[lane].for_device(own)
+    """Measure one rank in a fresh process of this machine. Raises RunError if this machine cannot decide if it fits."""
+    plan_device = plan.used_devices[rank]
+    lane = device_lane(plan, plan_device)
+    predicted = lane_predictions(plan)[lane].for_device(plan_device)
     check_memory(predicted.peak_bytes, device)
     measured = in_fresh_process(_measured_or_none, plan, model, rank, str(device), steps, rank=rank)
     if measured is None:
@@ -147,7 +146,7 @@ def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps
             )
     return RankMemory(
         rank=rank,
-        device=own,
+        device=plan_device,
         lane=lane,
         predicted_bytes=predicted.peak_bytes,
         limit_bytes=predicted.limit_bytes,
@@ -156,7 +155,7 @@ def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps
 
 
 def measure_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> MeasuredMemory:
-    """What a rank takes, measured in this process, which must not be part of a world."""
+    """Return the memory of a rank, measured in this process, which must not be part of a world."""
     count: Callable[[list[tuple[str, Callable[[], None]]]], MeasuredMemory]
     count = _count_on_cuda if device.type == "cuda" else count_on_cpu
     with alone_world(rank, len(plan.used_devices)), _threads_of_a_run(plan):
@@ -165,7 +164,7 @@ def measure_rank(plan: Plan, model: Model, rank: int, device: torch.device, step
 
 @contextmanager
 def _threads_of_a_run(plan: Plan) -> Iterator[None]:
-    """Launchers give ranks of one machine one thread each, unless told otherwise; kernels' buffers depend on it."""
+    """Use one thread per rank, as launchers do by default on one machine: kernels' buffers depend on it."""
     threads = torch.get_num_threads()
     if len(plan.used_devices) > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -178,21 +177,21 @@ def _threads_of_a_run(plan: Plan) -> Iterator[None]:
 def work_phases(
     plan: Plan, model: Model, device: torch.device, steps: int, comms: CommGroups | None = None
 ) -> list[tuple[str, Callable[[], None]]]:
-    """(name, work) of what this rank of the present world does: build, train, evaluate."""
-    made: list[Any] = []
+    """Return (name, work) for each phase of this rank of the current world: build, train, evaluate."""
+    state: list[Any] = []
 
     def build_phase() -> None:
         worker = build_worker(plan, model, comms or CommGroups(device), device, OptimizerConfig())
-        made.extend((worker, random_batch_source(plan, model, worker.device, device)))
+        state.extend((worker, random_batch_source(plan, model, worker.device, device)))
 
     def train_phase() -> None:
-        worker, feeding = made
+        worker, feeding = state
         for step in range(steps):
             fed = feeding.step_inputs(0)
             worker.run_step(fed.feeds, step, fed.divisor, fed.counts)
 
     def evaluate_phase() -> None:
-        worker, feeding = made
+        worker, feeding = state
         fed = feeding.evaluation_inputs(0)
         worker.evaluate_batch(fed.feeds, fed.counts)
 
@@ -200,14 +199,14 @@ def work_phases(
 
 
 def random_batch_source(plan: Plan, model: Model, rank_device: int, device: torch.device) -> BatchSource:
-    """Random data for a device: tokens that the model's embedding knows, with images where the model takes them, or the
-    inputs of a whole model."""
+    """Return random data for a device: valid tokens, with images if the model takes them, or the inputs of a captured
+    module."""
     if is_multimodal(model):
         return RandomImages(plan, model, vocabulary_size(model), rank_device, device)
     if fixed_length(model) is None:
         return TextBatchSource(plan, RandomText(plan, model), rank_device, device)
     tensors = [tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs]
-    fed = {tensor.name: tensor for tensor in tensors if tensor.role != "activation"}  # both may be called x
+    fed = {tensor.name: tensor for tensor in tensors if tensor.role != "activation"}  # both names may be x
     fields = {name: field_of(tensor) for name, tensor in fed.items()}
     rows = RandomItems(fields, vocabulary_size(model), 2 * plan.job.batch)
     samples = UserSamples(rows, fields, where="random rows", batch=plan.job.batch, held_out=plan.job.batch)
@@ -215,7 +214,7 @@ def random_batch_source(plan: Plan, model: Model, rank_device: int, device: torc
 
 
 class RandomItems:
-    """A data set for the inputs of a whole model: random numbers, random tokens, zeros for any other whole number."""
+    """A data set for the inputs of a captured module: random numbers, random tokens, zeros for any other integer."""
 
     def __init__(self, fields: Mapping[str, InputField], vocabulary: int, count: int) -> None:
         self._fields, self._vocabulary, self._count = fields, vocabulary, count
@@ -234,7 +233,7 @@ class RandomItems:
 
 
 class RandomText:
-    """Rows of random tokens that the model's embedding knows; token 0 ends a document, where they are kept apart."""
+    """Rows of random valid tokens; token 0 ends a document, if documents are kept apart."""
 
     separator = 0
     digest = "random"
@@ -249,7 +248,7 @@ class RandomText:
 
 
 def vocabulary_size(model: Model) -> int:
-    """How many tokens the model knows: the rows of the table that it looks its tokens up in; 2 where it has none."""
+    """Return the number of tokens in the model's vocabulary: the rows of its token embedding; 2 if it has none."""
     for layer in model.layers:
         graph = model.layer_graph(layer)
         tokens = {tensor.name for tensor in graph.inputs if tensor.role == "tokens"}
@@ -261,7 +260,7 @@ def vocabulary_size(model: Model) -> int:
 
 
 def check_memory(needed_bytes: float, device: torch.device) -> None:
-    """Raises RunError where a rank that needs so much cannot be run here at all."""
+    """Raise RunError if this machine lacks the memory to run a rank that needs `needed_bytes`."""
     has = _free_bytes(device)
     if needed_bytes > has:
         raise RunError(
@@ -273,10 +272,10 @@ def check_memory(needed_bytes: float, device: torch.device) -> None:
 
 
 def in_fresh_process(work: Callable[..., Any], *arguments: Any, rank: int) -> Any:
-    """What `work` gives in a process of its own, so that nothing is left from before. RunError where it is killed."""
+    """Return the result of `work` in a new process, free of earlier state. Raises RunError if it is killed."""
     import torch.multiprocessing as multiprocessing
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of its beginning and its end
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its start and end
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(work, *arguments).result()
@@ -298,12 +297,12 @@ def _measured_or_none(plan: Plan, model: Model, rank: int, device: str, steps: i
 
 
 def count_on_cpu(work: Sequence[tuple[str, Callable[[], None]]]) -> MeasuredMemory:
-    """What these stretches have alive, by the record of this thread: what another one lets go of still counts."""
-    gc.collect()  # an earlier worker that is let go of now must not be counted as memory that comes back
+    """Return the peaks of these phases, from this thread's allocations: memory freed by another thread still counts."""
+    gc.collect()  # an earlier worker released during the audit must not count as freed memory
     with AllocationAudit() as audit:
         for name, call in work:
             AllocationAudit.mark_phase(name, call)()
-    return MeasuredMemory(**{one.name: one.peak_bytes for one in audit.usage})
+    return MeasuredMemory(**{phase.name: phase.peak_bytes for phase in audit.usage})
 
 
 def _count_on_cuda(work: Sequence[tuple[str, Callable[[], None]]]) -> MeasuredMemory:
@@ -317,8 +316,7 @@ def _count_on_cuda(work: Sequence[tuple[str, Callable[[], None]]]) -> MeasuredMe
 
 
 def _fullest_device(plan: Plan, lane: int, kind: str) -> int:
-    """The device of a lane with most rows and the largest shard, of this kind where its kinds of devices hold different
-    amounts: the one that the prediction is for."""
+    """Return the device of a lane and kind with most rows and the largest shard: the one that the prediction is for."""
     group, said = plan.lane_mesh(lane), lane_predictions(plan)[lane]
     return max(
         [device for device in group.devices if said.for_device(device).kind == kind],
@@ -334,10 +332,10 @@ def _free_bytes(device: torch.device) -> float:
         return float(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            found = next((line for line in lines if line.startswith("MemAvailable:")), "")
+            available = next((line for line in lines if line.startswith("MemAvailable:")), "")
     except OSError:
-        found = ""
-    return float(found.split()[1]) * 1024 if found else float("inf")
+        available = ""
+    return float(available.split()[1]) * 1024 if available else float("inf")
 
 
 def _device_bytes(device: torch.device) -> float:

@@ -66,7 +66,9 @@ def rank_place(plan: Plan, rank: int, torch_device: torch.device) -> RankPlace:
     device = plan.used_devices[rank]
     lane = device_lane(plan, device)
     ranks = {d: i for i, d in enumerate(plan.used_devices)}
-    groups = {stage: plan.stage_mesh(stage) for stage, stage_lane in enumerate(plan.order.placement) if stage_lane == lane}
+    groups = {
+        stage: plan.stage_mesh(stage) for stage, stage_lane in enumerate(plan.order.placement) if stage_lane == lane
+    }
     return RankPlace(device=device, lane=lane, groups=groups, ranks=ranks, torch_device=torch_device)
 
 

@@ -23,10 +23,10 @@ def check_runnable(plan: Plan) -> None:
         first = plan.lane_mesh(plan.order.placement[index])
         if not packed and plan.stage_mesh(index) != first:
             raise PlanError(
-                "Stages of text on the same devices that lie there in different grids are not run yet.",
+                "Text stages on the same devices must use the same mesh.",
                 where=f"stages[{index}].group",
                 seen=f"{_describe_grid(plan.stage_mesh(index))}, beside {_describe_grid(first)}",
-                allowed="one grid for all stages of a lane, with the same shares and order of devices",
+                allowed="one mesh for all stages of a lane, with the same shares and order of devices",
             )
         group = plan.stage_mesh(index)
         for device in group.devices:
@@ -39,7 +39,9 @@ def check_runnable(plan: Plan) -> None:
                 )
         for axis_ in group.axes:
             if axis_.name not in ("replica", "shard") and axis_.size > 1:
-                raise PlanError("This axis is not run yet.", where=f"groups[{stage.group}].axes", seen=axis_.name)
+                raise PlanError(
+                    "This mesh axis is not supported yet.", where=f"groups[{stage.group}].axes", seen=axis_.name
+                )
 
 
 def _describe_grid(group: Mesh) -> str:
@@ -66,7 +68,7 @@ def _check_together(plan: Plan, index: int, packed: list[str]) -> None:
                 for axis, forward_form, gradient_form in zip(axes, *forms, strict=True)
             ):
                 raise PlanError(
-                    "A stage that takes several microbatches together has their tokens whole on every shard.",
+                    "A stage that takes several microbatches together needs their tokens replicated over its shards.",
                     where=f"edges[{number}], stage {index}",
                     seen="G1 along the shards",
                     allowed="I along the shards (megatron, not megatron-sp)",

@@ -174,7 +174,9 @@ class Worker:
     def mean_loss(self, losses: Tensor, divisor: Divisors) -> Tensor:
         """Return the training loss, shape (): the sum over modules of weight x summed loss / divisor."""
         by_module = self.module_divisors(divisor)
-        means = [losses[index] / by_module[name] * self.loss_weights[name] for index, name in enumerate(self.loss_modules)]
+        means = [
+            losses[index] / by_module[name] * self.loss_weights[name] for index, name in enumerate(self.loss_modules)
+        ]
         return torch.stack(means).sum()
 
     def inputs_by_stage(self, feeds: Any) -> Mapping[int, Any]:
@@ -298,8 +300,7 @@ class Worker:
     def _stage_operation(self, action: Action) -> Operation:
         stage = action.stage
         if action.kind == "REDUCE":
-            # Tied sums wait for both lanes' own reductions: `Reducer.finish_reductions`, just before the norm, makes
-            # them.
+            # Tied sums wait for both lanes' reductions: `GradientReducer.finish_reductions` runs them before the norm.
             return _do_nothing if action.what else lambda: self.reducer.start_rest(stage)
         if action.kind == "NORM":
             return self._take_norm
@@ -308,12 +309,17 @@ class Worker:
         if action.kind == "GATHER":
             return lambda: self.reducer.start_gathers(stage)
         raise PlanError(
-            "This action is not run yet.", where=f"lane {self.lane}", seen=str(action), allowed="all kinds but FREE"
+            "This action is not supported yet.",
+            where=f"lane {self.lane}",
+            seen=str(action),
+            allowed="all kinds but FREE",
         )
 
     def _take_norm(self) -> None:
         self.reducer.finish_reductions()
-        pieces = [b.gradients[slice(*b.owned)] for b, counted in zip(self.buckets, self._counted, strict=True) if counted]
+        pieces = [
+            b.gradients[slice(*b.owned)] for b, counted in zip(self.buckets, self._counted, strict=True) if counted
+        ]
         self._scalars[0] = sum_of_squares(pieces, self.torch_device)
         self._scalars[1:] = self._losses
         if self.world is not None:

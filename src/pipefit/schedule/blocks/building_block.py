@@ -187,8 +187,8 @@ def _join_cells(label: str, cells: Sequence[str] | map[str], widths: Sequence[in
 def place_weights(block: BuildingBlock) -> BuildingBlock:
     """Return the block with every W in the first slot after its I that is free modulo the interval, earlier I's first.
 
-    Takes a block without weight offsets whose backwards are meant as I. Raises ScheduleError, with a drawing, if the F
-    and I collide or leave no slot free.
+    Takes a block without weight offsets whose backwards are meant as I. Raises ScheduleError if the F and I collide or
+    leave no slot free.
     """
     weight = [0] * len(block.placement)
     for lane in range(block.num_lanes):

@@ -199,7 +199,7 @@ class _LaneExecution:
             (first, self.place[first]),
             notes=notes,
             steps={lane: self.place[lane] for lane in stuck},
-            next_step="post the RECV earlier on the lane that is waited for, or lower with pipefit.schedule.lower",
+            next_step="post the RECV earlier on the awaited lane, or lower with pipefit.schedule.lower_schedule",
         )
 
     def _owning_lane(self, event: tuple[str, object]) -> int:

@@ -48,8 +48,9 @@ def draw_cells(
 ) -> str:
     """Draw the neighbourhood of `cell` as text.
 
-    Every lane shows the steps around those of `cell`, or, with `steps`, around the lane's own step, which is then
-    marked `[...]`. The cell itself is marked `>...<` and has an arrow below it. `notes` are written behind lanes.
+    Every lane shows the steps around the step of `cell`, or, with `steps`, around the lane's own step, which is then
+    marked `[...]`. The cell itself is marked `>...<` and has an arrow below it. `notes` are written at the end of
+    lanes.
     """
     bad_lane, bad_step = cell
     centre = dict.fromkeys(range(len(lanes)), bad_step) | dict(steps or {})

@@ -274,12 +274,12 @@ class _TransferRules:
         if action.kind.endswith("B") and pair[0] not in self.trained:
             return f"{action} moves a gradient to stage {pair[0]}, which is frozen and has no backward."
         unit = (action.stage, self.schedule.stage_turn(action.stage).unit_start(action.microbatch), action.slice)
-        compute_cell = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward_action(unit)
-        assert compute_cell is not None
-        if action.kind.startswith("SEND") and compute_cell > cell:
-            return f"{action} stands before {self.schedule.lanes[compute_cell[0]][compute_cell[1]]}, which makes what it sends."
-        if action.kind.startswith("RECV") and compute_cell < cell:
-            return f"{action} stands behind {self.schedule.lanes[compute_cell[0]][compute_cell[1]]}, which uses what it receives."
+        compute = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward_action(unit)
+        assert compute is not None
+        if action.kind.startswith("SEND") and compute > cell:
+            return f"{action} stands before {self.schedule.lanes[compute[0]][compute[1]]}, which makes what it sends."
+        if action.kind.startswith("RECV") and compute < cell:
+            return f"{action} stands behind {self.schedule.lanes[compute[0]][compute[1]]}, which uses what it receives."
         return None
 
     def _backward_action(self, unit: Unit) -> Cell | None:

@@ -1,1 +1,1 @@
-"""Schedules fitted to true times and to the memory of every lane."""
+"""Schedules fitted to measured times and to the memory limit of every lane."""

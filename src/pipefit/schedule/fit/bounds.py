@@ -1,30 +1,32 @@
-"""What no schedule of an instance can go below, found without any search.
+"""Lower bounds on the time of every schedule of an instance, computed without search.
 
-Heads and tails. The **head** of an operation is a time before which it cannot start: its longest path of data, the
-order of units on its stage, and memory (a stage that can hold K units starts the forward of unit j only when unit j - K
-is freed). The **tail** is the same backwards in time: what must pass between its end and the end.
+The backward of a unit is its I and W, or its B.
 
-Idle time. Let a lane run from time 0 to C, and let A(t) be the most work that it can have done by time t: only
-operations with heads below t count, and at the last allocation before t the units that were begun and not freed fit in
-its memory. Then it idles at least t - A(t) by then. Let Z(t) be the same for the last t before C, from tails: units
-whose way back is wholly or partly in that window, and whose forward is not, were all held when the window began. Then
-C >= work + t - A(t) and C >= work + u - Z(u), and where a bound on C already tells that the two windows do not overlap,
-t + u <= C,
+Heads and tails. The **head** of an operation is a time before which it cannot start. It is the longest path over data
+dependencies, the order of units on its stage, and memory (a stage that can hold K units starts the forward of unit j
+only when unit j - K is freed). The **tail** is the same backwards in time: the least time from an operation's end to
+the end.
+
+Idle time. Let a lane run from time 0 to C, and let A(t) be an upper bound on its work by time t: only operations with
+heads below t count, and at the last allocation before t the units begun and not freed fit in memory. Then the lane
+idles at least t - A(t) by time t. Let Z(t) be the same bound for the last t before C, from tails: units whose backward
+is wholly or partly in that window, and whose forward is not, were all held at the start of the window. Then C >= work +
+t - A(t) and C >= work + u - Z(u). If a bound on C implies that the two windows do not overlap, t + u <= C,
 
     C >= work + (t - A(t)) + (u - Z(u)).
 
-In unit time, with k units of memory on the lanes of a V of d, the lane of the turn has t = 3 d - 1 (its first way back)
+In unit time, with k units of memory on the lanes of a V of d, the lane of the turn has t = 3 d - 1 (its first backward)
 with A <= k, and u = 3 d (from its last forward) with Z <= 2 k: 6 d - 3 k - 1 idle slots (Qi et al. 2024, arXiv
-2405.15362). With one stage a lane, lane 0 has t = d F + (d - 1)(I + 2 transfers) and A <= k F: the chain of appendix B
-of the zero-bubble paper (arXiv 2401.10241).
+2405.15362). With one stage per lane, lane 0 has t = d F + (d - 1)(I + 2 transfers) and A <= k F: the chain of appendix
+B of the zero-bubble paper (arXiv 2401.10241).
 
 The span. Let S be the longest time from a lane's first operation to its last. On lane l, time counts from its first
-operation: heads are longest paths from the operations of l. Its end is S later, or earlier. What must still reach lane
-r must do so within S of the first operation of r, which comes at least delta(r, l) before that of l, so a tail is the
-largest, over r, of delta(r, l) + the longest path to the end of lane r.
+operation: heads are longest paths from the operations of l. The lane ends at S or earlier. Work that must still reach
+lane r must do so within S of the first operation of r, which starts at least delta(r, l) before the first one of l. A
+tail is therefore the maximum, over r, of delta(r, l) + the longest path to the end of lane r.
 
-Work. A unit's way back counts as the quicker of I with W and B. Where only a part of it lies in a window, its work
-there is counted less what the slower choice costs more in all, so that the inequality holds for every choice.
+Work. A unit's backward counts as the quicker of I with W and B. If only a part of it lies in a window, its work there
+is reduced by the additional time of the slower choice, so that the inequality holds for every choice.
 """
 
 from __future__ import annotations
@@ -37,55 +39,57 @@ from numpy.typing import NDArray
 from pipefit.schedule.fit.instance import B, F, FitInstance, Floats, I, W
 
 Windows = list[tuple[float, float]]
-"""(length, least idle time in it), both rising, from (0, 0)."""
+"""(length, least idle time in it), both increasing, from (0, 0)."""
 
 CANDIDATES = 160
-"""Window lengths that are tried for each lane."""
+"""Window lengths tried for each lane."""
 ROUNDING = 1e-6
-"""Relative: what times in whole quanta may add to a bound."""
+"""Relative amount by which rounding of times to quanta may raise a bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowerBound:
-    """A lower bound on the objective, and what it comes from."""
+    """A lower bound on the objective, with its parts."""
 
     time_s: float
     lane: int
-    "The lane that it holds for."
+    "The lane for which it was derived."
     work_s: float
-    "Its work."
+    "The work of the lane."
     before_s: float
-    "Its least idle time in the beginning."
+    "Its minimum idle time at the beginning."
     after_s: float
-    "Its least idle time in the end."
+    "Its minimum idle time at the end."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastTimes:
-    """[stage, unit]: the least that any choice of I and W or B takes, and paths made of it."""
+    """Minimum times and memory by [stage, unit] over all choices of I and W or B."""
 
     instance: FitInstance
     back: Floats
-    "From the start of a way back until its gradient can be sent."
+    "From the start of a backward until its gradient can be sent."
     whole: Floats
-    "Its work."
+    "The work of a backward."
     weight: Floats
-    "The work of a way back of which only W lies in the last window: what is left of `whole` after I."
+    "The work in the last window of a backward with only its W there: the rest of `whole` after I."
     keep: Floats
-    "What a unit holds at least between its F and its end."
+    "The least memory held by a unit between its F and its end."
     between: Floats
-    "What it holds when I is over and W is not."
+    "The memory held by a unit between I and W."
     any_order: NDArray[np.bool_]
-    "[stage]: whether units may be freed in another order than that in which they come: where some run as B and some"
-    " not, and where slices go back in turned order."
+    """[stage]: whether units may be freed in another order than they arrive: if only some run as B, or if slices go
+    back in reverse order."""
     room: NDArray[np.int64]
-    "[stage]: the units that it can hold at once."
+    "[stage]: the maximum number of units held at once."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestPaths:
-    """[source lane, stage, unit]: heads from the first operation of a lane, and tails to its end; -inf where no path
-    leads. For the makespan there is one source that stands before, and behind, everything."""
+    """Longest paths by [source lane, stage, unit]: heads from the first operation of a lane, and tails to its end.
+
+    -inf without a path. For the makespan there is one source, before and after all operations.
+    """
 
     forward: Floats
     "Heads."
@@ -96,15 +100,15 @@ class LongestPaths:
 
 
 def lower_bound(instance: FitInstance) -> LowerBound:
-    """The largest bound over lanes."""
+    """Return the largest bound over lanes."""
     least = _least_times(instance)
     paths = _longest_paths(least)
     return max((_lane_bound(least, paths, lane) for lane in range(instance.lanes)), key=lambda bound: bound.time_s)
 
 
 def check_bound(bound_s: float, time_s: float) -> float:
-    """The bound, which must not be above the time of a schedule by more than rounding. Raises AssertionError if it is:
-    a proof is wrong."""
+    """Return the bound, capped at the time of a schedule. Raises AssertionError if it exceeds that time by more than
+    rounding: then a proof is wrong."""
     assert bound_s <= time_s * (1 + ROUNDING), f"a bound of {bound_s!r} s for a schedule that takes {time_s!r} s"
     return min(bound_s, time_s)
 
@@ -113,7 +117,7 @@ def _least_times(instance: FitInstance) -> LeastTimes:
     split, merge = instance.may_split[:, None], instance.may_merge[:, None]
     time, held = instance.time_s, instance.held_bytes
     apart = np.where(split, time[I] + time[W], np.inf)
-    whole = np.minimum(apart, np.where(merge, time[B], np.inf))
+    work = np.minimum(apart, np.where(merge, time[B], np.inf))
     back = np.minimum(np.where(split, time[I], np.inf), np.where(merge, time[B], np.inf))
     between = np.where(split, held[F] + held[I], held[F])
     keep = np.minimum(held[F], between)
@@ -124,8 +128,8 @@ def _least_times(instance: FitInstance) -> LeastTimes:
     return LeastTimes(
         instance=instance,
         back=back,
-        whole=whole,
-        weight=np.where(split, np.maximum(whole - time[I], 0.0), 0.0),
+        whole=work,
+        weight=np.where(split, np.maximum(work - time[I], 0.0), 0.0),
         keep=keep,
         between=between,
         any_order=(instance.may_split & instance.may_merge) | (instance.slices > 1),
@@ -134,8 +138,10 @@ def _least_times(instance: FitInstance) -> LeastTimes:
 
 
 def _longest_paths(least: LeastTimes) -> LongestPaths:
-    """Longest paths by sweeps over the stages; a sweep more for each time that memory passes a delay on to later units,
-    and any number of them leaves lower bounds."""
+    """Return longest paths by repeated sweeps over the stages.
+
+    Each sweep passes memory delays on to later units; any number of sweeps gives valid lower bounds.
+    """
     instance = least.instance
     stages, units = instance.num_stages, instance.num_units
     sources = instance.lanes if instance.objective == "span" else 1
@@ -150,19 +156,19 @@ def _longest_paths(least: LeastTimes) -> LongestPaths:
         from_back=base + least.whole,
     )
     for _ in range(4 + units):
-        before = [float(each[np.isfinite(each)].sum()) for each in (paths.forward, paths.from_back)]
+        before = [float(path_s[np.isfinite(path_s)].sum()) for path_s in (paths.forward, paths.from_back)]
         _sweep_heads(least, paths)
         _sweep_tails(least, paths)
-        if before == [float(each[np.isfinite(each)].sum()) for each in (paths.forward, paths.from_back)]:
+        if before == [float(path_s[np.isfinite(path_s)].sum()) for path_s in (paths.forward, paths.from_back)]:
             break
     return paths
 
 
 def _in_order(head: Floats, duration: Floats) -> Floats:
-    """Heads [..., unit] when unit j waits for unit j - 1, which takes `duration`."""
+    """Return heads [..., unit] if unit j waits for unit j - 1, which takes `duration`."""
     done = np.concatenate([[0.0], np.cumsum(duration)[:-1]])
-    found: Floats = np.maximum.accumulate(head - done, axis=-1) + done
-    return found
+    ordered: Floats = np.maximum.accumulate(head - done, axis=-1) + done
+    return ordered
 
 
 def _sweep_heads(least: LeastTimes, paths: LongestPaths) -> None:
@@ -193,12 +199,12 @@ def _sweep_tails(least: LeastTimes, paths: LongestPaths) -> None:
     for stage in range(instance.num_stages):
         tail = paths.from_back[:, stage]
         for edge in np.flatnonzero(instance.target == stage):
-            way = least.back[stage] + instance.backward_s[edge]
-            tail = np.maximum(tail, way + paths.from_back[:, instance.source[edge]])
+            hop_s = least.back[stage] + instance.backward_s[edge]
+            tail = np.maximum(tail, hop_s + paths.from_back[:, instance.source[edge]])
         room = least.room[stage]
         if room < instance.num_units and instance.slices == 1:
-            # Of the units from j on, one at least is freed before unit j + room begins. Its way back starts with j's,
-            # or later.
+            # At least one of the units from j on is freed before unit j + room begins. Its backward starts with the
+            # backward of j, or later.
             shortest = np.minimum.accumulate(least.whole[stage, ::-1])[::-1][: instance.num_units - room]
             freed_before = shortest + paths.from_forward[:, stage, room:]
             tail[:, : instance.num_units - room] = np.maximum(tail[:, : instance.num_units - room], freed_before)
@@ -207,20 +213,21 @@ def _sweep_tails(least: LeastTimes, paths: LongestPaths) -> None:
         forward_s = instance.time_s[F, stage]
         tail = np.maximum(paths.from_forward[:, stage], forward_s + paths.from_back[:, stage])
         for edge in np.flatnonzero(instance.source == stage):
-            way = forward_s + instance.forward_s[edge]
-            tail = np.maximum(tail, way + paths.from_forward[:, instance.target[edge]])
+            hop_s = forward_s + instance.forward_s[edge]
+            tail = np.maximum(tail, hop_s + paths.from_forward[:, instance.target[edge]])
         paths.from_forward[:, stage, ::-1] = _tails_to_end(tail[:, ::-1], forward_s[::-1])
 
 
 def _tails_to_end(tail: Floats, duration: Floats) -> Floats:
-    """Tails from starts, in turned order, when the end of one lies before the start of the one turned before it."""
+    """Return tails from starts, in reverse order, if each operation ends before the start of the previous one in that
+    order."""
     done = np.cumsum(duration)
-    found: Floats = np.maximum.accumulate(tail - done, axis=-1) + done
-    return found
+    tails: Floats = np.maximum.accumulate(tail - done, axis=-1) + done
+    return tails
 
 
 def _lane_bound(least: LeastTimes, paths: LongestPaths, lane: int) -> LowerBound:
-    """The bound of one lane: see the head of the file."""
+    """Return the bound of one lane: see the module docstring."""
     instance = least.instance
     stages = list(instance.lane_stages(lane))
     work = float((instance.time_s[F] + least.whole)[stages].sum())
@@ -236,11 +243,11 @@ def _lane_bound(least: LeastTimes, paths: LongestPaths, lane: int) -> LowerBound
 
 
 def _join_windows(work: float, before: Windows, after: Windows) -> tuple[float, tuple[float, float]]:
-    """(bound, idle times before and after): the two windows count together once they cannot overlap."""
+    """Return (bound, idle times before and after): both windows count together once they cannot overlap."""
     parts = max((before[-1][1], 0.0), (0.0, after[-1][1]), key=sum)
     best = work + sum(parts)
     while True:
-        pairs = [(idle, late) for length, idle in before for other, late in after if length + other <= best]
+        pairs = [(idle, late) for length, idle in before for late_length, late in after if length + late_length <= best]
         top = max(pairs, key=sum)
         if sum(top) <= sum(parts):
             return best, parts
@@ -249,35 +256,39 @@ def _join_windows(work: float, before: Windows, after: Windows) -> tuple[float, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSide:
-    """What one stage can do in a window at the beginning or the end of its lane, counted in units. Three operations of
-    a unit enter the window one after the other: F, the way back and W, or, from the end, W, the way back and F. The
-    first holds memory, the last gives it back."""
+    """The possible work of one stage in a window at the beginning or the end of its lane, counted in units.
+
+    Three operations of a unit enter the window in turn: F, the first part of the backward and its rest; counted from
+    the end, W, the first part of the backward and F. The first operation holds memory, the last one frees it.
+    """
 
     enter_s: tuple[Floats, Floats, Floats]
-    "[unit], ascending: a longer window may have a part of the first, second, third."
+    "[unit], ascending: a longer window can contain a part of the first, second, third operation."
     over_s: tuple[Floats, Floats]
     "[unit], ascending: in a window of that length the second, third may be over (from the end: may have entered)."
     gain: tuple[Floats, Floats, Floats]
-    "[unit]: the work that each adds."
+    "[unit]: the work that each operation adds."
     held: tuple[Floats, Floats]
-    "[unit]: what is held until the second is over, and from then on."
+    "[unit]: the memory held until the second operation is over, and from then on."
 
     def work_tables(self, lengths: Floats) -> tuple[Floats, Floats]:
-        """[length, count]: the most work, and the least level, when so many units have entered a window; -inf and inf
-        for more than can enter it."""
+        """Return the maximum work and the minimum memory level by [length, number of units in the window].
+
+        -inf and inf for more units than can enter the window.
+        """
         units = len(self.gain[0])
         counts = np.arange(units + 1)[None, :]
-        most = [np.searchsorted(enter, lengths)[:, None] for enter in self.enter_s]
-        second, third = (np.minimum(counts, many) for many in most[1:])
+        entering = [np.searchsorted(enter, lengths)[:, None] for enter in self.enter_s]
+        second, third = (np.minimum(counts, limit) for limit in entering[1:])
         work = (
             _prefix_sums(self.gain[0])[counts] + _prefix_sums(self.gain[1])[second] + _prefix_sums(self.gain[2])[third]
         )
-        over = [np.searchsorted(each, lengths, "right")[:, None] for each in self.over_s]
+        over = [np.searchsorted(over_s, lengths, "right")[:, None] for over_s in self.over_s]
         changed = np.minimum(counts, over[0])
         freed = np.minimum(np.minimum(counts, over[1]), changed)
         first, then = (_prefix_sums(held) for held in self.held)
         level = first[counts] - first[changed] + then[changed] - then[freed]
-        entered = counts <= most[0]
+        entered = counts <= entering[0]
         return np.where(entered, work, -np.inf), np.where(entered, level, np.inf)
 
 
@@ -286,90 +297,92 @@ def _prefix_sums(array: Floats) -> Floats:
 
 
 def _begin_side(least: LeastTimes, paths: LongestPaths, stage: int, source: int) -> WindowSide:
-    """A stage in the first window of its lane."""
+    """Return the side of a stage in the first window of its lane."""
     instance, order = least.instance, least.instance.backwards
-    back, part, whole = (each[order] for each in (paths.back[source, stage], least.back[stage], least.whole[stage]))
-    rest = np.maximum(whole - part, 0.0)
-    fresh, kept = instance.held_bytes[F, stage], least.keep[stage]
+    back, part, work = (row[order] for row in (paths.back[source, stage], least.back[stage], least.whole[stage]))
+    rest = np.maximum(work - part, 0.0)
+    fresh, keep = instance.held_bytes[F, stage], least.keep[stage]
     if least.any_order[stage]:
-        rest, fresh, kept = -np.sort(-rest), np.full_like(fresh, fresh.min()), np.full_like(kept, kept.min())
+        rest, fresh, keep = -np.sort(-rest), np.full_like(fresh, fresh.min()), np.full_like(keep, keep.min())
     over = np.sort(back + part)
     return WindowSide(
         enter_s=(paths.forward[source, stage], back, over),
-        over_s=(over, np.sort(back + whole)),
-        gain=(instance.time_s[F, stage], np.minimum(part, whole), rest),
-        held=(fresh, kept),
+        over_s=(over, np.sort(back + work)),
+        gain=(instance.time_s[F, stage], np.minimum(part, work), rest),
+        held=(fresh, keep),
     )
 
 
 def _end_side(least: LeastTimes, paths: LongestPaths, stage: int, shift: Floats) -> WindowSide:
-    """A stage in the last window of its lane, its units turned round. A window has a part of an operation if it is
-    longer than what must follow that operation's end."""
+    """Return the side of a stage in the last window of its lane, with its units reversed.
+
+    A window contains a part of an operation if it is longer than the time that must follow that operation's end.
+    """
     instance, order = least.instance, least.instance.backwards
     follows = _tail_after_backward(least, paths, stage)
     after_back = np.maximum.accumulate((shift[:, None] + follows).max(axis=0)[order][::-1])
     after_forward = (shift[:, None] + paths.from_forward[:, stage]).max(axis=0) - instance.time_s[F, stage]
     turned = order[::-1]
     weight, rest = least.weight[stage, turned], (least.whole - least.weight)[stage, turned]
-    between, kept = least.between[stage, turned], least.keep[stage, turned]
+    between, keep = least.between[stage, turned], least.keep[stage, turned]
     if least.any_order[stage]:
         weight, rest = -np.sort(-weight), -np.sort(-rest)
-        between, kept = np.full_like(between, between.min()), np.full_like(kept, kept.min())
+        between, keep = np.full_like(between, between.min()), np.full_like(keep, keep.min())
     after_forward = np.sort(after_forward)
     return WindowSide(
         enter_s=(np.zeros(instance.num_units), after_back, after_forward),
         over_s=(np.nextafter(after_back, np.inf), np.nextafter(after_forward, np.inf)),
         gain=(weight, rest, instance.time_s[F, stage, ::-1]),
-        held=(between, kept),
+        held=(between, keep),
     )
 
 
 def _tail_after_backward(least: LeastTimes, paths: LongestPaths, stage: int) -> Floats:
-    """[source, unit]: what must follow the end of a way back, its own W left out."""
+    """Return the time by [source, unit] that must follow the end of a backward, without its own W."""
     instance, order = least.instance, least.instance.backwards
-    found: Floats = np.zeros_like(paths.from_back[:, stage])
+    tails: Floats = np.zeros_like(paths.from_back[:, stage])
     if instance.objective == "span":
-        found[np.arange(instance.lanes) != instance.placement[stage]] = -np.inf
+        tails[np.arange(instance.lanes) != instance.placement[stage]] = -np.inf
     for edge in np.flatnonzero(instance.target == stage):
-        found = np.maximum(found, paths.from_back[:, instance.source[edge]] + instance.backward_s[edge])
-    found[:, order[:-1]] = np.maximum(found[:, order[:-1]], paths.from_back[:, stage, order[1:]])
-    return found
+        tails = np.maximum(tails, paths.from_back[:, instance.source[edge]] + instance.backward_s[edge])
+    tails[:, order[:-1]] = np.maximum(tails[:, order[:-1]], paths.from_back[:, stage, order[1:]])
+    return tails
 
 
 def _idle_windows(sides: list[WindowSide], limit: float) -> Windows:
-    """(length, least idle time) of windows, idle time strictly rising."""
-    moments = np.unique(np.concatenate([each for side in sides for each in (*side.enter_s, *side.over_s)]))
+    """Return (length, least idle time) of windows, with strictly increasing idle time."""
+    moments = np.unique(np.concatenate([times for side in sides for times in (*side.enter_s, *side.over_s)]))
     moments = moments[np.isfinite(moments) & (moments >= 0)]
     if len(moments) > CANDIDATES:
         moments = moments[np.linspace(0, len(moments) - 1, CANDIDATES).round().astype(int)]
-    found = [(0.0, 0.0)]
+    windows = [(0.0, 0.0)]
     idle = moments - _most_work([side.work_tables(moments) for side in sides], limit)
     for length, least in zip(moments.tolist(), idle.tolist(), strict=True):
-        if least > found[-1][1]:
-            found.append((length, least))
-    return found
+        if least > windows[-1][1]:
+            windows.append((length, least))
+    return windows
 
 
 def _most_work(tables: list[tuple[Floats, Floats]], limit: float) -> Floats:
-    """[length]: the most work of all stages together at levels that sum to the limit at most; an upper bound for over
-    two."""
+    """Return the maximum work by [length] of all stages together within the memory limit; an upper bound for more than
+    two stages."""
     if not np.isfinite(limit):
         return np.asarray(sum(work.max(axis=1) for work, _ in tables))
     if len(tables) == 1:
         work, level = tables[0]
         return np.asarray(np.where(level <= limit, work, 0.0).max(axis=1, initial=0.0))
     if len(tables) == 2:
-        (work, level), (other, height) = tables
-        found = np.zeros(len(work))
+        (work, level), (second_work, height) = tables
+        totals = np.zeros(len(work))
         for n in range(len(work)):
             fits = level[n][:, None] + height[n][None, :] <= limit
-            found[n] = np.where(fits, work[n][:, None] + other[n][None, :], 0.0).max()
-        return found
+            totals[n] = np.where(fits, work[n][:, None] + second_work[n][None, :], 0.0).max()
+        return totals
     return np.array([_priced_work([(w[n], v[n]) for w, v in tables], limit) for n in range(len(tables[0][0]))])
 
 
 def _priced_work(tables: list[tuple[Floats, Floats]], limit: float) -> float:
-    """An upper bound on the most work, by Lagrange: any price of memory gives one."""
+    """Return an upper bound on the work by Lagrangian relaxation: any price of memory gives a bound."""
     tables = [(work[np.isfinite(level)], level[np.isfinite(level)]) for work, level in tables]
     prices = np.unique(np.concatenate([[0.0], *(_memory_prices(work, level) for work, level in tables)]))
     if len(prices) > 40:
@@ -381,6 +394,6 @@ def _priced_work(tables: list[tuple[Floats, Floats]], limit: float) -> float:
 
 
 def _memory_prices(work: Floats, level: Floats) -> Floats:
-    """Work gained for a byte."""
-    gained, taken = np.diff(work), np.diff(level)
-    return np.asarray(gained[taken > 0] / taken[taken > 0])
+    """Return the work gained per byte."""
+    gained, added = np.diff(work), np.diff(level)
+    return np.asarray(gained[added > 0] / added[added > 0])

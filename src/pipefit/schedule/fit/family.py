@@ -1,4 +1,4 @@
-"""fit: the best order that a search finds for the problem's own times, on any placement, in any memory limit.
+"""The family `fit`: the best schedule that a search finds for the problem's own times, placement and memory limits.
 
 Without costs it fits to one second for F, I and W each. See `pipefit.schedule.fit`.
 """
@@ -15,7 +15,7 @@ searched = False
 
 
 def build(problem: ScheduleProblem) -> Schedule:
-    """The computed schedule. Raises ScheduleError where the limit is below what any schedule needs."""
+    """Build the computed schedule. Raises ScheduleError if no schedule fits in the limit."""
     from pipefit.schedule.fit.search import fit_schedule
 
     if problem.costs is None:

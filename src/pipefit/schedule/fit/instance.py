@@ -1,10 +1,10 @@
-"""A scheduling problem as flat arrays, checked: what the constructions, the local search and the exact solver share.
+"""A checked scheduling problem as flat arrays, shared by the constructions, the local search and the exact solver.
 
 A **unit** is one slice of one microbatch, numbered microbatch * slices + slice. All stages run their forwards by
-ascending unit and their backwards in `backwards`: by ascending microbatch, the slices of one in descending order,
-because the keys and values of a slice collect gradients from later ones; the W's that are not part of a B keep that
-order, too. An **operation** is an action as an integer, (kind * stages + stage) * units + unit, with kinds 0 to 3 for
-F, I, W, B; the **orders** of a schedule are one array of operations for each lane.
+ascending unit and their backwards in the order `backwards`: by ascending microbatch, the slices of one microbatch in
+descending order, because the keys and values of a slice collect gradients from later ones. W's that are not part of a B
+keep that order, too. An **operation** is an action as an integer, (kind * stages + stage) * units + unit, with kinds 0
+to 3 for F, I, W, B; the **orders** of a schedule are one array of operations for each lane.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ F, I, W, B = range(4)  # noqa: E741
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitInstance:
-    """Times are in seconds, memory in bytes; [kind, stage, unit] with kinds in the order F, I, W, B."""
+    """A scheduling problem with times in seconds and memory in bytes, by [kind, stage, unit] with kinds F, I, W, B."""
 
     placement: Ints
     "`placement[s]` is the lane that holds stage s."
@@ -39,38 +39,38 @@ class FitInstance:
     microbatches: int
     slices: int
     backwards: Ints
-    "The units in the order in which every stage goes back; forwards go by ascending unit."
+    "The order of units in the backwards of every stage; forwards go by ascending unit."
     time_s: Floats
-    "What the simulator takes: the overhead of an action included."
+    "The duration in the simulator, with the overhead of an action."
     held_bytes: Floats
-    "What stays allocated after the operation (negative: what it frees)."
+    "The bytes that stay allocated after the operation (negative: freed bytes)."
     passing_bytes: Floats
-    "What it needs beside that while it runs."
+    "The transient bytes while it runs."
     may_split: NDArray[np.bool_]
-    "Per stage: whether I and W may run apart."
+    "By stage: whether I and W may run separately."
     may_merge: NDArray[np.bool_]
-    "Per stage: whether they may run as B."
+    "By stage: whether they may run as B."
     edges: tuple[Edge, ...]
     source: Ints
-    "[edge], as are all that follow; the edges between stages of one lane are among them."
+    "[edge], as all following fields; edges between stages of one lane are included."
     target: Ints
     forward_s: Floats
     "[edge, unit]: from the end of the producer until the tensor can be used, on a free port; 0 within a lane."
     backward_s: Floats
     forward_port_s: Floats
-    "The part of it during which the sender's port, one a lane, is busy."
+    "The part of it that keeps the sender's port busy; a lane has one port."
     backward_port_s: Floats
     forward_bytes: Floats
     "The receive buffer; 0 within a lane."
     backward_bytes: Floats
     limit_bytes: Floats
-    "Per lane: what actions may hold at once, the static bytes taken off; inf where there is no limit."
+    "By lane: the memory for actions, without the static bytes; inf is no limit."
     objective: Objective
     "Makespan: the end of the last action. Span: the longest time from a lane's first action to its last."
 
     @staticmethod
     def from_problem(problem: ScheduleProblem, objective: Objective = "makespan") -> FitInstance:
-        """The instance of a problem with costs. Raises ScheduleError for times that no schedule can be made for."""
+        """Build the instance of a problem with costs. Raises ScheduleError for invalid times."""
         costs = problem.costs
         if costs is None:
             raise ScheduleError(
@@ -123,21 +123,24 @@ class FitInstance:
         return self.microbatches * self.slices
 
     def operation_number(self, kind: int, stage: int, unit: int) -> int:
-        """An action as an integer."""
+        """Return an action as an integer."""
         return (kind * self.num_stages + stage) * self.num_units + unit
 
     def operation_parts(self, operation: int) -> tuple[int, int, int]:
-        """(kind, stage, unit) of an operation."""
+        """Return (kind, stage, unit) of an operation."""
         row, unit = divmod(int(operation), self.num_units)
         return row // self.num_stages, row % self.num_stages, unit
 
     def lane_stages(self, lane: int) -> tuple[int, ...]:
-        """The stages of a lane, ascending."""
+        """Return the stages of a lane, ascending."""
         return tuple(np.flatnonzero(self.placement == lane).tolist())
 
     def open_stages(self) -> NDArray[np.bool_]:
-        """Per stage: whether it may pay to run a backward as B and another as I and W. It cannot where I with its W at
-        once takes no longer than B and, if there is a limit, no more memory, during it and after it."""
+        """Return, by stage, whether it may pay to run some backwards as B and some as I and W.
+
+        It cannot pay if I followed at once by W takes no longer than B and, with a limit, no more memory, during and
+        after it.
+        """
         time, held, near = self.time_s, self.held_bytes, 1 + 1e-9
         no_longer = (time[I] + time[W] <= time[B] * near).all(axis=1)
         grain = 1e-9 * max(float(np.abs(held).max()), float(self.passing_bytes.max()))
@@ -145,11 +148,12 @@ class FitInstance:
         no_more = np.maximum(need[I], held[I] + need[W]) <= need[B] + grain
         no_more &= held[I] + held[W] <= held[B] + grain
         bounded = np.isfinite(self.limit_bytes)[self.placement]
-        found: NDArray[np.bool_] = self.may_split & self.may_merge & ~(no_longer & (no_more.all(axis=1) | ~bounded))
-        return found
+        is_open: NDArray[np.bool_] = self.may_split & self.may_merge & ~(no_longer & (no_more.all(axis=1) | ~bounded))
+        return is_open
 
     def work_s(self) -> Floats:
-        """Per lane: the least time that its actions take, each unit's backward split or merged as it is quicker."""
+        """Return, by lane, the minimum time of its actions, with each unit's backward split or merged, whichever is
+        quicker."""
         split = np.where(self.may_split[:, None], self.time_s[I] + self.time_s[W], np.inf)
         merged = np.where(self.may_merge[:, None], self.time_s[B], np.inf)
         by_stage = (self.time_s[F] + np.minimum(split, merged)).sum(axis=1)
@@ -157,12 +161,12 @@ class FitInstance:
 
 
 def backward_order(microbatches: int, slices: int) -> Ints:
-    """The units in the order of backwards: microbatches ascending, the slices of each descending."""
+    """Return the units in the order of backwards: microbatches ascending, the slices of each descending."""
     return np.arange(microbatches * slices, dtype=np.int32).reshape(microbatches, slices)[:, ::-1].reshape(-1)
 
 
 def orders_of(instance: FitInstance, schedule: Schedule) -> list[Ints]:
-    """The orders of a computed schedule of the instance."""
+    """Return the orders of a computed schedule of the instance."""
     codes = {name: kind for kind, name in enumerate(COMPUTE)}
     return [
         np.array(
@@ -174,7 +178,7 @@ def orders_of(instance: FitInstance, schedule: Schedule) -> list[Ints]:
 
 
 def schedule_of(instance: FitInstance, orders: Sequence[Ints], name: str = "fit") -> Schedule:
-    """The computed schedule with these orders."""
+    """Return the computed schedule with these orders."""
     lanes = []
     for order in orders:
         row = []
@@ -192,13 +196,15 @@ def schedule_of(instance: FitInstance, orders: Sequence[Ints], name: str = "fit"
 
 
 def _dense_table(table: Floats, shape: tuple[int, int, int]) -> Floats:
-    """[stage, unit] of an array that broadcasts over [stage, microbatch, slice]."""
+    """Return [stage, unit] of an array that broadcasts over [stage, microbatch, slice]."""
     return np.broadcast_to(table, shape).reshape(shape[0], -1)
 
 
 def _may_split(costs: CostTable, shape: tuple[int, int, int]) -> NDArray[np.bool_]:
-    """Per stage: whether I and W can run apart. Where no W takes time there is nothing to put off, unless B takes more
-    time than I, or more memory."""
+    """Return, by stage, whether I and W can run separately.
+
+    If no W takes time, splitting delays nothing; then stages are split only if B takes more time or memory than I.
+    """
     if "I" not in costs.actions or "W" not in costs.actions:
         return np.zeros(shape[0], dtype=np.bool_)
     if "B" not in costs.actions:
@@ -208,30 +214,30 @@ def _may_split(costs: CostTable, shape: tuple[int, int, int]) -> NDArray[np.bool
         for field in ("time_s", "held_bytes", "peak_bytes")
     )
     need = {kind: np.maximum(held[kind], 0.0) + passing[kind] for kind in "IWB"}
-    most = np.maximum(need["I"], held["I"] + need["W"])
-    grain = 1e-9 * max(float(np.abs(held["B"]).max()), float(most.max()))
+    split_need = np.maximum(need["I"], held["I"] + need["W"])
+    grain = 1e-9 * max(float(np.abs(held["B"]).max()), float(split_need.max()))
     merges = (time_s["W"] == 0) & (time_s["B"] <= time_s["I"] * (1 + 1e-9))
-    merges &= (need["B"] <= most + grain) & (held["B"] <= held["I"] + held["W"] + grain)
+    merges &= (need["B"] <= split_need + grain) & (held["B"] <= held["I"] + held["W"] + grain)
     return np.asarray(~merges.all(axis=1))
 
 
 def _transfer_tables(problem: ScheduleProblem, costs: CostTable, way: str) -> tuple[Floats, Floats, Floats]:
-    """(time, port time, receive buffer) by [edge, unit], of one direction; zeros for edges within a lane."""
+    """Return (time, port time, receive buffer) by [edge, unit] of one direction; zeros for edges within a lane."""
     shape = (len(problem.stage_edges), problem.microbatches, problem.slices)
-    whole, port, size = np.zeros((3, shape[0], shape[1] * shape[2]))
+    transit, port, size = np.zeros((3, shape[0], shape[1] * shape[2]))
     crossing = [
-        place for place, (s, t, _) in enumerate(problem.stage_edges) if problem.placement[s] != problem.placement[t]
+        edge for edge, (s, t, _) in enumerate(problem.stage_edges) if problem.placement[s] != problem.placement[t]
     ]
-    matched = match_edges([problem.stage_edges[place] for place in crossing], costs)
+    matched = match_edges([problem.stage_edges[edge] for edge in crossing], costs)
     if crossing:
         part = (len(crossing), *shape[1:])
-        for table, field in ((whole, "s"), (port, "port_s"), (size, "bytes")):
+        for table, field in ((transit, "s"), (port, "port_s"), (size, "bytes")):
             table[crossing] = _dense_table(edge_table(matched, f"{way}_{field}"), part)
-    return whole, port, size
+    return transit, port, size
 
 
 def _check_times(costs: CostTable, shape: tuple[int, int, int]) -> None:
-    """Raise ScheduleError for a time that is negative, or zero where there must be work."""
+    """Raise ScheduleError for a negative time, or for a zero time of an action that must have work."""
     for name in COMPUTE:
         if name in costs.actions:
             _check_time(name, costs.actions[name], shape, zero=name in "IW")
@@ -255,7 +261,7 @@ def _check_time(name: str, table: ActionTable, shape: tuple[int, int, int], zero
     time_s = _dense_table(table.time_s, shape)
     wrong = ~np.isfinite(time_s) | ((time_s < 0) if zero else (time_s <= 0))
     if wrong.any():
-        stage, unit = (int(place) for place in np.argwhere(wrong)[0])
+        stage, unit = (int(index) for index in np.argwhere(wrong)[0])
         raise ScheduleError(
             "An action has a time that no schedule can be made for.",
             where=f"{name} of stage {stage}, microbatch {unit // shape[2]}",

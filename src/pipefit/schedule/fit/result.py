@@ -1,4 +1,4 @@
-"""What fitting a schedule returns: the schedule, how good it is, and how it was found."""
+"""The result of fitting a schedule: the schedule, its quality and its origin."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pipefit.schedule.actions import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """The best schedule found, with a bound that no schedule can go below."""
+    """The best schedule found, with a lower bound on the time of every schedule."""
 
     schedule: Schedule
     'Computed; its name is "fit".'
     time_s: float
     "The objective, by the simulator."
     bound_s: float
-    "No schedule takes less."
+    "Lower bound on the objective of every schedule."
     bubble: float
     "1 - work of the busiest lane / time."
     recompute: tuple[str, ...]
-    "Per stage: the choice among the options; empty where there were none."
+    "By stage: the choice among the options; empty without options."
     peak_bytes: tuple[float, ...]
-    "Per lane, static bytes and receive buffers included."
+    "By lane, with static bytes and receive buffers."
     how: str
-    "The construction that it began as, and what improved it."
+    "The construction that the search began with, and the methods that improved it."
     moves: int = 0
     "Moves that were tried."
     notes: tuple[str, ...] = ()
 
     @property
     def relative_gap(self) -> float:
-        """How much of the time the bound leaves open: 0 is proven optimal."""
+        """The gap between time and bound, relative to the time: 0 is proven optimal."""
         return (self.time_s - self.bound_s) / self.time_s

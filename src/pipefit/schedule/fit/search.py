@@ -1,4 +1,4 @@
-"""The whole of fitting: constructions, improvement, and the simulator's word on the winner."""
+"""The complete fitting of a schedule: constructions, improvement, and a final check by the simulator."""
 
 from __future__ import annotations
 
@@ -35,32 +35,33 @@ from pipefit.schedule.fit.verify import SimulationMemo, least_bytes, least_held,
 from pipefit.schedule.problem import ScheduleProblem
 
 MOVES = 100_000
-"""Moves of the local search that are tried by default."""
+"""Default number of moves of the local search."""
 REPAIRS = 8
-"""Times that limits are tightened because of buffers before giving up."""
+"""Maximum number of times that limits are tightened because of buffers."""
 AFTERWARDS = 2.0
-"""Of the time for the search, so many times what merging and the simulator took once are kept for the end."""
+"""Time reserved for the end of the search, in multiples of the time of one merging and simulation."""
 PIECES = 12
 LEAST_PIECE = 500
-"""Where buffers are in the way: so many searches from the best orders that fit, with so many moves at least."""
+"""If buffers exceed the limits: the number of searches from the best fitting orders, and the minimum of moves of
+each."""
 KEPT_CHOICES = 3
 CHOICE_SHARE = 0.6
-"""Of the moves, what goes into the choice of options: the best few, and the best uniform one."""
+"""Options are chosen between the best few choices and the best uniform one, with this share of the moves."""
 KEPT_STARTS = 3
-"""Of the constructions for each uniform choice, so many are tried on all others."""
+"""Number of constructions of each uniform choice that are tried on all other choices."""
 LOOK = 600
-"""Moves that one choice of options is looked at with."""
+"""Moves with which one choice of options is evaluated."""
 TUNED = 4
 TUNE_SHARE = 0.06
-"""Of the moves, what goes into the tuning of each of the best starts."""
+"""The number of best starts that are tuned, and the share of moves for each."""
 SHORTS = 3
 SHORT_SHARE = 0.08
-"""Where there are many microbatches: so many searches with few, each with this share of the moves."""
+"""With many microbatches: the number of searches with few microbatches, and the share of moves for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class FitSearch:
-    """What the parts of one call share."""
+    """The data shared by the parts of one call."""
 
     problem: ScheduleProblem
     instance: FitInstance
@@ -73,7 +74,7 @@ class FitSearch:
 
     @property
     def goal_s(self) -> float:
-        """What proves itself to be the best."""
+        """The time at which a schedule is proven optimal."""
         return self.bound_s * (1 + 1e-9)
 
 
@@ -88,13 +89,12 @@ def fit_schedule(
     options: Mapping[str, CostTable] | None = None,
     use_numba: bool = True,
 ) -> FitResult:
-    """The best schedule found for the true times of `problem.costs` within `problem.limit_bytes`.
+    """Return the best schedule found for the times of `problem.costs` within `problem.limit_bytes`.
 
-    `options`: cost tables by the name of a recomputation choice, of which each stage takes one; they stand in place of
+    `options` are cost tables by the name of a recomputation choice, of which each stage takes one; they replace
     `problem.costs`. The same `moves` and `seed` give the same schedule on every machine, with and without numba;
-    `seconds` only stops the search earlier. `exact_seconds` go to the exact solver, where it is installed. Raises
-    ScheduleError where the limit is below what any schedule needs, saying the least, and for times that are not
-    positive.
+    `seconds` only stops the search earlier. `exact_seconds` are spent in the exact solver, if it is installed. Raises
+    ScheduleError if no schedule fits in the limit, with the minimum, and for times that are not positive.
     """
     budget = MoveBudget(moves, math.inf if seconds is None else time.perf_counter() + seconds)
     loops = compile_loops() if use_numba else PLAIN
@@ -113,9 +113,11 @@ def fit_schedule(
 
 
 def _within_limits(search: FitSearch, begin: list[TimedOrders]) -> tuple[TimedOrders, float]:
-    """The best orders found whose peaks, by the simulator, are within the limits, and a bound. The best start within
-    them is the least that comes out. Where buffers take the search beyond the limits, it tries again with less.
-    `begin`: what was searched already, and then all constructions, or nothing."""
+    """Return the best orders found whose simulated peaks are within the limits, and a bound.
+
+    The result is never slower than the best start within the limits. If buffers exceed the limits, the search is
+    repeated with tighter limits. `begin` is the result of an earlier search followed by all constructions, or empty.
+    """
     instance, budget = search.instance, search.budget
     limit, least = instance.limit_bytes.copy(), least_held(instance)
     moves = budget.moves
@@ -124,9 +126,13 @@ def _within_limits(search: FitSearch, begin: list[TimedOrders]) -> tuple[TimedOr
         tight = replace(instance, limit_bytes=limit)
         t = make_tables(tight)
         known = [*begin[:1], *([safe] if safe else [])]
-        kept = [one for one in known if fits_in_memory(t, sweep_orders(tight, t, search.loops, one.orders), one.orders)]
+        still_fitting = [
+            candidate
+            for candidate in known
+            if fits_in_memory(t, sweep_orders(tight, t, search.loops, candidate.orders), candidate.orders)
+        ]
         fresh = _collect_starts(search, tight, begin[1:] if repair == 0 else [])
-        starts = sorted([*kept, *fresh], key=lambda start: start.time_s)
+        starts = sorted([*still_fitting, *fresh], key=lambda start: start.time_s)
         if not starts:
             break
         if budget.until_s < math.inf:
@@ -136,13 +142,13 @@ def _within_limits(search: FitSearch, begin: list[TimedOrders]) -> tuple[TimedOr
         if not over.any():
             alone = safe is None or safe.time_s >= starts[0].time_s
             part = budget if alone else _spend_half(budget)
-            found = improve_orders(tight, t, search.loops, starts, part, search.seed, search.goal_s)
-            found = merge_neighbours(tight, t, search.loops, found)
-            over = search.simulated.excess_bytes(found)
+            improved = improve_orders(tight, t, search.loops, starts, part, search.seed, search.goal_s)
+            improved = merge_neighbours(tight, t, search.loops, improved)
+            over = search.simulated.excess_bytes(improved)
             if not over.any() and alone:
-                return _improve_exactly(search, tight, found)
+                return _improve_exactly(search, tight, improved)
             if not over.any() and safe is not None:
-                safe = min(safe, found, key=lambda start: start.time_s)
+                safe = min(safe, improved, key=lambda start: start.time_s)
                 break
             budget.moves = budget.spent + moves // 3
         limit = np.maximum(limit - over, np.minimum(limit, least))
@@ -155,7 +161,7 @@ def _within_limits(search: FitSearch, begin: list[TimedOrders]) -> tuple[TimedOr
 
 
 def _finishing_s(search: FitSearch, tight: FitInstance, t: InstanceTables, start: TimedOrders) -> float:
-    """What it takes to end a search: merging, and the simulator's word."""
+    """Return the measured time of the end of a search: merging and simulation."""
     began = time.perf_counter()
     merge_neighbours(tight, t, search.loops, start)
     search.simulated.simulate_start(start)
@@ -163,7 +169,8 @@ def _finishing_s(search: FitSearch, tight: FitInstance, t: InstanceTables, start
 
 
 def _first_safe(search: FitSearch, starts: list[TimedOrders], safe: TimedOrders | None) -> TimedOrders | None:
-    """The quickest of `starts`, which are sorted by time, and `safe` that is within the limits by the simulator."""
+    """Return the quickest of `safe` and `starts`, which are sorted by time, that is within the limits by the
+    simulator."""
     for start in starts:
         if safe is not None and start.time_s >= safe.time_s:
             break
@@ -173,15 +180,18 @@ def _first_safe(search: FitSearch, starts: list[TimedOrders], safe: TimedOrders 
 
 
 def _spend_half(budget: MoveBudget) -> MoveBudget:
-    """Half of what is left, which counts as spent."""
+    """Return half of the remaining budget, which then counts as spent."""
     half = budget.moves_share(0.5)
     budget.spent += half.moves
     return half
 
 
 def _improve_safely(search: FitSearch, safe: TimedOrders) -> TimedOrders:
-    """What the rest of the budget makes of orders within the limits, in pieces, each of which must stay within them: by
-    turns with all of the memory, and with what the orders hold without buffers."""
+    """Improve orders that are within the limits with the rest of the budget.
+
+    The search is divided into pieces, and the result of each must stay within the limits. The pieces alternate between
+    the full memory limit and the memory that the orders hold without buffers.
+    """
     budget, instance = search.budget, search.instance
     length = max((budget.moves - budget.spent) // PIECES, LEAST_PIECE)
     for piece in range(PIECES):
@@ -189,20 +199,20 @@ def _improve_safely(search: FitSearch, safe: TimedOrders) -> TimedOrders:
             break
         tight = instance if piece % 2 else replace(instance, limit_bytes=_bytes_held(search, safe))
         t = make_tables(tight)
-        found = anneal_orders(
+        improved = anneal_orders(
             tight, t, search.loops, safe, budget, search.seed + piece, min(length, budget.take_moves(length))
         )
-        found = merge_neighbours(tight, t, search.loops, found)
-        if found.time_s < safe.time_s and not _exceeds_limits(search, found):
-            safe = found
+        improved = merge_neighbours(tight, t, search.loops, improved)
+        if improved.time_s < safe.time_s and not _exceeds_limits(search, improved):
+            safe = improved
     return safe
 
 
 def _bytes_held(search: FitSearch, start: TimedOrders) -> Floats:
-    """Per lane: what orders take without buffers."""
+    """Return, by lane, the peak memory of orders without buffers."""
     t = make_tables(search.instance)
     s = sweep_orders(search.instance, t, search.loops, start.orders)
-    return np.array([(s.level[lane, : len(one)] + t.need[one]).max() for lane, one in enumerate(start.orders)])
+    return np.array([(s.level[lane, : len(order)] + t.need[order]).max() for lane, order in enumerate(start.orders)])
 
 
 def _exceeds_limits(search: FitSearch, start: TimedOrders) -> bool:
@@ -210,23 +220,26 @@ def _exceeds_limits(search: FitSearch, start: TimedOrders) -> bool:
 
 
 def _improve_exactly(search: FitSearch, tight: FitInstance, found: TimedOrders) -> tuple[TimedOrders, float]:
-    """What the exact solver makes of orders, and the bound that it proves where no limit was tightened."""
+    """Improve orders with the exact solver. Also returns the bound that it proves, if no limit was tightened."""
     if not search.exact_seconds:
         return found, 0.0
     from pipefit.schedule.fit.exact import windows as exact
 
-    made = exact.improve_windows(tight, found.orders, search.exact_seconds, search.seed)
-    better = replace(found, time_s=made.time_s, orders=made.orders, name=f"{found.name}, exact")
+    solution = exact.improve_windows(tight, found.orders, search.exact_seconds, search.seed)
+    better = replace(found, time_s=solution.time_s, orders=solution.orders, name=f"{found.name}, exact")
     better = merge_neighbours(tight, make_tables(tight), search.loops, better)
     if better.time_s < found.time_s and not _exceeds_limits(search, better):
         found = better
-    own = bool((tight.limit_bytes == search.instance.limit_bytes).all())
-    return found, made.bound_s if own else 0.0
+    same_limits = bool((tight.limit_bytes == search.instance.limit_bytes).all())
+    return found, solution.bound_s if same_limits else 0.0
 
 
 def _collect_starts(search: FitSearch, instance: FitInstance, known: list[TimedOrders]) -> list[TimedOrders]:
-    """All constructions, which may be known, for many microbatches searches of fewer, extended, and the best ones
-    tuned; best first."""
+    """Return all constructions, best first. `known` are the constructions if they were computed before.
+
+    With many microbatches, extended results of searches with fewer microbatches are added. The best starts are also
+    tuned.
+    """
     problem, loops, budget = search.problem, search.loops, search.budget
     t = make_tables(instance)
     starts = known or all_starts(instance, problem, t, loops)
@@ -244,16 +257,16 @@ def _collect_starts(search: FitSearch, instance: FitInstance, known: list[TimedO
             budget.spent += inner.spent
             starts += extend_starts(instance, t, loops, short, short_t, best)
     repeated = steady_starts(instance, t, loops, budget, search.seed) if microbatches < instance.microbatches else []
-    for n, one in enumerate([*repeated, *_distinct_starts(starts)]):
+    for n, untuned in enumerate([*repeated, *_distinct_starts(starts)]):
         inner = budget.moves_share(TUNE_SHARE)
-        made = tune_offsets(instance, t, loops, one, inner, search.seed + n)
+        tuned = tune_offsets(instance, t, loops, untuned, inner, search.seed + n)
         budget.spent += inner.spent
-        starts += [] if made is None else [made]
+        starts += [] if tuned is None else [tuned]
     return sorted([*starts, *repeated], key=lambda start: start.time_s)
 
 
 def _distinct_starts(starts: list[TimedOrders]) -> list[TimedOrders]:
-    """The best few with different names; patterns count as one."""
+    """Return the best few starts with different names; patterns count as one."""
     by_name: dict[str, TimedOrders] = {}
     for start in sorted(starts, key=lambda start: start.time_s):
         by_name.setdefault("pattern" if start.name.startswith("pattern ") else start.name, start)
@@ -268,38 +281,41 @@ def _choose_options(
     budget: MoveBudget,
     seed: int,
 ) -> tuple[Choice, list[TimedOrders]]:
-    """One option for each stage, by what a short search reaches with it; the orders that it reached, and those of all
+    """Return one option for each stage, chosen by short searches, with the resulting orders and those of all
     constructions."""
 
     mixture = OptionMixture(problem, options, objective)
     known: list[tuple[TimedOrders, Floats]] = []
-    for one in mixture.uniform:
-        own = make_tables(one)
-        best = all_starts(one, problem, own, loops)[:KEPT_STARTS]
-        known += [(start, wished_starts(one, sweep_orders(one, own, loops, start.orders))) for start in best]
+    for uniform_instance in mixture.uniform:
+        uniform_t = make_tables(uniform_instance)
+        best = all_starts(uniform_instance, problem, uniform_t, loops)[:KEPT_STARTS]
+        known += [
+            (start, wished_starts(uniform_instance, sweep_orders(uniform_instance, uniform_t, loops, start.orders)))
+            for start in best
+        ]
 
     def choice_value(choice: Choice) -> float:
         instance, t = mixture.mixed_instance(choice)
-        made = list(block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS))
+        candidates = list(block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS))
         builder = OrderBuilder(instance, t, loops, merge_choices(instance)[0])
         for start, wish in known:
             s = make_state(t, instance, start.orders)
             if loops.sweep(t, s) and fits_in_memory(t, s, start.orders):
-                made.append(TimedOrders(float(s.value[0]), start.name, start.orders))
+                candidates.append(TimedOrders(float(s.value[0]), start.name, start.orders))
             elif (time_s := builder.wish_objective(wish)) < math.inf:
-                made.append(builder.valued_start(time_s, start.name))
-        if not made:
+                candidates.append(builder.valued_start(time_s, start.name))
+        if not candidates:
             return math.inf
-        best = min(made, key=lambda start: start.time_s)
+        best = min(candidates, key=lambda start: start.time_s)
         return anneal_orders(instance, t, loops, best, budget, seed, min(LOOK, 1 + budget.moves // 400)).time_s
 
-    found = search_choices(
+    choices = search_choices(
         problem.num_stages, tuple(options), choice_value, lambda: time.perf_counter() < budget.until_s
     )
-    if not found:
+    if not choices:
         raise _no_option_fits(problem, options, objective, loops)
-    uniform = [choice for choice in found if len(set(choice)) == 1]
-    racers = list(dict.fromkeys([*found[:KEPT_CHOICES], *uniform[:1]]))
+    uniform = [choice for choice in choices if len(set(choice)) == 1]
+    racers = list(dict.fromkeys([*choices[:KEPT_CHOICES], *uniform[:1]]))
     share = CHOICE_SHARE / len(racers)
 
     def search_choice(choice: Choice) -> tuple[Choice, list[TimedOrders]]:
@@ -310,16 +326,19 @@ def _choose_options(
         budget.spent += inner.spent
         return choice, [start, *starts]
 
-    return min(map(search_choice, racers), key=lambda one: one[1][0].time_s)
+    return min(map(search_choice, racers), key=lambda outcome: outcome[1][0].time_s)
 
 
 def _no_option_fits(
     problem: ScheduleProblem, options: Mapping[str, CostTable], objective: Objective, loops: SearchLoops
 ) -> ScheduleError:
-    """The error for the option that needs least."""
+    """Return the error for the option that needs the least memory."""
     uniform = [problem_of_choice(problem, options, (name,) * problem.num_stages) for name in options]
-    instances = [FitInstance.from_problem(one, objective) for one in uniform]
-    needs = [least_bytes(one, instance, loops).max() for one, instance in zip(uniform, instances, strict=True)]
+    instances = [FitInstance.from_problem(option_problem, objective) for option_problem in uniform]
+    needs = [
+        least_bytes(option_problem, instance, loops).max()
+        for option_problem, instance in zip(uniform, instances, strict=True)
+    ]
     least = int(np.argmin(needs))
     return _limit_error(uniform[least], instances[least], loops)
 

@@ -1,4 +1,4 @@
-"""What the simulator says about a fitted schedule: its memory with all buffers, and the least that any one needs."""
+"""Simulation of fitted schedules: their memory with all buffers, and the minimum memory of any schedule."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pipefit.schedule.problem import ScheduleProblem
 
 
 def simulated_peaks(problem: ScheduleProblem, schedule: Schedule) -> Floats:
-    """Per lane: the peak of memory in bytes when the schedule runs with its transfers."""
+    """Return, by lane, the peak memory in bytes of the schedule with its transfers."""
     from pipefit.simulate import simulate_schedule
 
     assert problem.costs is not None
     lowered = lower_schedule(schedule, problem.stage_edges, problem.costs, reductions=(), optimizer=False)
-    found: Floats = simulate_schedule(lowered, problem.costs).peak_bytes
-    return found
+    peaks: Floats = simulate_schedule(lowered, problem.costs).peak_bytes
+    return peaks
 
 
 @dataclass(slots=True)
 class SimulationMemo:
-    """What the simulator says of orders; the last ones are remembered."""
+    """Simulation results of orders, with a cache of the last ones."""
 
     problem: ScheduleProblem
     instance: FitInstance
@@ -37,14 +37,14 @@ class SimulationMemo:
     peak_bytes: Floats | None = None
 
     def simulate_start(self, start: TimedOrders) -> tuple[Schedule, Floats]:
-        """The schedule and the peak of every lane."""
+        """Return the schedule and the peak of every lane."""
         if self.start is not start or self.schedule is None or self.peak_bytes is None:
             self.start, self.schedule = start, schedule_of(self.instance, start.orders)
             self.peak_bytes = simulated_peaks(self.problem, self.schedule)
         return self.schedule, self.peak_bytes
 
     def excess_bytes(self, start: TimedOrders) -> Floats:
-        """Per lane: the bytes by which the peak is above the limit."""
+        """Return, by lane, the bytes by which the peak exceeds the limit."""
         if self.problem.limit_bytes is None:
             return np.zeros(self.instance.lanes)
         limit = np.array(self.problem.limit_bytes)
@@ -54,30 +54,32 @@ class SimulationMemo:
 
 
 def least_bytes(problem: ScheduleProblem, instance: FitInstance, loops: SearchLoops) -> Floats:
-    """Per lane: the peak when one microbatch runs after the other, which no schedule can go below; of split and merged
-    backwards the better."""
-    found = [
+    """Return, by lane, the peak if the microbatches run one at a time: the minimum over all schedules.
+
+    The better of split and merged backwards counts.
+    """
+    peaks = [
         simulated_peaks(problem, schedule_of(instance, start.orders)) for start in sequential_orders(instance, loops)
     ]
-    least: Floats = np.array(found).min(axis=0)
+    least: Floats = np.array(peaks).min(axis=0)
     return least
 
 
 def sequential_orders(instance: FitInstance, loops: SearchLoops) -> list[TimedOrders]:
-    """Orders in which one microbatch runs after the other, with split and with merged backwards."""
-    found = []
+    """Return orders in which the microbatches run one at a time, with split and with merged backwards."""
+    starts = []
     turn = np.arange(instance.num_units) // instance.slices * float(instance.time_s.sum())
     wish = np.tile(turn, (3 * instance.num_stages, 1))
     for merge in merge_choices(instance):
         limit = np.array([sequential_peak(instance, lane, merge) for lane in range(instance.lanes)]) * (1 + 1e-9)
-        made = build_orders(instance, make_tables(replace(instance, limit_bytes=limit)), loops, wish, merge)
-        assert made is not None
-        found.append(replace(made, name="one microbatch after the other"))
-    return found
+        start = build_orders(instance, make_tables(replace(instance, limit_bytes=limit)), loops, wish, merge)
+        assert start is not None
+        starts.append(replace(start, name="one microbatch after the other"))
+    return starts
 
 
 def least_held(instance: FitInstance) -> Floats:
-    """Per lane: what one microbatch alone takes, without buffers."""
+    """Return, by lane, the memory of a single microbatch without buffers."""
     by_choice = [
         [sequential_peak(instance, lane, merge) for lane in range(instance.lanes)] for merge in merge_choices(instance)
     ]
@@ -86,19 +88,21 @@ def least_held(instance: FitInstance) -> Floats:
 
 
 def sequential_peak(instance: FitInstance, lane: int, merge: NDArray[np.bool_]) -> float:
-    """The most that a lane holds when one microbatch runs after the other, all its forwards first."""
-    most = 0.0
+    """Return the peak memory of a lane if the microbatches run one at a time, all forwards of each first."""
+    peak = 0.0
     stages = list(instance.lane_stages(lane))
     held = instance.held_bytes[:, stages].tolist()
     need = (np.maximum(instance.held_bytes, 0.0) + instance.passing_bytes)[:, stages].tolist()
     for microbatch in range(instance.microbatches):
         ahead = range(microbatch * instance.slices, (microbatch + 1) * instance.slices)
-        steps = [(F, place, unit) for place in range(len(stages)) for unit in ahead]
-        for place in reversed(range(len(stages))):
+        steps = [(F, position, unit) for position in range(len(stages)) for unit in ahead]
+        for position in reversed(range(len(stages))):
             for unit in reversed(ahead):
-                steps += [(B, place, unit)] if merge[stages[place]] else [(I, place, unit), (W, place, unit)]
+                steps += (
+                    [(B, position, unit)] if merge[stages[position]] else [(I, position, unit), (W, position, unit)]
+                )
         level = 0.0
-        for kind, place, unit in steps:
-            most = max(most, level + need[kind][place][unit])
-            level += held[kind][place][unit]
-    return most
+        for kind, position, unit in steps:
+            peak = max(peak, level + need[kind][position][unit])
+            level += held[kind][position][unit]
+    return peak

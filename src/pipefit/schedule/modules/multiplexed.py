@@ -253,7 +253,7 @@ class _LaneClock:
         return next((filler for filler in fillers if gap_s >= WORTH * self._action_s(filler)), None)
 
     def _stocked_units(self, one: _TurnStage) -> int:
-        """Return the number of finished units, within the window, that the pipeline has not begun with."""
+        """Return the number of started units, within the window, that the pipeline has not begun with."""
         begun = self.started[one.feeds]
         return sum(unit >= begun for unit in one.units[max(0, one.ahead - one.window) : one.ahead])
 

@@ -95,8 +95,8 @@ def compile_graph(
     """Return the task graph of a valid schedule. `edges` is needed for computed schedules only; default: the chain.
 
     Without `own_ports`, the transfers of a lane do not wait for each other; `fluid.share_ports` models the sharing.
-    Raises ScheduleError, with the first lane that cannot continue, if no order satisfies all dependencies. `compiled`
-    forces numba on or off; both give the same graph.
+    Raises ScheduleError if no order satisfies all dependencies. `compiled` forces numba on or off; both give the same
+    graph.
     """
     if edges is None and not schedule.is_lowered:
         edges = chain_edges(schedule.num_stages)

@@ -1,10 +1,10 @@
-"""How each operator kind may be split: einsum-like labels, one file a kind (or a family of kinds).
+"""Splitting rules per operator kind: einsum-like labels, one file per kind or family of kinds.
 
-A rule names every dimension of an operator's inputs and outputs that may be split with a label; dimensions that may
-not carry None. Splitting one label l means: every operand that carries l is split there, G(dim of l), all others are
-whole, I; an output that carries l is G, one that does not is a partial sum, P. So one table gives a linear layer its
-three ways (rows or tokens, columns, contraction), attention its heads, cross-entropy its tokens (reference: HAP's
-rules, and the label generator that subsumes them).
+A rule gives a label to every dimension of an operator's inputs and outputs that may be split, and None to the others.
+Splitting a label l means: every operand with l is sharded there, G(dim of l), and all others are replicated, I. An
+output with l is G, an output without it is a partial sum, P. One table thus gives a linear layer its three splits (rows
+or tokens, columns, contraction), attention its heads, cross-entropy its tokens (reference: HAP's rules, and the label
+generator that subsumes them).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pipefit.errors import PlanError
 from pipefit.model.graph import Operator, Shape, Size
 
 Labels = tuple[str | None, ...]
-"""One label per dimension; None where the dimension must stay whole."""
+"""One label per dimension; None if the dimension must not be split."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """Where one device's part of a value lies: along which dimension, from which index, of how many.
+    """The part of a value on one device: the split dimension, its first index there, and its full size.
 
-    `start` is -1 for tokens and rows, whose number is only known at run time.
+    `start` is -1 for tokens and rows, whose number is known only at run time.
     """
 
     dim: int
@@ -42,23 +42,23 @@ class OperatorLabels:
     inputs: tuple[Labels | None, ...]
     outputs: tuple[Labels, ...]
     units: Mapping[str, int]
-    "Labels that can only be cut at multiples: label -> how many units there are (groups of an attention)."
+    "Labels that can be cut only at multiples: label -> number of units (groups of an attention)."
     once: tuple[int, ...] = ()
-    "Inputs that are added to the output (a bias): with a partial output they are added after its reduction."
+    "Inputs added to the output (a bias); with a partial output they are added after its reduction."
     linear: tuple[tuple[int, ...], ...] = ()
-    "Sets of inputs in which the output is linear together: partial sums in all of a set, the rest whole, give a P."
+    "Sets of inputs in which the output is jointly linear: if all of a set are P and the rest I, the output is P."
     kinds: Mapping[str, str] = field(default_factory=dict)
-    "Labels along which parts must know of each other -> the kind of operator that computes a part and talks inside."
+    "Labels with dependent parts -> the operator kind that computes a part with collectives inside."
     joint: Mapping[str, tuple[tuple[Labels | None, ...], tuple[Labels, ...]]] = field(default_factory=dict)
-    "Labels with tables of their own (inputs, outputs), where dimensions are split together that are not one: tokens"
-    " and experts. Each is cut in its own units; the last input's are the program's."
+    "Labels with their own tables (inputs, outputs), where different dimensions are split together: tokens and"
+    " experts. Each is cut in its own units; the units of the last input are the program's."
     local: Callable[[Mapping[str, Any], Shape, DevicePart], Mapping[str, Any]] | None = None
-    "(attributes, local shape of output 0, its cut) -> attributes on one device, where they name sizes or places."
+    "(attributes, local shape of output 0, its cut) -> attributes on one device, if they contain sizes or positions."
     addend: Callable[[Mapping[str, Any], DevicePart], Mapping[str, Any]] | None = None
-    "The same where the output is a partial sum: (attributes, cut of the first input that is split)."
+    "The same for an output that is a partial sum: (attributes, cut of the first split input)."
 
     def for_label(self, label: str | None) -> OperatorLabels:
-        """The table that counts where this label is split."""
+        """Return the table that applies if this label is split."""
         if label is None or label not in self.joint:
             return self
         inputs, outputs = self.joint[label]
@@ -71,7 +71,7 @@ Rule = Callable[[Operator, tuple[Shape | None, ...], tuple[Shape, ...]], Operato
 
 @cache
 def find_rules() -> Mapping[str, Rule]:
-    """All kinds that have a rule, found by walking this package."""
+    """Return the rules of all operator kinds, found by walking this package."""
     rules: dict[str, Rule] = {}
     for info in pkgutil.iter_modules(__path__):
         for kind, rule in importlib.import_module(f"{__name__}.{info.name}").RULES.items():
@@ -81,7 +81,7 @@ def find_rules() -> Mapping[str, Rule]:
 
 
 def labels_of(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
-    """The labels of one operator. Raises PlanError for a kind without a rule."""
+    """Return the labels of one operator. Raises PlanError for a kind without a rule."""
     known = find_rules()
     if operator.kind not in known:
         raise PlanError(
@@ -94,10 +94,10 @@ def labels_of(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tup
 
 
 def leading_labels(rank: int) -> Labels:
-    """Labels of all dimensions but the last: rows, tokens, and what comes between."""
+    """Return labels for all dimensions but the last: rows, tokens, and dimensions between."""
     return (*(f"d{i}" for i in range(rank - 1)), None)
 
 
 def whole_labels(shape: Shape | None) -> Labels | None:
-    """An input that is never split."""
+    """Return the labels of an input that is never split."""
     return None if shape is None else (None,) * len(shape)

@@ -1,4 +1,4 @@
-"""aten: by the dimensions that are known not to see each other (`model/aten_splits`); else whole everywhere."""
+"""aten: split along the dimensions known to be independent (`model/analysis/aten_splits`); otherwise replicated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def label_aten(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tu
     dim = known.result.index("groups")
 
     def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
-        """The call with the groups of this device's part."""
+        """Return the call with the groups of this device's part."""
         if cut.dim != dim:
             return attributes
         part = shape[dim]

@@ -1,7 +1,7 @@
-"""attention: by rows, by heads, and by queries, whose keys are whole. A unit of heads is one group of keys with all
-query heads that read it.
+"""attention: split by rows, by heads, or by queries with full keys.
 
-Queries that are split along tokens must know which are their own, to see the right keys.
+A unit of heads is one group of keys with all query heads that read it. Queries split along tokens need their positions,
+to attend to the right keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def label_attention(operator: Operator, inputs: tuple[Shape | None, ...], output
 
 
 def place_of_queries(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
-    """The attribute `cut`, as dropout has it, where queries are split."""
+    """Return the attribute `cut`, as in dropout, if queries are split."""
     return place_of_cut(attributes, shape, cut) if cut.dim == 1 else attributes
 
 

@@ -1,7 +1,7 @@
-"""conv, conv_transpose: by rows, by output channels, by input channels (-> P); with groups by rows, and by groups of
-both.
+"""conv, conv_transpose: split by rows, by output channels, or by input channels (-> P).
 
-Spatial dimensions stay whole: parts of an image would need their neighbours' edges.
+With groups: split by rows, or by groups of input and output channels. Spatial dimensions are not split: parts of an
+image would need their neighbours' edges.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def label_conv(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tu
 
 
 def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
-    """The groups of this device's channels."""
+    """Return the groups of this device's channels."""
     if cut.dim != 1:
         return attributes
     assert isinstance(cut.total, int) and isinstance(shape[1], int)

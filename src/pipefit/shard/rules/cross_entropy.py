@@ -1,4 +1,4 @@
-"""cross_entropy: by rows or tokens, or by vocabulary, where every device knows its first label; the sum is partial."""
+"""cross_entropy: split by rows or tokens, or by vocabulary with each device's first label; the sum is partial."""
 
 from __future__ import annotations
 

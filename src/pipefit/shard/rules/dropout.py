@@ -1,4 +1,4 @@
-"""dropout: pointwise. Its key counts tokens and features of the whole tensor, so a device must know where it is."""
+"""dropout: pointwise. Its key counts tokens and features of the full tensor, so a device needs its position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def label_dropout(operator: Operator, inputs: tuple[Shape | None, ...], outputs:
 
 
 def place_of_cut(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
-    """The attribute `cut`: [dimension, first index (-1: by the runtime's tokens), size of the whole dimension]."""
+    """Return the attribute `cut`: [dimension, first index (-1: from the runtime's tokens), full size]."""
     return {**attributes, "cut": [cut.dim, cut.start, cut.total]}
 
 

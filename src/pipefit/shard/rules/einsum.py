@@ -1,4 +1,4 @@
-"""einsum: by every letter; one that the result lacks gives a partial sum. Linear in each operand."""
+"""einsum: split by every letter; a letter missing in the result gives a partial sum. Linear in each operand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pipefit.shard.rules import OperatorLabels
 
 def label_einsum(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     operands, result = einsum_labels(operator.attributes)
-    letters = [None if shape is None else tuple(operand) for operand, shape in zip([*operands, ""], inputs, strict=False)]
+    letters = [
+        None if shape is None else tuple(operand) for operand, shape in zip([*operands, ""], inputs, strict=False)
+    ]
     return OperatorLabels(
         inputs=tuple(letters),
         outputs=(tuple(result),),

@@ -1,5 +1,7 @@
-"""embedding: by rows or tokens, by features (table G1), or by vocabulary (table G0): then every device looks up the
-tokens of its own part and adds nothing for the others."""
+"""embedding: split by rows or tokens, by features (table G1), or by vocabulary (table G0).
+
+With a split vocabulary every device looks up the tokens of its own part and returns zeros for the others.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def label_embedding(operator: Operator, inputs: tuple[Shape | None, ...], output
 
 
 def own_rows(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
-    """The attribute `first`: the index of the table's first row that this device holds."""
+    """Return the attribute `first`: the index of the table's first row on this device."""
     return {**attributes, "first": cut.start}
 
 

@@ -1,4 +1,4 @@
-"""fourier_features: by rows or tokens."""
+"""fourier_features: split by rows or tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""image_positions: by rows or tokens, and by features."""
+"""image_positions: split by rows or tokens, and by features."""
 
 from __future__ import annotations
 

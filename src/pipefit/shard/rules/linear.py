@@ -1,6 +1,6 @@
-"""linear: by rows or tokens (x split in front), by columns (weight G0), by contraction (x G(last), weight G1 -> P).
+"""linear: split by rows or tokens (x), by columns (weight G0), or by contraction (x G(last), weight G1 -> P).
 
-Without a bias partial sums in x pass through.
+Without a bias, partial sums in x pass through.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""matmul of equal ranks: by the common leading dimensions, by rows of a, by columns of b, by contraction (-> P)."""
+"""matmul of equal ranks: split by common leading dimensions, rows of a, columns of b, or contraction (-> P)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""moe: by rows or tokens, as no token is dropped and tokens do not see each other; or by experts.
+"""moe: split by rows or tokens, because no token is dropped and tokens are independent; or by experts.
 
-By experts in two ways: every device computes its own experts for all tokens, an addend of the result (tokens gathered
-before, sums scattered after); or every device has its tokens and its experts, and sends tokens to their experts and
-back (`moe_shard`: GShard, Lepikhin et al., 2020). The second moves top_k / devices of what the first does.
+There are two splits by experts. In the first, every device computes its own experts for all tokens, an addend of the
+result (tokens gathered before, sums scattered after). In the second, every device has its tokens and its experts, and
+sends tokens to their experts and back (`moe_shard`: GShard, Lepikhin et al., 2020). The second moves top_k / devices of
+the first's bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def label_moe(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tup
 
 
 def own_experts(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
-    """The attribute `first`: the first expert whose weights this device holds."""
+    """Return the attribute `first`: the first expert with its weights on this device."""
     return {**attributes, "first": cut.start}
 
 

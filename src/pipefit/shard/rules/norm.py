@@ -1,4 +1,4 @@
-"""rms_norm, layer_norm, softmax: every dimension; along the one that is normalised the devices tell each other sums."""
+"""rms_norm, layer_norm, softmax: split by every dimension; along the normalised one, devices exchange sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def label_norm(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tu
     labels = (*leading_labels(last + 1)[:-1], "features")
 
     def set_whole_size(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
-        """The attribute `whole`, where features are split."""
+        """Return the attribute `whole`, if features are split."""
         return {**attributes, "whole": cut.total} if cut.dim == last else attributes
 
     return OperatorLabels(

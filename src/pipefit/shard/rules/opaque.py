@@ -1,4 +1,4 @@
-"""opaque: a user's module of which nothing is known runs whole on every device."""
+"""opaque: a user's module of unknown computation is replicated on every device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""packed_attention: by rows, by heads, and by queries, whose keys (and their documents) are whole."""
+"""packed_attention: split by rows, by heads, or by queries with full keys (and full documents of keys)."""
 
 from __future__ import annotations
 

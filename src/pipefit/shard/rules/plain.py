@@ -1,5 +1,6 @@
-"""constant: whole. expand: the dimensions that stay, and those that are repeated. sum: every dimension; over one that
-is summed the result is partial."""
+"""constant: replicated. expand: split by kept and by repeated dimensions. sum: split by every dimension; a split of a
+summed dimension gives a partial sum.
+"""
 
 from __future__ import annotations
 

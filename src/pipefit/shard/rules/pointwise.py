@@ -1,6 +1,6 @@
-"""Pointwise operators, with broadcasting: any dimension; an operand that is broadcast along it stays whole.
+"""Pointwise operators with broadcasting: split by any dimension; an operand broadcast along it stays replicated.
 
-Partial sums pass through sums, and through products with what is whole.
+Partial sums pass through sums, and through products with replicated operands.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ def label_pointwise(operator: Operator, inputs: tuple[Shape | None, ...], output
 
     out = tuple(None if size == 1 else f"d{i}" for i, size in enumerate(outputs[0]))
     linear = LINEAR.get(operator.kind, ())
-    if len(inputs) < 2 or inputs[1] is None:  # beside a number; adding one to every addend would add it several times
+    if (
+        len(inputs) < 2 or inputs[1] is None
+    ):  # the other operand is a number; adding it to every addend would add it several times
         linear = () if operator.kind in ("add", "sub") else tuple(set_ for set_ in linear if set_ == (0,))
     return OperatorLabels(inputs=tuple(map(broadcast_labels, inputs)), outputs=(out,), units={}, linear=linear)
 
 
 LINEAR = {"add": ((0, 1),), "sub": ((0, 1),), "mul": ((0,), (1,)), "div": ((0,),), "neg": ((0,),)}
-"""Inputs in which the output is linear together."""
+"""Sets of inputs in which the output is jointly linear."""
 
 RULES = dict.fromkeys(
     (

@@ -1,6 +1,6 @@
-"""rotary: by rows, tokens and heads; the positions go with rows and tokens. Linear in x.
+"""rotary: split by rows, tokens and heads; the positions are split with rows and tokens. Linear in x.
 
-Angles are made once for all layers from the positions of the whole slice, so a device must know which part is its own.
+Angles are computed once for all layers from the positions of the full slice, so a device needs its position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def label_rotary(operator: Operator, inputs: tuple[Shape | None, ...], outputs: 
 
 
 def place_of_angles(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
-    """The attribute `cut`, as dropout has it, where rows or tokens are split; angles are the same for all heads."""
+    """Return the attribute `cut`, as in dropout, if rows or tokens are split; angles are the same for all heads."""
     return place_of_cut(attributes, shape, cut) if cut.dim < 2 else attributes
 
 

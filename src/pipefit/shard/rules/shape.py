@@ -1,7 +1,7 @@
-"""reshape, transpose, slice, concat: where each dimension of the input comes out again.
+"""reshape, transpose, slice, concat: split by dimensions that the output keeps.
 
-A reshape is cut into groups of dimensions of equal product; within a group, the first dimension of each side can be
-split together: (B, T, H*K) to (B, T, H, K) splits H*K in units of K, which is H.
+A reshape is divided into groups of dimensions of equal product; in a group, the first dimension of each side can be
+split together: (B, T, H*K) to (B, T, H, K) splits H*K in units of K, giving H units.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def label_reshape(operator: Operator, inputs: tuple[Shape | None, ...], outputs:
     after: list[str | None] = [None] * len(y)
     units = {}
     for number, (left, right) in enumerate(factor_groups(x, y)):
-        i = next((dim for dim in left if x[dim] != 1), left.start)  # dimensions of one may stand in front
+        i = next((dim for dim in left if x[dim] != 1), left.start)  # leading dimensions may be 1
         j = next((dim for dim in right if y[dim] != 1), right.start)
         before[i] = after[j] = f"g{number}"
         sizes = [size for size in (x[i], y[j]) if isinstance(size, int)]
@@ -36,7 +36,7 @@ def local_shape(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) ->
 
 
 def factor_groups(x: Shape, y: Shape) -> list[tuple[range, range]]:
-    """Ranges of dimensions of x and y with equal products, as short as possible, in order."""
+    """Return the shortest consecutive ranges of dimensions of x and y with equal products."""
     groups = []
     i = j = 0
     while i < len(x) and j < len(y):
@@ -57,7 +57,7 @@ def _size_at(shape: Shape, index: int) -> Size:
 
 
 def _size_order(size: Size) -> tuple[int, int]:
-    """An order in which fewer symbols, then a smaller number, come first."""
+    """Return a sort key: fewer symbols first, then smaller numbers."""
     factors = str(size).split("*")
     number = 1
     for factor in factors:

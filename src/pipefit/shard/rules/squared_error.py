@@ -1,4 +1,4 @@
-"""squared_error: by every dimension; the sum is partial."""
+"""squared_error: split by every dimension; the sum is partial."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""put_tokens, take_tokens: by rows, tokens and features of the sequence, and what is taken by its places.
+"""put_tokens, take_tokens: split by rows, tokens and features of the sequence; taken tokens also by their places.
 
-A device that holds a part of the sequence puts what belongs there, and takes what it has: an addend, of zeros
+A device with a part of the sequence puts and takes only the tokens of that part; taken tokens are an addend, with zeros
 elsewhere. Linear: partial sums pass through.
 """
 
@@ -37,12 +37,12 @@ def take_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: t
 
 
 def own_part(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
-    """The attribute `cut`, as dropout has it, where the sequence is split along rows or tokens."""
+    """Return the attribute `cut`, as in dropout, if the sequence is split along rows or tokens."""
     return place_of_cut(attributes, shape, cut) if cut.dim < 2 else attributes
 
 
 def own_rows(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
-    """The same of what is taken from."""
+    """Return the same attribute for the sequence from which tokens are taken."""
     return {**attributes, "cut": [cut.dim, cut.start, cut.total]} if cut.dim < 2 else attributes
 
 

@@ -86,7 +86,7 @@ def read(config: Mapping[str, Any], where: str) -> GPT2Config:
     fields = ConfigFields(config, where)
     width, heads = fields.width_of_heads(("n_embd", "hidden_size"), ("n_head", "num_attention_heads"))
     if fields.read_number("attn_pdrop", default=0.1) > 0:
-        warnings.warn(f"{where}: attn_pdrop is left out: attention is computed without dropout", stacklevel=2)
+        warnings.warn(f"{where}: attn_pdrop is ignored: attention is computed without dropout", stacklevel=2)
     return GPT2Config(
         vocab_size=fields.read_count("vocab_size"),
         n_positions=fields.read_count("n_positions", "max_position_embeddings"),

@@ -160,7 +160,7 @@ def read(config: Mapping[str, Any], where: str) -> LlamaConfig:
     layers = fields.read_count("num_hidden_layers")
     theta, scaling, rotary_dim = _rope_fields(fields, head_dim)
     if fields.read_number("attention_dropout", default=0.0) > 0:
-        warnings.warn(f"{where}: attention_dropout is left out: attention is computed without dropout", stacklevel=2)
+        warnings.warn(f"{where}: attention_dropout is ignored: attention is computed without dropout", stacklevel=2)
     experts, top_k, expert_size, normalize, sparse = _expert_sizes(fields, model_type, layers)
     bias = fields.read_flag("attention_bias", default=False) and model_type in ("llama", "qwen3", "qwen3_moe")
     return LlamaConfig(

@@ -105,7 +105,7 @@ def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
     of_language = {"model_type": "llama", **parts["language"]}
     fields.check_fields(
         of_language["model_type"] in llama.FAMILY.model_types,
-        "The language model is of no known type.",
+        "The type of the language model is not known.",
         repr(of_language["model_type"]),
         ", ".join(llama.FAMILY.model_types),
     )
@@ -136,7 +136,7 @@ def _llava_config(fields: ConfigFields) -> dict[str, Any]:
     kind = tower.get("model_type", "clip_vision_model")
     fields.check_fields(
         kind in vision.MODEL_TYPES,
-        "The image encoder of this LLaVA is of no known type.",
+        "The type of this LLaVA's image encoder is not known.",
         f"vision_config, model_type {kind!r}",
         f"{', '.join(vision.MODEL_TYPES)}; CLIP has a norm in front of its layers, and its start token is dropped",
     )

@@ -123,7 +123,7 @@ class VisionConfig:
         if name.startswith("layers."):
             _, number, inner = name.split(".", 2)
             front = f"{layers}.{number}."
-        if inner in names:  # a parameter of its own: the table of positions, the start token
+        if inner in names:  # stored under a separate name: the table of positions, the start token
             shapes = {"embed.positions.start": (1, 1, self.hidden_size)}
             if self.model_type == "vit":
                 shapes["embed.positions.table"] = (1, self.position_count, self.hidden_size)
@@ -162,7 +162,7 @@ def read(config: Mapping[str, Any], where: str) -> VisionConfig:
     )
     for dropout in ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"):
         if fields.read_number(dropout, default=0.0) > 0:
-            warnings.warn(f"{where}: {dropout} is left out: the encoder is computed without dropout", stacklevel=2)
+            warnings.warn(f"{where}: {dropout} is ignored: the encoder is computed without dropout", stacklevel=2)
     channels = fields.read_count("num_channels", default=3)
     return VisionConfig(
         model_type=model_type,

@@ -57,8 +57,8 @@ class GroupLayout:
 
 
 def iter_layouts(network: Network, batch: int, most_lanes: int, devices: int | None = None) -> Iterator[GroupLayout]:
-    """Yield layouts worth evaluating, each once: at most `most_lanes` lanes, and at most as many replicas as the batch
-    has rows.
+    """Yield layouts worth evaluating, each once: at most `most_lanes` lanes, and no more replicas than the batch has
+    rows.
 
     With `devices`, exactly this number of devices is used.
     """
@@ -74,7 +74,7 @@ def iter_layouts(network: Network, batch: int, most_lanes: int, devices: int | N
 def reorder_lanes(network: Network, layout: GroupLayout) -> Iterator[GroupLayout]:
     """Yield a layout with its lanes in other orders, reversed first; orders with the same sequence of kinds count once.
 
-    The order matters: earlier lanes hold more activations, and first and last layers differ from the others.
+    The order matters: earlier lanes hold more activations, and first and last layers are unlike the rest.
     """
     lanes, seen = layout.lanes, set[object]()
     for order in (lanes, lanes[::-1], *itertools.islice(itertools.permutations(lanes), 1, ORDERS)):

@@ -132,7 +132,7 @@ class GroupSearch:
         return self.searcher.simulated
 
     def run(self) -> list[EvaluatedPlan]:
-        """Return the plans found, the fastest first, including those that are no faster than the known plans."""
+        """Return the plans found, the fastest first, including plans no faster than the known ones."""
         hopes = sorted(self.promising_candidates(), key=lambda hope: hope.step_s)
         guessed = sorted(self.search_programs(hopes), key=lambda hope: hope.step_s)
         evaluated = self.evaluate_candidates(guessed[:LOOKS])

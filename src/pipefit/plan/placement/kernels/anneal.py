@@ -1,7 +1,8 @@
 """Moves over placements and simulated annealing: plain functions that `compile` also compiles.
 
-Acceptance: a change for the worse of d ticks is taken if d < T x g, where g is drawn from a table of the exponential
-distribution: the rule of Metropolis et al. 1953, without a call of exp, which two libraries may round differently.
+Acceptance: a change that costs d ticks is accepted if d < T x g, where g is drawn from a table of the exponential
+distribution. This is the rule of Metropolis et al. 1953 without a call of exp, which two libraries may round
+differently.
 """
 
 from __future__ import annotations
@@ -58,15 +59,16 @@ from pipefit.plan.placement.kernels.arena import (
 from pipefit.plan.placement.kernels.transfer_times import commit, exchange, exchange_back, refresh, slot_cost, would_be
 
 REPAIRS = 16
-"""Pipelines that are tried when a device has come to a lane."""
+"""Number of pipelines tried after a device was moved to a lane."""
 
 SWAP, CYCLE, REVERSE, ROTATE, LANES, LANE_RUN, TAILS, RACKS = range(8)
-"""Kinds of moves: two blocks; three in a circle; a run of blocks backwards; a part of a run to another place in it;
-two whole lanes; a run of lanes backwards; two pipelines exchange their ends; two racks."""
+"""Kinds of moves: swap two blocks; cycle three; reverse a run of blocks; rotate a run; swap two lanes; reverse a run of
+lanes; swap the tails of two pipelines; swap two racks."""
 
 
 def draw_integer(random: Any, bound: int) -> int:
-    """A number from 0 to bound - 1. Two multiplicative generators (L'Ecuyer 1988), which fit into 63 bits."""
+    """Return a random number from 0 to bound - 1. Two multiplicative generators (L'Ecuyer 1988), which fit into 63
+    bits."""
     random[0] = (random[0] * 40014) % 2147483563
     random[1] = (random[1] * 40692) % 2147483399
     number = random[0] - random[1]
@@ -76,27 +78,26 @@ def draw_integer(random: Any, bound: int) -> int:
 
 
 def note_move(count: int, slot: int, device: int, whole: Any, at: Any) -> int:
-    """Write down that `device` goes to `slot`."""
+    """Note that `device` goes to `slot`; return the number of noted entries."""
     whole[at[MOVED_SLOT] + count] = slot
     whole[at[MOVED_DEVICE] + count] = device
     return count + 1
 
 
 def heaviest_entry(random: Any, whole: Any, at: Any) -> int:
-    """Of four entries of x the one with the largest part in the largest cut; -1: none has any."""
+    """Return, of four random entries of x, the one with the largest part of the largest cut; -1 if none has any."""
     entries = 2 * at[FLOWS] + at[TERMS]
-    best, most = -1, 0
+    best, largest = -1, 0
     for _ in range(4):
         entry = draw_integer(random, entries)
         part = whole[at[WEIGHT] + entry * at[CUT_ROOM] + at[LEADING]] * whole[at[X] + entry]
-        if part > most:
-            best, most = entry, part
+        if part > largest:
+            best, largest = entry, part
     return best
 
 
 def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
-    """A slot of something that counts much now: of a flow, an end of its slowest message; of a collective, an end of
-    its slowest hop."""
+    """Return a slot with much weight now: an end of a flow's slowest message, or of a collective's slowest hop."""
     flows, best = at[FLOWS], heaviest_entry(random, whole, at)
     if best < 0:
         return draw_integer(random, at[SLOTS])
@@ -104,27 +105,27 @@ def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
         flow = best % flows
         slowest, time = whole[at[FLOW_START] + flow], -1
         for message in range(whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]):
-            own = whole[at[MESSAGE_BUSY] + message] + whole[at[MESSAGE_LATENCY] + message]
-            if own > time:
-                slowest, time = message, own
+            ticks = whole[at[MESSAGE_BUSY] + message] + whole[at[MESSAGE_LATENCY] + message]
+            if ticks > time:
+                slowest, time = message, ticks
         return int(whole[at[SOURCE] + slowest] if draw_integer(random, 2) == 0 else whole[at[TARGET] + slowest])
     return slow_hop(best - 2 * flows, random, whole, real, at)
 
 
 def slow_hop(term: int, random: Any, whole: Any, real: Any, at: Any) -> int:
-    """The slot at an end of the slowest hop of one of the rings of the lane whose collective this term is."""
+    """Return the slot at an end of the slowest hop of one of the rings of this term's lane."""
     lane = 0
     while whole[at[TERM_START] + lane + 1] <= term:
         lane += 1
     first = at[ORDER] + (lane * at[SHARDS] + draw_integer(random, at[SHARDS])) * at[REPLICAS]
-    slowest, most = 0, -1.0
+    slowest, largest = 0, -1.0
     for i in range(at[REPLICAS]):
         after = i + 1 if i + 1 < at[REPLICAS] else 0
         a, b = whole[at[DEVICE] + whole[first + i]], whole[at[DEVICE] + whole[first + after]]
         from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
         link = (whole[at[MATRIX] + whole[at[RAIL] + a]] * at[HOSTS] + from_host) * at[HOSTS] + to_host
-        if from_host != to_host and real[at[PER_BYTE] + link] > most:
-            slowest, most = i, real[at[PER_BYTE] + link]
+        if from_host != to_host and real[at[PER_BYTE] + link] > largest:
+            slowest, largest = i, real[at[PER_BYTE] + link]
     end = (slowest + draw_integer(random, 2)) % at[REPLICAS]
     return int(whole[first + end])
 
@@ -140,7 +141,7 @@ def put_block(count: int, level: int, to: int, source: int, whole: Any, at: Any)
 
 
 def swap_blocks(level: int, random: Any, whole: Any, real: Any, at: Any) -> int:
-    """Two blocks change places; often one of them is slow now."""
+    """Swap two blocks; often one of them is a slow one."""
     blocks = whole[at[BLOCKS] + level]
     if draw_integer(random, 1000) < at[AIMED]:
         a = whole[at[BLOCK_OF] + level * at[DEVICES] + slow_slot(random, whole, real, at)]
@@ -152,20 +153,20 @@ def swap_blocks(level: int, random: Any, whole: Any, real: Any, at: Any) -> int:
 
 
 def run_of_blocks(kind: int, level: int, random: Any, whole: Any, at: Any) -> int:
-    """A run of blocks backwards, or its first part behind its second."""
+    """Reverse a run of blocks, or move its first part behind its second."""
     blocks = whole[at[BLOCKS] + level]
     length = 2 + draw_integer(random, min(blocks, 24) - 1)
     first = draw_integer(random, blocks - length + 1)
     shift = 1 + draw_integer(random, length - 1)
     count = 0
     for i in range(length):
-        other = length - 1 - i if kind == REVERSE else (i + shift) % length
-        count = put_block(count, level, first + i, first + other, whole, at)
+        offset = length - 1 - i if kind == REVERSE else (i + shift) % length
+        count = put_block(count, level, first + i, first + offset, whole, at)
     return count
 
 
 def move_blocks(kind: int, random: Any, whole: Any, real: Any, at: Any) -> int:
-    """One of the moves on blocks, at one of their levels."""
+    """Make one of the moves on blocks, at one of their levels."""
     level = 0
     if at[LEVELS] > 1 and draw_integer(random, 1000) >= at[FIRST_LEVEL]:
         level = 1
@@ -185,7 +186,7 @@ def move_blocks(kind: int, random: Any, whole: Any, real: Any, at: Any) -> int:
 
 
 def move_lanes(kind: int, random: Any, whole: Any, at: Any) -> int:
-    """Two lanes change places, or a run of lanes goes backwards."""
+    """Swap two lanes, or reverse a run of lanes."""
     width = at[REPLICAS] * at[SHARDS]
     a = draw_integer(random, at[LANE_COUNT])
     b = (a + 1 + draw_integer(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
@@ -202,21 +203,24 @@ def move_lanes(kind: int, random: Any, whole: Any, at: Any) -> int:
 
 
 def repair_slot(count: int, slot: int, random: Any, whole: Any, at: Any) -> int:
-    """After a device has come to `slot`: it changes places with the one of another pipeline on the same lane, if that
-    makes the slower of their messages fastest. Looks at up to REPAIRS pipelines. Only where a device is a block."""
+    """After a device was moved to `slot`: swap it with another pipeline's device on the lane.
+
+    The swap must make the slower of their messages fastest. Up to REPAIRS pipelines are tried. Only if a block is a
+    single device.
+    """
     lane, replicas = slot // at[REPLICAS], at[REPLICAS]
     device = whole[at[DEVICE] + slot]
-    own = slot_cost(slot, device, whole, at)
+    own_ticks = slot_cost(slot, device, whole, at)
     best, gain = -1, 0
     first = draw_integer(random, replicas)
     for i in range(min(replicas, REPAIRS)):
-        other = lane * replicas + (first + i) % replicas
-        stands = whole[at[DEVICE] + other]
-        before = max(own, slot_cost(other, stands, whole, at))
-        if other != slot and before > gain:
-            after = max(slot_cost(other, device, whole, at), slot_cost(slot, stands, whole, at))
+        other_slot = lane * replicas + (first + i) % replicas
+        stands = whole[at[DEVICE] + other_slot]
+        before = max(own_ticks, slot_cost(other_slot, stands, whole, at))
+        if other_slot != slot and before > gain:
+            after = max(slot_cost(other_slot, device, whole, at), slot_cost(slot, stands, whole, at))
             if before - after > gain:
-                best, gain = other, before - after
+                best, gain = other_slot, before - after
     if best < 0:
         return count
     more = note_move(count, slot, whole[at[DEVICE] + best], whole, at)
@@ -226,18 +230,20 @@ def repair_slot(count: int, slot: int, random: Any, whole: Any, at: Any) -> int:
 
 
 def repair_both(count: int, random: Any, whole: Any, at: Any) -> int:
-    """`repair_slot` for the two slots of a swap of devices between lanes."""
-    one, other = whole[at[MOVED_SLOT]], whole[at[MOVED_SLOT] + 1]
-    if one // at[REPLICAS] != other // at[REPLICAS]:
-        for slot in (one, other):
+    """Call `repair_slot` for the two slots of a swap of devices between lanes."""
+    first, second = whole[at[MOVED_SLOT]], whole[at[MOVED_SLOT] + 1]
+    if first // at[REPLICAS] != second // at[REPLICAS]:
+        for slot in (first, second):
             if slot < at[SLOTS]:
                 count = repair_slot(count, slot, random, whole, at)
     return count
 
 
 def move_tails(random: Any, whole: Any, real: Any, at: Any) -> int:
-    """Two pipelines exchange their devices from some lane on, or on one lane; often where it is slow now. Every lane
-    keeps its devices, and so its rings."""
+    """Swap the devices of two pipelines from some lane on, or on one lane; often at a slow one.
+
+    Every lane keeps its devices, and so its rings.
+    """
     width = at[REPLICAS] * at[SHARDS]
     slot = draw_integer(random, at[SLOTS])
     if draw_integer(random, 1000) < at[AIMED]:
@@ -249,27 +255,27 @@ def move_tails(random: Any, whole: Any, real: Any, at: Any) -> int:
     count = 0
     for lane in range(first, last):
         for shard in range(at[SHARDS]):
-            one, other = lane * width + a * at[SHARDS] + shard, lane * width + b * at[SHARDS] + shard
-            count = note_move(count, one, whole[at[DEVICE] + other], whole, at)
-            count = note_move(count, other, whole[at[DEVICE] + one], whole, at)
+            left, right = lane * width + a * at[SHARDS] + shard, lane * width + b * at[SHARDS] + shard
+            count = note_move(count, left, whole[at[DEVICE] + right], whole, at)
+            count = note_move(count, right, whole[at[DEVICE] + left], whole, at)
     return count
 
 
 def move_racks(random: Any, whole: Any, at: Any) -> int:
-    """Two racks change places, device by device."""
+    """Swap two racks, device by device."""
     a = draw_integer(random, at[RACK_COUNT])
     b = (a + 1 + draw_integer(random, at[RACK_COUNT] - 1)) % at[RACK_COUNT]
     count = 0
     for i in range(at[RACK_SIZE]):
-        one = whole[at[RACK_DEVICES] + a * at[RACK_SIZE] + i]
-        other = whole[at[RACK_DEVICES] + b * at[RACK_SIZE] + i]
-        count = note_move(count, whole[at[SLOT_OF] + one], other, whole, at)
-        count = note_move(count, whole[at[SLOT_OF] + other], one, whole, at)
+        left = whole[at[RACK_DEVICES] + a * at[RACK_SIZE] + i]
+        right = whole[at[RACK_DEVICES] + b * at[RACK_SIZE] + i]
+        count = note_move(count, whole[at[SLOT_OF] + left], right, whole, at)
+        count = note_move(count, whole[at[SLOT_OF] + right], left, whole, at)
     return count
 
 
 def propose(random: Any, whole: Any, real: Any, at: Any) -> int:
-    """Write a random move into `moved_slot` and `moved_device`; how many slots it changes, 0 for none."""
+    """Note a random move in `moved_slot` and `moved_device`; return the number of changed slots, 0 for none."""
     at[KEEPS], at[ARRIVED] = 0, 0
     number = draw_integer(random, 1000)
     kind = 0
@@ -287,7 +293,7 @@ def propose(random: Any, whole: Any, real: Any, at: Any) -> int:
 
 
 def may_move(count: int, whole: Any, at: Any) -> bool:
-    """Whether every device of a noted move is of a kind that its lane allows."""
+    """Return whether every device of a noted move is of a kind that its lane allows."""
     width = at[REPLICAS] * at[SHARDS]
     for i in range(count):
         lane = min(whole[at[MOVED_SLOT] + i] // width, at[LANE_COUNT])
@@ -306,9 +312,11 @@ def anneal(
     real: Any,
     at: Any,
 ) -> int:
-    """`count` moves from where the state stands. `control`: temperature in ticks (it goes on falling in the next
-    call), factor a move, the best estimate so far (in ticks; `best_device` is its placement). Returns the estimate
-    where it ends."""
+    """Make `count` moves from the current state, and return the final estimate.
+
+    `control`: temperature in ticks (it keeps falling in the next call), factor per move, the best estimate so far (in
+    ticks; `best_device` is its placement).
+    """
     now = whole[at[VALUE] + at[LEADING]]
     temperature, factor = control[0], control[1]
     for _ in range(count):

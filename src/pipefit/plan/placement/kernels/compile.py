@@ -15,23 +15,25 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 MODULES = (rings, kernel, anneal, matching, sets)
-"""Whose functions they are."""
+"""Modules whose functions are compiled."""
 
 OUTER = ("anneal", "anneal_sets", "recompute")
-"""The functions that are called from Python."""
+"""Functions that are called from Python."""
 
 
 @lru_cache(maxsize=2)
 def kernel_functions(compiled: bool) -> Functions:
-    """Every function of MODULES. Compiled ones are kept on disk by numba; the first call on a machine takes some
-    seconds.
+    """Return every function of MODULES.
 
-    A function names the others as globals; its compiled twin needs globals in which these names are compiled ones.
+    Numba keeps compiled functions on disk; the first call on a machine takes some seconds. A function refers to others
+    as globals, so its compiled twin needs globals in which these names are compiled functions.
     """
     scope: dict[str, Any] = {name: value for module in MODULES for name, value in vars(module).items()}
-    own = {module.__name__ for module in MODULES}
+    module_names = {module.__name__ for module in MODULES}
     plain = {
-        name: value for name, value in scope.items() if isinstance(value, FunctionType) and value.__module__ in own
+        name: value
+        for name, value in scope.items()
+        if isinstance(value, FunctionType) and value.__module__ in module_names
     }
     if not compiled:
         return plain
@@ -49,8 +51,10 @@ def kernel_functions(compiled: bool) -> Functions:
 
 
 def _kernel_digest(plain: Functions, scope: Mapping[str, Any]) -> str:
-    """A digest of all functions and the numbers they name: numba's own cache looks at one file only, and a function
-    that changed is often in the other one."""
+    """Return a digest of all functions and the numbers they refer to.
+
+    Numba's own cache checks one file only, and a changed function is often in another one.
+    """
     numbers = sorted(
         (name, value) for name, value in scope.items() if name.isupper() and isinstance(value, int | float)
     )

@@ -1,9 +1,9 @@
-"""Who sends to whom between neighbouring lanes, found exactly: inner loops of the search over sets, see `sets`.
+"""Exact pairing of senders and receivers between neighbouring lanes: inner loops of the search over sets, see `sets`.
 
-Where every message goes from a device to the one of the same pipeline on a neighbouring lane, which pipeline that is
-may be chosen boundary by boundary, without a change to any ring: the pairs of a boundary are a perfect matching of two
-sets of devices, and what counts is the slowest of them. The bottleneck matching is kept up by alternating paths with
-the least largest pair, as Dijkstra's rule finds them (Burkard, Dell'Amico and Martello 2009, chapter 6).
+If every message goes from a device to that of the same pipeline on a neighbouring lane, pipelines can be chosen
+boundary by boundary without changing any ring: the pairs of a boundary are a perfect matching of two sets of devices,
+and its cost is the slowest pair. The bottleneck matching is updated along alternating paths with the smallest largest
+pair, as Dijkstra's rule finds them (Burkard, Dell'Amico and Martello 2009, chapter 6).
 """
 
 from __future__ import annotations
@@ -44,39 +44,42 @@ BEYOND = 1 << 60
 
 
 def pair_ticks(edge: int, left: int, right: int, whole: Any, at: Any) -> int:
-    """What the messages between two places of the lanes at a boundary take together."""
+    """Return the summed ticks of the messages between two positions of the lanes at a boundary."""
     first, devices = at[DEVICE] + edge * at[REPLICAS], at[DEVICES]
     a, b = whole[first + left], whole[first + at[REPLICAS] + right]
     return int(whole[at[PAIR] + (whole[at[PAIR_OF] + edge] * devices + a) * devices + b])
 
 
 def keep_pairs(edge: int, whole: Any, at: Any) -> None:
-    """Keep the pairs of a boundary before they change, so that they can be taken back; once a move."""
+    """Save the pairs of a boundary before they change, once per move, for `restore_pairs`."""
     for i in range(at[KEPT_EDGES]):
         if whole[at[KEPT_EDGE] + i] == edge:
             return
     replicas = at[REPLICAS]
     whole[at[KEPT_EDGE] + at[KEPT_EDGES]] = edge
-    kept, partner = at[KEPT_PAIRS] + at[KEPT_EDGES] * replicas, at[PARTNER] + edge * replicas
+    saved, partner = at[KEPT_PAIRS] + at[KEPT_EDGES] * replicas, at[PARTNER] + edge * replicas
     for i in range(replicas):
-        whole[kept + i] = whole[partner + i]
+        whole[saved + i] = whole[partner + i]
     at[KEPT_EDGES] += 1
 
 
 def restore_pairs(whole: Any, at: Any) -> None:
-    """The pairs as they were kept."""
+    """Restore the saved pairs."""
     replicas = at[REPLICAS]
-    for kept in range(at[KEPT_EDGES]):
-        first = whole[at[KEPT_EDGE] + kept] * replicas
+    for saved in range(at[KEPT_EDGES]):
+        first = whole[at[KEPT_EDGE] + saved] * replicas
         for i in range(replicas):
-            partner = whole[at[KEPT_PAIRS] + kept * replicas + i]
+            partner = whole[at[KEPT_PAIRS] + saved * replicas + i]
             whole[at[PARTNER] + first + i] = partner
             whole[at[BACK] + first + partner] = i
 
 
 def augment_path(edge: int, left: int, right: int, limit: int, whole: Any, at: Any) -> int:
-    """Part the pair of the places `left` and `right` of a boundary and join them along the alternating path whose
-    largest pair is least; returns that pair's ticks, or -1 if they are not below `limit`, and changes nothing then."""
+    """Separate the pair (`left`, `right`) of a boundary and join both along the alternating path with the smallest
+    largest pair.
+
+    Returns that pair's ticks; returns -1 and changes nothing if they are not below `limit`.
+    """
     replicas = at[REPLICAS]
     lefts = at[DEVICE] + edge * replicas
     rights = lefts + replicas
@@ -86,28 +89,28 @@ def augment_path(edge: int, left: int, right: int, limit: int, whole: Any, at: A
     for i in range(replicas):
         whole[distance + i] = limit
         whole[ahead + i] = i
-    other, most, count = left, 0, replicas
+    current, largest, count = left, 0, replicas
     while True:
-        row = pairs + whole[lefts + other] * at[DEVICES]
-        nearest, place, least = -1, -1, limit
+        row = pairs + whole[lefts + current] * at[DEVICES]
+        nearest, nearest_right, least = -1, -1, limit
         for k in range(count):
             i = whole[ahead + k]
-            own = max(most, whole[row + whole[rights + i]])
-            if own < whole[distance + i]:
-                whole[distance + i] = own
-                whole[parent + i] = other
+            reach = max(largest, whole[row + whole[rights + i]])
+            if reach < whole[distance + i]:
+                whole[distance + i] = reach
+                whole[parent + i] = current
             else:
-                own = whole[distance + i]
-            if own < least:
-                nearest, place, least = k, i, own
+                reach = whole[distance + i]
+            if reach < least:
+                nearest, nearest_right, least = k, i, reach
         if nearest < 0:
             return -1
-        most = least
-        if place == right:
+        largest = least
+        if nearest_right == right:
             break
         count -= 1
         whole[ahead + nearest] = whole[ahead + count]
-        other = whole[back + place]
+        current = whole[back + nearest_right]
     keep_pairs(edge, whole, at)
     end = right
     while True:
@@ -116,26 +119,29 @@ def augment_path(edge: int, left: int, right: int, limit: int, whole: Any, at: A
         whole[partner + start] = end
         whole[back + end] = start
         if start == left:
-            return int(most)
+            return int(largest)
         end = before
 
 
 def slowest_pair(edge: int, whole: Any, at: Any) -> int:
-    """The place on the left of a boundary's slowest pair."""
+    """Return the left position of a boundary's slowest pair."""
     replicas = at[REPLICAS]
     lefts, partner = at[DEVICE] + edge * replicas, at[PARTNER] + edge * replicas
     pairs = at[PAIR] + whole[at[PAIR_OF] + edge] * at[DEVICES] * at[DEVICES]
-    slowest, most = 0, -1
+    slowest, largest = 0, -1
     for i in range(replicas):
-        own = whole[pairs + whole[lefts + i] * at[DEVICES] + whole[lefts + replicas + whole[partner + i]]]
-        if own > most:
-            slowest, most = i, own
+        ticks = whole[pairs + whole[lefts + i] * at[DEVICES] + whole[lefts + replicas + whole[partner + i]]]
+        if ticks > largest:
+            slowest, largest = i, ticks
     return slowest
 
 
 def rematch_edge(edge: int, whole: Any, at: Any) -> None:
-    """Bring a boundary's matching to the least slowest pair: that pair is parted until no path below it joins its ends
-    again, and then no matching below it is left; nor is one where the path's own largest pair is the slowest now."""
+    """Minimise the slowest pair of a boundary's matching.
+
+    The slowest pair is separated until no path below it joins its ends again; then no faster matching exists. The same
+    holds if the largest pair of the last path is the slowest now.
+    """
     partner = at[PARTNER] + edge * at[REPLICAS]
     left = slowest_pair(edge, whole, at)
     while True:
@@ -149,7 +155,7 @@ def rematch_edge(edge: int, whole: Any, at: Any) -> None:
 
 
 def note_edge(edge: int, whole: Any, at: Any) -> None:
-    """Note the times of a boundary's flows, as `kernel.refresh_flow` does. Hosts have one device each here."""
+    """Note the times of a boundary's flows, as `transfer_times.refresh_flow` does. Hosts have one device each here."""
     replicas, hosts = at[REPLICAS], at[HOSTS]
     lefts, partner = at[DEVICE] + edge * replicas, at[PARTNER] + edge * replicas
     for entry in range(whole[at[EDGE_START] + edge], whole[at[EDGE_START] + edge + 1]):

@@ -1,4 +1,4 @@
-"""Rings of a lane and ports that messages share: inner loops of the placement search, see `kernel`."""
+"""Rings of a lane and ports that messages share: inner loops of the placement search, see `transfer_times`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from pipefit.plan.placement.links import TICK_S
 
 
 def add_load(a: int, b: int, amount: Any, load: Any, base: int, whole: Any, at: Any) -> Any:
-    """Add to the ports that a message from device `a` to device `b` keeps busy; the larger of their loads. The loads
-    stand in the arena `load` from `base` on.
+    """Add to the ports occupied by a message from device `a` to device `b`; return the larger of their loads.
 
-    Ports: [device] inside its host, [device] of its own between hosts, [host, rail] out, [host, rail] in.
+    The loads are in the arena array `load` from `base` on. Ports: [device] inside its host, [device] of its own between
+    hosts, [host, rail] out, [host, rail] in.
     """
     from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
     if from_host == to_host:
@@ -59,7 +59,7 @@ def add_load(a: int, b: int, amount: Any, load: Any, base: int, whole: Any, at: 
 
 
 def clear_load(a: int, b: int, load: Any, base: int, whole: Any, at: Any) -> None:
-    """Set to zero what `add_load` added to."""
+    """Set the loads changed by `add_load` to zero."""
     load[base + a] = 0
     load[base + at[DEVICES] + a] = 0
     ports = base + 2 * at[DEVICES] + whole[at[RAIL] + a]
@@ -68,12 +68,12 @@ def clear_load(a: int, b: int, load: Any, base: int, whole: Any, at: Any) -> Non
 
 
 def ring_device(lane: int, shard: int, i: int, whole: Any, at: Any) -> int:
-    """The i-th device of a lane's ring, in ascending order."""
+    """Return the i-th device of a lane's ring, in ascending order."""
     return int(whole[at[DEVICE] + whole[at[ORDER] + (lane * at[SHARDS] + shard) * at[REPLICAS] + i]])
 
 
 def sort_rings(lane: int, whole: Any, at: Any) -> None:
-    """Bring the lane's slots into the order of their devices. Mostly they are nearly so from the last time."""
+    """Sort the lane's slots by their devices. They are usually almost sorted from the last time."""
     devices, replicas = at[DEVICE], at[REPLICAS]
     for shard in range(at[SHARDS]):
         first = at[ORDER] + (lane * at[SHARDS] + shard) * replicas
@@ -92,8 +92,8 @@ def sort_rings(lane: int, whole: Any, at: Any) -> None:
 
 
 def single_hops(lane: int, whole: Any, real: Any, at: Any) -> None:
-    """`ring_hops` where every host has one device: all hops go between hosts and share no port."""
-    most, latency = 0.0, 0
+    """Compute `ring_hops` if every host has one device: all hops go between hosts and share no port."""
+    largest, latency = 0.0, 0
     devices, hop, host, replicas = at[DEVICE], at[HOP], at[HOST], at[REPLICAS]
     waits, times = at[LATENCY], at[PER_BYTE]
     for shard in range(at[SHARDS]):
@@ -102,16 +102,19 @@ def single_hops(lane: int, whole: Any, real: Any, at: Any) -> None:
         for i in range(first, first + replicas):
             b = whole[devices + whole[i]]
             link = whole[hop + a] + whole[host + b]
-            most, latency = max(most, real[times + link]), max(latency, whole[waits + link])
+            largest, latency = max(largest, real[times + link]), max(latency, whole[waits + link])
             a = b
     real[at[RING] + 1] = latency
-    real[at[RING] + 2] = most
+    real[at[RING] + 2] = largest
 
 
 def ring_hops(lane: int, step: int, whole: Any, real: Any, at: Any) -> None:
-    """Latency and load of the rings through every `step`-th device of the lane's sorted rings: flat for 1. Fills the
-    facts 1 and 2 for step 1, else 8 and 9."""
-    most, latency = 0.0, 0
+    """Compute latency and load of the rings through every `step`-th device of the lane's sorted rings; 1 is the flat
+    ring.
+
+    Fills the values 1 and 2 for step 1, else 8 and 9.
+    """
+    largest, latency = 0.0, 0
     hosts, replicas = at[HOSTS], at[REPLICAS]
     for shard in range(at[SHARDS]):
         first = at[ORDER] + (lane * at[SHARDS] + shard) * replicas
@@ -125,7 +128,7 @@ def ring_hops(lane: int, step: int, whole: Any, real: Any, at: Any) -> None:
                 link = (whole[at[MATRIX] + whole[at[RAIL] + a]] * hosts + from_host) * hosts + to_host
                 wait, per_byte = whole[at[LATENCY] + link], real[at[PER_BYTE] + link]
             per_byte = add_load(a, b, per_byte, real, at[LOAD_PER_BYTE], whole, at)
-            most, latency = max(most, per_byte), max(latency, wait)
+            largest, latency = max(largest, per_byte), max(latency, wait)
     for shard in range(at[SHARDS]):
         for i in range(replicas):
             a = ring_device(lane, shard, i, whole, at)
@@ -133,12 +136,15 @@ def ring_hops(lane: int, step: int, whole: Any, real: Any, at: Any) -> None:
             clear_load(a, b, real, at[LOAD_PER_BYTE], whole, at)
     fact = at[RING] + (1 if step == 1 else 8)
     real[fact] = latency
-    real[fact + 1] = most
+    real[fact + 1] = largest
 
 
 def ring_levels(lane: int, whole: Any, real: Any, at: Any) -> int:
-    """Devices of each ring on each of its hosts, if that is one number above 1 and there are several hosts; else 0.
-    Fills 5 and 6 of the facts: the rings inside the hosts (`cost.collectives`)."""
+    """Return the devices of each ring on each of its hosts, if that number is constant, above 1, with several hosts;
+    else 0.
+
+    Fills the values 5 and 6: the rings inside the hosts (`cost.collectives`).
+    """
     per_host = 0
     latency, per_byte = 0, 0.0
     for shard in range(at[SHARDS]):
@@ -161,8 +167,11 @@ def ring_levels(lane: int, whole: Any, real: Any, at: Any) -> int:
 
 
 def ring_facts(lane: int, whole: Any, real: Any, at: Any) -> None:
-    """Fill the facts: 0 hops, 1 latency, 2 seconds a byte of the flat rings; 3 devices on each host or 0; if not 0,
-    4 hops, 5 latency, 6 seconds a byte inside the hosts, 7, 8 and 9 the same between them."""
+    """Fill the values of a lane's rings.
+
+    0 hops, 1 latency, 2 seconds per byte of the flat rings; 3 devices on each host or 0; if not 0, then 4 hops, 5
+    latency, 6 seconds per byte inside the hosts, and 7, 8, 9 the same between them.
+    """
     sort_rings(lane, whole, at)
     per_host = 0
     if at[SINGLE] == 1:
@@ -179,7 +188,7 @@ def ring_facts(lane: int, whole: Any, real: Any, at: Any) -> None:
 
 
 def pass_ticks(first: int, total_bytes: float, latency_factor: float, byte_factor: float, real: Any, at: Any) -> float:
-    """One pass of rings whose facts stand from `first` on: `cost.network.RingTime.pass_s`, in ticks."""
+    """Return the ticks of one pass of rings whose values begin at `first`: `cost.network.RingTime.pass_s`."""
     facts = at[RING] + first
     hops = real[facts]
     if hops <= 1:
@@ -189,15 +198,16 @@ def pass_ticks(first: int, total_bytes: float, latency_factor: float, byte_facto
 
 
 def term_ticks(term: int, whole: Any, real: Any, at: Any) -> int:
-    """What is left of a collective, given the facts of its lane's rings: `cost.collectives`, `cost.overlap`."""
+    """Return the exposed ticks of a collective, given the values of its lane's rings: `cost.collectives`,
+    `cost.overlap`."""
     total_bytes = real[at[BYTES] + term]
     latency_factor, byte_factor = real[at[LATENCY_FACTOR] + term], real[at[BYTE_FACTOR] + term]
-    one = pass_ticks(0, total_bytes, latency_factor, byte_factor, real, at)
+    pass_time = pass_ticks(0, total_bytes, latency_factor, byte_factor, real, at)
     per_host = real[at[RING] + 3]
     if per_host > 0:
         across = pass_ticks(7, total_bytes / per_host, latency_factor, byte_factor, real, at)
-        one = min(one, across + pass_ticks(4, total_bytes, latency_factor, byte_factor, real, at))
-    once = whole[at[PASSES] + term] * one + whole[at[MORE] + term]
+        pass_time = min(pass_time, across + pass_ticks(4, total_bytes, latency_factor, byte_factor, real, at))
+    once = whole[at[PASSES] + term] * pass_time + whole[at[MORE] + term]
     left = 0.0
     for line in range(whole[at[LINE_START] + term], whole[at[LINE_START] + term + 1]):
         left = max(left, real[at[LINE_SHARE] + line] * once - real[at[LINE_BESIDE] + line])

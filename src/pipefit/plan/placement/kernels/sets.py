@@ -1,9 +1,9 @@
-"""Simulated annealing over the sets of devices of the lanes, their pipelines always matched exactly (`matching`).
+"""Simulated annealing over the sets of devices of the lanes, with their pipelines matched exactly (`matching`).
 
-For chains of lanes whose devices stand alone on their hosts (`chains`). Which devices are on a lane decides its ring;
-which of them form a pipeline decides only the transfers of each boundary. So a move exchanges two devices of different
-lanes, or all of two lanes, and the pairs of every boundary that it touches follow: one such move is worth many of
-`anneal`, which must find the pairs by chance. Between two calls the state is a placement like any other.
+For chains of lanes whose devices are alone on their hosts (`chains`). The set of devices of a lane determines its ring;
+the pipelines only affect the transfers of each boundary. So a move swaps two devices of different lanes, or all devices
+of two lanes, and then rematches the pairs of every boundary it touches. One such move is worth many of `anneal`, which
+finds the pairs by chance. Between two calls the state is a placement like any other.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from pipefit.plan.placement.kernels.matching import note_edge, rematch_edge, res
 from pipefit.plan.placement.kernels.transfer_times import commit, recompute, refresh_lane, value_of, would_be
 
 LANE_SWAPS = 10
-"""Of 1,000 moves, those that exchange all devices of two lanes."""
+"""Number of 1,000 moves that swap all devices of two lanes."""
 
 GAIN = 4
-"""A move is given up before its pairs are looked for if they would have to gain more than one part in so many."""
+"""A move is rejected before rematching if its boundaries would have to gain more than 1 / GAIN."""
 
 
 def slow_place(random: Any, whole: Any, real: Any, at: Any) -> int:
-    """A slot of something that counts much now, as `anneal.slow_slot` chooses it."""
+    """Return a slot with much weight now, chosen as in `anneal.slow_slot`."""
     flows, best = at[FLOWS], heaviest_entry(random, whole, at)
     if best < 0:
         return draw_integer(random, at[SLOTS])
@@ -61,7 +61,7 @@ def slow_place(random: Any, whole: Any, real: Any, at: Any) -> int:
 
 
 def swap_slots(one: int, other: int, count: int, whole: Any, at: Any) -> None:
-    """`count` devices from slot `one` on and as many from slot `other` on change places."""
+    """Swap `count` devices from slot `one` on with the same number from slot `other` on."""
     for i in range(count):
         device = whole[at[DEVICE] + one + i]
         whole[at[DEVICE] + one + i] = whole[at[DEVICE] + other + i]
@@ -69,7 +69,7 @@ def swap_slots(one: int, other: int, count: int, whole: Any, at: Any) -> None:
 
 
 def edge_ticks(edge: int, whole: Any, at: Any) -> int:
-    """What the transfers of a boundary take of the leading cut."""
+    """Return the ticks of a boundary's transfers in the leading cut."""
     total = 0
     for i in range(whole[at[EDGE_START] + edge], whole[at[EDGE_START] + edge + 1]):
         flow = whole[at[EDGE_FLOWS] + i]
@@ -79,7 +79,7 @@ def edge_ticks(edge: int, whole: Any, at: Any) -> int:
 
 
 def touched_edges(one: int, other: int, whole: Any, at: Any) -> int:
-    """Write the boundaries of the lanes of two slots into `touched_edge`, each once; how many."""
+    """Write the boundaries of the lanes of two slots into `touched_edge`, each once; return their number."""
     count, before = 0, -9
     for slot in (one, other):
         if slot < at[SLOTS]:
@@ -93,8 +93,11 @@ def touched_edges(one: int, other: int, whole: Any, at: Any) -> int:
 
 
 def refresh_sets(one: int, other: int, limit: Any, whole: Any, real: Any, at: Any) -> None:
-    """Note what an exchange of devices on the lanes of these slots changes. Where it is hopeless that the estimate
-    stays below `limit`, by the rings alone or by the boundaries so far, what is noted is that it does not."""
+    """Note the changes of a swap of devices on the lanes of these slots.
+
+    It stops early if the estimate cannot stay below `limit`, by the rings alone or by the boundaries so far; the noted
+    changes then exceed the limit.
+    """
     at[CHANGES], at[KEPT_EDGES], at[TOUCHED] = 0, 0, 0
     for slot in (one, other):
         if slot < at[SLOTS]:
@@ -112,19 +115,19 @@ def refresh_sets(one: int, other: int, limit: Any, whole: Any, real: Any, at: An
 
 
 def write_layout(whole: Any, at: Any) -> None:
-    """Write the devices to `layout` pipeline by pipeline, as the pairs say; those of idle slots stay."""
+    """Write the devices to `layout` pipeline by pipeline, by their pairs; those of idle slots stay."""
     replicas = at[REPLICAS]
     for slot in range(at[DEVICES]):
         whole[at[LAYOUT] + slot] = whole[at[DEVICE] + slot]
     for i in range(replicas):
-        place = i
+        position = i
         for lane in range(1, at[LANE_COUNT]):
-            place = whole[at[PARTNER] + (lane - 1) * replicas + place]
-            whole[at[LAYOUT] + lane * replicas + i] = whole[at[DEVICE] + lane * replicas + place]
+            position = whole[at[PARTNER] + (lane - 1) * replicas + position]
+            whole[at[LAYOUT] + lane * replicas + i] = whole[at[DEVICE] + lane * replicas + position]
 
 
 def match_all(whole: Any, at: Any) -> None:
-    """Begin with the pairs of the placement, and make them the best ones."""
+    """Initialise the pairs from the placement, and optimise them."""
     replicas = at[REPLICAS]
     at[CHANGES], at[TOUCHED] = 0, 0
     for edge in range(at[LANE_COUNT] - 1):
@@ -141,7 +144,7 @@ def match_all(whole: Any, at: Any) -> None:
 def anneal_sets(
     count: int, control: Any, random: Any, exponential: Any, best_device: Any, whole: Any, real: Any, at: Any
 ) -> int:
-    """`count` moves, as `anneal.anneal` does them and with its arguments, over sets."""
+    """Make `count` moves over sets, with the arguments of `anneal.anneal`."""
     match_all(whole, at)
     now = whole[at[VALUE] + at[LEADING]]
     temperature, factor = control[0], control[1]
@@ -149,21 +152,21 @@ def anneal_sets(
         temperature *= factor
         if draw_integer(random, 1000) < LANE_SWAPS and at[LANE_COUNT] > 1:
             width = at[REPLICAS]
-            one = draw_integer(random, at[LANE_COUNT])
-            other = (one + 1 + draw_integer(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
-            one, other = one * width, other * width
+            left = draw_integer(random, at[LANE_COUNT])
+            right = (left + 1 + draw_integer(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
+            left, right = left * width, right * width
         else:
             width = 1
-            one = (
+            left = (
                 slow_place(random, whole, real, at) if draw_integer(random, 2) == 0 else draw_integer(random, at[SLOTS])
             )
-            first = one // at[REPLICAS] * at[REPLICAS]
-            other = draw_integer(random, at[DEVICES] - at[REPLICAS])
-            if other >= first:
-                other += at[REPLICAS]
+            first = left // at[REPLICAS] * at[REPLICAS]
+            right = draw_integer(random, at[DEVICES] - at[REPLICAS])
+            if right >= first:
+                right += at[REPLICAS]
         limit = now + temperature * exponential[draw_integer(random, len(exponential))]
-        swap_slots(one, other, width, whole, at)
-        refresh_sets(one, other, limit, whole, real, at)
+        swap_slots(left, right, width, whole, at)
+        refresh_sets(left, right, limit, whole, real, at)
         new = would_be(limit, whole, at)
         if new < limit:
             commit(whole, at)
@@ -174,7 +177,7 @@ def anneal_sets(
                 for slot in range(len(best_device)):
                     best_device[slot] = whole[at[LAYOUT] + slot]
         else:
-            swap_slots(one, other, width, whole, at)
+            swap_slots(left, right, width, whole, at)
             restore_pairs(whole, at)
     control[0] = temperature
     write_layout(whole, at)

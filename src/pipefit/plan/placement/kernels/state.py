@@ -1,4 +1,4 @@
-"""The arena of one placement search: links and shape in it, room for cuts and moves, scratch."""
+"""The arena of one placement search: its links and shape, space for cuts and moves, scratch arrays."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.plan.placement.starts import MoveSet
 
 CUTS = 400
-"""Critical paths that the estimate holds at most; the ones that matter least give way. A search of a second meets 100
-to 400 of them, and is led astray by what it forgets: with room for 48, ten times the moves found nothing better."""
+"""Maximum number of critical paths in the estimate; the least important ones are replaced. A search of a second
+collects 100 to 400 of them, and is misled by the paths it drops: with space for 48, ten times the moves found nothing
+better."""
 
 UNTIL = (800, 900, 915, 930, 950, 960, 990, 1000)
-"""Of 1,000 moves: swaps, cycles, runs backwards, parts of runs moved, lanes swapped, runs of lanes backwards, ends of
-pipelines exchanged, racks swapped."""
+"""Cumulative number of 1,000 moves: swaps, cycles, runs reversed, runs rotated, lanes swapped, runs of lanes reversed,
+pipeline tails swapped, racks swapped."""
 
 FIRST_LEVEL = 500
-"""Of 1,000 moves of blocks, those at the finest level, where there are two."""
+"""Number of 1,000 block moves at the finest level, if there are two."""
 
 AIMED = 500
-"""Of 1,000 swaps, those of something that is slow now."""
+"""Number of 1,000 swaps that involve a slow slot."""
 
 
 def new_state(question: PlacementProblem, chain: Mapping[int, Ints] | None = None) -> KernelArena:
-    """The arena of a question, with `chains.chain_arrays` if it is one: no cuts yet, and no moves (`set_moves`)."""
+    """Return the arena of a problem, with `chains.chain_arrays` if it is a chain: no cuts yet, and no moves
+    (`set_moves`)."""
     links, shape = question.links, question.shape
     devices, hosts = len(question.devices), len(links.inside_latency)
     numbers = {
@@ -57,7 +59,7 @@ def new_state(question: PlacementProblem, chain: Mapping[int, Ints] | None = Non
 
 
 def set_moves(arena: KernelArena, moves: MoveSet) -> None:
-    """What the next moves may permute."""
+    """Set the blocks and racks that the next moves may permute."""
     arena.at[names.LEVELS] = len(moves.levels)
     arena.at[names.RACK_COUNT], arena.at[names.RACK_SIZE] = moves.racks.shape
     arena.fill_array(names.BLOCK_START, np.cumsum([0, *(level.size for level in moves.levels[:-1])]))
@@ -151,6 +153,6 @@ def _real_arrays(question: PlacementProblem) -> dict[int, Array]:
 
 
 def _port_count(question: PlacementProblem) -> int:
-    """Ports that `rings.add_load` counts."""
+    """Return the number of ports counted by `rings.add_load`."""
     links = question.links
     return 2 * len(question.devices) + 2 * len(links.inside_latency) * links.rails

@@ -1,8 +1,8 @@
-"""The inner loops of the placement search: times of transfers and rings, kept up as devices change places.
+"""The inner loops of the placement search: times of transfers and rings, updated as devices are swapped.
 
-Written once, so that they run as plain Python and, compiled, under numba (`compile`). All times are whole
-ticks (`links.TICK_S`) and sums of loads are made anew in one order, so that changing a placement step by
-step gives exactly what working it out from nothing gives. Arguments `whole`, `real`, `at`: see `arena`.
+The same code runs as plain Python and under numba (`compile`). All times are integer ticks (`links.TICK_S`) and sums of
+loads are always recomputed in one order, so incremental updates give exactly the result of a full computation.
+Arguments `whole`, `real`, `at`: see `arena`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from pipefit.plan.placement.kernels.rings import add_load, clear_load, ring_fact
 
 
 def link_ticks(a: int, b: int, size: int, whole: Any, at: Any) -> tuple[int, int]:
-    """(busy time of the ports, latency) of a message of that size from device `a` to device `b`."""
+    """Return (busy time of the ports, latency) of a message of that size from device `a` to device `b`."""
     from_host, to_host, hosts = whole[at[HOST] + a], whole[at[HOST] + b], at[HOSTS]
     if from_host != to_host:
         matrix = whole[at[MATRIX] + whole[at[RAIL] + a]]
@@ -89,7 +89,7 @@ def link_ticks(a: int, b: int, size: int, whole: Any, at: Any) -> tuple[int, int
 
 
 def read_message(message: int, whole: Any, at: Any) -> None:
-    """Look up the times of a message between the devices that stand at its slots."""
+    """Look up the times of a message between the devices at its slots."""
     a = whole[at[DEVICE] + whole[at[SOURCE] + message]]
     b = whole[at[DEVICE] + whole[at[TARGET] + message]]
     busy, latency = link_ticks(a, b, whole[at[SIZE] + message], whole, at)
@@ -98,8 +98,8 @@ def read_message(message: int, whole: Any, at: Any) -> None:
 
 
 def slot_cost(slot: int, device: int, whole: Any, at: Any) -> int:
-    """Ticks of the slowest message of a slot if that device stood there."""
-    most = 0
+    """Return the ticks of a slot's slowest message if that device were there."""
+    largest = 0
     for entry in range(whole[at[SLOT_START] + slot], whole[at[SLOT_START] + slot + 1]):
         message = whole[at[SLOT_MESSAGES] + entry]
         source, target, size = whole[at[SOURCE] + message], whole[at[TARGET] + message], whole[at[SIZE] + message]
@@ -107,29 +107,30 @@ def slot_cost(slot: int, device: int, whole: Any, at: Any) -> int:
             busy, latency = link_ticks(device, whole[at[DEVICE] + target], size, whole, at)
         else:
             busy, latency = link_ticks(whole[at[DEVICE] + source], device, size, whole, at)
-        most = max(most, busy + latency)
-    return most
+        largest = max(largest, busy + latency)
+    return largest
 
 
 def flow_port(flow: int, whole: Any, at: Any) -> int:
-    """Ticks until the busiest port of a flow is free, where messages share ports: `cost.network.Network.transfer`."""
+    """Return the ticks until the busiest port of a flow is free, if messages share ports:
+    `cost.network.Network.transfer`."""
     begin, end = whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]
-    most = 0
+    largest = 0
     for message in range(begin, end):
         busy = whole[at[MESSAGE_BUSY] + message]
         if busy > 0:
             a = whole[at[DEVICE] + whole[at[SOURCE] + message]]
             b = whole[at[DEVICE] + whole[at[TARGET] + message]]
-            most = max(most, add_load(a, b, busy, whole, at[LOAD], whole, at))
+            largest = max(largest, add_load(a, b, busy, whole, at[LOAD], whole, at))
     for message in range(begin, end):
         a = whole[at[DEVICE] + whole[at[SOURCE] + message]]
         b = whole[at[DEVICE] + whole[at[TARGET] + message]]
         clear_load(a, b, whole, at[LOAD], whole, at)
-    return most
+    return largest
 
 
 def note_entry(entry: int, ticks: int, whole: Any, at: Any) -> None:
-    """Write down that one entry of x would change: nothing else changes yet."""
+    """Note a change of one entry of x without applying it."""
     change = ticks - whole[at[X] + entry]
     if change != 0:
         whole[at[CHANGED_ENTRY] + at[CHANGES]] = entry
@@ -138,7 +139,7 @@ def note_entry(entry: int, ticks: int, whole: Any, at: Any) -> None:
 
 
 def touch_flow(flow: int, flows: int, whole: Any, at: Any) -> int:
-    """Take up a flow that a move touches: what its slowest messages are now. The number of flows taken up."""
+    """Add a flow affected by a move to the list, with its present slowest messages; return the length of the list."""
     if whole[at[SEEN_FLOW] + flow] == at[STAMP]:
         return flows
     whole[at[SEEN_FLOW] + flow] = at[STAMP]
@@ -150,8 +151,8 @@ def touch_flow(flow: int, flows: int, whole: Any, at: Any) -> int:
 
 
 def update_flow(flow: int, message: int, whole: Any, at: Any) -> None:
-    """A message of a flow that was taken up has changed. The facts follow, unless the largest may have shrunk: then
-    `rescan` is set."""
+    """Update the slowest messages of a listed flow after a message changed; set `rescan` if the largest may have
+    shrunk."""
     top = at[NEW_TOP] + 4 * flow
     for time, fact in ((MESSAGE_BUSY, top), (MESSAGE_LATENCY, top + 2)):
         ticks = whole[at[time] + message]
@@ -163,21 +164,21 @@ def update_flow(flow: int, message: int, whole: Any, at: Any) -> None:
 
 
 def scan_flow(flow: int, whole: Any, at: Any) -> None:
-    """The facts of a flow from all of its messages."""
+    """Compute the slowest messages of a flow from all of its messages."""
     top = at[NEW_TOP] + 4 * flow
     for time, fact in ((MESSAGE_BUSY, top), (MESSAGE_LATENCY, top + 2)):
-        most, slowest = 0, -1
+        largest, slowest = 0, -1
         for message in range(whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]):
-            if whole[at[time] + message] > most:
-                most, slowest = whole[at[time] + message], message
-        whole[fact] = most
+            if whole[at[time] + message] > largest:
+                largest, slowest = whole[at[time] + message], message
+        whole[fact] = largest
         whole[fact + 1] = slowest
     if at[SINGLE] == 0:
         whole[top] = flow_port(flow, whole, at)
 
 
 def refresh_flow(flow: int, whole: Any, at: Any) -> None:
-    """Note the whole time and the port time of a flow that was taken up."""
+    """Note the full time and the port time of a listed flow."""
     if whole[at[RESCAN] + flow] == 1:
         scan_flow(flow, whole, at)
     port = whole[at[NEW_TOP] + 4 * flow]
@@ -186,7 +187,7 @@ def refresh_flow(flow: int, whole: Any, at: Any) -> None:
 
 
 def refresh_lane(lane: int, whole: Any, real: Any, at: Any) -> None:
-    """Work out the collectives and the computing of one lane again."""
+    """Recompute the collectives and the compute of one lane."""
     first = 2 * at[FLOWS]
     if whole[at[TERM_START] + lane] < whole[at[TERM_START] + lane + 1]:
         ring_facts(lane, whole, real, at)
@@ -195,14 +196,14 @@ def refresh_lane(lane: int, whole: Any, real: Any, at: Any) -> None:
     first += at[TERMS]
     width = at[REPLICAS] * at[SHARDS]
     for row in range(whole[at[ROW_START] + lane], whole[at[ROW_START] + lane + 1]):
-        most = 0
+        largest = 0
         for slot in range(lane * width, (lane + 1) * width):
-            most = max(most, whole[at[ROW_TIME] + row * at[KINDS] + whole[at[KIND] + whole[at[DEVICE] + slot]]])
-        note_entry(first + row, most, whole, at)
+            largest = max(largest, whole[at[ROW_TIME] + row * at[KINDS] + whole[at[KIND] + whole[at[DEVICE] + slot]]])
+        note_entry(first + row, largest, whole, at)
 
 
 def exchange(first: int, count: int, whole: Any, at: Any) -> None:
-    """Put `moved_device` into `moved_slot`, from entry `first` to `count`, and what stood there into `moved_device`."""
+    """Swap the contents of `moved_device` and of the slots `moved_slot`, for the entries from `first` to `count`."""
     for i in range(first, count):
         swap_in(i, whole, at)
     for i in range(first, count):
@@ -218,7 +219,7 @@ def exchange_back(count: int, whole: Any, at: Any) -> None:
 
 
 def swap_in(i: int, whole: Any, at: Any) -> None:
-    """One entry of a move: its device into its slot, and the other way round."""
+    """Swap one entry of a move: its device into its slot, and the slot's device into the entry."""
     slot = whole[at[MOVED_SLOT] + i]
     device = whole[at[MOVED_DEVICE] + i]
     whole[at[MOVED_DEVICE] + i] = whole[at[DEVICE] + slot]
@@ -234,7 +235,7 @@ def read_slot(slot: int, whole: Any, at: Any) -> None:
 
 
 def refresh(count: int, whole: Any, real: Any, at: Any) -> None:
-    """Work out again what the first `count` moved slots touch: notes the entries of x that would change."""
+    """Recompute the times affected by the first `count` moved slots, and note the changed entries of x."""
     at[STAMP] += 1
     at[CHANGES] = 0
     stamp = at[STAMP]
@@ -261,7 +262,7 @@ def refresh(count: int, whole: Any, real: Any, at: Any) -> None:
 
 
 def value_of(cut: int, whole: Any, at: Any) -> int:
-    """The value of a cut with the noted changes."""
+    """Return the value of a cut with the noted changes."""
     value, weights, room = whole[at[VALUE] + cut], at[WEIGHT] + cut, at[CUT_ROOM]
     entries, changes = at[CHANGED_ENTRY], at[CHANGED_BY]
     for i in range(at[CHANGES]):
@@ -270,8 +271,10 @@ def value_of(cut: int, whole: Any, at: Any) -> int:
 
 
 def would_be(limit: Any, whole: Any, at: Any) -> int:
-    """The estimate with the noted changes, or some value not below `limit` where it is not: the cut that leads now,
-    and others from the first on, are worked out until one reaches it."""
+    """Return the estimate with the noted changes, or some value not below `limit` if the estimate is not.
+
+    The leading cut is computed first, then the others in order, until one reaches the limit.
+    """
     leading = at[LEADING]
     best = value_of(leading, whole, at)
     whole[at[NEW_VALUE] + leading] = best
@@ -291,7 +294,7 @@ def would_be(limit: Any, whole: Any, at: Any) -> int:
 
 
 def commit(whole: Any, at: Any) -> None:
-    """The noted changes hold from now on. After `would_be` below its limit."""
+    """Apply the noted changes. Only after `would_be` returned a value below its limit."""
     for i in range(at[CHANGES]):
         whole[at[X] + whole[at[CHANGED_ENTRY] + i]] += whole[at[CHANGED_BY] + i]
     at[CHANGES] = 0
@@ -305,7 +308,7 @@ def commit(whole: Any, at: Any) -> None:
 
 
 def recompute(whole: Any, real: Any, at: Any) -> int:
-    """Everything from the devices at the slots alone; the estimate in ticks."""
+    """Recompute everything from the devices at the slots; return the estimate in ticks."""
     for slot in range(at[DEVICES]):
         whole[at[SLOT_OF] + whole[at[DEVICE] + slot]] = slot
     for message in range(at[MESSAGES]):

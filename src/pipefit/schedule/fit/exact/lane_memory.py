@@ -1,8 +1,8 @@
-"""The memory of a lane in CP-SAT's model: a cumulative resource over the part of the lane in which nodes may move.
+"""The memory of a lane in the CP-SAT model: a cumulative resource over the part of the lane in which nodes may move.
 
-An action allocates at its start and frees at its end, as in the simulator. What a unit holds on a stage is therefore a
-sum of demands, each from the start of the action that allocated it to the end of the one that freed it, last in, first
-out; what passes is a demand while the action runs. What was allocated before the window counts from time 0, what is
+An action allocates at its start and frees at its end, as in the simulator. The memory of a unit on a stage is therefore
+a sum of demands, each from the start of the allocating action to the end of the freeing one, last in, first out.
+Transient memory is a demand while the action runs. Memory allocated before the window counts from time 0, and memory
 freed after it until the horizon: at both ends the levels are those of a schedule that fits.
 """
 
@@ -14,7 +14,7 @@ from pipefit.schedule.fit.exact.scale import BACK, FORWARD, WEIGHT, WindowModel
 from pipefit.schedule.fit.instance import B, F, I, W
 
 Demand = tuple[Any, Any, int, Any]
-"""(from, until, amount, literal under which it is there or None)."""
+"""(from, until, amount, literal that enables it or None)."""
 
 
 def limit_memory(model: WindowModel, lane: int, first: int, last: int) -> None:
@@ -23,31 +23,33 @@ def limit_memory(model: WindowModel, lane: int, first: int, last: int) -> None:
     window = set(nodes[first:last])
     units = dict.fromkeys(scaled.node_parts(node)[1:] for node in nodes[first:last])
     level = sum(_net_change(model, node) for node in nodes[:first] if scaled.node_parts(node)[1:] not in units)
-    place = dict.fromkeys(nodes[:first], -1) | dict.fromkeys(nodes[last:], 1) | dict.fromkeys(window, 0)
+    relation = dict.fromkeys(nodes[:first], -1) | dict.fromkeys(nodes[last:], 1) | dict.fromkeys(window, 0)
     demands: list[Demand] = []
     for stage, unit in units:
-        level += _add_lasting(model, stage, unit, place, demands)
+        level += _add_lasting(model, stage, unit, relation, demands)
         _add_passing(model, stage, unit, window, demands)
     _add_cumulative(model, demands, int(scaled.limit[lane]) - level)
 
 
 def _net_change(model: WindowModel, node: int) -> int:
-    """What an action leaves allocated (negative: frees) in the schedule that the window is cut from."""
+    """Return the bytes that an action leaves allocated (negative: frees) in the schedule of which the window is a
+    part."""
     kind, stage, unit = model.scaled.node_parts(node)
     code = F if kind == FORWARD else W if kind == WEIGHT else B if model.is_merged(stage, unit) else I
     return int(model.scaled.held[code, stage, unit])
 
 
 def _action_changes(model: WindowModel, stage: int, unit: int) -> list[int]:
-    """What F, the way back and W leave allocated. Where merging is open, W frees what B would, if that is more."""
-    held = [int(each) for each in model.scaled.held[:, stage, unit]]
+    """Return the bytes that F, the backward and W leave allocated. If merging is open, W frees the bytes of B, if
+    more."""
+    held = [int(amount) for amount in model.scaled.held[:, stage, unit]]
     if (stage, unit) in model.merge:
         return [held[F], held[I], min(held[W], held[B] - held[I])]
     return [held[F], held[B]] if model.is_merged(stage, unit) else [held[F], held[I], held[W]]
 
 
 def _add_lasting(model: WindowModel, stage: int, unit: int, place: dict[int, int], demands: list[Demand]) -> int:
-    """Append the demands of what a unit holds on a stage; returns what is to be added to the level beside them."""
+    """Append the demands of the memory held by a unit on a stage, and return the amount to add to the level."""
     scaled, level = model.scaled, 0
     stack: list[tuple[Any, int, Any]] = []
     steps = _action_changes(model, stage, unit)
@@ -73,10 +75,10 @@ def _add_lasting(model: WindowModel, stage: int, unit: int, place: dict[int, int
 
 
 def _add_passing(model: WindowModel, stage: int, unit: int, window: set[int], demands: list[Demand]) -> None:
-    """Append the demands of what a unit needs on a stage only while an action runs."""
+    """Append the demands of a unit's transient memory on a stage."""
     scaled = model.scaled
     merge = model.merge.get((stage, unit))
-    passing = [int(each) for each in scaled.passing[:, stage, unit]]
+    passing = [int(amount) for amount in scaled.passing[:, stage, unit]]
     for kind, code in ((FORWARD, F), (BACK, I), (WEIGHT, W), (BACK, B)):
         node = scaled.node_number(kind, stage, unit)
         is_open = merge is not None and kind != FORWARD

@@ -1,11 +1,11 @@
-"""CP-SAT's model of an instance, or of a window of it: what is not in the window keeps its order.
+"""The CP-SAT model of an instance, or of a window of it; nodes outside the window keep their order.
 
-Every node (a forward, a way back, a W) is an interval; the intervals of a lane do not overlap; stages keep the order of
-units; data takes its time between nodes. Memory is a cumulative resource for each lane: an action that holds `a` more
-is a demand of `a` from its start until the stage's later actions for the unit free it at their ends, and what passes
-is a demand while the action runs. Outside of the window memory is not counted: there the order, and with it every
-level, is that of the schedule that the window is cut from. Ports and receive buffers are not modelled: transfers take
-their whole time and never wait, which bounds every schedule from below.
+Every node (a forward, a backward, a W) is an interval; the intervals of a lane do not overlap; stages keep the order of
+units; data needs its transfer time between nodes. Memory is a cumulative resource for each lane. An action that holds
+`a` more bytes is a demand of `a` from its start until the stage's later actions for the unit free it at their ends, and
+transient memory is a demand while the action runs. Memory is not counted outside the window: there the order, and with
+it every level, is that of the original schedule. Ports and receive buffers are not modelled: transfers take their full
+time and never wait, which bounds every schedule from below.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from pipefit.schedule.fit.instance import B, I, W
 
 
 def build_model(scaled: ScaledInstance, state: NodeSchedule, free: set[int], horizon: int) -> WindowModel:
-    """The model in which the nodes in `free` may move, within the part of their lane from the first of them to the
-    last; all times are at most `horizon`."""
+    """Build the model in which the nodes in `free` may move, within their lane's range from the first of them to the
+    last.
+
+    All times are at most `horizon`.
+    """
     from ortools.sat.python import cp_model
 
     model = WindowModel(scaled, state, free, horizon, cp_model.CpModel())
@@ -37,13 +40,13 @@ def build_model(scaled: ScaledInstance, state: NodeSchedule, free: set[int], hor
 
 
 def _movable_range(lane: Sequence[int], free: set[int]) -> tuple[int, int]:
-    """[first, last) positions of a lane between which nodes may move."""
-    places = [place for place, node in enumerate(lane) if node in free]
-    return (places[0], places[-1] + 1) if places else (len(lane), len(lane))
+    """Return the range [first, last) of a lane's positions in which nodes may move."""
+    positions = [position for position, node in enumerate(lane) if node in free]
+    return (positions[0], positions[-1] + 1) if positions else (len(lane), len(lane))
 
 
 def _node_times(model: WindowModel, ranges: Sequence[tuple[int, int]]) -> None:
-    """Start and end of every node: integers for what comes before all that may move, variables for the rest."""
+    """Set start and end of every node: integers before the first movable node, variables for the rest."""
     scaled, cp, state = model.scaled, model.cp, model.state
     settled = _settled_nodes(scaled, state, ranges)
     for lane in state.lanes:
@@ -67,7 +70,7 @@ def _node_times(model: WindowModel, ranges: Sequence[tuple[int, int]]) -> None:
 
 
 def _open_backward(model: WindowModel, stage: int, unit: int) -> None:
-    """A way back whose length depends on whether W is merged into it."""
+    """Add a backward whose length depends on whether W is merged into it."""
     scaled, cp = model.scaled, model.cp
     node = scaled.node_number(BACK, stage, unit)
     merge = model.merge[stage, unit] = cp.new_bool_var("")
@@ -78,7 +81,7 @@ def _open_backward(model: WindowModel, stage: int, unit: int) -> None:
 
 
 def _open_weight(model: WindowModel, stage: int, unit: int) -> None:
-    """A W that is there unless it is merged; if merged, it starts and ends where the way back ends."""
+    """Add a W that exists unless it is merged; if merged, it starts and ends at the end of the backward."""
     scaled, cp = model.scaled, model.cp
     node, merge = scaled.node_number(WEIGHT, stage, unit), model.merge[stage, unit]
     begin = model.start.setdefault(node, cp.new_int_var(0, model.horizon, ""))
@@ -92,24 +95,24 @@ def _open_weight(model: WindowModel, stage: int, unit: int) -> None:
 
 
 def _settled_nodes(scaled: ScaledInstance, state: NodeSchedule, ranges: Sequence[tuple[int, int]]) -> set[int]:
-    """The nodes that start at the same time whatever happens in the window."""
+    """Return the nodes whose start does not depend on the window."""
     settled: set[int] = set()
     cursor, moved = [0] * len(state.lanes), True
     while moved:
         moved = False
-        for place, lane in enumerate(state.lanes):
-            while cursor[place] < ranges[place][0]:
-                node = lane[cursor[place]]
+        for lane_number, lane in enumerate(state.lanes):
+            while cursor[lane_number] < ranges[lane_number][0]:
+                node = lane[cursor[lane_number]]
                 if any(earlier not in settled for earlier, _ in scaled.data_predecessors(*scaled.node_parts(node))):
                     break
                 settled.add(node)
-                cursor[place] += 1
+                cursor[lane_number] += 1
                 moved = True
     return settled
 
 
 def _add_dependencies(model: WindowModel) -> None:
-    """Data arrives before it is used, and every stage keeps the order of units."""
+    """Require that data arrives before it is used, and that every stage keeps the order of units."""
     scaled, cp = model.scaled, model.cp
     for node, begin in model.start.items():
         kind, stage, unit = scaled.node_parts(node)
@@ -117,17 +120,17 @@ def _add_dependencies(model: WindowModel) -> None:
             continue
         for earlier, distance in scaled.data_predecessors(kind, stage, unit):
             cp.add(begin >= model.end[earlier] + distance)
-        place = unit if kind == FORWARD else int(scaled.position[unit])
-        if place == 0 or (kind == WEIGHT and scaled.is_open[stage]):
+        rank = unit if kind == FORWARD else int(scaled.position[unit])
+        if rank == 0 or (kind == WEIGHT and scaled.is_open[stage]):
             continue
-        previous = place - 1 if kind == FORWARD else int(scaled.instance.backwards[place - 1])
+        previous = rank - 1 if kind == FORWARD else int(scaled.instance.backwards[rank - 1])
         before = scaled.node_number(kind, stage, previous)
         if before in model.end:
             cp.add(begin >= model.end[before])
 
 
 def _order_lane(model: WindowModel, lane: int, first: int, last: int) -> None:
-    """One node at a time: what may not move keeps its order, and the window stays between what is around it."""
+    """Run one node at a time: fixed nodes keep their order, and the window stays between its neighbours."""
     cp, nodes = model.cp, model.state.lanes[lane]
     for left, right in pairwise(nodes):
         inside = left in model.free or right in model.free
@@ -139,23 +142,23 @@ def _order_lane(model: WindowModel, lane: int, first: int, last: int) -> None:
         for stage, unit in model.merge
         if model.scaled.instance.placement[stage] == lane
     ]
-    every = list(dict.fromkeys([*window, *extra]))
+    movable = list(dict.fromkeys([*window, *extra]))
     if len(window) > 1:
-        cp.add_no_overlap([model.intervals[node] for node in every if node in model.intervals])
+        cp.add_no_overlap([model.intervals[node] for node in movable if node in model.intervals])
     fixed = [node for node in window if node not in model.free]
     for left, right in pairwise(fixed):
         if not isinstance(model.start[right], int):
             cp.add(model.start[right] >= model.end[left])
     if first and window:
-        for node in every:
+        for node in movable:
             cp.add(model.start[node] >= model.end[nodes[first - 1]])
     if last < len(nodes) and window:
-        for node in every:
+        for node in movable:
             cp.add(model.start[nodes[last]] >= model.end[node])
 
 
 def _set_objective(model: WindowModel) -> None:
-    """The span is at least the distance from the first start on a lane, or from 0, to the last end."""
+    """Make the span at least the distance from the first start on a lane, or from 0, to the last end."""
     scaled, cp, instance = model.scaled, model.cp, model.scaled.instance
     model.span = cp.new_int_var(0, model.horizon, "span")
     sources = [stage for stage in range(instance.num_stages) if stage not in instance.target]
@@ -179,14 +182,14 @@ def _set_objective(model: WindowModel) -> None:
 
 
 def read_starts(model: WindowModel, solver: Any) -> dict[int, int]:
-    """Node -> start in the solver's solution."""
+    """Return node -> start in the solver's solution."""
     return {
         node: begin if isinstance(begin, int) else int(solver.value(begin)) for node, begin in model.start.items()
     } | {-1 - k: int(solver.value(literal)) for k, literal in enumerate(model.merge.values())}
 
 
 def orders_from_starts(model: WindowModel, start: dict[int, int]) -> NodeSchedule | None:
-    """The schedule with the orders of these starts, every node as early as it can be."""
+    """Return the schedule with the orders of these starts, every node as early as possible."""
     scaled = model.scaled
     merged = model.state.merged.copy()
     for k, (stage, unit) in enumerate(model.merge):

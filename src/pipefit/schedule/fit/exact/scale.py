@@ -1,9 +1,9 @@
-"""An instance in whole numbers, for solvers that know no others, and the earliest times of an order in it.
+"""An instance in integers, as CP-SAT requires, and the earliest times of an order in it.
 
-The three **nodes** of a unit on a stage are its forward, its way back (I, or B where I and W are merged) and its W, as
-integers (node kind * stages + stage) * units + unit. Where one quantum divides all times, they are exact. Otherwise a
-quantum is chosen, and times are rounded to the nearest whole number of quanta (for searching: the simulator has the
-last word) or down (for bounds: no time and no distance in it is above the true one, so no optimum is).
+The three **nodes** of a unit on a stage are its forward, its backward (I, or B if I and W are merged) and its W, as
+integers (node kind * stages + stage) * units + unit. If one quantum divides all times, they are exact. Otherwise a
+quantum is chosen, and times are rounded to the nearest multiple (for searching: the simulator decides) or down (for
+bounds: no time and no distance exceeds the true one, so no optimum does).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Whole = NDArray[np.int64]
 FORWARD, BACK, WEIGHT = range(3)
 
 FINEST = 20_000
-"""Quanta in the longest lane's work where no quantum divides all times."""
+"""Quanta in the longest lane's work if no quantum divides all times."""
 
 FINEST_MEMORY = 1_000_000
-"""Quanta in the largest limit where no quantum divides all memory."""
+"""Quanta in the largest limit if no quantum divides all memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +45,19 @@ class ScaledInstance:
     "[kind, stage, unit]."
     passing: Whole
     limit: Whole
-    "Per lane; -1 is no limit. As many quanta above the true one as rounding may have added."
+    "By lane; -1 is no limit. Raised by the quanta that rounding may have added."
     position: Ints
-    "[unit]: its place in the order of backwards."
+    "[unit]: its position in the order of backwards."
     is_open: NDArray[np.bool_]
-    "[stage]: whether it is open, unit by unit, to run B or I with W: where B may pay, or where W's differ, so that one"
-    " cannot stand for another."
+    """[stage]: whether each unit may run B or I with W: if B may pay, or if the W's differ, so that they are not
+    interchangeable."""
 
     @staticmethod
     def from_instance(instance: FitInstance, down: bool = False) -> ScaledInstance:
-        """Whole numbers for an instance: nearest, or all times rounded down."""
+        """Return an instance in quanta: rounded to the nearest, or all times rounded down."""
         times = (instance.time_s, instance.forward_s, instance.backward_s)
         longest = float(instance.work_s().max())
-        quantum, exact = common_quantum(np.concatenate([each.ravel() for each in times]), longest / FINEST)
+        quantum, exact = common_quantum(np.concatenate([table.ravel() for table in times]), longest / FINEST)
 
         def to_quanta(array: NDArray[np.float64]) -> Whole:
             lower = np.floor(array / quantum + 1e-6) if down and not exact else np.rint(array / quantum)
@@ -94,18 +94,18 @@ class ScaledInstance:
         return (kind * self.instance.num_stages + stage) * self.instance.num_units + unit
 
     def node_parts(self, node: int) -> tuple[int, int, int]:
-        """(node kind, stage, unit)."""
+        """Return (node kind, stage, unit)."""
         row, unit = divmod(node, self.instance.num_units)
         return row // self.instance.num_stages, row % self.instance.num_stages, unit
 
     def node_duration(self, kind: int, stage: int, unit: int, merged: bool) -> int:
-        """Of a node; a W that is merged takes no time."""
+        """Return the duration of a node; a merged W takes no time."""
         if kind == BACK:
             return int(self.time[B if merged else I, stage, unit])
         return int(self.time[F, stage, unit] if kind == FORWARD else 0 if merged else self.time[W, stage, unit])
 
     def data_predecessors(self, kind: int, stage: int, unit: int) -> list[tuple[int, int]]:
-        """(node, distance from its end) of everything that a node waits for on account of data."""
+        """Return (node, distance from its end) of all data dependencies of a node."""
         instance = self.instance
         if kind == WEIGHT:
             return [(self.node_number(BACK, stage, unit), 0)]
@@ -116,20 +116,20 @@ class ScaledInstance:
                 for edge in edges
             ]
         edges = np.flatnonzero(instance.source == stage)
-        found = [
+        consumers = [
             (self.node_number(BACK, int(instance.target[edge]), unit), int(self.backward[edge, unit])) for edge in edges
         ]
-        return [(self.node_number(FORWARD, stage, unit), 0), *found]
+        return [(self.node_number(FORWARD, stage, unit), 0), *consumers]
 
 
 def _uniform_weights(instance: FitInstance) -> NDArray[np.bool_]:
-    """[stage]: whether the W's of all units are alike."""
-    weights = np.stack([each[W] for each in (instance.time_s, instance.held_bytes, instance.passing_bytes)])
+    """Return, by stage, whether the W's of all units are alike."""
+    weights = np.stack([table[W] for table in (instance.time_s, instance.held_bytes, instance.passing_bytes)])
     return np.asarray((weights == weights[:, :, :1]).all(axis=(0, 2)))
 
 
 def common_quantum(values: NDArray[np.float64], finest: float) -> tuple[float, bool]:
-    """(quantum, whether all values are whole numbers of it), no smaller than `finest`, which is taken if none is."""
+    """Return (quantum, whether all values are multiples of it), at least `finest`, which is the fallback."""
     distinct = np.unique(np.abs(values))
     distinct = distinct[distinct > 0]
     if not len(distinct):
@@ -151,7 +151,7 @@ def common_quantum(values: NDArray[np.float64], finest: float) -> tuple[float, b
 
 
 def nodes_of(scaled: ScaledInstance, orders: Sequence[Ints]) -> tuple[list[list[int]], NDArray[np.bool_]]:
-    """(nodes of every lane in order, [stage, unit] whether merged) of orders of operations."""
+    """Return (nodes of every lane in order, [stage, unit] whether merged) of orders of operations."""
     instance = scaled.instance
     merged = np.zeros((instance.num_stages, instance.num_units), dtype=np.bool_)
     lanes = []
@@ -166,7 +166,7 @@ def nodes_of(scaled: ScaledInstance, orders: Sequence[Ints]) -> tuple[list[list[
 
 
 def orders_from(scaled: ScaledInstance, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> list[Ints]:
-    """The inverse of `nodes_of`. W's of a stage take their units in the order of backwards."""
+    """Return the orders of `nodes_of` again. W's of a stage take their units in the order of backwards."""
     instance = scaled.instance
     waiting = {
         stage: [int(unit) for unit in instance.backwards if not merged[stage, unit]]
@@ -190,32 +190,32 @@ def orders_from(scaled: ScaledInstance, lanes: Sequence[Sequence[int]], merged: 
 def earliest_starts(
     scaled: ScaledInstance, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]
 ) -> dict[int, int] | None:
-    """The earliest start of every node in these orders; None if they contradict the dependencies."""
+    """Return the earliest start of every node in these orders; None if they contradict the dependencies."""
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     cursor, free = [0] * len(lanes), [0] * len(lanes)
     moved = True
     while moved:
         moved = False
-        for place, lane in enumerate(lanes):
-            while cursor[place] < len(lane):
-                node = lane[cursor[place]]
+        for lane_number, lane in enumerate(lanes):
+            while cursor[lane_number] < len(lane):
+                node = lane[cursor[lane_number]]
                 kind, stage, unit = scaled.node_parts(node)
                 waits = scaled.data_predecessors(kind, stage, unit)
                 if any(earlier not in end for earlier, _ in waits):
                     break
-                start[node] = max([free[place], *(end[earlier] + distance for earlier, distance in waits)])
-                end[node] = free[place] = start[node] + scaled.node_duration(
+                start[node] = max([free[lane_number], *(end[earlier] + distance for earlier, distance in waits)])
+                end[node] = free[lane_number] = start[node] + scaled.node_duration(
                     kind, stage, unit, bool(merged[stage, unit])
                 )
-                cursor[place] += 1
+                cursor[lane_number] += 1
                 moved = True
-    return start if all(cursor[place] == len(lane) for place, lane in enumerate(lanes)) else None
+    return start if all(cursor[lane_number] == len(lane) for lane_number, lane in enumerate(lanes)) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSchedule:
-    """A schedule: the nodes of every lane in order, which backwards are merged, and when everything starts."""
+    """A schedule: the nodes of every lane in order, the merged backwards, and all starts."""
 
     lanes: list[list[int]]
     merged: NDArray[np.bool_]
@@ -223,19 +223,19 @@ class NodeSchedule:
 
 
 def state_of(scaled: ScaledInstance, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> NodeSchedule | None:
-    """The state of these orders, every node as early as it can be; None if they contradict the dependencies."""
+    """Return the state of these orders, every node as early as possible; None if they contradict the dependencies."""
     start = earliest_starts(scaled, lanes, merged)
     return None if start is None else NodeSchedule(lanes=[list(lane) for lane in lanes], merged=merged, start=start)
 
 
 def end_of(scaled: ScaledInstance, state: NodeSchedule, node: int) -> int:
-    """When a node is over."""
+    """Return the end of a node."""
     kind, stage, unit = scaled.node_parts(node)
     return state.start[node] + scaled.node_duration(kind, stage, unit, bool(state.merged[stage, unit]))
 
 
 def objective_of(scaled: ScaledInstance, state: NodeSchedule) -> int:
-    """The objective, in quanta."""
+    """Return the objective in quanta."""
     ends = [end_of(scaled, state, lane[-1]) for lane in state.lanes]
     if scaled.instance.objective == "makespan":
         return max(ends)
@@ -244,20 +244,20 @@ def objective_of(scaled: ScaledInstance, state: NodeSchedule) -> int:
 
 @dataclass(slots=True)
 class WindowModel:
-    """What is built up while the model of a window is written."""
+    """The model of a window while it is being built."""
 
     scaled: ScaledInstance
     state: NodeSchedule
-    "The schedule that the window is cut from."
+    "The schedule of which the window is a part."
     free: set[int]
     "The nodes that may move."
     horizon: int
     cp: Any
     start: dict[int, Any] = field(default_factory=dict)
-    "Node -> variable, or the integer at which it starts in every solution."
+    "Node -> variable, or an integer if its start is the same in every solution."
     end: dict[int, Any] = field(default_factory=dict)
     merge: dict[tuple[int, int], Any] = field(default_factory=dict)
-    "(stage, unit) -> literal, where merging is open."
+    "(stage, unit) -> literal, if merging is open."
     intervals: dict[int, Any] = field(default_factory=dict)
     span: Any = None
 
@@ -265,5 +265,5 @@ class WindowModel:
         return bool(self.state.merged[stage, unit])
 
     def is_parted(self, stage: int, unit: int) -> Any:
-        """The literal of not merging, where that is open."""
+        """Return the literal of not merging, or None if that is not open."""
         return ~self.merge[stage, unit] if (stage, unit) in self.merge else None

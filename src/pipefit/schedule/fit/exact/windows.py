@@ -1,14 +1,15 @@
-"""Improving a schedule with CP-SAT (the extra `exact`): large-neighbourhood search over windows of it, and proofs.
+"""Improvement of a schedule with CP-SAT (the extra `exact`): large-neighbourhood search over windows, and proofs.
 
-A window frees some nodes, the first or the last ones, all that run in a piece of time, all of some microbatches, or
-what some lanes do for a while; everything else keeps its order, and the solver finds the best order of the window. The
-first and last windows, and half of the others, ask for a shorter schedule and nothing else, which is often refuted at
-once; the rest may also end the lanes earlier at the same length, from where the next window starts. Windows of a kind
-grow while they are solved to the end and shrink while they are not, and kinds are drawn by what they gained. From a
-changed schedule a short local search (`improve.anneal_orders`) goes on. Where windows find nothing, a long and hot one
-looks for another schedule as good, whose windows may have more to give.
+A window frees some nodes: the first or the last ones, all nodes in a time interval, all nodes of some microbatches, or
+those of some lanes for a while. All other nodes keep their order, and the solver finds the best order of the window.
+The first and last windows, and half of the other ones, require a shorter schedule, which is often refuted at once. The
+remaining ones may also end the lanes earlier at the same length, from which the next window starts.
 
-The solver works in whole quanta (`exact_scale`) and without ports; what it returns counts only as the evaluator has it.
+Windows of a kind grow while they are solved to the end and shrink otherwise; kinds are drawn by their past gains. After
+each change of the schedule a short local search (`improve.anneal_orders`) follows. If windows find nothing, a long and
+hot local search looks for another equally good schedule, whose windows may gain more.
+
+The solver works in whole quanta (`exact.scale`) and without ports; its results count only after evaluation.
 """
 
 from __future__ import annotations
@@ -46,43 +47,43 @@ from pipefit.schedule.fit.starts.start import TimedOrders
 
 WORKERS = 2
 SMALL = 260
-"""Nodes up to which a third of the time goes into solving the whole instance, for a proof."""
+"""Number of nodes up to which a third of the time is spent on the complete instance, for a proof."""
 FIRST_SIZE, LEAST_SIZE = 180.0, 30.0
 """Nodes of a window."""
 EFFORT = 3.0
-"""The most that is spent on one window, in the solver's own measure: about seconds of one thread on a quiet machine,
+"""Maximum effort for one window, in the solver's deterministic time: about seconds of one thread on an idle machine,
 and the same on a busy one."""
 ANYWHERE = 0.4
-"""Of windows: those that need not contain an idle moment of the lane that takes longest."""
+"""Share of windows that need not contain an idle time of the slowest lane."""
 POLISH, LONG = 20_000, 300_000_000
-"""Moves of the local search after a window that changed something; and, over the nodes, of a long one after every
-second that did not: a tenth of a second, and about two."""
+"""Moves of the local search after a window that changed the schedule; and, divided by the number of nodes, of a long
+one after every second window that did not: a tenth of a second, and about two seconds."""
 HOTTER = 3.5
-"""What a long one begins with, in heats of a short one."""
+"""Initial heat of a long local search, relative to a short one."""
 
 
 class ExactResult(NamedTuple):
-    """What the exact solver made of a schedule."""
+    """The result of the exact solver for a schedule."""
 
     orders: list[Ints]
     time_s: float
     "The objective, by the evaluator."
     bound_s: float
-    "No schedule takes less: what the solver proved, or what `bounds` say."
+    "Lower bound on every schedule: proven by the solver, or from `bounds`."
     windows: int
 
 
 @dataclass(slots=True)
 class WindowKind:
-    """One kind of window, and what is known about it."""
+    """One kind of window, with its statistics."""
 
     choose: Callable[[WindowSearch, int], set[int]]
     size: float
     gains: float = 1.0
     spent: float = 3.0
-    "Of effort."
+    "The total effort."
     strict: float = 0.5
-    "How many of them ask for a shorter schedule and nothing else."
+    "Share of windows that require a shorter schedule."
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class WindowSearch:
 
 
 def improve_windows(instance: FitInstance, orders: Sequence[Ints], seconds: float, seed: int = 0) -> ExactResult:
-    """The best orders found from `orders` in so many seconds, with a bound.
+    """Return the best orders found from `orders` within `seconds`, with a bound.
 
     Raises ScheduleError if OR-tools is not installed. `orders` must be a schedule of the instance within its limits.
     """
@@ -158,26 +159,29 @@ def _begin_search(instance: FitInstance, orders: Sequence[Ints], seed: int) -> W
 
 
 def split_backwards(instance: FitInstance, orders: Sequence[Ints]) -> list[Ints]:
-    """The orders with every B as I and W on the stages where that takes no more time or memory: what a window may then
-    part. Their W's keep the order of backwards."""
+    """Split every B into I and W on the stages on which that takes no more time or memory, so that windows may separate
+    them.
+
+    The W's keep the order of backwards.
+    """
     parted = instance.may_split & instance.may_merge & ~instance.open_stages()
     turns = [iter(instance.backwards.tolist()) for _ in range(instance.num_stages)]
-    found = []
+    split_orders = []
     for order in orders:
         row: list[int] = []
         for operation in order.tolist():
             kind, stage, unit = instance.operation_parts(operation)
-            for each in (I, W) if kind == B and parted[stage] else (kind,):
-                turn = next(turns[stage]) if each == W and parted[stage] else unit
-                row.append(instance.operation_number(each, stage, turn))
-        found.append(np.array(row, dtype=np.int32))
-    return found
+            for part in (I, W) if kind == B and parted[stage] else (kind,):
+                turn = next(turns[stage]) if part == W and parted[stage] else unit
+                row.append(instance.operation_number(part, stage, turn))
+        split_orders.append(np.array(row, dtype=np.int32))
+    return split_orders
 
 
 def _evaluate_orders(
     instance: FitInstance, t: InstanceTables, loops: SearchLoops, orders: list[Ints], name: str = "exact"
 ) -> TimedOrders | None:
-    """The orders with the evaluator's time; None if they hang or need more memory than there is."""
+    """Return the orders with the evaluator's time; None if they hang or exceed the memory."""
     s = make_state(t, instance, orders)
     if not loops.sweep(t, s) or not fits_in_memory(t, s, orders):
         return None
@@ -189,7 +193,7 @@ def _is_best(search: WindowSearch) -> bool:
 
 
 def nodes_in_time(search: WindowSearch, count: int) -> set[int]:
-    """About `count` nodes that run at the same time, on all lanes; fewer at the beginning and at the end."""
+    """Return about `count` nodes that run at the same time, on all lanes; fewer at the beginning and at the end."""
     start = search.state.start
     ordered = sorted(start, key=lambda node: (start[node], node))
     first = _idle_moment(search, [start[node] for node in ordered], count)
@@ -197,19 +201,19 @@ def nodes_in_time(search: WindowSearch, count: int) -> set[int]:
 
 
 def nodes_at_begin(search: WindowSearch, count: int) -> set[int]:
-    """The first `count` nodes: what all lanes do until the longest one works without a pause."""
+    """Return the first `count` nodes: all lanes until the slowest one works without a pause."""
     start = search.state.start
     return set(sorted(start, key=lambda node: (start[node], node))[:count])
 
 
 def nodes_at_end(search: WindowSearch, count: int) -> set[int]:
-    """The last `count` nodes."""
+    """Return the last `count` nodes."""
     start = search.state.start
     return set(sorted(start, key=lambda node: (start[node], node))[-count:])
 
 
 def nodes_of_microbatches(search: WindowSearch, count: int) -> set[int]:
-    """All nodes of consecutive units."""
+    """Return all nodes of consecutive units."""
     units = search.instance.num_units
     width = max(1, min(units, round(count / (3 * search.instance.num_stages))))
     middles = [0.0] * units
@@ -220,19 +224,21 @@ def nodes_of_microbatches(search: WindowSearch, count: int) -> set[int]:
 
 
 def nodes_of_lanes(search: WindowSearch, count: int) -> set[int]:
-    """What one to four neighbouring lanes do for a while."""
+    """Return the nodes of one to four neighbouring lanes during some time."""
     width = search.random.randint(1, min(4, search.instance.lanes))
     first = search.random.randint(0, search.instance.lanes - width)
     start = search.state.start
     nodes = [node for lane in search.state.lanes[first : first + width] for node in lane]
     nodes.sort(key=lambda node: (start[node], node))
-    place = _idle_moment(search, [start[node] for node in nodes], count)
-    return set(nodes[max(0, place) : max(0, place + count)])
+    position = _idle_moment(search, [start[node] for node in nodes], count)
+    return set(nodes[max(0, position) : max(0, position + count)])
 
 
 def _idle_moment(search: WindowSearch, starts: Sequence[float], count: int) -> int:
-    """Where `count` of these ascending starts begin, so that a moment is among them in which the lane that takes
-    longest idles: where it works without a pause there is nothing to gain."""
+    """Return the first index of `count` of these ascending starts, chosen to contain an idle time of the slowest lane.
+
+    Where that lane works without a pause, nothing can be gained.
+    """
     lanes, start = search.state.lanes, search.state.start
     spans = [end_of(search.scaled, search.state, lane[-1]) - start[lane[0]] for lane in lanes]
     longest = [lane for lane, span in zip(lanes, spans, strict=True) if span == max(spans)]
@@ -245,28 +251,28 @@ def _idle_moment(search: WindowSearch, starts: Sequence[float], count: int) -> i
     if not pauses or search.random.random() < ANYWHERE:
         return search.random.randint(-count // 2, max(len(starts) - count // 2, 0))
     pause, length = search.random.choices(pauses, [length for _, length in pauses])[0]
-    place = bisect(starts, pause + search.random.random() * length)
-    return place - search.random.randint(count // 4, max(count - count // 4, 1))
+    position = bisect(starts, pause + search.random.random() * length)
+    return position - search.random.randint(count // 4, max(count - count // 4, 1))
 
 
 def _improve_window(search: WindowSearch, until: float) -> None:
-    """Choose a window, solve it, and take what it gives if it is no worse."""
+    """Choose a window, solve it, and accept the result if it is no worse."""
     shares = [kind.gains / kind.spent for kind in search.kinds]
     kind = search.random.choices(search.kinds, shares)[0]
     free = kind.choose(search, int(kind.size))
     strict = search.random.random() < kind.strict
     search.windows += 1
-    is_done, effort, found = _solve_window(search, free, strict, until - time.perf_counter())
+    is_done, effort, solution = _solve_window(search, free, strict, until - time.perf_counter())
     kind.spent += effort + 0.1
     if not is_done:
         kind.size = max(kind.size * 0.93, LEAST_SIZE)
     elif effort < EFFORT / 3:
         kind.size *= 1.12 if effort > EFFORT / 30 else 1.25
-    if found is not None:
+    if solution is not None:
         before = search.start.time_s
-        _accept_schedule(search, found)
+        _accept_schedule(search, solution)
         kind.gains += min(100.0 * (1 - search.start.time_s / before), 3.0)
-    if found is not None:
+    if solution is not None:
         _polish_locally(search, POLISH, 1.0, until)
     elif search.windows % 2 == 0:
         _polish_locally(search, LONG // len(search.state.start), HOTTER, until)
@@ -282,7 +288,7 @@ def _accept_schedule(search: WindowSearch, found: NodeSchedule) -> None:
 
 
 def _polish_locally(search: WindowSearch, moves: int, hotter: float, until: float) -> None:
-    """Go on from the present schedule by local search, to another one that is as good at least."""
+    """Continue from the present schedule by local search, to another one that is at least equally good."""
     if not moves or search.loops is PLAIN or _is_best(search):
         return
     seed = search.random.randrange(1 << 16)
@@ -291,16 +297,18 @@ def _polish_locally(search: WindowSearch, moves: int, hotter: float, until: floa
     if fresh is search.start or fresh.time_s > search.start.time_s:
         return
     lanes, merged = nodes_of(search.scaled, fresh.orders)
-    found = state_of(search.scaled, lanes, merged)
-    if found is not None:
-        search.start, search.state = fresh, found
+    polished = state_of(search.scaled, lanes, merged)
+    if polished is not None:
+        search.start, search.state = fresh, polished
 
 
 def _solve_window(
     search: WindowSearch, free: set[int], strict: bool, seconds: float
 ) -> tuple[bool, float, NodeSchedule | None]:
-    """(whether nothing is left to find, effort, schedule) of a window: a shorter schedule, or, if not `strict`, one
-    that ends some lanes earlier."""
+    """Return (whether the window is exhausted, effort, schedule) of a window.
+
+    The schedule is shorter, or, if not `strict`, possibly one that ends some lanes earlier.
+    """
     scaled = search.scaled
     best = objective_of(scaled, search.state)
     model = build_model(scaled, search.state, free, max(search.state.start.values()) + best // 4)
@@ -313,12 +321,12 @@ def _solve_window(
     solver = _make_solver(search, seconds)
     solver.parameters.max_deterministic_time = EFFORT
     status = str(solver.status_name(solver.solve(model.cp)))
-    found = orders_from_starts(model, read_starts(model, solver)) if status in ("OPTIMAL", "FEASIBLE") else None
-    return status in ("OPTIMAL", "INFEASIBLE"), float(solver.response_proto.deterministic_time), found
+    solution = orders_from_starts(model, read_starts(model, solver)) if status in ("OPTIMAL", "FEASIBLE") else None
+    return status in ("OPTIMAL", "INFEASIBLE"), float(solver.response_proto.deterministic_time), solution
 
 
 def _add_hint(model: Any) -> None:
-    """Begin with the present schedule."""
+    """Start the solver from the present schedule."""
     for node, begin in model.start.items():
         if not isinstance(begin, int) and node in model.state.start:
             model.cp.add_hint(begin, model.state.start[node])
@@ -337,7 +345,8 @@ def _make_solver(search: WindowSearch, seconds: float) -> Any:
 
 
 def _solve_whole(search: WindowSearch, seconds: float) -> None:
-    """Solve the whole instance, for a better schedule and a bound: times rounded down, so that it is true."""
+    """Solve the complete instance, for a better schedule and a bound; times are rounded down so that the bound is
+    valid."""
     scaled = search.scaled if search.scaled.exact else ScaledInstance.from_instance(search.instance, down=True)
     present = state_of(scaled, search.state.lanes, search.state.merged)
     assert present is not None
@@ -352,15 +361,15 @@ def _solve_whole(search: WindowSearch, seconds: float) -> None:
     solver = _make_solver(search, seconds)
     status = str(solver.status_name(solver.solve(model.cp)))
     if status in ("OPTIMAL", "FEASIBLE"):
-        found = orders_from_starts(model, read_starts(model, solver))
-        if found is not None:
-            orders = orders_from(scaled, found.lanes, found.merged)
+        solution = orders_from_starts(model, read_starts(model, solver))
+        if solution is not None:
+            orders = orders_from(scaled, solution.lanes, solution.merged)
             lanes, merged = nodes_of(search.scaled, orders)
-            again = state_of(search.scaled, lanes, merged)
-            if again is not None:
-                _accept_schedule(search, again)
+            improved = state_of(search.scaled, lanes, merged)
+            if improved is not None:
+                _accept_schedule(search, improved)
     if (search.instance.may_split & present.merged.any(axis=1) & ~scaled.is_open).any():
-        return  # backwards that were B stayed B: no word on all schedules
+        return  # backwards that were B stayed B: no bound on all schedules
     if status in ("OPTIMAL", "FEASIBLE", "UNKNOWN"):
         proven = (math.ceil(solver.best_objective_bound - 1e-6) - (0 if scaled.exact else 1)) * scaled.quantum_s
         search.bound_s = max(search.bound_s, proven)

@@ -1,4 +1,4 @@
-"""From an instance to the tables of the inner loops, and these loops compiled."""
+"""Arrays for the inner loops, built from an instance, and the compilation of these loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipefit.schedule.fit.kernels.sweep import InstanceTables, OrderState, Order
 
 
 def make_tables(instance: FitInstance) -> InstanceTables:
-    """The tables of an instance."""
+    """Return the tables of an instance."""
     stages, units = instance.num_stages, instance.num_units
     operation = np.arange(4 * stages * units)
     kind, stage, unit = operation // (stages * units), operation // units % stages, operation % units
@@ -41,10 +41,10 @@ def make_tables(instance: FitInstance) -> InstanceTables:
             ins[user].append((maker, slot))
             out_row[slot] = user
             crosses[slot] = instance.placement[source] != instance.placement[target]
-    # slots in the order of their makers, so that those of a row stand together
-    new = {slot: place for place, slot in enumerate(slot for row_ in outs for slot in row_)}
+    # Slots are sorted by producer, so that the slots of a row are contiguous.
+    new = {slot: position for position, slot in enumerate(slot for row_ in outs for slot in row_)}
     by_new = np.array(sorted(new, key=lambda slot: new[slot]), dtype=np.int64)
-    whole = np.concatenate((instance.forward_s, instance.backward_s))
+    transit = np.concatenate((instance.forward_s, instance.backward_s))
     port = np.concatenate((instance.forward_port_s, instance.backward_port_s))
     limits = instance.limit_bytes
     held = instance.held_bytes.reshape(-1)
@@ -64,7 +64,7 @@ def make_tables(instance: FitInstance) -> InstanceTables:
         out_first=np.cumsum([0, *map(len, outs)]),
         out_row=out_row[by_new],
         crosses=crosses[by_new],
-        whole=whole[by_new].reshape(-1, units).copy(),
+        whole=transit[by_new].reshape(-1, units).copy(),
         port=port[by_new].reshape(-1, units).copy(),
         limit=np.where(np.isfinite(limits), limits * (1 + 1e-12), 2 * kernel.INFINITE),
         turn=np.argsort(instance.backwards),
@@ -76,7 +76,7 @@ def make_tables(instance: FitInstance) -> InstanceTables:
 
 
 def retime_tables(t: InstanceTables, instance: FitInstance) -> InstanceTables:
-    """The tables of an instance that differs in its actions' times and memory only."""
+    """Return the tables of an instance that differs only in the times and memory of actions."""
     held = instance.held_bytes.reshape(-1)
     return t._replace(
         time=instance.time_s.reshape(-1).copy(),
@@ -88,20 +88,20 @@ def retime_tables(t: InstanceTables, instance: FitInstance) -> InstanceTables:
 
 
 def make_state(t: InstanceTables, instance: FitInstance, orders: Sequence[Ints]) -> OrderState:
-    """A state of these orders, without times."""
-    lanes, most = instance.lanes, 3 * instance.num_units * max(np.bincount(instance.placement))
-    order = np.zeros((lanes, most), dtype=np.int64)
-    for lane, one in enumerate(orders):
-        order[lane, : len(one)] = one
+    """Return a state of these orders, without times."""
+    lanes, capacity = instance.lanes, 3 * instance.num_units * max(np.bincount(instance.placement))
+    order = np.zeros((lanes, capacity), dtype=np.int64)
+    for lane, operations in enumerate(orders):
+        order[lane, : len(operations)] = operations
     return OrderState(
         order=order,
         length=np.array(list(map(len, orders)), dtype=np.int64),
-        start=np.zeros((lanes, most)),
-        done=np.zeros((lanes, most)),
-        sent=np.zeros((lanes, most)),
+        start=np.zeros((lanes, capacity)),
+        done=np.zeros((lanes, capacity)),
+        sent=np.zeros((lanes, capacity)),
         begin=np.zeros(3 * instance.num_stages * instance.num_units),
         position=np.full(3 * instance.num_stages * instance.num_units, -1, dtype=np.int64),
-        level=np.zeros((lanes, most + 1)),
+        level=np.zeros((lanes, capacity + 1)),
         arrival=np.zeros(t.whole.shape),
         value=np.zeros(2),
         place=np.zeros(lanes, dtype=np.int64),
@@ -111,7 +111,7 @@ def make_state(t: InstanceTables, instance: FitInstance, orders: Sequence[Ints])
 
 
 def make_trial(t: InstanceTables, s: OrderState, seed: int) -> OrderTrial:
-    """Scratch space for changes of a state."""
+    """Return scratch space for changes of a state."""
     lanes = len(s.length)
     return OrderTrial(
         order=s.order.copy(),
@@ -134,13 +134,13 @@ def make_trial(t: InstanceTables, s: OrderState, seed: int) -> OrderTrial:
 
 
 def make_scratch(instance: FitInstance, t: InstanceTables, merge: NDArray[np.bool_]) -> ConstructionScratch:
-    """What constructions work on; `merge` says of each stage whether its backwards run as B."""
+    """Return scratch space for constructions; `merge` is an array by stage: whether its backwards run as B."""
     lanes, stages, units = instance.lanes, instance.num_stages, instance.num_units
     held = [instance.lane_stages(lane) for lane in range(lanes)]
     return ConstructionScratch(
         backwards=instance.backwards.astype(np.int64),
         first=np.cumsum([0, *map(len, held)]),
-        held=np.array([stage for each in held for stage in each], dtype=np.int64),
+        held=np.array([stage for lane_stages in held for stage in lane_stages], dtype=np.int64),
         merge=merge,
         slices=instance.slices,
         done=np.zeros(3 * stages, dtype=np.int64),
@@ -161,7 +161,7 @@ def make_scratch(instance: FitInstance, t: InstanceTables, merge: NDArray[np.boo
 
 
 def _reserve_bytes(instance: FitInstance) -> Floats:
-    """Per lane: the most that any microbatch takes when it runs alone, with all its forwards first, or more."""
+    """Return, by lane, an upper bound on the memory of any single microbatch, with all its forwards first."""
     grown = np.maximum(instance.held_bytes, 0.0).max(axis=0) + np.maximum(instance.held_bytes[I], 0.0)
     by_stage = grown.reshape(instance.num_stages, instance.microbatches, instance.slices).sum(axis=2).max(axis=1)
     passing = instance.passing_bytes.max(axis=(0, 2))
@@ -174,7 +174,7 @@ def _reserve_bytes(instance: FitInstance) -> Floats:
 
 
 INLINE = ("conflict", "draw", "idle_around", "choose_place", "safe", "choose_next")
-"""What becomes a part of its callers: a call that hands over the tables costs more than these functions do."""
+"""Functions that are inlined: a call that passes the tables costs more than these functions do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,21 +192,24 @@ PLAIN = SearchLoops(kernel.sweep, moves.anneal, greedy.construct, pattern_kernel
 
 @lru_cache(maxsize=1)
 def compile_loops() -> SearchLoops:
-    """The loops, compiled: copies of the functions that call each other's compiled copies. numba keeps what it compiled
-    by the name and file of a function; the name has the text of all files in it, as a function contains others. None of
-    them allocates: without reference counts (`_nrt`) on the arrays that each call hands on, they run twice as fast."""
+    """Return the compiled loops: copies of the functions that call each other's compiled copies.
+
+    numba caches by the name and file of a function. The name contains a digest of all files, because a function
+    includes others. No function allocates: without reference counts (`_nrt`) on the arrays passed in each call, they
+    run twice as fast.
+    """
     import numba
 
     modules = (kernel, moves, greedy, pattern_passes, pattern_kernel)
     text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     digest = hashlib.sha256(text).hexdigest()[:12]
-    found: dict[str, Callable[..., Any]] = {}
+    compiled: dict[str, Callable[..., Any]] = {}
     for module in modules:
-        space: dict[str, Any] = {**module.__dict__, **found}
+        space: dict[str, Any] = {**module.__dict__, **compiled}
         for name, function in vars(module).items():
             if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
                 copy = types.FunctionType(function.__code__, space, name)
                 copy.__module__, copy.__qualname__ = module.__name__, f"{name}_{digest}"
                 inline = "always" if name in INLINE else "never"
-                found[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=False)(copy)
-    return SearchLoops(found["sweep"], found["anneal"], found["construct"], found["patterns"])
+                compiled[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=False)(copy)
+    return SearchLoops(compiled["sweep"], compiled["anneal"], compiled["construct"], compiled["patterns"])

@@ -1,8 +1,9 @@
-"""Building blocks of a V in arrays: their offsets, their repetition, and every pass as early as it can be.
+"""Building blocks of a V in arrays: their offsets, their repetition, and squeezing every pass to its earliest slot.
 
-What `block` and `block_passes` do with objects, for `pattern_kernel`. A **sort** is a pass of a lane: 2 * kind + way,
-with kinds F, I, W and ways down (stage i of lane i) and up (stage 2 d - 1 - i). The n-th of its sort is unit n. The
-rules of `pipefit.schedule.fit.kernels.sweep` about numba hold here, too.
+These functions do on arrays, for `kernels.block_patterns`, the work of `schedule.blocks.building_block` and
+`schedule.blocks.passes`. A **sort** is a kind of pass of a lane: 2 * kind + direction, with kinds F, I, W and
+directions down (stage i of lane i) and up (stage 2 d - 1 - i). The n-th pass of its sort is unit n. The rules of
+`pipefit.schedule.fit.kernels.sweep` about numba apply here, too.
 """
 
 from __future__ import annotations
@@ -14,40 +15,43 @@ SORTS = 6
 
 
 class BlockScratch(NamedTuple):
-    """What one block after the other is built in."""
+    """Scratch space in which blocks are built one at a time."""
 
     offset: Any
     "[lane, sort]: the slot of unit 0."
     at: Any
     "[lane, slot modulo the interval]: the sort."
     row: Any
-    "[lane, place]: the sort."
+    "[lane, position]: the sort."
     start: Any
-    "[lane, place]: the slot."
+    "[lane, position]: the slot."
     length: Any
     grid: Any
     "[lane, slot]: the sort, or -1."
     stop: Any
-    "[0 forward or 1 backward, stage, unit]: the slot behind it, or -1."
+    "[0 forward or 1 backward, stage, unit]: the slot after it, or -1."
     count: Any
-    "[lane, sort], as is the next."
+    "[lane, sort], as the next field."
     left: Any
     place: Any
-    "[lane], as are the next two."
+    "[lane], as the next two fields."
     free: Any
     peak: Any
     queue: Any
-    "[operation]: the W's that wait, as those of F's stage and unit."
+    "[operation]: the waiting W's, as F nodes of the same stage and unit."
 
 
 def lay_offsets(p: Any, slots: Any, hops: Any, n: int) -> None:
-    """The offsets of block n: lane 0's F of the way up, I of the way up and I of the way down stand in `slots` modulo
-    the interval, lane i + 1 has its passes `hops[n, i]` slots later away from lane 0 or one earlier towards it."""
+    """Compute the offsets of block n.
+
+    On lane 0, the F up, I up and I down are in `slots` modulo the interval. Lane i + 1 has its passes `hops[n, i]`
+    slots after lane i in the direction away from lane 0, or one slot earlier in the other direction.
+    """
     depth = len(p.length)
     reached = -1
     for part in range(4):  # F down, F up, I up, I down
-        way = 1 if part == 1 or part == 2 else 0
-        sort = 2 * (part // 2) + way
+        direction = 1 if part == 1 or part == 2 else 0
+        sort = 2 * (part // 2) + direction
         slot = slots[n, part - 1] if part else 0
         ahead = 0
         if part % 2:
@@ -75,7 +79,7 @@ def lay_offsets(p: Any, slots: Any, hops: Any, n: int) -> None:
 
 
 def repeat_block(p: Any, units: int) -> None:
-    """The block so many times, one interval apart."""
+    """Repeat the block `units` times, one interval apart."""
     for lane in range(len(p.length)):
         first, last = p.offset[lane, 0], p.offset[lane, 0]
         for sort in range(1, SORTS):
@@ -92,24 +96,25 @@ def repeat_block(p: Any, units: int) -> None:
 
 
 def fill_peaks(p: Any) -> int:
-    """Fill in the most stage-microbatches that each lane holds; returns the most of all."""
-    most = 0
+    """Fill in the peak of stage-microbatches of each lane, and return the maximum over lanes."""
+    highest = 0
     for lane in range(len(p.length)):
         held = peak = 0
-        for place in range(p.length[lane]):
-            kind = p.row[lane, place] // 2
+        for position in range(p.length[lane]):
+            kind = p.row[lane, position] // 2
             if kind == 0:
                 held += 1
                 peak = max(peak, held)
             elif kind == 2:
                 held -= 1
         p.peak[lane] = peak
-        most = max(most, peak)
-    return most
+        highest = max(highest, peak)
+    return highest
 
 
 def squeeze_passes(p: Any) -> bool:
-    """Every pass as early as its lane and the chain of stages allow, in unchanged order. Returns whether it can run."""
+    """Move every pass as early as its lane and the chain of stages allow, in unchanged order. Returns whether it can
+    run."""
     depth = len(p.length)
     last = 2 * depth - 1
     for stage in range(2 * depth):
@@ -144,7 +149,7 @@ def squeeze_passes(p: Any) -> bool:
 
 
 def first_slot(p: Any, kind: int, stage: int, unit: int) -> int:
-    """The first slot for a pass by what it needs; -1 if that has not been placed."""
+    """Return the first slot after the inputs of a pass; -1 if they have not been placed."""
     last = p.stop.shape[1] - 1
     if kind == 2 or (kind == 0 and stage == 0):
         return 0
@@ -159,8 +164,8 @@ def keep_units(p: Any, units: int) -> None:
         for sort in range(SORTS):
             p.count[lane, sort] = 0
         n = 0
-        for place in range(p.length[lane]):
-            sort = p.row[lane, place]
+        for position in range(p.length[lane]):
+            sort = p.row[lane, position]
             p.count[lane, sort] += 1
             if p.count[lane, sort] <= units:
                 p.row[lane, n] = sort
@@ -169,16 +174,16 @@ def keep_units(p: Any, units: int) -> None:
 
 
 def write_grid(p: Any, lane: int) -> int:
-    """A lane's passes by slot; returns the number of slots."""
+    """Write a lane's passes into the grid by slot, and return the number of slots."""
     for slot in range(p.grid.shape[1]):
         p.grid[lane, slot] = -1
-    for place in range(p.length[lane]):
-        p.grid[lane, p.start[lane, place]] = p.row[lane, place]
+    for position in range(p.length[lane]):
+        p.grid[lane, p.start[lane, position]] = p.row[lane, position]
     return int(p.start[lane, p.length[lane] - 1]) + 1
 
 
 def read_grid(p: Any, lane: int) -> None:
-    """The passes of a lane in the order of their slots."""
+    """Read the passes of a lane from the grid, in the order of their slots."""
     n = 0
     for slot in range(p.grid.shape[1]):
         if p.grid[lane, slot] >= 0:

@@ -1,9 +1,9 @@
-"""The inner loop of `patterns`: from a building block of slots to the orders of a V, in tens of microseconds.
+"""The inner loop of `starts.patterns`: from a building block of slots to the orders of a V, in tens of microseconds.
 
-The passes are those of `block_reorder`, and what the published adaptive search does after them (Qi et al. 2024, arXiv
-2405.15362, section 3.3 and appendix A): repeat, squeeze, reorder both ends, fill the holes that are left. Here they
-work on whole arrays of one block after the other (`pattern_passes`). The rules of `pipefit.schedule.fit.kernels.sweep`
-about numba hold here, too.
+The passes are those of `schedule.blocks.reorder`, followed by the remaining steps of the published adaptive search (Qi
+et al. 2024, arXiv 2405.15362, section 3.3 and appendix A): repeat, squeeze, reorder both ends, fill the remaining
+holes. Here they work on arrays of one block at a time (`kernels.block_passes`). The rules of
+`pipefit.schedule.fit.kernels.sweep` about numba apply here, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipefit.schedule.fit.kernels.sweep import INFINITE, sweep
 
 
 def take_pass(p: Any, lane: int, sort: int, n: int) -> int:
-    """Place one of a sort as the n-th pass of a lane if one is left; returns the number of passes."""
+    """Place a pass of a sort as the n-th pass of a lane if one is left, and return the number of passes."""
     if p.left[lane, sort] > 0:
         p.left[lane, sort] -= 1
         p.row[lane, n] = sort
@@ -34,8 +34,8 @@ def take_pass(p: Any, lane: int, sort: int, n: int) -> int:
 
 
 def warm_up(p: Any, most: int) -> None:
-    """The passes of every lane before its first backward of the way down, in an order that takes memory sooner (as
-    `block_reorder.reorder_warm_up`)."""
+    """Reorder the passes of every lane before the first backward of its down stage so that memory fills sooner (as
+    `schedule.blocks.reorder.reorder_warm_up`)."""
     depth = len(p.length)
     most = min(most, 2 * depth)
     for lane in range(depth):
@@ -48,12 +48,12 @@ def warm_up(p: Any, most: int) -> None:
         up = min(lane + 1, most // 2, p.left[lane, 1])
         down = min(most - min(lane + 1, most // 2), p.left[lane, 0])
         n = 0
-        for place in range(2 * (depth - 1 - lane) + lane + 1):
+        for position in range(2 * (depth - 1 - lane) + lane + 1):
             if down:
                 before = n
                 n = take_pass(p, lane, 0, n)
                 down -= n - before
-            if up and place >= 2 * (depth - 1 - lane):
+            if up and position >= 2 * (depth - 1 - lane):
                 before = n
                 n = take_pass(p, lane, 1, n)
                 up -= n - before
@@ -67,14 +67,17 @@ def warm_up(p: Any, most: int) -> None:
 
 
 def cool_down(p: Any, most: int, units: int) -> bool:
-    """The last backwards of every lane as close together as the chain of stages allows, with W's in what is left (as
-    `block_reorder.reorder_cool_down`). Returns False where two passes would claim one slot."""
+    """Move the last backwards of every lane as close together as the chain of stages allows, with W's in the remaining
+    slots.
+
+    Does the same as `schedule.blocks.reorder.reorder_cool_down`. Returns False if two passes would share a slot.
+    """
     depth = len(p.length)
     downs = min((most + 1) // 2, units)
     turn = 0
-    for place in range(p.length[0]):
-        if p.row[0, place] == 1:
-            turn = p.start[0, place]
+    for position in range(p.length[0]):
+        if p.row[0, position] == 1:
+            turn = p.start[0, position]
     for lane in range(depth):
         ups = min(lane + 1, most - downs, units)
         end = write_grid(p, lane)
@@ -98,7 +101,7 @@ def cool_down(p: Any, most: int, units: int) -> bool:
 
 
 def lift_passes(p: Any, lane: int, end: int, sort: int, count: int) -> None:
-    """Take the last `count` passes of a sort out of the grid."""
+    """Remove the last `count` passes of a sort from the grid."""
     slot = end - 1
     while count > 0 and slot >= 0:
         if p.grid[lane, slot] == sort:
@@ -108,7 +111,8 @@ def lift_passes(p: Any, lane: int, end: int, sort: int, count: int) -> None:
 
 
 def lift_weights(p: Any, lane: int, end: int, downs: int, ups: int, total: int) -> None:
-    """Take W's out from the end until there are at least so many of each way, and so many in all."""
+    """Remove W's from the end until at least `downs` and `ups` of each direction and `total` in all have been
+    removed."""
     lifted_down = lifted_up = 0
     for slot in range(end - 1, -1, -1):
         if lifted_down >= downs and lifted_up >= ups and lifted_down + lifted_up >= total:
@@ -122,8 +126,10 @@ def lift_weights(p: Any, lane: int, end: int, downs: int, ups: int, total: int) 
 
 
 def fill_weights(p: Any, lane: int) -> bool:
-    """Put the lifted W's into empty slots behind the last one that stayed, and behind everything, up before down.
-    Returns whether there were slots enough."""
+    """Insert the removed W's into empty slots after the last remaining one, and at the end, up before down.
+
+    Returns whether there were enough slots.
+    """
     first = last = 0
     for slot in range(p.grid.shape[1]):
         if p.grid[lane, slot] >= 0:
@@ -156,30 +162,33 @@ def fill_weights(p: Any, lane: int) -> bool:
 
 
 def fill_holes(p: Any) -> None:
-    """Slot by slot, every hole filled with a later pass of its lane if one can move: what it needs is done, and no F
-    takes the lane above the highest peak. Of each sort only the next one is looked at, nearest first."""
+    """Fill every hole, slot by slot, with a later pass of its lane if one can move.
+
+    A pass can move if its inputs are done; an F also must not raise the lane above the highest peak. Only the next pass
+    of each sort is considered, nearest first.
+    """
     depth = len(p.length)
     last = 2 * depth - 1
-    most = fill_peaks(p)
+    highest = fill_peaks(p)
     end = 0
     for lane in range(depth):
         end = max(end, write_grid(p, lane))
         p.free[lane] = 0
         for sort in range(SORTS):
             p.count[lane, sort] = p.left[lane, sort] = 0
-        for place in range(p.length[lane]):
-            p.left[lane, p.row[lane, place]] += 1
+        for position in range(p.length[lane]):
+            p.left[lane, p.row[lane, position]] += 1
     for stage in range(2 * depth):
         for unit in range(p.stop.shape[2]):
             p.stop[0, stage, unit] = p.stop[1, stage, unit] = -1
     for slot in range(end):
         for lane in range(depth):
             if p.grid[lane, slot] < 0:
-                found = find_movable(p, lane, slot, end, most - p.free[lane])
-                if found < 0:
+                movable = find_movable(p, lane, slot, end, highest - p.free[lane])
+                if movable < 0:
                     continue
-                p.grid[lane, slot] = p.grid[lane, found]
-                p.grid[lane, found] = -1
+                p.grid[lane, slot] = p.grid[lane, movable]
+                p.grid[lane, movable] = -1
             sort = p.grid[lane, slot]
             kind, stage = sort // 2, last - lane if sort % 2 else lane
             if kind == 0:
@@ -195,7 +204,7 @@ def fill_holes(p: Any) -> None:
 
 
 def find_movable(p: Any, lane: int, hole: int, end: int, room: int) -> int:
-    """The slot of the first later pass that may move into the hole, or -1."""
+    """Return the slot of the first later pass that may move into the hole, or -1."""
     last = p.stop.shape[1] - 1
     open_sorts = 0
     for sort in range(SORTS):
@@ -229,15 +238,15 @@ def find_movable(p: Any, lane: int, hole: int, end: int, room: int) -> int:
 
 
 def name_passes(t: Any, s: Any, p: Any) -> None:
-    """The orders of operations: W's first in, first out over both ways of a lane."""
+    """Write the orders of operations; W's are first in, first out over both directions of a lane."""
     depth = len(p.length)
     stages = 2 * depth
     for lane in range(depth):
         for sort in range(SORTS):
             p.count[lane, sort] = 0
         read = write = 0
-        for place in range(p.length[lane]):
-            sort = p.row[lane, place]
+        for position in range(p.length[lane]):
+            sort = p.row[lane, position]
             kind, stage = sort // 2, stages - 1 - lane if sort % 2 else lane
             node = stage * t.units + p.count[lane, sort]
             p.count[lane, sort] += 1
@@ -247,18 +256,18 @@ def name_passes(t: Any, s: Any, p: Any) -> None:
             elif kind == 2:
                 node = p.queue[read]
                 read += 1
-            s.order[lane, place] = kind * stages * t.units + node
+            s.order[lane, position] = kind * stages * t.units + node
         s.length[lane] = p.length[lane]
 
 
 def fits_in_memory(t: Any, s: Any) -> bool:
-    """Whether memory suffices for the orders."""
+    """Return whether the orders fit in memory."""
     for lane in range(len(s.length)):
         if t.limit[lane] >= INFINITE:
             continue
         level = 0.0
-        for place in range(s.length[lane]):
-            op = s.order[lane, place]
+        for position in range(s.length[lane]):
+            op = s.order[lane, position]
             if level + t.need[op] > t.limit[lane]:
                 return False
             level += t.held[op]
@@ -266,14 +275,16 @@ def fits_in_memory(t: Any, s: Any) -> bool:
 
 
 def evaluate_block(t: Any, s: Any, p: Any, slots: Any, hops: Any, n: int) -> float:
-    """The orders of block n, evaluated: fills the state. Returns the objective, or INFINITE where memory is too small
-    or no orders come out."""
+    """Build and evaluate the orders of block n in the state.
+
+    Returns the objective, or INFINITE if they do not fit in memory or cannot be built.
+    """
     depth = len(p.length)
     units = max(t.units, 2 * depth)
     lay_offsets(p, slots, hops, n)
     repeat_block(p, units)
-    most = fill_peaks(p)
-    if most > 2 * depth:
+    peak = fill_peaks(p)
+    if peak > 2 * depth:
         return INFINITE
     if units == t.units:
         name_passes(t, s, p)
@@ -281,18 +292,18 @@ def evaluate_block(t: Any, s: Any, p: Any, slots: Any, hops: Any, n: int) -> flo
             return INFINITE
     if not squeeze_passes(p):
         return INFINITE
-    warm_up(p, most)
-    if not squeeze_passes(p) or fill_peaks(p) > most:
+    warm_up(p, peak)
+    if not squeeze_passes(p) or fill_peaks(p) > peak:
         return INFINITE
     if units > t.units:
         keep_units(p, t.units)
         if not squeeze_passes(p):
             return INFINITE
-        most = fill_peaks(p)
-    if not cool_down(p, most, t.units) or not squeeze_passes(p):
+        peak = fill_peaks(p)
+    if not cool_down(p, peak, t.units) or not squeeze_passes(p):
         return INFINITE
     fill_holes(p)
-    if fill_peaks(p) > most:
+    if fill_peaks(p) > peak:
         return INFINITE
     name_passes(t, s, p)
     if not fits_in_memory(t, s) or not sweep(t, s):
@@ -301,6 +312,6 @@ def evaluate_block(t: Any, s: Any, p: Any, slots: Any, hops: Any, n: int) -> flo
 
 
 def patterns(t: Any, s: Any, p: Any, slots: Any, hops: Any, values: Any) -> None:
-    """The objective of every block [block, 3] and [block, lane]."""
+    """Fill `values` with the objectives of the blocks of `slots` [block, 3] and `hops` [block, lane]."""
     for n in range(len(values)):
         values[n] = evaluate_block(t, s, p, slots, hops, n)

@@ -1,6 +1,6 @@
 """The inner loops of construction: from a wished start of every operation to orders that fit in memory.
 
-The rules of `pipefit.schedule.fit.kernels.sweep` about numba hold here, too.
+The rules of `pipefit.schedule.fit.kernels.sweep` about numba apply here, too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ FAR = 1e300
 
 
 class ConstructionScratch(NamedTuple):
-    """What a construction works on. A row is a forward, a backward or a W of a stage: kind * stages + stage."""
+    """Scratch space of a construction. A row is a forward, a backward or a W of a stage: kind * stages + stage."""
 
     backwards: Any
-    "[n]: the unit that goes back n-th."
+    "[n]: the unit of the n-th backward."
     first: Any
     "[lane + 1]: the stages of a lane are `held[first[lane]:first[lane + 1]]`, ascending."
     held: Any
@@ -22,19 +22,19 @@ class ConstructionScratch(NamedTuple):
     "[stage]: whether its backwards run as B."
     slices: int
     done: Any
-    "[row]: how many of its operations have been placed; a B counts as I and as W."
+    "[row]: the number of its operations already placed; a B counts as I and as W."
     count: Any
     "[row]: scratch."
     refused: Any
-    "[row]: the operation that memory has no room for now."
+    "[row]: the operation that does not fit in memory now."
     reserve: Any
-    "[lane]: what a whole microbatch needs at most; with so much room left, all can end."
+    "[lane]: upper bound on the memory of a microbatch; with this much left, all microbatches can end."
     placed: Any
     "[node]"
     arrival: Any
     "[slot, unit]"
     free: Any
-    "[lane], as are the following."
+    "[lane], as the following fields."
     port: Any
     level: Any
     begin: Any
@@ -42,13 +42,13 @@ class ConstructionScratch(NamedTuple):
     "The operation to place next, or -1."
     key: Any
     at: Any
-    "When it would start."
+    "Its start."
     dirty: Any
 
 
 def safe(t: Any, p: Any, lane: int, extra: int) -> bool:
-    """Whether a lane that places operation `extra` next can still end: one microbatch after the other, each with all
-    its forwards first. What holds for every lane holds for all of them together."""
+    """Return whether a lane that places operation `extra` next can still end by running one microbatch at a time, each
+    with all its forwards first. If that holds for every lane, it holds for all of them together."""
     stages = len(p.merge)
     low, high = p.first[lane], p.first[lane + 1]
     limit = t.limit[lane]
@@ -102,8 +102,8 @@ def safe(t: Any, p: Any, lane: int, extra: int) -> bool:
 
 
 def choose_next(t: Any, p: Any, wish: Any, lane: int) -> None:
-    """Find what a lane does next: what could start first, and no sooner than wished; of equals, what is wished
-    sooner."""
+    """Choose the next operation of a lane: the one with the earliest start that is not before its wish; among equals,
+    the one with the earlier wish."""
     stages = len(p.merge)
     refused = 0
     while True:
@@ -147,8 +147,8 @@ def choose_next(t: Any, p: Any, wish: Any, lane: int) -> None:
 
 
 def construct(t: Any, p: Any, wish: Any, order: Any, length: Any) -> float:
-    """Fill `order` and `length` from the wished starts of [row, unit]. Returns the objective, or FAR where memory is
-    too small."""
+    """Fill `order` and `length` from the wished starts [row, unit]. Returns the objective, or FAR if memory is too
+    small."""
     stages, lanes = len(p.merge), len(p.free)
     for row in range(3 * stages):
         p.done[row] = 0
@@ -163,12 +163,12 @@ def construct(t: Any, p: Any, wish: Any, order: Any, length: Any) -> float:
             total += t.units * (2 if p.merge[p.held[k]] else 3)
     for _ in range(total):
         lane = -1
-        for other in range(lanes):
-            if p.dirty[other]:
-                choose_next(t, p, wish, other)
-                p.dirty[other] = False
-            if p.best[other] >= 0 and (lane < 0 or p.key[other] < p.key[lane]):
-                lane = other
+        for candidate in range(lanes):
+            if p.dirty[candidate]:
+                choose_next(t, p, wish, candidate)
+                p.dirty[candidate] = False
+            if p.best[candidate] >= 0 and (lane < 0 or p.key[candidate] < p.key[lane]):
+                lane = candidate
         if lane < 0:
             return FAR
         op, time = p.best[lane], p.at[lane]

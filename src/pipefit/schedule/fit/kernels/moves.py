@@ -1,9 +1,9 @@
-"""The inner loop of the local search: random changes of orders, kept if they cost little.
+"""The inner loop of the local search: random changes of orders, accepted if they cost little.
 
-A change moves operations within their lanes, one, a run of one row, or a wave over several lanes; then it is mended
-where memory does not suffice: what frees memory is brought forward, or what needs it is put off. Random numbers are
-integers, so that all machines draw the same. The rules of `pipefit.schedule.fit.kernels.sweep` about numba hold here,
-too.
+A change moves operations within their lanes: one operation, a run of one row, or a wave over several lanes. If memory
+is then exceeded, the change is repaired: operations that free memory are moved forward, or operations that need it are
+delayed. Random numbers are integers, so that all machines draw the same ones. The rules of
+`pipefit.schedule.fit.kernels.sweep` about numba apply here, too.
 """
 
 from __future__ import annotations
@@ -13,48 +13,52 @@ from typing import Any
 from pipefit.schedule.fit.kernels.sweep import INFINITE, evaluate_trial, sweep
 
 EDGE = 8
-"""Operations at each end of a stretch of the critical path that are worth moving."""
+"""Operations at each end of a lane's stretch of the critical path that are candidates for moves."""
 
 
 def draw(numbers: Any, below: int) -> int:
-    """A random integer from 0 to below - 1 (Lehmer's generator; Park and Miller 1988)."""
+    """Return a random integer from 0 to below - 1 (Lehmer's generator; Park and Miller 1988)."""
     numbers[1] = numbers[1] * 48271 % 2147483647
     return int(numbers[1] % below)
 
 
 def conflict(t: Any, one: int, other: int) -> bool:
-    """Whether two operations of a lane must stay in their order."""
+    """Return whether two operations of a lane must stay in their order."""
     return bool(t.stage[one] == t.stage[other] and (t.row[one] == t.row[other] or t.unit[one] == t.unit[other]))
 
 
 def open_lane(s: Any, r: Any, lane: int) -> None:
-    """Copy a lane of the state into the trial, if that has not been done."""
+    """Copy a lane of the state into the trial, if not done yet."""
     if not r.changed[lane]:
         r.changed[lane] = True
         length = s.length[lane]
         r.length[lane] = length
-        for place in range(length):
-            r.order[lane, place] = s.order[lane, place]
+        for position in range(length):
+            r.order[lane, position] = s.order[lane, position]
 
 
 def shift_operation(t: Any, r: Any, lane: int, at: int, to: int) -> int:
-    """Move the operation at a place of the trial towards another one, as far as its own stage allows. Returns where it
-    came to stand."""
+    """Move the operation at a position of the trial towards another position, as far as its own stage allows.
+
+    Returns its new position.
+    """
     op = r.order[lane, at]
     step = 1 if to > at else -1
     while at != to:
-        other = r.order[lane, at + step]
-        if conflict(t, op, other):
+        neighbour = r.order[lane, at + step]
+        if conflict(t, op, neighbour):
             break
-        r.order[lane, at] = other
+        r.order[lane, at] = neighbour
         at += step
     r.order[lane, at] = op
     return at
 
 
 def admit_operations(t: Any, s: Any, r: Any, lane: int, low: int, high: int) -> bool:
-    """Put off what does not fit in memory until it does, from place `low` on, to `high` at least. Returns whether
-    everything could be placed."""
+    """Delay operations that do not fit in memory until they do, from position `low` on, to `high` at least.
+
+    Returns whether all operations could be placed.
+    """
     if t.limit[lane] >= INFINITE:
         return True
     length = r.length[lane]
@@ -103,20 +107,22 @@ def admit_operations(t: Any, s: Any, r: Any, lane: int, low: int, high: int) -> 
 
 
 def pull_freeing(t: Any, r: Any, lane: int, at: int, level: float) -> None:
-    """Bring operations that free memory in front of place `at`, before which `level` is held, until what stands there
-    fits."""
+    """Move operations that free memory before position `at` until the operation there fits.
+
+    `level` is the memory held before that position.
+    """
     op = r.order[lane, at]
     length = r.length[lane]
     tries = 0
     while level + t.need[op] > t.limit[lane] and tries < 3:
         tries += 1
-        found = at + 1
-        while found < length and t.held[r.order[lane, found]] >= 0.0:
-            found += 1
-        if found >= length:
+        freeing = at + 1
+        while freeing < length and t.held[r.order[lane, freeing]] >= 0.0:
+            freeing += 1
+        if freeing >= length:
             return
-        freed = t.held[r.order[lane, found]]
-        came = shift_operation(t, r, lane, found, at)
+        freed = t.held[r.order[lane, freeing]]
+        came = shift_operation(t, r, lane, freeing, at)
         if came > at:
             return
         level += freed
@@ -124,40 +130,43 @@ def pull_freeing(t: Any, r: Any, lane: int, at: int, level: float) -> None:
 
 
 def idle_around(t: Any, s: Any, lane: int, at: int, reach: int) -> float:
-    """The time for which a lane idles around a place."""
+    """Return the idle time of a lane around a position."""
     low, high = max(at - reach, 0), min(at + reach, s.length[lane] - 1)
     return float(s.start[lane, high] - s.start[lane, low] - (s.done[lane, high] - s.done[lane, low]))
 
 
 def choose_place(t: Any, s: Any, r: Any, lane: int) -> int:
-    """A random place of a lane, rather one where the lane idles."""
-    at = draw(r.numbers, s.length[lane])
+    """Return a random position of a lane, with a preference for idle times."""
+    position = draw(r.numbers, s.length[lane])
     if draw(r.numbers, 4) < 3:
-        other = draw(r.numbers, s.length[lane])
-        if idle_around(t, s, lane, other, 6) > idle_around(t, s, lane, at, 6):
-            at = other
-    return at
+        rival = draw(r.numbers, s.length[lane])
+        if idle_around(t, s, lane, rival, 6) > idle_around(t, s, lane, position, 6):
+            position = rival
+    return position
 
 
 def trace_path(t: Any, s: Any, r: Any) -> None:
-    """Write down the critical path: from the end of the lane that takes longest, back to what each operation waits for,
-    its lane or its data. Of a long stretch on one lane only both ends count: order within it changes nothing."""
-    lane, most = 0, -1.0
-    for other in range(len(s.length)):
-        last = s.length[other] - 1
-        end = s.start[other, last] + t.time[s.order[other, last]] - (s.start[other, 0] if t.span else 0.0)
-        if end > most:
-            lane, most = other, end
-    at, count, stretch = s.length[lane] - 1, 0, 0
-    while at >= 0:
+    """Record the critical path: from the end of the slowest lane back to the operation or data that each operation
+    waits for.
+
+    Only both ends of a long stretch on one lane are recorded, because the order within it changes nothing.
+    """
+    lane, latest = 0, -1.0
+    for candidate in range(len(s.length)):
+        last = s.length[candidate] - 1
+        end = s.start[candidate, last] + t.time[s.order[candidate, last]] - (s.start[candidate, 0] if t.span else 0.0)
+        if end > latest:
+            lane, latest = candidate, end
+    position, count, stretch = s.length[lane] - 1, 0, 0
+    while position >= 0:
         r.path[count, 0] = lane
-        r.path[count, 1] = at
+        r.path[count, 1] = position
         count += 1
-        op, start = s.order[lane, at], s.start[lane, at]
-        if at and s.start[lane, at - 1] + t.time[s.order[lane, at - 1]] >= start:
-            at -= 1
+        op, start = s.order[lane, position], s.start[lane, position]
+        if position and s.start[lane, position - 1] + t.time[s.order[lane, position - 1]] >= start:
+            position -= 1
             continue
-        at = -1
+        position = -1
         if count - stretch > 2 * EDGE:
             for n in range(EDGE):
                 r.path[stretch + EDGE + n, 0] = r.path[count - EDGE + n, 0]
@@ -168,13 +177,13 @@ def trace_path(t: Any, s: Any, r: Any) -> None:
         for k in range(t.in_first[row], t.in_first[row + 1]):
             if s.arrival[t.in_slot[k], unit] >= start:
                 lane = t.row_lane[t.in_row[k]]
-                at = s.position[t.in_row[k] * t.units + unit]
+                position = s.position[t.in_row[k] * t.units + unit]
                 break
     r.numbers[2] = count
 
 
 def block_end(t: Any, s: Any, lane: int, at: int, step: int) -> int:
-    """The last place that is reached from `at`, backwards or forwards, without idle time in between."""
+    """Return the last position reached from `at`, backwards or forwards, without idle time in between."""
     length = s.length[lane]
     while 0 <= at + step < length:
         first = min(at, at + step)
@@ -185,29 +194,33 @@ def block_end(t: Any, s: Any, lane: int, at: int, step: int) -> int:
 
 
 def shift_critical(t: Any, s: Any, r: Any, reach: int) -> float:
-    """A random operation of the critical path moves by up to `reach` places, or to an end of what its lane does without
-    a pause. Returns the time from which things change, or -1."""
+    """Move a random operation of the critical path by up to `reach` positions, or to an end of its lane's busy period.
+
+    Returns the time from which the schedule changes, or -1.
+    """
     entry = draw(r.numbers, r.numbers[2])
-    lane, at = r.path[entry, 0], r.path[entry, 1]
+    lane, position = r.path[entry, 0], r.path[entry, 1]
     step = 1 if draw(r.numbers, 2) else -1
     if draw(r.numbers, 3) == 0:
-        to = block_end(t, s, lane, at, step)
+        to = block_end(t, s, lane, position, step)
     else:
-        to = min(max(at + step * (1 + draw(r.numbers, reach)), 0), s.length[lane] - 1)
-    return shift_to(t, s, r, lane, at, to)
+        to = min(max(position + step * (1 + draw(r.numbers, reach)), 0), s.length[lane] - 1)
+    return shift_to(t, s, r, lane, position, to)
 
 
 def shift_one(t: Any, s: Any, r: Any, lane: int, reach: int) -> float:
-    """A random operation of a lane moves by up to `reach` places. Returns the time from which things change, or -1."""
+    """Move a random operation of a lane by up to `reach` positions. Returns the time from which the schedule changes,
+    or -1."""
     length = s.length[lane]
-    at = choose_place(t, s, r, lane)
+    position = choose_place(t, s, r, lane)
     by = 1 + draw(r.numbers, reach)
-    to = max(at - by, 0) if draw(r.numbers, 2) else min(at + by, length - 1)
-    return shift_to(t, s, r, lane, at, to)
+    to = max(position - by, 0) if draw(r.numbers, 2) else min(position + by, length - 1)
+    return shift_to(t, s, r, lane, position, to)
 
 
 def shift_to(t: Any, s: Any, r: Any, lane: int, at: int, to: int) -> float:
-    """The operation at a place moves towards another. Returns the time from which things change, or -1."""
+    """Move the operation at a position towards another position. Returns the time from which the schedule changes, or
+    -1."""
     pulls = draw(r.numbers, 2)
     open_lane(s, r, lane)
     came = shift_operation(t, r, lane, at, to)
@@ -222,7 +235,7 @@ def shift_to(t: Any, s: Any, r: Any, lane: int, at: int, to: int) -> float:
 
 
 def shift_run(t: Any, s: Any, r: Any, lane: int) -> float:
-    """A random row's operations of a run of units move by a few places, all the same way."""
+    """Move a random row's operations of a run of units by a few positions in one direction."""
     length = s.length[lane]
     row = t.row[s.order[lane, draw(r.numbers, length)]]
     first = draw(r.numbers, t.units)
@@ -233,13 +246,13 @@ def shift_run(t: Any, s: Any, r: Any, lane: int) -> float:
     low, high = length, 0
     count = 0
     for n in range(length):
-        at = length - 1 - n if later else n
-        op = r.order[lane, at]
+        position = length - 1 - n if later else n
+        op = r.order[lane, position]
         if t.row[op] != row or t.unit[op] < first or t.unit[op] >= last:
             continue
-        came = shift_operation(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
-        if came != at:
-            low, high = min(low, at, came), max(high, at, came)
+        came = shift_operation(t, r, lane, position, min(position + by, length - 1) if later else max(position - by, 0))
+        if came != position:
+            low, high = min(low, position, came), max(high, position, came)
             count += 1
     if not count or not admit_operations(t, s, r, lane, low, high):
         return -1.0
@@ -247,7 +260,7 @@ def shift_run(t: Any, s: Any, r: Any, lane: int) -> float:
 
 
 def shift_wave(t: Any, s: Any, r: Any) -> float:
-    """The operations of one kind and one unit move on several lanes, the same way."""
+    """Move the operations of one kind and one unit on several lanes in one direction."""
     stages = len(t.row_lane) // 3
     kind = draw(r.numbers, 3)
     stage = draw(r.numbers, stages)
@@ -256,74 +269,76 @@ def shift_wave(t: Any, s: Any, r: Any) -> float:
     by = 1 + draw(r.numbers, 3)
     later = draw(r.numbers, 2)
     since = INFINITE
-    for one in range(stage, min(stage + count, stages)):
-        node = (kind * stages + one) * t.units + unit
-        at, lane = s.position[node], t.row_lane[one]
-        if at >= s.length[lane] or t.node[s.order[lane, at]] != node or r.changed[lane]:
-            continue  # a W that is part of a B, or a lane that has moved
+    for wave_stage in range(stage, min(stage + count, stages)):
+        node = (kind * stages + wave_stage) * t.units + unit
+        position, lane = s.position[node], t.row_lane[wave_stage]
+        if position >= s.length[lane] or t.node[s.order[lane, position]] != node or r.changed[lane]:
+            continue  # a W that is part of a B, or a lane that has changed already
         open_lane(s, r, lane)
         length = s.length[lane]
-        came = shift_operation(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
-        if came == at:
+        came = shift_operation(t, r, lane, position, min(position + by, length - 1) if later else max(position - by, 0))
+        if came == position:
             r.changed[lane] = False
             continue
-        low = min(at, came)
+        low = min(position, came)
         if not later:
             pull_freeing(t, r, lane, came, s.level[lane, came])
-        if not admit_operations(t, s, r, lane, low, max(at, came)):
+        if not admit_operations(t, s, r, lane, low, max(position, came)):
             return -1.0
         since = min(since, s.start[lane, low])
     return since if since < INFINITE else -1.0
 
 
 def toggle_merge(t: Any, s: Any, r: Any, lane: int) -> float:
-    """A random backward of a lane that runs as I and W runs as B from now on, or the other way round."""
-    place = draw(r.numbers, s.length[lane])
-    op = s.order[lane, place]
+    """Merge a random I and W of a lane into a B, or split a random B into I and W."""
+    chosen = draw(r.numbers, s.length[lane])
+    op = s.order[lane, chosen]
     stage, unit, stages = t.stage[op], t.unit[op], len(t.row_lane) // 3
     kind = op // (stages * t.units)
     if kind == 0 or not t.toggles[stage]:
         return -1.0
     open_lane(s, r, lane)
     length = r.length[lane]
-    at = s.position[(stages + stage) * t.units + unit]
+    position = s.position[(stages + stage) * t.units + unit]
     if kind == 3:
-        last = at
-        for other in range(at + 1, length):
-            one = r.order[lane, other]
-            if t.row[one] == 2 * stages + stage and t.turn[t.unit[one]] < t.turn[unit]:
-                last = other
-        for other in range(length, last + 1, -1):
-            r.order[lane, other] = r.order[lane, other - 1]
-        r.order[lane, at] = (stages + stage) * t.units + unit
+        last = position
+        for index in range(position + 1, length):
+            later_op = r.order[lane, index]
+            if t.row[later_op] == 2 * stages + stage and t.turn[t.unit[later_op]] < t.turn[unit]:
+                last = index
+        for index in range(length, last + 1, -1):
+            r.order[lane, index] = r.order[lane, index - 1]
+        r.order[lane, position] = (stages + stage) * t.units + unit
         r.order[lane, last + 1] = (2 * stages + stage) * t.units + unit
         r.length[lane] = length + 1
     else:
         gone = s.position[(2 * stages + stage) * t.units + unit]
         if kind == 2:
-            at = shift_operation(t, r, lane, at, gone)
-        for other in range(gone, length - 1):
-            r.order[lane, other] = r.order[lane, other + 1]
+            position = shift_operation(t, r, lane, position, gone)
+        for index in range(gone, length - 1):
+            r.order[lane, index] = r.order[lane, index + 1]
         length -= 1
         r.length[lane] = length
-        at = min(at, gone - 1)
-        r.order[lane, at] = (3 * stages + stage) * t.units + unit
-        at = s.position[(stages + stage) * t.units + unit]
-    if not admit_operations(t, s, r, lane, at, r.length[lane]):
+        position = min(position, gone - 1)
+        r.order[lane, position] = (3 * stages + stage) * t.units + unit
+        position = s.position[(stages + stage) * t.units + unit]
+    if not admit_operations(t, s, r, lane, position, r.length[lane]):
         return -1.0
-    return float(s.start[lane, at])
+    return float(s.start[lane, position])
 
 
 def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: Any, moves: int) -> int:
-    """Try `moves` random changes of the orders in `s`, keeping those that cost no more than a random part of the heat,
-    which falls from `heats[0]` to `heats[1]`. The best orders go into `best`, with their lengths in `size`.
-    `settings`: weight of the sum of ends, best value so far, and of a hundred moves, how many are a toggle, a shift of
-    one or before, of a run or before; the reach of a shift; of a hundred shifts of one, how many are on the critical
-    path. Returns how many were kept."""
+    """Try `moves` random changes of the orders in `s`, and return the number of accepted ones.
+
+    A change is accepted if it costs no more than a random part of the heat, which falls from `heats[0]` to `heats[1]`.
+    The best orders go into `best`, with their lengths in `size`. `settings`: the weight of the sum of ends; the best
+    value so far; cumulative percentages of moves: toggles, shifts of one operation, shifts of a run; the reach of a
+    shift; the percentage of shifts of one operation that are on the critical path.
+    """
     lanes = len(s.length)
     weight = settings[0]
     heat = heats[0]
-    kept = 0
+    accepted = 0
     current = s.value[0] + weight * s.value[1]
     floor = 0.0
     for lane in range(lanes):
@@ -351,22 +366,22 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
         for lane in range(lanes):
             if r.changed[lane]:
                 total = 0.0
-                for place in range(r.length[lane]):
-                    total += t.time[r.order[lane, place]]
+                for position in range(r.length[lane]):
+                    total += t.time[r.order[lane, position]]
                 r.left[lanes + lane] = total
         u = draw(r.numbers, 1 << 20) / 1048576.0
-        most = current + 3.0 * heat * u * u
-        if not evaluate_trial(t, s, r, most - weight * floor, since):
+        limit = current + 3.0 * heat * u * u
+        if not evaluate_trial(t, s, r, limit - weight * floor, since):
             continue
         value = r.value[0] + weight * r.value[1]
-        if value > most:
+        if value > limit:
             continue
-        kept += 1
+        accepted += 1
         for lane in range(lanes):
             if r.changed[lane]:
                 s.length[lane] = r.length[lane]
-                for place in range(r.length[lane]):
-                    s.order[lane, place] = r.order[lane, place]
+                for position in range(r.length[lane]):
+                    s.order[lane, position] = r.order[lane, position]
         sweep(t, s)
         trace_path(t, s, r)
         current = s.value[0] + weight * s.value[1]
@@ -374,7 +389,7 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
             settings[1] = current
             for lane in range(lanes):
                 size[lane] = s.length[lane]
-                for place in range(s.length[lane]):
-                    best[lane, place] = s.order[lane, place]
+                for position in range(s.length[lane]):
+                    best[lane, position] = s.order[lane, position]
     heats[0] = heat
-    return kept
+    return accepted

@@ -1,10 +1,10 @@
-"""The inner loop of the search for a steady state, written once as plain Python and, compiled, under numba.
+"""The inner loop of the search for a steady state, written once for plain Python and for numba.
 
-The state of the search are orders, not times: on every lane the cyclic order in which a period runs its operations, and
-for each operation its **turn** k, the number of periods by which it lags behind: it starts at x = r + k T, where r is
-its place in its lane's period. Dependencies and orders are then differences, x_j >= x_i + w + h T, and the least period
-is the largest ratio of -w to h over the cycles of the graph that they form. It is found by Newton's iteration: longest
-paths at a period that is too small run into a cycle, which gives the next.
+The state of the search are orders, not times: on every lane the cyclic order of operations in a period, and for each
+operation its **turn** k, the number of periods by which it lags behind. The operation starts at x = r + k T, where r is
+its position in its lane's period. Dependencies and orders are then differences, x_j >= x_i + w + h T. The minimum
+period is the maximum ratio of -w to h over the cycles of the graph that they form. It is found by Newton's iteration:
+longest paths at a period that is too small run into a cycle, which gives the next period.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 
 def least_period(edges: Any, weight: Any, turns: Any, count: int, x: Any, parent: Any, low: float) -> float:
-    """The least period, at least `low`, for which the differences have a solution; `x` becomes the earliest one.
+    """Return the minimum period, at least `low`, for which the differences have a solution; `x` becomes the earliest
+    one.
 
     Edge e says x[edges[e, 1]] >= x[edges[e, 0]] + weight[e] + turns[e] * period, for the first `count` edges. Returns
-    -1 where no period will do.
+    -1 if no period is feasible.
     """
     period = low
     nodes = len(x)
@@ -53,16 +54,16 @@ def least_period(edges: Any, weight: Any, turns: Any, count: int, x: Any, parent
 
 
 def write_edges(order: Any, first: Any, turn: Any, time: Any, edges: Any, weight: Any, turns: Any, fixed: int) -> int:
-    """Write the differences that the cyclic orders mean behind the `fixed` ones of the data; returns their number.
+    """Write the differences of the cyclic orders after the `fixed` ones of the data, and return their number.
 
     Lane l runs `order[first[l] : first[l + 1]]`.
     """
     count = fixed
     for lane in range(len(first) - 1):
-        for place in range(first[lane], first[lane + 1]):
-            here = order[place]
-            wraps = place + 1 == first[lane + 1]
-            after = order[first[lane] if wraps else place + 1]
+        for position in range(first[lane], first[lane + 1]):
+            here = order[position]
+            wraps = position + 1 == first[lane + 1]
+            after = order[first[lane] if wraps else position + 1]
             edges[count, 0], edges[count, 1] = here, after
             weight[count] = time[here]
             turns[count] = turn[after] - turn[here] - (1 if wraps else 0)
@@ -71,15 +72,16 @@ def write_edges(order: Any, first: Any, turn: Any, time: Any, edges: Any, weight
 
 
 def fits_limits(order: Any, first: Any, turn: Any, held: Any, most: Any, limit: Any) -> bool:
-    """Whether no lane exceeds its limit: `most` is what an operation needs above the level before it."""
+    """Return whether no lane exceeds its limit: `most` is the memory that an operation needs above the level before
+    it."""
     for lane in range(len(first) - 1):
         level = 0.0
-        for place in range(first[lane], first[lane + 1]):
-            level -= held[order[place]] * turn[order[place]]
-        # -turn is how often an operation ran by the period's start; a unit's deltas add up to zero, so that turns count
-        # from anywhere.
-        for place in range(first[lane], first[lane + 1]):
-            node = order[place]
+        for position in range(first[lane], first[lane + 1]):
+            level -= held[order[position]] * turn[order[position]]
+        # -turn is the number of times an operation ran before the period's start. A unit's deltas add up to zero, so
+        # turns may be counted from any origin.
+        for position in range(first[lane], first[lane + 1]):
+            node = order[position]
             if level + most[node] > limit[lane] * (1 + 1e-9):
                 return False
             level += held[node]
@@ -107,10 +109,11 @@ def anneal(
     best_order: Any,
     best_turn: Any,
 ) -> float:
-    """Swap neighbours of a lane and shift turns; keep what shortens the period, and with falling chance what does not.
+    """Swap neighbours of a lane and shift turns; accept a shorter period, and with decreasing probability a longer one.
 
-    `dice` [moves, 4] are uniform numbers. The cost is the period, and a little of the time from the first operation to
-    node `last`, a microbatch's way. Fills the best orders and turns found; returns their cost, -1 if there is none.
+    `dice` [moves, 4] are uniform numbers. The cost is the period, plus a small share of the time from the first
+    operation to node `last`, the latency of a microbatch. Fills the best orders and turns found; returns their cost, or
+    -1 if there is none.
     """
     share = 1e-3
     count = write_edges(order, first, turn, time, edges, weight, turns, fixed)
@@ -123,27 +126,27 @@ def anneal(
     best_turn[:] = turn
     moves = len(dice)
     for move in range(moves):
-        place = int(dice[move, 0] * len(order))
+        position = int(dice[move, 0] * len(order))
         lane = 0
-        while first[lane + 1] <= place:
+        while first[lane + 1] <= position:
             lane += 1
         begin, stop = first[lane], first[lane + 1]
-        one = order[place]
+        moved = order[position]
         kind = 0
-        other_place = place + 1
+        neighbour = position + 1
         if dice[move, 1] < 0.25:
             kind = 1 if dice[move, 2] < 0.5 else -1
-            turn[one] += kind
-        elif other_place == stop:
+            turn[moved] += kind
+        elif neighbour == stop:
             if stop - begin < 2:
                 continue
-            other_place = begin
-            order[place], order[begin] = order[begin], one
-            turn[one] += 1
-            turn[order[place]] -= 1
+            neighbour = begin
+            order[position], order[begin] = order[begin], moved
+            turn[moved] += 1
+            turn[order[position]] -= 1
         else:
-            order[place], order[other_place] = order[other_place], one
-        taken = False
+            order[position], order[neighbour] = order[neighbour], moved
+        accepted = False
         if fits_limits(order, first, turn, held, most, limit):
             count = write_edges(order, first, turn, time, edges, weight, turns, fixed)
             period = least_period(edges, weight, turns, count, x, parent, low)
@@ -152,18 +155,18 @@ def anneal(
                 cooled, luck = 1 - move / moves, dice[move, 3]
                 if fresh <= cost + heat * low * (cooled * cooled) * (luck * luck):
                     cost = fresh
-                    taken = True
+                    accepted = True
                     if cost < best - 1e-12:
                         best = cost
                         best_order[:] = order
                         best_turn[:] = turn
-        if not taken:
+        if not accepted:
             if kind != 0:
-                turn[one] -= kind
-            elif other_place == begin and place + 1 == stop:
-                turn[order[place]] += 1
-                turn[one] -= 1
-                order[begin], order[place] = order[place], one
+                turn[moved] -= kind
+            elif neighbour == begin and position + 1 == stop:
+                turn[order[position]] += 1
+                turn[moved] -= 1
+                order[begin], order[position] = order[position], moved
             else:
-                order[other_place], order[place] = order[place], one
+                order[neighbour], order[position] = order[position], moved
     return best

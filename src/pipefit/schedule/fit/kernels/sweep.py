@@ -1,8 +1,7 @@
-"""The inner loops of fitting: the time of given orders, in full, or of what a change of them moves.
+"""The inner loops of fitting: the times of given orders, in full or only after a change.
 
-Written so that they run as plain Python and, compiled, under numba, with equal results: only additions and maxima are
-done on times, in one order. The rules of time are those of `pipefit.schedule.taskgraph.compile`; tests hold them
-against each other.
+They run as plain Python and under numba with equal results: times are only added and compared, in one order. The rules
+of time are those of `pipefit.schedule.taskgraph.compile`; tests compare both.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ INFINITE = 1e300
 
 
 class InstanceTables(NamedTuple):
-    """An instance for the loops. A **node** is the forward or the backward (or the W) of a stage and unit: (kind *
-    stages + stage) * units + unit with a B under I. A **row** is a node without its unit; a **slot** is one way of one
-    edge."""
+    """An instance for the loops.
+
+    A **node** is the forward, the backward or the W of a stage and unit: (kind * stages + stage) * units + unit, with a
+    B under I. A **row** is a node without its unit; a **slot** is one direction of one edge.
+    """
 
     lane: Any
-    "[operation], as are the next seven."
+    "[operation], as the next seven fields."
     stage: Any
     unit: Any
     row: Any
@@ -33,7 +34,7 @@ class InstanceTables(NamedTuple):
     in_slot: Any
     in_row: Any
     out_first: Any
-    "[row + 1]: the slots of a row, which send in that order."
+    "[row + 1]: the slots of a row, in the order of sending."
     out_row: Any
     "[slot]: the row that uses it."
     crosses: Any
@@ -44,55 +45,55 @@ class InstanceTables(NamedTuple):
     limit: Any
     "[lane]"
     turn: Any
-    "[unit]: when it goes back."
+    "[unit]: its position in the order of backwards."
     toggles: Any
-    "[stage]: whether its backwards may run as B and apart."
+    "[stage]: whether its backwards may run both as B and as I and W."
     work: Any
-    "[lane]: the time of its operations, each backward as it is quicker; for bounds."
+    "[lane]: the time of its operations, with each backward in its quicker form; for bounds."
     units: int
     span: bool
 
 
 class OrderState(NamedTuple):
-    """Orders with their times; of a lane, only the first `length` entries count."""
+    """Orders with their times; only the first `length` entries of a lane count."""
 
     order: Any
-    "[lane, place]: the operation."
+    "[lane, position]: the operation."
     length: Any
     start: Any
-    "[lane, place]"
+    "[lane, position]"
     done: Any
-    "[lane, place]: the work of the lane up to this place, itself included."
+    "[lane, position]: the work of the lane up to and including this position."
     sent: Any
-    "[lane, place]: when the port is free of what this place and those before it sent."
+    "[lane, position]: the time at which the port has sent everything up to this position."
     begin: Any
     "[node]: its start."
     position: Any
-    "[node]: its place on its lane."
+    "[node]: its position on its lane."
     level: Any
-    "[lane, place]: memory held before it."
+    "[lane, position]: the memory held before it."
     arrival: Any
-    "[slot, unit]: when the consumer can use it."
+    "[slot, unit]: the time at which the consumer can use it."
     value: Any
     "[main objective, sum of the lanes' ends]"
     place: Any
-    "[lane]: scratch, as are the next two."
+    "[lane]: scratch, as the next two fields."
     free: Any
     port: Any
 
 
 class OrderTrial(NamedTuple):
-    """A changed order under evaluation: as `OrderState`, for what had to be evaluated anew."""
+    """Changed orders under evaluation: as `OrderState`, for the part that must be evaluated again."""
 
     order: Any
     length: Any
     changed: Any
-    "[lane]: whether `order` differs from the state's; else the state's counts."
+    "[lane]: whether `order` differs from the state's; otherwise the state's order is valid."
     stamp: Any
-    "[node]: the number of the evaluation that reached it last."
+    "[node]: the number of the last evaluation that reached it."
     arrival: Any
     place: Any
-    "[lane]: where the evaluation stands."
+    "[lane]: the current position of the evaluation."
     free: Any
     ported: Any
     first: Any
@@ -104,7 +105,7 @@ class OrderTrial(NamedTuple):
     numbers: Any
     "[evaluations so far, random state, length of the path]"
     path: Any
-    "[n, 2]: lane and place of the operations of the critical path, last first."
+    "[n, 2]: lane and position of the operations of the critical path, last first."
     value: Any
     queue: Any
     "Operations that wait for memory."
@@ -115,17 +116,17 @@ def sweep(t: Any, s: Any) -> bool:
     lanes = len(s.length)
     for node in range(len(s.begin)):
         s.begin[node] = INFINITE
-    place, free, port = s.place, s.free, s.port
+    cursor, free, port = s.place, s.free, s.port
     for lane in range(lanes):
-        place[lane] = 0
+        cursor[lane] = 0
         free[lane] = port[lane] = 0.0
     moved = True
     while moved:
         moved = False
         for lane in range(lanes):
-            while place[lane] < s.length[lane]:
-                at = place[lane]
-                op = s.order[lane, at]
+            while cursor[lane] < s.length[lane]:
+                position = cursor[lane]
+                op = s.order[lane, position]
                 row, unit = t.row[op], t.unit[op]
                 time = free[lane]
                 ready = True
@@ -138,11 +139,11 @@ def sweep(t: Any, s: Any) -> bool:
                     break
                 moved = True
                 stop = time + t.time[op]
-                s.start[lane, at] = time
+                s.start[lane, position] = time
                 s.begin[t.node[op]] = time
-                s.position[t.node[op]] = at
-                s.level[lane, at + 1] = s.level[lane, at] + t.held[op]
-                s.done[lane, at] = t.time[op] + (s.done[lane, at - 1] if at else 0.0)
+                s.position[t.node[op]] = position
+                s.level[lane, position + 1] = s.level[lane, position] + t.held[op]
+                s.done[lane, position] = t.time[op] + (s.done[lane, position - 1] if position else 0.0)
                 free[lane] = stop
                 for slot in range(t.out_first[row], t.out_first[row + 1]):
                     if t.crosses[slot]:
@@ -151,11 +152,11 @@ def sweep(t: Any, s: Any) -> bool:
                         s.arrival[slot, unit] = sent + t.whole[slot, unit]
                     else:
                         s.arrival[slot, unit] = stop
-                s.sent[lane, at] = port[lane]
-                place[lane] = at + 1
+                s.sent[lane, position] = port[lane]
+                cursor[lane] = position + 1
     main = total = 0.0
     for lane in range(lanes):
-        if place[lane] < s.length[lane]:
+        if cursor[lane] < s.length[lane]:
             return False
         begin = s.start[lane, 0] if t.span else 0.0
         main = max(main, free[lane] - begin)
@@ -166,8 +167,10 @@ def sweep(t: Any, s: Any) -> bool:
 
 
 def evaluate_trial(t: Any, s: Any, r: Any, most: float, since: float) -> bool:
-    """The value of the trial's orders, by evaluating only what the state starts at `since` or later. Returns False
-    when they cannot run, or as soon as the main objective is known to exceed `most`."""
+    """Evaluate the trial's orders, only from the operations that start at `since` or later in the state.
+
+    Returns False if they cannot run, or as soon as the main objective is known to exceed `most`.
+    """
     lanes = len(s.length)
     number = r.numbers[0] + 1
     r.numbers[0] = number
@@ -202,10 +205,10 @@ def evaluate_trial(t: Any, s: Any, r: Any, most: float, since: float) -> bool:
         lane = r.stack[depth]
         changed = r.changed[lane]
         length = r.length[lane] if changed else s.length[lane]
-        at, free, ported, left = r.place[lane], r.free[lane], r.ported[lane], r.left[lane]
+        position, free, ported, left = r.place[lane], r.free[lane], r.ported[lane], r.left[lane]
         r.waiting[lane] = -1
-        while at < length:
-            op = r.order[lane, at] if changed else s.order[lane, at]
+        while position < length:
+            op = r.order[lane, position] if changed else s.order[lane, position]
             row, unit = t.row[op], t.unit[op]
             time = free
             lacks = -1
@@ -221,7 +224,7 @@ def evaluate_trial(t: Any, s: Any, r: Any, most: float, since: float) -> bool:
             if lacks >= 0:
                 r.waiting[lane] = lacks
                 break
-            if at == 0:
+            if position == 0:
                 r.first[lane] = time
             if time + left - (r.first[lane] if t.span else 0.0) > most:
                 return False
@@ -235,16 +238,16 @@ def evaluate_trial(t: Any, s: Any, r: Any, most: float, since: float) -> bool:
                     sent = max(stop, ported)
                     ported = sent + t.port[slot, unit]
                     r.arrival[slot, unit] = sent + t.whole[slot, unit]
-                    other = t.row_lane[t.out_row[slot]]
-                    if r.waiting[other] == node:
-                        r.waiting[other] = -1
-                        r.stack[depth] = other
+                    target_lane = t.row_lane[t.out_row[slot]]
+                    if r.waiting[target_lane] == node:
+                        r.waiting[target_lane] = -1
+                        r.stack[depth] = target_lane
                         depth += 1
                 else:
                     r.arrival[slot, unit] = stop
-            at += 1
-        r.place[lane], r.free[lane], r.ported[lane], r.left[lane] = at, free, ported, left
-        if at == length:
+            position += 1
+        r.place[lane], r.free[lane], r.ported[lane], r.left[lane] = position, free, ported, left
+        if position == length:
             finished += 1
     if finished < lanes:
         return False

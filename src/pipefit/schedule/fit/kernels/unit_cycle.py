@@ -1,4 +1,4 @@
-"""The graph of one unit in a steady state, and the period that orders in it allow; see `modulo`."""
+"""The graph of one unit in a steady state, and the minimum period of orders in it; see `starts.modulo`."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class SteadyState(NamedTuple):
 
     period_s: float
     offset_s: Floats
-    "[F, I, W; stage]: seconds, the earliest is 0. Where I and W are merged, W starts when B would end."
+    "[F, I, W; stage]: seconds, the earliest is 0. If I and W are merged, W starts at the end of B."
     merged: NDArray[np.bool_]
-    "Per stage: whether its backward runs as B."
+    "By stage: whether its backward runs as B."
     bound_s: float
-    "No steady state with one unit a period has a shorter one."
+    "Lower bound on the period of steady states with one unit per period."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCycle:
-    """What the search needs of an instance: operations as nodes F, I, W of every stage, in units of `scale_s`."""
+    """An instance for the steady-state search: operations as nodes F, I, W of every stage, in units of `scale_s`."""
 
     time: Floats
     "[node], node = kind * stages + stage; a merged W takes no time and is not in any order."
     held: Floats
     most: Floats
-    "[node]: what it needs above the level before it."
+    "[node]: the memory that it needs above the level before it."
     edges: NDArray[np.int64]
-    "[place, (source, target)]: the data's first, then room for the orders'."
+    "[index, (source, target)]: first the data dependencies, then space for the orders."
     weight: Floats
     fixed: int
-    "How many of the edges are the data's."
+    "Number of edges that are data dependencies."
     lane: NDArray[np.int64]
     "[node]."
     limit: Floats
     present: NDArray[np.bool_]
-    "[node]: false for a W that is merged."
+    "[node]: false for a merged W."
     low: float
-    "No period is shorter: the work of the busiest lane, and what memory allows."
+    "Lower bound on the period: the work of the busiest lane, and the memory limits."
     scale_s: float
     merged: NDArray[np.bool_]
 
@@ -54,12 +54,15 @@ Orders = tuple[NDArray[np.int64], NDArray[np.int64], float]
 
 
 def cycle_of(instance: FitInstance, merged: NDArray[np.bool_]) -> UnitCycle | None:
-    """The graph of one unit, times and memory averaged over units. None if a unit leaves memory behind."""
+    """Return the graph of one unit, with times and memory averaged over units. None if a unit leaves memory
+    allocated."""
     stages = instance.num_stages
-    time, held, passing = (each.mean(axis=2) for each in (instance.time_s, instance.held_bytes, instance.passing_bytes))
     time, held, passing = (
-        np.stack([each[F], np.where(merged, each[B], each[I]), np.where(merged, 0.0, each[W])])
-        for each in (time, held, passing)
+        table.mean(axis=2) for table in (instance.time_s, instance.held_bytes, instance.passing_bytes)
+    )
+    time, held, passing = (
+        np.stack([table[F], np.where(merged, table[B], table[I]), np.where(merged, 0.0, table[W])])
+        for table in (time, held, passing)
     )
     left = np.abs(held.sum(axis=0))
     if (left > 1e-6 * np.abs(held).max(initial=0.0) + 1e-12).any():
@@ -96,10 +99,10 @@ def cycle_of(instance: FitInstance, merged: NDArray[np.bool_]) -> UnitCycle | No
 
 
 def _memory_period(cycle: UnitCycle, stages: int) -> float:
-    """Little's law: what a lane's stages hold of a unit, times how long they must hold it, is at most limit * period.
+    """Return a lower bound on the period by Little's law: a unit's memory times its duration is at most limit * period.
 
-    A stage holds what F allocates from F's start to I's end at least, and what is then left to W's end; both times are
-    longest paths, and the level's mean over a period is at most its peak.
+    A stage holds at least the bytes allocated by F from F's start to I's end, and the remaining bytes until W's end.
+    Both durations are longest paths, and the mean level over a period is at most its peak.
     """
     longest = longest_paths(cycle)
     low = 0.0
@@ -108,10 +111,10 @@ def _memory_period(cycle: UnitCycle, stages: int) -> float:
         for stage in np.flatnonzero(cycle.lane[:stages] == lane).tolist():
             f, i, w = stage, stages + stage, 2 * stages + stage
             until_i = longest[f, i] + cycle.time[i]
-            kept = cycle.held[f] + min(cycle.held[i], 0.0)
-            area += cycle.held[f] * until_i if kept < 0 else (cycle.held[f] - kept) * until_i
-            if kept > 0:
-                area += kept * (until_i + cycle.time[w])
+            remaining = cycle.held[f] + min(cycle.held[i], 0.0)
+            area += cycle.held[f] * until_i if remaining < 0 else (cycle.held[f] - remaining) * until_i
+            if remaining > 0:
+                area += remaining * (until_i + cycle.time[w])
             if cycle.held[i] > 0:
                 area += cycle.held[i] * (cycle.time[i] + cycle.time[w])
         if np.isfinite(cycle.limit[lane]) and cycle.limit[lane] > 0:
@@ -120,7 +123,7 @@ def _memory_period(cycle: UnitCycle, stages: int) -> float:
 
 
 def longest_paths(cycle: UnitCycle) -> Floats:
-    """[node, node]: the longest path of data from start to start, -inf where there is none."""
+    """Return the longest path of data [node, node] from start to start, -inf without a path."""
     nodes = len(cycle.time)
     longest: Floats = np.full((nodes, nodes), -np.inf)
     np.fill_diagonal(longest, 0.0)
@@ -134,8 +137,10 @@ def longest_paths(cycle: UnitCycle) -> Floats:
 def least_period_of(
     cycle: UnitCycle, order: NDArray[np.int64], turn: NDArray[np.int64], x: Floats | None = None
 ) -> float | None:
-    """The least period of these orders, in the cycle's units; None if no period will do, or memory does not. Fills `x`
-    with the earliest starts."""
+    """Return the minimum period of these orders, in the cycle's units. Fills `x` with the earliest starts.
+
+    None if no period is feasible, or if the orders exceed the memory.
+    """
     size = len(cycle.time)
     first = np.searchsorted(cycle.lane[order], np.arange(len(cycle.limit) + 1))
     if not modulo_kernel.fits_limits(order, first, turn, cycle.held, cycle.most, cycle.limit):
@@ -149,7 +154,7 @@ def least_period_of(
 
 
 def steady_state_of(cycle: UnitCycle, order: NDArray[np.int64], turn: NDArray[np.int64], bound: float) -> SteadyState:
-    """The steady state of these orders at their least period, everything as early as it can be."""
+    """Return the steady state of these orders at their minimum period, with all operations as early as possible."""
     x = np.zeros(len(cycle.time))
     period = least_period_of(cycle, order, turn, x)
     assert period is not None, "orders without a period were kept"

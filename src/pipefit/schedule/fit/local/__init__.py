@@ -1,1 +1,1 @@
-"""Local search over orders and its compiled loops."""
+"""Local search over orders."""

@@ -1,9 +1,9 @@
-"""Local search on orders: many small random moves, of which those that cost little are kept (`moves.anneal`).
+"""Local search on orders by simulated annealing with small random moves (`kernels.moves.anneal`).
 
-The starts race: in every round each gets some moves, and the better half goes on with twice as many. When one is left,
-and has had its turn, the next generation begins, with other random numbers and twice the moves. In each run the heat,
-what a move may cost, falls from a tenth of a mean operation to next to nothing, so that a search that is stopped early
-has cooled down, too.
+The starts race: in every round each gets some moves, and the better half continues with twice the number. After the
+last one has had its moves, the next generation begins with other random numbers and twice the moves. In each run the
+heat, the accepted cost of a move, falls from a tenth of a mean operation to almost zero, so that a search that is
+stopped early has cooled down, too.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ RACERS = 8
 FIRST_LENGTH = 1000
 """Moves of a racer in the first round of the first generation, if there are enough."""
 LEAST_MOVES = 1000
-"""For each racer; with less there are fewer."""
+"""Minimum of moves per racer; with fewer moves there are fewer racers."""
 CHUNK = 250
-"""Moves between two looks at the clock."""
+"""Moves between two checks of the clock."""
 WEIGHT = 0.02
-"""Of the sum of the lanes' ends, beside the objective."""
+"""Weight of the sum of the lanes' ends, added to the objective."""
 SHARES = 70, 15
-"""Of a hundred moves: shifts of one operation, of a run. The rest are waves."""
+"""Percentages of moves: shifts of one operation, shifts of a run. The rest are waves."""
 REACH = 8
-"""Places that one operation is shifted at most."""
+"""Maximum number of positions by which one operation is shifted."""
 CRITICAL = 60
-"""Of a hundred shifts of one operation: those of the critical path."""
+"""Percentage of shifts of one operation that start on the critical path."""
 HOT, COLD = 0.12, 0.008
-"""Of a mean operation."""
+"""First and last heat, in mean operations."""
 HOTTEST = 4.0
 """Later generations, with longer runs, begin hotter, at most by this factor."""
 
 
 @dataclass(slots=True)
 class MoveBudget:
-    """What is left to spend."""
+    """The remaining budget of a search."""
 
     moves: int
     until_s: float
     "On the clock of `time.perf_counter`."
     spent: int = 0
     kept_s: float = 0.0
-    "Of the time, what is kept for what comes after the search."
+    "Time reserved for the steps after the search."
 
     def take_moves(self, most: int) -> int:
-        """So many moves now; 0 when the budget is spent."""
+        """Return the number of moves to do now; 0 if the budget is spent."""
         if time.perf_counter() > self.until_s - self.kept_s:
             return 0
         return max(min(most, self.moves - self.spent), 0)
 
     def moves_share(self, share: float) -> MoveBudget:
-        """A share of what is left."""
+        """Return a share of the remaining budget."""
         now = time.perf_counter()
         left = self.until_s - self.kept_s - now
         until_s = now + share * max(left, 0.0) if left < math.inf else math.inf
@@ -77,7 +77,7 @@ def improve_orders(
     seed: int,
     goal_s: float = 0.0,
 ) -> TimedOrders:
-    """The best orders found from `starts`, which are sorted by time; the first that reach the goal are enough."""
+    """Return the best orders found from `starts`, which are sorted by time. Stops as soon as the goal is reached."""
     best = starts[0]
     racers, first = _race_sizes(budget.moves - budget.spent)
     generation = 0
@@ -87,19 +87,20 @@ def improve_orders(
         pool = starts[:racers]
         while len(pool) > 1 and budget.take_moves(1):
             pool = [
-                anneal_orders(instance, t, loops, one, budget, draws + n, length, hotter) for n, one in enumerate(pool)
+                anneal_orders(instance, t, loops, racer, budget, draws + n, length, hotter)
+                for n, racer in enumerate(pool)
             ]
-            pool = sorted(pool, key=lambda one: one.time_s)[: len(pool) // 2]
+            pool = sorted(pool, key=lambda start: start.time_s)[: len(pool) // 2]
             length *= 2
-        for one in sorted((*pool, best), key=lambda one: one.time_s)[: 1 + (generation > 0)]:
-            found = anneal_orders(instance, t, loops, one, budget, draws + 500, 2 * length, hotter)
-            best = min(best, found, key=lambda one: one.time_s)
+        for racer in sorted((*pool, best), key=lambda start: start.time_s)[: 1 + (generation > 0)]:
+            annealed = anneal_orders(instance, t, loops, racer, budget, draws + 500, 2 * length, hotter)
+            best = min(best, annealed, key=lambda start: start.time_s)
         generation += 1
     return best
 
 
 def _race_sizes(moves: int) -> tuple[int, int]:
-    """(racers, moves of each in the first round) of the first generation, so that it ends within so many moves."""
+    """Return (racers, moves of each in the first round) of a first generation that ends within `moves` moves."""
     racers = max(1, min(RACERS, moves // LEAST_MOVES))
     return racers, max(1, min(FIRST_LENGTH, int(moves / (racers * (2 + math.log2(racers))))))
 
@@ -114,8 +115,10 @@ def anneal_orders(
     moves: int | None = None,
     hotter: float = 1.0,
 ) -> TimedOrders:
-    """What `moves` moves (default: all of the budget's) make of a start, while the heat falls once, from `hotter` times
-    the heat that short runs begin with."""
+    """Anneal a start with `moves` moves (default: all of the budget).
+
+    The heat falls once, from `hotter` times the initial heat of short runs.
+    """
     moves = budget.moves - budget.spent if moves is None else moves
     if not budget.take_moves(moves):
         return start
@@ -144,8 +147,7 @@ def anneal_orders(
 
 
 def merge_neighbours(instance: FitInstance, t: InstanceTables, loops: SearchLoops, start: TimedOrders) -> TimedOrders:
-    """The orders with every I that its own W follows at once turned into a B with it, where B takes no longer and the
-    objective does not grow."""
+    """Merge every I directly followed by its own W into a B, if B takes no longer and the objective does not grow."""
     size = instance.num_stages * instance.num_units
     quicker = instance.time_s[B] <= (instance.time_s[I] + instance.time_s[W]) * (1 + 1e-12)
     may = np.zeros(4 * size, dtype=np.bool_)
@@ -157,10 +159,10 @@ def merge_neighbours(instance: FitInstance, t: InstanceTables, loops: SearchLoop
     everything = _merge_pairs(instance, t, loops, start, pairs)
     if everything is not None:
         return everything
-    for lane, places in enumerate(pairs):
-        for place in places[::-1] if count > 1 else ():
-            alone = [places[:0]] * len(pairs)
-            alone[lane] = np.array([place])
+    for lane, positions in enumerate(pairs):
+        for position in positions[::-1] if count > 1 else ():
+            alone = [positions[:0]] * len(pairs)
+            alone[lane] = np.array([position])
             start = _merge_pairs(instance, t, loops, start, alone) or start
     return start
 
@@ -168,13 +170,14 @@ def merge_neighbours(instance: FitInstance, t: InstanceTables, loops: SearchLoop
 def _merge_pairs(
     instance: FitInstance, t: InstanceTables, loops: SearchLoops, start: TimedOrders, pairs: list[NDArray[np.intp]]
 ) -> TimedOrders | None:
-    """The orders with the operations at these places of every lane merged with the next ones, if that is no slower."""
+    """Return the orders with the operations at these positions of every lane merged with the next ones, or None if
+    slower."""
     orders = list(start.orders)
-    for lane, places in enumerate(pairs):
-        if len(places):
+    for lane, positions in enumerate(pairs):
+        if len(positions):
             order = orders[lane].copy()
-            order[places] += (B - I) * instance.num_stages * instance.num_units
-            orders[lane] = np.delete(order, places + 1)
+            order[positions] += (B - I) * instance.num_stages * instance.num_units
+            orders[lane] = np.delete(order, positions + 1)
     s = make_state(t, instance, orders)
     if loops.sweep(t, s) and s.value[0] <= start.time_s and fits_in_memory(t, s, orders):
         return TimedOrders(float(s.value[0]), start.name, orders)
@@ -182,5 +185,5 @@ def _merge_pairs(
 
 
 def toggle_percent(instance: FitInstance) -> int:
-    """Of a hundred moves, how many choose anew between B and I with W: none where B saves neither time nor memory."""
+    """Return the percentage of moves that switch between B and I with W: 0 if B saves neither time nor memory."""
     return 10 if instance.open_stages().any() else 0

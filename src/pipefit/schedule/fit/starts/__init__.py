@@ -1,1 +1,1 @@
-"""Constructions of first orders for the fitted search."""
+"""Constructions of initial orders for the fitted search."""

@@ -1,9 +1,9 @@
-"""Where the search begins: the families that stand on the same placement, and repeating blocks with real offsets.
+"""Initial orders of the search: schedule families with the same placement, and repeated blocks with real offsets.
 
-Both are wishes: a start for every operation. `greedy.construct` turns wishes into orders that fit in memory, under the
-true times. A block is given by how much slower than possible its forwards and backwards pass from stage to stage, once
-for odd and once for even passes over the lanes: the two offsets of Qi et al. 2024 (arXiv 2405.15362, eq. 2), as real
-numbers and for any placement.
+Both give wishes: a start for every operation. `kernels.greedy.construct` turns wishes into orders that fit in memory,
+under the measured times. A block is defined by the slowdown of its forwards and backwards from stage to stage, relative
+to the minimum, once for odd and once for even passes over the lanes. These are the two offsets of Qi et al. 2024 (arXiv
+2405.15362, eq. 2), as real numbers and for any placement.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from pipefit.schedule.problem import ScheduleProblem
 
 
 class BlockSpeed(NamedTuple):
-    """What a repeating block is made from."""
+    """Parameters of a repeated block."""
 
     fast: float
-    "How many times longer than it must take: a hop of a forward on odd passes over the lanes, of a backward on even."
+    """Slowdown, relative to the minimum, of forward hops on odd passes over the lanes and of backward hops on even
+    passes."""
     slow: float
-    "The same for the others."
+    "The slowdown of all other hops."
     stretch: float
     "The period, in units of the busiest lane's work."
 
@@ -45,34 +46,36 @@ SPEEDS = tuple(
 FEW_SPEEDS = tuple(
     BlockSpeed(*values, 1.0) for values in ((1.0, 1.2), (1.25, 1.5), (1.6, 1.0), (2.1, 1.2), (2.8, 1.5), (3.8, 2.0))
 )
-"""For a quick look, from little memory to much."""
+"""For a quick evaluation, from little memory to much."""
 
 
 class OrderBuilder:
-    """Turns wishes into orders that fit in memory, again and again in the same arrays. `merge`: of each stage, whether
-    its backwards run as B."""
+    """Turns wishes into orders that fit in memory, reusing the same arrays.
+
+    `merge` is an array by stage: whether its backwards run as B.
+    """
 
     def __init__(self, instance: FitInstance, t: InstanceTables, loops: SearchLoops, merge: NDArray[np.bool_]) -> None:
         self.instance, self.t, self.loops = instance, t, loops
         self.plan = make_scratch(instance, t, merge)
-        lanes, most = instance.lanes, 3 * instance.num_units * max(np.bincount(instance.placement))
-        self.order = np.zeros((lanes, most), dtype=np.int64)
+        lanes, capacity = instance.lanes, 3 * instance.num_units * max(np.bincount(instance.placement))
+        self.order = np.zeros((lanes, capacity), dtype=np.int64)
         self.length = np.zeros(lanes, dtype=np.int64)
         turns = np.argsort(instance.backwards)
         self.count = np.stack([np.arange(instance.num_units), turns, turns])[:, None, :].astype(np.float64)
 
     def wish_objective(self, wish: Floats) -> float:
-        """The objective of the orders that wished starts of [row, unit] lead to; inf where memory is too small."""
+        """Return the objective of the orders built from wished starts [row, unit]; inf if they do not fit in memory."""
         time_s = self.loops.construct(self.t, self.plan, wish, self.order, self.length)
         return math.inf if time_s >= 1e299 else float(time_s)
 
     def repeated_objective(self, offset: Floats, period: float) -> float:
-        """The same for the offsets [kind, stage] of one unit, repeated every period."""
+        """Return the same for the offsets [kind, stage] of one unit, repeated every period."""
         wish = offset[:, :, None] + period * self.count
         return self.wish_objective(wish.reshape(-1, self.instance.num_units))
 
     def valued_start(self, time_s: float, name: str) -> TimedOrders:
-        """The orders that were valued last."""
+        """Return the orders that were evaluated last."""
         orders = [self.order[lane, : self.length[lane]].astype(np.int32) for lane in range(self.instance.lanes)]
         return TimedOrders(time_s, name, orders)
 
@@ -80,21 +83,21 @@ class OrderBuilder:
 def all_starts(
     instance: FitInstance, problem: ScheduleProblem | None, t: InstanceTables, loops: SearchLoops
 ) -> list[TimedOrders]:
-    """All constructions that fit, best first, without doubles; without a problem no families."""
+    """Return all constructions that fit, best first, without duplicates; without a problem no families."""
     starts = list(family_starts(instance, problem, t, loops)) if problem is not None else []
     for merge in merge_choices(instance):
         starts += block_starts(instance, t, loops, merge)
     starts += pattern_starts(instance, t, loops)
-    found: dict[bytes, TimedOrders] = {}
+    distinct: dict[bytes, TimedOrders] = {}
     for start in sorted(starts, key=lambda start: start.time_s):
-        found.setdefault(b"".join(order.tobytes() for order in start.orders), start)
-    return list(found.values())
+        distinct.setdefault(b"".join(order.tobytes() for order in start.orders), start)
+    return list(distinct.values())
 
 
 def family_starts(
     instance: FitInstance, problem: ScheduleProblem, t: InstanceTables, loops: SearchLoops
 ) -> Iterator[TimedOrders]:
-    """Every family that is written for this placement: as it is where it fits, and with its starts as wishes."""
+    """Yield every family that supports this placement: unchanged if it fits, and with its starts as wishes."""
     from pipefit.schedule.families import FAMILIES
 
     for family in FAMILIES.values():
@@ -110,7 +113,8 @@ def family_starts(
 def schedule_starts(
     instance: FitInstance, schedule: Schedule, t: InstanceTables, loops: SearchLoops
 ) -> Iterator[TimedOrders]:
-    """A schedule as it is, where its actions are allowed and fit, and with its starts as wishes."""
+    """Yield a schedule unchanged, if its actions are allowed and fit, and the orders built with its starts as
+    wishes."""
     orders = allowed_orders(instance, orders_of(instance, schedule))
     s = make_state(t, instance, orders)
     if not loops.sweep(t, s):
@@ -119,13 +123,13 @@ def schedule_starts(
         yield TimedOrders(float(s.value[0]), schedule.name, orders)
     wish = wished_starts(instance, s)
     for merge in merge_choices(instance):
-        made = build_orders(instance, t, loops, wish, merge)
-        if made is not None:
-            yield TimedOrders(made.time_s, f"{schedule.name} in memory", made.orders)
+        built = build_orders(instance, t, loops, wish, merge)
+        if built is not None:
+            yield TimedOrders(built.time_s, f"{schedule.name} in memory", built.orders)
 
 
 def wished_starts(instance: FitInstance, s: OrderState) -> Floats:
-    """[row, unit]: the starts of a swept state; of a W that is part of a B, the end of I."""
+    """Return the starts [row, unit] of a swept state; for a W that is part of a B, the end of I."""
     begin = s.begin.reshape(3, instance.num_stages, instance.num_units)
     back_s = np.where(instance.may_split[:, None], instance.time_s[I], instance.time_s[B])
     weight = np.where(begin[W] < 1e299, begin[W], begin[I] + back_s)
@@ -133,9 +137,12 @@ def wished_starts(instance: FitInstance, s: OrderState) -> Floats:
 
 
 def allowed_orders(instance: FitInstance, orders: list[Ints]) -> list[Ints]:
-    """The orders with I and W as B, at the place of I, on stages that may not split, and with B as I and the next W of
-    the stage on stages that may not merge."""
-    found = []
+    """Convert the backwards of orders to the kinds that each stage allows.
+
+    On stages that may not split, I and W become B at the position of I. On stages that may not merge, B becomes I and
+    the next W of the stage.
+    """
+    converted = []
     for order in orders:
         row: list[int] = []
         turns = {stage: iter(instance.backwards.tolist()) for stage in range(instance.num_stages)}
@@ -148,12 +155,12 @@ def allowed_orders(instance: FitInstance, orders: list[Ints]) -> list[Ints]:
                 row += [] if kind == I else [instance.operation_number(W, stage, next(turns[stage]))]
             elif kind != W:
                 row.append(instance.operation_number(B, stage, unit))
-        found.append(np.array(row, dtype=np.int32))
-    return found
+        converted.append(np.array(row, dtype=np.int32))
+    return converted
 
 
 def sweep_orders(instance: FitInstance, t: InstanceTables, loops: SearchLoops, orders: list[Ints]) -> OrderState:
-    """The state of orders that can run to their ends, with its times."""
+    """Return the state of orders that can run to their ends, with its times."""
     s = make_state(t, instance, orders)
     ran = loops.sweep(t, s)
     assert ran
@@ -161,7 +168,7 @@ def sweep_orders(instance: FitInstance, t: InstanceTables, loops: SearchLoops, o
 
 
 def merged_stages(instance: FitInstance, orders: list[Ints]) -> NDArray[np.bool_]:
-    """Of each stage, whether more than half of its backwards run as B."""
+    """Return, by stage, whether more than half of its backwards run as B."""
     operations = np.concatenate(orders)
     stages = (
         operations[operations >= B * instance.num_stages * instance.num_units]
@@ -172,7 +179,7 @@ def merged_stages(instance: FitInstance, orders: list[Ints]) -> NDArray[np.bool_
 
 
 def fits_in_memory(t: InstanceTables, s: OrderState, orders: list[Ints]) -> bool:
-    """Whether memory suffices for swept orders."""
+    """Return whether swept orders fit in memory."""
     for lane, order in enumerate(orders):
         if (s.level[lane, : len(order)] + t.need[order] > t.limit[lane]).any():
             return False
@@ -182,15 +189,18 @@ def fits_in_memory(t: InstanceTables, s: OrderState, orders: list[Ints]) -> bool
 def build_orders(
     instance: FitInstance, t: InstanceTables, loops: SearchLoops, wish: Floats, merge: NDArray[np.bool_]
 ) -> TimedOrders | None:
-    """The orders that wished starts of [row, unit] lead to, or None where memory is too small."""
+    """Return the orders built from wished starts [row, unit], or None if they do not fit in memory."""
     builder = OrderBuilder(instance, t, loops, merge)
     time_s = builder.wish_objective(wish)
     return builder.valued_start(time_s, "") if time_s < math.inf else None
 
 
 def merge_choices(instance: FitInstance) -> list[NDArray[np.bool_]]:
-    """Of each stage, whether its backwards run as B: nowhere, and everywhere, as far as is allowed; where B may pay on
-    some stages only, those where it is quicker, and those that memory is too small to split on."""
+    """Return choices of the stages whose backwards run as B.
+
+    The choices are: nowhere and everywhere, within the allowed kinds. If B may pay on some stages only: also the stages
+    on which it is quicker, and those whose memory is too small to split.
+    """
     split, merged = ~instance.may_split, instance.may_merge.copy()
     time, held = instance.time_s, instance.held_bytes
     is_open = instance.open_stages()
@@ -198,7 +208,9 @@ def merge_choices(instance: FitInstance) -> list[NDArray[np.bool_]]:
     grown = np.maximum(held[F], held[F] + held[I]).sum(axis=1) + instance.passing_bytes.max(axis=(0, 2))
     needs = np.bincount(instance.placement, weights=grown, minlength=instance.lanes)
     choices = [split, merged, split | quicker, split | (is_open & (needs > instance.limit_bytes)[instance.placement])]
-    return [np.frombuffer(one, dtype=np.bool_).copy() for one in dict.fromkeys(choice.tobytes() for choice in choices)]
+    return [
+        np.frombuffer(packed, dtype=np.bool_).copy() for packed in dict.fromkeys(choice.tobytes() for choice in choices)
+    ]
 
 
 def block_starts(
@@ -208,7 +220,7 @@ def block_starts(
     merge: NDArray[np.bool_],
     speeds: Sequence[BlockSpeed] = SPEEDS,
 ) -> Iterator[TimedOrders]:
-    """Repeating blocks of several speeds, those that fit."""
+    """Yield repeated blocks of several speeds that fit."""
     period = float((instance.work_s() / instance.num_units).max())
     builder = OrderBuilder(instance, t, loops, merge)
     for speed, offset in zip(speeds, block_offsets(instance, speeds), strict=True):
@@ -218,7 +230,7 @@ def block_starts(
 
 
 def block_offsets(instance: FitInstance, speeds: Sequence[BlockSpeed]) -> Floats:
-    """[speed, kind, stage]: the offsets of one unit's F, I and W when hops take as many times as long as they need."""
+    """Return the offsets [speed, kind, stage] of one unit's F, I and W, with hops slowed down by the speeds."""
     stages = instance.num_stages
     fast, slow = np.array([[speed.fast, speed.slow] for speed in speeds]).T[:, :, None]
     seen: dict[int, int] = {}

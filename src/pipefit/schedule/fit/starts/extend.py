@@ -1,7 +1,8 @@
-"""Many microbatches from few: the middle of a schedule, repeated.
+"""Schedules for many microbatches from schedules for few, by repeating the middle.
 
-A schedule for few microbatches is searched well in little time. Cut at a microbatch in its middle and stretched by the
-periods that are missing, its starts are good wishes for many: warm-up and cool-down stay, the steady state goes on.
+A schedule for few microbatches is searched well in little time. Its starts, cut at a microbatch in the middle and
+stretched by the missing periods, are good wishes for many microbatches: warm-up and cool-down stay, and the steady
+state is repeated.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pipefit.schedule.fit.starts.construct import OrderBuilder, merged_stages, s
 from pipefit.schedule.fit.starts.start import TimedOrders
 
 CUTS = 8
-"""Places where the middle is cut, each with steady states of one to four microbatches."""
+"""Number of cuts in the middle, each with steady states of one to four microbatches."""
 
 
 def initial_microbatches(instance: FitInstance) -> int:
-    """The microbatches that a search for this instance begins with: enough for a steady state between the ends."""
+    """Return the number of microbatches of the first search: enough for a steady state between both ends."""
     passes = int(np.bincount(instance.placement).max())
     enough = 2 * instance.lanes if passes > 1 else instance.lanes + 8
     least = max(8, -(-enough // instance.slices))
@@ -30,7 +31,7 @@ def initial_microbatches(instance: FitInstance) -> int:
 
 
 def shorten_instance(instance: FitInstance, microbatches: int) -> FitInstance:
-    """The instance with its first microbatches only."""
+    """Return the instance with its first microbatches only."""
     units = microbatches * instance.slices
     cut = {
         field.name: getattr(instance, field.name)[..., :units]
@@ -48,7 +49,7 @@ def extend_starts(
     short_t: InstanceTables,
     best: TimedOrders,
 ) -> list[TimedOrders]:
-    """Starts for the instance from orders for its first microbatches, best first."""
+    """Return starts for the instance from orders for its first microbatches, best first."""
     s = sweep_orders(short, short_t, loops, best.orders)
     begin = s.begin.reshape(3, short.num_stages, short.microbatches, short.slices).copy()
     gone = begin[W] >= 1e299
@@ -56,19 +57,19 @@ def extend_starts(
     begin[W] = np.where(gone, begin[I] + back_s, begin[W])
     builder = OrderBuilder(instance, t, loops, merged_stages(short, best.orders))
     middle = short.microbatches // 2
-    found = []
+    starts = []
     for cut in range(max(1, middle - CUTS // 2), min(short.microbatches - 4, middle + CUTS // 2)):
         for count in (1, 2, 3, 4):
             wish = stretch_starts(begin, cut, count, instance.microbatches)
             time_s = builder.wish_objective(wish.reshape(3 * instance.num_stages, instance.num_units))
             if time_s < math.inf:
-                found.append(builder.valued_start(time_s, f"{best.name}, extended"))
-    return sorted(found, key=lambda start: start.time_s)
+                starts.append(builder.valued_start(time_s, f"{best.name}, extended"))
+    return sorted(starts, key=lambda start: start.time_s)
 
 
 def stretch_starts(begin: Floats, cut: int, count: int, microbatches: int) -> Floats:
-    """Starts [kind, stage, microbatch, slice] with those of `count` microbatches from `cut` on repeated until there are
-    `microbatches`."""
+    """Return starts [kind, stage, microbatch, slice] in which the `count` microbatches from `cut` on are repeated until
+    there are `microbatches`."""
     period = float((begin[:, :, cut + count] - begin[:, :, cut]).mean()) / count
     more = microbatches - begin.shape[2]
     n = np.arange(microbatches)

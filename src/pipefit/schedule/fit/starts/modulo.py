@@ -1,12 +1,13 @@
-"""The steady state of a schedule as a modulo schedule: what every lane repeats, once a microbatch, with a real period.
+"""The steady state of a schedule as a modulo schedule: every lane repeats one microbatch's operations with a real
+period.
 
 One microbatch's operations get real offsets; every other microbatch does the same a whole number of periods later. A
-building block (`schedule.block`) is the special case of whole slots; with real times it wastes what rounding to slots
-wastes, in every period. Here the period is as short as the orders allow, to the last digit. Methods: annealing over
-orders (`modulo_kernel`), and CP-SAT on a period given in quanta, from which orders are read and made exact.
+building block (`schedule.blocks.building_block`) is the special case of whole slots; with real times it loses the
+rounding to slots in every period. Here the period is the exact minimum for the orders. Methods: annealing over orders
+(`kernels.steady_state`), and CP-SAT with a period in quanta, from which orders are read and made exact.
 
-A period is that of one unit, stages' mean times over units. A pattern that repeats only every second unit can be
-quicker, so `bound_s` bounds steady states of this kind, not all schedules.
+The period is that of one unit, with each stage's mean times over units. A pattern that repeats only every second unit
+can be quicker, so `bound_s` bounds steady states of this kind, not all schedules.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from pipefit.schedule.fit.kernels.unit_cycle import Orders, SteadyState, UnitCyc
 
 STARTS = 12
 STRETCHES = (1.0, 1.1, 1.3, 1.0, 1.6, 1e9)
-"""Periods that annealing starts from, in multiples of the least; the last is one microbatch after the other."""
+"""Initial periods of annealing, in multiples of the minimum; the last one runs one microbatch at a time."""
 HEAT = 0.1
-"""What a move may cost in the beginning, in periods."""
+"""Accepted cost of a move at the beginning, in periods."""
 
 
 def find_steady_state(
     instance: FitInstance, *, moves: int = 6000, seconds: float = 0.0, seed: int = 0
 ) -> SteadyState | None:
-    """The shortest steady state found; None where none was found within the limits.
+    """Return the shortest steady state found, or None if none fits in the limits.
 
     `moves` are tried by annealing from each of several starts; with `seconds` above 0 and OR-tools installed, CP-SAT
-    continues for that long. Where B is quicker than I and W, both are tried.
+    continues for that long. If B is quicker than I and W, both are tried.
     """
-    found: list[SteadyState] = []
+    states: list[SteadyState] = []
     for merged in _merge_options(instance):
         cycle = cycle_of(instance, merged)
         if cycle is None:
@@ -48,12 +49,13 @@ def find_steady_state(
         if seconds > 0 and find_spec("ortools") is not None:
             best = shorten_period(cycle, best, seconds / len(_merge_options(instance)), seed)
         if best is not None:
-            found.append(steady_state_of(cycle, *best))
-    return min(found, key=lambda one: (one.period_s, float(one.offset_s.max())), default=None)
+            states.append(steady_state_of(cycle, *best))
+    return min(states, key=lambda state: (state.period_s, float(state.offset_s.max())), default=None)
 
 
 def _merge_options(instance: FitInstance) -> list[NDArray[np.bool_]]:
-    """Per stage whether to merge I and W: nowhere it is not needed, and everywhere it is quicker."""
+    """Return choices, by stage, of merging I and W: only on stages that cannot split, and on all stages on which B is
+    quicker."""
     apart = instance.time_s[I].mean(axis=1) + instance.time_s[W].mean(axis=1)
     quicker = instance.may_merge & (instance.time_s[B].mean(axis=1) < apart * (1 - 1e-9))
     choices = [~instance.may_split]
@@ -63,8 +65,10 @@ def _merge_options(instance: FitInstance) -> list[NDArray[np.bool_]]:
 
 
 def _anneal_cycle(cycle: UnitCycle, moves: int, random: np.random.Generator) -> Orders | None:
-    """The best of several annealings, from orders that an unlimited number of devices would run in if hops took longer
-    than they need."""
+    """Return the best of several annealings.
+
+    Their initial orders are those of an unlimited number of devices with slowed-down hops.
+    """
     run = _compile_anneal()
     size = len(cycle.time)
     best: Orders | None = None
@@ -73,20 +77,20 @@ def _anneal_cycle(cycle: UnitCycle, moves: int, random: np.random.Generator) -> 
         slower = random.uniform(1.0, 2.6, 4) if attempt % 2 else np.ones(4)
         stretch = STRETCHES[attempt // 2 % len(STRETCHES)]
         order, first, turn = _orders_of_starts(cycle, _slowed_starts(cycle, slower), cycle.low * stretch)
-        kept = np.zeros_like(order), np.zeros_like(turn)
+        best_orders = np.zeros_like(order), np.zeros_like(turn)
         cost = run(
             order, first, turn, cycle.time, cycle.held, cycle.most, cycle.limit, cycle.edges.copy(),
             cycle.weight.copy(), np.zeros(len(cycle.edges), dtype=np.int64), cycle.fixed, cycle.low,
-            size // 3, random.random((moves, 4)), HEAT, np.zeros(size), np.zeros(size, dtype=np.int64), *kept,
+            size // 3, random.random((moves, 4)), HEAT, np.zeros(size), np.zeros(size, dtype=np.int64), *best_orders,
         )  # fmt: skip
         if 0 <= cost < best_cost:
-            best_cost, best = cost, (*kept, cycle.low)
+            best_cost, best = cost, (*best_orders, cycle.low)
     return best
 
 
 def _slowed_starts(cycle: UnitCycle, slower: Floats) -> Floats:
-    """[node]: earliest starts when hops take so many times as long: forwards and backwards, on a lane's even and odd
-    stages."""
+    """Return the earliest starts [node] with hops slowed down by `slower`: forwards and backwards, on a lane's even and
+    odd stages."""
     stages = len(cycle.time) // 3
     seen: dict[int, int] = {}
     leg = np.zeros(stages, dtype=np.int64)
@@ -106,7 +110,7 @@ def _slowed_starts(cycle: UnitCycle, slower: Floats) -> Floats:
 def _orders_of_starts(
     cycle: UnitCycle, x: Floats, period: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(order, first, turn) of a lane's nodes by where they would stand in the period."""
+    """Return (order, first, turn) of each lane's nodes, sorted by their position in the period."""
     turn = np.floor(x / period).astype(np.int64)
     order = np.lexsort((x, x - turn * period, cycle.lane))
     order = order[cycle.present[order]]
@@ -116,7 +120,7 @@ def _orders_of_starts(
 
 @lru_cache(maxsize=1)
 def _compile_anneal() -> Any:
-    """The annealing compiled by numba: copies of the kernel's functions that call each other's compiled copies."""
+    """Compile the annealing with numba: copies of the kernel's functions that call each other's compiled copies."""
     import numba
 
     space: dict[str, Any] = dict(modulo_kernel.__dict__)

@@ -1,8 +1,8 @@
-"""Repeating blocks with real offsets, tuned: one offset for each F, I and W of a stage, and one period.
+"""Repeated blocks with tuned real offsets: one offset for each F, I and W of a stage, and one period.
 
-The wishes of a block do not depend on the number of microbatches, so that a handful of numbers stands for thousands of
-operations. `greedy.construct` says in microseconds an operation what a block leads to, ends included, within memory;
-a random search over the offsets does the rest.
+The wishes of a block do not depend on the number of microbatches, so a few numbers define thousands of operations.
+`kernels.greedy.construct` builds the orders of a block, with its ends and within memory, in microseconds per operation.
+A random search tunes the offsets.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pipefit.schedule.fit.starts.modulo import find_steady_state
 from pipefit.schedule.fit.starts.start import TimedOrders
 
 COST = 30
-"""Moves that one construction counts as."""
+"""Number of moves that one construction counts as."""
 MOST = 1500
-"""Blocks that are tried from one start."""
+"""Maximum number of blocks tried from one start."""
 
 
 MOST_STEADY, LEAST_STEADY = 3000, 100
 STEADY_COST = 60
-"""Moves of the local search that one move of the search for a steady state counts as, with 16 stages."""
+"""Moves of the local search that one move of the steady-state search counts as, with 16 stages."""
 STEADY_S = 2.5e-4
-"""Seconds that it takes, about."""
+"""Approximate seconds of one such move."""
 
 
 def steady_starts(
     instance: FitInstance, t: InstanceTables, loops: SearchLoops, budget: MoveBudget, seed: int
 ) -> list[TimedOrders]:
-    """What the shortest steady state found leads to, if there is one."""
+    """Return the orders built from the shortest steady state found, if there is one."""
     size = (16 / instance.num_stages) ** 2
     moves = int(min(MOST_STEADY, (budget.moves - budget.spent) / STEADY_COST) * size)
     if budget.until_s < math.inf:
@@ -44,18 +44,18 @@ def steady_starts(
         moves = min(moves, int(0.15 * left / STEADY_S * size))
     if moves < LEAST_STEADY:
         return []
-    found = find_steady_state(instance, moves=moves, seed=seed)
-    if found is None:
+    steady = find_steady_state(instance, moves=moves, seed=seed)
+    if steady is None:
         return []
-    builder = OrderBuilder(instance, t, loops, found.merged)
-    time_s = builder.repeated_objective(found.offset_s, found.period_s)
+    builder = OrderBuilder(instance, t, loops, steady.merged)
+    time_s = builder.repeated_objective(steady.offset_s, steady.period_s)
     return [builder.valued_start(time_s, "steady state")] if time_s < math.inf else []
 
 
 def tune_offsets(
     instance: FitInstance, t: InstanceTables, loops: SearchLoops, start: TimedOrders, budget: MoveBudget, seed: int
 ) -> TimedOrders | None:
-    """The best orders that blocks near the steady state of `valued_start` lead to."""
+    """Return the best orders built from blocks near the steady state of `start`."""
     offset, period = middle_period(instance, t, loops, start)
     builder = OrderBuilder(instance, t, loops, merged_stages(instance, start.orders))
     random = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def tune_offsets(
 def middle_period(
     instance: FitInstance, t: InstanceTables, loops: SearchLoops, start: TimedOrders
 ) -> tuple[Floats, float]:
-    """([kind, stage] offsets, period) of the middle of a schedule."""
+    """Return ([kind, stage] offsets, period) of the middle of a schedule."""
     begin = sweep_orders(instance, t, loops, start.orders).begin.reshape(3, instance.num_stages, instance.num_units)
     begin = np.stack([begin[0], begin[I], np.where(begin[W] < 1e299, begin[W], begin[I] + instance.time_s[I])])
     begin[I:] = begin[I:][:, :, instance.backwards]
@@ -91,8 +91,10 @@ def middle_period(
 
 
 def change_offsets(random: np.random.Generator, offset: Floats, step: float) -> tuple[Floats, float]:
-    """Other offsets, and a factor for the period: one offset moves, or those of one kind on a run of stages, all alike
-    or ever more; or the period changes."""
+    """Return changed offsets, and a factor for the period.
+
+    One offset moves, or the offsets of one kind on a run of stages move equally or increasingly, or the period changes.
+    """
     kinds, stages = offset.shape
     which, by = int(random.integers(16)), step * int(random.integers(-1000, 1001)) / 500.0
     kind, first = int(random.integers(kinds)), int(random.integers(stages))

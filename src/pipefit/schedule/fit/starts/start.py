@@ -1,4 +1,4 @@
-"""What the parts of the search hand to each other."""
+"""The record that the parts of the search exchange."""
 
 from __future__ import annotations
 
