@@ -1,7 +1,7 @@
 """For all tests: one thread, so that measured bytes do not depend on the machine's cores; property tests have no
-deadline, because a busy machine is not a failure; which tests keep together where several processes run them, and
-which have the machine to themselves; what earlier files left behind is not searched for garbage again and again; and
-the command line."""
+deadline, because a busy machine is not a failure; the tier of a run, and what it leaves out; which tests keep together
+where several processes run them, in which order, and which have the machine to themselves; what earlier files left
+behind is not searched for garbage again and again; and the command line."""
 
 from __future__ import annotations
 
@@ -16,16 +16,38 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from tests.support import durations, tiers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("pipefit", deadline=None)
 settings.load_profile("pipefit")
 
+ROOT = Path(__file__).resolve().parents[1]
+
 LAB = "lab"
 """Labs are made of what a machine has once, its network namespaces and the time of its cores: one after the other."""
 
-FIRST = (LAB, "tests/test_quickstart.py")
-"""What takes longest, so that no process is left alone with it in the end."""
+COLLECTED = pytest.StashKey[list[tuple[str, bool]]]()
+"""What was collected before a tier left something out: (nodeid, whether it is in the default tier)."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what `bin/test` says to pytest."""
+    group = parser.getgroup("pipefit")
+    group.addoption("--tier", choices=tiers.TIERS, default="all", help="which tests run (see bin/test --help)")
+    group.addoption("--own-first", type=int, default=0, metavar="N", help="the first N files that are named come first")
+    group.addoption("--record-durations", action="store_true", help=f"write {durations.RECORDED}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations where that is asked for: processes that run tests measure, and the one that hears of all
+    tests writes them down."""
+    if config.getoption("record_durations"):
+        runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+        if runs_tests:
+            config.pluginmanager.register(durations.Measuring())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(durations.Recorder(ROOT))
 
 
 def together(nodeid: str) -> str:
@@ -34,9 +56,37 @@ def together(nodeid: str) -> str:
     return LAB if file.startswith("tests/lab/") else file
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first."""
-    items.sort(key=lambda item: FIRST.index(group) if (group := together(item.nodeid)) in FIRST else len(FIRST))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the tier leaves out, draw less in its property tests, and put what takes longest first."""
+    tier, recorded = config.getoption("tier"), durations.read_durations(ROOT)
+    marks = [(item.nodeid, item.get_closest_marker("slow"), item.get_closest_marker("few")) for item in items]
+    left_out = tiers.leave_out((nodeid, slow is not None, few.args if few else None) for nodeid, slow, few in marks)
+    config.stash[COLLECTED] = [(item.nodeid, item.nodeid not in left_out) for item in items]
+    if tier == "all":
+        left_out = set()
+    elif tier == "quick":
+        left_out |= {item.nodeid for item in items if recorded.of_test(item.nodeid) > tiers.QUICK_TEST_S}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
+    items[:] = [item for item in items if item.nodeid not in left_out]
+    seconds: dict[str, float] = {}
+    for item in items:
+        group = together(item.nodeid)
+        seconds[group] = seconds.get(group, 0.0) + recorded.of_test(item.nodeid)
+        if tier != "all":
+            draw_less(item)
+    first = {together(file) for file in files[: config.getoption("own_first")]}
+    rank = {group: k for k, group in enumerate(tiers.order_groups(seconds, first, LAB))}
+    items.sort(key=lambda item: rank[together(item.nodeid)])
+
+
+def draw_less(item: pytest.Item) -> None:
+    """Lower the number of examples of a property test; the tier `all` draws the number that the test names."""
+    test = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None:
+        less = settings(own, max_examples=tiers.lower_draws(own.max_examples))
+        getattr(test, "__func__", test)._hypothesis_internal_use_settings = less
 
 
 @pytest.hookimpl(optionalhook=True)
