@@ -16,19 +16,13 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from tests.support import durations, tiers
+from tests.support import durations, session, tiers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("pipefit", deadline=None)
 settings.load_profile("pipefit")
 
 ROOT = Path(__file__).resolve().parents[1]
-
-LAB = "lab"
-"""Labs are made of what a machine has once, its network namespaces and the time of its cores: one after the other."""
-
-COLLECTED = pytest.StashKey[list[tuple[str, bool]]]()
-"""What was collected before a tier left something out: (nodeid, whether it is in the default tier)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,43 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(durations.Recorder(ROOT))
 
 
-def together(nodeid: str) -> str:
-    """What one process runs from end to end: a file, whose tests share its fixtures; all that make a lab."""
-    file = nodeid.partition("::")[0]
-    return LAB if file.startswith("tests/lab/") else file
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the tier leaves out, draw less in its property tests, and put what takes longest first."""
-    tier, recorded = config.getoption("tier"), durations.read_durations(ROOT)
-    marks = [(item.nodeid, item.get_closest_marker("slow"), item.get_closest_marker("few")) for item in items]
-    left_out = tiers.leave_out((nodeid, slow is not None, few.args if few else None) for nodeid, slow, few in marks)
-    config.stash[COLLECTED] = [(item.nodeid, item.nodeid not in left_out) for item in items]
-    if tier == "all":
-        left_out = set()
-    elif tier == "quick":
-        left_out |= {item.nodeid for item in items if recorded.of_test(item.nodeid) > tiers.QUICK_TEST_S}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
-    items[:] = [item for item in items if item.nodeid not in left_out]
-    seconds: dict[str, float] = {}
-    for item in items:
-        group = together(item.nodeid)
-        seconds[group] = seconds.get(group, 0.0) + recorded.of_test(item.nodeid)
-        if tier != "all":
-            draw_less(item)
-    first = {together(file) for file in files[: config.getoption("own_first")]}
-    rank = {group: k for k, group in enumerate(tiers.order_groups(seconds, first, LAB))}
-    items.sort(key=lambda item: rank[together(item.nodeid)])
-
-
-def draw_less(item: pytest.Item) -> None:
-    """Lower the number of examples of a property test; the tier `all` draws the number that the test names."""
-    test = getattr(item, "obj", None)
-    own = getattr(test, "_hypothesis_internal_use_settings", None)
-    if own is not None:
-        less = settings(own, max_examples=tiers.lower_draws(own.max_examples))
-        getattr(test, "__func__", test)._hypothesis_internal_use_settings = less
+    session.arrange_items(config, items, ROOT)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -96,7 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Together(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return together(nodeid)
+            return session.together(nodeid)
 
     return Together(config, log)
 

@@ -256,10 +256,8 @@ class Reading:
         path = path or self.graph.module_file(module, self.file)
         if path is None or path == self.file:
             return
-        parts = module.split(".")
-        for k in range(1, len(parts)):
-            package = self.graph.module_file(".".join(parts[:k]), self.file)
-            self.needs.leaves |= {package} if package else set()
+        packages = {f"{parent.as_posix()}/__init__.py" for parent in PurePosixPath(path).parents}
+        self.needs.leaves |= packages & self.graph.known - {path}
         is_package = path.endswith("/__init__.py")
         origin = self._follow_name(path, name) if name and is_package and path.startswith("src/") else None
         if origin is None:

@@ -23,6 +23,9 @@ DEFAULT_LONGEST_S = 15.0
 LONGER: dict[str, str] = {}
 """Longer tests of the default tier, each with the reason why it stays there."""
 
+ONLY_IN_ALL: dict[str, str] = {}
+"""Files without a test in the default tier, each with the reason."""
+
 DRAWS_SHARE = 0.25
 DRAWS_LEAST = 10
 """Examples of a property test below the tier `all`: this share of its own number, but at least so many."""

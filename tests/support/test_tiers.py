@@ -1,0 +1,120 @@
+"""Tiers of tests: what each leaves out, how much it draws, in which order it runs; and the recorded durations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import clock, tiers
+from tests.support.durations import Durations, FileDurations, gather_durations, read_durations, write_durations
+from tests.support.session import COLLECTED, draw_less
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = read_durations(ROOT)
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> list[tuple[str, bool]]:
+    """What this run collected, before its tier left something out: (nodeid, whether the default tier has it)."""
+    return request.config.stash[COLLECTED]
+
+
+def test_the_default_tier_fits_its_budget(collected: list[tuple[str, bool]]) -> None:
+    total_s = sum(RECORDED.of_test(nodeid) for nodeid, by_default in collected if by_default)
+    assert total_s <= tiers.DEFAULT_BUDGET_S, f"{total_s:.0f} s are recorded of its tests: mark some slow, or few"
+
+
+def test_no_test_of_the_default_tier_is_long(collected: list[tuple[str, bool]]) -> None:
+    seconds = {nodeid: RECORDED.of_test(nodeid) for nodeid, by_default in collected if by_default}
+    long = {nodeid: s for nodeid, s in seconds.items() if s > tiers.DEFAULT_LONGEST_S and nodeid not in tiers.LONGER}
+    assert not long, f"mark them slow, make them shorter, or list them in tiers.LONGER: {long}"
+
+
+def test_every_file_keeps_a_test_in_the_default_tier(collected: list[tuple[str, bool]]) -> None:
+    """Labs need a machine of their own, and benchmarks and the quickstart are run whole: they may be left out."""
+    files = {nodeid.partition("::")[0] for nodeid, _ in collected}
+    kept = {nodeid.partition("::")[0] for nodeid, by_default in collected if by_default}
+    assert files - kept <= tiers.ONLY_IN_ALL.keys()
+
+
+def test_the_quick_tier_has_tests_of_every_folder_within_its_budget() -> None:
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    chosen = tiers.choose_quick_files(RECORDED, files)
+    assert {tiers.folder_of(file) for file in chosen} == {tiers.folder_of(file) for file in files}
+    assert sum(tiers.quick_cost(RECORDED, file) for file in chosen) <= tiers.QUICK_BUDGET_S
+
+
+def test_most_files_are_recorded() -> None:
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    unknown = [file for file in files if RECORDED.of_file(file) is None]
+    assert len(unknown) < 0.1 * len(files), f"run bin/test --all --record-durations: {unknown}"
+
+
+def test_slow_tests_and_most_parameters_of_few_are_left_out() -> None:
+    tests = [("a::fast", False, None), ("a::slow", True, None), *((f"a::many[{k}]", False, (2,)) for k in range(5))]
+    assert tiers.leave_out(tests) == {"a::slow", "a::many[1]", "a::many[3]", "a::many[4]"}
+    named = [(f"a::named[{name}]", name == "c", ("b", "c")) for name in "abcd"]
+    assert tiers.leave_out(named) == {"a::named[c]", "a::named[d]"}, "another one stays for one that is slow"
+
+
+def test_parameters_are_spread() -> None:
+    assert tiers.pick_spread("abcdef", 3) == ["a", "c", "e"]
+    assert tiers.pick_spread("ab", 5) == ["a", "b"] and tiers.pick_spread("", 2) == []
+
+
+@settings(max_examples=48)
+@given(st.integers())
+def drawing(_: int) -> None:
+    RUNS.append(1)
+
+
+RUNS: list[int] = []
+
+
+def test_property_tests_draw_less_below_all() -> None:
+    class Item:
+        obj = staticmethod(drawing)
+
+    drawing()
+    assert len(RUNS) == 48
+    RUNS.clear()
+    draw_less(Item())
+    drawing()
+    assert len(RUNS) == tiers.lower_draws(48) == 12
+    assert tiers.lower_draws(5) == 5 and tiers.lower_draws(20) == tiers.DRAWS_LEAST
+
+
+def test_labs_come_first_then_what_is_asked_for_then_what_takes_longest() -> None:
+    seconds = {"short": 1.0, "long": 9.0, "own": 2.0, "lab": 5.0}
+    assert tiers.order_groups(seconds, {"own"}, "lab") == ["lab", "own", "long", "short"]
+
+
+def test_durations_come_back_and_survive_a_move(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    seconds = {'tests/a/test_x.py::slow[1-"]': 12.34, "tests/a/test_x.py::fast": 0.04, "tests/test_y.py::t": 0.123}
+    write_durations(tmp_path, gather_durations(seconds))
+    read = read_durations(tmp_path)
+    assert read.of_test('tests/a/test_x.py::slow[1-"]') == 12.3 and read.of_test("tests/test_y.py::t") == 0.12
+    assert read.of_test("tests/b/c/test_x.py::fast") == 0.04, "the file was moved"
+    assert read.of_test("tests/test_z.py::t") == 0.05 and read.of_file("tests/test_z.py") is None
+    assert json.loads((tmp_path / "tests/durations.json").read_text())["unit"] == "seconds"
+
+
+def test_quick_files_are_the_cheap_ones_of_all_folders_in_turn() -> None:
+    files = {
+        f"tests/{folder}/test_{k}.py": FileDurations({"long": 50.0}, 10, 0.5 * k) for folder in "ab" for k in range(9)
+    }
+    files["tests/c/test_dear.py"] = FileDurations({}, 100, 30.0)
+    chosen = tiers.choose_quick_files(Durations(files), files, budget_s=3.0)
+    assert chosen == [f"tests/{folder}/test_{k}.py" for folder in "ab" for k in range(3)]
+
+
+def test_waiting_for_a_processor_costs_nothing() -> None:
+    before = clock.Reading(0.0, 5.0, 0.0, 0.0, {1: 2.0})
+    assert clock.cost_between(before, clock.Reading(10.0, 8.0, 0.0, 9.0, {1: 4.0, 2: 1.0})) == 3.0 + 4.0
+    ended = clock.Reading(10.0, 8.0, 1.0, 9.0, {1: 4.0})
+    assert clock.cost_between(before, ended) == 3.0, "a child that ended may have waited all the time"
+    assert clock.cost_between(before, clock.Reading(10.0, 0.0, 0.0, 0.0, {})) == 10.0, "where nothing is said"
