@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from rich.color import ColorType
@@ -119,14 +120,20 @@ def test_held_stands_before_the_cells() -> None:
     ]
 
 
-def pipefit(*arguments: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pipefit", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
 
 
+@pytest.fixture
+def schedule(pipefit: Callable[..., tuple[int, str, str]]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`pipefit schedule WORDS` in this process; `test_the_command_draws` starts one of its own."""
+    return lambda *words: subprocess.CompletedProcess(words, *pipefit("schedule", *words))
+
+
 def test_the_command_draws() -> None:
-    done = pipefit("schedule", "1f1b", "--devices", "4", "--microbatches", "8", "--grid")
+    done = started("schedule", "1f1b", "--devices", "4", "--microbatches", "8", "--grid")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 6 and lines[0] == "        held" and lines[1].startswith("lane 0     4  F0 F1 F2 F3 .")
@@ -149,8 +156,8 @@ def test_every_family_is_drawn(name: str) -> None:
     assert len(draw_grid(schedule).splitlines()) == 8
 
 
-def test_the_command_draws_a_v() -> None:
-    done = pipefit("schedule", "v-half", "--devices", "8", "--microbatches", "16", "--grid")
+def test_the_command_draws_a_v(schedule: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = schedule("v-half", "--devices", "8", "--microbatches", "16", "--grid")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 10 and lines[1].startswith("lane 0    10  0F0-- 0F1-- ")
@@ -158,12 +165,12 @@ def test_the_command_draws_a_v() -> None:
     assert lines[9] == f"time 115, bubble 16.5%; most microbatches of a stage alive per lane: {alive}"
 
 
-def test_the_command_prints_csv_and_json() -> None:
-    made = pipefit("schedule", "gpipe", "--devices", "2", "--microbatches", "3", "--csv")
+def test_the_command_prints_csv_and_json(schedule: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    made = schedule("gpipe", "--devices", "2", "--microbatches", "3", "--csv")
     assert from_csv(made.stdout, "gpipe") == FAMILIES["gpipe"](
         ScheduleProblem(placement=linear_placement(2), microbatches=3)
     )
-    made = pipefit("schedule", "1f1b", "--devices", "2", "--microbatches", "3", "--times", "2,2,1,1", "--json")
+    made = schedule("1f1b", "--devices", "2", "--microbatches", "3", "--times", "2,2,1,1", "--json")
     facts = json.loads(made.stdout)
     assert facts["lanes"] == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
     assert facts["times"] == {"F": 2.0, "I": 2.0, "W": 1.0, "B": 3.0, "transfer": 1.0}
@@ -188,8 +195,10 @@ def test_the_command_prints_csv_and_json() -> None:
         (("dualpipe-v", "--microbatches", "7"), ("two microbatches", "seen: 7 microbatches on 4", "at least 8")),
     ],
 )
-def test_the_command_explains_mistakes(arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
-    done = pipefit("schedule", *arguments)
+def test_the_command_explains_mistakes(
+    schedule: Callable[..., subprocess.CompletedProcess[str]], arguments: tuple[str, ...], says: tuple[str, ...]
+) -> None:
+    done = schedule(*arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     for part in says:

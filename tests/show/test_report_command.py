@@ -21,14 +21,14 @@ def files(tmp_path):
     return tmp_path
 
 
-def pipefit(directory, *arguments):
+def started(directory, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "pipefit", *arguments], cwd=directory, capture_output=True, text=True, timeout=60
     )
 
 
 def test_a_run_becomes_one_file_and_a_trace(files):
-    done = pipefit(files, "report", "run", "--model", "model.json", "-o", "out.html", "--trace", "both.json")
+    done = started(files, "report", "run", "--model", "model.json", "-o", "out.html", "--trace", "both.json")
     assert done.returncode == 0, done.stderr
     assert "report written to out.html (0." in done.stdout and "perfetto" in done.stdout
     assert (files / "out.html").read_text().startswith("<!doctype html>")
@@ -36,20 +36,22 @@ def test_a_run_becomes_one_file_and_a_trace(files):
     assert {event["pid"] for event in events} == {1, 2}
 
 
-def test_a_plan_is_reported_with_a_named_cluster(files):
-    done = pipefit(files, "report", "plan.json", "--model", "model.json", "--cluster", "4xA100-80", "-o", "out.html")
-    assert done.returncode == 0, done.stderr
+def test_a_plan_is_reported_with_a_named_cluster(files, pipefit, monkeypatch):
+    monkeypatch.chdir(files)
+    code, _, error = pipefit("report", "plan.json", "--model", "model.json", "--cluster", "4xA100-80", "-o", "out.html")
+    assert code == 0, error
     assert "The plan has not run" in (files / "out.html").read_text()
 
 
-def test_mistakes_end_with_one_message_and_code_2(files):
+def test_mistakes_end_with_one_message_and_code_2(files, pipefit, monkeypatch):
+    monkeypatch.chdir(files)
     for arguments, words in (
         (["nothing"], "no such file or directory"),
         (["plan.json", "--model", "model.json"], "does not say which cluster"),
         (["run", "--model", "model.json", "-o", "model.json/out.html"], "report cannot be written"),
     ):
-        done = pipefit(files, "report", *arguments)
-        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+        code, _, error = pipefit("report", *arguments)
+        assert code == 2 and words in error and "Traceback" not in error, error
     assert not list(files.glob("*.html"))
 
 
@@ -66,7 +68,7 @@ def test_from_a_plan_through_training_to_its_report(tmp_path):
         ["compare", "p.json", "run"],
     )  # fmt: skip
     for arguments in steps:
-        done = pipefit(tmp_path, *arguments)
+        done = started(tmp_path, *arguments)
         assert done.returncode == 0, done.stderr
     assert {"plan.json", "cluster.json", "environment.json", "trace.json"} <= {
         p.name for p in (tmp_path / "run").iterdir()
