@@ -13,8 +13,8 @@ from tests.support.durations import read_durations
 LAB = "lab"
 """Labs are made of what a machine has once, its network namespaces and the time of its cores: one after the other."""
 
-COLLECTED = pytest.StashKey[list[tuple[str, bool]]]()
-"""Tests that were collected before a tier left some out: (nodeid, whether it is in the default tier)."""
+COLLECTED = pytest.StashKey[dict[str, float | None]]()
+"""Tests that were collected before a tier left some out, and their seconds in the default tier; None: not in it."""
 
 
 def together(nodeid: str) -> str:
@@ -26,9 +26,10 @@ def together(nodeid: str) -> str:
 def arrange_items(config: pytest.Config, items: list[pytest.Item], root: Path) -> None:
     """Leave out what the tier leaves out, draw less in its property tests, and put what takes longest first."""
     tier, recorded = config.getoption("tier"), read_durations(root)
-    marks = [(item.nodeid, item.get_closest_marker("slow"), item.get_closest_marker("few")) for item in items]
-    left_out = tiers.leave_out((nodeid, slow is not None, few.args if few else None) for nodeid, slow, few in marks)
-    config.stash[COLLECTED] = [(item.nodeid, item.nodeid not in left_out) for item in items]
+    marked = [_read_marks(item) for item in items]
+    left_out = tiers.leave_out(marked, recorded)
+    cost = {test.nodeid: tiers.cost_by_default(test, recorded) for test in marked}
+    config.stash[COLLECTED] = {nodeid: None if nodeid in left_out else seconds for nodeid, seconds in cost.items()}
     if tier == "all":
         left_out = set()
     elif tier == "quick":
@@ -45,6 +46,14 @@ def arrange_items(config: pytest.Config, items: list[pytest.Item], root: Path) -
     first = {together(file) for file in files[: config.getoption("own_first")]}
     rank = {group: k for k, group in enumerate(tiers.order_groups(seconds, first, LAB))}
     items.sort(key=lambda item: rank[together(item.nodeid)])
+
+
+def _read_marks(item: pytest.Item) -> tiers.Marked:
+    """What decides on the tier of a test."""
+    own = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
+    share = tiers.lower_draws(own.max_examples) / own.max_examples if own is not None else 1.0
+    slow, alone = (item.get_closest_marker(name) is not None for name in ("slow", "netns"))
+    return tiers.Marked(item.nodeid, slow, alone, share)
 
 
 def draw_less(item: Any) -> None:

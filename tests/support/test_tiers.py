@@ -17,27 +17,21 @@ RECORDED = read_durations(ROOT)
 
 
 @pytest.fixture
-def collected(request: pytest.FixtureRequest) -> list[tuple[str, bool]]:
-    """What this run collected, before its tier left something out: (nodeid, whether the default tier has it)."""
+def collected(request: pytest.FixtureRequest) -> dict[str, float | None]:
+    """Tests that this run collected, before its tier left some out -> seconds in the default tier; None: not in it."""
     return request.config.stash[COLLECTED]
 
 
-def test_the_default_tier_fits_its_budget(collected: list[tuple[str, bool]]) -> None:
-    total_s = sum(RECORDED.of_test(nodeid) for nodeid, by_default in collected if by_default)
-    assert total_s <= tiers.DEFAULT_BUDGET_S, f"{total_s:.0f} s are recorded of its tests: mark some slow, or few"
+def test_the_default_tier_fits_its_budget(collected: dict[str, float | None]) -> None:
+    total_s = sum(seconds for seconds in collected.values() if seconds is not None)
+    assert total_s <= tiers.DEFAULT_BUDGET_S, f"{total_s:.0f} s are recorded of its tests; see tests/support/tiers.py"
 
 
-def test_no_test_of_the_default_tier_is_long(collected: list[tuple[str, bool]]) -> None:
-    seconds = {nodeid: RECORDED.of_test(nodeid) for nodeid, by_default in collected if by_default}
-    long = {nodeid: s for nodeid, s in seconds.items() if s > tiers.DEFAULT_LONGEST_S and nodeid not in tiers.LONGER}
-    assert not long, f"mark them slow, make them shorter, or list them in tiers.LONGER: {long}"
-
-
-def test_every_file_keeps_a_test_in_the_default_tier(collected: list[tuple[str, bool]]) -> None:
-    """Labs need a machine of their own, and benchmarks and the quickstart are run whole: they may be left out."""
-    files = {nodeid.partition("::")[0] for nodeid, _ in collected}
-    kept = {nodeid.partition("::")[0] for nodeid, by_default in collected if by_default}
-    assert files - kept <= tiers.ONLY_IN_ALL.keys()
+def test_only_files_of_slow_tests_and_labs_are_left_out_whole(collected: dict[str, float | None]) -> None:
+    files = {nodeid.partition("::")[0] for nodeid in collected}
+    kept = {nodeid.partition("::")[0] for nodeid, seconds in collected.items() if seconds is not None}
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files - kept}
+    assert [file for file, text in texts.items() if "mark.slow" not in text and "needs_lab" not in text] == []
 
 
 def test_the_quick_tier_has_tests_of_every_folder_within_its_budget() -> None:
@@ -53,11 +47,37 @@ def test_most_files_are_recorded() -> None:
     assert len(unknown) < 0.1 * len(files), f"run bin/test --all --record-durations: {unknown}"
 
 
-def test_slow_tests_and_most_parameters_of_few_are_left_out() -> None:
-    tests = [("a::fast", False, None), ("a::slow", True, None), *((f"a::many[{k}]", False, (2,)) for k in range(5))]
-    assert tiers.leave_out(tests) == {"a::slow", "a::many[1]", "a::many[3]", "a::many[4]"}
-    named = [(f"a::named[{name}]", name == "c", ("b", "c")) for name in "abcd"]
-    assert tiers.leave_out(named) == {"a::named[c]", "a::named[d]"}, "another one stays for one that is slow"
+def left_out(*tests: tiers.Marked, seconds: dict[str, float] | None = None) -> set[str]:
+    return tiers.leave_out(tests, gather_durations(seconds or {}))
+
+
+def test_slow_tests_are_left_out() -> None:
+    assert left_out(tiers.Marked("a::fast"), tiers.Marked("a::slow", slow=True)) == {"a::slow"}
+
+
+def test_labs_that_take_long_or_are_not_recorded_are_left_out() -> None:
+    tests = [tiers.Marked(name, alone=True) for name in ("a::short", "a::long", "b::unknown")]
+    assert left_out(*tests, seconds={"a::short": 1.0, "a::long": 4.0}) == {"a::long", "b::unknown"}
+
+
+def test_a_property_test_counts_for_what_it_draws() -> None:
+    tests = [tiers.Marked("a::few", share=0.25), tiers.Marked("a::many")]
+    assert left_out(*tests, seconds={"a::few": 4 * tiers.LONGEST_S - 1, "a::many": tiers.LONGEST_S + 1}) == {"a::many"}
+
+
+def test_a_test_keeps_as_many_parameters_as_fit_and_at_least_one() -> None:
+    many = [f"a::many[{k}]" for k in range(6)]
+    seconds = dict.fromkeys(many, tiers.FAMILY_S / 2.5)
+    assert left_out(*map(tiers.Marked, many), seconds=seconds) == {many[k] for k in (1, 2, 4, 5)}
+    seconds = dict.fromkeys(many, tiers.FAMILY_S + 1.0)
+    assert left_out(*map(tiers.Marked, many), seconds=seconds) == set(many[1:])
+    seconds = dict.fromkeys(many, tiers.FAMILY_S / 7)
+    assert left_out(*map(tiers.Marked, many), seconds=seconds) == set()
+
+
+def test_long_tests_are_left_out_unless_a_file_has_no_other() -> None:
+    seconds = {"a::long": 50.0, "a::short": 1.0, "b::long": 50.0, "b::longer": 60.0}
+    assert left_out(*map(tiers.Marked, seconds), seconds=seconds) == {"a::long", "b::longer"}
 
 
 def test_parameters_are_spread() -> None:

@@ -1,14 +1,14 @@
 """Tiers of tests: which of them a mode of `bin/test` runs, how much its property tests draw, and in which order.
 
-`all` holds every test. `default` leaves out tests marked `slow` and, of tests marked `few`, all parameters but the
-named ones. `quick` takes the short tests of files that cost little, some of every folder.
+`all` holds every test. `default` leaves out tests marked `slow`, long tests, most labs, and some parameters of tests
+that take long with all of them. `quick` takes the short tests of files that cost little, some of every folder.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from tests.support.durations import Durations
 
@@ -17,14 +17,15 @@ TIERS = ("quick", "default", "all")
 DEFAULT_BUDGET_S = 1080.0
 """Recorded seconds of all tests of the default tier: nine minutes on two cores."""
 
-DEFAULT_LONGEST_S = 15.0
-"""The longest test of the default tier; longer ones are marked `slow`, or listed in `LONGER`."""
+FAMILY_S = 8.0
+"""Recorded seconds that one test may take in the default tier with all of its parameters; of a test that takes more,
+so many parameters run there as fit, evenly spread, and at least one of them."""
 
-LONGER: dict[str, str] = {}
-"""Longer tests of the default tier, each with the reason why it stays there."""
+LONGEST_S = 10.0
+"""The longest test of the default tier; a file whose tests are all longer keeps its shortest one."""
 
-ONLY_IN_ALL: dict[str, str] = {}
-"""Files without a test in the default tier, each with the reason."""
+ALONE_S = 3.0
+"""The longest test of the default tier that needs the machine to itself, as labs do: all processes wait for it."""
 
 DRAWS_SHARE = 0.25
 DRAWS_LEAST = 10
@@ -77,29 +78,55 @@ def pick_spread(names: Sequence[str], count: int) -> list[str]:
     return [names[math.floor(k * len(names) / count)] for k in range(count)]
 
 
-def leave_out(tests: Iterable[tuple[str, bool, tuple[Any, ...] | None]]) -> set[str]:
-    """Tests that the default tier leaves out, of (nodeid, whether marked slow, arguments of the mark `few`)."""
-    left_out, families = set[str](), dict[str, list[str]]()
-    wanted: dict[str, tuple[Any, ...]] = {}
-    for nodeid, slow, few in tests:
-        if slow:
-            left_out.add(nodeid)
-        elif few is not None:
-            families.setdefault(nodeid.partition("[")[0], []).append(nodeid)
-            wanted[nodeid.partition("[")[0]] = few
-    for name, nodeids in families.items():
-        left_out |= set(nodeids) - set(_keep_few(nodeids, wanted[name]))
-    return left_out
+@dataclass(frozen=True)
+class Marked:
+    """A test with what decides on its tier."""
+
+    nodeid: str
+    slow: bool = False
+    alone: bool = False
+    """Whether it needs the machine to itself."""
+    share: float = 1.0
+    """The share of its examples that it draws in the default tier."""
+
+    @property
+    def file(self) -> str:
+        """The file that the test is in."""
+        return self.nodeid.partition("::")[0]
+
+    @property
+    def family(self) -> str:
+        """The test without its parameters."""
+        return self.nodeid.partition("[")[0]
 
 
-def _keep_few(nodeids: Sequence[str], few: tuple[Any, ...]) -> list[str]:
-    """Tests that `few(2)` or `few("first", "third")` keeps: names are those of parameters, in brackets after the test.
-    For a name that is gone some other test stays."""
-    if len(few) == 1 and isinstance(few[0], int):
-        return pick_spread(nodeids, few[0])
-    kept = [nodeid for nodeid in nodeids if nodeid.partition("[")[2].removesuffix("]") in few]
-    others = [nodeid for nodeid in nodeids if nodeid not in kept]
-    return kept + pick_spread(others, len(few) - len(kept)) if len(kept) < len(few) else kept
+def cost_by_default(test: Marked, durations: Durations) -> float:
+    """Seconds of a test in the default tier. A test that holds up all processes counts for two of them."""
+    if test.alone and durations.of_file(test.file) is None:
+        return 2.0 * LONGEST_S
+    return durations.of_test(test.nodeid) * test.share * (2.0 if test.alone else 1.0)
+
+
+def leave_out(tests: Iterable[Marked], durations: Durations) -> set[str]:
+    """Tests that the default tier leaves out: those marked `slow`, parameters beyond the seconds of a family, and long
+    tests of files that have shorter ones."""
+    tests = list(tests)
+    cost = {test.nodeid: cost_by_default(test, durations) for test in tests}
+    families: dict[str, list[str]] = {}
+    for test in tests:
+        if not test.slow and not (test.alone and cost[test.nodeid] > 2.0 * ALONE_S):
+            families.setdefault(test.family, []).append(test.nodeid)
+    files: dict[str, list[str]] = {}
+    for family, nodeids in families.items():
+        mean_s = sum(cost[nodeid] for nodeid in nodeids) / len(nodeids)
+        if len(nodeids) * mean_s > FAMILY_S:
+            nodeids = pick_spread(nodeids, max(1, int(FAMILY_S / mean_s)))
+        files.setdefault(family.partition("::")[0], []).extend(nodeids)
+    kept = set[str]()
+    for nodeids in files.values():
+        short = [nodeid for nodeid in nodeids if cost[nodeid] <= LONGEST_S]
+        kept |= set(short or [min(nodeids, key=lambda nodeid: cost[nodeid])])
+    return set(cost) - kept
 
 
 def lower_draws(own: int) -> int:
