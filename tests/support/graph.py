@@ -217,11 +217,14 @@ class Reading:
         self.graph, self.file, self.needs = graph, file, Needs()
         self.folder = file.rpartition("/")[0]
         self.paths: dict[str, Reached] = {}
+        self.lists: dict[str, list[list[ast.expr]]] = {}
         for node in nodes:
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                path = self.folder_named(node.value)
+                path, name = self.folder_named(node.value), node.targets[0].id
                 if path is not None:
-                    self.paths[node.targets[0].id] = path
+                    self.paths[name] = path
+                words = node.value.elts if isinstance(node.value, ast.Tuple | ast.List) else [node.value]
+                self.lists.setdefault(name, []).append([word for word in words if word is not node.value])
         self.documents = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
 
     def read_nodes(self, nodes: list[ast.AST]) -> None:
@@ -367,12 +370,21 @@ class Reading:
                 known = isinstance(command, str) and command in self.graph.commands
                 self.graph.need_commands(self.needs, [str(command)] if known else None)
 
+    def first_words(self, words: list[ast.expr], names: tuple[str, ...] = ()) -> list[object]:
+        """Values that the first of these words may have: its own, or the first of the words that a name stands for."""
+        first = words[0] if words else None
+        if isinstance(first, ast.Constant):
+            return [first.value]
+        if isinstance(first, ast.Starred) and isinstance(first.value, ast.Name) and first.value.id not in names:
+            name = first.value.id
+            return [value for words in self.lists.get(name, [[]]) for value in self.first_words(words, (*names, name))]
+        return [None]
+
     def read_command_line(self, nodes: list[ast.AST]) -> None:
         """Add the commands that the fixture `pipefit` is called with; all where it is handed on, or called with words
         that only a run makes."""
         uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == COMMAND_FIXTURE]
         calls = [node for node in nodes if isinstance(node, ast.Call) and node.func in uses]
-        words = [call.args[0] if call.args else None for call in calls]
-        firsts = [word.value if isinstance(word, ast.Constant) else None for word in words]
+        firsts = [first for call in calls for first in self.first_words(call.args[:1])]
         clear = len(uses) == len(calls) and all(first in self.graph.commands for first in firsts)
         self.graph.need_commands(self.needs, [str(first) for first in firsts] if clear else None)

@@ -43,7 +43,8 @@ TREE = {
     "tests/plan/test_rows.py": "from pipefit.plan import rows",
     "tests/plan/test_cut.py": "from pipefit.plan.cutting.cut import cut",
     "tests/plan/test_command.py": "def test_it(pipefit):\n    pipefit('plan', '--help')",
-    "tests/plan/test_any_command.py": "def test_it(pipefit):\n    words = ['plan']\n    pipefit(*words)",
+    "tests/plan/test_words.py": "def test_it(pipefit):\n    words = ['plan', '-o']\n    pipefit(*words)",
+    "tests/plan/test_any_command.py": "def test_it(pipefit):\n    words = make()\n    pipefit(*words)",
     "tests/plan/test_process.py": "COMMAND = [python, '-m', 'pipefit', 'report']",
     "tests/plan/test_fixture.py": "def test_it(page): ...",
     "tests/plan/test_speed.py": "ROOT = Path(__file__).resolve().parents[2]\nrun(ROOT / 'benchmarks' / 'speed.py')",
@@ -75,7 +76,7 @@ def names(graph: Graph, *rooms: str) -> set[str]:
 @pytest.mark.parametrize(
     ("room", "chosen"),
     [
-        ("errors", "errors toys cut command any_command"),
+        ("errors", "errors toys cut command words any_command"),
         ("plan/cutting", "cut"),
         ("src/pipefit/plan/rows.py", "rows"),
         ("kinds/one_kind", "speed module"),
@@ -96,7 +97,7 @@ def test_a_room_chooses_what_depends_on_it(graph: Graph, room: str, chosen: str)
 
 def test_a_package_file_reaches_all_that_import_below_it(graph: Graph) -> None:
     """It runs at their import, though they do not need all that it names."""
-    assert names(graph, "src/pipefit/plan/__init__.py") == {"toys", "rows", "cut", "command", "any_command"}
+    assert names(graph, "src/pipefit/plan/__init__.py") == {"toys", "rows", "cut", "command", "words", "any_command"}
 
 
 def test_the_own_tests_of_a_room_come_first(graph: Graph) -> None:
