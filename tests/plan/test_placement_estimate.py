@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from placement_toys import Candidate, candidate, skewed_cluster, skewed_rail
-from scipy.stats import spearmanr
 
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.cluster.measured import ClusterMeasurements, LinkCurve, RailCurve
@@ -123,6 +122,8 @@ def test_the_estimate_is_a_lower_bound_and_exact_where_it_was_simulated(name: st
 
 
 def test_the_estimate_orders_placements_as_the_simulator_does() -> None:
+    from scipy.stats import spearmanr  # takes two seconds, and every process that collects tests reads this file
+
     made = candidate(skewed_cluster(16, seed=3), chain(4, 4, microbatches=12))
     searcher = PlacementSearch(made.question, made.timeline, compiled=False)
     searcher.simulate_placement(made.question.devices)
