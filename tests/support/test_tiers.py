@@ -107,9 +107,9 @@ def test_property_tests_draw_less_below_all() -> None:
     assert tiers.lower_draws(5) == 5 and tiers.lower_draws(20) == tiers.DRAWS_LEAST
 
 
-def test_labs_come_first_then_what_is_asked_for_then_what_takes_longest() -> None:
-    seconds = {"short": 1.0, "long": 9.0, "own": 2.0, "lab": 5.0}
-    assert tiers.order_groups(seconds, {"own"}, "lab") == ["lab", "own", "long", "short"]
+def test_what_is_asked_for_comes_first_then_what_takes_longest_and_labs_at_the_end() -> None:
+    seconds = {"short": 1.0, "long": 9.0, "own": 2.0, "lab": 50.0}
+    assert tiers.order_groups(seconds, {"own"}, "lab") == ["own", "long", "short", "lab"]
 
 
 def test_durations_come_back_and_survive_a_move(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def lower_draws(own: int) -> int:
 
 
 def order_groups(seconds: Mapping[str, float], first: Collection[str], lab: str) -> list[str]:
-    """Groups of tests in the order in which processes take them: labs, which hold up everyone; the files that were
-    asked for; then what takes longest, so that all processes end at the same time."""
-    return sorted(seconds, key=lambda group: (group != lab, group not in first, -seconds[group], group))
+    """Groups of tests in the order in which processes take them: the files that were asked for, then what takes
+    longest, so that all processes end at the same time. Labs come last: while others have tests left, a lab waits for
+    each of their tests, and they for each lab."""
+    return sorted(seconds, key=lambda group: (group == lab, group not in first, -seconds[group], group))
