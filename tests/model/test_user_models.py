@@ -147,7 +147,7 @@ def test_an_unknown_function_is_named_with_its_line_and_computed_whole():
         model = capture_whole(Example(module=Unusual(), inputs={"x": torch.zeros(2, 6)}))
     line = Unusual.forward.__code__.co_firstlineno + 1
     (message,) = [str(one.message) for one in told]
-    assert "aten.roll.default" in message and f"test_user_models.py:{line}" in message and "whole" in message
+    assert "aten.roll.default" in message and f"test_user_models.py:{line}" in message and "in full" in message
     (operator,) = [one for one in model.layer_graph(model.layers[0]).operators if one.kind == "aten"
                    and "roll" in one.attributes["target"]]  # fmt: skip
     from pipefit.shard.rules import labels_of

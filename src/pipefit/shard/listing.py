@@ -188,8 +188,7 @@ def _operator_lines(model: Model, layer: Layer, link: ChainLink, fractions: Held
         if option.toll is not None:
             yield ListingLine(text="", forward_s=option.toll.conversion_s(fractions))
             operator = graph.operators[index]
-            yield from [
-                ListingLine(text="") for name in operator.inputs[2:] if name
-            ]  # the bias, added after the reduction
+            # the bias, added after the reduction
+            yield from [ListingLine(text="") for name in operator.inputs[2:] if name]
     for value, source, target in choice.after:
         yield ListingLine(text="", forward_s=template.tolls[value][source, target].conversion_s(fractions))

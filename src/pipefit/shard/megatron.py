@@ -31,7 +31,7 @@ def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) 
     """
     if sequence_parallel and not any(TOKENS in tensor.shape for tensor in graph.inputs):
         raise PlanError(
-            "Megatron's sequence parallelism needs a variable number of tokens; this model was captured for one.",
+            "Megatron's sequence parallelism needs a variable number of tokens; this model has a fixed number.",
             where="sharding",
             seen="megatron-sp",
             next_step="--fix sharding=searched",
@@ -103,9 +103,8 @@ def _units_downstream(
         labelled = labels_at(shapes, operator)
         labels = labelled.inputs[operator.inputs.index(name)]
         label = None if labels is None else labels[dim]
-        if label is None or (
-            label in labelled.kinds and label in labelled.outputs[0]
-        ):  # a norm would need a collective
+        # a norm would need a collective
+        if label is None or (label in labelled.kinds and label in labelled.outputs[0]):
             return 0
         partners = [
             o

@@ -69,10 +69,8 @@ class PricedLayer:
     shapes: Mapping[str, Shape]
 
     def can_hand_on(self, name: str, form: TensorForm, fractions: HeldFractions) -> bool:
-        """Return whether a value can pass between layers in this form.
-
-        Layers share only the cuts of rows, of tokens, and of features in units of one.
-        """
+        """Return whether a value can pass between layers in this form. Layers share only the cuts of rows, of tokens,
+        and of features in units of one."""
         if form.dim is None:
             return form.kind == "I"
         dimension = name, form.dim
@@ -91,10 +89,8 @@ def price_layer(
     pinned: Mapping[str, TensorForm] | None = None,
     elsewhere: Collection[str] = (),
 ) -> PricedLayer:
-    """Return the template of a layer with the incoming hidden state in form `takes`.
-
-    `pinned`: forms of parameters shared with other layers. `elsewhere`: parameters with their reduction, update and
-    memory counted in another layer.
+    """Return the template of a layer with the incoming hidden state in form `takes`. `pinned`: forms of parameters
+    shared with other layers. `elsewhere`: parameters with their reduction, update and memory counted in another layer.
     """
     return _LayerPricing(graph, setting, takes, pinned or {}, elsewhere).build_layer()
 
@@ -206,9 +202,7 @@ class _LayerPricing:
             once_s = 0.0
             if form == IDENTITY and spec.trainable:
                 gradient = elements * GRADIENT_BYTES[self.setting.precision]
-                once_s = (
-                    self.setting.bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches
-                )  # reduced in full buckets
+                once_s = self.setting.bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches  # in full buckets
             update = optimizer_traffic_bytes(elements, 1.0, self.setting.precision) if spec.trainable else 0.0
             seconds = [
                 update / kind.memory_bandwidth_bytes_per_s / self.setting.microbatches
@@ -227,10 +221,8 @@ class _LayerPricing:
         return tuple(options), tuple(picks)
 
     def unsharding_costs(self, spec: ParameterSpec, often: int) -> Tolls:
-        """Return the prices of a sharded parameter that is gathered for use (FSDP).
-
-        It is gathered in the forward and again for the input gradient; its gradient is reduced in every microbatch.
-        """
+        """Return the prices of a sharded parameter (FSDP): gathered in the forward and again for the input gradient,
+        with its gradient reduced in every microbatch."""
         cuts = self.value_units(spec.name)
         like = ("unshard", spec.shape, cuts, spec.trainable, often)
         return self.setting.make_once(
@@ -238,11 +230,8 @@ class _LayerPricing:
         )
 
     def read_name(self, operator: Operator, index: int) -> str:
-        """Return the name under which an operator reads an input.
-
-        A parameter with several readers has one name per operator that gathers it for itself, and one for all other
-        readers, so each gather is paid once.
-        """
+        """Return the name under which an operator reads an input. A parameter with several readers has one name per
+        operator that gathers it for itself, and one for all other readers, so each gather is paid once."""
         name = operator.inputs[index]
         if name not in self.parameters or self.reader_counts[name] < 2:
             return name
@@ -339,11 +328,9 @@ class _LayerPricing:
     def factored_options(
         self, operator: Operator, labelled: OperatorLabels, whole: tuple[Lines, ...], size: float
     ) -> Iterator[tuple[OpenOption, OptionPick]]:
-        """Yield a linear layer split along rows or tokens, with both factors of the weight gradient gathered.
-
-        Every device computes the full weight gradient (`whole`) in every microbatch, so there is no reduction once an
-        iteration.
-        """
+        """Yield a linear layer split along rows or tokens, with both factors of the weight gradient gathered. Every
+        device computes the full weight gradient (`whole`) in every microbatch, so there is no reduction once an
+        iteration."""
         x, y = operator.inputs[0], operator.outputs[0]
         weights = tuple(frontier.ALIKE for name in operator.inputs[1:] if name)
         assert self.setting.lowered is not None
@@ -371,9 +358,7 @@ class _LayerPricing:
             yield option, OptionPick(label, factors=True)
 
     def splittable_labels(self, operator: Operator, labelled: OperatorLabels) -> Mapping[str, tuple[int, int]]:
-        """Return the labels that can be split here -> (cut, earlier cut); the earlier cut is that of a joint label's
-        first input.
-        """
+        """Return splittable labels -> (cut, earlier cut); the earlier cut is that of a joint label's first input."""
         cuts_by_label: dict[str, int] = {}
         barred = set()
         names = (*operator.inputs, *operator.outputs)

@@ -102,10 +102,8 @@ class ProgramWriter:
                 self._write_reshare(arriving, tensor.name, replace(stream, shares=()))
 
     def add_operator(self, operator: Operator, labelled: OperatorLabels, choice: OperatorChoice) -> None:
-        """Convert the inputs as the choice needs, then write the operator.
-
-        A partial result is reduced at once unless the choice keeps it; a bias is added once, after the reduction.
-        """
+        """Convert the inputs and write the operator. A partial result is reduced at once unless the choice keeps it; a
+        bias is added once, after the reduction."""
         for conversion in choice.before:
             self.convert_value(conversion, operator)
         labelled = labelled.for_label(choice.label)
@@ -142,12 +140,9 @@ class ProgramWriter:
         return tuple(inputs), late
 
     def convert_value(self, conversion: FormConversion, reader: Operator | None = None) -> None:
-        """Write one conversion from a form in which the value is already held.
-
-        `reader` is the next operator: a parameter with several readers is gathered separately for each reader that
-        gathers it for itself. Raises PlanError if the value is not held in the source form, or if no such conversion
-        exists.
-        """
+        """Write one conversion from a form in which the value is held. A parameter with several readers is gathered for
+        each `reader` (the next operator) that gathers it for itself. Raises PlanError if the value is not held in the
+        source form, or if there is no such conversion."""
         name, source, target = conversion.name, conversion.source, conversion.target
         if name in self.parameters and self.held[name] == WHOLE:
             self.held[name] = source
@@ -160,8 +155,7 @@ class ProgramWriter:
                 "This conversion of the value is not possible.",
                 where=f"recipe, {name}",
                 seen=f"{source.form}>{target.form}",
-                allowed="from a form in which it is held: "
-                + ", ".join(f"{source_kind}>{target_kind}" for source_kind, target_kind in CONVERSIONS),
+                allowed="from a form in which it is held: " + ", ".join(f"{a}>{b}" for a, b in CONVERSIONS),
             )
         if reader is not None and self._gathers_alone(reader, name):
             new = f"{name}.{target.form}.{reader.outputs[0]}"
@@ -225,10 +219,7 @@ class ProgramWriter:
         return (*shape[:dim], stop - start, *shape[dim + 1 :])
 
     def device_runs(self, name: str) -> tuple[Run, ...]:
-        """Return the runs of the split dimension of `name` on all devices.
-
-        Raises PlanError if the dimension cannot be split, or if a device would get an empty run.
-        """
+        """Return all devices' runs of the split dimension of `name`. Raises PlanError if a device gets none."""
         held = self.held[name]
         assert held.form.dim is not None
         size = self.shapes[name][held.form.dim]
@@ -275,12 +266,8 @@ class ProgramWriter:
             if kind == "all_to_all":
                 old = have.form.dim
                 assert old is not None
-                full_size = self.shapes[name][old]
-                attributes |= {
-                    "from": old,
-                    "whole": full_size,
-                    "from_units": have.units if have.units != full_size else 0,
-                }
+                total = self.shapes[name][old]
+                attributes |= {"from": old, "whole": total, "from_units": have.units if have.units != total else 0}
             if how:
                 attributes["lowering"] = how
             operator = Operator(kind=kind, inputs=(name,), outputs=(new,), attributes=attributes)
@@ -324,9 +311,7 @@ class ProgramWriter:
             self._rename_output(summed, name)
 
     def _align_bias(self, bias: str, labels: Labels | None, operator: Operator, labelled: OperatorLabels) -> str:
-        """Return a replicated bias, reshaped with trailing dimensions of 1 if the result has more dimensions
-        (convolution).
-        """
+        """Return a replicated bias, reshaped with trailing 1s if the result has more dimensions (convolution)."""
         out = labelled.outputs[0]
         if labels is None or out[len(out) - len(labels) :] == labels:
             return bias
@@ -384,9 +369,7 @@ class ProgramWriter:
             )
 
     def _factor_attributes(self, operator: Operator, choice: OperatorChoice) -> Mapping[str, Any]:
-        """Return the attributes of a linear layer with gathered factors. Raises PlanError if the operator cannot be
-        one.
-        """
+        """Return the attributes of a linear layer with gathered factors. Raises PlanError for other operators."""
         held = self.held[operator.outputs[0]].form
         if operator.kind != "linear" or held.kind != "G" or held.dim is None:
             raise PlanError(
@@ -437,10 +420,8 @@ def shard_graph(
     gives: HeldForm | None = None,
     after: Sequence[FormConversion] = (),
 ) -> ShardedGraph:
-    """Return the program described by `choose`; `after` converts results at the end.
-
-    The hidden state comes in as `takes` and goes out as `gives` (default: `takes`).
-    """
+    """Return the program described by `choose`, from hidden state form `takes` to `gives` (default: `takes`); `after`
+    converts results at the end."""
     program = ProgramWriter(graph, shares, takes)
     for index, operator in enumerate(graph.operators):
         labelled = labels_at(program.shapes, operator)

@@ -84,9 +84,8 @@ def _price_collective(
     """Return the price of a collective of parts, with all its lowerings."""
     if setting.lowered is None:
         once_s, twice_s = _round_trip_s(setting, kind, size), _round_trip_s(setting, kind, 2 * size)
-        return ConversionCost(
-            (2 * once_s - twice_s, twice_s - once_s), cut, held=held
-        )  # padded: a line in n x the largest fraction
+        # padded: a line in n x the largest fraction
+        return ConversionCost((2 * once_s - twice_s, twice_s - once_s), cut, held=held)
     ahead, back = setting.lowered(kind, size), setting.lowered(BACKWARD[kind], size)
     return ConversionCost((0.0, 0.0), cut, held=held, ahead=ahead, back=back, earlier=earlier)
 

@@ -22,9 +22,7 @@ def label_pointwise(operator: Operator, inputs: tuple[Shape | None, ...], output
 
     out = tuple(None if size == 1 else f"d{i}" for i, size in enumerate(outputs[0]))
     linear = LINEAR.get(operator.kind, ())
-    if (
-        len(inputs) < 2 or inputs[1] is None
-    ):  # the other operand is a number; adding it to every addend would add it several times
+    if len(inputs) < 2 or inputs[1] is None:  # the other operand is a number: added to every addend, it counts often
         linear = () if operator.kind in ("add", "sub") else tuple(set_ for set_ in linear if set_ == (0,))
     return OperatorLabels(inputs=tuple(map(broadcast_labels, inputs)), outputs=(out,), units={}, linear=linear)
 
