@@ -2,8 +2,8 @@
 
     python benchmarks/real_clusters.py [--quick] [--only NAME] [--steps N] [--work FOLDER [--seconds S]] [--json PATH]
 
-Clusters of benchmarks/data/clusters, each made as a lab (docs/lab.md) and measured by `pipefit profile`; nothing else
-is known to the planner.
+Clusters of benchmarks/data/clusters, each made as a lab (docs/reference/lab.md) and measured by `pipefit profile`;
+nothing else is known to the planner.
 
 - Baseline: even plans in hostname order on all devices, and on those of every kind but the slowest alone; which there
   are, and which of them are run, is said in real_baseline.py. The best that ran, and fitted, is kept.

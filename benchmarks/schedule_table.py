@@ -1,7 +1,7 @@
-"""The tables of docs/schedules.md, from the result of benchmarks/schedules.py.
+"""The tables of docs/reference/schedules.md, from the result of benchmarks/schedules.py.
 
 python benchmarks/schedule_table.py                                   print them
-python benchmarks/schedule_table.py --write docs/schedules.md         put them between the page's two marks
+python benchmarks/schedule_table.py --write docs/reference/schedules.md         put them between the page's two marks
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/spmd_lab.py [--quick] [--only NAME] [--json PATH]
 
-Clusters `half-3` (4 devices) and `half-3-8` of benchmarks/data/clusters, each made as a lab (docs/lab.md) and measured
-by `pipefit profile`; nothing else is known to the planner. All plans go through `make_plan` and the runtime as with
-`pipefit plan --fix sharding=searched --fix shards=...`:
+Clusters `half-3` (4 devices) and `half-3-8` of benchmarks/data/clusters, each made as a lab (docs/reference/lab.md)
+and measured by `pipefit profile`; nothing else is known to the planner. All plans go through `make_plan` and the
+runtime as with `pipefit plan --fix sharding=searched --fix shards=...`:
 
 - ours: the shares that the search and the linear program find for the profile,
 - equal shares, with the best program for them,

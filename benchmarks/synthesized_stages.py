@@ -4,8 +4,8 @@
 
 One cluster of benchmarks/data/clusters, `islands`: two islands of a fast device and three slow ones, 4:1, whose links
 inside are forty times as fast as those between them; few layers and few long sequences, so that neither layers nor rows
-divide as the devices are fast. It is made as a lab (docs/lab.md) and measured by `pipefit profile`; nothing else is
-known to the planner, which is asked
+divide as the devices are fast. It is made as a lab (docs/reference/lab.md) and measured by `pipefit profile`; nothing
+else is known to the planner, which is asked
 
 - `ours`: for the best plan, everything to choose;
 - `pipeline`: without any group of devices, `--fix shards=1`: pipelines, replicas, token slices, leaving devices idle;

@@ -1,6 +1,6 @@
 """Predicted against published: every data set, and how much the split of the largest one matters.
 
-python benchmarks/validation.py --json benchmarks/results/validation.json    what docs/validation.md quotes
+python benchmarks/validation.py --json benchmarks/results/validation.json    what docs/results/validation.md quotes
 python benchmarks/validation.py --quick                                      one split, under a minute
 """
 

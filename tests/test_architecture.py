@@ -1,4 +1,5 @@
-"""The rules of docs/architecture.md and of the house, over the source as it stands: imports, sizes, words, commands."""
+"""The rules of docs/design/architecture.md and of the house, over the source as it stands: imports, sizes, words,
+commands."""
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def rooms() -> dict[str, int]:
-    """Room -> its line in the table of docs/architecture.md; a room may import those of its own line and above."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Rooms of rooms")[0]
+    """Room -> its line in the table of docs/design/architecture.md; a room may import those of its own line and
+    above."""
+    text = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8").partition("## Rooms of rooms")[0]
     rows = re.findall(r"^\| ((?:`\w+/?` ?)+)\|", text, flags=re.MULTILINE)
     return {name: line for line, row in enumerate(rows) for name in re.findall(r"`(\w+)/?`", row)}
 
@@ -104,7 +106,7 @@ def is_under(path: Path, places: tuple[str, ...]) -> bool:
 def test_the_table_of_rooms_names_what_stands() -> None:
     assert list(rooms())[:4] == ["errors", "units", "codec", "layout"] and list(rooms())[-1] == "cli"
     standing = {room_of(path) for path in MODULES} - {"__init__"}
-    assert standing == set(rooms()), "docs/architecture.md and src/pipefit name different rooms"
+    assert standing == set(rooms()), "docs/design/architecture.md and src/pipefit name different rooms"
 
 
 def test_imports_go_one_way() -> None:
@@ -120,8 +122,8 @@ def test_imports_go_one_way() -> None:
 
 @cache
 def inner_levels() -> dict[str, list[set[str]]]:
-    """Return the levels of the rooms inside a room, by docs/architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    """Return the levels of the rooms inside a room, by docs/design/architecture.md."""
+    text = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
     section = text.partition("## Rooms of rooms")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)/` \| (.+) \|$", section, flags=re.MULTILINE)
     return {room: [set(re.findall(r"`(\w+)`", level)) for level in levels.split("·")] for room, levels in rows}
@@ -134,7 +136,7 @@ def test_imports_inside_a_room_go_one_way() -> None:
         level_of = {name: number for number, names in enumerate(levels) for name in names}
         files = [path for path in MODULES if room_of(path) == room and path != SOURCE / room / "__init__.py"]
         standing = {path.relative_to(SOURCE / room).parts[0].removesuffix(".py") for path in files}
-        assert standing == set(level_of), f"docs/architecture.md and src/pipefit/{room} name different rooms"
+        assert standing == set(level_of), f"docs/design/architecture.md and src/pipefit/{room} name different rooms"
         for path in files:
             inner = path.relative_to(SOURCE / room).parts[0].removesuffix(".py")
             for name, line, _ in imports(path):

@@ -26,16 +26,48 @@ def test_the_readme_lists_every_command() -> None:
     assert set(listed) == set(typer.main.get_command(build_app()).commands)  # type: ignore[attr-defined]
 
 
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+
+
 def test_the_readme_links_every_page() -> None:
-    linked = set(re.findall(r"\(docs/([\w-]+\.md)\)", section(README, "Read on")))
-    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(set(re.findall(r"\((docs/[\w/-]+\.md)\)", section(README, "Read on")))) == PAGES
+
+
+def heading_anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor in heading_anchors(path.read_text(encoding="utf-8")), f"{page}: {target}"
+
+
+def test_the_glossary_names_words_of_the_code() -> None:
+    glossary = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    words = re.findall(r"^\| [^|]+ \| ([^|]+) \|", glossary, re.MULTILINE)
+    names = {name for cell in words for name in re.findall(r"`(\w+)`", cell)}
+    assert len(names) > 40
+    missing = sorted(name for name in names if not re.search(rf"\b{name}\b", source))
+    assert not missing, f"docs/reference/glossary.md names what the code does not have: {missing}"
 
 
 def test_the_documents_name_the_families_that_are_not_searched() -> None:
     left_out = {name for name, made in FAMILIES.items() if not made.searched} - {"fit"}
     first = section(README, "What it does not do yet").split("\n- ")[1]
     assert set(re.findall(r"`([\w-]+)`", first)) & FAMILIES.keys() == left_out
-    page = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/schedules.md").read_text(encoding="utf-8")
     named = page.split("With `searched = False`")[1].split("\n\n")[0].split("`fit`")[0]
     assert set(re.findall(r"`([\w-]+)`", named)) & FAMILIES.keys() == left_out
 
@@ -45,7 +77,7 @@ def cells(line: str) -> int:
     return len(re.sub(r"\\\|", "", line).strip("|").split("|"))
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_every_row_of_a_table_has_the_cells_of_its_head(page: str) -> None:
     lines = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S).splitlines()
     for above, line in pairwise(lines):

@@ -46,7 +46,7 @@ def test_several_hosts_are_joined_by_what_is_given() -> None:
     [
         ("2x8xH100", ["Several hosts need the bandwidth", "2x8xH100:200Gbit/s"]),
         ("8xH1000", ["No data sheet is known", "did you mean H100?"]),
-        ("8xBanana", ["No data sheet is known", "docs/clusters.md"]),
+        ("8xBanana", ["No data sheet is known", "docs/reference/clusters.md"]),
         ("0xH100", ["at least one host and one device"]),
         ("2x8xH100:fast", ["not a number with a unit", "--cluster"]),
     ],

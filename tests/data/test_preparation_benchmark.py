@@ -28,7 +28,7 @@ def test_waiting_is_less_elsewhere(tmp_path: Path) -> None:
 def test_the_page_has_what_was_recorded() -> None:
     """Every row; under 10 ms where the cores keep up with what the planner's margin leaves them."""
     found = json.loads((ROOT / "benchmarks" / "results" / "preparation.json").read_text())
-    page = (ROOT / "docs" / "data.md").read_text().splitlines()
+    page = (ROOT / "docs" / "reference" / "data.md").read_text().splitlines()
     assert "+changes" not in found["provenance"]["commit"]
     assert {row["cores"] for row in found["rows"]} == {1, 2}
     for row in found["rows"]:

@@ -262,7 +262,7 @@ def test_the_committed_comparison_reaches_its_targets_and_is_quoted() -> None:
     assert result["errors"] == errors_of(rows)
     assert all(result["errors"][name]["mean_error"] > 2 * result["errors"][SIMULATOR]["mean_error"]
                for name in ("uniform", "pipette"))  # fmt: skip
-    text = (ROOT / "docs" / "simulator.md").read_text()
+    text = (ROOT / "docs" / "design" / "simulator.md").read_text()
     for title, errors in (*((lab["lab"], lab["errors"]) for lab in result["labs"]), ("all", result["errors"])):
         (line,) = (line for line in text.splitlines() if line.startswith(f"| {title} |"))
         for name in ("uniform", "pipette", "closed form", "without sharing", SIMULATOR):
@@ -275,7 +275,7 @@ def test_the_committed_proof_reaches_its_targets_and_is_quoted() -> None:
     from real_memory import fits
 
     result = json.loads((BENCHMARKS / "results" / "real_clusters.json").read_text())
-    page = (BENCHMARKS.parent / "docs" / "results.md").read_text()
+    page = (BENCHMARKS.parent / "docs" / "results" / "results.md").read_text()
     assert [lab["lab"] for lab in result["labs"]] == list(LABS)
     for lab in result["labs"]:
         own = lab["ours"]["measured_s"]
@@ -336,7 +336,7 @@ def test_quick_synthesized_stages(tmp_path: Path) -> None:
 
 def test_pipelines_of_programs_beat_both_rivals_as_committed_and_quoted() -> None:
     (lab,) = json.loads((BENCHMARKS / "results" / "synthesized_stages.json").read_text())["labs"]
-    plans, text = lab["plans"], (ROOT / "docs" / "results.md").read_text()
+    plans, text = lab["plans"], (ROOT / "docs" / "results" / "results.md").read_text()
     assert lab["reached"] and all(plan["valid"] for plan in plans.values())
     assert len(plans["ours"]["groups"]) > 1 and all(len({*one["shares"]}) > 1 for one in plans["ours"]["groups"])
     assert lab["bound_s"] < plans["ours"]["measured_s"] < plans["pipeline"]["measured_s"] / 1.15

@@ -28,7 +28,7 @@ def test_quick_measures_a_lab(tmp_path: Path) -> None:
 def test_the_committed_result_is_within_the_limits_and_quoted() -> None:
     labs = json.loads(RESULT.read_text())["labs"]
     assert [(lab["hosts"], lab["devices"]) for lab in labs] == [(4, 8), (8, 16), (16, 32)]
-    text = (ROOT / "docs" / "lab.md").read_text()
+    text = (ROOT / "docs" / "reference" / "lab.md").read_text()
     for lab in labs:
         links, shared, pace = lab["links"], lab["shared"], lab["pace"]
         assert links["max_error"] <= 0.10 and pace["max_error"] <= 0.02 and lab["good"]

@@ -33,7 +33,7 @@ def test_the_committed_result_recovers_the_links_and_is_quoted() -> None:
     labs = json.loads((RESULTS / "link_measurement_lab.json").read_text())["lab"]
     own = [lab for lab in labs if lab["kind"] == "own"]
     assert [lab["hosts"] for lab in own] == [4, 8, 16]
-    text = (ROOT / "docs" / "profiling.md").read_text()
+    text = (ROOT / "docs" / "design" / "profiling.md").read_text()
     assert all(lab["bandwidth_mean_error"] <= 0.05 for lab in labs)
     for lab in own:
         cells = f"| {lab['hosts']} | {lab['rounds']} | {lab['bandwidth_mean_error']:.1%} "
@@ -42,7 +42,7 @@ def test_the_committed_result_recovers_the_links_and_is_quoted() -> None:
 
 def test_the_committed_labs_of_other_kinds_are_quoted() -> None:
     labs = json.loads((RESULTS / "link_measurement_lab.json").read_text())["lab"]
-    text = (ROOT / "docs" / "profiling.md").read_text()
+    text = (ROOT / "docs" / "design" / "profiling.md").read_text()
     (racks,) = (lab for lab in labs if lab["kind"] == "racks")
     assert racks["hosts"] == 16 and racks["rounds"] < racks["full_rounds"] and racks["predicted"]
     assert f"{racks['rounds']} of {racks['full_rounds']} rounds" in text
@@ -56,7 +56,7 @@ def test_the_committed_labs_of_other_kinds_are_quoted() -> None:
 
 def test_the_committed_table_is_quoted() -> None:
     rows = json.loads((RESULTS / "link_measurement.json").read_text())["simulated"]
-    text = (ROOT / "docs" / "profiling.md").read_text()
+    text = (ROOT / "docs" / "design" / "profiling.md").read_text()
     for row in rows:
         full, told, few = row["tournament_mean"], row["tournament_told_apart"], row["chosen"]
         cells = [f"{part['mean_error']:.1%} ({part['max_error']:.1%})" for part in (full, told, few)]

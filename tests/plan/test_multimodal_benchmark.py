@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "results.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## Several modules, in a lab\n")[1].split("\n## ")[0]
 RESULT = ROOT / "benchmarks" / "results" / "multimodal.json"
 

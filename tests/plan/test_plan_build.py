@@ -179,7 +179,7 @@ def test_an_unknown_schedule_is_told() -> None:
 def test_several_modules_are_not_searched_yet() -> None:
     with pytest.raises(PlanError, match="several modules") as error:
         build_plan(seeing_model(), CLUSTER, Job(batch=8, sequence=16), ParallelConfig())
-    assert "docs/plan-format.md" in str(error.value)
+    assert "docs/reference/plan-format.md" in str(error.value)
 
 
 @pytest.mark.parametrize("changed", ["model", "cluster", "both"])

@@ -18,10 +18,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_example_of_the_format_is_a_valid_plan_written_by_hand() -> None:
-    text = (DOCS / "plan-format.md").read_text()
+    text = (DOCS / "reference" / "plan-format.md").read_text()
     example = re.search(r"```json\n(.*?)```", text, re.DOTALL)
     assert example is not None
-    plan = load_text(Plan, example[1], "docs/plan-format.md")
+    plan = load_text(Plan, example[1], "docs/reference/plan-format.md")
     made = tied_embeddings()
     assert plan.prediction is None and plan.hashes == InputHashes(model="", cluster="")
     check_plan(plan, made.model, made.cluster)
@@ -30,19 +30,19 @@ def test_the_example_of_the_format_is_a_valid_plan_written_by_hand() -> None:
 
 
 def test_every_field_of_a_plan_is_on_the_page() -> None:
-    text = (DOCS / "plan-format.md").read_text()
+    text = (DOCS / "reference" / "plan-format.md").read_text()
     for name in Plan.__dataclass_fields__:
         assert f"`{name}`" in text, name
 
 
 def test_every_key_that_can_be_fixed_is_on_the_page() -> None:
-    text = (DOCS / "planning.md").read_text()
+    text = (DOCS / "design" / "planner.md").read_text()
     for key in KEYS:
         assert f"`{key}`" in text, key
 
 
 def test_every_data_sheet_is_on_the_page() -> None:
-    text = (DOCS / "clusters.md").read_text()
+    text = (DOCS / "reference" / "clusters.md").read_text()
     for name in SHEETS:
         assert name in text
 
@@ -51,7 +51,7 @@ def test_the_python_example_runs_as_it_stands() -> None:
     """With the toy model in place of the built-in one, which would need torch."""
     from plan_toys import toy_model
 
-    example = re.search(r"```python\n(.*?)```", (DOCS / "planning.md").read_text(), re.DOTALL)
+    example = re.search(r"```python\n(.*?)```", (DOCS / "design" / "planner.md").read_text(), re.DOTALL)
     assert example is not None
     scope: dict[str, object] = {"open_model": lambda name: toy_model(3)}
     lines = [line for line in example[1].splitlines() if "model.registry" not in line]

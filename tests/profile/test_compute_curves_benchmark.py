@@ -1,5 +1,5 @@
-"""`benchmarks/compute_curves.py --quick` measures, fits and tells slices with a context apart; docs/profiling.md quotes
-the committed result."""
+"""`benchmarks/compute_curves.py --quick` measures, fits and tells slices with a context apart;
+docs/design/profiling.md quotes the committed result."""
 
 from __future__ import annotations
 

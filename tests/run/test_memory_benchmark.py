@@ -1,4 +1,5 @@
-"""The benchmark of what schedules hold runs and is within its limit; docs/schedules.md quotes the committed result."""
+"""The benchmark of what schedules hold runs and is within its limit; docs/reference/schedules.md quotes the committed
+result."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_quick_benchmark(tmp_path: Path) -> None:
 
 def test_the_page_quotes_the_committed_result() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "schedule_memory.json").read_text())
-    page = (ROOT / "docs" / "schedules.md").read_text()
+    page = (ROOT / "docs" / "reference" / "schedules.md").read_text()
     section = page[page.index("## What they hold in a run") : page.index("## Building blocks")]
     rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) % \|$", section, flags=re.MULTILINE)
     assert {name for name, _, _ in rows} == set(result["families"])

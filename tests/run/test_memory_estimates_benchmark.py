@@ -1,4 +1,5 @@
-"""The benchmark of memory estimates runs; docs/memory.md quotes the committed result, which is within its limits."""
+"""The benchmark of memory estimates runs; docs/design/memory.md quotes the committed result, which is within its
+limits."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_quick_benchmark(tmp_path: Path) -> None:
 
 def test_the_page_quotes_the_committed_result() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "memory_estimates.json").read_text())
-    page = (ROOT / "docs" / "memory.md").read_text()
+    page = (ROOT / "docs" / "design" / "memory.md").read_text()
     for name, one in result["figures"].items():
         shares = [
             one[f"{who}{where}"]
@@ -61,7 +62,7 @@ def test_plans_recorded_by_earlier_versions_are_known_again(monkeypatch: pytest.
 
 def test_the_page_quotes_plans_with_slices_and_recomputation() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "memory_sliced.json").read_text())
-    page = " ".join((ROOT / "docs" / "memory.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "design" / "memory.md").read_text().split())
     judged, corrected, limits = result["judged"], result["figures"]["corrected"], result["limits"]
     assert all(run["case"]["slices"] > 1 and run["case"]["recompute"] != "none" for run in judged)
     assert len(judged) >= 20 and {run["case"]["devices"] for run in judged} == {8, 16}

@@ -97,7 +97,7 @@ def test_lifespans_of_known_blocks() -> None:
 
 
 def test_the_documented_block_and_drawing() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "schedules.md").read_text()
     source = text.split("```python\n")[1].split("```")[0]
     assert eval(source, {"BuildingBlock": BuildingBlock}) == block_of("v-half", 4)
     clashing = replace(block_of("v-min", 3), backward=(13, 11, 11, 10, 9, 8))

@@ -163,7 +163,7 @@ def test_slices_cost_no_bubble_in_every_period(name: str, d: int, m: int, s: int
 
 
 def test_the_smallest_memory_comes_with_the_largest_bubble() -> None:
-    """At 8 devices and 16 microbatches, against 1F1B's 16 stage-halves: what docs/schedules.md says."""
+    """At 8 devices and 16 microbatches, against 1F1B's 16 stage-halves: what docs/reference/schedules.md says."""
     table = {name: facts(made(name, 8, 16)) for name in (*CAPS, "1f1b-v", "zb-v", "dualpipe-v")}
     assert table == {
         "v-min": (8, 23), "v-half": (10, 17), "v-zb": (16, 0), "1f1b-v": (12, 33), "zb-v": (16, 0),

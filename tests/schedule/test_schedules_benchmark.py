@@ -1,4 +1,5 @@
-"""`benchmarks/schedules.py --quick` runs and says the truth, and docs/schedules.md quotes the committed result."""
+"""`benchmarks/schedules.py --quick` runs and says the truth, and docs/reference/schedules.md quotes the committed
+result."""
 
 from __future__ import annotations
 
@@ -115,6 +116,6 @@ COMMITTED = ROOT / "benchmarks" / "results" / "schedules.json"
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="no result of benchmarks/schedules.py is committed")
 def test_the_page_quotes_the_committed_result() -> None:
-    page = (ROOT / "docs" / "schedules.md").read_text()
+    page = (ROOT / "docs" / "reference" / "schedules.md").read_text()
     quoted = page.partition(BEGIN)[2].partition(END)[0]
     assert quoted.strip() == tables(json.loads(COMMITTED.read_text())).strip()

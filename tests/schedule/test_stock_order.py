@@ -152,7 +152,7 @@ def test_quick_survey(tmp_path: Path) -> None:
 
 
 def test_the_documented_tables_are_those_of_the_committed_results() -> None:
-    page = (ROOT / "docs" / "running.md").read_text()
+    page = (ROOT / "docs" / "reference" / "training.md").read_text()
     for name in ("schedule_throughput", "receive_orders"):
         result = ROOT / "benchmarks" / "results" / f"{name}.json"
         command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--table", result]

@@ -100,7 +100,7 @@ def test_rows_together_are_refused(name):
         halves = module(values[:2]) + module(values[2:])
         whole = module(values)
     assert (whole - halves).abs() > 1e-6, "this model could be run in microbatches"
-    with pytest.raises(PlanError, match=rf"mixes rows(.|\n)*{seen}(.|\n)*docs/models.md"):
+    with pytest.raises(PlanError, match=rf"mixes rows(.|\n)*{seen}(.|\n)*docs/reference/models.md"):
         check_row_independence(model)
 
 

@@ -38,6 +38,6 @@ def test_the_committed_result_meets_the_bound() -> None:
 
 def test_the_documented_figures_are_the_committed_ones() -> None:
     seconds = json.loads((ROOT / "benchmarks" / "results" / "simulator.json").read_text())["seconds"]
-    page = (ROOT / "docs" / "simulator.md").read_text()
+    page = (ROOT / "docs" / "design" / "simulator.md").read_text()
     for name in ("lower", "compile", "times", "sweep", "times_and_sweep", "sweep_python", "memory"):
         assert f"| {seconds[name]['median'] * 1e3:.2f} ms |" in page, name

@@ -148,7 +148,8 @@ def test_a_regret_counts_what_choosing_loses() -> None:
 
 def test_the_published_vtrain_rows_are_a_simulators() -> None:
     """Half of the keys lie on a + b layers + c micro-batches + d layers x micro-batches to 1e-5, and a hop between
-    pipeline stages costs the same 12.5 GiB/s to five digits: no stopwatch does that. docs/validation.md says so."""
+    pipeline stages costs the same 12.5 GiB/s to five digits: no stopwatch does that. docs/results/validation.md says
+    so."""
     samples = vtrain.read_samples(shipped_text(vtrain.FILE))
     assert vtrain.plane_deviation(samples) < 1e-5
     noisy = [replace(s, published_s=s.published_s * (1.01 if i % 3 else 0.99)) for i, s in enumerate(samples)]

@@ -1,5 +1,6 @@
-"""lab/: a cluster on one machine. Hosts are network namespaces, links are shaped, devices are paced by hidden tables.
+"""A cluster emulated on one machine: hosts are network namespaces, links are shaped by htb, devices are paced by hidden
+timing tables.
 
-`load` reads a lab file; `lifecycle` makes the namespaces and takes them down; `launch` runs a command on every device;
-`pace` is the only module that run/ and profile/ know: it makes a stage take the time of the emulated device.
+`spec` reads a lab file, `lifecycle` creates and removes the namespaces, `launch` runs a command on every device. `pace`
+is the only module that run/ and profile/ import: it makes a stage take the time of the emulated device.
 """

@@ -1,6 +1,7 @@
-"""Does the lab do what its file says? Every pair's bandwidth against the requested one, every device's pace.
+"""Check a running lab against its file: the bandwidth of every pair of hosts and the pace of every device.
 
-Streams that share a port or an uplink are measured one after the other: what is checked is what each could have alone.
+Streams that share a port or an uplink are measured in different rounds, because the check is of the bandwidth that each
+pair gets alone.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from pipefit.lab.streams import HostStreams, Pair, open_streams
 LINKS_WITHIN = 0.10
 PACE_WITHIN = 0.02
 SECONDS = 0.8
-"""Of one stream."""
+"""Duration of one stream."""
 
 INSIDE_BYTES_PER_S = 2.5e8
-"""Of all streams inside hosts that are measured at the same time."""
+"""Largest total rate of the intra-host streams that are measured at the same time."""
 
 AGAIN = 2
-"""Rounds with a pair that missed are measured again so often, and the nearer result counts: other work on the machine
-disturbs, and a link that is shaped wrongly stays wrong."""
+"""Number of repetitions for a pair that missed its rate; the nearest result counts. Load on the machine disturbs single
+measurements, but a wrongly shaped link misses every time."""
 
 ACTIONS = 40
-"""That every device does for the check of its pace."""
+"""Actions that every device runs for the check of its pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairCheck:
-    """One ordered pair of hosts, or the devices of one host (source and target are the same): bytes per second."""
+    """Bandwidth in bytes per second of an ordered pair of hosts, or between the devices of one host (source equals
+    target)."""
 
     source: int
     target: int
@@ -44,13 +46,13 @@ class PairCheck:
 
     @property
     def relative_error(self) -> float:
-        """Relative."""
+        """(achieved - requested) / requested."""
         return self.achieved / self.requested - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PaceCheck:
-    """One device: how long its actions should have taken in all, and took."""
+    """Emulated and measured total time of one device's actions."""
 
     device: int
     emulated_s: float
@@ -59,28 +61,28 @@ class PaceCheck:
 
     @property
     def relative_error(self) -> float:
-        """Relative."""
+        """(measured - emulated) / emulated."""
         return self.taken_s / self.emulated_s - 1
 
 
 @dataclass(frozen=True, slots=True)
 class LabCalibration:
-    """All of a lab."""
+    """The link and pace checks of one lab."""
 
     pairs: tuple[PairCheck, ...]
     devices: tuple[PaceCheck, ...]
 
     @property
     def is_good(self) -> bool:
-        """Whether all links are within 10 % and all devices within 2 %."""
+        """True if all links are within 10 % and all devices within 2 %."""
         return all(abs(pair.relative_error) <= LINKS_WITHIN for pair in self.pairs) and all(
             abs(each.relative_error) <= PACE_WITHIN for each in self.devices
         )
 
 
 def requested_rates(lab: LabFile) -> dict[Pair, float]:
-    """What each ordered pair of hosts should achieve alone: its own rate, or that of an uplink on its way; and with
-    itself, where the links inside a host are shaped."""
+    """Return the rate that each ordered pair of hosts should achieve alone: the smallest of its own rate and the
+    uplinks on its path. A pair (h, h) is present if the links inside host h are shaped."""
     rates, racks = network.rates_of(lab), network.rack_of(lab)
     names = [host.name for host in lab.cluster.hosts]
     result = {(h, h): rate for h, rate in enumerate(rates.inside) if rate}
@@ -96,8 +98,8 @@ def requested_rates(lab: LabFile) -> dict[Pair, float]:
 
 
 def pair_rounds(lab: LabFile) -> list[list[Pair]]:
-    """All ordered pairs, as few rounds as a greedy choice finds: in a round no two share a port or an uplink. Links
-    inside hosts come last, as many at a time as this machine carries."""
+    """Divide all ordered pairs into rounds, greedily: no two pairs of a round share a port or an uplink. Intra-host
+    links come last, in rounds of at most `INSIDE_BYTES_PER_S` in total."""
     racks, names = network.rack_of(lab), [host.name for host in lab.cluster.hosts]
     count = len(names)
     result: list[tuple[list[Pair], set[tuple[str, int]]]] = []
@@ -127,7 +129,7 @@ def pair_rounds(lab: LabFile) -> list[list[Pair]]:
 def calibrate_lab(
     lab: Lab, *, seconds: float = SECONDS, show: Callable[[str], None] = lambda text: None
 ) -> LabCalibration:
-    """Measure a lab that stands."""
+    """Measure the links and the pace of a running lab."""
     wanted, plan = requested_rates(lab.file), pair_rounds(lab.file)
     found: list[PairCheck] = []
     if plan:
@@ -140,7 +142,7 @@ def calibrate_lab(
 
 
 def as_data(lab: Lab, result: LabCalibration) -> dict[str, Any]:
-    """As JSON data."""
+    """Return a calibration as JSON data."""
     errors = [abs(pair.relative_error) for pair in result.pairs]
     paces = [abs(each.relative_error) for each in result.devices]
     return {
@@ -169,7 +171,8 @@ def as_data(lab: Lab, result: LabCalibration) -> dict[str, Any]:
 
 
 def as_lines(lab: Lab, result: LabCalibration) -> list[str]:
-    """A table of achieved over requested, [source][target], and what the paces were."""
+    """Format a calibration: a table of achieved / requested bandwidth [source][target], and a summary of links and
+    pace."""
     names = [host.name for host in lab.file.cluster.hosts]
     cells = {(pair.source, pair.target): pair for pair in result.pairs}
     lines = []
@@ -209,7 +212,7 @@ def _format_deviation(part: dict[str, Any]) -> str:
 
 
 def _check_paces(lab: Lab) -> list[PaceCheck]:
-    """All paced devices at once, each with a little real work under every action."""
+    """Run all paced devices at once, with a little real work in every action."""
     paced = [rank.device for rank in launch.ranks_of(lab) if lab.file.cluster.hosts[rank.host].kind in lab.file.devices]
     if not paced:
         return []

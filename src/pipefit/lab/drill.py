@@ -1,4 +1,5 @@
-"""What a device does for the check of its pace: actions with a little real work, at the time of its hidden table."""
+"""The process that each device runs for the check of its pace: actions with a little real work, timed by its hidden
+table."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from pipefit.lab.pace import emulated_device
 from pipefit.lab.tables import LayerFacts
 
 SECONDS = 0.05
-"""About how long an action is to take."""
+"""Approximate emulated duration of an action."""
 
 WORK_S = 1e-3
-"""Real work in each, of processor time."""
+"""Processor time of the real work in each action."""
 
 
 def main(actions: int) -> None:
-    """Do so many actions and leave the counts behind, as every paced process does."""
+    """Run this many actions. The counts are written at exit, as in every paced process."""
     emulated = emulated_device()
     assert emulated is not None, "started outside a lab, or on a kind of device without a table"
     rate = emulated.operator_rates()[0]

@@ -1,6 +1,6 @@
-"""Running a command on every device of a lab, as torchrun would on every host: environment, output, exit codes.
+"""Run a command on every device of a lab, as torchrun does on every host: environment, output, exit codes.
 
-A rank that fails ends all. Output comes line by line, each with its device before it.
+A rank that fails ends all ranks. Every line of output is printed with its device as prefix.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from pipefit.lab.spec import require_memory
 
 PORT = 29500
 GRACE_S = 10.0
-"""How long ranks may take to end by themselves after one has failed, and again after SIGTERM."""
+"""Seconds that ranks have to end by themselves after one has failed, and again after SIGTERM."""
 
 DRAIN_S = 3.0
-"""How long output is read after all ranks have ended: who holds their pipes then has left their sessions."""
+"""Seconds for which output is read after all ranks have ended. A process that still holds a pipe has left its rank's
+session."""
 
 PRELOAD = ("numpy", "torch", "torch.distributed")
-"""What ranks of a Python command have imported before they are forked."""
+"""Modules that are imported before the ranks of a Python command are forked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,14 @@ class LabRank:
     device: int
     host: int
     local: int
-    "Place of the device on its host."
+    "Index of the device on its host."
     name: str
-    "For people: host and place."
+    "Display name: host name and local index."
 
 
 def ranks_of(lab: Lab, devices: Sequence[int] = ()) -> list[LabRank]:
-    """A rank for every device (or for these), in order. LabError for a device that the cluster does not have."""
+    """Return one rank for every device, or for the given devices, in order. Raises LabError for a device that the
+    cluster does not have."""
     places = [(h, host.name, local) for h, host in enumerate(lab.file.cluster.hosts) for local in range(host.devices)]
     wanted = sorted(set(devices)) or list(range(len(places)))
     if wanted[-1] >= len(places) or wanted[0] < 0:
@@ -66,7 +68,8 @@ def ranks_of(lab: Lab, devices: Sequence[int] = ()) -> list[LabRank]:
 
 
 def rank_environment(lab: Lab, ranks: Sequence[LabRank], rank: LabRank, counts: Path | None = None) -> dict[str, str]:
-    """What torchrun would set, and what the lab adds: names of host and device, gloo's interface, the lab file."""
+    """Return the environment of a rank: the variables that torchrun sets, plus host, device kind, gloo's interface and
+    the lab file."""
     hosts = list(dict.fromkeys(other.host for other in ranks))
     beside = [other.rank for other in ranks if other.host == rank.host]
     host = lab.file.cluster.hosts[rank.host]
@@ -100,9 +103,10 @@ def run_command(
     preload: Sequence[str] = PRELOAD,
     grace_s: float = GRACE_S,
 ) -> int:
-    """Run a command on the devices of a lab that stands; the exit code of the rank that failed first, or 0.
+    """Run a command on the devices of a running lab. Returns the exit code of the rank that failed first, or 0.
 
-    `counts` is a folder in which paced ranks leave what they counted. Whatever happens, no rank is left behind.
+    `counts` is a folder into which paced ranks write their counts. All ranks are killed on return, also after an
+    exception.
     """
     if not command:
         raise LabError(
@@ -136,18 +140,18 @@ def run_command(
 
 @dataclass(frozen=True, slots=True)
 class JudgedRun:
-    """How a run ended."""
+    """Exit code and validity of a run."""
 
     code: int
-    "Of the command; 2 where it succeeded and the run is invalid."
+    "Exit code of the command; 2 if it succeeded but the run is invalid."
     valid: bool
-    "Whether the real work kept to the pace of the emulated devices."
+    "True if the real work kept to the pace of the emulated devices."
     pace: str
-    "In words; '' where nothing was paced."
+    "Summary for people; '' if no device was paced."
 
 
 def run_judged(lab: Lab, command: Sequence[str], **options: Any) -> JudgedRun:
-    """`run_command`, and whether all ranks kept to their pace: a run that did not has shown nothing."""
+    """Call `run_command` and judge the pace of all ranks. An invalid run has exit code 2."""
     with scratch_folder(lab) as folder:
         code = run_command(lab, command, counts=folder, **options)
         counts = list(read_counts(folder).values())
@@ -156,7 +160,7 @@ def run_judged(lab: Lab, command: Sequence[str], **options: Any) -> JudgedRun:
 
 
 class _RankGroup:
-    """The ranks while they run."""
+    """The running ranks of a command."""
 
     def __init__(
         self, ranks: Sequence[LabRank], outputs: Sequence[int], say: Callable[[str], None], grace_s: float
@@ -197,7 +201,8 @@ class _RankGroup:
         self._selector.register(self._nursery.stdout.fileno(), selectors.EVENT_READ, None)
 
     def wait_all(self) -> int:
-        """Until all have ended, and all that they said is out. A failure starts the clock for the others."""
+        """Wait until all ranks have ended and their output is read. After a failure the other ranks get `grace_s`
+        seconds to end."""
         deadline, steps = float("inf"), [signal.SIGTERM, signal.SIGKILL]
         drained = float("inf")
         while self._selector.get_map() and time.monotonic() < drained:
@@ -215,7 +220,7 @@ class _RankGroup:
         return self.failed or 0
 
     def end_all(self) -> None:
-        """Nobody is left: ranks, what they started in their sessions, and the nursery."""
+        """Kill the ranks, all processes in their sessions, and the nursery."""
         self._signal_ranks(signal.SIGKILL)
         if self._nursery is not None:
             self._nursery.kill()

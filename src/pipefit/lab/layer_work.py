@@ -1,5 +1,5 @@
-"""What a layer asks of an emulated device, by the sizes of its action: how long the device's table takes for it, and
-how many collectives it does."""
+"""The work of one layer on an emulated device, by the sizes of its action: its time by the device's table, and its
+number of collectives."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipefit.model.analysis.totals import graph_flops, graph_traffic_bytes, oper
 from pipefit.model.ops.packed_attention import SQUARES
 
 _TRAFFIC = {"F": 1.0, "I": 1.5, "W": 0.7}
-"""Memory traffic of an action against that of the forward."""
+"""Memory traffic of an action relative to the forward pass."""
 
 
 def stage_layer_s(
     table: DeviceTable, graph: Any, kind: str, sizes: Mapping[str, int], recompute: Any = "none"
 ) -> float:
-    """Seconds of one layer in an action on the emulated device. `sizes` are B, T, P and S of the graph."""
+    """Return the seconds of one layer in an action on the emulated device. `sizes` are B, T, P and S of the graph."""
     facts = layer_facts(graph, sizes)
     seconds = table.layer_time_s(kind, facts)
     if kind in "BI" and effective_recompute(graph, recompute) == "full":
@@ -28,7 +28,7 @@ def stage_layer_s(
 
 
 def exchange_count(graph: Any, kind: str, sizes: Mapping[str, int], recompute: Any = "none") -> int:
-    """How many collectives over the shard axis a layer does in an action."""
+    """Return the number of collectives over the shard axis that a layer runs in an action."""
     each = [operator_exchanges(graph, operator, sizes, "float32") for operator in graph.operators]
     again = sum(len(each[index].forward) for index in kept_values(graph, recompute, 4).again)
     counts = {
@@ -40,7 +40,7 @@ def exchange_count(graph: Any, kind: str, sizes: Mapping[str, int], recompute: A
 
 
 def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
-    """What the device must do for a layer, for each of F, I and W: no W of a layer whose parameters are all frozen."""
+    """Return the work of a layer for each of F, I and W. A layer whose parameters are all frozen has no W."""
     whole = graph_flops(graph, sizes)
     found = [op for op in graph.operators if op.kind in ("attention", "packed_attention")]
     attention = [operator_flops(graph, op, sizes) for op in found]

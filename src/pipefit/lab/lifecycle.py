@@ -1,9 +1,9 @@
-"""A lab's life: up, in use, down; and what is left of one whose process was killed.
+"""Create, hold and remove a lab, including the remains of a lab whose process was killed.
 
-All that a lab makes in the kernel are namespaces called `pflab-ID-...`, where ID is that of the lab file's path; links,
-bridges and shaping live inside them and go with them. So `take_down` needs no memory: it kills whoever runs in
-namespaces of that name and deletes them. A lock, which the kernel gives back when its owner dies, says whether a lab
-is in use.
+A lab creates nothing in the kernel but namespaces called `pflab-ID-...`, where ID is derived from the lab file's path.
+Links, bridges and shaping live inside the namespaces and disappear with them. So `take_down` needs no state: it kills
+all processes in namespaces of that name and deletes them. A file lock, which the kernel releases when its owner dies,
+marks a lab as in use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal(BaseException):
-    """A signal asked this process to end; whoever holds a lab takes it down on the way out."""
+    """A signal asked this process to end. The holder of a lab takes it down while this exception propagates."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -42,49 +42,49 @@ class StopSignal(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """A lab file with its place in the kernel. Making one touches nothing."""
+    """A lab file with the names of its namespaces. Creating this object does not touch the kernel."""
 
     path: Path
     file: LabFile
 
     @classmethod
     def open_lab(cls, path: str | Path) -> Lab:
-        """The lab that a file describes. Raises what `spec.load_lab` raises."""
+        """Read a lab file. Raises the errors of `spec.load_lab`."""
         return cls(Path(path).resolve(), load_lab(path))
 
     @property
     def id(self) -> str:
-        """Six hex digits of the file's path."""
+        """Six hex digits derived from the file's path."""
         return lab_id(self.path)
 
     @property
     def name_prefix(self) -> str:
-        """How the names of its namespaces begin."""
+        """Common prefix of the lab's namespaces."""
         return f"{netns.PREFIX}{self.id}-"
 
     @property
     def hub_namespace(self) -> str:
-        """The namespace of the bridges."""
+        """Namespace of the bridges."""
         return self.name_prefix + network.HUB
 
     def namespace_of(self, host: int) -> str:
-        """The namespace of a host."""
+        """Return the namespace of a host."""
         return self.name_prefix + network.host_namespace(host)
 
 
 def lab_id(path: str | Path) -> str:
-    """The same for every way to write a file's path."""
+    """Return the id of a lab file; it is the same for every spelling of the path."""
     return hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:6]
 
 
 def state_folder() -> Path:
-    """Where locks and state files lie; they are small, and gone after a restart, as namespaces are."""
+    """Return the folder of locks and state files. They are small and disappear at a restart, as namespaces do."""
     base = Path("/run") if os.access("/run", os.W_OK) else Path(tempfile.gettempdir())
     return base / "pipefit-lab"
 
 
 def bring_up(lab: Lab) -> None:
-    """Make the lab, after removing what is left of an earlier one. On any failure or signal nothing is left behind."""
+    """Create the lab after removing the remains of an earlier one. A failure or a signal leaves nothing behind."""
     netns.require_namespaces()
     require_memory(device_count(lab.file.cluster), available_bytes(), str(lab.path))
     remove_abandoned()
@@ -100,9 +100,9 @@ def bring_up(lab: Lab) -> None:
 
 
 def take_down(path: str | Path) -> list[str]:
-    """Take a lab down, whatever is left of it; the names of what was removed. The file need not exist any more.
+    """Remove a lab in any state and return the names of the removed namespaces. The file need not exist any more.
 
-    Raises LabError where a living process uses it.
+    Raises LabError if a living process uses the lab.
     """
     netns.require_namespaces()
     with _lock_lab(path):
@@ -111,7 +111,8 @@ def take_down(path: str | Path) -> list[str]:
 
 @contextlib.contextmanager
 def hold_lab(lab: Lab) -> Iterator[None]:
-    """Hold the lab for a command: as it stands, or made for the occasion and taken down afterwards, come what may.
+    """Hold the lab for a command. A lab that is already up stays up; otherwise it is created now and always taken down
+    afterwards.
 
     SIGINT, SIGTERM and SIGHUP raise `StopSignal` inside.
     """
@@ -131,7 +132,7 @@ def hold_lab(lab: Lab) -> Iterator[None]:
 
 
 def is_standing(lab: Lab) -> bool:
-    """Whether the lab was brought up and is whole. LabError where what stands is another version of the file."""
+    """Return True if the lab is up and complete. Raises LabError if another version of the file is up."""
     there = netns.standing_namespaces(lab.name_prefix)
     state = _read_state(lab.id)
     if not there or state is None or sorted(there) != sorted(state["namespaces"]):
@@ -147,13 +148,13 @@ def is_standing(lab: Lab) -> bool:
 
 
 def remove_lab(path: str | Path) -> list[str]:
-    """Kill and delete everything of the lab of this file. The caller holds its lock."""
+    """Kill and delete everything that belongs to the lab of this file. The caller holds its lock."""
     return _remove_parts(lab_id(path))
 
 
 def remove_abandoned() -> list[str]:
-    """Delete the labs that were made for a command whose process was killed: their locks name a dead process. Labs
-    that were brought up stay. The names of what was removed."""
+    """Delete the labs of commands whose process was killed; their lock names a dead process. Labs from `bring_up` stay.
+    Returns the names of the removed namespaces."""
     names = []
     for place in state_folder().glob("*.lock"):
         ident = place.stem
@@ -180,14 +181,14 @@ def _remove_parts(ident: str) -> list[str]:
 
 @contextlib.contextmanager
 def scratch_folder(lab: Lab) -> Iterator[Path]:
-    """A folder for as long as it is needed; of a killed process it goes with the lab."""
+    """Yield a temporary folder. If the process is killed, the folder is removed with the lab."""
     state_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{lab.id}-", dir=state_folder()) as folder:
         yield Path(folder)
 
 
 def describe_lab(lab: Lab) -> list[str]:
-    """What stands, in lines for people."""
+    """Describe the hosts, rates and racks of a lab, in lines for people."""
     rates, cluster = network.rates_of(lab.file), lab.file.cluster
     lines = [
         f"lab {cluster.name} ({lab.name_prefix}*): {len(cluster.hosts)} hosts, "
@@ -212,7 +213,7 @@ def describe_lab(lab: Lab) -> list[str]:
 
 
 def available_bytes() -> int:
-    """Memory that programs may still take on this machine."""
+    """Return the memory that programs can still allocate on this machine."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
@@ -257,7 +258,7 @@ def _read_state(ident: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _lock_lab(path: str | Path) -> Iterator[None]:
-    """Only one process uses a lab. The lock's file goes when its owner lets go of it."""
+    """Lock the lab for one process. The lock file is removed on release."""
     folder = state_folder()
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / f"{lab_id(path)}.lock"
@@ -309,7 +310,7 @@ def _signals_stop() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ignore_signals() -> Iterator[None]:
-    """Cleaning is not interrupted a second time."""
+    """Ignore further signals during the cleanup."""
     with _set_handlers(signal.SIG_IGN):
         yield
 

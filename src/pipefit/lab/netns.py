@@ -1,6 +1,6 @@
-"""Namespaces of the kernel: making them, listing who runs in them, taking them down. Needs root and iproute2.
+"""Create, list and delete network namespaces. Needs root and iproute2.
 
-Every name begins with the lab's own prefix, and nothing without it is ever touched.
+Every name begins with the lab's own prefix; no other namespace is ever touched.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pipefit.errors import LabError
 
 PREFIX = "pflab-"
 KILL_S = 10.0
-"""How long processes may take to vanish after SIGKILL."""
+"""Seconds that processes have to disappear after SIGKILL."""
 
 
 def unavailable_reason() -> str:
-    """Why no lab can be made here, in words; '' where one can. Tries it, in a namespace of its own that goes again."""
+    """Return the reason why labs cannot be created here, or ''. Creates and deletes a namespace as a test."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} of iproute2 not found"
@@ -48,7 +48,7 @@ def unavailable_reason() -> str:
 
 
 def require_namespaces() -> None:
-    """Raises LabError where no lab can be made, with what to do."""
+    """Raise LabError, with the next step, if labs cannot be created here."""
     reason = unavailable_reason()
     if reason:
         raise LabError(
@@ -61,30 +61,30 @@ def require_namespaces() -> None:
 
 
 def standing_namespaces(prefix: str) -> list[str]:
-    """Namespaces whose names begin with `prefix`, which must begin with ours."""
+    """Return the namespaces whose names begin with `prefix`, which must begin with the lab prefix."""
     assert prefix.startswith(PREFIX), prefix
     lines = _run_tool(["ip", "netns", "list"]).splitlines()
     return sorted(line.split()[0] for line in lines if line.startswith(prefix))
 
 
 def add_namespaces(names: Sequence[str]) -> None:
-    """Make namespaces."""
+    """Create namespaces."""
     run_batch(["ip"], [f"netns add {name}" for name in names])
 
 
 def exec_words(name: str) -> list[str]:
-    """The words before a command that runs it in a namespace."""
+    """Return the command prefix that runs a command in a namespace."""
     return ["ip", "netns", "exec", name]
 
 
 def run_batch(command: Sequence[str], lines: Sequence[str]) -> None:
-    """Many commands of `ip` or `tc` in one process. Raises LabError with the line that failed."""
+    """Run many commands of `ip` or `tc` in one process. Raises LabError with the line that failed."""
     if lines:
         _run_tool([*command, "-batch", "-"], "\n".join(lines) + "\n")
 
 
 def apply_settings(name: str, values: Sequence[str]) -> None:
-    """Kernel settings of a namespace, `net.ipv4.x=value`. One that cannot be made here is left as it is."""
+    """Apply kernel settings `net.ipv4.x=value` in a namespace. A setting that is not available here is skipped."""
     lines = []
     for setting in values:
         key, _, value = setting.partition("=")
@@ -93,12 +93,12 @@ def apply_settings(name: str, values: Sequence[str]) -> None:
 
 
 def list_processes(name: str) -> list[int]:
-    """Who runs in a namespace."""
+    """Return the ids of the processes in a namespace."""
     return [int(word) for word in _run_tool(["ip", "netns", "pids", name]).split()]
 
 
 def remove_namespaces(names: Sequence[str]) -> None:
-    """Kill whoever runs in these namespaces, and delete them; their links go with them."""
+    """Kill all processes in these namespaces and delete them; their links disappear with them."""
     deadline = time.monotonic() + KILL_S
     for name in names:
         assert name.startswith(PREFIX), name

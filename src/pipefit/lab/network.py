@@ -1,6 +1,6 @@
-"""What to type to make the network of a lab: pure functions from a lab file to lines for `ip -batch` and `tc -batch`.
+"""Generate the `ip -batch` and `tc -batch` lines of a lab's network; pure functions of the lab file.
 
-Every host is a namespace with one interface into a hub namespace, which holds the bridges; nothing is made in the
+Every host is a namespace with one interface into a hub namespace, which holds the bridges; nothing is created in the
 namespace of the machine. Four places are shaped by htb, so that all contention is real:
 
 - at the sender, a class per destination host below a class for the port;
@@ -8,8 +8,8 @@ namespace of the machine. Four places are shaped by htb, so that all contention 
 - on both ends of the cable between a rack's bridge and the core, a class per host of the rack below the uplink;
 - on the loopback interface of a host, a class per destination device: the link class inside the host.
 
-Classes borrow up to their own rate from the class above, and share it evenly when they are many. Rates are of payload:
-they are raised by the headers of a full packet. Latency cannot be made with htb.
+Classes borrow up to their own rate from the class above, and share it evenly under contention. Rates are of payload and
+are raised by the headers of a full packet. htb cannot emulate latency.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from pipefit.cluster.types import Cluster
 from pipefit.lab.spec import HostPort, LabFile
 
 NETWORK = "10.77"
-"""Host h has 10.77.h.0/24, its device d the address .d+1; all inside namespaces of the lab."""
+"""Network of the lab: host h has 10.77.h.0/24, its device d the address .d+1. Used only inside namespaces of the
+lab."""
 
 HEADERS_BYTES = 14 + 20 + 32
-"""Ethernet, IP, and TCP with timestamps, of every packet."""
+"""Ethernet, IP, and TCP headers with timestamps, per packet."""
 
 PACKETS_PER_S = 20000
-"""All hosts together: what costs two cores little beside the ranks."""
+"""Packets per second of all hosts together, a small load for two cores beside the ranks."""
 
 INSIDE_PACKET_S = 5e-5
-"""What one packet may take on a link inside a host, and by how much such a class may fall behind."""
+"""Seconds of one packet on an intra-host link, and the burst of its class."""
 
 QUEUE_PACKETS = 20000
-"""So long that nothing is lost; TCP's windows keep queues shorter."""
+"""Queue length, so long that no packet is lost; TCP's windows keep queues shorter."""
 
 BURST_S = 3e-4
-"""A class may fall behind by so much and catch up; longer, and short messages would go for nothing."""
+"""Burst: a class may fall behind by this time and catch up. With a longer burst, short messages would take no time."""
 
 HUB = "hub"
 CORE = "core"
 LOOPBACK_LIMIT_BYTES_PER_S = 2e9
-"""A link inside a host that is faster is left as fast as the loopback interface is."""
+"""An intra-host link faster than this is not shaped and runs at the speed of the loopback interface."""
 
 QUIET = ("net.ipv6.conf.all.disable_ipv6=1", "net.ipv6.conf.default.disable_ipv6=1")
-"""Settings of every namespace: nobody speaks unasked."""
+"""Settings of every namespace: no unsolicited IPv6 traffic."""
 
 SETTINGS = (
     *QUIET,
@@ -52,32 +53,33 @@ SETTINGS = (
     "net.ipv4.tcp_no_metrics_save=1",
     "net.ipv4.tcp_rmem=4096 131072 4194304",
 )
-"""Of every host's namespace: nothing is lost here, so no cleverness about losses, and nothing remembered."""
+"""Settings of every host's namespace. No packet is lost here, so TCP needs no loss recovery and no cached metrics."""
 
 RTO_MIN_S = 3
-"""Nothing is lost, but queues grow longer than the 0.2 s after which TCP would send everything again."""
+"""TCP's least retransmission timeout. No packet is lost, but queues grow longer than the default of 0.2 s, after which
+TCP would retransmit all of them."""
 
 AHEAD_S = 0.02
-"""A sender's buffer holds what its fastest link carries in that time, so that it need not wake up more often."""
+"""Send buffer, in seconds of the sender's fastest link, so that the sender wakes up less often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabRates:
-    """Bytes of payload per second on the lab's wires, after scaling. Matrices and lists by host."""
+    """Payload rates of the lab's links in bytes per second, after scaling. Matrices and lists are indexed by host."""
 
     pair: tuple[tuple[float, ...], ...]
     send: tuple[float, ...]
     receive: tuple[float, ...]
     inside: tuple[float, ...]
-    "Between the devices of each host; 0: not shaped."
+    "Rate between the devices of each host; 0 means not shaped."
     up: tuple[float, ...]
     down: tuple[float, ...]
-    "Of each rack."
+    "Downlink of each rack."
 
 
 def rates_of(lab: LabFile) -> LabRates:
-    """All rates of the lab. A port without a figure of its own is as fast as its fastest link, or as all of them
-    together where the file says that ports are not shared."""
+    """Return all rates of the lab. A port without a rate in the file is as fast as its fastest link, or as the sum of
+    its links if the file says that ports are not shared."""
     cluster, scale = lab.cluster, lab.size_scale
     hosts = cluster.hosts
     count = range(len(hosts))
@@ -104,42 +106,43 @@ def rates_of(lab: LabFile) -> LabRates:
 
 
 def packet_bytes(lab: LabFile) -> int:
-    """The largest packet: as small as this machine can handle when all hosts send at once, because a message gains the
-    time of about one packet: what leaves an idle class first waits for nothing."""
+    """Return the largest packet size: the smallest that this machine can handle when all hosts send at once. A message
+    gains the time of about one packet, because the first packet of an idle class does not wait."""
     if lab.packet_bytes:
         return lab.packet_bytes
     return int(min(9000.0, max(1500.0, sum(rates_of(lab).send) / PACKETS_PER_S)))
 
 
 def inside_packet_bytes(lab: LabFile, host: int) -> int:
-    """The largest packet between the devices of a host: these links are fast, and their bytes are many."""
+    """Return the largest packet size between the devices of a host; large, because these links are fast."""
     return int(min(60000.0, max(packet_bytes(lab), INSIDE_PACKET_S * rates_of(lab).inside[host])))
 
 
 def device_address(host: int, device: int = 0) -> str:
-    """Of a device, as all others reach it."""
+    """Return the address of a device, as seen from all hosts."""
     return f"{NETWORK}.{host}.{device + 1}"
 
 
 def device_interface(device: int) -> str:
-    """The name by which gloo finds the device's own address on its host."""
+    """Return the interface name by which gloo finds the device's own address on its host."""
     return f"eth0:{device}"
 
 
 def host_settings(lab: LabFile, host: int) -> list[str]:
-    """Kernel settings of a host's namespace."""
+    """Return the kernel settings of a host's namespace."""
     rates = rates_of(lab)
     buffer = int(min(4e6, max(131072.0, AHEAD_S * max(*rates.pair[host], rates.inside[host]))))
     return [*SETTINGS, f"net.ipv4.tcp_wmem=4096 65536 {buffer}"]
 
 
 def rack_of(lab: LabFile) -> dict[str, int]:
-    """Host -> place of its rack; hosts that are in none are not there."""
+    """Map host name to the index of its rack. Hosts without a rack are absent."""
     return {host: index for index, rack in enumerate(lab.uplinks) for host in rack.hosts}
 
 
 def hub_lines(lab: LabFile, prefix: str) -> list[str]:
-    """`ip` commands in the hub: bridges, cables of the racks, and a cable into the namespace of every host."""
+    """Return the `ip` commands of the hub: bridges, cables of the racks, and a cable into the namespace of every
+    host."""
     packet = packet_bytes(lab)
     lines = []
     for bridge in (CORE, *(f"rack{index}" for index in range(len(lab.uplinks)))):
@@ -157,7 +160,7 @@ def hub_lines(lab: LabFile, prefix: str) -> list[str]:
 
 
 def host_lines(lab: LabFile, host: int) -> list[str]:
-    """`ip` commands in the namespace of a host: an address for every device, each with a label that gloo can name."""
+    """Return the `ip` commands of a host's namespace: an address for every device, each with a label for gloo."""
     packet = packet_bytes(lab)
     lines = [
         f"link set {_cable_lines('lo', inside_packet_bytes(lab, host))} up",
@@ -172,12 +175,12 @@ def host_lines(lab: LabFile, host: int) -> list[str]:
 
 
 def host_namespace(host: int) -> str:
-    """The last part of the name of a host's namespace."""
+    """Return the last part of the name of a host's namespace."""
     return f"h{host}"
 
 
 def host_shaping(lab: LabFile, host: int) -> list[str]:
-    """`tc` commands in the namespace of a host: the way out, and the links between its devices."""
+    """Return the `tc` commands of a host's namespace: its outgoing traffic and the links between its devices."""
     rates, packet = rates_of(lab), packet_bytes(lab)
     leaves = [
         _HtbLeaf(f"dst {NETWORK}.{b}.0/24", rates.pair[host][b]) for b in range(len(rates.pair)) if rates.pair[host][b]
@@ -192,7 +195,7 @@ def host_shaping(lab: LabFile, host: int) -> list[str]:
 
 
 def hub_shaping(lab: LabFile) -> list[str]:
-    """`tc` commands in the hub: what hosts receive, and the uplinks of racks."""
+    """Return the `tc` commands of the hub: traffic towards the hosts, and the uplinks of racks."""
     rates, packet = rates_of(lab), packet_bytes(lab)
     names = {host.name: h for h, host in enumerate(lab.cluster.hosts)}
     lines = []
@@ -210,7 +213,7 @@ def hub_shaping(lab: LabFile) -> list[str]:
 
 
 def unmade_facts(cluster: Cluster, rates: LabRates) -> list[str]:
-    """What the file says and the lab does not make, in words."""
+    """Describe the properties of the file that the lab does not emulate."""
     notes = []
     asked = [value for rail in cluster.rails for row in rail.latency_s for value in row if value > 1e-4]
     if asked:
@@ -228,7 +231,7 @@ class _HtbLeaf:
 
 
 def _cable_lines(name: str, packet: int) -> str:
-    """No packet is larger than the network's: htb counts a large one as a whole, after it has gone."""
+    """Limit segmentation offload to the packet size: htb charges a larger packet as one, after it has been sent."""
     return f"dev {name} mtu {packet} gso_max_size {packet} txqueuelen {QUEUE_PACKETS}"
 
 

@@ -1,10 +1,10 @@
-"""The process that starts the ranks: it imports what they need once, and forks them, each into its own namespace.
+"""The process that starts the ranks: it imports their modules once and forks each rank into its own namespace.
 
-Thirty-two imports of torch would take a minute of two cores and as many copies in memory. Started by `launch` as
-`python -m pipefit.lab.nursery`: reads one JSON object from standard input, and writes a line `RANK PID` for every
-start and `RANK CODE` for every end to its standard output. The kernel kills the ranks if it dies, and it if `launch`
-dies, so that nothing outlives a killed lab. Ranks of emulated devices go before other work on the machine, where the
-user may ask for that: they sleep most of the time, and are late for nothing but each other.
+Thirty-two separate imports of torch would take a minute of two cores and 32 copies in memory. `launch` starts it as
+`python -m pipefit.lab.nursery`. It reads one JSON object from standard input and writes a line `RANK PID` for every
+start and `RANK CODE` for every end to standard output. The kernel kills the ranks if the nursery dies, and the nursery
+if `launch` dies, so that no process outlives a killed lab. Ranks of emulated devices get priority over other work on
+the machine, if the user has the right. They sleep most of the time, and delay only each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Read what to start, start it, report until all have ended."""
+    """Read the orders, start the ranks, and report until all have ended."""
     orders = json.loads(sys.stdin.readline())
     die_with_parent(orders["parent"])
     for name in orders["preload"]:
@@ -53,14 +53,14 @@ def main() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies; at once if it has died already."""
+    """Let the kernel kill this process when its parent dies; exit at once if the parent is already dead."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def enter_rank(order: dict[str, Any], outputs: list[int], parent: int) -> None:
-    """Become a rank: own session, namespace, environment and output."""
+    """Turn this process into a rank: own session, namespace, environment and output."""
     die_with_parent(parent)
     os.setsid()
     handle = os.open(f"/run/netns/{order['namespace']}", os.O_RDONLY | os.O_CLOEXEC)
@@ -82,7 +82,7 @@ def enter_rank(order: dict[str, Any], outputs: list[int], parent: int) -> None:
 
 
 def raise_priority() -> bool:
-    """Give this process, and the threads that it starts from now on, a real-time priority; whether it got one."""
+    """Give this process and its future threads a real-time priority. Returns True on success."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         return True
@@ -90,7 +90,7 @@ def raise_priority() -> bool:
 
 
 def run_here(command: list[str]) -> None:
-    """Run a Python command in this interpreter, which has its libraries already; become any other command."""
+    """Run a Python command in this interpreter, which has imported its libraries; exec any other command."""
     if command[0] == "pipefit":
         sys.argv = command
         runpy.run_module("pipefit", run_name="__main__", alter_sys=True)
@@ -111,7 +111,7 @@ def run_here(command: list[str]) -> None:
 
 
 def is_python(command: list[str]) -> bool:
-    """Whether a command is one for this Python."""
+    """Return True if this Python can run the command."""
     return os.path.basename(command[0]) in ("python", "python3") or command[0] == sys.executable
 
 

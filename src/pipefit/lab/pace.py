@@ -1,10 +1,11 @@
-"""The emulated device of this process: a stage does its real arithmetic, then waits until that device would be done.
+"""The emulated device of this process: a stage does its real arithmetic, then waits until the emulated device would be
+done.
 
-The one seam between the lab and the rooms that compute: `run/` and `profile/` pass their stages through
-`pace_program`, which gives them back as they are where `PIPEFIT_LAB` names no lab. A stage's last backward is paced
-layer by layer, so that reductions start when the emulated device would have started them. Time spent in collectives
-inside a stage comes on top of the device's time (`pace_collective`); each waits until the emulated device would have
-come to it, or ranks would wait there for each other's real work. Waking up late is taken off the next action where it
+This is the one interface between the lab and the packages that compute. `run/` and `profile/` pass their stages through
+`pace_program`, which returns them unchanged if `PIPEFIT_LAB` names no lab. The last backward of a stage is paced layer
+by layer, so that reductions start when the emulated device would have started them. Time in collectives inside a stage
+is added to the device's time (`pace_collective`). Each collective starts when the emulated device would reach it;
+otherwise ranks would wait there for each other's real work. A late wake-up is subtracted from the next action if that
 follows at once.
 """
 
@@ -31,22 +32,22 @@ from pipefit.model.ops.packed_attention import SQUARES
 T = TypeVar("T")
 
 INVALID_SHARE = 0.01
-"""A run in which more of the actions than this took longer for real than on the emulated device is invalid."""
+"""A run is invalid if more than this share of its actions took longer for real than on the emulated device."""
 
 LAYER_SHARE = 1e-3
-"""Of a last backward's time: a layer that is done later by less is in time. The real work of a layer begins when that
-behind it has been waited for, so that of a small one cannot begin sooner; this is a tenth of the jitter of devices."""
+"""Tolerance of a layer in the last backward, as a share of its total time. The real work of a layer starts after the
+wait for the layer behind it, so a small layer cannot start earlier. The tolerance is a tenth of the devices' jitter."""
 
 AT_ONCE_S = 5e-4
-"""An action that begins so soon after the last one waited for nothing."""
+"""An action that starts within this time after the last one did not wait."""
 
 OPTIMIZER_BYTES = 28
-"""AdamW in float32 reads four numbers and writes three for every parameter."""
+"""Bytes per parameter: AdamW in float32 reads four numbers and writes three."""
 
 
 @dataclass(slots=True)
 class PaceCounts:
-    """What a paced process did. Actions before the second step of a stage warm up: they are paced, but not judged."""
+    """Counts of a paced process. Actions before the second step of a stage are warm-up: paced, but not judged."""
 
     actions: int = 0
     late: int = 0
@@ -54,19 +55,19 @@ class PaceCounts:
     warm: int = 0
     emulated_s: float = 0.0
     taken_s: float = 0.0
-    "Of the actions that count: how long they should have taken, and took."
+    "Emulated and real seconds of the judged actions."
     worst_s: float = 0.0
-    "By how much the worst of the late ones missed."
+    "Largest delay of a late action."
 
 
 class EmulatedDevice:
-    """The emulated device. One a process; made from the environment by `emulated_device`."""
+    """The emulated device of this process; created from the environment by `emulated_device`."""
 
     def __init__(self, table: DeviceTable, *, seed: int, number: int, memory_bytes: int) -> None:
         self.table, self.seed, self.number, self.memory_bytes = table, seed, number, memory_bytes
         self.counts = PaceCounts()
         self.exchange_s = 0.0
-        "Spent in collectives since this process began."
+        "Seconds in collectives since this process began."
         self._turn = self._drawn = 0
         self._started = self._woke = self._debt_s = 0.0
         self._due: Sequence[float] = ()
@@ -74,44 +75,47 @@ class EmulatedDevice:
         self._before_s = 0.0
 
     def begin_step(self) -> None:
-        """The device has cooled down between two steps."""
+        """Restart the drift: the device has cooled down between two steps."""
         self._turn = 0
 
     def draw_factor(self) -> float:
-        """The factor of the next action: drift within the step, and jitter."""
+        """Return the factor of the next action: drift within the step, and jitter."""
         self._turn += 1
         self._drawn += 1
         return self.table.drift_factor(self._turn - 1) * self.table.jitter_factor(self.seed, self.number, self._drawn)
 
     def operator_rates(self) -> tuple[float, float, float]:
-        """(FLOP/s of large matrix products, bytes/s of a copy, seconds of a small operator), as a test would show."""
+        """Return (FLOP/s of large matrix products, bytes/s of a copy, seconds of a small operator), as a profile would
+        measure them."""
         large = LayerFacts(dense_flops=1e9, attention_flops=0.0, traffic_bytes=0.0, tokens=8192, context=1)
         table = self.table
         seconds = table.layer_time_s("F", {"F": large}) - table.layer_s
         return 1e9 / seconds, table.memory_bytes_per_s, table.layer_s / 12
 
     def begin_action(self) -> float:
-        """When the action that starts now began on the emulated device: earlier, where the last one woke up late."""
+        """Return the time at which the action that starts now began on the emulated device: earlier than now if the
+        last action woke up late."""
         self._started = now = time.perf_counter()
         return now - self._debt_s if now - self._woke < AT_ONCE_S else now
 
     def expect_collectives(self, due: Sequence[float]) -> None:
-        """The emulated device will come to its next collectives at these times, were they free."""
+        """Set the times at which the emulated device reaches its next collectives, not counting collective time."""
         self._due, self._arrived, self._before_s = due, 0, self.exchange_s
 
     @property
     def as_expected(self) -> bool:
-        """Whether there were as many collectives as expected."""
+        """True if the number of collectives was as expected."""
         return self._arrived == len(self._due)
 
     def await_collective(self) -> None:
-        """Wait until the emulated device comes to the collective that is about to begin."""
+        """Wait until the emulated device reaches the collective that is about to begin."""
         if self._arrived < len(self._due):
             self.wait_until(self._due[self._arrived] + self.exchange_s - self._before_s)
         self._arrived += 1
 
     def wait_until(self, deadline: float) -> tuple[float, float]:
-        """Sleep until then: (seconds that it was too late already, seconds that waking up took too long)."""
+        """Sleep until `deadline`. Returns (seconds by which the call was late, seconds by which the wake-up was
+        late)."""
         late_s = time.perf_counter() - deadline
         if late_s >= 0:
             return late_s, 0.0
@@ -121,8 +125,8 @@ class EmulatedDevice:
     def finish_action(
         self, deadline: float, seconds: float, exchanged_s: float, warm: bool, marks: LayerMarks | None = None
     ) -> None:
-        """End an action at `deadline`, if its real work is done by then. It takes `seconds` on the device, besides what
-        it spent in collectives. `marks` are of a last backward, which has waited for its layers already."""
+        """End an action at `deadline`, if its real work is done by then. `seconds` is its time on the device without
+        collectives. `marks` are those of a last backward, which has already waited for its layers."""
         late_s, overslept_s = self.wait_until(deadline)
         self._woke = time.perf_counter()
         self._debt_s = overslept_s
@@ -144,18 +148,19 @@ class EmulatedDevice:
 
 @dataclass(slots=True)
 class LayerMarks:
-    """How a last backward goes from layer to layer."""
+    """Delays of the layers of a last backward."""
 
     late_s: float = 0.0
-    "By how much the real work of a layer was late at most."
+    "Largest delay of a layer's real work."
     overslept_s: float = 0.0
-    "At the last layer."
+    "Late wake-up at the last layer."
     excused_s: float = 0.0
-    "What the last waking up and the start of its reductions took too long."
+    "Delay by the last wake-up and by the start of its reductions."
 
 
 class PacedStage:
-    """A stage program (`run.stage.StageProgram`) at the pace of an emulated device. Everything else is passed on."""
+    """A stage program (`run.stage.StageProgram`) at the pace of an emulated device. Other attributes are passed
+    through."""
 
     def __init__(self, program: Any, device: EmulatedDevice) -> None:
         self._program, self._device = program, device
@@ -163,9 +168,10 @@ class PacedStage:
         self._sizes: dict[tuple[int, int], dict[str, int]] = {}
         self._known: dict[tuple[object, ...], list[float]] = {}
         self._arrivals: dict[tuple[object, ...], list[float]] = {}
-        "By action and sizes: when the device comes to each collective after the action began, were they free."
+        """Key: action and sizes. Seconds from the start of the action until the device reaches each collective, without
+        collective time."""
         self._counts: dict[tuple[int, str], int] = {}
-        "By layer and action: collectives."
+        "Number of collectives by (layer, action)."
         self.on_layer_gradients: Callable[[int], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -200,7 +206,7 @@ class PacedStage:
         done, shown_s, marks = self.on_layer_gradients, device.table.action_s, LayerMarks()
 
         def announce_gradient(place: int) -> None:
-            """The gradients of this layer are complete on the emulated device once it and all after it are done."""
+            """Announce the gradients of a layer once the emulated device has done it and all layers after it."""
             nonlocal shown_s
             shown_s += layers_s[place]
             deadline = began + shown_s * factor + device.exchange_s - before_s
@@ -241,8 +247,9 @@ class PacedStage:
     def _collective_times(
         self, key: tuple[object, ...], kind: str, sizes: Mapping[str, int], layers_s: Sequence[float]
     ) -> list[float]:
-        """Seconds from the beginning of an action until the device comes to each of its collectives: those of a layer
-        evenly over the layer's time. None where an earlier such action did another number of them."""
+        """Return the seconds from the start of an action until the device reaches each of its collectives, spread
+        evenly over the time of their layer. The list is empty if an earlier action of this key ran another number of
+        collectives."""
         if key not in self._arrivals:
             found, begin_s = [], self._device.table.action_s
             places = range(len(layers_s)) if kind == "F" else range(len(layers_s) - 1, -1, -1)
@@ -262,7 +269,7 @@ class PacedStage:
         return self._counts[place, kind]
 
     def _own_sizes(self, layer: Any, sizes: Mapping[str, int]) -> Mapping[str, int]:
-        """The sizes of a layer with shares of its own."""
+        """Return the sizes of a layer that has its own shares."""
         shard = self._program.shard
         if shard is None or not layer.shares:
             return sizes
@@ -278,13 +285,14 @@ class PacedStage:
 
 
 def _shared_sizes(shard: Any, sizes: Mapping[str, int]) -> dict[str, int]:
-    """A device's parts of the sizes that are split by shares."""
+    """Return a device's part of the sizes that are split by shares."""
     whole = {str(part): sizes[str(name)] for name, part in LOCAL.items() if name in sizes}
     return whole if shard is None else {part: shard.length(size) for part, size in whole.items()}
 
 
 def _packed_sizes(feed: Any) -> dict[str, int]:
-    """Tokens of packed rows that meet the sequence, and the squares of the images of a packed row."""
+    """Return the lengths of packed rows in the sequence, and the summed squares of the image lengths of a packed
+    row."""
     data = getattr(feed, "data", {})
     meeting = (("I", "image_places"), ("L", "condition_places"))
     found = {symbol: int(data[name].shape[1]) for symbol, name in meeting if name in data}
@@ -293,8 +301,8 @@ def _packed_sizes(feed: Any) -> dict[str, int]:
 
 
 def emulated_device() -> EmulatedDevice | None:
-    """The emulated device of this process; None where `PIPEFIT_LAB` names no lab, or one without a table for its kind
-    of device (`PIPEFIT_DEVICE_KIND`)."""
+    """Return the emulated device of this process. Returns None if `PIPEFIT_LAB` names no lab, or if the lab has no
+    table for `PIPEFIT_DEVICE_KIND`."""
     path = os.environ.get("PIPEFIT_LAB", "")
     if not path:
         return None
@@ -302,13 +310,14 @@ def emulated_device() -> EmulatedDevice | None:
 
 
 def pace_program(program: T) -> T:
-    """The stage program at the pace of this process's emulated device, or as it is where there is none."""
+    """Return the stage program paced by this process's emulated device, or unchanged if there is none."""
     found = emulated_device()
     return program if found is None else PacedStage(program, found)  # type: ignore[return-value]
 
 
 def step_pacer(elements: int) -> Callable[[Any, float], None] | None:
-    """For `Worker.pace`: gives the optimizer step over so many numbers the time of the emulated device."""
+    """Return a callback for `Worker.pace` that gives the optimizer step over `elements` numbers the time of the
+    emulated device."""
     found = emulated_device()
     if found is None:
         return None
@@ -322,8 +331,8 @@ def step_pacer(elements: int) -> Callable[[Any, float], None] | None:
 
 
 def pace_collective(call: Callable[[], T]) -> T:
-    """Do `call`, a collective inside a stage, from its beginning to its end; an emulated device begins it when it has
-    come to it, and its time is not the device's."""
+    """Run `call`, a collective inside a stage, and return its result. An emulated device starts it when it reaches it;
+    the time of `call` is not counted as device time."""
     found = emulated_device()
     if found is None:
         return call()
@@ -335,12 +344,12 @@ def pace_collective(call: Callable[[], T]) -> T:
 
 
 def own_time() -> float:
-    """Seconds of a clock that leaves out what other processes take: of the emulated device, or of the processor."""
+    """Read a clock that excludes other processes: the emulated device's, or this thread's processor time."""
     return time.thread_time() if emulated_device() is None else time.perf_counter()
 
 
 def judge_counts(counts: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
-    """(whether the run is valid, in words) from the counts of all ranks."""
+    """Return (is the run valid, summary) from the counts of all ranks."""
     actions, late = sum(c["actions"] for c in counts), sum(c["late"] for c in counts)
     taken, emulated = sum(c["taken_s"] for c in counts), sum(c["emulated_s"] for c in counts)
     if not actions:
@@ -354,7 +363,7 @@ def judge_counts(counts: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
 
 
 def read_counts(folder: Path) -> dict[int, dict[str, Any]]:
-    """What paced processes left in the folder that `PIPEFIT_LAB_COUNTS` named, by device."""
+    """Read the counts in the folder that `PIPEFIT_LAB_COUNTS` named, by device."""
     return {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
 
 
@@ -377,6 +386,6 @@ def _load_device(path: str, kind: str, number: int) -> EmulatedDevice | None:
 
 
 def _fine_timer() -> None:
-    """Let this thread's sleeps end within a microsecond of what was asked: Linux rounds up by 50 otherwise."""
+    """Let this thread's sleeps end within a microsecond of the deadline; Linux rounds up by 50 us otherwise."""
     pr_set_timerslack = 29
     ctypes.CDLL(None).prctl(pr_set_timerslack, ctypes.c_ulong(1000), 0, 0, 0)

@@ -1,4 +1,5 @@
-"""The lab file: a cluster file and what a lab needs beyond it. Read strictly; what cannot be made is named.
+"""The lab file: a cluster file plus device tables, seed, scale, ports and racks. Read strictly; each error names its
+field.
 
 A plain cluster file is accepted too: its links are shaped, its devices compute as fast as this machine does.
 """
@@ -22,10 +23,10 @@ from pipefit.units import format_bandwidth, format_bytes
 
 MOST_DEVICES = 64
 MOST_BYTES_PER_S = 1e9
-"""What one shaped port carries on this machine at the very most, whatever the file says: one veth and two cores."""
+"""Largest rate of a shaped port on this machine, with one veth and two cores."""
 
 LEAST_BYTES_PER_S = 1e4
-"""Below it one packet takes longer than an action of a device."""
+"""Smallest rate: below it one packet takes longer than an action of a device."""
 
 RANK_BYTES = 300 << 20
 """Memory of one rank with torch loaded and a small model."""
@@ -33,7 +34,8 @@ RANK_BYTES = 300 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPort:
-    """What one host's network card carries, in the file's (not yet scaled) bytes per second; None: its fastest link."""
+    """Rates of one host's network card, in the file's (unscaled) bytes per second. None means the host's fastest
+    link."""
 
     send_bytes_per_s: float | None = None
     receive_bytes_per_s: float | None = None
@@ -41,7 +43,7 @@ class HostPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RackUplink:
-    """A rack: its hosts share one way up to the others and one way down, in the file's bytes per second."""
+    """A rack: its hosts share one uplink and one downlink to the other hosts, in the file's bytes per second."""
 
     name: str
     hosts: tuple[str, ...]
@@ -55,22 +57,22 @@ class LabFile:
 
     cluster: Cluster
     devices: Mapping[str, DeviceTable] = field(default_factory=dict)
-    "By kind: how long that device takes. Never read by the planner. A kind that is not here is not paced."
+    "Timing table of each device kind. The planner never reads it. A kind without a table is not paced."
     seed: int = 0
-    "Of the jitter."
+    "Seed of the jitter."
     size_scale: float = 1.0
-    "One byte in the lab stands for so many: bandwidths and memories of the file are divided by it."
+    "Number of real bytes that one byte in the lab represents; the file's bandwidths and memories are divided by it."
     ports: Mapping[str, HostPort] = field(default_factory=dict)
-    "By host, where a port is not as fast as the host's fastest link."
+    "Ports by host name, for hosts whose port is not as fast as their fastest link."
     uplinks: tuple[RackUplink, ...] = ()
     packet_bytes: int = 0
-    "Largest packet (MTU); 0: by what all hosts send together."
+    "Largest packet (MTU); 0 derives it from the total send rate of all hosts."
     format: Literal["pipefit-lab"] = "pipefit-lab"
     version: int = 1
 
 
 def load_lab(path: str | Path) -> LabFile:
-    """The lab in a file (or a plain cluster file), checked. Raises FormatError, ClusterError or LabError."""
+    """Read and check a lab file or a plain cluster file. Raises FormatError, ClusterError or LabError."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -82,7 +84,7 @@ def load_lab(path: str | Path) -> LabFile:
 
 
 def check_lab(lab: LabFile, where: str = "lab") -> None:
-    """Raises the first thing that contradicts itself or that no machine could make."""
+    """Raise the first error of `lab_problems`."""
     for error in files.cluster_problems(lab.cluster, f"{where}: cluster"):
         raise error
     for problem in lab_problems(lab, where):
@@ -90,7 +92,7 @@ def check_lab(lab: LabFile, where: str = "lab") -> None:
 
 
 def lab_problems(lab: LabFile, where: str) -> Iterator[LabError]:
-    """What is wrong in the lab part of a file, in its order."""
+    """Yield the errors in the lab part of a file, in file order."""
     if lab.version != 1:
         yield LabError("This version of the lab format is unknown.", where=where, seen=lab.version, allowed="1")
     if not (math.isfinite(lab.size_scale) and lab.size_scale > 0):
@@ -129,7 +131,7 @@ def lab_problems(lab: LabFile, where: str) -> Iterator[LabError]:
 
 
 def require_memory(ranks: int, available_bytes: int, where: str) -> None:
-    """Raises LabError where so many ranks would not fit into this machine's free memory."""
+    """Raise LabError if this number of ranks does not fit into the free memory of this machine."""
     if ranks * RANK_BYTES > available_bytes:
         raise LabError(
             f"{ranks} ranks do not fit into the memory of this machine.",

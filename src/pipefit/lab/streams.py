@@ -1,7 +1,7 @@
-"""Real TCP streams between the hosts of a lab, at the same time where asked, and what each of them achieved.
+"""Measure real TCP streams between the hosts of a lab, several at the same time if asked.
 
-One process a host, in its namespace, listens and sends what it is told to over a socket in the file system, which
-crosses namespaces. Started as `python -m pipefit.lab.streams`, and told by `HostStreams` in the process that measures.
+One process per host, `python -m pipefit.lab.streams` in its namespace, accepts streams. It sends the streams that
+`HostStreams` in the measuring process requests over a Unix socket, which crosses namespaces.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from pipefit.lab.lifecycle import Lab, scratch_folder
 
 PORT = 5201
 START_S = 60.0
-"""How long a host's process may take to start, and to answer beyond the time of its stream."""
+"""Seconds that a host's process has to start, and to answer beyond the time of its stream."""
 
 SKIPPED_S = 0.1
-"""Of every stream, the beginning that is not counted: what bursts let through, and TCP's first windows."""
+"""Start of every stream that is not counted: it contains htb's burst and TCP's first windows."""
 
 Pair = tuple[int, int]
 
 
 class HostStreams:
-    """The hosts' processes of a lab that stands. `measure_rates` as often as wanted, then leave the context."""
+    """Connections to the host processes of a running lab. `measure_rates` can be called repeatedly."""
 
     def __init__(self, lab: Lab, told: Sequence[socket.socket]) -> None:
         self._lab, self._told = lab, told
         self._files = [each.makefile("rw") for each in told]
 
     def measure_rates(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, float]:
-        """Bytes of payload per second that each ordered pair of hosts achieves while all of them stream.
+        """Return the payload bytes per second of each ordered pair of hosts while all pairs stream at once.
 
-        LabError where a stream failed. A host may send to several at once, and to one only once.
+        A host may send to several hosts at once, with one stream to each. Raises LabError if a stream failed.
         """
         senders = sorted({source for source, _ in pairs})
         for source in senders:
@@ -61,7 +61,7 @@ class HostStreams:
 
 @contextlib.contextmanager
 def open_streams(lab: Lab) -> Iterator[HostStreams]:
-    """Start a process on every host of a lab that stands; end them all at the end."""
+    """Start a process on every host of a running lab; kill all of them at exit."""
     count = len(lab.file.cluster.hosts)
     running: list[subprocess.Popen[bytes]] = []
     with scratch_folder(lab) as folder, socket.socket(socket.AF_UNIX) as door:
@@ -93,7 +93,7 @@ def open_streams(lab: Lab) -> Iterator[HostStreams]:
 
 
 def main(door: str, host: int, parent: int) -> None:
-    """A host: listen for streams, and send when told."""
+    """Run the process of one host: accept streams, and send on request."""
     from pipefit.lab.nursery import die_with_parent
 
     die_with_parent(parent)
@@ -130,7 +130,7 @@ def _send_all(targets: Sequence[str], seconds: float) -> dict[str, object]:
 
 
 def _send_stream(target: str, seconds: float) -> float:
-    """What the receiver says that it received per second."""
+    """Return the bytes per second that the receiver reports."""
     data = bytes(1 << 16)
     with socket.create_connection((target, PORT), timeout=START_S) as stream:
         deadline = time.monotonic() + seconds
@@ -147,7 +147,7 @@ def _receive_all(listener: socket.socket) -> None:
 
 
 def _receive_stream(stream: socket.socket) -> None:
-    """Bytes over time between the first arrival after `SKIPPED_S` and the last one."""
+    """Report the bytes per second between the first arrival after `SKIPPED_S` and the last arrival."""
     buffer = bytearray(1 << 16)
     first_s = begin_s = last_s = 0.0
     total = 0

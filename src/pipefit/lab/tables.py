@@ -1,8 +1,9 @@
-"""How long an emulated device takes. Hidden from the planner, and of another form than its cost model on purpose.
+"""Timing tables of emulated devices. They are hidden from the planner, and their form differs from its cost model on
+purpose.
 
-The planner fits piecewise linear curves in tokens plus attention. Here the rate saturates along a Hill curve with its
-own exponent for every kind of action, arithmetic and memory traffic join in a p-norm, attention slows with its context,
-and a device cools down: the first actions of a step are faster than the later ones. Pure functions of plain numbers.
+The planner fits piecewise linear curves in tokens plus attention. Here the rate saturates along a Hill curve with a
+separate exponent for every kind of action, arithmetic and memory traffic combine in a p-norm, and attention slows with
+its context. The device warms up: the first actions of a step are faster than later ones. All functions are pure.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ KINDS = ("F", "I", "W", "B")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """What a device must do for one layer in one action."""
+    """The work of one layer in one action."""
 
     dense_flops: float
     attention_flops: float
@@ -27,47 +28,47 @@ class LayerFacts:
     tokens: int
     "Rows x length on this device."
     context: int
-    "Keys that a query attends to at most."
+    "Largest number of keys that a query attends to."
     masked: float = 0.0
-    "Part of the scores that a causal mask hides."
+    "Share of the scores that a causal mask hides."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTable:
-    """One kind of emulated device, in the lab's own (small) figures."""
+    """Timing table of one kind of emulated device, at the lab's (small) scale."""
 
     flops_per_s: float
-    "Of matrix products of endless size."
+    "Rate of infinitely large matrix products."
     memory_bytes_per_s: float
     knee_tokens: float = 32.0
     "Tokens at which half of the rate is reached."
     sharpness: Mapping[str, float] = field(default_factory=lambda: {"F": 1.2, "I": 1.1, "W": 0.9})
     "Hill exponent of each kind of action."
     factor: Mapping[str, float] = field(default_factory=lambda: {"F": 1.0, "I": 1.04, "W": 0.93})
-    "Time of each kind against F for the same FLOPs."
+    "Time of each kind relative to F for the same FLOPs."
     fusion: float = 0.97
-    "A fused backward takes this share of I and W."
+    "Time of a fused backward as a share of I + W."
     join: float = 3.0
-    "p of the p-norm of arithmetic and traffic: 1 adds them, large takes the larger."
+    "p of the p-norm of arithmetic and traffic: 1 adds them, a large p takes the larger."
     attention_share: float = 0.6
-    "Rate of attention against that of matrix products, at a context of 1."
+    "Rate of attention relative to matrix products, at a context of 1."
     attention_fade: float = 0.05
-    "The rate of attention falls with the context to this power."
+    "Exponent with which the attention rate falls in the context."
     masked_share: float = 1.0
-    "Part of the scores behind a causal mask that is computed all the same: 0 as flash kernels do, 1 as plain products."
+    "Share of the causally masked scores that is still computed: 0 for flash kernels, 1 for plain products."
     layer_s: float = 5e-4
-    "Once a layer."
+    "Overhead per layer."
     action_s: float = 3e-3
-    "Once an action."
+    "Overhead per action."
     boost: float = 0.02
-    "How much faster the first action of a step is than one after a long time."
+    "Relative speed-up of the first action of a step over the steady state."
     boost_actions: float = 8.0
-    "After so many actions of the step the boost has fallen to 1/e."
+    "Number of actions after which the boost has fallen to 1/e."
     jitter: float = 0.015
     "Sigma of the lognormal factor on every action; its mean is 1."
 
     def table_problems(self, where: str) -> Iterator[LabError]:
-        """Figures that no device has."""
+        """Yield an error for each impossible value."""
         for name in ("flops_per_s", "memory_bytes_per_s", "knee_tokens", "join", "attention_share", "boost_actions"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 yield LabError("This figure must be above zero.", where=f"{where}.{name}", seen=getattr(self, name))
@@ -90,7 +91,8 @@ class DeviceTable:
                 )
 
     def layer_time_s(self, kind: str, facts: Mapping[str, LayerFacts]) -> float:
-        """Seconds of one layer in an action of `kind`. `facts` by F, I and W: only those that `kind` needs are read."""
+        """Return the seconds of one layer in an action of `kind`. `facts` is keyed by F, I and W; only the entries that
+        `kind` needs are read."""
         if kind == "B":
             return self.fusion * (self.layer_time_s("I", facts) + self.layer_time_s("W", facts))
         work = facts[kind]
@@ -106,11 +108,13 @@ class DeviceTable:
         return float(joined_s + seen * work.attention_flops / attention_rate + self.layer_s)
 
     def drift_factor(self, turn: int) -> float:
-        """Factor on the `turn`-th compute action of a step (from 0): below 1 at the beginning, towards 1 later."""
+        """Return the factor on the `turn`-th compute action of a step (from 0): below 1 at the beginning, approaching 1
+        later."""
         return 1.0 - self.boost * math.exp(-turn / self.boost_actions)
 
     def jitter_factor(self, *key: object) -> float:
-        """The jitter of one action: lognormal with mean 1, a pure function of `key` (seed, device, step, turn)."""
+        """Return the jitter of one action: lognormal with mean 1, a pure function of `key` (seed, device, step,
+        turn)."""
         if not self.jitter:
             return 1.0
         data = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()

@@ -3,9 +3,9 @@ modules.
 
 A graph is a list of operators in execution order over named tensors. Sizes are integers or products with the symbols B
 (rows of the microbatch on one device) and T (tokens of the slice), so one graph serves every microbatch size, slice and
-share. I and L are the tokens of a packed row of images that enters or leaves a token sequence (`docs/models.md`). An
-operator names its `kind`, which is defined in `model/ops/KIND.py` (shapes, FLOPs, saved bytes), `shard/rules/KIND.py`
-(ways to split it) and `run/ops/KIND.py` (execution).
+share. I and L are the tokens of a packed row of images that enters or leaves a token sequence
+(`docs/reference/models.md`). An operator names its `kind`, which is defined in `model/ops/KIND.py` (shapes, FLOPs,
+saved bytes), `shard/rules/KIND.py` (ways to split it) and `run/ops/KIND.py` (execution).
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class SampleArrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRisk:
-    """Corrected peak memory of a lane (docs/memory.md), on the device most likely to overflow."""
+    """Corrected peak memory of a lane (docs/design/memory.md), on the device most likely to overflow."""
 
     expected_bytes: float
     "The corrected peak."

@@ -2,7 +2,8 @@
 
 `trace.json` in a run directory is one object with `format`, `version`, `plan` (its hash), `step` and `ranks`; a rank's
 `spans` are its lane's actions in order: `["0F0", start_s, stop_s]`, or with a fourth number, the seconds at its
-beginning that the action waited for data. docs/report.md documents every field. Whatever draws, draws a `StepTrace`.
+beginning that the action waited for data. docs/reference/report.md documents every field. Whatever draws, draws a
+`StepTrace`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ reference is dropped. Temporaries inside an operator come from its kind (`forwar
 
 Rules of the engine: an operator's saved values are freed as soon as its backward has run. Gradients of one value are
 added in place if nothing else refers to the first of them, otherwise into a new tensor. Sums and views pass the
-gradient on without a copy. A deferred weight gradient keeps the tensors in column "W holds" of docs/operators.md.
+gradient on without a copy. A deferred weight gradient keeps the tensors in column "W holds" of
+docs/reference/operators.md.
 """
 
 from __future__ import annotations

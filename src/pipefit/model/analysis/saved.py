@@ -1,8 +1,8 @@
 """Bytes that a forward saves for its backward, and that a deferred weight gradient (W) holds, by the runtime's rules.
 
-`docs/operators.md` states the rules. A storage counts once, even if several operators save it or views of it. Not
-counted: parameters, inputs from the step plan (tokens, positions, labels), and a layer's outputs, which count as the
-next layer's input x.
+`docs/reference/operators.md` states the rules. A storage counts once, even if several operators save it or views of
+it. Not counted: parameters, inputs from the step plan (tokens, positions, labels), and a layer's outputs, which count
+as the next layer's input x.
 """
 
 from __future__ import annotations

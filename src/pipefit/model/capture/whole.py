@@ -55,7 +55,7 @@ def capture_whole(example: Example, source: str = "") -> Model:
             "The model cannot be captured.",
             where=source or type(example.module).__name__,
             seen=reason,
-            next_step="rewrite that line, or give the model as a list of layers (docs/models.md)",
+            next_step="rewrite that line, or give the model as a list of layers (docs/reference/models.md)",
         )
     layers, graphs = cut_layers(graph)
     module = ModelModule(name=MODULE, layers=layers)

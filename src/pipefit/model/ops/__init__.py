@@ -1,4 +1,4 @@
-"""The operator kinds: one file per kind, registered by walking this package. See `docs/operators.md`.
+"""The operator kinds: one file per kind, registered by walking this package. See `docs/reference/operators.md`.
 
 `KINDS` maps the name of a kind to its OperatorKind. Sums over graphs (FLOPs, saved bytes) are in `model/analysis/`.
 """

@@ -1,7 +1,7 @@
 """Operator kinds: inputs, attributes, shapes, FLOPs, and the tensors saved for the backward pass.
 
 Each file of this package defines one kind (or a few similar ones) in a module-level tuple `OPERATORS`; `table.py` finds
-them by walking the package. `docs/operators.md` states the same facts in prose.
+them by walking the package. `docs/reference/operators.md` states the same facts in prose.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class PlannerContext:
                 "Plans of several modules are not searched yet; they can be written by hand.",
                 where="model.modules",
                 seen=", ".join(module.name for module in self.model.modules),
-                next_step="see docs/plan-format.md",
+                next_step="see docs/reference/plan-format.md",
             )
         return self.model.modules[0]
 

@@ -58,7 +58,8 @@ def forecast_lines(plan: Plan) -> list[str]:
         over = prediction.step_s / prediction.lower_bound_s - 1
         lines.append(
             "lower bound of all plans considered, with replicas in lockstep: "
-            f"{format_seconds(prediction.lower_bound_s)} (compute only, even cuts, no memory limit); this plan is {over:.1%} above it"
+            f"{format_seconds(prediction.lower_bound_s)} (compute only, even cuts, no memory limit); "
+            f"this plan is {over:.1%} above it"
         )
     if prediction.risk is not None:
         lines.append(risk_line(prediction))

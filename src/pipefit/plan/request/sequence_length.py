@@ -75,7 +75,7 @@ def _captured_length_error(own: int, tokens: int, where: str) -> PlanError:
         where=where,
         seen=f"{tokens} tokens",
         allowed=f"{own}, as in its example",
-        next_step="give an example of that length (docs/models.md)" if own > 1 else f"leave {where} out",
+        next_step="give an example of that length (docs/reference/models.md)" if own > 1 else f"leave {where} out",
     )
 
 

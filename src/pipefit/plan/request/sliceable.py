@@ -80,7 +80,8 @@ def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[P
                     where=obstacle.where,
                     seen=obstacle.seen,
                     allowed="joined",
-                    next_step="plan with --documents joined; or let the layer take `documents` (docs/models.md)",
+                    next_step="plan with --documents joined; or let the layer take `documents` "
+                    "(docs/reference/models.md)",
                 )
 
 
@@ -153,7 +154,7 @@ def _layer_obstacles(graph: Graph, where: str) -> Iterator[PlanError]:
             where=where,
             seen=", ".join(f"{tensor.name} {tensor.shape}" for tensor in graph.inputs),
             allowed="one slice: the whole sequence",
-            next_step="leave out the slices, or give the model as a list of layers (docs/models.md)",
+            next_step="leave out the slices, or give the model as a list of layers (docs/reference/models.md)",
         )
         return
     for operator in graph.operators:
@@ -235,7 +236,7 @@ def _opaque_obstacles(operator: Operator, where: str) -> Iterator[PlanError]:
             where=where,
             seen=str(module),
             allowed="one slice: the whole sequence",
-            next_step="leave out the slices, or write the layer so that it can be captured (docs/models.md)",
+            next_step="leave out the slices, or write the layer so that it can be captured (docs/reference/models.md)",
         )
     if not attributes.get("tokenwise", False):
         yield PlanError(

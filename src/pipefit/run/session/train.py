@@ -388,7 +388,7 @@ def keep_token_ids(source: str, config: Path) -> None:
 
 
 def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: float) -> None:
-    """Write the measured times of one step's actions on every rank, in the format of docs/report.md."""
+    """Write the measured times of one step's actions on every rank, in the format of docs/reference/report.md."""
     columns = zip(worker.trace, worker.trace_waits_s, strict=True)
     rank_record = {
         "rank": world.rank,

@@ -82,7 +82,7 @@ def user_samples(found: UserModel, plan: Plan, config: TrainConfig) -> UserSampl
                 where="--data",
                 seen=", ".join(config.data),
                 allowed="FILE.py:FUNCTION, which gives a data set with items by number",
-                next_step="see docs/models.md",
+                next_step="see docs/reference/models.md",
             )
         where = config.data[0]
         dataset = load_function(where)
@@ -92,7 +92,7 @@ def user_samples(found: UserModel, plan: Plan, config: TrainConfig) -> UserSampl
             where=found.source,
             seen="Example(dataset=None)",
             allowed="Example(..., dataset=...), or --data FILE.py:FUNCTION: a data set with items by number",
-            next_step="see docs/models.md",
+            next_step="see docs/reference/models.md",
         )
     fields = {name: field_of(tensor) for name, tensor in found.fed.items()}
     return UserSamples(dataset, fields, where=where, batch=plan.job.batch, held_out=config.held_out)

@@ -1,8 +1,8 @@
 """vTrain: 1,440 iteration times of small GPT models on 2 to 8 A100, by tensor, data and pipeline parallelism.
 
 VIA-Research/vTrain, `data/ground_truth_single.csv`. The numbers are those of a simulator fed with measured kernels,
-not of a stopwatch: see docs/validation.md. Rows with equal (hidden, tensor parallelism, micro-batch) share the same
-layer, so whole keys (micro-batch, hidden, TP, DP, PP) are held out: every quarter of the keys is the fitted one in
+not of a stopwatch: see docs/results/validation.md. Rows with equal (hidden, tensor parallelism, micro-batch) share the
+same layer, so whole keys (micro-batch, hidden, TP, DP, PP) are held out: every quarter of the keys is the fitted one in
 turn, and predicts the other three.
 """
 
