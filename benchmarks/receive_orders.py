@@ -35,8 +35,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="four devices, three seeds")
     parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--table", help="print the table of a result file for docs/reference/training.md, replay
-    nothing") arguments = parser.parse_args()
+    parser.add_argument("--table", help="print the table of a result file, replay nothing")
+    arguments = parser.parse_args()
     if arguments.table:
         print(markdown(json.loads(Path(arguments.table).read_text())["rows"]))
         return 0

@@ -65,8 +65,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two schedules, three short pairs each")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of steps per comparison")
     parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--table", help="print the table of a result file for docs/reference/training.md, measure
-    nothing") parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--table", help="print the table of a result file, measure nothing")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.table:

@@ -1,3 +1,3 @@
-"""pipefit fits a training job to the cluster people really have: it measures, plans, runs and shows."""
+"""pipefit fits a training job to a given cluster: it profiles the cluster, plans, trains and reports."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m pipefit`: the same as the `pipefit` command (torchrun starts it so)."""
+"""`python -m pipefit`, the same as the `pipefit` command; torchrun starts it in this form."""
 
 from pipefit.cli import main
 

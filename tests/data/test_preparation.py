@@ -271,10 +271,10 @@ def test_a_worker_that_stands_still_does_not_outlive_a_killed_trainer(tmp_path: 
 STOPPED = """
 import os, signal, sys
 from preparation_toys import Odd, stands_still
-from pipefit.data.preparation.pool import Pool
-from pipefit.data.preparation.processes import Processes
-executor = Processes(Odd(sys.argv[1]), 1)
-Pool(executor).add(0, ("stop once", 0), 1)
+from pipefit.data.preparation.pool import WorkerPool
+from pipefit.data.preparation.processes import ProcessWorkers
+executor = ProcessWorkers(Odd(sys.argv[1]), 1)
+WorkerPool(executor).add(0, ("stop once", 0), 1)
 [worker] = executor.process_ids.values()
 assert stands_still(worker)
 print(worker, flush=True)

@@ -63,7 +63,7 @@ def test_a_tokenizer_without_an_end_of_text_separates_nothing(tmp_path: Path) ->
     source = texts(tmp_path / "texts")
     make_tokenizer(tmp_path / "tokenizer.json", [])
     corpus = open_corpus([source], sequence=4, tokenizer=str(tmp_path), cache=tmp_path / "cache")
-    with pytest.raises(DataError, match="nothing in the tokens says where one ends") as caught:
+    with pytest.raises(DataError, match="the tokens do not mark where one ends") as caught:
         corpus.require_separator()
     assert "<|endoftext|>" in str(caught.value) and "--documents joined" in str(caught.value)
     make_tokenizer(tmp_path / "tokenizer.json", ["</s>"])

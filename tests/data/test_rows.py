@@ -73,7 +73,7 @@ def test_held_out_is_a_fraction_or_a_count(held_out: float, kept: int) -> None:
     [
         (1, 0.0, "too small: a row needs at least two tokens"),
         (0, 0.0, "0 tokens"),
-        (90, -0.5, "no part of the rows to hold out"),
+        (90, -0.5, "not a valid number of rows to hold out"),
         (90, 2.5, "a whole number of rows"),
         (90, 10, "none is left to train on"),
     ],

@@ -107,8 +107,7 @@ SECRET = np.random.default_rng(3)
         (lambda i: (torch.zeros(2, 3), 0.5), ["rows.py:rows[0], labels", "float64 ()", "int64 ()"]),
         (lambda i: ([[1.0], [2.0, 3.0]], i), ["rows.py:rows[0], images", "a list: ", "inhomogeneous", "float (2, 3)"]),
         (lambda i: (torch.zeros(2, 3), [][i]), ["failed to give a row", "rows.py:rows[0]", "IndexError"]),
-        (lambda i: (SECRET.normal(size=(2, 3)), i), ["differs when it is read again", "rows.py:rows[0], images",
-        "seeded"]),
+        (lambda i: (SECRET.normal(size=(2, 3)), i), ["differs when it is read", "rows.py:rows[0], images", "seeded"]),
     ],
 )
 def test_an_item_that_does_not_fit_is_named(make, words):

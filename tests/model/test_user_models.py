@@ -93,9 +93,12 @@ def refused(capfd, monkeypatch, source: str) -> str:
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
-        ("choosy", ["The model cannot be captured.", "choosy", "data-dependent", "model.py:13",
-        "docs/reference/models.md"]), ("counting", ["cannot be captured", "it changes the buffer norm.", "in its
-        forward"]), ("fixed", ["cannot be captured", "one number of rows only", "len(x)", "model.py:26"]),
+        (
+            "choosy",
+            ["The model cannot be captured.", "choosy", "data-dependent", "model.py:13", "docs/reference/models.md"],
+        ),
+        ("counting", ["cannot be captured", "it changes the buffer norm.", "in its forward"]),
+        ("fixed", ["cannot be captured", "one number of rows only", "len(x)", "model.py:26"]),
         ("without_loss", ["The model returns no loss.", "Linear.forward", "a tensor", "Example(loss=...)"]),
         ("one_row", ["the same number of rows in dimension 0", "input (1, 4)", "at least two"]),
         ("module", ["returns no model", "Linear", "a list of nn.Module layers", "give an Example"]),

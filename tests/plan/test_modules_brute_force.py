@@ -65,8 +65,11 @@ def shared(search: ModuleSearch, recompute: str) -> Iterator[MultiModuleConfig]:
         for count, layouts in itertools.product((1, 2, 4, 8), itertools.product(*each)):
             lane = layouts[1].replicas * layouts[1].shards
             own = [one for one in layouts if not one.shared]
-            fits = all(one.devices == lane for one in layouts if one.shared) and sum(o.devices for o in own) <= DEVICES
-            if not fits or any(one.replicas * count > 8 for one in layouts) or layouts[1].stages > count:
+            fits = (
+                all(one.device_count == lane for one in layouts if one.shared)
+                and sum(o.device_count for o in own) <= DEVICES
+            )
+            if not fits or any(one.replicas * count > 8 for one in layouts) or layouts[1].stage_count > count:
                 continue
             made = search.decisions_for(ModuleArrangement(microbatches=count, modules=layouts, step_s=0.0))
             if made is not None:
@@ -90,7 +93,7 @@ def test_nothing_that_is_possible_is_faster_in_the_simulator(memory_bytes: float
     assert bool(search.trials.misfits) == (memory_bytes < 1e9), "the little memory binds"
     best = min(fitting, key=lambda one: one.step_s)
     plan = make_plan(search.bench.model, search.bench.cluster, JOB, {}, samples=SAMPLES)
-    assert plan.prediction is not None and plan.prediction.step_s <= best.step_s * (1 + 1e-9), best.decisions.text()
+    assert plan.prediction is not None and plan.prediction.step_s <= best.step_s * (1 + 1e-9), best.decisions.to_text()
     assert search.trials.work_bound_s() <= best.step_s
 
 

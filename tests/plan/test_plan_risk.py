@@ -113,7 +113,7 @@ def test_what_nothing_fits_into_is_told_as_the_users_own_memory() -> None:
     """Not only in bytes of the analytic model, which the search counts and nobody has on a card."""
     with pytest.raises(DoesNotFitError, match="No plan fits") as error:
         make_plan_at_risk(toy_model(), cluster(2**10), JOB, facts())
-    assert "by the analytic model, which may say, at a risk of 5.0%, 64.0 MiB for the 1.00 KiB of H100" in str(
+    assert "in bytes of the analytic model, limited at a risk of 5.0% to 64.0 MiB for the 1.00 KiB of H100" in str(
         error.value
     )
     taken = learn_facts([replace(run, measured_bytes=run.measured_bytes + 2**30) for run in facts().runs])

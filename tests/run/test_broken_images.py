@@ -263,7 +263,11 @@ def test_workers_are_told_what_decodes_images_in_the_run(tmp_path: Path, monkeyp
             feeds.step_inputs(0)
     finally:
         feeds.close()
-    for part in ("other versions than the run", images_module.decoder_versions(), "Pillow 1.0, numpy 1.0"):
+    for part in (
+        "other versions of the image decoders than the run",
+        images_module.decoder_versions(),
+        "Pillow 1.0, numpy 1.0",
+    ):
         assert part in str(error.value.seen)
 
 

@@ -37,7 +37,7 @@ def test_quick_benchmark(tmp_path: Path) -> None:
 def test_the_page_quotes_the_committed_result() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "schedule_memory.json").read_text())
     page = (ROOT / "docs" / "reference" / "schedules.md").read_text()
-    section = page[page.index("## What they hold in a run") : page.index("## Building blocks")]
+    section = page[page.index("## Measured memory") : page.index("## Building blocks")]
     rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) % \|$", section, flags=re.MULTILINE)
     assert {name for name, _, _ in rows} == set(result["families"])
     for name, share, error in rows:

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def refused(error: type[Exception], make, *words: str) -> None:
     with pytest.raises(error) as caught:
         make()
-    assert all(word in caught.value.full_text() for word in words), caught.value.text()
+    assert all(word in caught.value.full_text() for word in words), caught.value.full_text()
 
 
 def with_stage(one, index, **fields):

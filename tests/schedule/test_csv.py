@@ -26,7 +26,7 @@ def test_round_trip(name: str) -> None:
 @given(cases())
 def test_any_chain_of_whole_sequences_comes_back(case) -> None:
     schedule, edges, _ = case
-    if schedule.slices == 1 and edges == chain_edges(schedule.stages):
+    if schedule.slices == 1 and edges == chain_edges(schedule.num_stages):
         assert from_csv(to_csv(schedule), schedule.name) == schedule
 
 

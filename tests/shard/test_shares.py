@@ -55,7 +55,7 @@ def alternated(setting, template):
     def cost(choice, weights):
         return cost_s(every_operator(choice), template.members, weights)
 
-    record = alternate_searches(start_weights(*setting.speeds), lambda w: searched(template, w), improve, cost)
+    record = alternate_searches(start_weights(*setting.device_speeds), lambda w: searched(template, w), improve, cost)
     assert record is not None
     return record
 

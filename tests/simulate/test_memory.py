@@ -56,7 +56,7 @@ def test_peak_by_program_order(case, ahead) -> None:
             for waiting in (buffers, local):
                 for key in [k for k in waiting if (k[0], k[2], k[4], k[5]) == (direction, *action[1:4])]:
                     del waiting[key]
-            cost = costs.actions[action.kind].cost(*action[1:4])
+            cost = costs.actions[action.kind].cost_of(*action[1:4])
             peak = max(peak, now() + max(cost.held_bytes, 0.0) + cost.peak_bytes)
             held += cost.held_bytes
             for source, target, tensor in edges:
@@ -139,7 +139,7 @@ def _intervals(schedule, timeline, costs, edges) -> list[list[tuple[float, float
             start, stop = timeline.starts_s[lane][step], timeline.stops_s[lane][step]
             if action.kind != "W":
                 spans[key] = (lane, start, stop)
-            cost = costs.actions[action.kind].cost(*action[1:4])
+            cost = costs.actions[action.kind].cost_of(*action[1:4])
             result[lane].append((start, stop, cost.peak_bytes))
             result[lane].append((start if cost.held_bytes > 0 else stop, end, cost.held_bytes))
     for span in timeline.spans():

@@ -67,7 +67,7 @@ def test_slowing_down_what_is_on_it_slows_down_the_whole(case) -> None:
 
 
 def _shape(schedule) -> tuple[int, int, int]:
-    return (schedule.stages, schedule.microbatches, schedule.slices)
+    return (schedule.num_stages, schedule.microbatches, schedule.slices)
 
 
 def test_spans_hold_every_action_but_receives() -> None:

@@ -1,7 +1,7 @@
-"""The command line: one file a command. A file `cli/NAME.py` that defines `command` becomes `pipefit NAME`.
+"""The command line, one file per command. A file `cli/NAME.py` that defines `command` becomes `pipefit NAME`.
 
-Command modules keep their imports light (typer and the standard library) and import the rooms they use inside the
-function, so that `pipefit --help` answers at once. A PipefitError is printed as it is and exits with code 2.
+Command modules import only typer and the standard library at the top, and other packages inside the function, so that
+`pipefit --help` answers at once. A PipefitError is printed without a traceback and exits with code 2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipefit.errors import PipefitError
 
 
 def build_app() -> typer.Typer:
-    """The whole command line, found by walking the modules of this package."""
+    """Build the command line from the modules of this package."""
     app = typer.Typer(
         help="Fit a training job to the cluster you really have: plan, train, and compare.",
         no_args_is_help=True,
@@ -35,7 +35,7 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """The entry point `pipefit`."""
+    """Run the `pipefit` command."""
     code: int | str | None = 0
     try:
         build_app()()

@@ -1,4 +1,4 @@
-"""What the plan commands share: opening what the user named, and printing tables."""
+"""Helpers of the plan commands: open the named plan, model and cluster, and print tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def cluster_text(cluster: str | None, local: int | None) -> str:
-    """The one way in which the user named the cluster. Raises PipefitError for none or both."""
+    """Return the text that names the cluster. Raises PipefitError unless exactly one option is given."""
     from pipefit.cluster import LOCAL
 
     if (cluster is None) == (local is None):
@@ -29,7 +29,7 @@ def cluster_text(cluster: str | None, local: int | None) -> str:
 
 
 def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int | None) -> tuple[Model, Cluster]:
-    """The model and the cluster that a plan is for: as the plan names them, unless the user names others.
+    """Open the model and cluster of a plan: as named in the plan, unless the user names others.
 
     Raises StalePlanError if either has changed since the plan was made, PipefitError if the plan names no cluster.
     """
@@ -45,15 +45,15 @@ def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int 
             where="cluster",
             next_step="add --cluster FILE.json or --local N",
         )
-    found = open_cluster(text)
-    opened = open_model(model or plan.model.name)
-    check_staleness(plan, opened, found)
-    check_plan(plan, opened, found)
-    return opened, found
+    opened_cluster = open_cluster(text)
+    opened_model = open_model(model or plan.model.name)
+    check_staleness(plan, opened_model, opened_cluster)
+    check_plan(plan, opened_model, opened_cluster)
+    return opened_model, opened_cluster
 
 
 def print_tables(tables: Iterable[TextTable]) -> None:
-    """Tables with lines on a terminal, plain ones into a pipe."""
+    """Print tables, with lines on a terminal and plain into a pipe."""
     if not sys.stdout.isatty():
         from pipefit.plan.explain.text import format_table
 

@@ -1,6 +1,7 @@
-"""From the words of `pipefit schedule` to a scheduling problem: times, placement, memory.
+"""Convert the options of `pipefit schedule` to a scheduling problem: times, placement, memory.
 
-Memory is counted in units, microbatches (or slices) of one stage, each of which is one byte to the simulator.
+Memory is counted in units: the activations of one microbatch (or slice) of one stage. A unit is one byte in the
+simulator.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ Placement = Callable[[int], tuple[int, ...]]
 
 
 def named_placements() -> dict[str, Placement]:
-    """The placements that can be asked for by name: number of devices -> lane of every stage."""
+    """Return the named placements. Each maps a number of devices to the lane of every stage."""
     from pipefit.schedule import find_family, linear_placement, vee_placement
 
     return {"linear": linear_placement, "looped": find_family("interleaved-1f1b").placement, "v": vee_placement}
 
 
 def placement_named(name: str) -> Placement:
-    """Raises ScheduleError that lists the names."""
+    """Return a placement by name. Raises ScheduleError that lists the names."""
     known = named_placements()
     if name not in known:
         raise ScheduleError(
@@ -33,21 +34,21 @@ def placement_named(name: str) -> Placement:
 
 
 def costs_of(placement: Sequence[int], times: str, stages: Sequence[str]) -> CostTable:
-    """The cost table of `--times` for all stages and `--stage` for single ones. Raises ScheduleError."""
-    *every, transfer_s = _parse_times(times)
-    by_stage = [list(every) for _ in placement]
-    given: dict[int, str] = {}
+    """Build the cost table from `--times` for all stages and `--stage` for single ones. Raises ScheduleError."""
+    *stage_times, transfer_s = _parse_times(times)
+    by_stage = [list(stage_times) for _ in placement]
+    text_of_stage: dict[int, str] = {}
     for text in stages:
-        stage, own = _parse_stage(text, len(placement))
-        if stage in given:
+        stage, times_of_stage = _parse_stage(text, len(placement))
+        if stage in text_of_stage:
             raise ScheduleError(
                 f"Stage {stage} is given two times.",
                 where="--stage",
-                seen=f"{given[stage]!r} and {text!r}",
+                seen=f"{text_of_stage[stage]!r} and {text!r}",
                 allowed="one --stage for each stage",
             )
-        given[stage] = text
-        by_stage[stage] = own
+        text_of_stage[stage] = text
+        by_stage[stage] = times_of_stage
     forward_s, input_s, weight_s = zip(*by_stage, strict=True)
     return uniform_costs(
         placement, forward_s=forward_s, input_s=input_s, weight_s=weight_s, transfer_s=transfer_s, port_s=transfer_s
@@ -55,7 +56,7 @@ def costs_of(placement: Sequence[int], times: str, stages: Sequence[str]) -> Cos
 
 
 def _parse_times(text: str) -> list[float]:
-    """F, I, W and the transfer."""
+    """Parse `F,I,W` or `F,I,W,T` into four numbers; the transfer time T defaults to 0."""
     values = _parse_numbers(text)
     if len(values) not in (3, 4) or not _all_positive(values[:3]) or not all(0 <= value < 1e18 for value in values):
         raise ScheduleError(
@@ -68,7 +69,7 @@ def _parse_times(text: str) -> list[float]:
 
 
 def _parse_stage(text: str, count: int) -> tuple[int, list[float]]:
-    """(stage, [F, I, W]) of `15=42,42,30`."""
+    """Parse `15=42,42,30` into (stage, [F, I, W])."""
     name, _, times = text.partition("=")
     values = _parse_numbers(times)
     if not name.strip().isdecimal() or len(values) != 3 or not _all_positive(values):
@@ -97,10 +98,10 @@ def _all_positive(values: Sequence[float]) -> bool:
 
 
 def limit_units(problem: ScheduleProblem, memory: float | None) -> int | None:
-    """What `--memory` allows a lane, in whole units. Raises ScheduleError where no schedule can keep to it.
+    """Return the limit of `--memory` per lane, in whole units. Raises ScheduleError if no schedule can satisfy it.
 
-    1 is what the first device of 1F1B holds, d microbatches of all that a lane has. A microbatch's forwards pass all
-    stages of a lane before its first backward can free anything: that is the least.
+    1 is the memory of the first device of 1F1B: d microbatches of all stages of a lane. The least possible is one
+    microbatch in all stages of a lane, because its forwards pass all of them before its first backward frees memory.
     """
     if memory is None:
         return None
@@ -125,7 +126,7 @@ def limit_units(problem: ScheduleProblem, memory: float | None) -> int | None:
 
 
 def check_limit(problem: ScheduleProblem, name: str, peaks: Sequence[float], limit: int | None) -> None:
-    """Raise ScheduleError where a schedule holds more than the limit."""
+    """Raise ScheduleError if a schedule holds more than the limit."""
     peak = max(peaks)
     if limit is None or peak <= limit:
         return
@@ -140,23 +141,23 @@ def check_limit(problem: ScheduleProblem, name: str, peaks: Sequence[float], lim
 
 
 def least_units(problem: ScheduleProblem) -> int:
-    """Units that a lane cannot do without: one microbatch in all of its stages."""
+    """Return the least units of a lane: one microbatch in all of its stages."""
     return max(len(problem.lane_stages(lane)) for lane in range(problem.num_lanes)) * problem.slices
 
 
 def full_units(problem: ScheduleProblem) -> int:
-    """Units that 1F1B's first device holds: as many microbatches as there are devices, of a lane's stages."""
+    """Return the units of 1F1B's first device: one microbatch per device, each in all stages of a lane."""
     return problem.num_lanes * least_units(problem)
 
 
 def format_units(units: float, problem: ScheduleProblem) -> str:
-    """Units as `--memory` takes them, rounded up."""
+    """Format units for `--memory`, rounded up."""
     thousandths = -(-units * 1000 // full_units(problem))
     return f"{thousandths / 1000:.15g}"
 
 
 def unit_name(problem: ScheduleProblem, count: float = 2) -> str:
-    """What memory is counted in."""
-    one = "slice" if problem.slices > 1 else "microbatch"
-    many = "slices" if problem.slices > 1 else "microbatches"
-    return (one if count == 1 else many) + (" of a stage" if problem.num_stages > problem.num_lanes else "")
+    """Return the name of the memory unit."""
+    singular = "slice" if problem.slices > 1 else "microbatch"
+    plural = "slices" if problem.slices > 1 else "microbatches"
+    return (singular if count == 1 else plural) + (" of a stage" if problem.num_stages > problem.num_lanes else "")

@@ -1,4 +1,4 @@
-"""`pipefit data`: samples of text and images, from a folder or a manifest to an index that runs and plans read."""
+"""`pipefit data`: index samples of text and images, from a folder or a manifest, for runs and plans."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def command(
         count = write_manifest(source, output, chosen["task"])
         print(json.dumps({"samples": count}) if as_json else f"{count} samples written to {output}")
         return
-    taken = requirements_of_model(model) if model is not None else None
-    if taken is not None:
-        check_vocabulary(load_tokenizer(tokenizer).vocabulary, taken.vocabulary, "--tokenizer")
+    requirements = requirements_of_model(model) if model is not None else None
+    if requirements is not None:
+        check_vocabulary(load_tokenizer(tokenizer).vocabulary, requirements.vocabulary, "--tokenizer")
     looked = {"patch": patch, "max_patches": max_patches, "side": side, "start_token": start_token}
     request = IndexRequest(
         source=str(source),
         tokenizer=tokenizer,
-        images=rule_for(taken, IMAGE, looked),
-        generated=rule_for(taken, GENERATE, {"patch": latent_patch, "max_patches": max_latents}),
+        images=rule_for(requirements, IMAGE, looked),
+        generated=rule_for(requirements, GENERATE, {"patch": latent_patch, "max_patches": max_latents}),
         image_token=image_token,
         generation_token=generation_token,
         **chosen,
@@ -72,7 +72,7 @@ def command(
         return
     _print_summary(summary, index)
     if needed is not None:
-        print(needed.text())
+        print(needed.to_text())
 
 
 def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -102,5 +102,5 @@ def _print_summary(summary: IndexSummary, index: SampleIndex) -> None:
     print(f"tokens a sample: {middle} in the middle, {low} to {high} for 98 %, {lengths.max()} at most")
     if summary.left_out:
         print(f"{summary.left_out} samples left out for a broken or absent image, the first ones:")
-        for each in summary.reported[:5]:
-            print(f"  {each.sample} ({each.where}): {each.image}: {each.reason}")
+        for defect in summary.reported[:5]:
+            print(f"  {defect.sample} ({defect.where}): {defect.image}: {defect.reason}")

@@ -1,4 +1,4 @@
-"""`pipefit explain`: what a plan decides, what it was predicted to do, and why the others lost."""
+"""`pipefit explain`: show the decisions and the prediction of a plan, and why the alternatives lost."""
 
 from __future__ import annotations
 

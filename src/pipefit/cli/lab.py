@@ -15,7 +15,7 @@ from pipefit.errors import LabError
 ACTIONS = ("up", "run", "down", "check")
 
 LOADED = ("pipefit.run.session.launch", "pipefit.run.session.train", "pipefit.profile.session")
-"""What ranks of `pipefit train` and `pipefit profile` need, imported once for all of them."""
+"""Modules of `pipefit train` and `pipefit profile` that are imported once for all ranks."""
 
 
 def command(
@@ -30,9 +30,9 @@ def command(
 ) -> None:
     """Emulate the cluster of CLUSTER_FILE on this machine (needs root and iproute2).
 
-    up: make it, and say what stands. run: start COMMAND on every device as torchrun would; without an `bring_up`
-    before, the lab is made for the occasion. down: take it down, whatever is left of it. check: measure every
-    link and the pace of every device against the file.
+    up: create the lab and describe it. run: start COMMAND on every device as torchrun would; a lab that is not up is
+    created for this command and removed afterwards. down: remove the lab in any state. check: measure every link and
+    the pace of every device against the file.
     """
     if action not in ACTIONS:
         raise LabError("The lab cannot do this.", where="pipefit lab", seen=action, allowed=", ".join(ACTIONS))
@@ -103,10 +103,10 @@ def _parse_devices(text: str, plan: Path | None) -> list[int]:
         from pipefit.plan.check.rules import load_plan
 
         return list(load_plan(plan).used_devices)
-    found: list[int] = []
+    chosen: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or not (last or first).isdigit():
             raise LabError("These are no devices.", where="--devices", seen=text, allowed="numbers and runs: 0-3,6")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        chosen += range(int(first), int(last or first) + 1)
+    return chosen

@@ -1,4 +1,4 @@
-"""`pipefit plan`: the fastest plan that fits, why, and what else there was."""
+"""`pipefit plan`: find the fastest plan that fits, and show why it won and its alternatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipefit.plan.types import Job, Plan
 
 BATCHES = 3
-"""Global batches of an index that are planned for."""
+"""Number of global batches of an index that are planned for."""
 
 
 def command(
@@ -73,20 +73,20 @@ def command(
     if output is not None:
         make_folder(output, "plan", PlanError)
     text = cluster_text(cluster, local)
-    found = open_cluster(text)
-    for difference in check_environment(found, allow=allow_other_environment, hardware=False):
+    opened_cluster = open_cluster(text)
+    for difference in check_environment(opened_cluster, allow=allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
     pins = parse_constraints(fix or [])
-    opened = open_model(model)
+    opened_model = open_model(model)
     job = _build_job(
-        batch, resolve_length(opened, seq), precision or ("float32" if local else "bfloat16"), seed, documents
+        batch, resolve_length(opened_model, seq), precision or ("float32" if local else "bfloat16"), seed, documents
     )
-    making = _plan_maker(memory, risk)
-    source = None if data is None else _open_source(opened, data, job, held_out, pack, on_long)
+    make = _plan_maker(memory, risk)
+    source = None if data is None else _open_source(opened_model, data, job, held_out, pack, on_long)
     if source is not None:
-        making = partial(making, **_sampled_options(source, job))
+        make = partial(make, **_sampled_options(source, job))
     with _StatusLine() as progress:
-        plan = making(opened, found, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress)
+        plan = make(opened_model, opened_cluster, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress)
     if output is not None:
         save_plan(plan, output)
     if as_json:
@@ -96,7 +96,7 @@ def command(
     for line in forecast_lines(plan):
         print(line)
     if source is not None and plan.prediction is not None:
-        print(_preparation_words(source, plan, opened, plan.prediction.step_s))
+        print(_preparation_words(source, plan, opened_model, plan.prediction.step_s))
     print_tables(plan_tables(plan))
     _print_origins(plan)
     if output is not None:
@@ -104,7 +104,7 @@ def command(
 
 
 def _plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
-    """How plans are made: by the analytic model, or by a memory correction and the risk that is allowed."""
+    """Return the planning function: with the analytic memory model, or with a memory correction and an allowed risk."""
     from pipefit.cost.memory.correction_file import load_memory
     from pipefit.errors import PlanError
     from pipefit.plan.make import make_plan
@@ -125,7 +125,7 @@ def _plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
 
 
 def _open_source(opened: Model, data: Path, job: Job, held_out: float, pack: bool, on_long: str) -> SampleSource:
-    """The index and the rows that a run would draw from it."""
+    """Open the index with the rows that a run would draw from it."""
     from pipefit.data.multimodal.feeds import SampleSource
     from pipefit.data.multimodal.fits import check_index
     from pipefit.data.multimodal.index import open_index
@@ -161,7 +161,7 @@ def _open_source(opened: Model, data: Path, job: Job, held_out: float, pack: boo
 
 
 def _sampled_options(source: SampleSource, job: Job) -> dict[str, Any]:
-    """What is planned for, of an index: its first global batches, and how a run arranges them."""
+    """Return the planner's options for an index: its first global batches, and their arrangement in a run."""
     from pipefit.data.multimodal.planning import arranged_samples, sample_batches
 
     name = source.index.folder.name
@@ -171,7 +171,8 @@ def _sampled_options(source: SampleSource, job: Job) -> dict[str, Any]:
 
 
 def _preparation_words(source: SampleSource, plan: Plan, model: Model, step_s: float) -> str:
-    """The cores with which preparing the samples keeps up with the plan's steps. Not in the plan: measured here."""
+    """Return the number of cores that prepare samples as fast as the plan's steps. Measured here, not part of the
+    plan."""
     from pipefit.data.preparation.cores import cores_needed, decoding_copies, measured_rate
 
     rate = measured_rate(source.index)
@@ -202,7 +203,7 @@ def _print_origins(plan: Plan) -> None:
 
 
 class _StatusLine:
-    """A status line on a terminal while the search runs; nothing in a pipe."""
+    """A status line on a terminal while the search runs; silent in a pipe."""
 
     def __enter__(self) -> Callable[[int, int, float | None], None] | None:
         self.status = None

@@ -1,4 +1,4 @@
-"""`pipefit profile`: measure the machines, or read what other tools measured, and write a cluster file."""
+"""`pipefit profile`: measure the machines, or read the output of other tools, and write a cluster file."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _measure_rank(
     output: Path, model: list[str], sequence: int, tokens: int, dtype: str, name: str, rails: int, rounds: int,
     link_rounds: int, host_rounds: str, only: str, quick: bool, device: str, timeout: float, as_json: bool,
 ) -> None:  # fmt: skip
-    """As one rank. Only rank 0 prints: the others leave with the same code."""
+    """Run one rank of the profile. Only rank 0 prints; the other ranks exit with the same code."""
     import os
 
     from pipefit.codec import dump_text
@@ -113,7 +113,7 @@ def _measure_rank(
 
 
 class PhaseProgress:
-    """One line that is written over on a terminal; elsewhere a line for every phase and every quarter of it."""
+    """A progress line that is overwritten on a terminal; elsewhere one line per phase and per quarter of it."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -147,7 +147,7 @@ def _check_options(files: list[str] | None, local: int, sequence: int, rounds: i
 
 
 def _at_least(*numbers: tuple[str, int, int]) -> None:
-    """Of every (option, value, least)."""
+    """Raise an error for the first (option, value, least) whose value is too small."""
     for option, value, least in numbers:
         if value < least:
             raise PipefitError("The number is too small.", where=option, seen=value, allowed=f"{least} or more")
@@ -177,11 +177,11 @@ def _rank_error(error: RunError, output: Path) -> ClusterError:
     from pipefit.profile.partial import partial_path
 
     partial = partial_path(output)
-    kept = f"; what was measured is in {partial}" if partial.exists() else "; nothing was measured yet"
+    partial_note = f"; what was measured is in {partial}" if partial.exists() else "; nothing was measured yet"
     return ClusterError(
         "This machine failed while it was measured: one of its processes died.",
         where=error.where,
-        seen=f"{error.seen}{kept}",
+        seen=f"{error.seen}{partial_note}",
         next_step="SIGKILL often means that the system ran out of memory: measure fewer processes, or --tokens fewer",
     )
 

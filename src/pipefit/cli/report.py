@@ -1,4 +1,4 @@
-"""`pipefit report`: one HTML file with what was predicted beside what was measured."""
+"""`pipefit report`: write one HTML file with predictions beside measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`pipefit schedule`: make a schedule and draw it, or print it as CSV for PyTorch or as JSON; or draw its block."""
+"""`pipefit schedule`: make a schedule and draw it, print it as CSV for PyTorch or as JSON, or draw its building
+block."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ if TYPE_CHECKING:
     from pipefit.simulate import Timeline
 
 FIT = "fit"
-"""The name that asks for a schedule fitted to times and memory; every other name is a family's."""
+"""The name of a schedule fitted to times and memory; every other name is a family's."""
 
 LONGEST_S = 1e9
-"""Seconds of a search, about 30 years."""
+"""Longest time of a search, in seconds: about 30 years."""
 
 OF_FIT = ("seconds", "solver_seconds", "seed")
-"""Options that only `fit_schedule` has."""
+"""Options that only `fit_schedule` uses."""
 
 OF_BLOCK = ("name", "devices", "block", "interval", "grid")
-"""What the drawing of a building block goes by."""
+"""Options that the drawing of a building block uses."""
 
 
 def command(
@@ -79,18 +80,18 @@ def command(
 
 
 def _check_given(context: typer.Context, name: str, block: bool) -> None:
-    """Raise ScheduleError where an option was given that would change nothing."""
-    options = [one for one in context.params if getattr(context.get_parameter_source(one), "name", "") == "COMMANDLINE"]
-    for one in options:
-        option = "--" + {"as_json": "json"}.get(one, one).replace("_", "-")
-        if block and one not in OF_BLOCK:
+    """Raise ScheduleError if an option was given that would have no effect."""
+    options = [parameter for parameter in context.params if getattr(context.get_parameter_source(parameter), "name", "") == "COMMANDLINE"]
+    for parameter in options:
+        option = "--" + {"as_json": "json"}.get(parameter, parameter).replace("_", "-")
+        if block and parameter not in OF_BLOCK:
             raise ScheduleError(
                 "A building block has no such option: it is one microbatch in slots, drawn as text.",
                 where=option,
                 allowed="--devices and --interval beside --block",
                 next_step=f"leave out {option}, or the block: pipefit schedule {name}",
             )
-        if one in OF_FIT and name != FIT:
+        if parameter in OF_FIT and name != FIT:
             raise ScheduleError(
                 "Only fit searches; a family has one order, and nothing that this option could change.",
                 where=option,
@@ -103,14 +104,14 @@ def _choose_placement(name: str, asked: str | None, devices: int) -> tuple[int, 
     from pipefit.cli._schedule_problem import placement_named
     from pipefit.schedule import find_family, vee_placement
 
-    own = vee_placement if name == FIT else find_family(name).placement
-    return (own if asked is None else placement_named(asked))(devices)
+    default = vee_placement if name == FIT else find_family(name).placement
+    return (default if asked is None else placement_named(asked))(devices)
 
 
 def _make_schedule(
     name: str, problem: ScheduleProblem, limit: int | None, seconds: float | None, solver_seconds: float, seed: int
 ) -> tuple[Schedule, FitResult | None]:
-    """The schedule, and how it was fitted."""
+    """Return the schedule and, if it was fitted, the result of the fit."""
     from pipefit.schedule import find_family
 
     if name != FIT:
@@ -151,7 +152,7 @@ def _check_search(seconds: float | None, solver_seconds: float, seed: int) -> No
 
 
 def _block_text(name: str, devices: int, interval: int | None) -> str:
-    """The family's building block as text. Raises ScheduleError, with a drawing, where passes collide."""
+    """Return the family's building block as text. Raises ScheduleError, with a drawing, if passes collide."""
     from dataclasses import replace
 
     from pipefit.schedule import FAMILIES, find_family
@@ -162,21 +163,21 @@ def _block_text(name: str, devices: int, interval: int | None) -> str:
         raise ScheduleError(
             f"{name} is not made of a building block.",
             where="--block" if interval is None else "--interval",
-            allowed=", ".join(sorted(each.name for each in FAMILIES.values() if each.block is not None)),
+            allowed=", ".join(sorted(family.name for family in FAMILIES.values() if family.block is not None)),
         )
-    made = build(devices)
+    building_block = build(devices)
     if interval is not None:
         if interval < 1:
             raise ScheduleError(
                 "An interval is at least one slot.", where="--interval", seen=interval, allowed="1 or more"
             )
-        made = replace(made, interval=interval)
-    check_block(made)
-    return describe_block(made)
+        building_block = replace(building_block, interval=interval)
+    check_block(building_block)
+    return describe_block(building_block)
 
 
 def _schedule_facts(timeline: Timeline, limit: int | None, fitted: FitResult | None) -> dict[str, Any]:
-    """What --json prints."""
+    """Return the output of --json."""
     from pipefit.schedule import format_lanes
 
     schedule, actions = timeline.schedule, timeline.costs.actions
@@ -229,7 +230,7 @@ def _draw_timeline(problem: ScheduleProblem, timeline: Timeline, limit: int | No
 
 
 def _print_grid(text: str) -> None:
-    """In colour on a terminal; plain into a pipe. Rows are never wrapped, so that columns stay columns."""
+    """Print a grid, coloured on a terminal and plain into a pipe. Rows are never wrapped, so columns stay aligned."""
     if not sys.stdout.isatty():
         print(text)
         return

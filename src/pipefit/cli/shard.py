@@ -1,4 +1,5 @@
-"""`pipefit shard`: how one group of devices can work on a model together, operator by operator, and what it costs."""
+"""`pipefit shard`: search the program with which one group of devices runs a model, operator by operator, with its
+cost."""
 
 from __future__ import annotations
 
@@ -41,40 +42,40 @@ def command(
     from pipefit.shard.segments import segment_shares
     from pipefit.shard.synthesize import synthesize_program
 
-    found = open_cluster(cluster_text(cluster, local))
-    network = Network(found)
+    opened_cluster = open_cluster(cluster_text(cluster, local))
+    network = Network(opened_cluster)
     chosen = _parse_devices(devices, network.devices)
-    given = _parse_shares(shares, len(chosen))
-    opened = open_model(model)
-    tokens = resolve_length(opened, 1024 if seq is None and fixed_length(opened) is None else seq)
+    given_shares = _parse_shares(shares, len(chosen))
+    opened_model = open_model(model)
+    tokens = resolve_length(opened_model, 1024 if seq is None and fixed_length(opened_model) is None else seq)
     _check_sizes(batch, tokens, microbatches, precision)
-    layers = opened.layers
-    if len(opened.modules) > 1:
+    layers = opened_model.layers
+    if len(opened_model.modules) > 1:
         raise PlanError(
             "Programs are searched for models of one module.",
             where="--model",
-            seen=", ".join(module.name for module in opened.modules),
+            seen=", ".join(module.name for module in opened_model.modules),
         )
-    check_length(opened.modules[0], opened, tokens, "--seq")
-    check_row_independence(opened)
+    check_length(opened_model.modules[0], opened_model, tokens, "--seq")
+    check_row_independence(opened_model)
     setting = shard_setting(
-        opened,
+        opened_model,
         network,
-        best_costs(found),
+        best_costs(opened_cluster),
         devices=chosen,
         rows=batch // microbatches,
         tokens=tokens,
         precision=precision,  # type: ignore[arg-type]
         microbatches=microbatches,
     )
-    chains = ChainSearch(opened, setting)
-    program = synthesize_program(chains, layers, given)
-    result = list_program(opened, layers, program if given else segment_shares(chains, layers, program), setting)
+    chains = ChainSearch(opened_model, setting)
+    program = synthesize_program(chains, layers, given_shares)
+    result = list_program(opened_model, layers, program if given_shares else segment_shares(chains, layers, program), setting)
     print(json.dumps(to_data(result), indent=1) if as_json else result.listing_text(), end="\n" if as_json else "")
 
 
 def _parse_devices(text: str | None, count: int) -> tuple[int, ...]:
-    """The devices of the group."""
+    """Return the devices of the group."""
     if text is None:
         chosen = tuple(range(count))
     else:
@@ -93,7 +94,7 @@ def _parse_devices(text: str | None, count: int) -> tuple[int, ...]:
 
 
 def _parse_shares(text: str | None, count: int) -> tuple[int, ...]:
-    """The shares that are given; none where they are to be searched."""
+    """Return the given shares, or () if they are to be searched."""
     if text is None:
         return ()
     parts = text.split(":")

@@ -1,4 +1,4 @@
-"""`pipefit simulate`: run a plan through the simulator, draw it, and write its timeline as a trace."""
+"""`pipefit simulate`: simulate a plan, draw it, and write its timeline as a trace."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def command(
     from pipefit.schedule.text.grid import draw_grid
 
     plan = load_plan(path)
-    opened, found = open_subject(plan, model, cluster, local)
-    simulation = simulate_plan(plan, opened, found)
+    opened_model, opened_cluster = open_subject(plan, model, cluster, local)
+    simulation = simulate_plan(plan, opened_model, opened_cluster)
     bound_s = plan.prediction.lower_bound_s if plan.prediction else 0.0
-    plan = add_prediction(plan, opened, simulation, bound_s)
+    plan = add_prediction(plan, opened_model, simulation, bound_s)
     timeline = simulation.timeline
     if trace is not None:
         from pipefit.show.perfetto import write_timeline

@@ -1,4 +1,4 @@
-"""`pipefit train`: run a plan, on this machine or as one rank of a cluster."""
+"""`pipefit train`: run a plan on this machine or as one rank of a cluster."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def command(
     per_host: int = typer.Option(0, help="Ranks per host for --print-launch; 0: 8, or all where they are fewer."),
 ) -> None:
     """Train the plan's model on text, or a whole model on its data: metrics, checkpoints, weights as safetensors."""
-    # Before torch is imported: its C++ warnings about lost connections would bury our one message.
+    # Set before torch is imported: its C++ warnings about lost connections would hide our error message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from pipefit.data.sources import STDLIB
     from pipefit.plan.check.rules import load_plan
@@ -96,8 +96,8 @@ def command(
 
 
 def without_options(arguments: list[str], *options: str) -> list[str]:
-    """The arguments without these options and their values."""
-    kept = []
+    """Return the arguments without these options and their values."""
+    remaining = []
     skip = False
     for argument in arguments:
         if skip:
@@ -105,5 +105,5 @@ def without_options(arguments: list[str], *options: str) -> list[str]:
         elif argument in options:
             skip = True
         elif argument.partition("=")[0] not in options:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining

@@ -1,4 +1,4 @@
-"""`pipefit validate`: predict runs that others published, and print published, predicted and delta."""
+"""`pipefit validate`: predict published runs, and print published value, prediction and difference."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def command(
     from pipefit.validate.report import as_data, as_text
     from pipefit.validate.sets import select_sets
 
-    found = []
+    results = []
     for run in select_sets(sets or []).values():
         for result in run():
-            found.append(result)
+            results.append(result)
             if not as_json:
                 print(as_text(result, show_all) + "\n", flush=True)
     if as_json:
-        print(json.dumps([as_data(result) for result in found], indent=1))
-    if not all(target.is_met for result in found for target in result.targets):
+        print(json.dumps([as_data(result) for result in results], indent=1))
+    if not all(target.is_met for result in results for target in result.targets):
         raise typer.Exit(1)

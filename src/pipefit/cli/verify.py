@@ -1,4 +1,4 @@
-"""`pipefit verify`: whether a plan fits, found out on one device before the whole cluster is taken."""
+"""`pipefit verify`: test on one device that a plan fits, before the cluster is used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def command(
     local: int | None = typer.Option(None, help="The cluster: this many processes on this machine's CPU."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
-    """Run the ranks of PLAN that need most memory, one at a time, on one device: does the plan fit? Exit code 1: no."""
+    """Run the ranks of PLAN with the highest memory use, one at a time, on one device. Exit code 1 if the plan does not
+    fit."""
     from pipefit.cli._plans import print_tables
     from pipefit.errors import RunError
     from pipefit.plan.check.rules import load_plan
@@ -47,43 +48,43 @@ def command(
         raise RunError("A rank cannot run there.", where="--device", seen=device, allowed="auto, cpu or cuda")
     plan = _with_prediction(load_plan(path), cluster, local)
     check_ranks(plan, rank or [])
-    place = choose_device(device, 0)
+    target = choose_device(device, 0)
     ranks = rank or critical_ranks(plan)
-    subject = None if record is None else _open_recordable(record, plan, cluster, local, ranks, place.type)
+    subject = None if record is None else _open_recordable(record, plan, cluster, local, ranks, target.type)
     model = captured_model(plan)
-    found = [verify_rank(plan, model, one, place, steps) for one in ranks]
-    fits = all(one.fits_limit for one in found)
-    learned = [] if record is None or subject is None else _record_memory(record, plan, subject, found, place.type)
+    measurements = [verify_rank(plan, model, measurement, target, steps) for measurement in ranks]
+    fits = all(measurement.fits_limit for measurement in measurements)
+    learned = [] if record is None or subject is None else _record_memory(record, plan, subject, measurements, target.type)
     if as_json:
-        facts = {"device": str(place), "fits": fits, "ranks": [_rank_facts(one) for one in found]}
+        facts = {"device": str(target), "fits": fits, "ranks": [_rank_facts(measurement) for measurement in measurements]}
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
         print(plan_headline(plan))
-        print(f"each rank alone on {_device_words(place.type)}: real steps, what other ranks send is made up")
-        print_tables([_memory_table(found)])
-        for line in [*_verdict_lines(plan, found), *learned]:
+        print(f"each rank alone on {_device_words(target.type)}: real steps, what other ranks send is made up")
+        print_tables([_memory_table(measurements)])
+        for line in [*_verdict_lines(plan, measurements), *learned]:
             print(line)
     if not fits:
         sys.exit(1)
 
 
 def _with_prediction(plan: Plan, cluster: str | None, local: int | None) -> Plan:
-    """The plan itself, or with the simulator's prediction where it has none and the cluster is known. A cluster that
-    the user names must be the plan's."""
+    """Return the plan with a prediction; the simulator adds a missing one if the cluster is known. A cluster that the
+    user names must be the plan's."""
     from pipefit.cli._plans import open_subject
     from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 
     named = cluster is not None or local is not None
     if not named and (plan.prediction is not None or not plan.cluster):
         return plan
-    opened, found = open_subject(plan, None, cluster, local)
-    return plan if plan.prediction is not None else add_prediction(plan, opened, simulate_plan(plan, opened, found))
+    opened_model, opened_cluster = open_subject(plan, None, cluster, local)
+    return plan if plan.prediction is not None else add_prediction(plan, opened_model, simulate_plan(plan, opened_model, opened_cluster))
 
 
 def _open_recordable(
     path: Path, plan: Plan, cluster: str | None, local: int | None, ranks: Sequence[int], device: str
 ) -> tuple[Model, Cluster]:
-    """The plan's model and cluster. Raises before anything is run where what is measured could not be recorded."""
+    """Return the plan's model and cluster. Raises, before a rank runs, if the measurements could not be recorded."""
     from pipefit.cli._plans import open_subject
     from pipefit.codec import make_folder
     from pipefit.cost.memory.correction_file import load_memory
@@ -94,15 +95,15 @@ def _open_recordable(
     make_folder(path, "memory file", ClusterError)
     if path.exists():
         load_memory(path)
-    model, found = open_subject(plan, None, cluster, local)
-    check_recordable(plan, found, ranks, device, machine_fingerprint().get("device", ""))
-    return model, found
+    model, opened_cluster = open_subject(plan, None, cluster, local)
+    check_recordable(plan, opened_cluster, ranks, device, machine_fingerprint().get("device", ""))
+    return model, opened_cluster
 
 
 def _record_memory(
     path: Path, plan: Plan, subject: tuple[Model, Cluster], found: Sequence[RankMemory], device: str
 ) -> list[str]:
-    """Keep what was measured, and say what the file knows now."""
+    """Record the measurements, and return lines on the state of the memory file."""
     from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS
     from pipefit.cost.memory.correction_file import record_runs
     from pipefit.profile.environment import machine_fingerprint
@@ -137,27 +138,27 @@ def _memory_table(found: Sequence[RankMemory]) -> TextTable:
     from pipefit.units import format_bytes
 
     rows = []
-    for one in found:
-        if one.measured is None:
+    for measurement in found:
+        if measurement.measured is None:
             figures = ("ran out", "", "")
         else:
-            peak = one.measured.largest_bytes
+            peak = measurement.measured.largest_bytes
             figures = (
                 format_bytes(peak),
-                f"{one.predicted_bytes / peak - 1:+.1%}",
-                f"{peak / one.limit_bytes:.1%}",
+                f"{measurement.predicted_bytes / peak - 1:+.1%}",
+                f"{peak / measurement.limit_bytes:.1%}",
             )
         measured, off, share = figures
         rows.append(
             (
-                str(one.rank),
-                str(one.lane),
-                format_bytes(one.predicted_bytes),
+                str(measurement.rank),
+                str(measurement.lane),
+                format_bytes(measurement.predicted_bytes),
                 measured,
                 off,
-                format_bytes(one.limit_bytes),
+                format_bytes(measurement.limit_bytes),
                 share,
-                "yes" if one.fits_limit else "NO",
+                "yes" if measurement.fits_limit else "NO",
             )
         )
     columns = ("rank", "lane", "predicted", "measured", "prediction off", "limit", "of limit", "fits")
@@ -170,19 +171,19 @@ def _verdict_lines(plan: Plan, found: Sequence[RankMemory]) -> list[str]:
 
     lines = []
     lanes = lane_predictions(plan)
-    seen = {one.lane for one in found if is_fullest(plan, one.device)}
+    seen = {measurement.lane for measurement in found if is_fullest(plan, measurement.device)}
     alike = {(lanes[lane].peak_bytes, lanes[lane].limit_bytes) for lane in seen}
-    others = [i for i, lane in enumerate(lanes) if (lane.peak_bytes, lane.limit_bytes) not in alike]
-    if others:
-        fullest = max((lanes[i] for i in others), key=lambda lane: lane.peak_bytes / lane.limit_bytes)
-        names = ", ".join(map(str, others))
+    unmeasured_lanes = [i for i, lane in enumerate(lanes) if (lane.peak_bytes, lane.limit_bytes) not in alike]
+    if unmeasured_lanes:
+        fullest = max((lanes[i] for i in unmeasured_lanes), key=lambda lane: lane.peak_bytes / lane.limit_bytes)
+        names = ", ".join(map(str, unmeasured_lanes))
         lines.append(
-            f"not run: the fullest device of lane{'s' if len(others) > 1 else ''} {names}; predicted at most "
+            f"not run: the fullest device of lane{'s' if len(unmeasured_lanes) > 1 else ''} {names}; predicted at most "
             f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.limit_bytes)}"
         )
-    if all(one.fits_limit for one in found):
-        return [*lines, "the plan fits" if not others else "the ranks that were run fit"]
-    bad = next(one for one in found if not one.fits_limit)
+    if all(measurement.fits_limit for measurement in found):
+        return [*lines, "the plan fits" if not unmeasured_lanes else "the ranks that were run fit"]
+    bad = next(measurement for measurement in found if not measurement.fits_limit)
     if bad.measured is None:
         words = f"rank {bad.rank} ran out of memory"
     else:

@@ -68,8 +68,9 @@ def data_sheet_kind(name: str) -> tuple[DeviceKind, Link]:
             f"No data sheet is known for the device {name!r}.",
             seen=name,
             allowed=", ".join(SHEETS),
-            next_step=f"did you mean {known[near[0]]}?" if near else "write a cluster file: see
-            docs/reference/clusters.md",
+            next_step=f"did you mean {known[near[0]]}?"
+            if near
+            else "write a cluster file: see docs/reference/clusters.md",
         )
     key = known[name.lower()]
     sheet = SHEETS[key]

@@ -76,7 +76,7 @@ class LabCalibration:
     def is_good(self) -> bool:
         """True if all links are within 10 % and all devices within 2 %."""
         return all(abs(pair.relative_error) <= LINKS_WITHIN for pair in self.pairs) and all(
-            abs(each.relative_error) <= PACE_WITHIN for each in self.devices
+            abs(device.relative_error) <= PACE_WITHIN for device in self.devices
         )
 
 
@@ -89,11 +89,11 @@ def requested_rates(lab: LabFile) -> dict[Pair, float]:
     for a, row in enumerate(rates.pair):
         for b, rate in enumerate(row):
             if a != b:
-                way = [rate]
+                path_rates = [rate]
                 if racks.get(names[a]) != racks.get(names[b]):
-                    way += [rates.up[racks[names[a]]]] if names[a] in racks else []
-                    way += [rates.down[racks[names[b]]]] if names[b] in racks else []
-                result[a, b] = min(way)
+                    path_rates += [rates.up[racks[names[a]]]] if names[a] in racks else []
+                    path_rates += [rates.down[racks[names[b]]]] if names[b] in racks else []
+                result[a, b] = min(path_rates)
     return result
 
 
@@ -110,10 +110,10 @@ def pair_rounds(lab: LabFile) -> list[list[Pair]]:
             if racks.get(names[a]) != racks.get(names[b]):
                 used |= {("up", racks[names[a]])} if names[a] in racks else set()
                 used |= {("down", racks[names[b]])} if names[b] in racks else set()
-            for pairs, taken in result:
-                if not taken & used:
+            for pairs, occupied in result:
+                if not occupied & used:
                     pairs.append((a, b))
-                    taken |= used
+                    occupied |= used
                     break
             else:
                 result.append(([(a, b)], used))
@@ -131,20 +131,20 @@ def calibrate_lab(
 ) -> LabCalibration:
     """Measure the links and the pace of a running lab."""
     wanted, plan = requested_rates(lab.file), pair_rounds(lab.file)
-    found: list[PairCheck] = []
+    checks: list[PairCheck] = []
     if plan:
         with open_streams(lab) as hosts:
             for done, pairs in enumerate(plan, 1):
-                found += _measure_round(hosts, pairs, wanted, seconds)
+                checks += _measure_round(hosts, pairs, wanted, seconds)
                 show(f"links: round {done} of {len(plan)}")
     show("pace of the devices")
-    return LabCalibration(tuple(sorted(found, key=lambda pair: (pair.source, pair.target))), tuple(_check_paces(lab)))
+    return LabCalibration(tuple(sorted(checks, key=lambda pair: (pair.source, pair.target))), tuple(_check_paces(lab)))
 
 
 def as_data(lab: Lab, result: LabCalibration) -> dict[str, Any]:
     """Return a calibration as JSON data."""
     errors = [abs(pair.relative_error) for pair in result.pairs]
-    paces = [abs(each.relative_error) for each in result.devices]
+    paces = [abs(device.relative_error) for device in result.devices]
     return {
         "lab": lab.file.cluster.name,
         "hosts": len(lab.file.cluster.hosts),
@@ -156,7 +156,7 @@ def as_data(lab: Lab, result: LabCalibration) -> dict[str, Any]:
             "mean_error": _mean_of(paces),
             "max_error": max(paces, default=0.0),
             "allowed": PACE_WITHIN,
-            "late": sum(each.late for each in result.devices),
+            "late": sum(device.late for device in result.devices),
         },
         "pairs": [
             {
@@ -216,12 +216,12 @@ def _check_paces(lab: Lab) -> list[PaceCheck]:
     paced = [rank.device for rank in launch.ranks_of(lab) if lab.file.cluster.hosts[rank.host].kind in lab.file.devices]
     if not paced:
         return []
-    said: list[str] = []
+    output: list[str] = []
     with scratch_folder(lab) as folder:
         command = ["python", "-m", "pipefit.lab.drill", str(ACTIONS)]
-        code = launch.run_command(lab, command, devices=paced, counts=folder, say=said.append, preload=())
+        code = launch.run_command(lab, command, devices=paced, counts=folder, say=output.append, preload=())
         if code:
-            raise LabError("The check of the pace failed.", where=str(lab.path), seen="\n".join(said[-5:]))
+            raise LabError("The check of the pace failed.", where=str(lab.path), seen="\n".join(output[-5:]))
         counts = read_counts(folder)
     return [PaceCheck(d, c["emulated_s"], c["taken_s"], c["late"]) for d, c in sorted(counts.items())]
 

@@ -70,8 +70,8 @@ def ranks_of(lab: Lab, devices: Sequence[int] = ()) -> list[LabRank]:
 def rank_environment(lab: Lab, ranks: Sequence[LabRank], rank: LabRank, counts: Path | None = None) -> dict[str, str]:
     """Return the environment of a rank: the variables that torchrun sets, plus host, device kind, gloo's interface and
     the lab file."""
-    hosts = list(dict.fromkeys(other.host for other in ranks))
-    beside = [other.rank for other in ranks if other.host == rank.host]
+    hosts = list(dict.fromkeys(peer.host for peer in ranks))
+    beside = [peer.rank for peer in ranks if peer.host == rank.host]
     host = lab.file.cluster.hosts[rank.host]
     group, first = str(hosts.index(rank.host)), ranks[0]
     result = {
@@ -130,12 +130,12 @@ def run_command(
             for rank, pipe in zip(ranks, pipes, strict=True)
         ],
     }
-    herd = _RankGroup(ranks, [pipe[0] for pipe in pipes], say, grace_s)
+    group = _RankGroup(ranks, [pipe[0] for pipe in pipes], say, grace_s)
     try:
-        herd.start_all(orders, [pipe[1] for pipe in pipes])
-        return herd.wait_all()
+        group.start_all(orders, [pipe[1] for pipe in pipes])
+        return group.wait_all()
     finally:
-        herd.end_all()
+        group.end_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class _RankGroup:
                 self._signal_ranks(steps.pop(0))
                 deadline = time.monotonic() + self.grace_s
         if len(self.codes) < len(self.ranks) and self.failed is None:
-            return 1  # the nursery died, and all with it
+            return 1  # the nursery died, and its ranks with it
         return self.failed or 0
 
     def end_all(self) -> None:
@@ -263,6 +263,6 @@ class _RankGroup:
         code = int(value)
         self.codes[int(rank)] = code
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pids[int(rank)], signal.SIGKILL)  # what it left behind in its session
+            os.killpg(self.pids[int(rank)], signal.SIGKILL)  # processes that it left in its session
         if code and self.failed is None:
             self.failed = 128 - code if code < 0 else code

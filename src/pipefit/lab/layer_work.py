@@ -29,22 +29,22 @@ def stage_layer_s(
 
 def exchange_count(graph: Any, kind: str, sizes: Mapping[str, int], recompute: Any = "none") -> int:
     """Return the number of collectives over the shard axis that a layer runs in an action."""
-    each = [operator_exchanges(graph, operator, sizes, "float32") for operator in graph.operators]
-    again = sum(len(each[index].forward) for index in kept_values(graph, recompute, 4).again)
+    exchanges = [operator_exchanges(graph, operator, sizes, "float32") for operator in graph.operators]
+    again = sum(len(exchanges[index].forward) for index in kept_values(graph, recompute, 4).again)
     counts = {
-        "F": sum(len(one.forward) for one in each),
-        "I": sum(len(one.input_gradient) for one in each) + again,
-        "W": sum(len(one.weight_gradient) for one in each),
+        "F": sum(len(exchange.forward) for exchange in exchanges),
+        "I": sum(len(exchange.input_gradient) for exchange in exchanges) + again,
+        "W": sum(len(exchange.weight_gradient) for exchange in exchanges),
     }
     return counts["I"] + counts["W"] if kind == "B" else counts[kind]
 
 
 def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
     """Return the work of a layer for each of F, I and W. A layer whose parameters are all frozen has no W."""
-    whole = graph_flops(graph, sizes)
-    found = [op for op in graph.operators if op.kind in ("attention", "packed_attention")]
-    attention = [operator_flops(graph, op, sizes) for op in found]
-    causal = bool(found) and all(op.attributes.get("causal", False) for op in found)
+    total = graph_flops(graph, sizes)
+    attention_operators = [op for op in graph.operators if op.kind in ("attention", "packed_attention")]
+    attention = [operator_flops(graph, op, sizes) for op in attention_operators]
+    causal = bool(attention_operators) and all(op.attributes.get("causal", False) for op in attention_operators)
     tokens = sizes["B"] * sizes["T"]
     frozen = bool(graph.parameters) and not any(spec.trainable for spec in graph.parameters)
     context = sizes["P"] + sizes["T"]
@@ -55,7 +55,7 @@ def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
     for kind, field in (("F", "forward"), ("I", "input_gradient"), ("W", "weight_gradient")):
         inner = float(sum(getattr(flops, field) for flops in attention))
         result[kind] = LayerFacts(
-            dense_flops=getattr(whole, field) - inner,
+            dense_flops=getattr(total, field) - inner,
             attention_flops=inner,
             traffic_bytes=_TRAFFIC[kind] * traffic,
             tokens=0 if frozen and kind == "W" else tokens,

@@ -119,15 +119,15 @@ def hold_lab(lab: Lab) -> Iterator[None]:
     netns.require_namespaces()
     remove_abandoned()
     with _signals_stop(), _lock_lab(lab.path):
-        own = not is_standing(lab)
+        is_temporary = not is_standing(lab)
         try:
-            if own:
+            if is_temporary:
                 remove_lab(lab.path)
                 _make_lab(lab)
             yield
         finally:
             with _ignore_signals():
-                if own:
+                if is_temporary:
                     remove_lab(lab.path)
 
 
@@ -156,16 +156,16 @@ def remove_abandoned() -> list[str]:
     """Delete the labs of commands whose process was killed; their lock names a dead process. Labs from `bring_up` stay.
     Returns the names of the removed namespaces."""
     names = []
-    for place in state_folder().glob("*.lock"):
-        ident = place.stem
+    for lock_path in state_folder().glob("*.lock"):
+        ident = lock_path.stem
         if _state_path(ident).exists():
             continue
-        with contextlib.suppress(OSError), place.open("r+") as handle:
+        with contextlib.suppress(OSError), lock_path.open("r+") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = handle.read().strip()
             if owner.isdigit() and not Path("/proc", owner).exists():
                 names += _remove_parts(ident)
-                place.unlink()
+                lock_path.unlink()
     return names
 
 
@@ -195,8 +195,8 @@ def describe_lab(lab: Lab) -> list[str]:
         f"packets of {network.packet_bytes(lab.file)} bytes"
     ]
     for h, host in enumerate(cluster.hosts):
-        ways = [rate for rate in rates.pair[h] if rate]
-        to = f"to others {format_bandwidth(min(ways))} to {format_bandwidth(max(ways))}, " if ways else ""
+        host_rates = [rate for rate in rates.pair[h] if rate]
+        to = f"to others {format_bandwidth(min(host_rates))} to {format_bandwidth(max(host_rates))}, " if host_rates else ""
         paced = "paced" if host.kind in lab.file.devices else "not paced"
         lines.append(
             f"  {host.name}: {lab.namespace_of(h)}, {network.device_address(h)}, {host.devices} x {host.kind} "
@@ -261,14 +261,14 @@ def _lock_lab(path: str | Path) -> Iterator[None]:
     """Lock the lab for one process. The lock file is removed on release."""
     folder = state_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"{lab_id(path)}.lock"
-    with _open_locked(place, path) as handle:
+    lock_path = folder / f"{lab_id(path)}.lock"
+    with _open_locked(lock_path, path) as handle:
         handle.write(str(os.getpid()))
         handle.flush()
         try:
             yield
         finally:
-            place.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -291,7 +291,7 @@ def _open_locked(place: Path, path: str | Path) -> IO[str]:
             handle.seek(0)
             handle.truncate()
             return handle
-        handle.close()  # its last owner has removed the file in between
+        handle.close()  # its last owner removed the file after we opened it
 
 
 def _read_owner(handle: IO[str]) -> str:

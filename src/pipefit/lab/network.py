@@ -167,7 +167,7 @@ def host_lines(lab: LabFile, host: int) -> list[str]:
         f"link set {_cable_lines('eth0', packet)} up",
     ]
     for device in range(lab.cluster.hosts[host].devices):
-        # One address of the network joins the hosts; the others belong to the host alone, and all hosts route to it.
+        # Only the first address has the network's prefix. The others are /32 on this host, and all hosts route to it.
         length = 16 if device == 0 else 32
         lines.append(f"addr add {device_address(host, device)}/{length} dev eth0 label {device_interface(device)}")
     lines.append(f"route replace {NETWORK}.0.0/16 dev eth0 src {device_address(host)} rto_min {RTO_MIN_S}s")
@@ -201,13 +201,13 @@ def hub_shaping(lab: LabFile) -> list[str]:
     lines = []
     for b in range(len(names)):
         leaves = [_HtbLeaf(f"src {NETWORK}.{a}.0/24", rates.pair[a][b]) for a in range(len(names)) if rates.pair[a][b]]
-        # Each at the port's own rate: what a sender may send is shaped where it leaves.
+        # Each class has the port's rate: senders are shaped on their own side.
         lines += _htb_tree(
             f"host{b}", rates.receive[b], [_HtbLeaf(leaf.match, rates.receive[b]) for leaf in leaves], packet
         )
     for index, rack in enumerate(lab.uplinks):
-        for device, way, rate in ((f"up{index}", "src", rates.up[index]), (f"down{index}", "dst", rates.down[index])):
-            leaves = [_HtbLeaf(f"{way} {NETWORK}.{names[host]}.0/24", rate) for host in rack.hosts]
+        for device, match, rate in ((f"up{index}", "src", rates.up[index]), (f"down{index}", "dst", rates.down[index])):
+            leaves = [_HtbLeaf(f"{match} {NETWORK}.{names[host]}.0/24", rate) for host in rack.hosts]
             lines += _htb_tree(device, rate, leaves, packet)
     return lines
 
@@ -241,21 +241,21 @@ def _htb_tree(device: str, rate: float, leaves: list[_HtbLeaf], packet: int, bur
         f"class add dev {device} parent 1: classid 1:1 {_htb_rates(rate, rate, packet, burst_s)}",
     ]
     for index, leaf in enumerate(leaves):
-        place = f"1:{0x10 + index:x}"
-        own = min(leaf.rate, rate / len(leaves))
+        class_id = f"1:{0x10 + index:x}"
+        guaranteed = min(leaf.rate, rate / len(leaves))
         lines.append(
-            f"class add dev {device} parent 1:1 classid {place} "
-            f"{_htb_rates(own, min(leaf.rate, rate), packet, burst_s)}"
+            f"class add dev {device} parent 1:1 classid {class_id} "
+            f"{_htb_rates(guaranteed, min(leaf.rate, rate), packet, burst_s)}"
         )
-        lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 match ip {leaf.match} flowid {place}")
+        lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 match ip {leaf.match} flowid {class_id}")
     return lines
 
 
 def _htb_rates(rate: float, ceiling: float, packet: int, burst_s: float) -> str:
-    whole = packet + 14
-    raised = whole / (packet + 14 - HEADERS_BYTES)
+    frame_bytes = packet + 14
+    raised = frame_bytes / (packet + 14 - HEADERS_BYTES)
     words = []
     for name, burst, value in (("rate", "burst", rate), ("ceil", "cburst", ceiling)):
         bytes_per_s = value * raised
-        words.append(f"{name} {max(8, round(bytes_per_s * 8))}bit {burst} {max(whole, round(bytes_per_s * burst_s))}b")
-    return f"htb {' '.join(words)} quantum {whole}"
+        words.append(f"{name} {max(8, round(bytes_per_s * 8))}bit {burst} {max(frame_bytes, round(bytes_per_s * burst_s))}b")
+    return f"htb {' '.join(words)} quantum {frame_bytes}"

@@ -34,11 +34,11 @@ def main() -> None:
     pids: dict[int, int] = {}
     for rank, order in enumerate(orders["ranks"]):
         sys.stdout.flush()
-        own = os.getpid()
+        nursery_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(report)
-            enter_rank(order, [other["output"] for other in orders["ranks"]], own)
+            enter_rank(order, [entry["output"] for entry in orders["ranks"]], nursery_pid)
             if orders["first"]:
                 raise_priority()
             run_here(order["command"])
@@ -72,10 +72,10 @@ def enter_rank(order: dict[str, Any], outputs: list[int], parent: int) -> None:
     os.dup2(nothing, 0)
     os.dup2(order["output"], 1)
     os.dup2(order["output"], 2)
-    for other in (nothing, *outputs):
-        if other > 2:
+    for descriptor in (nothing, *outputs):
+        if descriptor > 2:
             try:
-                os.close(other)
+                os.close(descriptor)
             except OSError:
                 continue
     os.environ.update(order["environment"])

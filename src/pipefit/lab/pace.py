@@ -131,7 +131,7 @@ class EmulatedDevice:
         self._woke = time.perf_counter()
         self._debt_s = overslept_s
         if marks is not None:
-            # What came after the last layer was starting its reduction, which is no work of the device.
+            # The time after the last layer started its reduction; that is not device work.
             late_s = marks.late_s if marks.late_s > LAYER_SHARE * seconds else 0.0
             self._debt_s = overslept_s or marks.overslept_s
         counts = self.counts
@@ -238,9 +238,9 @@ class PacedStage:
             recompute, still = self._program.recompute, 0 if kind == "F" else self._program.frozen
             self._known[key] = [
                 0.0
-                if place < still
+                if index < still
                 else stage_layer_s(self._device.table, layer.graph, kind, self._own_sizes(layer, sizes), recompute)
-                for place, layer in enumerate(self._program.layers)
+                for index, layer in enumerate(self._program.layers)
             ]
         return self._known[key]
 
@@ -251,21 +251,21 @@ class PacedStage:
         evenly over the time of their layer. The list is empty if an earlier action of this key ran another number of
         collectives."""
         if key not in self._arrivals:
-            found, begin_s = [], self._device.table.action_s
-            places = range(len(layers_s)) if kind == "F" else range(len(layers_s) - 1, -1, -1)
-            for place in places:
-                runs = kind == "F" or place >= self._program.frozen
-                count = self._exchange_count(place, kind, sizes) if runs else 0
-                found += [begin_s + (turn + 0.5) / count * layers_s[place] for turn in range(count)]
-                begin_s += layers_s[place]
-            self._arrivals[key] = found
+            arrivals, begin_s = [], self._device.table.action_s
+            indices = range(len(layers_s)) if kind == "F" else range(len(layers_s) - 1, -1, -1)
+            for index in indices:
+                runs = kind == "F" or index >= self._program.frozen
+                count = self._exchange_count(index, kind, sizes) if runs else 0
+                arrivals += [begin_s + (turn + 0.5) / count * layers_s[index] for turn in range(count)]
+                begin_s += layers_s[index]
+            self._arrivals[key] = arrivals
         return self._arrivals[key]
 
     def _exchange_count(self, place: int, kind: str, sizes: Mapping[str, int]) -> int:
         if (place, kind) not in self._counts:
             layer = self._program.layers[place]
-            own = self._own_sizes(layer, sizes)
-            self._counts[place, kind] = exchange_count(layer.graph, kind, own, self._program.recompute)
+            layer_sizes = self._own_sizes(layer, sizes)
+            self._counts[place, kind] = exchange_count(layer.graph, kind, layer_sizes, self._program.recompute)
         return self._counts[place, kind]
 
     def _own_sizes(self, layer: Any, sizes: Mapping[str, int]) -> Mapping[str, int]:
@@ -286,8 +286,8 @@ class PacedStage:
 
 def _shared_sizes(shard: Any, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return a device's part of the sizes that are split by shares."""
-    whole = {str(part): sizes[str(name)] for name, part in LOCAL.items() if name in sizes}
-    return whole if shard is None else {part: shard.length(size) for part, size in whole.items()}
+    full_sizes = {str(part): sizes[str(name)] for name, part in LOCAL.items() if name in sizes}
+    return full_sizes if shard is None else {part: shard.length(size) for part, size in full_sizes.items()}
 
 
 def _packed_sizes(feed: Any) -> dict[str, int]:
@@ -295,9 +295,9 @@ def _packed_sizes(feed: Any) -> dict[str, int]:
     row."""
     data = getattr(feed, "data", {})
     meeting = (("I", "image_places"), ("L", "condition_places"))
-    found = {symbol: int(data[name].shape[1]) for symbol, name in meeting if name in data}
+    packed = {symbol: int(data[name].shape[1]) for symbol, name in meeting if name in data}
     lengths = getattr(feed, "image_lengths", None)
-    return found if lengths is None else {**found, SQUARES: sum(length * length for length in lengths)}
+    return packed if lengths is None else {**packed, SQUARES: sum(length * length for length in lengths)}
 
 
 def emulated_device() -> EmulatedDevice | None:
@@ -311,21 +311,21 @@ def emulated_device() -> EmulatedDevice | None:
 
 def pace_program(program: T) -> T:
     """Return the stage program paced by this process's emulated device, or unchanged if there is none."""
-    found = emulated_device()
-    return program if found is None else PacedStage(program, found)  # type: ignore[return-value]
+    device = emulated_device()
+    return program if device is None else PacedStage(program, device)  # type: ignore[return-value]
 
 
 def step_pacer(elements: int) -> Callable[[Any, float], None] | None:
     """Return a callback for `Worker.pace` that gives the optimizer step over `elements` numbers the time of the
     emulated device."""
-    found = emulated_device()
-    if found is None:
+    device = emulated_device()
+    if device is None:
         return None
-    seconds = elements * OPTIMIZER_BYTES / found.table.memory_bytes_per_s
+    seconds = elements * OPTIMIZER_BYTES / device.table.memory_bytes_per_s
 
     def pace_step(action: Any, duration_s: float) -> None:
         if action.kind == "STEP":
-            found.wait_until(time.perf_counter() - duration_s + seconds)
+            device.wait_until(time.perf_counter() - duration_s + seconds)
 
     return pace_step
 
@@ -333,13 +333,13 @@ def step_pacer(elements: int) -> Callable[[Any, float], None] | None:
 def pace_collective(call: Callable[[], T]) -> T:
     """Run `call`, a collective inside a stage, and return its result. An emulated device starts it when it reaches it;
     the time of `call` is not counted as device time."""
-    found = emulated_device()
-    if found is None:
+    device = emulated_device()
+    if device is None:
         return call()
-    found.await_collective()
+    device.await_collective()
     start = time.perf_counter()
     result = call()
-    found.exchange_s += time.perf_counter() - start
+    device.exchange_s += time.perf_counter() - start
     return result
 
 
@@ -351,13 +351,13 @@ def own_time() -> float:
 def judge_counts(counts: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
     """Return (is the run valid, summary) from the counts of all ranks."""
     actions, late = sum(c["actions"] for c in counts), sum(c["late"] for c in counts)
-    taken, emulated = sum(c["taken_s"] for c in counts), sum(c["emulated_s"] for c in counts)
+    real_s, emulated_s = sum(c["taken_s"] for c in counts), sum(c["emulated_s"] for c in counts)
     if not actions:
         return True, "no paced action"
     worst = max(c["worst_s"] for c in counts)
     words = (
         f"{actions} paced actions, {late} ({late / actions:.2%}) with more real work than the emulated device takes"
-        f"{f', by up to {worst * 1e3:.1f} ms' if late else ''}; in all {taken / emulated:.4f} of the emulated time"
+        f"{f', by up to {worst * 1e3:.1f} ms' if late else ''}; in all {real_s / emulated_s:.4f} of the emulated time"
     )
     return late <= INVALID_SHARE * actions, words
 
@@ -376,13 +376,13 @@ def _load_device(path: str, kind: str, number: int) -> EmulatedDevice | None:
     if table is None:
         return None
     memory = int(lab.cluster.kinds[kind].memory_bytes / lab.size_scale)
-    found = EmulatedDevice(table, seed=lab.seed, number=number, memory_bytes=memory)
+    device = EmulatedDevice(table, seed=lab.seed, number=number, memory_bytes=memory)
     _fine_timer()
     folder = os.environ.get("PIPEFIT_LAB_COUNTS", "")
     if folder:
-        place = Path(folder) / f"{number}.json"
-        atexit.register(lambda: place.write_text(json.dumps(asdict(found.counts)) + "\n", encoding="utf-8"))
-    return found
+        counts_path = Path(folder) / f"{number}.json"
+        atexit.register(lambda: counts_path.write_text(json.dumps(asdict(device.counts)) + "\n", encoding="utf-8"))
+    return device
 
 
 def _fine_timer() -> None:

@@ -161,32 +161,32 @@ def _name_problems(
 def _rack_problems(lab: LabFile, hosts: Sequence[str], where: str) -> Iterator[LabError]:
     seen: dict[str, str] = {}
     for index, rack in enumerate(lab.uplinks):
-        place = f"{where}: uplinks[{index}] ({rack.name})"
-        yield from _name_problems(dict.fromkeys(rack.hosts), hosts, "host", f"{place}.hosts")
+        rack_where = f"{where}: uplinks[{index}] ({rack.name})"
+        yield from _name_problems(dict.fromkeys(rack.hosts), hosts, "host", f"{rack_where}.hosts")
         for host in rack.hosts:
             if host in seen:
                 yield LabError(
-                    "A host is in one rack only.", where=f"{place}.hosts", seen=f"{host}, also in {seen[host]}"
+                    "A host is in one rack only.", where=f"{rack_where}.hosts", seen=f"{host}, also in {seen[host]}"
                 )
             seen[host] = rack.name
 
 
 def _rate_problems(lab: LabFile, where: str) -> Iterator[LabError]:
     for name, port in lab.ports.items():
-        for way in ("send_bytes_per_s", "receive_bytes_per_s"):
-            value = getattr(port, way)
+        for field_name in ("send_bytes_per_s", "receive_bytes_per_s"):
+            value = getattr(port, field_name)
             if value is not None:
-                yield from _check_rate(value, lab.size_scale, f"{where}: ports.{name}.{way}")
+                yield from _check_rate(value, lab.size_scale, f"{where}: ports.{name}.{field_name}")
     for index, rack in enumerate(lab.uplinks):
-        for way in ("up_bytes_per_s", "down_bytes_per_s"):
-            yield from _check_rate(getattr(rack, way), lab.size_scale, f"{where}: uplinks[{index}].{way}")
+        for field_name in ("up_bytes_per_s", "down_bytes_per_s"):
+            yield from _check_rate(getattr(rack, field_name), lab.size_scale, f"{where}: uplinks[{index}].{field_name}")
     names = [host.name for host in lab.cluster.hosts]
     for rail in lab.cluster.rails:
         for a, row in enumerate(rail.bandwidth_bytes_per_s):
             for b, value in enumerate(row):
                 if a != b:
-                    place = f"{where}: cluster.rails ({rail.name}).bandwidth_bytes_per_s[{a}][{b}]"
-                    yield from _check_rate(value, lab.size_scale, f"{place}, {names[a]} -> {names[b]}")
+                    cell = f"{where}: cluster.rails ({rail.name}).bandwidth_bytes_per_s[{a}][{b}]"
+                    yield from _check_rate(value, lab.size_scale, f"{cell}, {names[a]} -> {names[b]}")
 
 
 def _check_rate(value: float, scale: float, where: str) -> Iterator[LabError]:

@@ -35,7 +35,7 @@ class HostStreams:
 
     def __init__(self, lab: Lab, told: Sequence[socket.socket]) -> None:
         self._lab, self._told = lab, told
-        self._files = [each.makefile("rw") for each in told]
+        self._files = [connection.makefile("rw") for connection in told]
 
     def measure_rates(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, float]:
         """Return the payload bytes per second of each ordered pair of hosts while all pairs stream at once.
@@ -47,7 +47,7 @@ class HostStreams:
             targets = [network.device_address(target) for origin, target in pairs if origin == source]
             self._files[source].write(json.dumps({"targets": targets, "seconds": seconds}) + "\n")
             self._files[source].flush()
-        found: dict[Pair, float] = {}
+        rates: dict[Pair, float] = {}
         for source in senders:
             answer = json.loads(self._files[source].readline() or '{"error": "the process is gone"}')
             if "error" in answer:
@@ -55,8 +55,8 @@ class HostStreams:
                     "A stream failed.", where=self._lab.file.cluster.hosts[source].name, seen=answer["error"]
                 )
             targets_of = [target for origin, target in pairs if origin == source]
-            found |= {(source, target): rate for target, rate in zip(targets_of, answer["rates"], strict=True)}
-        return found
+            rates |= {(source, target): rate for target, rate in zip(targets_of, answer["rates"], strict=True)}
+        return rates
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def open_streams(lab: Lab) -> Iterator[HostStreams]:
         door.bind(str(folder / "door"))
         door.listen(count)
         door.settimeout(START_S)
-        told: dict[int, socket.socket] = {}
+        connections: dict[int, socket.socket] = {}
         try:
             for h in range(count):
                 command = [sys.executable, "-m", "pipefit.lab.streams", str(folder / "door"), str(h)]
@@ -76,20 +76,20 @@ def open_streams(lab: Lab) -> Iterator[HostStreams]:
                     subprocess.Popen([*netns.exec_words(lab.namespace_of(h)), *command, str(os.getpid())], stdin=-3)
                 )
             for _ in range(count):
-                each, _ = door.accept()
-                each.settimeout(START_S + 600)
-                told[int(each.recv(16))] = each
-            yield HostStreams(lab, [told[h] for h in range(count)])
+                connection, _ = door.accept()
+                connection.settimeout(START_S + 600)
+                connections[int(connection.recv(16))] = connection
+            yield HostStreams(lab, [connections[h] for h in range(count)])
         except TimeoutError:
             raise LabError(
-                "A host of the lab did not answer.", where=str(lab.path), seen=f"{len(told)} of {count}"
+                "A host of the lab did not answer.", where=str(lab.path), seen=f"{len(connections)} of {count}"
             ) from None
         finally:
             for process in running:
                 process.kill()
                 process.wait()
-            for each in told.values():
-                each.close()
+            for connection in connections.values():
+                connection.close()
 
 
 def main(door: str, host: int, parent: int) -> None:
@@ -102,10 +102,10 @@ def main(door: str, host: int, parent: int) -> None:
     listener.bind(("0.0.0.0", PORT))
     listener.listen(64)
     threading.Thread(target=_receive_all, args=(listener,), daemon=True).start()
-    with socket.socket(socket.AF_UNIX) as told:
-        told.connect(door)
-        told.send(str(host).encode())
-        with told.makefile("rw") as lines:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(door)
+        connection.send(str(host).encode())
+        with connection.makefile("rw") as lines:
             for line in lines:
                 lines.write(json.dumps(_send_all(**json.loads(line))) + "\n")
                 lines.flush()
@@ -115,13 +115,13 @@ def _send_all(targets: Sequence[str], seconds: float) -> dict[str, object]:
     rates: list[float] = [0.0] * len(targets)
     errors: list[str] = []
 
-    def send_to(place: int) -> None:
+    def send_to(index: int) -> None:
         try:
-            rates[place] = _send_stream(targets[place], seconds)
+            rates[index] = _send_stream(targets[index], seconds)
         except OSError as error:
-            errors.append(f"to {targets[place]}: {error}")
+            errors.append(f"to {targets[index]}: {error}")
 
-    threads = [threading.Thread(target=send_to, args=(place,)) for place in range(len(targets))]
+    threads = [threading.Thread(target=send_to, args=(index,)) for index in range(len(targets))]
     for thread in threads:
         thread.start()
     for thread in threads:

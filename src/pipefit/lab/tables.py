@@ -3,7 +3,7 @@ purpose.
 
 The planner fits piecewise linear curves in tokens plus attention. Here the rate saturates along a Hill curve with a
 separate exponent for every kind of action, arithmetic and memory traffic combine in a p-norm, and attention slows with
-its context. The device warms up: the first actions of a step are faster than later ones. All functions are pure.
+its context. A cool device is faster: the first actions of a step take less time than later ones. Functions are pure.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ class DeviceTable:
         for name in ("layer_s", "action_s", "attention_fade"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 yield LabError("This figure must not be negative.", where=f"{where}.{name}", seen=getattr(self, name))
-        for name, most in (("boost", 0.5), ("jitter", 0.2), ("fusion", 2.0), ("masked_share", 1.0)):
-            if not 0 <= getattr(self, name) <= most:
+        for name, largest in (("boost", 0.5), ("jitter", 0.2), ("fusion", 2.0), ("masked_share", 1.0)):
+            if not 0 <= getattr(self, name) <= largest:
                 yield LabError(
                     "This share is impossible.",
                     where=f"{where}.{name}",
                     seen=getattr(self, name),
-                    allowed=f"0 to {most:g}",
+                    allowed=f"0 to {largest:g}",
                 )
         for name in ("sharpness", "factor"):
-            given = getattr(self, name)
-            if sorted(given) != ["F", "I", "W"] or min(given.values(), default=0) <= 0:
+            values = getattr(self, name)
+            if sorted(values) != ["F", "I", "W"] or min(values.values(), default=0) <= 0:
                 yield LabError(
-                    "A figure above zero is needed for each of F, I and W.", where=f"{where}.{name}", seen=dict(given)
+                    "A figure above zero is needed for each of F, I and W.", where=f"{where}.{name}", seen=dict(values)
                 )
 
     def layer_time_s(self, kind: str, facts: Mapping[str, LayerFacts]) -> float:

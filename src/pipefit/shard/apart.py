@@ -207,6 +207,6 @@ def _mixing_error(seen: str, where: str) -> PlanError:
         where=where,
         seen=seen,
         allowed="independent rows, and a loss that is a sum over rows",
-        next_step="remove it; write the mean of a loss as cross_entropy(...) or mse_loss(...)
-        (docs/reference/models.md)",
+        next_step="remove it; write the mean of a loss as cross_entropy(...) or mse_loss(...) "
+        "(docs/reference/models.md)",
     )

@@ -1,1 +1,1 @@
-"""show/: what was predicted beside what was measured: the HTML report, Perfetto traces, comparisons."""
+"""Display of predictions beside measurements: the HTML report, Perfetto traces, comparisons."""

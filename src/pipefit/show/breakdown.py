@@ -1,7 +1,7 @@
-"""Where the time of a step goes on every device: compute, exposed communication, idle, optimizer, data.
+"""Breakdown of a step on every device: compute, exposed communication, idle, optimizer, data.
 
-The parts of a device add up to the step. Communication counts only where it is exposed: while the device computes,
-a transfer or reduction beside it costs nothing.
+The parts of a device add up to the step. Communication counts only while exposed: a transfer or reduction that overlaps
+with compute costs nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pipefit.show.trace import Floats, StepTrace, TraceRow
 from pipefit.simulate.timeline import Timeline
 
 PARTS = ("compute", "communication", "idle", "optimizer", "data")
-"""In the order in which they are shown; `communication` is the exposed part of it."""
+"""Parts in display order; `communication` is exposed communication."""
 
 Runs = list[tuple[float, float]]
 
 Transfer = tuple[str, int, int, str, int, int]
-"""(way, from stage, to stage, tensor, microbatch, slice)."""
+"""(direction, from stage, to stage, tensor, microbatch, slice)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBreakdown:
-    """The parts of one lane's or device's step, in seconds."""
+    """Parts of one lane's or device's step, in seconds."""
 
     lane: int
     device: int | None
@@ -39,7 +39,7 @@ class StepBreakdown:
 
 
 def predicted_breakdown(timeline: Timeline) -> tuple[StepBreakdown, ...]:
-    """One entry a lane. Idle is what the simulator's idle time leaves after exposed transfers and reductions."""
+    """Return one entry per lane. Idle is the simulator's idle time less exposed transfers and reductions."""
     result = []
     for lane, actions in enumerate(timeline.schedule.lanes):
         start_s, stop_s = timeline.starts_s[lane], timeline.stops_s[lane]
@@ -65,26 +65,27 @@ def predicted_breakdown(timeline: Timeline) -> tuple[StepBreakdown, ...]:
 
 
 def measured_breakdown(trace: StepTrace, plan: Plan) -> tuple[StepBreakdown, ...]:
-    """One entry a device.
+    """Return one entry per device.
 
-    An action that had to wait for data was idle until the sender began to send, and in exposed communication after
-    that. Where waits were not recorded, the second part cannot be told from computing and counts as compute. In NORM
-    a device is idle until the last one arrives; the rest of it is waiting for reductions.
+    The wait of an action is idle time until the sender begins to send, and exposed communication after that. If waits
+    were not recorded, the second part cannot be told from computing and counts as compute. In NORM a device is idle
+    until the last device arrives; the rest is waiting for reductions.
     """
     sends = _send_starts(trace.rows, plan)
-    whole = trace.stop_s
+    step_s = trace.stop_s
     result = []
     for row in with_waits(trace, plan).rows:
         seconds = _measured_parts(row, _early_s(row, _sent_s(row, sends, plan)))
         facts = trace.facts.get(row.device) if row.device is not None else None
         seconds["data"] = (facts.data_s or 0.0) if facts else 0.0
-        seconds["idle"] += max(0.0, whole + seconds["data"] - sum(seconds.values()))
+        seconds["idle"] += max(0.0, step_s + seconds["data"] - sum(seconds.values()))
         result.append(StepBreakdown(lane=row.lane, device=row.device, seconds=seconds))
     return tuple(result)
 
 
 def with_waits(trace: StepTrace, plan: Plan) -> StepTrace:
-    """The trace with what is known of every action's waiting: recorded, or until its sender began; and in NORM."""
+    """Return the trace with the wait of every action: as recorded, or until its sender began. In NORM the wait is for
+    the last device."""
     sends = _send_starts(trace.rows, plan)
     norms = [_action_runs(row.actions, row.start_s, row.stop_s, ("NORM",)) for row in trace.rows]
     last_norm_s = max((start for runs in norms for start, _ in runs), default=0.0)
@@ -99,12 +100,12 @@ def with_waits(trace: StepTrace, plan: Plan) -> StepTrace:
 
 
 def _early_s(row: TraceRow, sent_s: Floats) -> Floats:
-    """How long each action had begun before its sender did, at most its whole duration."""
+    """Return the time by which each action began before its sender, at most its full duration."""
     return np.minimum(np.maximum(sent_s - row.start_s, 0.0), row.stop_s - row.start_s)
 
 
 def _measured_parts(row: TraceRow, early_s: Floats) -> dict[str, float]:
-    """Seconds by part, of what the actions of a row with waits cover."""
+    """Return the seconds by part over the actions of a row with waits."""
     assert row.wait_s is not None, "the row comes from with_waits"
     seconds = dict.fromkeys(PARTS, 0.0)
     columns = zip((row.stop_s - row.start_s).tolist(), row.wait_s.tolist(), early_s.tolist(), strict=True)
@@ -125,39 +126,40 @@ def _measured_parts(row: TraceRow, early_s: Floats) -> dict[str, float]:
 
 
 def _send_starts(rows: Sequence[TraceRow], plan: Plan) -> dict[Transfer, dict[int, float]]:
-    """When each transfer was begun: by what it carries, then by the sender's place in its group."""
+    """Return the start of each transfer, by its content and then by the sender's index in its group."""
     starts: dict[Transfer, dict[int, float]] = {}
     for row in rows:
         assert row.device is not None, "a measured row is of a device"
-        place = plan.lane_mesh(row.lane).devices.index(row.device)
+        position = plan.lane_mesh(row.lane).devices.index(row.device)
         for action, start in zip(row.actions, row.start_s, strict=True):
             if action.kind.startswith("SEND"):
                 key = (action.kind[-1], action.stage, action.peer, action.what, action.microbatch, action.slice)
-                starts.setdefault(key, {})[place] = float(start)
+                starts.setdefault(key, {})[position] = float(start)
     return starts
 
 
 def _sent_s(row: TraceRow, sends: Mapping[Transfer, Mapping[int, float]], plan: Plan) -> Floats:
-    """For each action of a row, when the last transfer that it takes inputs from was begun; 0 without one.
+    """Return, for each action of a row, the latest start of the transfers that bring its inputs; 0 without any.
 
-    Between groups of equal size a device receives from its own place; else from any of them, and the last counts.
+    Between groups of equal size a device receives from the device of the same index. Otherwise it may receive from any
+    of them, and the last start counts.
     """
     assert row.device is not None, "a measured row is of a device"
     group = plan.lane_mesh(row.lane)
-    place = group.devices.index(row.device)
+    position = group.devices.index(row.device)
     sources: dict[tuple[str, int], set[tuple[int, str]]] = {}
     for action in row.actions:
         if action.kind.startswith("RECV"):
             sources.setdefault((action.kind[-1], action.stage), set()).add((action.peer, action.what))
     sent_s = np.zeros(len(row.actions))
     for index, action in enumerate(row.actions):
-        way = "F" if action.kind == "F" else "B"
+        direction = "F" if action.kind == "F" else "B"
         if action.kind not in ("F", "I", "B"):
             continue
-        for peer, what in sources.get((way, action.stage), ()):
-            starts = sends.get((way, peer, action.stage, what, action.microbatch, action.slice), {})
-            equal = plan.lane_mesh(plan.order.placement[peer]).size == group.size and place in starts
-            sent_s[index] = max(sent_s[index], starts[place] if equal else max(starts.values(), default=0.0))
+        for peer, what in sources.get((direction, action.stage), ()):
+            starts = sends.get((direction, peer, action.stage, what, action.microbatch, action.slice), {})
+            equal = plan.lane_mesh(plan.order.placement[peer]).size == group.size and position in starts
+            sent_s[index] = max(sent_s[index], starts[position] if equal else max(starts.values(), default=0.0))
     return sent_s
 
 

@@ -1,4 +1,4 @@
-"""Several plans or runs of one model and batch side by side: the rows of `pipefit compare`."""
+"""The table of `pipefit compare`: several plans or runs of one model and batch side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipefit.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedEntry:
-    """One of the things that are compared."""
+    """One plan or run of a comparison."""
 
     path: str
     plan: Plan
@@ -26,14 +26,15 @@ class ComparedEntry:
 
 
 def compare_entries(opened: Sequence[tuple[Path, Plan, RunRecord | None]]) -> tuple[ComparedEntry, ...]:
-    """The entries in the order given. Raises PlanError where models or batches differ, or a prediction is missing."""
+    """Return the entries in the given order. Raises PlanError if models or batches differ, or a prediction is
+    missing."""
     first_path, first, _ = opened[0]
     for path, plan, _ in opened[1:]:
-        for what, one, other in _list_differences(first, plan):
+        for what, first_value, second_value in _list_differences(first, plan):
             raise PlanError(
                 f"Only plans of the same model and batch can be compared: the {what} differs.",
                 where=f"{first_path}, {path}",
-                seen=f"{one} and {other}",
+                seen=f"{first_value} and {second_value}",
                 next_step="compare plans made with the same --model, --batch and --seq",
             )
     return tuple(
@@ -43,7 +44,7 @@ def compare_entries(opened: Sequence[tuple[Path, Plan, RunRecord | None]]) -> tu
 
 
 def as_data(entry: ComparedEntry) -> Mapping[str, Any]:
-    """An entry as JSON data; what is not known is null."""
+    """Return an entry as JSON data; unknown values are null."""
     pairs = {
         field.name: {
             "predicted": getattr(entry.figures, field.name).predicted,
@@ -55,7 +56,7 @@ def as_data(entry: ComparedEntry) -> Mapping[str, Any]:
 
 
 def compare_table(entries: Sequence[ComparedEntry]) -> TextTable:
-    """A row for every prediction, one below it for what was measured, and one for the error of the prediction."""
+    """Return a table with a row per prediction, followed by a row of measurements and a row of prediction errors."""
     varied = [key for key in entries[0].plan.decisions if len({e.plan.decisions.get(key, "") for e in entries}) > 1]
     rows = []
     for entry in entries:
@@ -80,7 +81,7 @@ COLUMNS: tuple[tuple[str, Callable[[RunFigures], FigurePair], Callable[[float], 
     ("peak memory", lambda figures: figures.peak_bytes, format_bytes, False),
     ("of limit", lambda figures: figures.peak_share, format_percent, True),
 )
-"""Heading, figure, how it is printed, and whether it is a share, whose error is told in points."""
+"""Heading, figure, formatter, and a flag for shares, whose error is in percentage points."""
 
 
 def _figure_cells(figures: RunFigures, which: Callable[[FigurePair], float | None]) -> list[str]:
@@ -97,11 +98,11 @@ def _error_cell(pair: FigurePair, share: bool) -> str:
 
 
 def _list_differences(one: Plan, other: Plan) -> list[tuple[str, object, object]]:
-    found: list[tuple[str, object, object]] = []
+    differences: list[tuple[str, object, object]] = []
     if one.hashes.model != other.hashes.model or one.model.config != other.model.config:
-        found.append(("model", f"{one.model.name} ({one.hashes.model})", f"{other.model.name} ({other.hashes.model})"))
+        differences.append(("model", f"{one.model.name} ({one.hashes.model})", f"{other.model.name} ({other.hashes.model})"))
     if one.job.batch != other.job.batch:
-        found.append(("batch", one.job.batch, other.job.batch))
+        differences.append(("batch", one.job.batch, other.job.batch))
     if one.job.sequence != other.job.sequence:
-        found.append(("sequence length", one.job.sequence, other.job.sequence))
-    return found
+        differences.append(("sequence length", one.job.sequence, other.job.sequence))
+    return differences

@@ -1,8 +1,8 @@
-"""Traces as compact JSON: what the report embeds. `assets/decode.js` is the inverse.
+"""Compact JSON encoding of the traces in the report. `assets/decode.js` is the inverse.
 
-Numbers are variable-length base-64 text: six bits a character, the top one says that more follow, the lowest bit of
-the value is its sign (as in source maps). Times are whole ticks of the horizon / 2^20, each action as (gap since the
-action before it, duration), so that an action costs about five characters.
+Numbers are variable-length base-64 text, as in source maps: six bits a character, the top bit marks continuation, the
+lowest bit of the value is its sign. Times are multiples of horizon / 2^20. Each action is (gap since the action before
+it, duration), about five characters.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipefit.simulate.memory import MemoryCurve
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 TICKS = 1 << 20
 MOST_SPANS = 240_000
-"""Above this many actions the report keeps, of each lane's devices, the first and the slowest."""
+"""Above this number of actions the report keeps, of each lane's devices, the first and the slowest."""
 CURVE_POINTS = 240
 
 
 def encode_numbers(values: Iterable[int]) -> str:
-    """The values as text."""
+    """Encode the values as text."""
     out: list[str] = []
     for value in values:
         rest = value << 1 if value >= 0 else (-value << 1) | 1
@@ -37,7 +37,7 @@ def encode_numbers(values: Iterable[int]) -> str:
 
 
 def encode_traces(traces: Sequence[StepTrace], slices: int) -> dict[str, Any]:
-    """All rows on one clock. Sequences of actions that several rows share are stored once."""
+    """Encode all rows on one clock. A sequence of actions that several rows share is stored once."""
     horizon_s = max((trace.stop_s for trace in traces), default=0.0)
     tick_s = horizon_s / TICKS if horizon_s else 1.0
     sequences: dict[tuple[Action, ...], int] = {}
@@ -64,10 +64,10 @@ def encode_traces(traces: Sequence[StepTrace], slices: int) -> dict[str, Any]:
 
 
 def encode_actions(actions: Sequence[Action], slices: int) -> dict[str, Any]:
-    """A sequence as words (kind, stage, peer, tensor) and their order.
+    """Encode a sequence as words (kind, stage, peer, tensor) and their order.
 
-    The k-th use of a word is of microbatch k // slices and slice k % slices, or counted down in the backward pass;
-    where that is not so, `places` holds the word's (microbatch, slice) pairs.
+    The k-th use of a word is of microbatch k // slices and slice k % slices, or counted down in the backward pass.
+    Otherwise `places` holds the word's (microbatch, slice) pairs.
     """
     words: dict[tuple[str, int, int, str], int] = {}
     order = []
@@ -91,7 +91,8 @@ def encode_actions(actions: Sequence[Action], slices: int) -> dict[str, Any]:
 
 
 def encode_curve(curve: MemoryCurve, horizon_s: float) -> dict[str, Any]:
-    """A memory curve as at most CURVE_POINTS values: the largest in each interval, so that the peak stays exact."""
+    """Encode a memory curve as at most CURVE_POINTS values: the largest in each interval, so that the peak stays
+    exact."""
     count = CURVE_POINTS
     if not len(curve.time_s) or not horizon_s:
         return {"static": curve.static_bytes, "bytes": [round(curve.static_bytes)]}
@@ -105,12 +106,12 @@ def encode_curve(curve: MemoryCurve, horizon_s: float) -> dict[str, Any]:
 
 
 def critical_flags(rows: Sequence[TraceRow], path: Sequence[tuple[int, Action]]) -> dict[int, str]:
-    """For each lane, which of its predicted actions lie on the critical path, as steps from one index to the next."""
+    """Return, for each lane, the indices of its predicted actions on the critical path, encoded as differences."""
     wanted = set(path)
     flags = {}
     for row in rows:
-        found = [index for index, action in enumerate(row.actions) if (row.lane, action) in wanted]
-        steps = [found[0], *(b - a for a, b in itertools.pairwise(found))] if found else []
+        critical = [index for index, action in enumerate(row.actions) if (row.lane, action) in wanted]
+        steps = [critical[0], *(b - a for a, b in itertools.pairwise(critical))] if critical else []
         flags[row.lane] = encode_numbers(steps)
     return flags
 
@@ -121,11 +122,11 @@ def _rows_to_draw(trace: StepTrace) -> Sequence[TraceRow]:
     by_lane: dict[int, list[TraceRow]] = {}
     for row in trace.rows:
         by_lane.setdefault(row.lane, []).append(row)
-    kept = []
+    drawn = []
     for rows in by_lane.values():
         slowest = max(rows, key=lambda row: float((row.stop_s - row.start_s).sum()))
-        kept += [rows[0]] if slowest is rows[0] else [rows[0], slowest]
-    return kept
+        drawn += [rows[0]] if slowest is rows[0] else [rows[0], slowest]
+    return drawn
 
 
 def _row_ticks(row: TraceRow, tick_s: float) -> Iterable[int]:

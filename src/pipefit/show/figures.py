@@ -1,4 +1,4 @@
-"""The headline figures of a plan or a run, predicted and measured: what the report's top and `pipefit compare` show."""
+"""Headline figures of a plan or a run, predicted and measured, for the report and `pipefit compare`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipefit.show.record import RunRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigurePair:
-    """One figure twice. None where it is not known: a plan that has not run, a run without a trace."""
+    """Predicted and measured value of one figure. None if unknown: the plan has not run, or the run has no trace."""
 
     predicted: float | None = None
     measured: float | None = None
@@ -32,17 +32,17 @@ class RunFigures:
 
     step_s: FigurePair
     tokens_per_s: FigurePair
-    "Of all devices together."
+    "Throughput of all devices together."
     peak_bytes: FigurePair
-    "Of the device that uses most."
+    "Peak of the device that uses most."
     peak_share: FigurePair
-    "Of the device that is nearest its limit: the part of the limit."
+    "Peak as a share of the limit, on the device nearest its limit."
     idle_share: FigurePair
-    "Part of the devices' time in which nothing is computed: waiting for data, links or other devices."
+    "Share of the devices' time without computation: waiting for data, links or other devices."
 
 
 def figures_of(plan: Plan, record: RunRecord | None) -> RunFigures:
-    """The figures. Raises PlanError for a plan without prediction."""
+    """Return the figures. Raises PlanError for a plan without prediction."""
     prediction = plan.prediction
     if prediction is None:
         raise PlanError(
@@ -75,12 +75,12 @@ def figures_of(plan: Plan, record: RunRecord | None) -> RunFigures:
 
 
 def format_percent(share: float) -> str:
-    """`12 %`, below ten with one decimal."""
+    """Format as `12 %`, below ten with one decimal."""
     return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
 
 
 def limits_by_device(plan: Plan) -> dict[int, float]:
-    """The memory that the plan counted on, for each device."""
+    """Return the memory limit of each device in the plan."""
     assert plan.prediction is not None
     return {
         device: lane.for_device(device).limit_bytes
@@ -93,9 +93,9 @@ def _measured_idle(plan: Plan, record: RunRecord | None) -> float | None:
     if record is None or record.trace is None:
         return None
     parts = measured_breakdown(record.trace, plan)
-    whole = sum(part.total_s for part in parts)
+    total_s = sum(part.total_s for part in parts)
     busy = sum(part.seconds["compute"] + part.seconds["optimizer"] for part in parts)
-    return 1.0 - busy / whole if whole else None
+    return 1.0 - busy / total_s if total_s else None
 
 
 def _number_or_none(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Small helpers that write HTML: everything that comes from a file is escaped here, and nowhere else."""
+"""Helpers that write HTML. All text from files is escaped here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def escape_text(value: object) -> str:
-    """The value as text that cannot be markup."""
+    """Escape the value so that it cannot be markup."""
     return html.escape(str(value), quote=True)
 
 
@@ -22,10 +22,10 @@ def html_table(
     numeric: Sequence[int] = (),
     stack: bool = False,
 ) -> str:
-    """A table whose cells are HTML already. `numeric` names the columns that are set to the right.
+    """Return a table whose cells are already HTML. `numeric` lists the right-aligned columns.
 
-    The first cell of a row is its heading. A table that is too wide scrolls sideways in its own box, or, with `stack`,
-    becomes a list of cards on a phone; the roles say then what the layout no longer does.
+    The first cell of a row is its heading. A table that is too wide scrolls sideways in its own box. With `stack` it
+    becomes a list of cards on a phone, and the ARIA roles keep its structure.
     """
 
     def table_cell(column: int, content: str) -> str:
@@ -50,7 +50,7 @@ def html_table(
 
 
 def embed_json(data: Any) -> str:
-    """JSON that can stand inside a <script> element: no `<`, and nothing that is not a number."""
+    """Encode as JSON that is safe inside a <script> element: no `<`, and no NaN or infinity."""
     plain = json.dumps(_finite_data(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         plain = plain.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it, made from a subject. Nothing in it is fetched from anywhere."""
+"""The report: one self-contained HTML file. It loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from pipefit.units import format_seconds
 
 SCRIPTS = ("decode.js", "timeline.js", "controls.js", "charts.js", "links.js", "trade.js", "page.js")
 GROUP = {"SEND_F": "T", "SEND_B": "T", "RECV_F": "T", "RECV_B": "T", "REDUCE": "R", "GATHER": "R"}
-"""Legend keys of the kinds of action that are not their own; NORM, STEP and FREE are `O`."""
+"""Legend keys of the action kinds without a key of their own; NORM, STEP and FREE are `O`."""
 
 MOST_STEPS = 1500
-"""Points of a curve over the run; of more steps, every k-th is drawn."""
+"""Largest number of points of a curve over the run; of more steps, every k-th is drawn."""
 
 
 def render_report(subject: ReportSubject) -> str:
-    """The HTML text of the report."""
+    """Return the HTML text of the report."""
     plan, record = subject.plan, subject.record
     measured = record.trace if record is not None else None
     predicted = from_timeline(subject.simulation.timeline)
@@ -70,7 +70,7 @@ def render_report(subject: ReportSubject) -> str:
 
 
 def read_asset(name: str) -> str:
-    """A file that ships beside this module."""
+    """Read a file that ships beside this module."""
     return resources.files("pipefit.show").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -150,10 +150,10 @@ def _memory_data(subject: ReportSubject, peaks: Any) -> dict[str, Any]:
     for number, (devices, lane) in enumerate(
         zip(subject.simulation.device_peaks, subject.prediction.lanes, strict=True)
     ):
-        curve = next((one for one in devices if one.kind == lane.kind), devices[0]).curve
-        own = [[device, peaks[device]] for device in subject.plan.lane_mesh(number).devices if device in peaks]
+        curve = next((entry for entry in devices if entry.kind == lane.kind), devices[0]).curve
+        device_peaks = [[device, peaks[device]] for device in subject.plan.lane_mesh(number).devices if device in peaks]
         lanes.append(
-            {**encode_curve(curve, horizon_s), "peak": curve.peak_bytes, "limit": lane.limit_bytes, "measured": own}
+            {**encode_curve(curve, horizon_s), "peak": curve.peak_bytes, "limit": lane.limit_bytes, "measured": device_peaks}
         )
     return {"horizon_s": horizon_s, "lanes": lanes}
 
@@ -161,13 +161,13 @@ def _memory_data(subject: ReportSubject, peaks: Any) -> dict[str, Any]:
 def _links_data(subject: ReportSubject, traffic: StepTraffic) -> dict[str, Any]:
     network, cluster = subject.network, subject.cluster
     used = sorted({device for pair in traffic.bytes for device in pair} | set(subject.plan.used_devices))
-    place = {device: index for index, device in enumerate(used)}
+    position = {device: index for index, device in enumerate(used)}
     hosts = sorted({network.host[device] for device in used})
     pairs = []
     for (source, target), parts in sorted(traffic.bytes.items()):
         link = network.find_link(source, target)
         sizes = [round(parts.get(reason, 0.0)) for reason in REASONS]
-        pairs.append([place[source], place[target], sizes, link.bandwidth_bytes_per_s, link.latency_s])
+        pairs.append([position[source], position[target], sizes, link.bandwidth_bytes_per_s, link.latency_s])
     return {
         "devices": [str(device) for device in used],
         "hosts": [cluster.hosts[host].name for host in hosts],

@@ -1,8 +1,8 @@
-"""Traces for Perfetto and chrome://tracing: the Chrome JSON trace event format.
+"""Traces for Perfetto and chrome://tracing, in the Chrome JSON trace event format.
 
-One process a trace (predicted, measured), two threads a row: what the device does, and what its links do. Transfers
-are joined by flow arrows to the action that uses them; predicted memory is a counter. Times are in microseconds, as
-the format wants them.
+Each trace (predicted, measured) is a process with two threads per row: the device's actions and its links' actions.
+Flow arrows join transfers to the actions that use them; predicted memory is a counter. Times are in microseconds, as
+the format requires.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pipefit.simulate.timeline import Timeline
 Event = dict[str, Any]
 
 LINK = (*TRANSFER, "REDUCE", "GATHER")
-"""What a device's links do beside its computing."""
+"""Actions that run on a device's links beside its compute."""
 
 
 def write_perfetto(path: Path, traces: Sequence[StepTrace], timeline: Timeline | None = None) -> None:
-    """Write the traces, and the memory curves of `timeline` (the prediction's) as counters, to one file."""
+    """Write the traces to one file, with the memory curves of `timeline` (the prediction) as counters."""
     write_file(path, json.dumps(perfetto_document(traces, timeline), separators=(",", ":")) + "\n", "trace")
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
-    """Write a simulated timeline with its memory: what `pipefit simulate --trace` does."""
+    """Write a simulated timeline with its memory, for `pipefit simulate --trace`."""
     write_perfetto(path, [from_timeline(timeline)], timeline)
 
 
 def perfetto_document(traces: Sequence[StepTrace], timeline: Timeline | None = None) -> dict[str, Any]:
-    """The document; the actions of a row stand in the order of its lane."""
+    """Return the trace document; the actions of a row are in the order of its lane."""
     events: list[Event] = []
     for process, trace in enumerate(traces, 1):
         events += _process_events(process, trace)
@@ -57,7 +57,7 @@ def _process_events(process: int, trace: StepTrace) -> Iterator[Event]:
 
 
 def _row_events(process: int, thread: int, row: TraceRow) -> Iterator[Event]:
-    """The row's actions; those of its links stand on the thread below."""
+    """Yield the row's actions; link actions are on the thread below."""
     for action, start_s, stop_s in zip(row.actions, row.start_s.tolist(), row.stop_s.tolist(), strict=True):
         yield {
             "ph": "X",
@@ -72,7 +72,7 @@ def _row_events(process: int, thread: int, row: TraceRow) -> Iterator[Event]:
 
 
 def _flow_events(process: int, trace: StepTrace) -> Iterator[Event]:
-    """Arrows from each SEND to the compute action of the peer stage that uses what it brings."""
+    """Yield arrows from each SEND to the compute action of the peer stage that uses its tensor."""
     sends: dict[tuple[str, int, int, int], list[tuple[int, float]]] = {}
     for index, row in enumerate(trace.rows):
         for action, start_s in zip(row.actions, row.start_s.tolist(), strict=True):
@@ -84,8 +84,8 @@ def _flow_events(process: int, trace: StepTrace) -> Iterator[Event]:
         for action, start_s in zip(row.actions, row.start_s.tolist(), strict=True):
             if action.kind not in ("F", "I", "B"):
                 continue
-            way = "F" if action.kind == "F" else "B"
-            for thread, sent_us in sends.get((way, action.stage, action.microbatch, action.slice), ()):
+            direction = "F" if action.kind == "F" else "B"
+            for thread, sent_us in sends.get((direction, action.stage, action.microbatch, action.slice), ()):
                 number += 1
                 common = {"name": "transfer", "cat": "transfer", "id": number, "pid": process}
                 yield {"ph": "s", **common, "tid": thread, "ts": sent_us}
@@ -106,16 +106,16 @@ def _memory_events(process: int, timeline: Timeline) -> Iterator[Event]:
 
 
 def _event_arguments(action: Action) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if action.stage >= 0:
-        found["stage"] = action.stage
+        arguments["stage"] = action.stage
     if action.microbatch >= 0:
-        found["microbatch"], found["slice"] = action.microbatch, action.slice
+        arguments["microbatch"], arguments["slice"] = action.microbatch, action.slice
     if action.peer >= 0:
-        found["peer"] = action.peer
+        arguments["peer"] = action.peer
     if action.what:
-        found["what"] = action.what
-    return found
+        arguments["what"] = action.what
+    return arguments
 
 
 def _name_event(what: str, process: int, thread: int, text: str) -> Event:

@@ -1,6 +1,6 @@
-"""What a run directory says of a run: its plan, its metrics, its trace. Every defect is one FormatError.
+"""Reader of a run directory: its plan, metrics and trace. Every defect is one FormatError.
 
-Read: `plan.json`; `metrics.jsonl` (one object a line: a step, an evaluation, or broken images); and if they are there
+Files: `plan.json`; `metrics.jsonl` (one object a line: a step, an evaluation, or broken images); optionally
 `trace.json`, `cluster.json` and `environment.json`.
 """
 
@@ -24,7 +24,7 @@ CLUSTER, ENVIRONMENT = "cluster.json", "environment.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """One line of the metrics. NaN stands for a figure that the line does not have."""
+    """One line of the metrics. A missing figure is NaN."""
 
     step: int
     loss: float
@@ -36,12 +36,12 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run as its directory tells it."""
+    """A run, read from its directory."""
 
     path: Path
     plan: Plan
     steps: tuple[RecordedStep, ...]
-    "In order; where a resumed run did a step again, the later one."
+    "Steps in order. If a resumed run repeated a step, the later record counts."
     evaluations: tuple[tuple[int, float], ...]
     "(step, mean loss over the held-out text)."
     trace: StepTrace | None
@@ -49,7 +49,8 @@ class RunRecord:
 
     @property
     def step_s(self) -> float:
-        """The median time of a step without the warm-up: the first tenth, at least the first. NaN without steps."""
+        """Return the median step time without warm-up, which is the first tenth and at least one step. NaN without
+        steps."""
         times = sorted(step.step_s for step in self.steps[self.warm_up_steps :] if step.step_s > 0)
         if not times:
             return math.nan
@@ -58,12 +59,12 @@ class RunRecord:
 
     @property
     def warm_up_steps(self) -> int:
-        """How many first steps `step_s` leaves out."""
+        """Return the number of first steps that `step_s` leaves out."""
         return max(1, len(self.steps) // 10) if len(self.steps) > 1 else 0
 
     @property
     def peak_bytes(self) -> Mapping[int, float]:
-        """The measured peak of every device that recorded one; rank 0 also from the metrics."""
+        """Return the measured peak of every device that recorded one; rank 0 also from the metrics."""
         peaks = {}
         if self.trace is not None:
             peaks = {d: f.memory_bytes for d, f in self.trace.facts.items() if f.memory_bytes is not None}
@@ -74,7 +75,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """The record of a run directory. Raises FormatError for what is missing, cut short or malformed."""
+    """Read a run directory. Raises FormatError for a missing, truncated or malformed file."""
     if not (path / PLAN).is_file():
         raise FormatError(
             "The directory is not that of a run: it has no plan.",

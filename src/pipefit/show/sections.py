@@ -1,7 +1,7 @@
-"""The drawn sections of the report: figures, timeline, breakdown, memory, links, training. HTML from plain data.
+"""The sections of the report with drawings: figures, timeline, breakdown, memory, links, training.
 
-Every drawing has a table with the same figures beside it; the drawings themselves are made by the scripts in
-`assets/` from the data that `page.py` embeds.
+Every drawing has a table with the same figures beside it. The scripts in `assets/` draw from the data that `page.py`
+embeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = (
     ("R", "--r", "dotted", "Reductions"),
     ("O", "--o", "crossed", "Norm and optimizer"),
 )
-"""Key, colour, pattern and name of what the legend can hide; the same keys as in `assets/timeline.js`."""
+"""Key, colour, pattern and name of the legend's entries; the keys match `assets/timeline.js`."""
 
 PART_STYLES = {
     "compute": ("--f", ""),
@@ -45,11 +45,11 @@ BUSIEST = 8
 
 
 MOST_DEVICES = 128
-"""Bars of the breakdown."""
+"""Largest number of bars in the breakdown."""
 
 
 def section_card(identifier: str, title: str, body: str) -> str:
-    """A section of the page."""
+    """Return a section of the page."""
     return (
         f'<section class="card" id="{identifier}" aria-labelledby="{identifier}-title">'
         f'<h2 id="{identifier}-title">{escape_text(title)}</h2>{body}</section>'
@@ -57,7 +57,7 @@ def section_card(identifier: str, title: str, body: str) -> str:
 
 
 def headline_tiles(figures: RunFigures, record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()) -> str:
-    """The headline figures. Each says what was measured, and what was predicted; without a run, the prediction."""
+    """Return the headline figures, measured and predicted; without a run, the prediction alone."""
     entries = [
         _figure_tile("Step time", figures.step_s, format_seconds),
         _figure_tile("Tokens per second", figures.tokens_per_s, format_count),
@@ -93,7 +93,7 @@ def _plain_tile(name: str, value: str, small: str) -> str:
 
 
 def timeline_section(subject: ReportSubject, kinds: Iterable[str], left_out: int) -> str:
-    """The timeline with its controls. `kinds` are the keys of KINDS that occur."""
+    """Return the timeline with its controls. `kinds` are the keys of KINDS that occur."""
     record = subject.record
     traced = record is not None and record.trace is not None
     occurring = set(kinds)
@@ -170,7 +170,7 @@ def _omitted_rows_note(count: int) -> str:
 def breakdown_section(
     subject: ReportSubject, predicted: Sequence[StepBreakdown], measured: Sequence[StepBreakdown]
 ) -> str:
-    """Bars and a table: where the step of every device goes."""
+    """Return bars and a table with the parts of every device's step."""
     measured, left_out = _extreme_devices(measured)
     lanes = {part.lane: part for part in predicted}
     longest = max((part.total_s for part in (*predicted, *measured)), default=0.0) or 1.0
@@ -190,7 +190,7 @@ def breakdown_section(
     )
     used = [name for name in PARTS if any(part.seconds[name] for part in (*predicted, *measured))]
     legend = "".join(f"<li>{_part_swatch(name)}{_part_name(name)}</li>" for name in used)
-    many = " many" if len(rows) > 8 else ""
+    modifier = " many" if len(rows) > 8 else ""
     lead = "The number at the right is the share of the step in which the device computes."
     if measured and not any(row.wait_s is not None for row in _trace_rows(subject)):
         lead += (
@@ -203,20 +203,21 @@ def breakdown_section(
         "breakdown",
         "Where the step goes",
         f'<p class="lead">{lead}</p><ul class="legend">{legend}</ul>'
-        f'<div class="bars{many}" tabindex="0" role="region" aria-label="Bars of every device">{bars}</div>'
+        f'<div class="bars{modifier}" tabindex="0" role="region" aria-label="Bars of every device">{bars}</div>'
         f"<details><summary>The same as a table</summary>{_breakdown_table(predicted, measured)}</details>",
     )
 
 
 def _extreme_devices(measured: Sequence[StepBreakdown]) -> tuple[Sequence[StepBreakdown], int]:
-    """Of too many devices, for each lane those that compute least and most; and how many that leaves out."""
+    """If there are too many devices, keep those of each lane that compute least and most. Returns them and the number
+    left out."""
     if len(measured) <= MOST_DEVICES:
         return measured, 0
-    kept = []
+    extremes = []
     for lane in sorted({part.lane for part in measured}):
-        own = sorted((part for part in measured if part.lane == lane), key=lambda part: part.seconds["compute"])
-        kept += own if len(own) < 3 else [own[0], own[-1]]
-    return kept, len(measured) - len(kept)
+        by_compute = sorted((part for part in measured if part.lane == lane), key=lambda part: part.seconds["compute"])
+        extremes += by_compute if len(by_compute) < 3 else [by_compute[0], by_compute[-1]]
+    return extremes, len(measured) - len(extremes)
 
 
 def _breakdown_bar(tag: str, part: StepBreakdown, longest: float) -> str:
@@ -258,19 +259,19 @@ def _part_swatch(name: str) -> str:
 
 
 def memory_section(subject: ReportSubject, peaks: Mapping[int, float]) -> str:
-    """A curve for each lane, and a table of peaks against limits."""
+    """Return a curve for each lane, and a table of peaks against limits."""
     prediction = subject.prediction
     figures, rows = [], []
     for number, lane in enumerate(prediction.lanes):
         group = subject.plan.lane_mesh(number)
-        own = [peaks[device] for device in group.devices if device in peaks]
+        measured = [peaks[device] for device in group.devices if device in peaks]
         over = ' <span class="over">over the limit</span>' if lane.peak_bytes > lane.limit_bytes else ""
-        found = f", measured {format_bytes(max(own))}" if own else ""
+        measured_text = f", measured {format_bytes(max(measured))}" if measured else ""
         figures.append(
             f'<figure data-memory="{number}"><figcaption><b>Lane {number}</b> peak {format_bytes(lane.peak_bytes)}'
-            f'{found}{over}</figcaption><div class="holder"></div></figure>'
+            f'{measured_text}{over}</figcaption><div class="holder"></div></figure>'
         )
-        rows.append(_memory_row(f"Lane {number}", _lane_device_words(subject, number), lane, own))
+        rows.append(_memory_row(f"Lane {number}", _lane_device_words(subject, number), lane, measured))
     small = " small" if len(prediction.lanes) > 12 else ""
     parts = list(prediction.lanes[0].parts) if prediction.lanes else []
     heads = [
@@ -312,7 +313,7 @@ def _memory_row(name: str, devices: str, lane: LanePrediction, own: Sequence[flo
 
 
 def links_section(subject: ReportSubject, traffic: StepTraffic) -> str:
-    """The heat-map and its busiest links."""
+    """Return the heat-map and a table of its busiest links."""
     if not traffic.bytes:
         return section_card(
             "links", "Links", '<p class="lead">One device, or devices that share nothing: no link carries anything.</p>'
@@ -353,7 +354,7 @@ def links_section(subject: ReportSubject, traffic: StepTraffic) -> str:
 
 
 def training_section(record: RunRecord, predicted_s: float) -> str:
-    """Loss and step time over the run."""
+    """Return loss and step time over the run."""
     last = record.steps[-1]
     held = f"; held-out {record.evaluations[-1][1]:.3f}" if record.evaluations else ""
     rows = [

@@ -1,4 +1,4 @@
-"""The worded sections of the report: the decisions and their alternatives, the lower bound, where all of it is from."""
+"""The text sections of the report: decisions and alternatives, lower bound, provenance."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipefit.show.subject import ReportSubject, prediction_drift
 from pipefit.units import format_bytes, format_flops, format_seconds
 
 DRIFT = 1e-6
-"""Relative difference above which the report says that the plan's prediction is not what is simulated now."""
+"""Relative difference above which the report says that the plan's prediction differs from the simulation now."""
 
 
 def bound_section(prediction: PlanPrediction) -> str:
-    """How far the plan is from the least time that any plan could take, and what the time hangs on."""
+    """Return the gap between the plan and the lower bound, its critical path, and its sensitivity."""
     parts = ['<p class="lead">The plan carries no lower bound.</p>']
     if prediction.lower_bound_s > 0:
         share = prediction.lower_bound_s / prediction.step_s
@@ -41,15 +41,15 @@ def bound_section(prediction: PlanPrediction) -> str:
         )
     if prediction.sensitivity:
         rows = "".join(
-            f"<li>{escape_text(one.change)}: <b>{format_seconds(one.step_s)}</b> ({escape_text(one.how)})</li>"
-            for one in prediction.sensitivity
+            f"<li>{escape_text(variation.change)}: <b>{format_seconds(variation.step_s)}</b> ({escape_text(variation.how)})</li>"
+            for variation in prediction.sensitivity
         )
         parts.append(f'<h3>What more would give</h3><ul class="plain">{rows}</ul>')
     return section_card("bound", "What limits it", "".join(parts))
 
 
 def decisions_section(plan: Plan, prediction: PlanPrediction) -> str:
-    """What was chosen, and the runners-up with why they lost or did not fit."""
+    """Return the decisions, and the alternatives with the reason why each was slower or did not fit."""
     chosen = "".join(
         f"<li><span>{escape_text(name)}</span>{escape_text(value)}</li>"
         for name, value in plan.decisions.items()
@@ -59,18 +59,18 @@ def decisions_section(plan: Plan, prediction: PlanPrediction) -> str:
     fullest = fullest_lane(prediction)
     figures = _cost_cells(prediction.step_s, fullest.peak_bytes, fullest.limit_bytes)
     rows = [["<b>this plan</b>", *_decision_cells(plan.decisions, names), *figures, "chosen"]]
-    for number, other in enumerate(plan.alternatives, 2):
+    for number, alternative in enumerate(plan.alternatives, 2):
         rows.append(
             [
                 str(number),
-                *_decision_cells(other.decisions, names),
-                *_cost_cells(other.step_s, other.peak_bytes, other.limit_bytes),
-                f'<span class="why">{escape_text(other.reason)}</span>',
+                *_decision_cells(alternative.decisions, names),
+                *_cost_cells(alternative.step_s, alternative.peak_bytes, alternative.limit_bytes),
+                f'<span class="why">{escape_text(alternative.reason)}</span>',
             ]
         )
     heads = ["", *names, "Step time", "Peak", "Of limit", "Why"]
     width = len(names)
-    others = (
+    comparison = (
         html_table(
             "This plan and the alternatives that were looked at",
             heads,
@@ -92,11 +92,11 @@ def decisions_section(plan: Plan, prediction: PlanPrediction) -> str:
         numeric=range(len(stages.columns) - 2, len(stages.columns)),
         stack=True,
     )
-    return section_card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{why}{held}{others}')
+    return section_card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{why}{held}{comparison}')
 
 
 def provenance_section(subject: ReportSubject) -> str:
-    """Which plan, model, cluster, versions and machine; what was assumed; whether the prediction still holds."""
+    """Return the plan, model, cluster, versions and machine, the assumptions, and the drift of the prediction."""
     plan, cluster, record = subject.plan, subject.cluster, subject.record
     source, python = cluster.provenance, ".".join(map(str, sys.version_info[:3]))
     facts = [
@@ -136,11 +136,11 @@ def _drift_note(subject: ReportSubject) -> str:
 
 
 def _varied_decisions(chosen: Mapping[str, str], others: Sequence[AlternativePlan]) -> list[str]:
-    """The decisions that alternatives name and in which some differ, in the plan's order; not the long list of cuts."""
-    named = {name for other in others for name in other.decisions} - {"cuts"}
+    """Return the decisions in which alternatives differ, in the plan's order, without the long list of cuts."""
+    named = {name for alternative in others for name in alternative.decisions} - {"cuts"}
     names = [name for name in dict.fromkeys([*chosen, *sorted(named)]) if name in named]
     return [
-        name for name in names if len({other.decisions.get(name, "") for other in others} | {chosen.get(name, "")}) > 1
+        name for name in names if len({alternative.decisions.get(name, "") for alternative in others} | {chosen.get(name, "")}) > 1
     ]
 
 

@@ -1,6 +1,8 @@
-"""The section on memory against time: every family and way of recomputing as a point, the fitted orders as a curve.
+"""The report's section on memory against time: a point per schedule family and recomputation mode, and a curve of
+fitted orders.
 
-A static drawing with a table of the same figures below it; `assets/trade.js` tells which point was picked.
+The drawing is static, with a table of the same figures below it; `assets/trade.js` describes the point that the user
+picks.
 """
 
 from __future__ import annotations
@@ -14,27 +16,27 @@ from pipefit.show.sections import section_card
 from pipefit.units import format_bytes, format_seconds
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 86, 46, 18, 16
-"""Of the drawing and its margins, in its own units."""
+"""Size and margins of the drawing, in its own units."""
 
 SLOWEST = 1.7
-"""Points that take longer than so many times the least stand in the table alone."""
+"""Points slower than this multiple of the fastest appear in the table only."""
 
 TICKS = 5
 COLOURS = {"none": "--f", "selective": "--w", "full": "--b"}
-"""By what is recomputed; where stages differ, the fitted curve's own colour."""
+"""Colours by recomputation mode. Points whose stages differ have the colour of the fitted curve."""
 
 CURVE = "--t"
 LIMIT_NAME = "a device"
 
 
 def trade_section(prediction: PlanPrediction) -> str:
-    """Memory against time on the plan's layout; nothing where the plan has no such points."""
+    """Return memory against time on the plan's layout, or '' if the plan has no such points."""
     points = prediction.trade
     if not points:
         return ""
     limit = min(lane.least_limit_bytes for lane in prediction.lanes)
     divided = _limit_divides(points, limit)
-    chosen = next((one for one in points if one.chosen), None)
+    chosen = next((point for point in points if point.chosen), None)
     words = (
         '<p class="lead">The same layout with other orders and other recomputation: what a device would need, and how '
         "long a step would take. The line joins orders made for a memory limit (<b>fit</b>); the points are schedule "
@@ -43,13 +45,13 @@ def trade_section(prediction: PlanPrediction) -> str:
     picked = _point_words(chosen) if chosen is not None else ""
     rows = [
         [
-            f'<span data-trade-row="{index}">{format_bytes(one.memory_bytes)}</span>',
-            format_seconds(one.step_s),
-            escape_text(one.schedule),
-            escape_text(recompute_words(one)),
-            _point_note(one),
+            f'<span data-trade-row="{index}">{format_bytes(point.memory_bytes)}</span>',
+            format_seconds(point.step_s),
+            escape_text(point.schedule),
+            escape_text(recompute_words(point)),
+            _point_note(point),
         ]
-        for index, one in enumerate(points)
+        for index, point in enumerate(points)
     ]
     figures = html_table(
         "Memory and time of every point",
@@ -69,10 +71,10 @@ def trade_section(prediction: PlanPrediction) -> str:
 
 
 def recompute_words(point: TradePoint) -> str:
-    """`none`, or where stages differ how many take which: `3 none, 5 selective`."""
-    each = point.recompute.split(",")
-    kinds = sorted({*each}, key=["none", "selective", "full"].index)
-    return kinds[0] if len(kinds) == 1 else ", ".join(f"{each.count(kind)} {kind}" for kind in kinds)
+    """Format the recomputation of a point: `none`, or `3 none, 5 selective` if stages differ."""
+    modes = point.recompute.split(",")
+    kinds = sorted({*modes}, key=["none", "selective", "full"].index)
+    return kinds[0] if len(kinds) == 1 else ", ".join(f"{modes.count(kind)} {kind}" for kind in kinds)
 
 
 def _point_note(one: TradePoint) -> str:
@@ -82,8 +84,8 @@ def _point_note(one: TradePoint) -> str:
 
 
 def _limit_divides(points: Sequence[TradePoint], limit: float) -> bool:
-    """Whether what fits and what does not lie on the two sides of a limit: not where a plan says otherwise."""
-    return all(one.fits == (one.memory_bytes <= limit) for one in points)
+    """Return True if one memory limit separates the points that fit from those that do not."""
+    return all(point.fits == (point.memory_bytes <= limit) for point in points)
 
 
 def _point_words(one: TradePoint) -> str:
@@ -95,15 +97,15 @@ def _point_words(one: TradePoint) -> str:
 
 
 def _trade_drawing(points: Sequence[TradePoint], limit: float | None) -> str:
-    """With a line at the limit, if there is one for all of them."""
-    fastest = min(one.step_s for one in points)
-    shown = [(index, one) for index, one in enumerate(points) if one.step_s <= SLOWEST * fastest or one.chosen]
-    low = min(one.memory_bytes for _, one in shown)
-    high = max(limit or 0.0, *(one.memory_bytes for _, one in shown))
-    slow = max(one.step_s for _, one in shown)
+    """Return the drawing, with a line at the limit if all points share one."""
+    fastest = min(point.step_s for point in points)
+    shown = [(index, point) for index, point in enumerate(points) if point.step_s <= SLOWEST * fastest or point.chosen]
+    low = min(point.memory_bytes for _, point in shown)
+    high = max(limit or 0.0, *(point.memory_bytes for _, point in shown))
+    slow = max(point.step_s for _, point in shown)
     x = _LinearScale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
     y = _LinearScale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
-    fitted = " ".join(f"{x(one.memory_bytes):.1f},{y(one.step_s):.1f}" for _, one in shown if one.schedule == "fit")
+    fitted = " ".join(f"{x(point.memory_bytes):.1f},{y(point.step_s):.1f}" for _, point in shown if point.schedule == "fit")
     parts = [
         _draw_axes(x, y, low, high, fastest, slow),
         f'<polyline points="{fitted}" fill="none" stroke="var({CURVE})" stroke-width="2"/>',
@@ -117,14 +119,14 @@ def _trade_drawing(points: Sequence[TradePoint], limit: float | None) -> str:
         ]
     named: set[str] = set()
     names, best = [], float("inf")
-    for _, one in shown:
-        leads = one.step_s < best and one.schedule != "fit" and one.schedule not in named
-        best = min(best, one.step_s)
-        named |= {one.schedule} if leads else set()
-        names.append("this plan" if one.chosen else one.schedule if leads else "")
-    places = [(x(one.memory_bytes), y(one.step_s)) for _, one in shown]
-    for (index, one), place, label in zip(shown, places, _point_labels(places, names, line), strict=True):
-        parts.append(_point_mark(index, one, *place, label))
+    for _, point in shown:
+        leads = point.step_s < best and point.schedule != "fit" and point.schedule not in named
+        best = min(best, point.step_s)
+        named |= {point.schedule} if leads else set()
+        names.append("this plan" if point.chosen else point.schedule if leads else "")
+    positions = [(x(point.memory_bytes), y(point.step_s)) for _, point in shown]
+    for (index, point), position, label in zip(shown, positions, _point_labels(positions, names, line), strict=True):
+        parts.append(_point_mark(index, point, *position, label))
     return (
         f'<svg id="trade-drawing" viewBox="0 0 {WIDTH} {HEIGHT}" role="group" '
         f'aria-label="Memory of a device against step time">{"".join(parts)}</svg>'
@@ -134,17 +136,18 @@ def _trade_drawing(points: Sequence[TradePoint], limit: float | None) -> str:
 def _point_labels(
     places: Sequence[tuple[float, float]], names: Sequence[str], line: float | None
 ) -> list[PlacedLabel | None]:
-    """A place for every name; that of the plan is found first. The name of the line, if there is one, is in the way."""
+    """Place the labels, the plan's first. The label of the limit line, if there is one, covers its own box."""
     order = sorted(range(len(names)), key=lambda index: names[index] != "this plan")
-    taken = [] if line is None else [(line - 5 - CHARACTER * len(LIMIT_NAME), float(TOP), line + 2, TOP + 14.0)]
+    covered = [] if line is None else [(line - 5 - CHARACTER * len(LIMIT_NAME), float(TOP), line + 2, TOP + 14.0)]
     frame = (float(LEFT), float(TOP), float(WIDTH - RIGHT), float(HEIGHT - BOTTOM))
-    found = place_labels([places[index] for index in order], [names[index] for index in order], frame, taken)
-    by_index = dict(zip(order, found, strict=True))
+    labels = place_labels([places[index] for index in order], [names[index] for index in order], frame, covered)
+    by_index = dict(zip(order, labels, strict=True))
     return [by_index[index] for index in range(len(names))]
 
 
 def _point_mark(index: int, one: TradePoint, x: float, y: float, label: PlacedLabel | None) -> str:
-    """One point that can be picked; a fitted order is a square, the chosen point has a ring, a misfit is pale."""
+    """Return the mark of a point. A fitted order is a square, the chosen point has a ring, a point that does not fit is
+    pale."""
     colour = f"var({COLOURS.get(one.recompute, CURVE)})"
     pale = "" if one.fits else ' fill-opacity="0.4"'
     if one.schedule == "fit":
@@ -168,7 +171,7 @@ def _point_mark(index: int, one: TradePoint, x: float, y: float, label: PlacedLa
 
 
 class _LinearScale:
-    """A linear map from values to the drawing."""
+    """A linear map from values to drawing coordinates."""
 
     def __init__(self, low: float, high: float, start: float, stop: float) -> None:
         self.low, self.start = low, start

@@ -1,7 +1,7 @@
-"""What is shown: a plan or a run, its model and cluster found again, and the plan simulated anew.
+"""The subject of a report: a plan or run with its model, its cluster, and a new simulation.
 
-A plan holds its model by description and its cluster by name and hash; the timeline, memory curves and traffic are
-simulated from both, by the planner's own evaluator, and compared with the prediction that the plan carries.
+A plan holds its model by description and its cluster by name and hash. The planner's own evaluator simulates timeline,
+memory curves and traffic from both, and the result is compared with the prediction in the plan.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pipefit.show.record import CLUSTER, RunRecord, read_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSubject:
-    """A plan, simulated, and the run made from it, if there was one."""
+    """A simulated plan, with its run if there was one."""
 
     plan: Plan
-    "With its prediction."
+    "The plan with its prediction."
     plan_hash: str
-    "Of the plan as it was given."
+    "Hash of the plan as given."
     model: Model
     cluster: Cluster
     network: Network
@@ -44,7 +44,7 @@ class ReportSubject:
 
 
 def open_plan_or_run(path: Path) -> tuple[Plan, RunRecord | None]:
-    """The plan in a file, or a run directory's plan and record. Raises FormatError where it is neither."""
+    """Open a plan file, or a run directory's plan and record. Raises FormatError if the path is neither."""
     if path.is_dir():
         record = read_run(path)
         return record.plan, record
@@ -54,20 +54,21 @@ def open_plan_or_run(path: Path) -> tuple[Plan, RunRecord | None]:
 
 
 def open_subject(path: Path, cluster: str = "", model: str = "") -> ReportSubject:
-    """The subject at `path`. `cluster` and `model` are what the user named; '' is what the plan names.
+    """Open the subject at `path`. `cluster` and `model` override the names in the plan, unless ''.
 
-    Raises FormatError for files that cannot be read, StalePlanError where the cluster or the model is not the one
-    that the plan was made for.
+    Raises FormatError for files that cannot be read, and StalePlanError if the cluster or the model is not the one that
+    the plan was made for.
     """
     plan, record = open_plan_or_run(path)
-    found = find_cluster(plan, path, cluster)
+    opened_cluster = find_cluster(plan, path, cluster)
     opened = find_model(plan, model)
-    check_plan(plan, opened, found)
-    return make_subject(plan, opened, found, record)
+    check_plan(plan, opened, opened_cluster)
+    return make_subject(plan, opened, opened_cluster, record)
 
 
 def make_subject(plan: Plan, model: Model, cluster: Cluster, record: RunRecord | None = None) -> ReportSubject:
-    """The subject of parts that are at hand. A plan without prediction (written by hand) gets one here."""
+    """Build the subject from a plan, its model and its cluster. A plan without prediction (written by hand) gets one
+    here."""
     network = Network(cluster)
     simulation, plan_hash = simulate_plan(plan, model, cluster, network=network), plan.content_hash
     if plan.prediction is None:
@@ -84,7 +85,8 @@ def make_subject(plan: Plan, model: Model, cluster: Cluster, record: RunRecord |
 
 
 def find_cluster(plan: Plan, path: Path, named: str) -> Cluster:
-    """The cluster of the plan: the one named, `cluster.json` in the run directory, or what the plan calls it."""
+    """Return the plan's cluster: the named one, else `cluster.json` in the run directory, else the one the plan
+    names."""
     file = path / CLUSTER
     if named:
         cluster = clusters.open_cluster(named)
@@ -103,7 +105,7 @@ def find_cluster(plan: Plan, path: Path, named: str) -> Cluster:
 
 
 def find_model(plan: Plan, named: str) -> Model:
-    """The model of the plan, captured from its description, or read from what the user named."""
+    """Return the plan's model, captured from its description, or read from the user's override."""
     if named:
         model = open_model(named)
     else:
@@ -115,6 +117,6 @@ def find_model(plan: Plan, named: str) -> Model:
 
 
 def prediction_drift(subject: ReportSubject) -> float:
-    """How far the step simulated now is from the prediction that the plan carries, as a share of it; 0 is equal."""
+    """Return the relative difference between the step simulated now and the prediction in the plan; 0 if equal."""
     promised = subject.prediction.step_s
     return abs(subject.simulation.timeline.makespan_s / promised - 1.0) if promised else math.nan

@@ -1,9 +1,8 @@
-"""The one shape of a step in time, predicted or measured, and the reader of the traces that runs leave.
+"""The data type of a step in time, predicted or measured, and the reader of the traces that runs write.
 
-`trace.json` in a run directory is one object with `format`, `version`, `plan` (its hash), `step` and `ranks`; a rank's
-`spans` are its lane's actions in order: `["0F0", start_s, stop_s]`, or with a fourth number, the seconds at its
-beginning that the action waited for data. docs/reference/report.md documents every field. Whatever draws, draws a
-`StepTrace`.
+`trace.json` in a run directory is one object with `format`, `version`, `plan` (its hash), `step` and `ranks`. A rank's
+`spans` are its lane's actions in order: `["0F0", start_s, stop_s]`. An optional fourth number is the seconds that the
+action first waited for data. docs/reference/report.md documents every field. All drawings take a `StepTrace`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """The actions of one lane (predicted) or one device (measured), in the order of its lane."""
+    """Actions of one lane (predicted) or one device (measured), in the order of its lane."""
 
     lane: int
     device: int | None = None
@@ -40,40 +39,40 @@ class TraceRow:
     start_s: Floats
     stop_s: Floats
     wait_s: Floats | None = None
-    "Of each action, how long it waited for data at its beginning; None where it was not recorded."
+    "Seconds that each action waited for data at its beginning; None if not recorded."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What one rank recorded beside its actions; None where it did not."""
+    """Values that one rank recorded beside its actions; None if not recorded."""
 
     rank: int
     data_s: float | None = None
-    "Time spent preparing the step's data before the first action."
+    "Seconds spent preparing the step's data before the first action."
     memory_bytes: float | None = None
-    "Peak of the process or device."
+    "Peak memory of the process or device."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """One step in time. Seconds from the start of the first action."""
+    """One step in time. Seconds count from the start of the first action."""
 
     name: str
     "`predicted` or `measured`."
     rows: tuple[TraceRow, ...]
     step: int | None = None
-    "Which step of the run, counted from 1; None for a prediction."
+    "Number of the step in the run, counted from 1; None for a prediction."
     facts: Mapping[int, DeviceFacts]
-    "By device; empty for a prediction."
+    "Recorded values by device; empty for a prediction."
 
     @property
     def stop_s(self) -> float:
-        """When the last action is over."""
+        """End of the last action."""
         return max((float(row.stop_s.max()) for row in self.rows if len(row.stop_s)), default=0.0)
 
 
 def from_timeline(timeline: Timeline) -> StepTrace:
-    """The prediction as a trace: one row a lane, without the receives, whose transfers their SENDs draw."""
+    """Return the prediction as a trace: one row per lane, without receives, because their SENDs draw the transfers."""
     rows = []
     for lane, actions in enumerate(timeline.schedule.lanes):
         drawn = [index for index, action in enumerate(actions) if not action.kind.startswith("RECV")]
@@ -89,14 +88,15 @@ def from_timeline(timeline: Timeline) -> StepTrace:
 
 
 def trace_document(plan_hash: str, step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The content of `trace.json`. An entry of `ranks` has rank, spans, and where known data_s and memory_bytes."""
+    """Return the content of `trace.json`. An entry of `ranks` has rank, spans, and optionally data_s and
+    memory_bytes."""
     return {"format": FORMAT, "version": VERSION, "plan": plan_hash, "step": step, "ranks": list(ranks)}
 
 
 def read_trace(path: Path, plan: Plan) -> StepTrace | None:
-    """The traced step of a run, the ranks' clocks aligned; None if there is no such file.
+    """Read the traced step of a run, with the ranks' clocks aligned. Returns None if there is no such file.
 
-    Raises FormatError, naming the place, for a file that is cut short, of another version or of another plan.
+    Raises FormatError, with the position, for a file that is truncated, of another version or of another plan.
     """
     if not path.is_file():
         return None
@@ -149,7 +149,7 @@ def _load_document(path: Path) -> dict[str, Any]:
 
 
 def _check_head(data: Mapping[str, Any], path: Path, plan: Plan) -> None:
-    """FormatError if the document is of another version or plan, or lacks its step or ranks."""
+    """Raise FormatError if the document is of another version or plan, or lacks its step or ranks."""
     if data.get("version") != VERSION:
         raise FormatError(
             "The trace is of another version.", where=str(path), seen=data.get("version"), allowed=str(VERSION)
@@ -169,7 +169,7 @@ def _check_head(data: Mapping[str, Any], path: Path, plan: Plan) -> None:
 
 
 def _rank_device(entry: Any, where: str, plan: Plan) -> int:
-    """The device of a rank's entry. FormatError if the plan has no such rank."""
+    """Return the device of a rank's entry. Raises FormatError if the plan has no such rank."""
     rank = entry.get("rank") if isinstance(entry, dict) else None
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < len(plan.used_devices):
         raise FormatError(
@@ -192,18 +192,18 @@ def _read_row(spans: Any, where: str, lane: int, device: int, actions: tuple[Act
     numbers = np.zeros((len(spans), 3))
     waits = 0
     for index, (span, action) in enumerate(zip(spans, actions, strict=True)):
-        place = f"{where}.spans[{index}]"
+        span_where = f"{where}.spans[{index}]"
         if not isinstance(span, list) or len(span) not in (3, 4) or not all(map(_is_time, span[1:])):
             raise FormatError(
                 "This is not an action with its times.",
-                where=place,
+                where=span_where,
                 seen=json.dumps(span)[:60],
                 allowed='["0F0", start_s, stop_s] or ["0F0", start_s, stop_s, wait_s], seconds from 0',
             )
         if span[0] != str(action):
-            raise FormatError("The trace is of another schedule.", where=place, seen=span[0], allowed=str(action))
+            raise FormatError("The trace is of another schedule.", where=span_where, seen=span[0], allowed=str(action))
         if span[2] < span[1]:
-            raise FormatError("The action stops before it starts.", where=place, seen=json.dumps(span))
+            raise FormatError("The action stops before it starts.", where=span_where, seen=json.dumps(span))
         numbers[index, : len(span) - 1] = span[1:]
         waits += len(span) == 4
     start_s, stop_s, wait_s = numbers.T
@@ -229,10 +229,10 @@ def _read_fact(entry: Mapping[str, Any], name: str, where: str) -> float | None:
 
 
 def _align_rows(rows: Sequence[TraceRow]) -> tuple[TraceRow, ...]:
-    """The rows on one clock, the earliest start at 0.
+    """Shift the rows to one clock whose 0 is the earliest start.
 
-    Every rank counts from where it began the step. NORM ends with an all-reduce over all ranks, and so at the same
-    moment everywhere (within a message's latency): that moment is laid on itself.
+    Every rank counts from its own start of the step. NORM ends with an all-reduce over all ranks, at the same moment
+    everywhere (within a message's latency). The rows are shifted so that these moments coincide.
     """
     moments = []
     for row in rows:

@@ -1,10 +1,11 @@
-"""Which device sends how many bytes to which, in one step: what the link heat-map draws.
+"""Bytes between every pair of devices in one step, for the link heat-map.
 
-Transfers between stages are the messages that the cost model counts. So are the collectives of shard programs, those
-that gather parameters and factors or send tokens to experts among them (`cost/compute/shard_exchanges.py`). They are
-counted as rings over their very groups; where a group has as many devices on every host, first inside the hosts and
-then between them, as the cost model's two-level form does (reference: `cost/comm/collectives.py`; gloo knows rings
-only, and sums go round them backwards). Uneven parts go as their lowering sends them (`cost/comm/lowerings.py`).
+Transfers between stages are the messages of the cost model. So are the collectives of shard programs, including those
+that gather parameters and factors or send tokens to experts (`cost/compute/shard_exchanges.py`). Collectives are
+counted as rings over their groups. If a group has equally many devices on every host, the ring runs first inside the
+hosts and then between them, as in the cost model's two-level form (reference: `cost/comm/collectives.py`). gloo has
+only flat rings, and sums go round them backwards. Uneven parts are sent as in their lowering
+(`cost/comm/lowerings.py`).
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.ops.reshare import KIND as RESHARE
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-"""How often a ring collective sends (n - 1)/n of the tensor over every hop; gloo sums a reduce-scatter by an
-all-reduce."""
+"""Number of times a ring collective sends (n - 1)/n of the tensor over every hop; gloo implements a reduce-scatter by
+an all-reduce."""
 
 REASONS = ("activations", "gradients", "shards", "reduction", "parameters")
-"""Forward transfers, backward transfers, collectives of shard programs, gradient sums, ZeRO-1 gathers."""
+"""Forward transfers, backward transfers, collectives of shard programs, gradient sums, ZeRO-1 all-gathers."""
 
 
 @dataclass(slots=True)
 class StepTraffic:
-    """Bytes of one step by (source device, target device), and by why they are sent."""
+    """Bytes of one step by (source device, target device) and by reason."""
 
     bytes: dict[tuple[int, int], dict[str, float]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(float))
@@ -49,17 +50,17 @@ class StepTraffic:
             self.bytes[source, target][reason] += size
 
     def pair_totals(self) -> Mapping[tuple[int, int], float]:
-        """All bytes of each pair."""
+        """Return the total bytes of each pair."""
         return {pair: sum(parts.values()) for pair, parts in self.bytes.items()}
 
 
 def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> StepTraffic:
-    """The traffic of one step of a pipeline."""
+    """Return the traffic of one step of a pipeline."""
     traffic = StepTraffic()
     for edge in work.edges:
         alike = ((*itertools.chain(*edge.forward),), (*itertools.chain(*edge.backward),))
-        each = [(1, *pair) for pair in edge.ragged] or [(microbatches, *alike)]
-        for times, forward, backward in each:
+        batches = [(1, *pair) for pair in edge.ragged] or [(microbatches, *alike)]
+        for times, forward, backward in batches:
             for reason, messages in (("activations", forward), ("gradients", backward)):
                 for source, target, size in messages:
                     traffic.add_bytes(source, target, size * times, reason)
@@ -81,7 +82,7 @@ def _add_shard_collectives(
         for times, symbols in _slice_sizes(stage, stage.group.axis_position(ring[0], "replica"), microbatches):
             lowerings, passed = lowerings_over(network, [ring]), Counter[str]()
             for shares, (kind, size, how, units) in _layer_collectives(stage, symbols, work.precision):
-                if kind == RESHARE:  # of these the units are shares
+                if kind == RESHARE:  # for these, units are shares
                     parts: list[tuple[float, ...]] = [units[: len(ring)], units[len(ring) :]]
                 else:
                     parts = [_share_fractions(count, shares) for count in units]
@@ -96,7 +97,7 @@ def _add_shard_collectives(
 
 
 def _slice_sizes(stage: StageWork, replica: int, microbatches: int) -> Iterator[tuple[int, dict[str, int]]]:
-    """How many microbatches have slices of which sizes; packed rows are others in every one."""
+    """Yield (number of microbatches, sizes of a slice). Packed rows have different sizes in every microbatch."""
     for row in stage.packed:
         tokens, squares = row[replica]
         if tokens:
@@ -109,24 +110,25 @@ def _slice_sizes(stage: StageWork, replica: int, microbatches: int) -> Iterator[
 def _layer_collectives(
     stage: StageWork, sizes: Mapping[str, int], precision: Precision
 ) -> Iterator[tuple[tuple[int, ...], Said]]:
-    """All collectives of a microbatch, each with the shares of its layer: forward, and of layers that have a backward
-    that and what is recomputed."""
-    for place, graphs in enumerate(stage.layers):
-        graph, shares = graphs[0], stage.shares_of(place)
-        own = {
+    """Yield all collectives of a microbatch with the shares of their layer: forward, and for layers with a backward
+    pass also backward and recomputation."""
+    for layer, graphs in enumerate(stage.layers):
+        graph, shares = graphs[0], stage.shares_of(layer)
+        local_sizes = {
             str(part): split_by_shares(sizes[str(size)], shares)[0][1] for size, part in LOCAL.items() if size in sizes
         }
-        symbols = {**sizes, **own}
+        symbols = {**sizes, **local_sizes}
         again = set(kept_values(graph, stage.recompute, COMPUTE_BYTES[precision]).again)
         for index, operator in enumerate(graph.operators):
             ahead, back, late = operator_exchanges(graph, operator, symbols, precision)
-            behind = itertools.chain(ahead if index in again else (), back, late) if place >= stage.frozen else ()
+            behind = itertools.chain(ahead if index in again else (), back, late) if layer >= stage.frozen else ()
             for said in itertools.chain(ahead, behind):
                 yield shares, said
 
 
 def _share_fractions(units: int, shares: Sequence[int]) -> tuple[float, ...]:
-    """What each has of so many units; of nothing, as where data have no images to generate, its share."""
+    """Return each device's fraction of `units`. Without units (for example no images to generate) it is the device's
+    share."""
     if not units:
         return tuple(share / sum(shares) for share in shares)
     return tuple((stop - start) / units for start, stop in split_by_shares(units, shares))
@@ -148,7 +150,7 @@ def _add_reductions(traffic: StepTraffic, stage: StageWork, work: PipelineWork, 
 def _add_ring(
     traffic: StepTraffic, ring: Sequence[int], passed: float, reason: str, network: Network, kind: str
 ) -> None:
-    """`passed` bytes of a collective, times (n - 1)/n, over every hop of a ring of its n devices."""
+    """Add `passed` bytes of a collective, times (n - 1)/n, on every hop of a ring of its n devices."""
     hosts: dict[int, list[int]] = defaultdict(list)
     for device in sorted(ring):
         hosts[network.host[device]].append(device)
@@ -157,8 +159,8 @@ def _add_ring(
         size = sizes.pop()
         for devices in hosts.values():
             _add_hops(traffic, devices, passed, reason)
-        for place in range(size):
-            _add_hops(traffic, [devices[place] for devices in hosts.values()], passed / size, reason)
+        for index in range(size):
+            _add_hops(traffic, [devices[index] for devices in hosts.values()], passed / size, reason)
     else:
         _add_hops(traffic, sorted(ring, reverse=runs_backwards(network, kind)), passed, reason)
 

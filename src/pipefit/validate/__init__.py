@@ -1,5 +1,6 @@
-"""Predicting runs that others published: their plans become cost tables, the project's own simulator gives the time.
+"""Predict published training runs: their plans become cost tables, and the project's own simulator gives the time.
 
-Nothing here plans or simulates. `gpt.py` writes the operator graphs, `kernels.py` costs them, `megatron.py` lays them
-out, and one file a data set reads the published rows, fits what it may on some and predicts the others.
+This package neither plans nor simulates. `gpt.py` writes the operator graphs, `kernels.py` costs them, `megatron.py`
+builds the pipeline work. In `sets/`, one file per data set reads the published rows, fits on a part of them and
+predicts the rest.
 """

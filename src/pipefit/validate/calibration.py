@@ -1,8 +1,8 @@
-"""Fitting kernel constants, and what single layer shapes deviate from them, to iteration times of Megatron-like runs.
+"""Fit kernel constants and per-shape factors to iteration times of Megatron-like runs.
 
-Seven physical constants say how fast a machine's kernels, links and optimizer are. A layer shape (hidden size, tensor
-parallelism, micro-batch) that occurs in the fitted rows gets two factors besides, on its layer and on its head and
-embedding: they stand for what a measured profile of that shape would say. Shapes that were not seen have no factors.
+Seven physical constants give the speed of a machine's kernels, links and optimizer. A layer shape (hidden size, tensor
+parallelism, micro-batch) in the fitted rows gets two more factors, on its layer and on its head and embedding. They
+stand for a measured profile of that shape. Shapes outside the fitted rows have no factors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LayerShape = tuple[int, int, int]
 """(hidden, TP, micro-batch)."""
 
 VOCABULARY = 50257
-"""Of GPT-2, not padded: the publication's default. Odd, so that its matrix products are not aligned."""
+"""Vocabulary of GPT-2, not padded: the publication's default. It is odd, so its matrix products are not aligned."""
 
 START: Mapping[str, float] = {
     "launch_s": 50e-6,
@@ -44,18 +44,19 @@ START: Mapping[str, float] = {
     "step_s_per_parameter": 20e-12,
     "stage_bytes_per_s": 20e9,
 }
-"""Where fitting begins, one a constant: kernel launches of eager PyTorch, shares of data-sheet rates, the start of a
-collective, an optimizer step of about 30 bytes a parameter, and the link between stages."""
+"""Start of each constant: kernel launches of eager PyTorch, shares of data-sheet rates, the start of a collective, an
+optimizer step of about 30 bytes a parameter, and the link between stages."""
 
 FITTED = tuple(START)
 MOST = tuple(0.95 if key.endswith("share") else float("inf") for key in FITTED)
-"""No kernel reaches all of a data-sheet rate."""
+"""Upper limits of the constants: no kernel reaches its full data-sheet rate."""
 
 PULL = 0.3
-"""Of the constants to their start: each is known to about a third beforehand, rows to about a tenth."""
+"""Weight of the constants' prior: each is known to about a third beforehand, and rows to about a tenth."""
 
 OUTLIER = 0.1
-"""Residuals beyond 10 % count less when the seven constants are fitted: shapes have factors of their own."""
+"""Residuals beyond 10 % have reduced weight in the fit of the seven constants, because shapes have their own
+factors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class PublishedSample:
 
     @property
     def comparison_group(self) -> tuple[int, ...]:
-        """What comparable rows have in common: machine, batch and model."""
+        """Common key of comparable rows: machine, batch and model."""
         return self.gpus, self.global_batch, self.hidden, self.heads, self.layers, self.sequence
 
     @property
@@ -119,42 +120,43 @@ class PublishedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedCalibration:
-    """Fitted numbers."""
+    """Fitted constants and factors."""
 
     constants: tuple[float, ...] = tuple(START.values())
-    "In the order of `FITTED`."
+    "Constants in the order of `FITTED`."
     body: Mapping[LayerShape, float] = field(default_factory=dict)
-    "Factors of a transformer layer's time."
+    "Factors on the time of a transformer layer, by shape."
     ends: Mapping[LayerShape, float] = field(default_factory=dict)
-    "Factors of the head's and the embedding's time."
+    "Factors on the time of head and embedding, by shape."
 
     @property
     def fitted_count(self) -> int:
-        """How many numbers were fitted."""
+        """Number of fitted values."""
         return len(self.constants) + len(self.body) + len(self.ends)
 
     def constants_only(self) -> FittedCalibration:
-        """The physical constants alone."""
+        """Return this calibration without factors."""
         return FittedCalibration(constants=self.constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogJacobians:
-    """d log(time) / d log(number) at the start, for every key's corner rows."""
+    """d log(time) / d log(value) at the start, by corner row."""
 
     constants: Mapping[PublishedSample, Array]
     factors: Mapping[PublishedSample, Array]
-    "Of the row's own two factors."
+    "Derivatives in the row's own two factors."
 
 
 class SampleEvaluator:
-    """Times of samples under a calibration, through the project's cost table and simulator."""
+    """Predict times of samples under a calibration, with the project's cost table and simulator."""
 
     def __init__(self, collectives: MeasuredAllReduces) -> None:
         self.collectives = collectives
 
     def times_s(self, samples: Sequence[PublishedSample], calibration: FittedCalibration) -> Array:
-        """Seconds of an iteration of every sample. Rows that differ in the batch alone share a cost table."""
+        """Return the seconds of one iteration of every sample. Rows that differ only in the batch share a cost
+        table."""
         values = dict(zip(FITTED, calibration.constants, strict=True))
         kernels: dict[str, Any] = {key: value for key, value in values.items() if key in GpuRates.__dataclass_fields__}
         speed = values["stage_bytes_per_s"]
@@ -179,7 +181,8 @@ class SampleEvaluator:
 
 
 class _ScaledCosts:
-    """Kernel costs with the factors of one shape: of the layer, known by its attention, and of the two ends."""
+    """Kernel costs times the factors of one shape. A graph with attention is a layer; other graphs are head or
+    embedding."""
 
     def __init__(self, costs: KernelCosts, body: float, ends: float) -> None:
         self.costs = costs
@@ -197,7 +200,7 @@ class _ScaledCosts:
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerCost:
-        """The cost of `graph`, scaled. One object serves one shape, so the graph alone tells questions apart."""
+        """Return the scaled cost of `graph`. One object serves one shape, so the cache key is the graph alone."""
         if id(graph) not in self._known:
             cost = self.costs.layer_cost(graph, place, kind, precision, recompute, collective, collective_key)
             factor = self.body if any(op.kind == "attention" for op in graph.operators) else self.ends
@@ -212,7 +215,7 @@ class _ScaledCosts:
 
 
 def corner_jacobians(corners: Sequence[PublishedSample], evaluator: SampleEvaluator) -> LogJacobians:
-    """Of these rows, from predictions alone."""
+    """Return the Jacobians of these rows, from predictions alone."""
     start = tuple(START.values())
     constants = log_jacobian(lambda v: evaluator.times_s(corners, FittedCalibration(constants=tuple(v))), start)
     shapes = {sample.layer_shape for sample in corners}
@@ -230,7 +233,7 @@ def corner_jacobians(corners: Sequence[PublishedSample], evaluator: SampleEvalua
 def fit_calibration(
     corners: Sequence[PublishedSample], evaluator: SampleEvaluator, known: LogJacobians
 ) -> FittedCalibration:
-    """Constants, then factors, from these rows and no others."""
+    """Fit the constants, then the factors, to these rows alone."""
     published = [sample.published_s for sample in corners]
     constants = fit_constants(
         lambda values: evaluator.times_s(corners, FittedCalibration(constants=tuple(map(float, values)))),
@@ -245,8 +248,8 @@ def fit_calibration(
     shapes = sorted({sample.layer_shape for sample in corners})
     matrix = np.zeros((len(corners), 2 * len(shapes)))
     for row, sample in enumerate(corners):
-        place = 2 * shapes.index(sample.layer_shape)
-        matrix[row, place : place + 2] = known.factors[sample]
+        column = 2 * shapes.index(sample.layer_shape)
+        matrix[row, column : column + 2] = known.factors[sample]
 
     def with_factors(values: Array) -> FittedCalibration:
         body, ends = (dict(zip(shapes, map(float, values[side::2]), strict=True)) for side in (0, 1))

@@ -1,4 +1,5 @@
-"""Collectives inside a host from a published table of all-reduces: frozen constants of every set that uses it."""
+"""Times of intra-host collectives from a published table of all-reduces. The table is fixed for every data set that
+uses it."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAllReduces:
-    """Measured all-reduces by the number of devices."""
+    """Measured all-reduces by number of devices."""
 
     points: Mapping[int, Points]
 
     def collective_s(self, kind: str, devices: int, size_bytes: float) -> float:
-        """Of a collective whose whole tensor has that many bytes. An all-gather or a reduce-scatter is half an
-        all-reduce: a ring sends the same bytes in each of its two passes."""
+        """Return the seconds of a collective whose full tensor has `size_bytes`. An all-gather or reduce-scatter takes
+        half an all-reduce, because a ring all-reduce sends the same bytes in each of its two passes."""
         if devices == 1:
             return 0.0
         points = self.points[devices]
@@ -27,8 +28,8 @@ class MeasuredAllReduces:
 
 
 def all_reduce_s(points: Points, size_bytes: float) -> float:
-    """Seconds of an all-reduce: linear between the measured sizes, the bandwidth of the largest beyond it, and the
-    time of the smallest below it."""
+    """Return the seconds of an all-reduce: interpolated between the measured sizes, at the bandwidth of the largest
+    size above it, and the time of the smallest size below it."""
     sizes, times = [size for size, _ in points], [time for _, time in points]
     if size_bytes > sizes[-1]:
         return times[-1] * size_bytes / sizes[-1]

@@ -1,4 +1,4 @@
-"""The published files that the package ships, read strictly: a damaged file is one clear FormatError."""
+"""Strict readers of the published files in this package. A damaged file raises one FormatError."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ ALL_REDUCE_COLUMNS = ("gpus", "bytes", "time_us", "bus_bandwidth_gb_per_s")
 
 
 def shipped_text(name: str) -> str:
-    """The text of a file that came with the package."""
-    from importlib import resources  # takes 20 ms, and only predicting needs it
+    """Return the text of a file in the package."""
+    from importlib import resources  # takes 20 ms, needed only for predictions
 
     return resources.files("pipefit.validate").joinpath("data", name).read_text(encoding="utf-8")
 
 
 def read_table(text: str, columns: Sequence[str], where: str) -> list[Mapping[str, float]]:
-    """The rows of a CSV text with exactly these columns, all of positive numbers. Lines that start with # are notes.
+    """Return the rows of a CSV text with exactly these columns, all of positive numbers. Lines that start with # are
+    notes.
 
-    Raises FormatError naming the line.
+    Raises FormatError with the line number.
     """
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line and not line.startswith("#")]
     if not lines or tuple(lines[0][1].split(",")) != tuple(columns):
@@ -54,20 +55,20 @@ def read_table(text: str, columns: Sequence[str], where: str) -> list[Mapping[st
 
 
 def read_collectives(text: str, where: str) -> MeasuredAllReduces:
-    """The published all-reduces. Raises FormatError for a damaged table."""
+    """Read the published all-reduces. Raises FormatError for a damaged table."""
     points: dict[int, list[tuple[float, float]]] = {}
     for row in read_table(text, ALL_REDUCE_COLUMNS, where):
         points.setdefault(int(row["gpus"]), []).append((row["bytes"], row["time_us"] * 1e-6))
-    return MeasuredAllReduces({devices: tuple(sorted(each)) for devices, each in points.items()})
+    return MeasuredAllReduces({devices: tuple(sorted(samples)) for devices, samples in points.items()})
 
 
 def shipped_collectives() -> MeasuredAllReduces:
-    """The all-reduces on A100 that came with the package."""
+    """Read the all-reduces on A100 in this package."""
     return read_collectives(shipped_text("a100_nvlink_all_reduce.csv"), "a100_nvlink_all_reduce.csv")
 
 
 def check_positive(values: Mapping[str, float], where: str) -> None:
-    """Raises FormatError that names the first value that is not a positive number."""
+    """Raise FormatError for the first value that is not a positive number."""
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise FormatError(

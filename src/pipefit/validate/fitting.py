@@ -1,8 +1,8 @@
-"""Fitting a few positive constants to published times: Gauss-Newton on logarithms, with one Jacobian.
+"""Fit a few positive constants to published times by Gauss-Newton on logarithms, with one Jacobian.
 
-Times are nearly powers of such constants (a time over a rate, a cost times a count), so in logarithms the model is
-nearly linear and the Jacobian at the start serves for every step and every part of a split. It is made from
-predictions alone: no published number enters it.
+Times are nearly products of powers of such constants (a time over a rate, a cost times a count). In logarithms the
+model is therefore nearly linear, and the Jacobian at the start serves for every step and every part of a split. It is
+computed from predictions alone, without published numbers.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from pipefit.cost.types import Array
 
 Predict = Callable[[Array], Array]
-"""Constants -> the time of every row."""
+"""Maps constants to the time of every row."""
 
 NUDGE = 0.02
-"""Relative change of a constant for the Jacobian's differences."""
+"""Relative step of a constant in the finite differences of the Jacobian."""
 
 
 def log_jacobian(predict: Predict, start: Sequence[float]) -> Array:
-    """d log(time) / d log(constant) at `start`: an array [row, constant]."""
+    """Return d log(time) / d log(constant) at `start`: an array [row, constant]."""
     base = np.log(predict(np.asarray(start, dtype=np.float64)))
     columns = []
-    for place in range(len(start)):
+    for index in range(len(start)):
         nudged = np.array(start, dtype=np.float64)
-        nudged[place] *= 1.0 + NUDGE
+        nudged[index] *= 1.0 + NUDGE
         columns.append((np.log(predict(nudged)) - base) / np.log1p(NUDGE))
     return np.stack(columns, axis=1)
 
@@ -42,21 +42,21 @@ def fit_constants(
     pull: float = 0.02,
     reach: float = np.inf,
 ) -> Array:
-    """Constants, none above `most`, that bring `predict` close to the published times of the same rows.
+    """Return the constants, none above `most`, for which `predict` is close to the published times of the same rows.
 
-    `pull` is the weight with which a constant is drawn to its start, so that one that no row tells of stays there.
-    Residuals beyond `reach` (in logarithms) count less, as Huber (1964) weighs them: outliers decide little.
+    `pull` is the weight of the penalty on the distance to `start`; a constant without influence on any row stays there.
+    Residuals beyond `reach` (in logarithms) have reduced weight (Huber, 1964), so that outliers have little influence.
     """
     from scipy.optimize import lsq_linear
 
     first = np.log(np.asarray(start, dtype=np.float64))
-    place = first.copy()
+    current = first.copy()
     ceiling = np.full(len(first), np.inf) if most is None else np.log(np.asarray(most, dtype=np.float64))
     goal = np.log(np.asarray(published, dtype=np.float64))
     for _ in range(steps):
-        missing = goal - np.log(predict(np.exp(place)))
+        missing = goal - np.log(predict(np.exp(current)))
         weight = np.sqrt(np.minimum(1.0, reach / np.abs(missing).clip(1e-12)))
         matrix = np.vstack([jacobian * weight[:, None], pull * np.eye(len(first))])
-        right = np.concatenate([missing * weight, pull * (first - place)])
-        place = place + lsq_linear(matrix, right, bounds=(-np.inf, ceiling - place + 1e-9)).x
-    return np.exp(np.minimum(place, ceiling))
+        right = np.concatenate([missing * weight, pull * (first - current)])
+        current = current + lsq_linear(matrix, right, bounds=(-np.inf, ceiling - current + 1e-9)).x
+    return np.exp(np.minimum(current, ceiling))

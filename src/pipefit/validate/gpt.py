@@ -1,8 +1,9 @@
-"""GPT as Megatron-LM trains it, as operator graphs without torch: one layer, the embedding, and the head with its loss.
+"""GPT as trained by Megatron-LM, as operator graphs without torch: one layer, the embedding, and the head with its
+loss.
 
 Shapes: B rows, T tokens, D features, H heads, K features of a head, V vocabulary. A layer is written for one device;
-`shard.megatron` makes its tensor-parallel programs. Embedding and head are written for a part of the vocabulary,
-because Megatron splits it, and this project's shard program does not.
+`shard.megatron` builds its tensor-parallel programs. Embedding and head are written for a part of the vocabulary,
+because Megatron splits it and this project's shard program does not.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpe
 from pipefit.shard.megatron import shard_program
 
 PADDED_VOCABULARY = 51200
-"""GPT-2's 50,257 tokens, padded as Megatron-LM pads them for 8 shards."""
+"""GPT-2's 50,257 tokens, padded by Megatron-LM for 8 shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptSizes:
-    """The sizes of one model."""
+    """Sizes of one model."""
 
     hidden: int
     feedforward: int
@@ -33,8 +34,8 @@ class GptSizes:
 
 
 def layer_graphs(model: GptSizes, shards: int, sequence_parallel: bool) -> tuple[Graph, ...]:
-    """The local graphs of one layer over a shard axis, collectives included; one graph where it is not sharded. Models
-    that differ in nothing but their number of layers get the same objects."""
+    """Return the local graphs of one layer over a shard axis, collectives included; a single graph if it is not
+    sharded. Models that differ only in their number of layers get the same objects."""
     return _layer_graphs(replace(model, layers=1), shards, sequence_parallel)
 
 
@@ -54,9 +55,9 @@ def layer_graph(model: GptSizes) -> Graph:
     g.add_operator("layer_norm", ("x", "ln1.weight", "ln1.bias"), "n1", ("B", "T", d), eps=1e-5)
     g.add_operator("linear", ("n1", "qkv.weight", "qkv.bias"), "qkv", ("B", "T", 3 * d))
     g.add_operator("reshape", ("qkv",), "by_head", ("B", "T", heads, 3 * k), shape=["B", "T", heads, 3 * k])
-    for place, name in enumerate("qkv"):
+    for index, name in enumerate("qkv"):
         g.add_operator(
-            "slice", ("by_head",), f"{name}_BTHK", ("B", "T", heads, k), dim=3, start=place * k, stop=place * k + k
+            "slice", ("by_head",), f"{name}_BTHK", ("B", "T", heads, k), dim=3, start=index * k, stop=index * k + k
         )
     q_k_v = ("q_BTHK", "k_BTHK", "v_BTHK")
     g.add_operator("attention", q_k_v, "o_BTHK", ("B", "T", heads, k), causal=True, scale=k**-0.5, window=None)
@@ -116,7 +117,7 @@ def _head_graph(model: GptSizes, shards: int) -> Graph:
 
 
 class _GraphWriter:
-    """Collects operators in order; step-plan inputs are known by their names."""
+    """Collects operators in order. Step-plan inputs are recognised by name."""
 
     def __init__(self, *inputs: tuple[str, Shape]) -> None:
         roles: dict[str, Any] = {"tokens": "tokens", "positions": "positions", "labels": "labels"}

@@ -1,11 +1,11 @@
-"""What the operators of a GPT cost on an NVIDIA GPU, kernel by kernel: behind the same interface as the roofline.
+"""Kernel-level costs of GPT operators on an NVIDIA GPU, with the interface of the roofline model.
 
-A matrix product is cut into tiles that run in waves over the multiprocessors, each tile at the ceiling of its shape,
-with a start-up worth `PROLOGUE` elements of the inner dimension; it takes no less than moving its operands. Other
-kernels move bytes. Fusion is that of Megatron-LM in 2022: bias with GELU, bias with dropout and residual, scale with
-mask and softmax; attention is not fused. A kernel takes no less time than launching it (eager PyTorch).
-Constants are of the vendor's documents or of NVIDIA's matrix-multiplication guide, and frozen; what a data set fits
-are fields of `GpuRates`, and it says which.
+A matrix product is cut into tiles that run in waves over the multiprocessors. Each tile runs at the maximum rate of its
+shape, with a start-up cost of `PROLOGUE` elements of the inner dimension. A product takes at least the time of moving
+its operands. Other kernels only move bytes. Fusion follows Megatron-LM in 2022: bias with GELU, bias with dropout and
+residual, scale with mask and softmax; attention is not fused. A kernel takes at least its launch time (eager PyTorch).
+Constants come from the vendor's documents or NVIDIA's matrix-multiplication guide and are fixed. The fields of
+`GpuRates` can be fitted; each data set names the ones it fits.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from pipefit.model.ops.kind import OperatorCall
 from pipefit.validate.collectives import MeasuredAllReduces
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
-"""Rows, columns, and the share of the ceiling that a kernel with such tiles reaches: larger tiles reuse more of what
-they load (NVIDIA, Matrix Multiplication Background User's Guide, section on tile efficiency)."""
+"""Rows, columns, and the share of the maximum rate that a kernel with such tiles reaches; larger tiles reuse more of
+their loads (NVIDIA, Matrix Multiplication Background User's Guide, section on tile efficiency)."""
 
 SPLITS = (1, 2, 4, 8)
-"""Parts that the inner dimension may be cut into, so that few tiles still fill the multiprocessors."""
+"""Allowed splits of the inner dimension (split-K), so that few tiles still fill the multiprocessors."""
 
 PROLOGUE = 128
-"""Elements of the inner dimension that filling and draining a tile's pipeline is worth."""
+"""Cost of filling and draining a tile's pipeline, in elements of the inner dimension."""
 
 ALIGNED = 8
-"""Half-precision elements that every dimension must be a multiple of for a matrix product at full rate (same guide)."""
+"""Every dimension must be a multiple of this for a half-precision matrix product at full rate (same guide)."""
 
 LOSS_FORWARD = (12, 40)
-"""Kernels of Megatron's vocabulary-parallel cross-entropy, and bytes a logit that they move: cast to float32, maximum,
+"""Kernels of Megatron's vocabulary-parallel cross-entropy, and their bytes per logit: cast to float32, maximum,
 difference, exponential, sum, quotient, and the masks of the labels."""
 
 LOSS_BACKWARD = (6, 22)
-"""The same for its gradient."""
+"""Kernels and bytes per logit of its gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRates:
-    """One GPU: its data sheet and what its kernels reach of it."""
+    """One GPU: its data sheet, and the share of it that kernels reach."""
 
     peak_flops_per_s: float = 312e12
     memory_bytes_per_s: float = 2039e9
     multiprocessors: int = 108
     matmul_share: float = 0.9
-    "Of the peak: the ceiling of a matrix product whose tiles fill every wave."
+    "Share of the peak that a matrix product reaches if its tiles fill every wave."
     memory_share: float = 0.8
-    "Of the memory bandwidth: what kernels that only move bytes reach."
+    "Share of the memory bandwidth that kernels without arithmetic reach."
     kernel_s: float = 2e-6
     "Start and end of a kernel on the device."
     launch_s: float = 0.0
-    "Least time from one kernel to the next: how fast eager PyTorch launches them."
+    "Least time from one kernel launch to the next in eager PyTorch."
     unaligned_share: float = 1.0
-    "What is left of a matrix product's rate where a dimension is not a multiple of `ALIGNED`."
+    "Rate of a matrix product with a dimension that is not a multiple of `ALIGNED`, relative to an aligned one."
     collective_s: float = 0.0
-    "What starting a collective costs beyond its measured time."
+    "Start of a collective, in addition to its measured time."
 
 
 class PassTimes(NamedTuple):
@@ -76,11 +76,15 @@ class PassTimes(NamedTuple):
 
 
 class KernelCosts:
-    """Layer costs for `cost_table`; equal questions are answered from memory."""
+    """Layer costs for `cost_table`; results are cached."""
 
     def __init__(self, gpu: GpuRates, collectives: MeasuredAllReduces, attention_again: bool = False) -> None:
-        """`attention_again`: selective recomputation of arXiv 2205.05198, which makes the scores again in the
-        backward pass and keeps what `recompute="none"` keeps in this project (queries, keys, values, output)."""
+        """Store the rates and measured collectives.
+
+        `attention_again` selects the selective recomputation of arXiv 2205.05198. It recomputes the scores in the
+        backward pass and saves the tensors that `recompute="none"` saves in this project (queries, keys, values,
+        output).
+        """
         self.gpu = gpu
         self.collectives = collectives
         self.attention_again = attention_again
@@ -98,10 +102,10 @@ class KernelCosts:
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerCost:
-        """The cost of `graph`; passing memory is not modelled. `collective_key` is the groups that run a collective at
-        the same time; their size, not `collective`, decides its time here."""
+        """Return the cost of `graph`; transient memory is not modelled. `collective_key` is the groups that run a
+        collective at the same time. Their size decides its time here, and `collective` is ignored."""
         devices = len(collective_key[0]) if isinstance(collective_key, tuple) and collective_key else 1
-        self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
+        self._graphs[id(graph)] = graph  # kept alive, so that its id is not reused
         key = (id(graph), place, precision, recompute, devices)
         if key not in self._known:
             self._known[key] = self._sum_cost(graph, place, precision, recompute, devices)
@@ -126,9 +130,11 @@ class KernelCosts:
     def _operator_times(self, kind: str, call: OperatorCall, devices: int) -> PassTimes:
         if kind in BACKWARD:
             size = float(max(math.prod(call.inputs[0] or ()), math.prod(call.outputs[0])) * call.compute_bytes)
-            both = (self.collectives.collective_s(each, devices, size) for each in (kind, BACKWARD[kind]))
+            both = (self.collectives.collective_s(collective, devices, size) for collective in (kind, BACKWARD[kind]))
             forward_s, backward_s = (time_s + self.gpu.collective_s for time_s in both)
-            again_s = forward_s if kind == "all_gather" else 0.0  # kept as a shard, gathered again for the weights
+            again_s = (
+                forward_s if kind == "all_gather" else 0.0
+            )  # saved as a shard, gathered again for the weight gradient
             return PassTimes(forward_s, backward_s, again_s)
         if kind == "linear":
             return self._linear_times(call)
@@ -149,7 +155,8 @@ class KernelCosts:
         )
 
     def _attention_times(self, call: OperatorCall) -> PassTimes:
-        """Not fused: scores and context as batched products; scale, mask and softmax are one kernel, dropout is one."""
+        """Time unfused attention: batched products for scores and context; one kernel for scale, mask and softmax, one
+        for dropout."""
         q, width = call.inputs[0], call.compute_bytes
         assert q is not None
         rows, tokens, heads, dim = q
@@ -165,7 +172,7 @@ class KernelCosts:
         return PassTimes(forward_s, backward_s, 0.0)
 
     def _moving_times(self, kind: str, call: OperatorCall) -> PassTimes:
-        """Kernels that only move bytes."""
+        """Time the kernels that only move bytes."""
         count = math.prod(call.outputs[0]) * call.compute_bytes
         if kind == "layer_norm":  # its gradient pass is followed by the sum with the residual's gradient
             return PassTimes(
@@ -192,7 +199,7 @@ class KernelCosts:
         return PassTimes(0.0, 0.0, 0.0)
 
     def matmul_s(self, rows: int, columns: int, inner: int, width: int, count: int = 1) -> float:
-        """Seconds of `count` products (rows, inner) x (inner, columns) as one kernel."""
+        """Return the seconds of `count` products (rows, inner) x (inner, columns) as one kernel."""
         gpu = self.gpu
         aligned = rows % ALIGNED == columns % ALIGNED == inner % ALIGNED == 0
         rate = gpu.peak_flops_per_s * gpu.matmul_share * (1.0 if aligned else gpu.unaligned_share)
@@ -206,7 +213,7 @@ class KernelCosts:
 
 
 class _LayerFacts(NamedTuple):
-    """What a layer's cost is made from, whatever the GPU."""
+    """Facts of a layer that do not depend on the GPU."""
 
     calls: tuple[tuple[str, OperatorCall], ...]
     again: tuple[int, ...]
@@ -218,7 +225,7 @@ _known: dict[object, tuple[Graph, _LayerFacts]] = {}
 
 
 def _layer_facts(graph: Graph, place: MicrobatchShape, width: int, recompute: Recompute) -> _LayerFacts:
-    """Worked out once per graph object and place; the graph is kept, so that its id stays its own."""
+    """Compute the facts once per graph object and shape. The cache holds the graph, so that its id is not reused."""
     key = (id(graph), place, width, recompute)
     if key not in _known:
         symbols = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
@@ -231,7 +238,7 @@ def _layer_facts(graph: Graph, place: MicrobatchShape, width: int, recompute: Re
 
 @lru_cache(maxsize=65536)
 def _tiled_flops(rows: int, columns: int, inner: int, count: int, multiprocessors: int) -> float:
-    """FLOPs that the whole device could have done in the time of the best tiling."""
+    """Return the FLOPs that the full device could do in the time of the best tiling."""
     best = math.inf
     for tall, wide, share in TILES:
         tiles = math.ceil(rows / tall) * math.ceil(columns / wide) * count

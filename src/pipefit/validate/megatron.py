@@ -1,7 +1,7 @@
-"""A published run of Megatron-LM as the work of this project's cost table: stages, groups, messages, cluster.
+"""A published run of Megatron-LM as input of this project's cost table: stages, groups, messages, cluster.
 
-Ranks as Megatron numbers them: tensor parallel fastest, then data, then pipeline; eight devices a host. Layers are cut
-evenly; the embedding stands on the first stage, head and loss on the last.
+Ranks follow Megatron's numbering: tensor parallel fastest, then data, then pipeline; eight devices per host. Layers are
+divided evenly; the embedding is on the first stage, head and loss on the last.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from pipefit.validate.gpt import GptSizes, embedding_graph, head_graph, layer_gr
 
 DEVICES_PER_HOST = 8
 WIDTH = 2
-"""Bytes of an activation: half precision."""
+"""Bytes of an activation in half precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronRun:
-    """What a run's command line said."""
+    """Arguments of a run's command line."""
 
     model: GptSizes
     shards: int
-    "Tensor parallelism."
+    "Tensor parallel size."
     replicas: int
     lanes: int
-    "Pipeline parallelism."
+    "Pipeline parallel size."
     turns: int = 1
-    "Stages a lane: interleaving."
+    "Stages per lane (interleaving)."
     micro_batch: int
     "Rows of one microbatch on one replica."
     microbatches: int
@@ -62,7 +62,7 @@ class MegatronRun:
 def cluster_of(
     devices: int, *, inside_bytes_per_s: float, between_bytes_per_s: float, latency_s: float = 5e-6
 ) -> Cluster:
-    """Hosts of eight equal devices; every device has its own port to other hosts."""
+    """Build hosts of eight equal devices; every device has its own port to other hosts."""
     hosts = max(1, -(-devices // DEVICES_PER_HOST))
     kind = DeviceKind(
         name="A100-80",
@@ -73,12 +73,12 @@ def cluster_of(
     flat = tuple((latency_s,) * hosts for _ in range(hosts))
     speed = tuple((between_bytes_per_s,) * hosts for _ in range(hosts))
     rail = Rail(name="rails", latency_s=flat, bandwidth_bytes_per_s=speed, shared_ports=False)
-    each = min(devices, DEVICES_PER_HOST)
+    per_host = min(devices, DEVICES_PER_HOST)
     return Cluster(
         name="published",
         kinds={kind.name: kind},
         links={"nvlink": Link(latency_s=latency_s, bandwidth_bytes_per_s=inside_bytes_per_s)},
-        hosts=tuple(Host(name=f"host{i}", kind=kind.name, devices=each, link="nvlink") for i in range(hosts)),
+        hosts=tuple(Host(name=f"host{i}", kind=kind.name, devices=per_host, link="nvlink") for i in range(hosts)),
         rails=(rail,) if hosts > 1 else (),
         provenance=Provenance(source="data-sheet", where="as the publication describes its machines"),
     )
@@ -86,7 +86,8 @@ def cluster_of(
 
 @lru_cache(maxsize=256)
 def schedule_of(lanes: int, turns: int, microbatches: int) -> Schedule:
-    """1F1B, interleaved where a lane holds several stages, lowered: with transfers, reductions and the step."""
+    """Return the lowered 1F1B schedule, interleaved if a lane holds several stages, with transfers, reductions and the
+    optimizer step."""
     name = "1f1b" if turns == 1 else "interleaved-1f1b"
     placement = looped(lanes, turns)
     costs = uniform_costs(placement, forward_s=1.0, input_s=1.0, weight_s=1.0)
@@ -96,13 +97,14 @@ def schedule_of(lanes: int, turns: int, microbatches: int) -> Schedule:
 
 
 def work_of(run: MegatronRun) -> PipelineWork:
-    """The work of every stage and edge. AssertionError where the layers cannot be cut evenly: readers check that."""
+    """Return the work of every stage and edge. Raises AssertionError if the layers cannot be divided evenly; readers
+    check that."""
     body = layer_graphs(run.model, run.shards, run.sequence_parallel)
-    each, rest = divmod(run.model.layers, run.stage_count)
+    per_stage, rest = divmod(run.model.layers, run.stage_count)
     assert not rest, f"{run.model.layers} layers on {run.stage_count} stages"
     stages = []
     for index in range(run.stage_count):
-        layers: list[tuple[Graph, ...]] = [body] * each
+        layers: list[tuple[Graph, ...]] = [body] * per_stage
         if index == 0:
             layers.insert(0, (embedding_graph(run.model, run.shards),))
         if index == run.stage_count - 1:
@@ -119,8 +121,8 @@ def costs_of(
     collectives: MeasuredAllReduces,
     step_s_per_parameter: float | None = None,
 ) -> CostTable:
-    """The project's cost table for the run; gradients are reduced in half precision, as Megatron-LM did then.
-    `step_s_per_parameter` replaces the optimizer's traffic over the memory bandwidth."""
+    """Return the project's cost table for the run. Gradients are reduced in half precision, as in Megatron-LM of that
+    time. `step_s_per_parameter` replaces the optimizer's memory traffic over the bandwidth."""
     work = work_of(run)
     counts = [max(stage.parameters.trainable) for stage in work.stages]
     reduce_s = [collectives.collective_s("all_reduce", run.replicas, count * WIDTH) for count in counts]
@@ -134,15 +136,15 @@ def costs_of(
 
 
 def time_of(run: MegatronRun, costs: CostTable) -> Timeline:
-    """The project's simulator on the run's schedule, gradient reductions and optimizer step included."""
+    """Simulate the run's schedule, gradient reductions and optimizer step included."""
     return simulate_schedule(schedule_of(run.lanes, run.turns, run.microbatches), costs)
 
 
 def with_waiting_sends(costs: CostTable, receives_too: bool = False) -> CostTable:
-    """The table where a lane does nothing else while it sends, and, with `receives_too`, while it receives.
+    """Return a table in which a lane is blocked while it sends and, with `receives_too`, while it receives.
 
-    Megatron-LM waits for every exchange with a neighbour, in which both directions run at the same time: each action
-    is longer by the time of sending what it made. A runtime that sends and receives one after the other pays both.
+    Megatron-LM waits for every exchange with a neighbour, and both directions run at the same time. So each action is
+    longer by the time of sending its result. A runtime that sends and receives in sequence pays for both.
     """
     forward, backward = np.zeros(len(costs.reduce_s)), np.zeros(len(costs.reduce_s))
     for edge in costs.edges:
@@ -165,7 +167,7 @@ def with_waiting_sends(costs: CostTable, receives_too: bool = False) -> CostTabl
 
 
 def parameter_count(graph: Graph) -> int:
-    """Elements of all parameters of a graph."""
+    """Return the number of elements of all parameters of a graph."""
     key = id(graph)
     if key not in _counts:
         _counts[key] = (graph, sum(element_count(p.shape, {}) for p in graph.parameters))
@@ -197,7 +199,8 @@ def _lane_mesh(run: MegatronRun, lane: int) -> Mesh:
 
 
 def _edge_work(run: MegatronRun, index: int) -> EdgeWork:
-    """Every device sends its part of the activation (the scatter of arXiv 2104.04473, section 4.1)."""
+    """Return the messages of an edge: every device sends its shard of the activation (scatter of arXiv 2104.04473,
+    section 4.1)."""
     ahead, back = _lane_mesh(run, index % run.lanes).devices, _lane_mesh(run, (index + 1) % run.lanes).devices
     size = run.micro_batch * run.model.sequence * run.model.hidden * WIDTH / run.shards
     forward = tuple((a, b, size) for a, b in zip(ahead, back, strict=True))

@@ -1,4 +1,4 @@
-"""What a validation says: rows with published and predicted numbers, what was fitted to which rows, and targets."""
+"""Results of a validation: rows with published and predicted numbers, the fitted constants, and targets."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class ValidationRow:
     published: float
     predicted: float
     part: str = "predicted"
-    "`predicted` counts towards the targets; anything else is reported apart, and says why."
+    "`predicted` counts towards the targets. Any other text is the reason why the row is reported separately."
 
     @property
     def relative_delta(self) -> float:
-        """Predicted less published, as a share of the published."""
+        """(predicted - published) / published."""
         return self.predicted / self.published - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorTarget:
-    """A figure that must not be larger than a limit."""
+    """A value and its upper limit."""
 
     what: str
     reached: float
@@ -37,18 +37,18 @@ class ErrorTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationResult:
-    """The predictions of one quantity of one data set."""
+    """Predictions of one quantity of one data set."""
 
     set: str
     quantity: str
     unit: str
     source: str
     split: str
-    "In words: what is fitted to which rows, and which rows are predicted."
+    "Description of the fitted and the predicted rows."
     fitted: Mapping[str, tuple[float, ...]]
-    "Fitted constant -> its value in every part of the split."
+    "Value of each fitted constant in every part of the split."
     constants: int
-    "How many numbers one part of the split fits."
+    "Number of values that one part of the split fits."
     rows: tuple[ValidationRow, ...]
     summary: Mapping[str, float]
     targets: tuple[ErrorTarget, ...]
@@ -56,10 +56,10 @@ class ValidationResult:
 
 
 def absolute_errors(rows: Sequence[ValidationRow], part: str = "predicted") -> list[float]:
-    """Absolute relative errors of the rows of one part."""
+    """Return the absolute relative errors of the rows of one part."""
     return [abs(row.relative_delta) for row in rows if row.part == part]
 
 
 def mean_or_zero(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
+    """Return the mean, or 0 without values."""
     return sum(values) / len(values) if values else 0.0

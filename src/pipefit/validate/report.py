@@ -1,4 +1,4 @@
-"""Results as text for people and as plain data: every row, then what was split and fitted, then the summary."""
+"""Format results as text and as plain data: every row, then the split and the fitted constants, then the summary."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from pipefit.validate.records import ErrorTarget, ValidationResult, ValidationRow
 
 MANY = 60
-"""A result with more rows shows its worst ones, unless all are asked for."""
+"""A result with more rows prints only its worst ones by default."""
 
 WORST = 10
 
 
 def as_data(result: ValidationResult, rows: bool = True) -> dict[str, Any]:
-    """JSON data of a result, with or without its rows."""
+    """Return a result as JSON data, with or without its rows."""
     data: dict[str, Any] = {
         "set": result.set,
         "quantity": result.quantity,
@@ -34,7 +34,7 @@ def as_data(result: ValidationResult, rows: bool = True) -> dict[str, Any]:
 
 
 def as_text(result: ValidationResult, show_all: bool = False) -> str:
-    """The result for people."""
+    """Format a result for people."""
     lines = [f"{result.set}: {result.quantity} in {result.unit}", f"  source: {result.source}"]
     lines += [f"  split: {result.split}", f"  fitted constants: {result.constants}"]
     lines += [f"    {key}: {' '.join(f'{value:.4g}' for value in values)}" for key, values in result.fitted.items()]
@@ -57,7 +57,7 @@ def as_text(result: ValidationResult, show_all: bool = False) -> str:
 
 
 def round_to(value: float, digits: int = 6) -> float:
-    """Rounded to so many significant digits, so that files do not change with the last bits."""
+    """Round to this number of significant digits, so that files do not change with the last bits."""
     return float(f"{value:.{digits}g}")
 
 

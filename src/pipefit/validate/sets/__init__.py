@@ -1,6 +1,7 @@
-"""The data sets: one file each, found by walking this package.
+"""The data sets, one module each, found by iterating over this package.
 
-A module defines `name` (what the user types) and `results() -> tuple[Result, ...]`, which fits and predicts.
+A module defines `name` (the command-line name) and `results() -> tuple[ValidationResult, ...]`, which fits and
+predicts.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from pipefit.validate.records import ValidationResult
 
 
 def find_sets() -> Mapping[str, Callable[[], tuple[ValidationResult, ...]]]:
-    """Every data set by its name."""
-    found = {}
+    """Return every data set by its name."""
+    sets = {}
     for entry in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{entry.name}")
-        found[module.name] = module.results
-    return found
+        sets[module.name] = module.results
+    return sets
 
 
 def select_sets(names: list[str]) -> Mapping[str, Callable[[], tuple[ValidationResult, ...]]]:
-    """The sets of these names, or all where none is given. Raises PipefitError that lists the known ones."""
+    """Return the sets of these names, or all sets if `names` is empty. Raises PipefitError that lists the known
+    names."""
     known = find_sets()
     for name in names:
         if name not in known:

@@ -1,9 +1,9 @@
 """GH200: OPT-350M in float32 on 4 to 128 devices, predicted from the released profile of its layers and links.
 
-eth-easl/sailor. Its runtime, DeepSpeed's pipeline engine, sends and receives one after the other and computes nothing
-meanwhile. The profile is the released one; only plans with micro-batch 8 are a fair test of time (see the file).
-Memory: this project's saved-bytes rules on an OPT layer with attention that is not fused, the released sizes for
-embedding and head, 24 bytes a parameter as the publication states, and two constants fitted to five small plans.
+Source: eth-easl/sailor. Its runtime, DeepSpeed's pipeline engine, sends and receives in sequence and computes nothing
+meanwhile. The profile is the released one; only plans with micro-batch 8 are a fair test of time (see the file). Memory
+is the sum of this project's saved bytes of an OPT layer with unfused attention, the released sizes for embedding and
+head, 24 bytes a parameter as the publication states, and two constants fitted to five small plans.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ name = "gh200"
 FILE = "gh200_opt350m.json"
 MB, WIDTH = 1e6, 4
 FAIR_MICRO_BATCH = 8
-"""The micro-batch whose profile is the one that the plans ran with."""
+"""The micro-batch of the profile that the plans ran with."""
 
 SMALL_MICRO_BATCH = 2
-"""Plans up to this micro-batch are what memory is fitted on."""
+"""Memory is fitted on the plans up to this micro-batch."""
 
 STATE_BYTES = 24
-"""Per parameter, as the publication states: model 4, optimizer 8, gradient 4, communication 4, framework's copy 4."""
+"""Bytes per parameter, as the publication states: model 4, optimizer 8, gradient 4, communication 4, framework's copy
+4."""
 
 OPT_350M = GptSizes(hidden=1024, feedforward=4096, heads=16, layers=24, sequence=2048, activation="relu")
 DISTRUSTED = {"N4_D4": "its published gradient reduction repeats its iteration time"}
@@ -43,7 +44,7 @@ DISTRUSTED = {"N4_D4": "its published gradient reduction repeats its iteration t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlan:
-    """One measured plan. `dp` and `tp` are given per stage, and alike."""
+    """One measured plan. `dp` and `tp` are given per stage, and equal on all stages."""
 
     name: str
     nodes: int
@@ -64,7 +65,7 @@ class MeasuredPlan:
         return self.global_batch // (self.dp[0] * self.micro_batch)
 
     def stage_layers(self) -> list[range]:
-        """The layers of every stage."""
+        """Return the layer indices of every stage."""
         stops = np.cumsum((0, *self.layers_per_stage)).tolist()
         return [range(start, stop) for start, stop in pairwise(stops)]
 
@@ -85,7 +86,8 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedProfile:
-    """The file. `profile` is keyed [micro-batch][tp], an entry a layer: forward, backward, update, in seconds."""
+    """Contents of the file. `profile` is keyed [micro-batch][tp], an entry per layer: forward, backward, update, in
+    seconds."""
 
     source: str
     about: str
@@ -96,36 +98,37 @@ class PublishedProfile:
 
 
 def read_profile(text: str, where: str = FILE) -> PublishedProfile:
-    """The file's contents. Raises FormatError for what is damaged."""
+    """Read and check the file. Raises FormatError if it is damaged."""
     published = load_text(PublishedProfile, text, where)
     for plan in published.plans:
-        place = f"{where}: {plan.name}"
+        plan_where = f"{where}: {plan.name}"
         measured = ("measured_iteration_s", "measured_gradient_reduce_s", "measured_peak_memory_bytes")
-        check_positive({key: getattr(plan, key) for key in ("pp", "micro_batch", "global_batch", *measured)}, place)
+        check_positive({key: getattr(plan, key) for key in ("pp", "micro_batch", "global_batch", *measured)}, plan_where)
         micro, shards = str(plan.micro_batch), str(plan.tp[0])
         layers = published.profile.get(micro, {}).get(shards, ())
         if len(layers) != sum(plan.layers_per_stage) or len(published.layers.get(shards, {})) != len(layers):
             raise FormatError(
                 "The profile does not have the plan's layers.",
-                where=place,
+                where=plan_where,
                 seen=f"{len(layers)} layers for micro-batch {micro}, tp {shards}",
                 allowed=f"{sum(plan.layers_per_stage)}",
             )
         if len({len(plan.dp), len(plan.tp), len(plan.layers_per_stage), plan.pp}) > 1 or len({*plan.dp, 0}) != 2:
-            raise FormatError("The stages of the plan contradict each other.", where=place, seen=f"dp {plan.dp}")
+            raise FormatError("The stages of the plan contradict each other.", where=plan_where, seen=f"dp {plan.dp}")
         if plan.global_batch % (plan.dp[0] * plan.micro_batch):
-            raise FormatError("The batch cannot be cut into the plan's micro-batches.", where=place)
+            raise FormatError("The batch cannot be cut into the plan's micro-batches.", where=plan_where)
     return published
 
 
 def results() -> tuple[ValidationResult, ...]:
-    """Iteration times, and peak memory."""
+    """Predict iteration times and peak memory."""
     published = read_profile(shipped_text(FILE))
     return time_result(published), memory_result(published)
 
 
 def time_result(published: PublishedProfile) -> ValidationResult:
-    """Times of all plans; one constant, the slowdown of gradient reductions, from plans that are not the test."""
+    """Predict the times of all plans. The one constant, the slowdown of gradient reductions, is fitted on plans outside
+    the test."""
     slowdown = reduction_slowdown(published)
     rows = []
     for plan in published.plans:
@@ -134,7 +137,7 @@ def time_result(published: PublishedProfile) -> ValidationResult:
         predicted = simulate_measured(published, plan, slowdown).makespan_s
         rows.append(ValidationRow(name=plan.name, published=plan.measured_iteration_s, predicted=predicted, part=part))
     off = absolute_errors(rows)
-    others = [abs(row.relative_delta) for row in rows if row.part != "predicted"]
+    other_errors = [abs(row.relative_delta) for row in rows if row.part != "predicted"]
     return ValidationResult(
         set=name,
         quantity="iteration time",
@@ -150,7 +153,7 @@ def time_result(published: PublishedProfile) -> ValidationResult:
         summary={
             "mean error, micro-batch 8": mean_or_zero(off),
             "largest error, micro-batch 8": max(off),
-            "mean error, smaller micro-batches (apart)": mean_or_zero(others),
+            "mean error, smaller micro-batches (apart)": mean_or_zero(other_errors),
         },
         targets=(ErrorTarget(what="mean error, micro-batch 8", reached=mean_or_zero(off), limit=0.03),),
         notes=("frozen: the released layer profile and link fits",),
@@ -158,7 +161,7 @@ def time_result(published: PublishedProfile) -> ValidationResult:
 
 
 def memory_result(published: PublishedProfile) -> ValidationResult:
-    """Peak memory: fitted to the plans with micro-batch 1 and 2, the others predicted."""
+    """Predict peak memory, fitted to the plans with micro-batch 1 and 2."""
     small = [plan for plan in published.plans if plan.micro_batch <= SMALL_MICRO_BATCH]
     constant, passing = fit_memory(published, small)
     rows = [
@@ -191,12 +194,12 @@ def memory_result(published: PublishedProfile) -> ValidationResult:
 
 
 def simulate_measured(published: PublishedProfile, plan: MeasuredPlan, slowdown: float = 1.0) -> Timeline:
-    """The plan, simulated from its profile and links."""
+    """Simulate the plan with its profile and links."""
     return simulate_schedule(schedule_of(plan.pp, 1, plan.microbatches), cost_table(published, plan, slowdown))
 
 
 def cost_table(published: PublishedProfile, plan: MeasuredPlan, slowdown: float) -> CostTable:
-    """The profile as costs of every stage; sends and receives block the lane."""
+    """Build the costs of every stage from the profile; sends and receives block the lane."""
     shards = str(plan.tp[0])
     profile, sizes = published.profile[str(plan.micro_batch)][shards], published.layers[shards]
     sums = [[sum(profile[layer][column] for layer in stage) for stage in plan.stage_layers()] for column in range(3)]
@@ -204,22 +207,22 @@ def cost_table(published: PublishedProfile, plan: MeasuredPlan, slowdown: float)
     held = stage_bytes(published, plan)
     size = float(sizes["1"].act_output_bytes * plan.micro_batch)
     transfer_s = plan.tp[0] * size / host_bandwidth(published, plan.gpus_per_node, plan.tp[0] * size)
-    each, none = np.array([[transfer_s]]), np.zeros((1, 1))
+    transfer, none = np.array([[transfer_s]]), np.zeros((1, 1))
     edges = tuple(
         EdgeCost(
             source=stage,
             target=stage + 1,
-            forward_s=each,
-            backward_s=each,
-            forward_port_s=each,
-            backward_port_s=each,
+            forward_s=transfer,
+            backward_s=transfer,
+            forward_port_s=transfer,
+            backward_port_s=transfer,
             forward_bytes=none,
             backward_bytes=none,
         )
         for stage in range(plan.pp - 1)
     )
     costs = CostTable(
-        actions={"F": _action_table(sums[0], held), "B": _action_table(sums[1], [-each for each in held])},
+        actions={"F": _action_table(sums[0], held), "B": _action_table(sums[1], [-transfer for transfer in held])},
         edges=edges,
         reduce_s=np.array([slowdown * reduction_s(published, plan, size) for size in gradients]),
         gather_s=np.zeros(plan.pp),
@@ -230,7 +233,7 @@ def cost_table(published: PublishedProfile, plan: MeasuredPlan, slowdown: float)
 
 
 def stage_bytes(published: PublishedProfile, plan: MeasuredPlan) -> list[float]:
-    """What every stage keeps of one microbatch on one device."""
+    """Return the saved bytes of one microbatch on one device, by stage."""
     shards = plan.tp[0]
     sizes = published.layers[str(shards)]
     symbols = {"B": plan.micro_batch, "T": OPT_350M.sequence, "S": OPT_350M.sequence // shards}
@@ -243,7 +246,8 @@ def stage_bytes(published: PublishedProfile, plan: MeasuredPlan) -> list[float]:
 
 
 def reduction_s(published: PublishedProfile, plan: MeasuredPlan, size: float) -> float:
-    """A ring over the replicas; the devices of a host reduce their shards at the same time and share its network."""
+    """Return the seconds of a ring all-reduce over the replicas. The devices of a host reduce their shards at the same
+    time and share its network."""
     replicas, sharing = plan.dp[0], plan.tp[0]
     if replicas == 1:
         return 0.0
@@ -252,8 +256,8 @@ def reduction_s(published: PublishedProfile, plan: MeasuredPlan, size: float) ->
 
 
 def reduction_slowdown(published: PublishedProfile) -> float:
-    """How much longer a published gradient reduction takes than the ring: the geometric mean over the plans below
-    micro-batch 8 that reduce over several replicas and whose record can be trusted."""
+    """Return published over ring time of gradient reductions: the geometric mean over plans below micro-batch 8 with
+    several replicas and a trusted record."""
     ratios = []
     for plan in published.plans:
         if plan.micro_batch < FAIR_MICRO_BATCH and plan.dp[0] > 1 and plan.name not in DISTRUSTED:
@@ -263,34 +267,34 @@ def reduction_slowdown(published: PublishedProfile) -> float:
 
 
 def host_bandwidth(published: PublishedProfile, devices: int, size: float) -> float:
-    """Bytes per second between hosts when `devices` devices of a host send together `size` bytes: the released fit,
-    a parabola in log2 of megabytes, capped; below one megabyte its value there."""
-    (a, b, c), most = published.links["inter"][str(devices)]
-    place = math.log2(max(1.0, size / MB))
-    return min(most, 1e9 * (a * place * place + b * place + c))
+    """Return the bytes per second between hosts when `devices` devices of a host send `size` bytes together. This is
+    the released fit: a capped parabola in log2 of megabytes, constant below one megabyte."""
+    (a, b, c), ceiling = published.links["inter"][str(devices)]
+    log_mb = math.log2(max(1.0, size / MB))
+    return min(ceiling, 1e9 * (a * log_mb * log_mb + b * log_mb + c))
 
 
 def fit_memory(published: PublishedProfile, plans: Sequence[MeasuredPlan]) -> tuple[float, float]:
-    """(constant bytes, passing memory in units of one layer's scores) that come closest to the plans' peaks, neither
-    of them negative. Passing memory is what a layer's backward pass needs besides what was kept."""
+    """Fit (constant bytes, transient memory in units of one layer's scores) to the plans' peaks, neither of them
+    negative. Transient memory is the memory of a layer's backward pass beyond the saved tensors."""
     from scipy.optimize import nnls
 
     known = np.array([peak_bytes(published, plan, 0.0, 0.0) for plan in plans])
     measured = np.array([float(plan.measured_peak_memory_bytes) for plan in plans])
     matrix = np.stack([np.ones(len(plans)), [score_bytes(plan) for plan in plans]], axis=1)
     scale = matrix.max(axis=0)
-    found, _ = nnls(matrix / scale, measured - known)
-    constant, passing = found / scale
+    solution, _ = nnls(matrix / scale, measured - known)
+    constant, passing = solution / scale
     return float(constant), float(passing)
 
 
 def peak_bytes(published: PublishedProfile, plan: MeasuredPlan, constant: float, passing: float) -> float:
-    """The fullest lane by the simulator, and the fitted constants."""
+    """Return the peak of the fullest lane by the simulator, plus the fitted constants."""
     return float(simulate_measured(published, plan).peak_bytes.max()) + constant + passing * score_bytes(plan)
 
 
 def score_bytes(plan: MeasuredPlan) -> float:
-    """One layer's attention scores of one microbatch."""
+    """Return the bytes of one layer's attention scores of one microbatch."""
     return float(WIDTH * plan.micro_batch * OPT_350M.heads // plan.tp[0] * OPT_350M.sequence**2)
 
 

@@ -1,8 +1,8 @@
 """Selene: four GPT models with full recomputation, and with selective recomputation and sequence parallelism.
 
-Korthikanti et al., arXiv 2205.05198. Iteration times are measured; they are predicted with one model left out at a
-time. Memory figures are that paper's formulas; this project's own graphs, saved-bytes rules and simulator reproduce
-them without fitting anything.
+Korthikanti et al., arXiv 2205.05198. Iteration times are measured; each model is predicted from a fit to the others.
+Memory figures are that paper's formulas. This project's own graphs, saved bytes and simulator reproduce them without
+fitted constants.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ MEMORY = ("parameters_and_optimizer", "activations_no_recompute", "activations_s
 
 FITTED = ("matmul_share", "memory_share")
 START = (0.85, 0.8)
-"""Where fitting begins: large matrix products on A100 reach about 85 % of the peak, copies 80 % of the bandwidth."""
+"""Start of the fit: large matrix products on A100 reach about 85 % of the peak, copies 80 % of the bandwidth."""
 
 MOST = (0.95, 0.95)
 PULL = 0.3
-"""Of the constants to their start: each is known to about a tenth beforehand, rows to about three hundredths."""
+"""Weight of the constants' prior: each is known to about a tenth beforehand, and rows to about three hundredths."""
 
 MODES: Mapping[str, tuple[bool, Scores, bool]] = {
     "none": (False, "softmax and dropout", False),
@@ -53,7 +53,7 @@ MODES: Mapping[str, tuple[bool, Scores, bool]] = {
     "selective_sequence_parallel": (True, "made again", False),
     "full": (False, "made again", True),
 }
-"""Mode -> (sequence parallelism, what is kept of the scores, whether only the layer's input is kept)."""
+"""Mode -> (sequence parallelism, saved scores, is only the layer's input saved)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class PublishedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedModels:
-    """The file."""
+    """Contents of the file."""
 
     source: str
     machine: PublishedMachine
@@ -120,33 +120,33 @@ class PublishedModels:
 
 
 def read_models(text: str, where: str = FILE) -> PublishedModels:
-    """The file's contents. Raises FormatError for what is damaged."""
+    """Read and check the file. Raises FormatError if it is damaged."""
     published = load_text(PublishedModels, text, where)
     for case in published.cases:
-        place = f"{where}: {case.model}"
-        check_positive({name: getattr(case, name) for name in ("hidden", "heads", "layers", "tp", "pp", "dp")}, place)
-        check_positive({**case.iteration_s, **case.memory_gib, **case.activation_percent_of_baseline}, place)
+        case_where = f"{where}: {case.model}"
+        check_positive({name: getattr(case, name) for name in ("hidden", "heads", "layers", "tp", "pp", "dp")}, case_where)
+        check_positive({**case.iteration_s, **case.memory_gib, **case.activation_percent_of_baseline}, case_where)
         if case.layers % (case.pp * case.interleaving) or case.heads % case.tp:
             raise FormatError(
                 "The model cannot be cut evenly.",
-                where=place,
+                where=case_where,
                 seen=f"{case.layers} layers, {case.heads} heads, tp {case.tp}, pp {case.pp} x {case.interleaving}",
             )
         for part, wanted in (("iteration_s", (FULL, SELECTIVE)), ("memory_gib", MEMORY)):
             for key in wanted:
                 if key not in getattr(case, part):
-                    raise FormatError("A published number is missing.", where=f"{place}: {part}", allowed=key)
+                    raise FormatError("A published number is missing.", where=f"{case_where}: {part}", allowed=key)
     return published
 
 
 def results() -> tuple[ValidationResult, ...]:
-    """Iteration times with one model left out at a time; memory by formula."""
+    """Predict iteration times with one model left out at a time, and memory by formula."""
     published = read_models(shipped_text(FILE))
     return time_result(published, shipped_collectives()), memory_result(published)
 
 
 def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> ValidationResult:
-    """Every model's times, predicted with constants that were fitted to the other models."""
+    """Predict every model's times with constants fitted to the other models."""
     points = [(case, mode) for case in published.cases for mode in (FULL, SELECTIVE)]
     measured = np.array([case.iteration_s[mode] for case, mode in points])
     gpu = GpuRates(
@@ -162,20 +162,20 @@ def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> 
     everything = range(len(points))
     jacobian = log_jacobian(lambda values: predict_times(values, everything), START)
     rows: list[ValidationRow] = []
-    found: list[Array] = []
+    fits: list[Array] = []
     for case in published.cases:
-        own = [index for index in everything if points[index][0] is case]
-        others = [index for index in everything if index not in own]
+        case_rows = [index for index in everything if points[index][0] is case]
+        training_rows = [index for index in everything if index not in case_rows]
         values = fit_constants(
-            lambda values, others=others: predict_times(values, others),  # type: ignore[misc]
-            measured[others].tolist(),
+            lambda values, training_rows=training_rows: predict_times(values, training_rows),  # type: ignore[misc]
+            measured[training_rows].tolist(),
             START,
-            jacobian[others],
+            jacobian[training_rows],
             most=MOST,
             pull=PULL,
         )
-        found.append(values)
-        for index, time_s in zip(own, predict_times(values, own), strict=True):
+        fits.append(values)
+        for index, time_s in zip(case_rows, predict_times(values, case_rows), strict=True):
             rows.append(
                 ValidationRow(
                     name=f"{case.model} {points[index][1]}", published=measured[index], predicted=float(time_s)
@@ -188,7 +188,7 @@ def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> 
         unit="s",
         source=published.source,
         split="leave one model out: each model's rows are predicted with constants fitted to the other three models",
-        fitted={key: tuple(float(values[place]) for values in found) for place, key in enumerate(FITTED)},
+        fitted={key: tuple(float(values[position]) for values in fits) for position, key in enumerate(FITTED)},
         constants=len(FITTED),
         rows=tuple(rows),
         summary={"mean error": mean_or_zero(off), "largest error": max(off)},
@@ -201,7 +201,7 @@ def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> 
 
 
 def memory_result(published: PublishedModels) -> ValidationResult:
-    """Parameters with optimizer, and activations, by this project's graphs and rules."""
+    """Predict parameters with optimizer, and activations, by this project's graphs and rules."""
     rows = []
     for case in published.cases:
         rows += _memory_rows(case)
@@ -238,7 +238,7 @@ def _memory_rows(case: PublishedCase) -> list[ValidationRow]:
 
 
 def peak_bytes(case: PublishedCase, mode: str) -> float:
-    """Activations at the peak of the first lane, by the simulator, on the published schedule."""
+    """Return the activation bytes at the peak of the first lane, simulated on the published schedule."""
     placement = looped(case.pp, case.interleaving)
     costs = uniform_costs(placement)
     held = float(layer_bytes(case, mode) * case.layers // len(placement))
@@ -248,14 +248,15 @@ def peak_bytes(case: PublishedCase, mode: str) -> float:
 
 
 def layer_bytes(case: PublishedCase, mode: str) -> int:
-    """What one layer and microbatch keep on one device."""
+    """Return the saved bytes of one layer and microbatch on one device."""
     _, scores, full = MODES[mode]
     symbols = {"B": case.micro_batch, "T": case.sequence, "S": case.sequence // case.tp}
     return kept_bytes(_device_graph(case, mode), symbols, 2, scores, full)
 
 
 def percent_difference(published: PublishedModels) -> float:
-    """The largest difference, in points, between the published percentages of the baseline and these rules."""
+    """Return the largest difference, in percentage points, between the published percentages of the baseline and these
+    rules."""
     return max(
         abs(100.0 * layer_bytes(case, mode) / layer_bytes(case, "none") - percent)
         for case in published.cases

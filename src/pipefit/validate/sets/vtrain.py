@@ -1,9 +1,9 @@
 """vTrain: 1,440 iteration times of small GPT models on 2 to 8 A100, by tensor, data and pipeline parallelism.
 
-VIA-Research/vTrain, `data/ground_truth_single.csv`. The numbers are those of a simulator fed with measured kernels,
-not of a stopwatch: see docs/results/validation.md. Rows with equal (hidden, tensor parallelism, micro-batch) share the
-same layer, so whole keys (micro-batch, hidden, TP, DP, PP) are held out: every quarter of the keys is the fitted one in
-turn, and predicts the other three.
+Source: VIA-Research/vTrain, `data/ground_truth_single.csv`. The numbers come from a simulator with measured kernels,
+not from timed runs: see docs/results/validation.md. Rows with equal (hidden, tensor parallelism, micro-batch) share the
+same layer, so the split is by key (micro-batch, hidden, TP, DP, PP). Every quarter of the keys is fitted in turn and
+predicts the other three.
 """
 
 from __future__ import annotations
@@ -45,67 +45,67 @@ COLUMNS = (
 )
 SOURCE = "VIA-Research/vTrain, data/ground_truth_single.csv (MIT licence, Copyright its authors)"
 PARTS, SEED = 4, 0
-"""Keys are shuffled with the seed and dealt into parts."""
+"""Keys are shuffled with the seed and dealt into this number of parts."""
 
 BEST_OF = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRegret:
-    """What choosing by prediction loses to the best of the same group, as a share of the best."""
+    """Loss of choosing the best-predicted row instead of the best row of its group, as a share of the best."""
 
     first: tuple[float, ...]
-    "The best-predicted row of every group."
+    "Regret of the best-predicted row of every group."
     best_of_five: tuple[float, ...]
-    "The best of the five best-predicted rows of every group."
+    "Regret of the best of the five best-predicted rows of every group."
 
 
 def read_samples(text: str, where: str = FILE) -> tuple[PublishedSample, ...]:
-    """The rows. Raises FormatError for what is damaged or contradicts itself."""
+    """Read the rows. Raises FormatError if a row is damaged or inconsistent."""
     samples = []
     for number, row in enumerate(read_table(text, COLUMNS, where), 1):
-        whole = {key: int(row[key]) for key in COLUMNS[:-1]}
-        place = f"{where}, row {number}"
-        if any(whole[key] != row[key] for key in whole):
-            raise FormatError("Sizes must be whole numbers.", where=place, seen=row)
-        if whole["tp"] * whole["dp"] * whole["pp"] != whole["gpus"]:
+        integers = {key: int(row[key]) for key in COLUMNS[:-1]}
+        row_where = f"{where}, row {number}"
+        if any(integers[key] != row[key] for key in integers):
+            raise FormatError("Sizes must be whole numbers.", where=row_where, seen=row)
+        if integers["tp"] * integers["dp"] * integers["pp"] != integers["gpus"]:
             raise FormatError(
                 "The parallel sizes do not multiply to the number of GPUs.",
-                where=place,
-                seen=f"tp {whole['tp']} x dp {whole['dp']} x pp {whole['pp']}, gpus {whole['gpus']}",
+                where=row_where,
+                seen=f"tp {integers['tp']} x dp {integers['dp']} x pp {integers['pp']}, gpus {integers['gpus']}",
             )
-        if whole["layers"] % whole["pp"] or whole["global_batch"] % (whole["dp"] * whole["micro_batch"]):
-            raise FormatError("Layers or batch cannot be cut evenly.", where=place, seen=whole)
-        samples.append(PublishedSample(**whole, published_s=row["iteration_ms"] * 1e-3))
+        if integers["layers"] % integers["pp"] or integers["global_batch"] % (integers["dp"] * integers["micro_batch"]):
+            raise FormatError("Layers or batch cannot be cut evenly.", where=row_where, seen=integers)
+        samples.append(PublishedSample(**integers, published_s=row["iteration_ms"] * 1e-3))
     return tuple(samples)
 
 
 def results() -> tuple[ValidationResult, ...]:
-    """Four rotations over the quarters; and, apart, hidden 2048 from hidden 1024."""
+    """Return the four rotations over the quarters and, separately, hidden 2048 predicted from hidden 1024."""
     samples = read_samples(shipped_text(FILE))
     evaluator = SampleEvaluator(shipped_collectives())
     return split_result(samples, evaluator), size_result(samples, evaluator)
 
 
 def deal_keys(samples: Sequence[PublishedSample], seed: int = SEED) -> tuple[frozenset[Key], ...]:
-    """The keys in four parts."""
+    """Deal the keys into four parts."""
     keys = sorted({sample.shape_key for sample in samples})
     random.Random(seed).shuffle(keys)
     return tuple(frozenset(keys[part::PARTS]) for part in range(PARTS))
 
 
 def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator, seed: int = SEED) -> ValidationResult:
-    """Each quarter fits, the other three are predicted; figures are means over the four turns."""
+    """Fit each quarter and predict the other three; figures are means over the four turns."""
     known = corner_jacobians(corner_samples(samples), evaluator)
     turns: list[tuple[list[ValidationRow], list[ValidationRow]]] = []
-    found: list[FittedCalibration] = []
+    calibrations: list[FittedCalibration] = []
     regrets: list[ChoiceRegret] = []
     plain_regrets: list[ChoiceRegret] = []
     for number, part in enumerate(deal_keys(samples, seed), 1):
-        own = [sample for sample in samples if sample.shape_key in part]
+        fitted_samples = [sample for sample in samples if sample.shape_key in part]
         held = [sample for sample in samples if sample.shape_key not in part]
-        calibration = fit_calibration(corner_samples(own), evaluator, known)
-        found.append(calibration)
+        calibration = fit_calibration(corner_samples(fitted_samples), evaluator, known)
+        calibrations.append(calibration)
         turns.append(
             (
                 _predict_rows(held, evaluator, calibration, number),
@@ -117,8 +117,8 @@ def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator,
     rows = [row for turn, _ in turns for row in turn]
     mean_errors = [mean_or_zero(absolute_errors(turn)) for turn, _ in turns]
     firsts, fives = (
-        [mean_or_zero(each.first) for each in regrets],
-        [mean_or_zero(each.best_of_five) for each in regrets],
+        [mean_or_zero(item.first) for item in regrets],
+        [mean_or_zero(item.best_of_five) for item in regrets],
     )
     plain = [mean_or_zero(absolute_errors(turn)) for _, turn in turns]
     return ValidationResult(
@@ -131,8 +131,8 @@ def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator,
             f"with seed {seed} "
             "and dealt into quarters; each quarter in turn is fitted, the other three are predicted"
         ),
-        fitted={key: tuple(each.constants[place] for each in found) for place, key in enumerate(FITTED)},
-        constants=max(each.fitted_count for each in found),
+        fitted={key: tuple(item.constants[position] for item in calibrations) for position, key in enumerate(FITTED)},
+        constants=max(item.fitted_count for item in calibrations),
         rows=tuple(rows),
         summary={
             "mean error": mean_or_zero(mean_errors),
@@ -143,12 +143,12 @@ def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator,
             "regret of the best-predicted, worst quarter": max(firsts),
             "regret of the best of five, mean": mean_or_zero(fives),
             "regret of the physical constants alone, mean": mean_or_zero(
-                [mean_or_zero(each.first) for each in plain_regrets]
+                [mean_or_zero(item.first) for item in plain_regrets]
             ),
             "regret of the physical constants alone, best of five": mean_or_zero(
-                [mean_or_zero(each.best_of_five) for each in plain_regrets]
+                [mean_or_zero(item.best_of_five) for item in plain_regrets]
             ),
-            "groups of comparable rows": float(min(len(each.first) for each in regrets)),
+            "groups of comparable rows": float(min(len(item.first) for item in regrets)),
             "median distance of a key's rows from a plane": plane_deviation(samples),
         },
         targets=(
@@ -165,7 +165,7 @@ def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator,
 
 
 def size_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator) -> ValidationResult:
-    """Everything of hidden 1024 fits, hidden 2048 is predicted: another model size, with physical constants alone."""
+    """Fit hidden 1024 and predict hidden 2048, another model size, with physical constants alone."""
     small = [sample for sample in samples if sample.hidden == 1024]
     large = [sample for sample in samples if sample.hidden == 2048]
     calibration = fit_calibration(
@@ -179,7 +179,7 @@ def size_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator) 
         unit="s",
         source=SOURCE,
         split="fitted to all rows of hidden 1024, all rows of hidden 2048 predicted",
-        fitted={key: (calibration.constants[place],) for place, key in enumerate(FITTED)},
+        fitted={key: (calibration.constants[position],) for position, key in enumerate(FITTED)},
         constants=len(FITTED),
         rows=tuple(rows),
         summary={
@@ -194,7 +194,7 @@ def size_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator) 
 
 
 def corner_samples(samples: Sequence[PublishedSample]) -> list[PublishedSample]:
-    """Of every key, the rows with the fewest and the most layers and micro-batches: fitting needs no more."""
+    """Return the rows of every key with the fewest and the most layers and micro-batches, which suffice for the fit."""
     by_key: dict[Key, list[PublishedSample]] = defaultdict(list)
     for sample in samples:
         by_key[sample.shape_key].append(sample)
@@ -207,8 +207,8 @@ def corner_samples(samples: Sequence[PublishedSample]) -> list[PublishedSample]:
 
 
 def plane_deviation(samples: Sequence[PublishedSample]) -> float:
-    """How far rows of one key are from a + b layers + c micro-batches + d layers x micro-batches: the largest relative
-    residual of a key, and of these the median. Times taken with a stopwatch are not as even as that."""
+    """Return the median over keys of the largest relative residual to a + b layers + c micro-batches + d layers x
+    micro-batches. Times of real runs are less regular than these."""
     by_key: dict[Key, list[PublishedSample]] = defaultdict(list)
     for sample in samples:
         by_key[sample.shape_key].append(sample)
@@ -218,13 +218,13 @@ def plane_deviation(samples: Sequence[PublishedSample]) -> float:
         matrix = np.stack([np.ones(len(rows)), layers, counts, layers * counts], axis=1)
         published = np.array([row.published_s for row in rows])
         if len(rows) > np.linalg.matrix_rank(matrix):
-            found, *_ = np.linalg.lstsq(matrix, published, rcond=None)
-            largest.append(float(np.abs(matrix @ found / published - 1.0).max()))
+            solution, *_ = np.linalg.lstsq(matrix, published, rcond=None)
+            largest.append(float(np.abs(matrix @ solution / published - 1.0).max()))
     return float(np.median(largest))
 
 
 def choice_regret(samples: Sequence[PublishedSample], rows: Sequence[ValidationRow]) -> ChoiceRegret:
-    """Over groups of rows with equal GPUs, global batch and model, where there is a choice."""
+    """Return the regret over groups of at least two rows with equal GPUs, global batch and model."""
     groups: dict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)
     for sample, row in zip(samples, rows, strict=True):
         groups[sample.comparison_group].append((row.predicted, row.published))

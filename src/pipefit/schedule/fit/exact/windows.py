@@ -331,7 +331,7 @@ def _add_hint(model: Any) -> None:
         if not isinstance(begin, int) and node in model.state.start:
             model.cp.add_hint(begin, model.state.start[node])
     for (stage, unit), literal in model.merge.items():
-        model.cp.add_hint(literal, model.merged(stage, unit))
+        model.cp.add_hint(literal, model.is_merged(stage, unit))
 
 
 def _make_solver(search: WindowSearch, seconds: float) -> Any:
