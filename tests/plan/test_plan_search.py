@@ -24,6 +24,7 @@ from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.search import LayoutSearch, search_plans, some_plan_fits
+from pipefit.plan.passes.search_budget import SearchBudget
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -322,7 +323,7 @@ def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.Monke
     """With a schedule whose bounds are loose, so that the first plan simulated is not the best."""
     model, job, pins = toy_model(8), Job(batch=16, sequence=4096), {"schedule": "zb-h1", "stages": 3, "groups": False}
     proven = make_plan(model, toy_cluster(), job, pins)
-    monkeypatch.setattr("pipefit.plan.passes.search.BUDGET", 0)
+    monkeypatch.setattr("pipefit.plan.passes.search.SEARCH_BUDGET", SearchBudget(order_actions=0))
     hasty = make_plan(model, toy_cluster(), job, pins)
     assert hasty.prediction is not None and proven.prediction is not None
     assert "no candidate left has a lower bound below" in proven.prediction.assumptions[-1]
@@ -343,7 +344,7 @@ def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.Monkey
         cluster = little_memory(3, beyond=beyond)
         again = search_plans(PlannerContext(model, cluster), job, pins, top=1).fitting
         with monkeypatch.context() as patch:
-            patch.setattr("pipefit.plan.passes.search.LEANER", 0)
+            patch.setattr("pipefit.plan.passes.search.SEARCH_BUDGET", SearchBudget(leaner_cuts=0))
             once = search_plans(PlannerContext(model, cluster), job, pins, top=1).fitting
         assert len(again) >= len(once), beyond
         assert all(one.simulation.fits_in_memory for one in again)
@@ -357,7 +358,7 @@ def test_a_search_that_finds_nothing_ends_and_says_so(budget: int, monkeypatch: 
     cluster, job = little_memory(4, beyond=-10_000_000), Job(batch=16, sequence=512)
     room, pins = PlannerContext(toy_model(8), cluster), {"schedule": "1f1b"}
     every = search_plans(room, job, pins)
-    monkeypatch.setattr("pipefit.plan.passes.search.PATIENCE", budget)
+    monkeypatch.setattr("pipefit.plan.passes.search.SEARCH_BUDGET", SearchBudget(infeasible_actions=budget))
     some = search_plans(room, job, pins)
     assert not some.fitting and some.unfit < every.unfit
     assert some.open_bound_s < float("inf") == every.open_bound_s

@@ -44,6 +44,7 @@ from pipefit.plan.evaluate.evaluate import simulate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.port_contention import slowest_pipeline_bound_s
+from pipefit.plan.passes.search_budget import SearchBudget
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import check_sliceable, document_obstacles
@@ -52,49 +53,8 @@ from pipefit.plan.types import Job
 EVEN, CUT, TABLE, SIMULATED = range(4)
 """Levels of evaluation of a candidate."""
 
-EXTRA_SIMULATIONS = 24
-"""Simulations spent, after the best plan is known, on making the list of alternatives exact."""
-
-BUDGET = 100_000
-"""Work spent on either kind of schedules before the search stops without a proof: actions of the orders built, plus
-DEVICE for each device of a cost table. Only large clusters with families of loose bounds reach it."""
-
-SLICED = 40_000
-"""Work spent on sliced candidates, renewed each time a faster one is found: the best estimate comes first."""
-
-FEW = 128
-"""On more devices than this, a stage's shards counted as one, proportionally less is spent on slices: every evaluation
-costs more."""
-
-MANY_DEVICES = 2048
-"""The budgets are multiplied by devices / MANY_DEVICES on larger clusters: an evaluation costs more there."""
-
-MIXED = 0.5
-"""Fraction of its budgets a search on several kinds of devices spends: it also has more candidates to list."""
-
-PATIENCE = 200_000
-"""Work after which a search without any fitting plan stops too, and says so."""
-
-DEVICE = 3
-"""Work of a device of a cost table, relative to an action."""
-
-STAGE = 1
-"""Work of a stage of a cut."""
-
-ORDER = 4
-"""Building an order costs one over this of building and simulating it."""
-
-LEANER = 3
-"""Number of times a candidate's layers are cut again because the simulator found more memory than the closed form."""
-
-STARTS, STEPS = 2, 24
-"""On clusters of several kinds: number of plans that are rearranged, and simulations for each."""
-
-MISFITS = 16
-"""Number of infeasible candidates whose minimum memory is computed exactly."""
-
-TRIES = 64
-"""Simulations spent on the question whether anything fits."""
+SEARCH_BUDGET = SearchBudget()
+"""The work that a search may spend. Counts of work, not seconds: the plan is the same on every machine."""
 
 TIE = 1e-9
 """Relative difference below which step times count as equal."""
@@ -123,7 +83,7 @@ def search_plans(
 def some_plan_fits(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> bool:
     """Return whether `search_plans` would find a plan.
 
-    It tries the leanest candidates first, until one fits or TRIES simulated ones do not. Raises PlanError as
+    It tries the leanest candidates first, until one fits or the budget of simulations is spent. Raises PlanError as
     `search_plans` does.
     """
     searcher = LayoutSearch(bench, job, pins, 1, None)
@@ -155,8 +115,12 @@ class LayoutSearch:
         self.progress = progress
         self.slicer = slicer_of(bench.layer_cutter, job, pins)
         self.floors = LowerBounds(bench.layer_cutter, job, self.slicer)
-        self.share = max(MIXED if bench.layer_cutter.fleet.is_mixed else 1.0, bench.network.devices / MANY_DEVICES)
-        self.few = min(1.0, FEW * len(pins.get("shards", (1,))) / bench.network.devices)
+        self.budget = SEARCH_BUDGET
+        self.share = max(
+            self.budget.mixed_kinds_factor if bench.layer_cutter.fleet.is_mixed else 1.0,
+            bench.network.devices / self.budget.scaling_devices,
+        )
+        self.few = min(1.0, self.budget.full_slicing_devices * len(pins.get("shards", (1,))) / bench.network.devices)
         self.fitting: list[EvaluatedPlan] = []
         self.misfits: list[InfeasiblePlan] = []
         self.unfit: list[tuple[float, int, ParallelConfig]] = []
@@ -175,7 +139,7 @@ class LayoutSearch:
         plain = self.unsliced_grids(space)
         parts = [[grid for grid in plain if schedule_facts(grid.names[0]).fused == fused] for fused in (False, True)]
         parts = [part for part in parts if part]
-        bounds = [self.explore_grids(part, BUDGET, patient=part is parts[-1]) for part in parts]
+        bounds = [self.explore_grids(part, self.budget.order_actions, patient=part is parts[-1]) for part in parts]
         sliced = self.promising_sliced(space)
         considered = sum(panel.candidate_count for panel in (*plain, *sliced))
         if considered == 1:
@@ -185,7 +149,7 @@ class LayoutSearch:
                 len(self.bench.only_module.layers),
                 self.bench.network.devices,
             )
-        budget = SLICED * self.few / self.share
+        budget = self.budget.sliced_actions * self.few / self.share
         bounds += [self.explore_grids(sliced, budget, budget)] if sliced else []
         self._improve_kinds()
         self._simulate_runners_up()
@@ -221,7 +185,7 @@ class LayoutSearch:
         """Evaluate these grids until no remaining candidate can win, or the budget is spent.
 
         Returns (smallest bound, smallest bound of the remaining candidates). After each improvement there is at least
-        `more` to spend. A `patient` search exceeds the budget until something fits, up to PATIENCE.
+        `more` to spend. A `patient` search exceeds the budget until something fits, up to `infeasible_actions`.
         """
         self.spent = 0
         items: list[CandidateQueue | SearchCandidate] = [*build_queues(self.floors, space)]
@@ -229,7 +193,9 @@ class LayoutSearch:
         heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
         until, best = self.share * budget, self.fitting[:1]
-        while heap and self.spent <= (self.share * PATIENCE if patient and not self.fitting else until):
+        while heap and self.spent <= (
+            self.share * self.budget.infeasible_actions if patient and not self.fitting else until
+        ):
             _, index = heapq.heappop(heap)
             if self.fitting and items[index].bound_s > self.fitting[0].step_s * (1 + TIE):
                 self.left.append(items[index])
@@ -263,14 +229,18 @@ class LayoutSearch:
             self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
 
     def find_any_fit(self, space: Sequence[CandidateGrid]) -> None:
-        """Look for any plan that fits: the leanest candidates first, up to TRIES simulations and PATIENCE of work."""
+        """Look for any plan that fits: the leanest candidates first, within the budget."""
         for decisions in leanest_first(self.floors, space):
             if least_missing_bytes(self.bench.layer_cutter, self.job, decisions) > 0:
                 continue
             candidate = SearchCandidate(decisions)
             while self.raise_level(candidate, 0.0) is not None:
                 pass
-            if self.fitting or self.simulated >= TRIES or self.spent > PATIENCE:
+            if (
+                self.fitting
+                or self.simulated >= self.budget.feasibility_simulations
+                or self.spent > self.budget.infeasible_actions
+            ):
                 return
 
     def _improve_kinds(self) -> None:
@@ -281,9 +251,9 @@ class LayoutSearch:
         grids: dict[tuple[int, int], EvaluatedPlan] = {}
         for plan in self.fitting:
             grids.setdefault((len(plan.decisions.replicas), plan.decisions.lane_count), plan)
-        for start in list(grids.values())[:STARTS]:
+        for start in list(grids.values())[: self.budget.rearranged_plans]:
             best: EvaluatedPlan | None = start
-            until = self.simulated + STEPS
+            until = self.simulated + self.budget.rearranging_simulations
             while best is not None and self.simulated < until:
                 best = next(
                     filter(
@@ -316,9 +286,9 @@ class LayoutSearch:
                 item.order_by_bound()
         heap = [(item.bound_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
-        until = self.simulated + EXTRA_SIMULATIONS
-        self.spent = int(0.75 * self.share * BUDGET)
-        while heap and self.fitting and self.simulated < until and self.spent <= self.share * BUDGET:
+        until = self.simulated + self.budget.alternative_simulations
+        self.spent = int(0.75 * self.share * self.budget.order_actions)
+        while heap and self.fitting and self.simulated < until and self.spent <= self.share * self.budget.order_actions:
             bound_s, index = heapq.heappop(heap)
             if len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s:
                 break
@@ -342,12 +312,12 @@ class LayoutSearch:
                 yield misfit_of(bound_s, decisions, closest[1])
             return
         leanest: dict[tuple[int, int], tuple[float, float, ParallelConfig]] = {}
-        for bound_s, _, decisions in heapq.nsmallest(64 * MISFITS, self.unfit):
+        for bound_s, _, decisions in heapq.nsmallest(64 * self.budget.exact_misfits, self.unfit):
             grid = (len(decisions.replicas), decisions.stage_count)
             need = cutter.least_bytes(self.job, decisions)
             if grid not in leanest or need < leanest[grid][0]:
                 leanest[grid] = (need, bound_s, decisions)
-        for _, bound_s, decisions in list(leanest.values())[:MISFITS]:
+        for _, bound_s, decisions in list(leanest.values())[: self.budget.exact_misfits]:
             yield misfit_of(
                 bound_s, decisions, cutter.cut_layers(self.job, decisions) or cutter.leanest_cut(self.job, decisions)
             )
@@ -368,7 +338,7 @@ class LayoutSearch:
         return self._simulate_candidate(candidate, bound_s)
 
     def _cut_candidate(self, candidate: SearchCandidate, bound_s: float) -> float | None:
-        self.spent += STAGE * candidate.decisions.stage_count
+        self.spent += self.budget.actions_per_cut_stage * candidate.decisions.stage_count
         cut = self.bench.layer_cutter.cut_layers(self.job, candidate.decisions)
         if cut is None or not cut.may_fit:
             self.unfit.append((bound_s, len(self.unfit), candidate.decisions))
@@ -401,7 +371,7 @@ class LayoutSearch:
             lane_memory = zip(held, cut.limit_bytes, cut.needs, strict=True)
             needs = [(scale_need(need, limit, has), has) for need, limit, (_, has) in lane_memory]
             return self._retry_leaner(candidate, cut, needs, bound_s)
-        self.spent += DEVICE * candidate.decisions.device_count
+        self.spent += self.budget.actions_per_table_device * candidate.decisions.device_count
         candidate.parts = self.bench.make_skeleton(self.job, candidate.decisions)
         candidate.work = pipeline_work(candidate.parts, self.bench.programs)
         network, layers = self.bench.network, self.bench.layers
@@ -424,11 +394,11 @@ class LayoutSearch:
             self.refused.append(error)
             return None
         actions = sum(map(len, computed.lanes))
-        self.spent += actions // ORDER
+        self.spent += actions // self.budget.order_fraction
         needs, decisions = order_needs(computed, costs, lane_limits(work, self.bench.network)), candidate.decisions
         if all(need <= has for need, has in needs):
             self.simulated += 1
-            self.spent += actions - actions // ORDER
+            self.spent += actions - actions // self.budget.order_fraction
             simulated = simulate_candidate(self.bench, decisions, parts, work, costs, computed, alone)
             if simulated.simulation.fits_in_memory:
                 self.fitting.append(simulated)
@@ -447,7 +417,7 @@ class LayoutSearch:
         retries were used.
         """
         decisions = candidate.decisions
-        if "cuts" not in self.pins and candidate.leaner < LEANER:
+        if "cuts" not in self.pins and candidate.leaner < self.budget.leaner_cuts:
             uncut = replace(decisions, stages=decisions.stage_count, cuts=())
             lane_memory = zip(needs, cut.limit_bytes, cut.floor_bytes, strict=True)
             spare = [max(0.0, scale_need(need, has, limit) - floor) for (need, has), limit, floor in lane_memory]
