@@ -175,7 +175,7 @@ def measure(devices: int, count: int, ranks: int, both: bool = False) -> list[di
         seen.add(run_configuration(plan))
         parts = peak_parts(simulation)
         for rank in critical_ranks(plan, ranks):
-            lane = device_lane(plan, plan.devices[rank])
+            lane = device_lane(plan, plan.used_devices[rank])
             peak = measure_rank(plan, model, rank, torch.device("cpu"), 1).largest_bytes
             gc.collect()
             runs.append(
@@ -215,7 +215,7 @@ def again(runs: list[dict[str, Any]], slices: bool = False) -> list[dict[str, An
     result = []
     for run in runs:
         plan, model, simulation = plan_of(Case(**run["case"]))
-        parts = peak_parts(simulation)[device_lane(plan, plan.devices[run["rank"]])]
+        parts = peak_parts(simulation)[device_lane(plan, plan.used_devices[run["rank"]])]
         kept = {name: run[name] for name in ("case", "plan", "rank", "bytes")}
         if slices and run["case"]["slices"] > 1:
             peak = measure_rank(plan, model, run["rank"], torch.device("cpu"), 1).largest_bytes

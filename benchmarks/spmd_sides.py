@@ -161,8 +161,8 @@ def timed(model: Any, setting: Any, found: SynthesizedProgram, between_s: float 
         graph = model.layer_graph(layer)
         specs = {spec.name: spec for spec in graph.parameters}
         template = link.choice.template
-        fractions = held_fractions(template.cuts, found.shares, setting.members)
-        kinds = range(setting.members.kinds)
+        fractions = held_fractions(template.cuts, found.shares, setting.axis_members)
+        kinds = range(setting.axis_members.kind_count)
         for step, number in zip(template.steps, link.choice.ways, strict=True):
             way = step.ways[number]
             spec = specs.get(link.layer.values[step.output])
@@ -177,11 +177,11 @@ def timed(model: Any, setting: Any, found: SynthesizedProgram, between_s: float 
             seen_s += way.once_s
     reduce_s += between_s
     chain = [link.choice for link in found.links]
-    beside = setting.overlap * overlapped_reduction_s(
+    beside = setting.overlap_share * overlapped_reduction_s(
         chain, [link.shares for link in found.links], setting.bucket_s, setting.microbatches
     )
     blocking = found.cost_s + beside - seen_s
-    hidden = setting.overlap * hidden_s(reduce_s, pieces) if reduce_s else 0.0
+    hidden = setting.overlap_share * hidden_s(reduce_s, pieces) if reduce_s else 0.0
     return Result(blocking + reduce_s - hidden, compute_s, reduce_s, found.shares, found)
 
 
@@ -193,8 +193,8 @@ def bound_s(model: Any, setting: Any, shares: Sequence[int]) -> float:
     for link, layer in zip(chains.search_programs(model.layers, shares), model.layers, strict=True):
         parameters = {spec.name for spec in model.layer_graph(layer).parameters}
         template = link.choice.template
-        fractions = held_fractions(template.cuts, shares, setting.members)
-        each = [0.0] * setting.members.kinds
+        fractions = held_fractions(template.cuts, shares, setting.axis_members)
+        each = [0.0] * setting.axis_members.kind_count
         for step, number in zip(template.steps, link.choice.ways, strict=True):
             way = step.ways[number]
             for kind in range(len(each)):

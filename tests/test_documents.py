@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
@@ -83,3 +84,20 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(page: str) -> None:
     for above, line in pairwise(lines):
         if line.startswith("|") and above.startswith("|"):
             assert cells(line) == cells(above), f"{page}: {above}\n{line}"
+
+
+def pipefit_lines(text: str) -> list[list[str]]:
+    """Return the arguments of each `pipefit` or `-m pipefit` command in the code blocks of a page."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [re.search(r"(?:^|-m )pipefit (.+)", line.strip()) for line in lines]
+    return [shlex.split(command[1], comments=True) for command in commands if command]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/tutorial/")])
+def test_commands_of_a_tutorial_parse(page: str) -> None:
+    commands = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
+    lines = pipefit_lines((ROOT / page).read_text(encoding="utf-8"))
+    assert {"profile", "plan", "train", "report"} <= {name for name, *_ in lines}
+    for name, *arguments in lines:
+        commands[name].make_context(name, arguments)

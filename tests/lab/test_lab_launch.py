@@ -170,9 +170,9 @@ def test_a_command_is_needed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sideways", "FILE"], "The lab cannot do this."),
+        (["sideways", "FILE"], "The lab command has no such action."),
         (["up", "FILE", "--", "true"], "Only `run_command` takes a command and devices."),
-        (["run", "FILE", "--devices", "a-b", "--", "true"], "These are no devices."),
+        (["run", "FILE", "--devices", "a-b", "--", "true"], "The list of devices is invalid."),
         (["up", "none.json"], "The file cannot be read."),
     ],
 )
@@ -195,5 +195,5 @@ def test_the_command_line_makes_checks_and_removes_a_lab(tmp_path: Path) -> None
     said = runner.invoke(app, ["lab", "run", path, "--devices", "1", "--", "sh", "-c", "exit 3"])
     assert said.exit_code == 3
     assert runner.invoke(app, ["lab", "down", path]).output == "removed 3 namespaces\n"
-    assert runner.invoke(app, ["lab", "down", path]).output == "nothing was standing\n"
+    assert runner.invoke(app, ["lab", "down", path]).output == "no lab was up\n"
     assert kernel_state(Path(path)) == before

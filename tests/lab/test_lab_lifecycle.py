@@ -119,7 +119,7 @@ def test_a_lab_of_another_version_of_the_file_is_not_used(lab: Lab, tmp_path: Pa
     lifecycle.bring_up(lab)
     assert lifecycle.is_standing(lab)
     changed = Lab.open_lab(lab_path(tmp_path, toy_lab(toy_cluster(rate=lambda a, b: 2e7))))
-    with pytest.raises(LabError, match="another version of this file") as caught, lifecycle.hold_lab(changed):
+    with pytest.raises(LabError, match="Another version of this lab file") as caught, lifecycle.hold_lab(changed):
         pass
     assert str(caught.value.next_step).startswith("pipefit lab up ")
 

@@ -181,7 +181,7 @@ def test_devices_with_less_memory_than_a_layer_needs_are_left_out(beside: int, h
     assert len(notes) == 1 and notes[0].startswith(
         f"tiny is left out: besides the 64.0 MiB for libraries it has {has}, but"
     )
-    assert "and layer layers.0 needs" in notes[0]
+    assert "but layer layers.0 needs" in notes[0]
     with pytest.raises(DoesNotFitError, match="are missing on each device of lane"):
         make_plan(toy_model(3), cluster((tiny, 2)), JOB)
 

@@ -302,7 +302,7 @@ def test_from_the_command_line(tmp_path: Path, pipefit: Callable[..., tuple[int,
     (tmp_path / "text.json").write_text(dump_text(toy_model(2)))
     words[2] = str(tmp_path / "text.json")
     code, out = run(*words, "--data", str(tmp_path / "index"))
-    assert code == 2 and "Samples matter to the plan of a model with images only." in out
+    assert code == 2 and "Only a model with images can be planned for an index of samples." in out
 
 
 def test_words_name_every_module() -> None:

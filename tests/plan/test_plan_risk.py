@@ -155,7 +155,7 @@ def test_the_command(tmp_path: Path, pipefit) -> None:
     code, out, _ = run("--memory", str(memory), "--risk", "0.1")
     assert code == 0 and "probability that it does not fit" in out
     code, _, err = run("--risk", "0.1")
-    assert code == 2 and "nobody knows the probability" in err and "--record FILE" in err
+    assert code == 2 and "is unknown without a memory correction" in err and "--record FILE" in err
     code, _, err = run("--memory", str(tmp_path / "none.json"))
     assert code == 2 and "The file cannot be read." in err
     code, _, err = run("--memory", str(memory), "--risk", "2")

@@ -81,7 +81,7 @@ def test_devices_of_different_memory_each_keep_to_their_own() -> None:
         assert one.fits == (one.memory_bytes <= small.memory_bytes)
         alone = replace(plan, prediction=replace(plan.prediction, trade=(replace(one, chosen=False),)))
         assert trade_table(alone).rows[0][4] == ("" if one.fits else "does not fit")
-    assert "what lies right of the dashed line does not fit" in trade_section(plan.prediction)
+    assert "points right of the dashed line do not fit" in trade_section(plan.prediction)
 
 
 def test_on_a_single_lane_recomputing_is_the_trade() -> None:

@@ -325,7 +325,7 @@ def command(*arguments: str) -> tuple[int, str]:
         (("--local", "-1"), "The number is too small."),
         (("--sequence", "4"), "The number is too small."),
         (("--dtype", "int8"), "The dtype is unknown."),
-        (("--host-rounds", "2"), "The number of rounds of pairs of hosts is not understood."),
+        (("--host-rounds", "2"), "The number of rounds of host pairs is invalid."),
         (("--rails", "0"), "The number is too small."),
         (("--only", "layers"), "This part cannot be measured alone."),
         (("--only", "links", "--model", "gpt2"), "The layers of a model are not measured with --only links."),

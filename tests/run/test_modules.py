@@ -84,7 +84,7 @@ def reference(names: tuple[str, ...], frozen: tuple[str, ...] = (), tied: bool =
 
 def run(pool, plan, model, *arguments):
     pool.run(prepare, [(plan, model)], True, ranks=8)
-    return pool.run(cases.run_steps, plan, model, *arguments, ranks=len(plan.devices))[0]
+    return pool.run(cases.run_steps, plan, model, *arguments, ranks=len(plan.used_devices))[0]
 
 
 def agrees(found, loss: float, gradients) -> None:

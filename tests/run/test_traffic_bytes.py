@@ -39,7 +39,7 @@ def count_step(plan, model, vocabulary):
 def sent(pool, plan, name):
     """(source, target) -> bytes of one step, by rank."""
     pool.run(cases.prepare, [(plan, plans.model(name))], ranks=8)
-    counts = pool.run(count_step, plan, plans.model(name), plans.VOCABULARY, ranks=len(plan.devices))
+    counts = pool.run(count_step, plan, plans.model(name), plans.VOCABULARY, ranks=len(plan.used_devices))
     rank_of = {own: rank for rank, found in enumerate(counts) for own, _ in found}
     pairs: dict[tuple[int, int], int] = defaultdict(int)
     for rank, found in enumerate(counts):

@@ -92,7 +92,7 @@ def test_data_that_does_not_fit_is_one_error(tmp_path, alone, without_data, data
 
 def test_a_model_for_any_length_needs_one():
     result = CliRunner().invoke(build_app(), ["plan", "--model", "tiny", "--local", "1", "--batch", "4"])
-    text = result.exception.text()
+    text = result.exception.full_text()
     assert "sequence length is not set" in text
     assert "add --seq 1024" in text
 
@@ -107,5 +107,5 @@ def test_shards_of_a_whole_model_are_searched(tmp_path):
     (tmp_path / "moe.py").write_text((MODELS / "bert_moe.py").read_text() + small)
     words = ["plan", "--model", f"{tmp_path / 'moe.py'}:small", "--batch", "8", "--local", "2", "--fix", "shards=2"]
     refused = CliRunner().invoke(build_app(), [*words, "--fix", "sharding=megatron-sp"])
-    assert "splits any number of tokens" in refused.exception.text()
-    assert "--fix sharding=searched" in refused.exception.text()
+    assert "splits any number of tokens" in refused.exception.full_text()
+    assert "--fix sharding=searched" in refused.exception.full_text()

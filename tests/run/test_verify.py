@@ -211,7 +211,7 @@ def test_only_the_plans_own_kind_of_device_is_recorded(case: tuple[str, str, str
 MISTAKES = {
     "rank": (("--rank", "4"), "The plan has no such rank.", "0 to 3: the plan has 4 devices"),
     "negative rank": (("--rank=-1",), "The plan has no such rank.", "0 to 3"),
-    "steps": (("--steps", "0"), "A rank cannot be verified with this.", "1 or more"),
+    "steps": (("--steps", "0"), "The number of steps is too small.", "1 or more"),
     "device": (("--device", "tpu"), "A rank cannot run there.", "auto, cpu or cuda"),
 }
 

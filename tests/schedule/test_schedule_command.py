@@ -135,7 +135,7 @@ def test_the_solver_can_prove_that_nothing_is_better(run: Run) -> None:
 
 
 MISTAKES = [
-    ("fit --memory 0.1", ("No schedule keeps to so little memory", "at least 0.25, or 2")),
+    ("fit --memory 0.1", ("No schedule fits into this little memory", "at least 0.25, or 2")),
     ("fit --seconds -1", ("time of a search is not negative", "--seconds", "seen: -1")),
     ("fit --solver-seconds -1", ("time of a search is not negative", "--solver-seconds")),
     ("fit --seconds 1e10", ("time of a search is too long", "--seconds", "10000000000", "less than 1e+09 seconds")),
@@ -144,7 +144,7 @@ MISTAKES = [
     ("v-half --seed -7", ("Only fit searches", "where: --seed", "--seed with v-half", "allowed: --seed with fit")),
     ("1f1b --seconds 3", ("Only fit searches", "where: --seconds")),
     ("gpipe --solver-seconds 0", ("Only fit searches", "where: --solver-seconds")),
-    ("1f1b --stage 1=1,1,1 --stage 1=2,2,2", ("Stage 1 is given two times", "'1=1,1,1' and '1=2,2,2'", "one --stage")),
+    ("1f1b --stage 1=1,1,1 --stage 1=2,2,2", ("Stage 1 is given twice", "'1=1,1,1' and '1=2,2,2'", "one --stage")),
     ("fit --interval 3", ("fit is not made of a building block", "where: --interval")),
     *(
         (
@@ -179,13 +179,13 @@ MISTAKES = [
     (
         "v-min --devices 8 --memory 0.1",
         (
-            "No schedule keeps to so little memory",
+            "No schedule fits into this little memory",
             "0.1, which is 1.6 microbatches of a stage on every device",
             "at least 0.125, or 2: what one microbatch holds before its backward",
             "try: --memory 0.125",
         ),
     ),
-    ("1f1b --slices 4 --memory 0.2", ("so little memory", "0.2, which is 3.2 slices", "at least 0.25, or 4")),
+    ("1f1b --slices 4 --memory 0.2", ("this little memory", "0.2, which is 3.2 slices", "at least 0.25, or 4")),
     ("1f1b --memory 0", ("memory must be a positive number", "--memory", "seen: 0")),
     ("1f1b --memory -1", ("positive number", "seen: -1")),
     ("1f1b --memory nan", ("positive number", "seen: nan")),

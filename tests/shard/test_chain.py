@@ -60,7 +60,7 @@ def searched(where, shares=None, **options):
 def block_forms(model, links):
     """Forms of the parameters of the blocks, and the forms they take and give."""
     graph, link = model.layer_graph(model.layers[1]), links[1]
-    program = write_program(graph, (1,) * len(link.layer.template.members.kind), link.recipe)
+    program = write_program(graph, (1,) * len(link.layer.template.members.kind), link.layer_recipe)
     return program.parameter_forms, (link.takes, link.gives)
 
 

@@ -29,7 +29,7 @@ from pipefit.shard.template import (
 
 
 def searched(template, weights):
-    problem, numbers = template.at(held_fractions(template.cuts, weights, template.members))
+    problem, numbers = template.problem_at(held_fractions(template.cuts, weights, template.members))
     solution = solve_program(problem)
     return None if solution is None else choose_program(template, numbers, solution)
 
@@ -64,11 +64,11 @@ def joint_cost(template):
     """A lower bound, at most 0.3 % below the optimum over programs and shares together: products linearised with big
     numbers."""
     members = template.members
-    count, kinds = len(members.kind), members.kinds
-    problem, _ = template.at(held_fractions((0,), [1] * count, members))
+    count, kinds = len(members.kind), members.kind_count
+    problem, _ = template.problem_at(held_fractions((0,), [1] * count, members))
     program = Milp()
     fractions = [program.variable() for _ in range(kinds)]
-    program.row(dict(zip(fractions, map(float, members.counts), strict=True)), 1, 1)
+    program.row(dict(zip(fractions, map(float, members.device_counts), strict=True)), 1, 1)
     widest = program.variable(upper=float(count))
     for fraction in fractions:
         program.row({fraction: 1.0}, low=1e-3)

@@ -102,7 +102,7 @@ def test_every_predicted_number_is_the_plans(ran):
     data = Page(source).data(source)
     assert data["training"]["predicted_s"] == prediction.step_s
     assert [lane["peak"] for lane in data["memory"]["lanes"]] == [lane.peak_bytes for lane in prediction.lanes]
-    assert "promises" not in words
+    assert "simulated now" not in words
 
 
 def test_every_measured_number_is_the_runs(ran):
@@ -145,7 +145,7 @@ def test_who_holds_which_layers_is_told():
         start, stop = stage.layers
         devices = plan.groups[stage.group].devices
         row = f"language {start} to {stop - 1} {index} {devices[0]}-{devices[-1]} 2 shards (2:1) megatron none"
-        assert row in words, words[words.index("Who holds") :][:400]
+        assert row in words, words[words.index("Layers of each stage") :][:400]
     assert "program" not in Page(render_report(toy_subject())).words
 
 
@@ -206,7 +206,7 @@ def test_a_prediction_that_no_longer_holds_is_said_so():
     plan, cluster = toy_plan()
     old = replace(plan, prediction=replace(plan.prediction, step_s=plan.prediction.step_s * 2))
     words = Page(render_report(make_subject(old, toy_model(9), cluster))).words
-    assert f"The plan promises {format_seconds(old.prediction.step_s)}" in words
+    assert f"The plan predicts {format_seconds(old.prediction.step_s)}" in words
 
 
 def test_a_plan_written_by_hand_gets_its_prediction_here():

@@ -24,7 +24,7 @@ def test_every_action_is_one_complete_event_in_microseconds(timeline, tmp_path):
     assert document["displayTimeUnit"] == "ms"
     events = document["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
-    spans = timeline.spans()
+    spans = timeline.all_spans()
     assert len(complete) == len(spans)
     found = {(event["name"], (event["tid"] - 1) // 2): event for event in complete}
     for span in spans:
@@ -51,7 +51,7 @@ def test_arrows_go_from_a_send_to_what_uses_it(timeline):
     events = perfetto_document([from_timeline(timeline)], timeline)["traceEvents"]
     begins = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
-    sends = [span for span in timeline.spans() if span.action.kind.startswith("SEND")]
+    sends = [span for span in timeline.all_spans() if span.action.kind.startswith("SEND")]
     assert begins.keys() == ends.keys() and len(begins) == len(sends)
     assert all(begins[key]["ts"] <= ends[key]["ts"] and begins[key]["tid"] != ends[key]["tid"] for key in begins)
 

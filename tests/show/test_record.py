@@ -19,7 +19,7 @@ def run(tmp_path):
 def test_a_run_tells_its_median_step_without_the_warm_up(run):
     plan, directory = run
     record = read_run(directory)
-    assert record.plan == plan and record.plan.content_hash == plan.hash
+    assert record.plan == plan and record.plan.content_hash == plan.content_hash
     assert len(record.steps) == 20 and record.warm_up_steps == 2
     assert record.step_s == pytest.approx(1.25 * plan.prediction.step_s)
     assert record.evaluations == ((10, pytest.approx(1.7)), (20, pytest.approx(1.45)))
@@ -47,7 +47,7 @@ def test_a_run_without_trace_knows_rank_0_only(run):
     plan, directory = run
     (directory / "trace.json").unlink()
     record = read_run(directory)
-    assert record.trace is None and list(record.peak_bytes) == [plan.devices[0]]
+    assert record.trace is None and list(record.peak_bytes) == [plan.used_devices[0]]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_each_broken_line_of_the_metrics_is_one_error(run, line, words):
 
 def test_a_directory_that_is_no_run_says_what_it_holds(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(FormatError, match=r"not that of a run[\s\S]*notes.txt[\s\S]*plan.json and metrics.jsonl"):
+    with pytest.raises(FormatError, match=r"not a run directory[\s\S]*notes.txt[\s\S]*plan.json and metrics.jsonl"):
         read_run(tmp_path)
 
 

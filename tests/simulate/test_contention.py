@@ -105,7 +105,7 @@ def two_pipelines(flows: dict, ports: int = 1):
 
 
 def ends(timeline) -> dict[str, float]:
-    return {str(span.action): span.stop_s for span in timeline.spans()}
+    return {str(span.action): span.stop_s for span in timeline.all_spans()}
 
 
 def test_two_messages_on_one_port_take_twice_as_long() -> None:

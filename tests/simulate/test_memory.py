@@ -142,7 +142,7 @@ def _intervals(schedule, timeline, costs, edges) -> list[list[tuple[float, float
             cost = costs.actions[action.kind].cost_of(*action[1:4])
             result[lane].append((start, stop, cost.peak_bytes))
             result[lane].append((start if cost.held_bytes > 0 else stop, end, cost.held_bytes))
-    for span in timeline.spans():
+    for span in timeline.all_spans():
         if span.action.kind.startswith("SEND"):
             key = message_name(span.action)
             lane, start, _ = spans[key[0], key[2], key[4], key[5]]

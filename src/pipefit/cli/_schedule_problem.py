@@ -42,7 +42,7 @@ def costs_of(placement: Sequence[int], times: str, stages: Sequence[str]) -> Cos
         stage, times_of_stage = _parse_stage(text, len(placement))
         if stage in text_of_stage:
             raise ScheduleError(
-                f"Stage {stage} is given two times.",
+                f"Stage {stage} is given twice.",
                 where="--stage",
                 seen=f"{text_of_stage[stage]!r} and {text!r}",
                 allowed="one --stage for each stage",
@@ -115,7 +115,7 @@ def limit_units(problem: ScheduleProblem, memory: float | None) -> int | None:
     limit, least = memory * full_units(problem), least_units(problem)
     if limit < least - 1e-9:
         raise ScheduleError(
-            "No schedule keeps to so little memory.",
+            "No schedule fits into this little memory.",
             where="--memory",
             seen=f"{memory:g}, which is {limit:.10g} {unit_name(problem, limit)} on every device",
             allowed=f"at least {format_units(least, problem)}, or {least}: what one microbatch holds before its "
@@ -136,7 +136,7 @@ def check_limit(problem: ScheduleProblem, name: str, peaks: Sequence[float], lim
         where=f"--memory, device {list(peaks).index(peak)}",
         seen=f"{peak:.15g} {unit_name(problem, peak)}, where {limit} may be held",
         allowed=f"--memory {format_units(peak, problem)} or more for {name}; at least {least} for any schedule",
-        next_step="fit, which makes a schedule for the memory there is",
+        next_step="fit, which makes a schedule for a memory limit",
     )
 
 

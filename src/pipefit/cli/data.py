@@ -15,24 +15,29 @@ if TYPE_CHECKING:
 def command(
     source: Annotated[Path, typer.Argument(help="A manifest (.jsonl, .parquet), or a folder of images with texts.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The index, a folder; NAME.jsonl: a manifest.")],
-    task: str = typer.Option("caption", help="Of a folder: caption (learn the texts) or generate (the images)."),
+    task: str = typer.Option("caption", help="For a folder: caption (learn the texts) or generate (learn the images)."),
     tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
-    model: str | None = typer.Option(None, help="A model, as for `pipefit plan`, that says how images are cut."),
-    patch: int | None = typer.Option(None, help="Pixels of the side of a patch, one token; 16, or the model's."),
+    model: str | None = typer.Option(
+        None, help="Take the patch options from this model (named as for `pipefit plan`)."
+    ),
+    patch: int | None = typer.Option(None, help="Side of a patch (one token) in pixels. Default: 16, or the model's."),
     max_patches: int | None = typer.Option(
-        None, help="Larger images are scaled down to so many; 1024, or as many as the model's table has."
+        None,
+        help="Most patches of an image; larger ones are scaled down. Default: 1024, or the size of the model's table.",
     ),
-    side: int | None = typer.Option(None, help="Resize every image to so many pixels square; 0: keep its shape."),
+    side: int | None = typer.Option(None, help="Resize every image to this many pixels square; 0: keep its shape."),
     start_token: bool | None = typer.Option(
-        None, "--start-token/--no-start-token", help="One more token in front of every image (ViT); or the model's."
+        None, "--start-token/--no-start-token", help="Add a token in front of every image (ViT). Default: as the model."
     ),
-    latent_patch: int | None = typer.Option(None, help="As --patch, of generated images."),
-    max_latents: int | None = typer.Option(None, help="As --max-patches, of generated images."),
-    image_token: int = typer.Option(0, help="The token id that stands for a patch that is looked at."),
-    generation_token: int = typer.Option(0, help="The token id that stands for a patch to generate."),
+    latent_patch: int | None = typer.Option(None, help="As --patch, for generated images."),
+    max_latents: int | None = typer.Option(None, help="As --max-patches, for generated images."),
+    image_token: int = typer.Option(0, help="Token id of a patch of an input image."),
+    generation_token: int = typer.Option(0, help="Token id of a patch to generate."),
     on_broken: str = typer.Option("fail", help="Broken or absent images: fail, or skip their samples and report."),
-    check: str = typer.Option("decode", help="How images are looked at: decode (whole) or header (size only)."),
-    cores: float = typer.Option(0.0, help="Say how many cores keep up with steps of so many seconds (--batch)."),
+    check: str = typer.Option("decode", help="Check of the images: decode (fully) or header (size only)."),
+    cores: float = typer.Option(
+        0.0, help="Report the cores that keep up with steps of this many seconds (see --batch)."
+    ),
     batch: int = typer.Option(1, help="Samples of one step, for --cores."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
@@ -99,7 +104,7 @@ def _print_summary(summary: IndexSummary, index: SampleIndex) -> None:
     lengths = lengths_of(index)
     print(f"{summary.samples} samples, {summary.images} images ({summary.image_bytes / 1e6:.1f} MB) in {index.folder}")
     low, middle, high = (int(np.percentile(lengths, share)) for share in (1, 50, 99))
-    print(f"tokens a sample: {middle} in the middle, {low} to {high} for 98 %, {lengths.max()} at most")
+    print(f"tokens per sample: median {middle}, {low} to {high} for 98 %, at most {lengths.max()}")
     if summary.left_out:
         print(f"{summary.left_out} samples left out for a broken or absent image, the first ones:")
         for defect in summary.reported[:5]:

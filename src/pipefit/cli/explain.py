@@ -14,7 +14,7 @@ def command(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     as_json: bool = typer.Option(False, "--json", help="Print the tables as JSON."),
 ) -> None:
-    """Explain PLAN: decisions, stages, memory, lower bound, what limits it, alternatives."""
+    """Explain PLAN: decisions, stages, memory, lower bound, bottleneck, alternatives."""
     from pipefit.cli._plans import print_tables
     from pipefit.plan.check.rules import load_plan
     from pipefit.plan.explain.text import forecast_lines, plan_headline, plan_tables

@@ -22,11 +22,11 @@ def command(
     action: Annotated[str, typer.Argument(metavar="|".join(ACTIONS), help="What to do.")],
     file: Annotated[Path, typer.Argument(metavar="CLUSTER_FILE", help="A lab file, or a cluster file.")],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND", help="run: what every device runs.")
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="run: the command of every device.")
     ] = None,
     devices: str = typer.Option("", help="run: only on these devices, for example 0-3,6."),
     plan: Annotated[Path | None, typer.Option(help="run: only on the devices of this plan.")] = None,
-    as_json: bool = typer.Option(False, "--json", help="check: print what was measured as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="check: print the measurements as JSON."),
 ) -> None:
     """Emulate the cluster of CLUSTER_FILE on this machine (needs root and iproute2).
 
@@ -35,7 +35,9 @@ def command(
     the pace of every device against the file.
     """
     if action not in ACTIONS:
-        raise LabError("The lab cannot do this.", where="pipefit lab", seen=action, allowed=", ".join(ACTIONS))
+        raise LabError(
+            "The lab command has no such action.", where="pipefit lab", seen=action, allowed=", ".join(ACTIONS)
+        )
     if action != "run" and (words or devices or plan):
         raise LabError("Only `run` takes a command and devices.", where=f"pipefit lab {action}")
     from pipefit.lab.lifecycle import StopSignal
@@ -67,7 +69,7 @@ def _take_down(file: Path) -> int:
     from pipefit.lab import lifecycle
 
     removed = lifecycle.take_down(file)
-    print(f"removed {len(removed)} namespaces" if removed else "nothing was standing")
+    print(f"removed {len(removed)} namespaces" if removed else "no lab was up")
     return 0
 
 
@@ -107,6 +109,8 @@ def _parse_devices(text: str, plan: Path | None) -> list[int]:
     for part in filter(None, text.split(",")):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or not (last or first).isdigit():
-            raise LabError("These are no devices.", where="--devices", seen=text, allowed="numbers and runs: 0-3,6")
+            raise LabError(
+                "The list of devices is invalid.", where="--devices", seen=text, allowed="numbers and runs: 0-3,6"
+            )
         chosen += range(int(first), int(last or first) + 1)
     return chosen

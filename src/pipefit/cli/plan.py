@@ -26,21 +26,21 @@ def command(
     cluster: str | None = typer.Option(None, help="A cluster file, or 8xH100, or 2x8xA100-80:200Gbit/s."),
     local: int | None = typer.Option(None, help="Plan for this many processes on this machine's CPU."),
     batch: int = typer.Option(help="Sequences of one step, over all devices."),
-    seq: int | None = typer.Option(None, help="Tokens of one sequence; models captured whole know it themselves."),
+    seq: int | None = typer.Option(None, help="Tokens of one sequence; captured models have their own."),
     precision: str | None = typer.Option(
         None, help="bfloat16, float32 or float64. Default: float32 with --local, else bfloat16."
     ),
     seed: int = typer.Option(0, help="Seed of the run: data order, first weights, dropout."),
     top: int = typer.Option(5, help="How many plans to list, the winner included."),
     fix: Annotated[
-        list[str] | None, typer.Option(help="Pin a choice, KEY=VALUE; repeat for more. An unknown key lists them.")
+        list[str] | None, typer.Option(help="Fix a choice, KEY=VALUE; repeatable. An unknown key lists the valid ones.")
     ] = None,
     memory: Annotated[
         Path | None, typer.Option(help="A memory correction, as `pipefit verify --record` writes it.")
     ] = None,
     risk: Annotated[
         float | None,
-        typer.Option(help="With --memory: the probability of not fitting that the plan may have. Default: 0.05."),
+        typer.Option(help="With --memory: largest probability that the plan does not fit. Default: 0.05."),
     ] = None,
     allow_other_environment: bool = typer.Option(
         False, "--allow-other-environment", help="Use a cluster that was measured with other software."
@@ -48,17 +48,17 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON instead of tables."),
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     documents: Annotated[
-        str, typer.Option(help="Attention between documents that are packed into one sequence: joined, or apart.")
+        str, typer.Option(help="Attention across documents packed into one sequence: joined, or apart.")
     ] = "joined",
     data: Annotated[
         Path | None,
-        typer.Option(help="Of a model with images: an index that `pipefit data` made; its batches are planned for."),
+        typer.Option(help="For a model with images: an index from `pipefit data`, whose batches are planned for."),
     ] = None,
     held_out: float = typer.Option(0.01, help="With --data, as for `pipefit train`: samples kept for evaluation."),
-    pack: bool = typer.Option(False, "--pack", help="With --data, as for train: samples in a sequence as fit."),
+    pack: bool = typer.Option(False, "--pack", help="With --data, as for train: pack samples into a sequence."),
     on_long: str = typer.Option("fail", help="With --data, as for train: fail or skip samples that are too long."),
 ) -> None:
-    """Find the fastest plan that fits MODEL on the cluster, and say why."""
+    """Find the fastest plan that fits MODEL on the cluster, and explain it."""
     from pipefit.cli._plans import cluster_text, print_tables
     from pipefit.cluster import open_cluster
     from pipefit.codec import dump_text, make_folder
@@ -76,7 +76,7 @@ def command(
     opened_cluster = open_cluster(text)
     for difference in check_environment(opened_cluster, allow=allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
-    pins = parse_constraints(fix or [])
+    constraints = parse_constraints(fix or [])
     opened_model = open_model(model)
     job = _build_job(
         batch, resolve_length(opened_model, seq), precision or ("float32" if local else "bfloat16"), seed, documents
@@ -86,7 +86,16 @@ def command(
     if source is not None:
         make = partial(make, **_sampled_options(source, job))
     with _StatusLine() as progress:
-        plan = make(opened_model, opened_cluster, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress)
+        plan = make(
+            opened_model,
+            opened_cluster,
+            job,
+            pins=constraints,
+            top=top,
+            name=model,
+            cluster_source=text,
+            progress=progress,
+        )
     if output is not None:
         save_plan(plan, output)
     if as_json:
@@ -113,7 +122,7 @@ def _plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
     if memory is None:
         if risk is not None:
             raise PlanError(
-                "Without a memory correction nobody knows the probability that a plan does not fit.",
+                "The probability that a plan does not fit is unknown without a memory correction.",
                 where="--risk",
                 seen=risk,
                 next_step="name a file with --memory FILE; `pipefit verify PLAN --record FILE` makes one",
@@ -134,14 +143,14 @@ def _open_source(opened: Model, data: Path, job: Job, held_out: float, pack: boo
 
     if len(opened.modules) < 2:
         raise PlanError(
-            "Samples matter to the plan of a model with images only.",
+            "Only a model with images can be planned for an index of samples.",
             where="--data",
             seen=f"a model of one module, {opened.modules[0].name!r}",
             next_step="leave --data out; `pipefit train` takes it",
         )
     if on_long not in ("fail", "skip"):
         raise DataError(
-            "What a sample does that is too long is not understood.",
+            "The treatment of samples that are too long is unknown.",
             where="--on-long",
             seen=repr(on_long),
             allowed="fail or skip",

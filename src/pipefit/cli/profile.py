@@ -22,22 +22,22 @@ def command(
     ] = None,
     sequence: int = typer.Option(1024, help="Tokens of the longest sequence that layers are measured at."),
     tokens: int = typer.Option(0, help="Tokens of the largest microbatch on one device; 0: eight sequences."),
-    dtype: str = typer.Option("", help="Of the layers: float32, bfloat16 or float64; empty: by the device."),
-    name: str = typer.Option("", help="Name of the cluster; empty: that of the file."),
-    rails: int = typer.Option(1, help="Networks between the hosts; a host's devices take them in turn."),
+    dtype: str = typer.Option("", help="Dtype of the layers: float32, bfloat16 or float64. Default: by device."),
+    name: str = typer.Option("", help="Name of the cluster. Default: the name of the file."),
+    rails: int = typer.Option(1, help="Networks between the hosts; a host's devices use them in turn."),
     rounds: int = typer.Option(5, help="Repetitions of every measured layer."),
     link_rounds: int = typer.Option(3, help="Repetitions of every measured link."),
     host_rounds: str = typer.Option(
         "auto",
-        help="Rounds of pairs of hosts: a number, all, or auto: until the other links can be told from those measured.",
+        help="Rounds of host pairs: a number, all, or auto: until the rest can be inferred from the measured links.",
     ),
     only: str = typer.Option("", help="links: measure neither layers nor collectives."),
     quick: bool = typer.Option(False, "--quick", help="Fewer repetitions and sizes: a first look."),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
     timeout: float = typer.Option(60.0, help="Seconds without an answer after which a host has failed."),
     source: str = typer.Option("", "--from", help="Read another tool's output instead of measuring: see the docs."),
-    devices: str = typer.Option("", help="With --from, where the files do not say: devices of a host, such as 8xH100."),
-    network: str = typer.Option("", help="With --from, where the files do not say: bandwidth of a host, 200Gbit/s."),
+    devices: str = typer.Option("", help="With --from, if not in the files: devices of a host, such as 8xH100."),
+    network: str = typer.Option("", help="With --from, if not in the files: bandwidth of a host, such as 200Gbit/s."),
     as_json: bool = typer.Option(False, "--json", help="Print the cluster as JSON as well."),
 ) -> None:
     """Measure hosts, links and layers, and write a cluster file: alone, with --local N, or under torchrun."""
@@ -157,7 +157,7 @@ def _check_links(rails: int, link_rounds: int, host_rounds: str, only: str, mode
     _at_least(("--rails", rails, 1), ("--link-rounds", link_rounds, 1))
     if host_rounds not in ("auto", "all") and not (host_rounds.isdecimal() and int(host_rounds) >= 3):
         raise PipefitError(
-            "The number of rounds of pairs of hosts is not understood.",
+            "The number of rounds of host pairs is invalid.",
             where="--host-rounds",
             seen=repr(host_rounds),
             allowed="auto, all, or a number, 3 or more",
@@ -177,7 +177,7 @@ def _rank_error(error: RunError, output: Path) -> ClusterError:
     from pipefit.profile.partial import partial_path
 
     partial = partial_path(output)
-    partial_note = f"; what was measured is in {partial}" if partial.exists() else "; nothing was measured yet"
+    partial_note = f"; the measurements so far are in {partial}" if partial.exists() else "; nothing was measured yet"
     return ClusterError(
         "This machine failed while it was measured: one of its processes died.",
         where=error.where,

@@ -12,8 +12,8 @@ def command(
     path: Annotated[Path, typer.Argument(metavar="RUN_DIR|PLAN", help="A run's folder, or a plan that has not run.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")] = Path("report.html"),
     trace: Annotated[Path | None, typer.Option(help="Write both timelines for Perfetto as well.")] = None,
-    model: str = typer.Option("", help="The model, where it is not to be found as the plan names it."),
-    cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
+    model: str = typer.Option("", help="The model, if it is not found under its name in the plan."),
+    cluster: str = typer.Option("", help="The cluster, if it is not found under its name in the plan."),
 ) -> None:
     """Write a self-contained report of RUN_DIR, or of a PLAN alone (predicted only); it opens without a network."""
     from pipefit.codec import write_file

@@ -35,18 +35,20 @@ def command(
     devices: int = typer.Option(4, help="Devices of one pipeline."),
     microbatches: int = typer.Option(8, help="Microbatches of one step."),
     slices: int = typer.Option(1, help="Slices that every microbatch's sequences are cut into."),
-    times: str = typer.Option("1,1,1", help="Times of F, I and W, and after them of a transfer: F,I,W or F,I,W,T."),
+    times: str = typer.Option("1,1,1", help="Times of F, I, W and optionally a transfer: F,I,W or F,I,W,T."),
     stage: Annotated[list[str] | None, typer.Option(help="Times of one stage: STAGE=F,I,W. Repeatable.")] = None,
     memory: float | None = typer.Option(None, help="Memory of a device; 1 is what the first device of 1F1B holds."),
     placement: str | None = typer.Option(None, help="linear, looped or v; the family's own by default, v for fit."),
     seconds: float | None = typer.Option(None, help="fit: time of the search; by default a fixed number of moves."),
     solver_seconds: float = typer.Option(0.0, help="fit: time of the exact solver after it (needs ortools)."),
-    seed: int = typer.Option(0, help="fit: of the search."),
+    seed: int = typer.Option(0, help="fit: seed of the search."),
     block: bool = typer.Option(False, "--block", help="Draw the family's building block instead."),
-    interval: int | None = typer.Option(None, help="--block: repeat it every so many slots, and see what collides."),
+    interval: int | None = typer.Option(
+        None, help="--block: repeat it at this interval of slots, and show collisions."
+    ),
     grid: bool = typer.Option(False, "--grid", help="Draw the lanes in time (the default)."),
-    csv: bool = typer.Option(False, "--csv", help="Print the compute actions as torch.distributed.pipelining reads."),
-    as_json: bool = typer.Option(False, "--json", help="Print the lanes and what the simulator says as JSON."),
+    csv: bool = typer.Option(False, "--csv", help="Print the compute actions as CSV for torch.distributed.pipelining."),
+    as_json: bool = typer.Option(False, "--json", help="Print the lanes and the simulated figures as JSON."),
 ) -> None:
     """Make the schedule NAME and draw it in time, or print it as CSV or JSON."""
     if grid + csv + as_json > 1:
@@ -81,7 +83,11 @@ def command(
 
 def _check_given(context: typer.Context, name: str, block: bool) -> None:
     """Raise ScheduleError if an option was given that would have no effect."""
-    options = [parameter for parameter in context.params if getattr(context.get_parameter_source(parameter), "name", "") == "COMMANDLINE"]
+    options = [
+        parameter
+        for parameter in context.params
+        if getattr(context.get_parameter_source(parameter), "name", "") == "COMMANDLINE"
+    ]
     for parameter in options:
         option = "--" + {"as_json": "json"}.get(parameter, parameter).replace("_", "-")
         if block and parameter not in OF_BLOCK:
@@ -93,7 +99,7 @@ def _check_given(context: typer.Context, name: str, block: bool) -> None:
             )
         if parameter in OF_FIT and name != FIT:
             raise ScheduleError(
-                "Only fit searches; a family has one order, and nothing that this option could change.",
+                "Only fit searches; the order of a family is fixed.",
                 where=option,
                 seen=f"{option} with {name}",
                 allowed=f"{option} with {FIT}",

@@ -14,20 +14,16 @@ from pipefit.errors import PlanError
 def command(
     model: str = typer.Option(..., help="A built-in model, a directory or file, or FILE.py:FUNCTION."),
     cluster: Annotated[str | None, typer.Option(help="A cluster file, or a short text such as 8xH100.")] = None,
-    local: Annotated[int | None, typer.Option(help="This machine, with so many processes, as the cluster.")] = None,
-    devices: Annotated[
-        str | None, typer.Option(help="Numbers of the devices that work together, with commas; all by default.")
-    ] = None,
-    shares: Annotated[
-        str | None, typer.Option(help="Their shares, such as 2:1; by default the best ones are searched.")
-    ] = None,
+    local: Annotated[int | None, typer.Option(help="This machine as the cluster, with this many processes.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Device numbers of the group, with commas. Default: all.")] = None,
+    shares: Annotated[str | None, typer.Option(help="Shares of the devices, such as 2:1. Default: searched.")] = None,
     batch: int = typer.Option(32, help="Rows of a step."),
-    seq: int | None = typer.Option(None, help="Tokens of a row: 1024, or what a model captured whole has."),
+    seq: int | None = typer.Option(None, help="Tokens of a row. Default: 1024, or the length of a captured model."),
     microbatches: int = typer.Option(1, help="Microbatches of a step."),
     precision: str = typer.Option("bfloat16", help="bfloat16, float32 or float64."),
     as_json: bool = typer.Option(False, "--json", help="Print the program and its costs as JSON."),
 ) -> None:
-    """Search the program that a group of devices runs together: forms, shares, collectives, costs."""
+    """Search the program of a group of devices: tensor forms, shares, collectives, costs."""
     from pipefit.cli._plans import cluster_text
     from pipefit.cluster import open_cluster
     from pipefit.codec import to_data
@@ -70,7 +66,9 @@ def command(
     )
     chains = ChainSearch(opened_model, setting)
     program = synthesize_program(chains, layers, given_shares)
-    result = list_program(opened_model, layers, program if given_shares else segment_shares(chains, layers, program), setting)
+    result = list_program(
+        opened_model, layers, program if given_shares else segment_shares(chains, layers, program), setting
+    )
     print(json.dumps(to_data(result), indent=1) if as_json else result.listing_text(), end="\n" if as_json else "")
 
 

@@ -13,10 +13,10 @@ import typer
 def command(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")] = None,
-    model: str | None = typer.Option(None, help="The model, where it is not to be found as the plan names it."),
-    cluster: str | None = typer.Option(None, help="The cluster, where it is not to be found as the plan names it."),
+    model: str | None = typer.Option(None, help="The model, if it is not found under its name in the plan."),
+    cluster: str | None = typer.Option(None, help="The cluster, if it is not found under its name in the plan."),
     local: int | None = typer.Option(None, help="The cluster: this many processes on this machine's CPU."),
-    as_json: bool = typer.Option(False, "--json", help="Print what the simulator says as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print the simulated figures as JSON."),
 ) -> None:
     """Simulate one step of PLAN: a grid of its lanes in time, and where time and memory go."""
     from pipefit.cli._plans import open_subject, print_tables

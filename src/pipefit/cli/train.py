@@ -24,14 +24,12 @@ def command(
     tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
     field: str = typer.Option("text", help="Field of jsonl and column of parquet files that holds the text."),
     held_out: float = typer.Option(0.01, help="Rows kept for evaluation: a fraction below 1, or a number."),
-    workers: int = typer.Option(0, help="Processes of every rank that prepare images ahead; 0: the rank itself."),
-    prepare: str = typer.Option("processes", help="What --workers are: processes of the host, or ray (actors)."),
-    pack: bool = typer.Option(False, "--pack", help="Put as many samples with images into a sequence as fit."),
-    on_long: str = typer.Option("fail", help="What a sample does that is longer than the sequence: fail or skip."),
-    on_broken: str = typer.Option(
-        "fail", help="What an image does that has broken since it was indexed: fail or skip (its sample)."
-    ),
-    cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
+    workers: int = typer.Option(0, help="Processes per rank that prepare images ahead; 0: the rank itself."),
+    prepare: str = typer.Option("processes", help="Kind of --workers: processes of the host, or ray (actors)."),
+    pack: bool = typer.Option(False, "--pack", help="Pack samples with images into a sequence."),
+    on_long: str = typer.Option("fail", help="Samples longer than the sequence: fail or skip."),
+    on_broken: str = typer.Option("fail", help="Images that broke after indexing: fail, or skip their samples."),
+    cluster: str = typer.Option("", help="The cluster, if it is not found under its name in the plan."),
     local: int = typer.Option(0, help="Start this many ranks on this machine."),
     resume: str = typer.Option("", help="Continue from a run's folder or from one of its checkpoints."),
     weights: str = typer.Option(
@@ -55,7 +53,7 @@ def command(
     tensorboard: bool = typer.Option(False, "--tensorboard", help="Write TensorBoard files as well."),
     trace: int = typer.Option(0, help="Write the times of this step's actions to trace.json."),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
-    timeout: float = typer.Option(60.0, help="Seconds without a sign of life after which a rank is called dead."),
+    timeout: float = typer.Option(60.0, help="Seconds without a heartbeat after which a rank counts as dead."),
     print_launch: bool = typer.Option(False, "--print-launch", help="Print the torchrun and sbatch lines, and stop."),
     per_host: int = typer.Option(0, help="Ranks per host for --print-launch; 0: 8, or all where they are fewer."),
 ) -> None:

@@ -15,7 +15,7 @@ def command(
     show_all: bool = typer.Option(False, "--all", help="Print every row, of the large sets too."),
     as_json: bool = typer.Option(False, "--json", help="Print all rows, splits and summaries as JSON."),
 ) -> None:
-    """Predict published runs: published, predicted and delta for every row, what was fitted to which, and summaries.
+    """Predict published runs: published, predicted and delta for every row, the fitted constants, and summaries.
 
     Exits with code 1 if a target is missed.
     """

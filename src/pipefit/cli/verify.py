@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 def command(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     rank: Annotated[
-        list[int] | None, typer.Option(help="A rank to run; repeat for more. Default: those that need most.")
+        list[int] | None,
+        typer.Option(help="A rank to run; repeatable. Default: the ranks with the highest memory use."),
     ] = None,
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
     steps: int = typer.Option(2, help="Training steps of every rank."),
     record: Annotated[
-        Path | None, typer.Option(help="Add what was measured to this memory file, and learn its correction again.")
+        Path | None, typer.Option(help="Add the measurements to this memory file, and refit its correction.")
     ] = None,
-    cluster: str | None = typer.Option(None, help="The cluster, where it is not to be found as the plan names it."),
+    cluster: str | None = typer.Option(None, help="The cluster, if it is not found under its name in the plan."),
     local: int | None = typer.Option(None, help="The cluster: this many processes on this machine's CPU."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
@@ -43,7 +44,7 @@ def command(
     from pipefit.run.verify.verify import check_ranks, critical_ranks, verify_rank
 
     if steps < 1:
-        raise RunError("A rank cannot be verified with this.", where="--steps", seen=steps, allowed="1 or more")
+        raise RunError("The number of steps is too small.", where="--steps", seen=steps, allowed="1 or more")
     if device not in ("auto", "cpu", "cuda"):
         raise RunError("A rank cannot run there.", where="--device", seen=device, allowed="auto, cpu or cuda")
     plan = _with_prediction(load_plan(path), cluster, local)
@@ -54,13 +55,19 @@ def command(
     model = captured_model(plan)
     measurements = [verify_rank(plan, model, measurement, target, steps) for measurement in ranks]
     fits = all(measurement.fits_limit for measurement in measurements)
-    learned = [] if record is None or subject is None else _record_memory(record, plan, subject, measurements, target.type)
+    learned = (
+        [] if record is None or subject is None else _record_memory(record, plan, subject, measurements, target.type)
+    )
     if as_json:
-        facts = {"device": str(target), "fits": fits, "ranks": [_rank_facts(measurement) for measurement in measurements]}
+        facts = {
+            "device": str(target),
+            "fits": fits,
+            "ranks": [_rank_facts(measurement) for measurement in measurements],
+        }
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
         print(plan_headline(plan))
-        print(f"each rank alone on {_device_words(target.type)}: real steps, what other ranks send is made up")
+        print(f"each rank alone on {_device_words(target.type)}: real steps, with synthetic data from other ranks")
         print_tables([_memory_table(measurements)])
         for line in [*_verdict_lines(plan, measurements), *learned]:
             print(line)
@@ -78,7 +85,11 @@ def _with_prediction(plan: Plan, cluster: str | None, local: int | None) -> Plan
     if not named and (plan.prediction is not None or not plan.cluster):
         return plan
     opened_model, opened_cluster = open_subject(plan, None, cluster, local)
-    return plan if plan.prediction is not None else add_prediction(plan, opened_model, simulate_plan(plan, opened_model, opened_cluster))
+    return (
+        plan
+        if plan.prediction is not None
+        else add_prediction(plan, opened_model, simulate_plan(plan, opened_model, opened_cluster))
+    )
 
 
 def _open_recordable(
@@ -127,10 +138,10 @@ def _device_words(kind: str) -> str:
     return {"cuda": "one GPU, counted by CUDA's allocator"}.get(kind, "this CPU, counted by the allocator's record")
 
 
-def _rank_facts(one: RankMemory) -> dict[str, object]:
+def _rank_facts(measurement: RankMemory) -> dict[str, object]:
     from pipefit.codec import to_data
 
-    return {**to_data(one), "fits": one.fits_limit}
+    return {**to_data(measurement), "fits": measurement.fits_limit}
 
 
 def _memory_table(found: Sequence[RankMemory]) -> TextTable:

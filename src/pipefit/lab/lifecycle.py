@@ -139,9 +139,9 @@ def is_standing(lab: Lab) -> bool:
         return False
     if state["digest"] != content_digest(lab.file):
         raise LabError(
-            "The lab that stands was made from another version of this file.",
+            "Another version of this lab file is up.",
             where=str(lab.path),
-            seen=f"{state['digest']} stands, the file is {content_digest(lab.file)}",
+            seen=f"{state['digest']} is up, the file is {content_digest(lab.file)}",
             next_step=f"pipefit lab up {lab.path}",
         )
     return True
@@ -196,7 +196,11 @@ def describe_lab(lab: Lab) -> list[str]:
     ]
     for h, host in enumerate(cluster.hosts):
         host_rates = [rate for rate in rates.pair[h] if rate]
-        to = f"to others {format_bandwidth(min(host_rates))} to {format_bandwidth(max(host_rates))}, " if host_rates else ""
+        to = (
+            f"to others {format_bandwidth(min(host_rates))} to {format_bandwidth(max(host_rates))}, "
+            if host_rates
+            else ""
+        )
         paced = "paced" if host.kind in lab.file.devices else "not paced"
         lines.append(
             f"  {host.name}: {lab.namespace_of(h)}, {network.device_address(h)}, {host.devices} x {host.kind} "
@@ -285,7 +289,7 @@ def _open_locked(place: Path, path: str | Path) -> IO[str]:
                 "The lab is in use.",
                 where=str(path),
                 seen=seen,
-                next_step="wait for that command, or end it: it takes along what it made",
+                next_step="wait for that command, or end it: it removes its lab",
             ) from None
         if place.exists() and os.fstat(handle.fileno()).st_ino == place.stat().st_ino:
             handle.seek(0)

@@ -217,7 +217,9 @@ def unmade_facts(cluster: Cluster, rates: LabRates) -> list[str]:
     notes = []
     asked = [value for rail in cluster.rails for row in rail.latency_s for value in row if value > 1e-4]
     if asked:
-        notes.append(f"latencies of up to {max(asked) * 1e3:g} ms: links have the machine's own, about 0.05 ms")
+        notes.append(
+            f"latencies of up to {max(asked) * 1e3:g} ms: links have the latency of this machine, about 0.05 ms"
+        )
     for host, rate in zip(cluster.hosts, rates.inside, strict=True):
         if host.devices > 1 and not rate:
             notes.append(f"links inside {host.name}: as fast as the loopback interface")
@@ -247,7 +249,9 @@ def _htb_tree(device: str, rate: float, leaves: list[_HtbLeaf], packet: int, bur
             f"class add dev {device} parent 1:1 classid {class_id} "
             f"{_htb_rates(guaranteed, min(leaf.rate, rate), packet, burst_s)}"
         )
-        lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 match ip {leaf.match} flowid {class_id}")
+        lines.append(
+            f"filter add dev {device} parent 1: protocol ip prio 1 u32 match ip {leaf.match} flowid {class_id}"
+        )
     return lines
 
 
@@ -257,5 +261,7 @@ def _htb_rates(rate: float, ceiling: float, packet: int, burst_s: float) -> str:
     words = []
     for name, burst, value in (("rate", "burst", rate), ("ceil", "cburst", ceiling)):
         bytes_per_s = value * raised
-        words.append(f"{name} {max(8, round(bytes_per_s * 8))}bit {burst} {max(frame_bytes, round(bytes_per_s * burst_s))}b")
+        words.append(
+            f"{name} {max(8, round(bytes_per_s * 8))}bit {burst} {max(frame_bytes, round(bytes_per_s * burst_s))}b"
+        )
     return f"htb {' '.join(words)} quantum {frame_bytes}"

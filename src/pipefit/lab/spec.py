@@ -115,7 +115,7 @@ def lab_problems(lab: LabFile, where: str) -> Iterator[LabError]:
     count = device_count(lab.cluster)
     if count > MOST_DEVICES or len(hosts) > MOST_DEVICES:
         yield LabError(
-            "The lab cannot make so many devices on one machine.",
+            "The lab cannot emulate this many devices on one machine.",
             where=f"{where}: hosts",
             seen=f"{count} devices on {len(hosts)} hosts",
             allowed=f"{MOST_DEVICES} devices",
@@ -123,7 +123,7 @@ def lab_problems(lab: LabFile, where: str) -> Iterator[LabError]:
         )
     if len(lab.cluster.rails) > 1:
         yield LabError(
-            "The lab makes one network between the hosts.",
+            "The lab emulates only one network between the hosts.",
             where=f"{where}: rails",
             seen=", ".join(rail.name for rail in lab.cluster.rails),
             allowed="one rail",
@@ -166,7 +166,7 @@ def _rack_problems(lab: LabFile, hosts: Sequence[str], where: str) -> Iterator[L
         for host in rack.hosts:
             if host in seen:
                 yield LabError(
-                    "A host is in one rack only.", where=f"{rack_where}.hosts", seen=f"{host}, also in {seen[host]}"
+                    "A host can be in only one rack.", where=f"{rack_where}.hosts", seen=f"{host}, also in {seen[host]}"
                 )
             seen[host] = rack.name
 
@@ -195,7 +195,7 @@ def _check_rate(value: float, scale: float, where: str) -> Iterator[LabError]:
     elif not LEAST_BYTES_PER_S <= value / scale <= MOST_BYTES_PER_S:
         higher = value / scale > MOST_BYTES_PER_S
         yield LabError(
-            f"The rate is {'above' if higher else 'below'} what the lab can make on one machine.",
+            f"The rate is {'above' if higher else 'below'} the range that the lab can emulate on one machine.",
             where=where,
             seen=format_bandwidth(value)
             + (f" / size_scale {scale:g} = {format_bandwidth(value / scale)}" if scale != 1 else ""),

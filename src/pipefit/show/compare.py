@@ -100,7 +100,9 @@ def _error_cell(pair: FigurePair, share: bool) -> str:
 def _list_differences(one: Plan, other: Plan) -> list[tuple[str, object, object]]:
     differences: list[tuple[str, object, object]] = []
     if one.hashes.model != other.hashes.model or one.model.config != other.model.config:
-        differences.append(("model", f"{one.model.name} ({one.hashes.model})", f"{other.model.name} ({other.hashes.model})"))
+        differences.append(
+            ("model", f"{one.model.name} ({one.hashes.model})", f"{other.model.name} ({other.hashes.model})")
+        )
     if one.job.batch != other.job.batch:
         differences.append(("batch", one.job.batch, other.job.batch))
     if one.job.sequence != other.job.sequence:

@@ -37,7 +37,11 @@ def place_labels(
     labels: list[PlacedLabel | None] = []
     for (x, y), name in zip(points, names, strict=True):
         free = (
-            (candidate for candidate in _label_places(x, y, name, radius) if _fits_frame(candidate.covered_box, frame, covered))
+            (
+                candidate
+                for candidate in _label_places(x, y, name, radius)
+                if _fits_frame(candidate.covered_box, frame, covered)
+            )
             if name
             else iter(())
         )

@@ -153,7 +153,12 @@ def _memory_data(subject: ReportSubject, peaks: Any) -> dict[str, Any]:
         curve = next((entry for entry in devices if entry.kind == lane.kind), devices[0]).curve
         device_peaks = [[device, peaks[device]] for device in subject.plan.lane_mesh(number).devices if device in peaks]
         lanes.append(
-            {**encode_curve(curve, horizon_s), "peak": curve.peak_bytes, "limit": lane.limit_bytes, "measured": device_peaks}
+            {
+                **encode_curve(curve, horizon_s),
+                "peak": curve.peak_bytes,
+                "limit": lane.limit_bytes,
+                "measured": device_peaks,
+            }
         )
     return {"horizon_s": horizon_s, "lanes": lanes}
 

@@ -78,7 +78,7 @@ def read_run(path: Path) -> RunRecord:
     """Read a run directory. Raises FormatError for a missing, truncated or malformed file."""
     if not (path / PLAN).is_file():
         raise FormatError(
-            "The directory is not that of a run: it has no plan.",
+            "The directory is not a run directory: it has no plan.",
             where=str(path),
             seen=", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "an empty directory",
             allowed=f"{PLAN} and {METRICS}, as pipefit train writes them",

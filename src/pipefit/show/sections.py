@@ -198,7 +198,7 @@ def breakdown_section(
             "counted as idle, the transfer itself as compute."
         )
     if left_out:
-        lead += f" {left_out} devices are left out: of each lane those that compute least and most are shown."
+        lead += f" {left_out} devices are left out; of each lane the devices that compute least and most are shown."
     return section_card(
         "breakdown",
         "Where the step goes",
@@ -246,7 +246,7 @@ def _breakdown_table(predicted: Sequence[StepBreakdown], measured: Sequence[Step
         for part in (*predicted, *measured)
     ]
     heads = ["Of", "How", *map(_part_name, PARTS), "Step"]
-    return html_table("Time of one step by what it is spent on", heads, rows, numeric=range(2, 8))
+    return html_table("Parts of the time of one step", heads, rows, numeric=range(2, 8))
 
 
 def _part_name(name: str) -> str:
@@ -284,13 +284,13 @@ def memory_section(subject: ReportSubject, peaks: Mapping[int, float]) -> str:
         "Measured peak",
     ]
     choice = _choice_buttons("memory-scale", "Scale", (("peak", "To the peak"), ("limit", "To the limit")))
-    held = "; the line across is the measured peak" if peaks else ""
+    held = "; the solid line is the measured peak" if peaks else ""
     if peaks and "cpu" in subject.cluster.kinds:
         held += " (on CPUs the resident memory of the process, Python and its libraries included)"
     return section_card(
         "memory",
         "Memory",
-        '<p class="lead">Predicted use over one step. The grey foot stays for the whole run: parameters, gradients, '
+        '<p class="lead">Predicted use over one step. The grey base is static for the full run: parameters, gradients, '
         f"optimizer state, workspace. The dashed line is the limit{held}.</p>"
         + (f'<p class="risk">{escape_text(risk_line(prediction))}.</p>' if prediction.risk is not None else "")
         + f'<div class="controls">{choice}</div><div class="charts{small}">{"".join(figures)}</div>'
@@ -341,7 +341,7 @@ def links_section(subject: ReportSubject, traffic: StepTraffic) -> str:
     return section_card(
         "links",
         "Links",
-        '<p class="lead">What the plan sends from each row to each column in one step. Point at a square for its '
+        '<p class="lead">Bytes that the plan sends from each row to each column in one step. Point at a square for its '
         "figures.</p>"
         f'<div class="controls">{choices}</div>'
         '<div class="columns"><div><div class="heat"><div id="links-map"></div></div>'

@@ -33,18 +33,16 @@ def bound_section(prediction: PlanPrediction) -> str:
             "above it.</p>"
             f'<div class="gauge" role="img" aria-label="The bound is {format_percent(share)} of the predicted step">'
             f'<i style="width:{100 * share:.2f}%"></i></div>'
-            f'<p class="note">The filled part is the bound, the whole bar the predicted step.</p>'
+            f'<p class="note">The filled part is the bound, the full bar the predicted step.</p>'
         ]
     if prediction.binds:
-        parts.append(
-            f"<p>What the step time hangs on, along the critical path: <b>{escape_text(prediction.binds)}</b>.</p>"
-        )
+        parts.append(f"<p>Critical path: <b>{escape_text(prediction.binds)}</b>.</p>")
     if prediction.sensitivity:
         rows = "".join(
-            f"<li>{escape_text(variation.change)}: <b>{format_seconds(variation.step_s)}</b> ({escape_text(variation.how)})</li>"
-            for variation in prediction.sensitivity
+            f"<li>{escape_text(entry.change)}: <b>{format_seconds(entry.step_s)}</b> ({escape_text(entry.how)})</li>"
+            for entry in prediction.sensitivity
         )
-        parts.append(f'<h3>What more would give</h3><ul class="plain">{rows}</ul>')
+        parts.append(f'<h3>Sensitivity of the step time</h3><ul class="plain">{rows}</ul>')
     return section_card("bound", "What limits it", "".join(parts))
 
 
@@ -72,7 +70,7 @@ def decisions_section(plan: Plan, prediction: PlanPrediction) -> str:
     width = len(names)
     comparison = (
         html_table(
-            "This plan and the alternatives that were looked at",
+            "This plan and its alternatives",
             heads,
             rows,
             numeric=range(width + 1, width + 4),
@@ -86,7 +84,7 @@ def decisions_section(plan: Plan, prediction: PlanPrediction) -> str:
     )
     stages = stage_table(replace(plan, prediction=prediction))
     held = html_table(
-        "Who holds which layers",
+        "Layers of each stage",
         stages.columns,
         [[escape_text(cell) for cell in row] for row in stages.rows],
         numeric=range(len(stages.columns) - 2, len(stages.columns)),
@@ -121,7 +119,7 @@ def provenance_section(subject: ReportSubject) -> str:
         facts += [(f"Run: {escape_text(key)}", escape_text(value)) for key, value in record.environment.items()]
     listed = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
     notes = "".join(f"<li>{escape_text(note)}</li>" for note in subject.prediction.assumptions)
-    assumed = f'<h3>What the prediction rests on</h3><ul class="plain">{notes}</ul>' if notes else ""
+    assumed = f'<h3>Assumptions of the prediction</h3><ul class="plain">{notes}</ul>' if notes else ""
     return section_card("provenance", "Provenance", f'{_drift_note(subject)}<dl class="facts">{listed}</dl>{assumed}')
 
 
@@ -130,7 +128,7 @@ def _drift_note(subject: ReportSubject) -> str:
         return ""
     now = format_seconds(subject.simulation.timeline.makespan_s)
     return (
-        f'<p class="warning">The plan promises {format_seconds(subject.prediction.step_s)} a step; simulated now, with '
+        f'<p class="warning">The plan predicts {format_seconds(subject.prediction.step_s)} a step; simulated now, with '
         f"this version of pipefit, it takes {now}. The timeline, memory curves and breakdown show the latter.</p>"
     )
 
@@ -140,7 +138,9 @@ def _varied_decisions(chosen: Mapping[str, str], others: Sequence[AlternativePla
     named = {name for alternative in others for name in alternative.decisions} - {"cuts"}
     names = [name for name in dict.fromkeys([*chosen, *sorted(named)]) if name in named]
     return [
-        name for name in names if len({alternative.decisions.get(name, "") for alternative in others} | {chosen.get(name, "")}) > 1
+        name
+        for name in names
+        if len({alternative.decisions.get(name, "") for alternative in others} | {chosen.get(name, "")}) > 1
     ]
 
 

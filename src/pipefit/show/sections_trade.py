@@ -38,9 +38,9 @@ def trade_section(prediction: PlanPrediction) -> str:
     divided = _limit_divides(points, limit)
     chosen = next((point for point in points if point.chosen), None)
     words = (
-        '<p class="lead">The same layout with other orders and other recomputation: what a device would need, and how '
+        '<p class="lead">The same layout with other orders and other recomputation: the memory of a device, and how '
         "long a step would take. The line joins orders made for a memory limit (<b>fit</b>); the points are schedule "
-        f"families; {'what lies right of the dashed line does' if divided else 'pale ones do'} not fit.</p>"
+        f"families; {'points right of the dashed line do' if divided else 'pale points do'} not fit.</p>"
     )
     picked = _point_words(chosen) if chosen is not None else ""
     rows = [
@@ -77,10 +77,10 @@ def recompute_words(point: TradePoint) -> str:
     return kinds[0] if len(kinds) == 1 else ", ".join(f"{modes.count(kind)} {kind}" for kind in kinds)
 
 
-def _point_note(one: TradePoint) -> str:
-    if one.chosen:
+def _point_note(point: TradePoint) -> str:
+    if point.chosen:
         return "<b>this plan</b>"
-    return "" if one.fits else "does not fit"
+    return "" if point.fits else "does not fit"
 
 
 def _limit_divides(points: Sequence[TradePoint], limit: float) -> bool:
@@ -88,11 +88,11 @@ def _limit_divides(points: Sequence[TradePoint], limit: float) -> bool:
     return all(point.fits == (point.memory_bytes <= limit) for point in points)
 
 
-def _point_words(one: TradePoint) -> str:
+def _point_words(point: TradePoint) -> str:
     return (
-        f"{escape_text(one.schedule)}, recompute {escape_text(recompute_words(one))}: "
-        f"<b>{format_bytes(one.memory_bytes)}</b>, <b>{format_seconds(one.step_s)}</b>"
-        + (" (this plan)" if one.chosen else "")
+        f"{escape_text(point.schedule)}, recompute {escape_text(recompute_words(point))}: "
+        f"<b>{format_bytes(point.memory_bytes)}</b>, <b>{format_seconds(point.step_s)}</b>"
+        + (" (this plan)" if point.chosen else "")
     )
 
 
@@ -105,7 +105,9 @@ def _trade_drawing(points: Sequence[TradePoint], limit: float | None) -> str:
     slow = max(point.step_s for _, point in shown)
     x = _LinearScale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
     y = _LinearScale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
-    fitted = " ".join(f"{x(point.memory_bytes):.1f},{y(point.step_s):.1f}" for _, point in shown if point.schedule == "fit")
+    fitted = " ".join(
+        f"{x(point.memory_bytes):.1f},{y(point.step_s):.1f}" for _, point in shown if point.schedule == "fit"
+    )
     parts = [
         _draw_axes(x, y, low, high, fastest, slow),
         f'<polyline points="{fitted}" fill="none" stroke="var({CURVE})" stroke-width="2"/>',
@@ -145,16 +147,16 @@ def _point_labels(
     return [by_index[index] for index in range(len(names))]
 
 
-def _point_mark(index: int, one: TradePoint, x: float, y: float, label: PlacedLabel | None) -> str:
+def _point_mark(index: int, point: TradePoint, x: float, y: float, label: PlacedLabel | None) -> str:
     """Return the mark of a point. A fitted order is a square, the chosen point has a ring, a point that does not fit is
     pale."""
-    colour = f"var({COLOURS.get(one.recompute, CURVE)})"
-    pale = "" if one.fits else ' fill-opacity="0.4"'
-    if one.schedule == "fit":
+    colour = f"var({COLOURS.get(point.recompute, CURVE)})"
+    pale = "" if point.fits else ' fill-opacity="0.4"'
+    if point.schedule == "fit":
         shape = f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"{pale}/>'
     else:
         shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"{pale}/>'
-    if one.chosen:
+    if point.chosen:
         shape += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="var(--ink)" stroke-width="2"/>'
     if label is not None:
         left, top, right, bottom = label.covered_box
@@ -162,10 +164,10 @@ def _point_mark(index: int, one: TradePoint, x: float, y: float, label: PlacedLa
             end = (left if left > x else right, bottom if bottom < y else top)
             shape += f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" stroke="var(--line)"/>'
         shape += f'<text x="{label.x:.1f}" y="{label.y:.1f}" class="trade-name">{escape_text(label.text)}</text>'
-    words = _point_words(one).replace("<b>", "").replace("</b>", "")
+    words = _point_words(point).replace("<b>", "").replace("</b>", "")
     return (
         f'<g class="trade-point" tabindex="0" role="button" data-trade="{index}" '
-        f'data-words="{escape_text(_point_words(one))}" '
+        f'data-words="{escape_text(_point_words(point))}" '
         f'aria-label="{words}"><title>{words}</title>{shape}</g>'
     )
 

@@ -159,7 +159,7 @@ def _check_head(data: Mapping[str, Any], path: Path, plan: Plan) -> None:
             "The trace is of another plan.",
             where=str(path),
             seen=data.get("plan"),
-            allowed=f"plan {plan.content_hash}, the one beside it",
+            allowed=f"plan {plan.content_hash}, the plan in this folder",
             next_step="trace the run again, or delete the file to report without it",
         )
     if isinstance(data.get("step"), bool) or not isinstance(data.get("step"), int):
@@ -184,10 +184,10 @@ def _rank_device(entry: Any, where: str, plan: Plan) -> int:
 def _read_row(spans: Any, where: str, lane: int, device: int, actions: tuple[Action, ...]) -> TraceRow:
     if not isinstance(spans, list) or len(spans) != len(actions):
         raise FormatError(
-            "The trace has another number of actions than the lane.",
+            "The trace and the lane have different numbers of actions.",
             where=where,
             seen=f"{len(spans)} actions" if isinstance(spans, list) else "no spans",
-            allowed=f"{len(actions)}, those of lane {lane}",
+            allowed=f"{len(actions)}, as lane {lane}",
         )
     numbers = np.zeros((len(spans), 3))
     waits = 0

@@ -42,7 +42,7 @@ def as_text(result: ValidationResult, show_all: bool = False) -> str:
     rows = list(result.rows)
     if len(rows) > MANY and not show_all:
         rows = sorted(rows, key=lambda row: -abs(row.relative_delta))[:WORST]
-        lines.append(f"  the {WORST} worst of {len(result.rows)} rows; --all prints every one")
+        lines.append(f"  the {WORST} worst of {len(result.rows)} rows; --all prints all of them")
     width = max(len(row.name) for row in rows)
     lines.append(f"  {'row':{width}} {'published':>12} {'predicted':>12} {'delta':>8}")
     for row in rows:

@@ -59,7 +59,7 @@ def _reorder_blocks(shape: BatchShape, block: MicrobatchBlock, times: list[Ints]
     assert shape.arranging is not None
     schedule = shape.schedule
     if schedule is not None and schedule.microbatches != block.blocks:
-        schedule = None  # stages that take several microbatches: the chain of blocks stands for them
+        schedule = None  # stages take several microbatches per call: order blocks under 1F1B
     components = int(block.component.max()) + 1
     pipeline = _cached_pipeline(len(times), block.blocks, schedule, components * shape.arranging.swaps)
     positions = np.arange(block.rows * block.blocks, dtype=np.int64).reshape(block.blocks, block.rows)

@@ -224,7 +224,7 @@ class TaskDispatcher:
         """Return the seconds that a task may run before it is given to a second worker."""
         rates_s = self._rates_s.get(task.kind)
         if not rates_s:
-            return self.limits.timeout_s / 2  # nothing is known of its kind
+            return self.limits.timeout_s / 2  # no task of this kind has finished yet
         expected_s = float(np.median(rates_s)) * max(1, task.size_bytes)
         return max(self.limits.hedge_after_s, self.limits.hedge_factor * expected_s)
 

@@ -26,7 +26,7 @@ def main(descriptor: int, trainer: int) -> None:
     try:
         try:
             make = receive_object(connection).open()
-        except Exception as error:  # sent to the trainer, which raises it in `take`
+        except Exception as error:  # sent to the trainer as the reason of this worker's end
             send_object(connection, ("refused", None, f"{type(error).__name__}: {error}"))
             return
         send_object(connection, ("up", None, None))

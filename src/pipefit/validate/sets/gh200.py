@@ -103,7 +103,9 @@ def read_profile(text: str, where: str = FILE) -> PublishedProfile:
     for plan in published.plans:
         plan_where = f"{where}: {plan.name}"
         measured = ("measured_iteration_s", "measured_gradient_reduce_s", "measured_peak_memory_bytes")
-        check_positive({key: getattr(plan, key) for key in ("pp", "micro_batch", "global_batch", *measured)}, plan_where)
+        check_positive(
+            {key: getattr(plan, key) for key in ("pp", "micro_batch", "global_batch", *measured)}, plan_where
+        )
         micro, shards = str(plan.micro_batch), str(plan.tp[0])
         layers = published.profile.get(micro, {}).get(shards, ())
         if len(layers) != sum(plan.layers_per_stage) or len(published.layers.get(shards, {})) != len(layers):

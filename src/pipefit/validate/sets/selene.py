@@ -124,7 +124,9 @@ def read_models(text: str, where: str = FILE) -> PublishedModels:
     published = load_text(PublishedModels, text, where)
     for case in published.cases:
         case_where = f"{where}: {case.model}"
-        check_positive({name: getattr(case, name) for name in ("hidden", "heads", "layers", "tp", "pp", "dp")}, case_where)
+        check_positive(
+            {name: getattr(case, name) for name in ("hidden", "heads", "layers", "tp", "pp", "dp")}, case_where
+        )
         check_positive({**case.iteration_s, **case.memory_gib, **case.activation_percent_of_baseline}, case_where)
         if case.layers % (case.pp * case.interleaving) or case.heads % case.tp:
             raise FormatError(
