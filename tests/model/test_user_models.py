@@ -213,5 +213,5 @@ def test_a_whole_model_has_one_length_and_no_slices():
         check_sliceable(model)
     stripes = capture_whole(load("own_module").stripes())
     assert resolve_length(stripes, None) == 1
-    with pytest.raises(PlanError, match=r"rows of one length(.|\n)*5 tokens(.|\n)*leave --seq out"):
+    with pytest.raises(PlanError, match=r"one sequence length(.|\n)*5 tokens(.|\n)*leave --seq out"):
         resolve_length(stripes, 5)

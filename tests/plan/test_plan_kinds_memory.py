@@ -15,7 +15,7 @@ from test_plan_mixed import cluster, every_way, kind
 from pipefit.cost.memory.order_limits import order_limits
 from pipefit.cost.static_memory import STATE_BYTES, WORKSPACE_BYTES
 from pipefit.plan.assemble.predict import PlanSimulation, simulate_plan
-from pipefit.plan.cutting.cutter import some_cut_fits
+from pipefit.plan.cutting.layer_cut import some_cut_fits
 from pipefit.plan.cutting.partition import partition_layers
 from pipefit.plan.cutting.rows import limits_of, memory_of
 from pipefit.plan.evaluate.evaluate import evaluate_candidate

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.plan.cutting.cutter import some_cut_fits
+from pipefit.plan.cutting.layer_cut import some_cut_fits
 from pipefit.plan.cutting.partition import partition_layers, some_partition_fits
 from pipefit.plan.cutting.rows import LayerRow
 

@@ -27,7 +27,8 @@ def test_figures_are_the_plans_and_the_runs(two, capsys):
     directory, four, plan = two
     command([directory / "four.json", directory / "run"], as_json=True)
     first, second = json.loads(capsys.readouterr().out)
-    assert first["plan"] == four.content_hash and first["step_s"] == {"predicted": four.prediction.step_s, "measured": None}
+    assert first["plan"] == four.content_hash
+    assert first["step_s"] == {"predicted": four.prediction.step_s, "measured": None}
     step_s = plan.prediction.step_s
     assert second["step_s"] == {"predicted": step_s, "measured": pytest.approx(1.25 * step_s)}
     assert second["tokens_per_s"]["predicted"] == plan.prediction.tokens_per_s

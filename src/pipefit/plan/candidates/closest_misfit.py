@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from pipefit.plan.bounds.step_bounds import min_in_flight
-from pipefit.plan.cutting.cutter import LayerCut, LayerCutter
+from pipefit.plan.cutting.cutter import LayerCutter
+from pipefit.plan.cutting.layer_cut import LayerCut
 from pipefit.plan.evaluate.outcome import InfeasiblePlan
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,57 +19,18 @@ from pipefit.cost.work import Recompute, StageWork
 from pipefit.layout import Mesh, split_by_shares
 from pipefit.plan.assemble.shard_programs import ProgramCache, layer_shares
 from pipefit.plan.assemble.structure import make_groups
-from pipefit.plan.bounds.sliced_bounds import min_sliced_in_flight
-from pipefit.plan.bounds.step_bounds import min_in_flight
-from pipefit.plan.cutting.balance import balance_lanes, lane_times
-from pipefit.plan.cutting.partition import partition_layers, some_partition_fits
+from pipefit.plan.cutting.layer_cut import LayerCut, best_cut, lanes_in_flight, measure_cut, stages_in_flight
+from pipefit.plan.cutting.partition import partition_layers
 from pipefit.plan.cutting.rows import (
     LayerRow,
-    Need,
     kind_rows,
-    lane_need,
-    limits_of,
-    memory_of,
     most_bytes,
     passing_bytes,
-    stack_rows,
-    stages_by_row,
 )
 from pipefit.plan.devices.device_kinds import DeviceKinds
 from pipefit.plan.devices.fleet import DeviceFleet, Pair
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCut:
-    """A cut of the layers, with the closed-form figures of its stages."""
-
-    cuts: tuple[int, ...]
-    "First layer of every stage but the first."
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    floor_bytes: tuple[float, ...]
-    "Lower bound of each lane's memory, workspace included."
-    limit_bytes: tuple[float, ...]
-    "Memory of each lane's smallest device. If kinds hold different amounts, the largest memory of the fullest device"
-    " with which all fit."
-    needs: tuple[Need, ...]
-    "For each lane, (least memory, memory available) on the device that is fullest relative to its memory."
-    static_bytes: tuple[float, ...]
-    "Static memory of each lane, workspace included."
-    saved_bytes: tuple[float, ...]
-    "Memory that one microbatch keeps on each stage."
-
-    @property
-    def fullest_lane(self) -> int:
-        """The lane with the least memory left, or the largest excess."""
-        return max(range(len(self.floor_bytes)), key=lambda lane: self.floor_bytes[lane] - self.limit_bytes[lane])
-
-    @property
-    def may_fit(self) -> bool:
-        """True if the cut may fit; False is certain."""
-        return self.floor_bytes[self.fullest_lane] <= self.limit_bytes[self.fullest_lane]
 
 
 class LayerCutter:
@@ -99,7 +59,7 @@ class LayerCutter:
         of every lane, if set, are reserved on top of the closed form.
         """
         rows = self.stage_rows(job, decisions)
-        held = _lanes_in_flight(decisions)
+        held = lanes_in_flight(decisions)
         placement = decisions.lane_of_stage
         key = (tuple(map(id, rows)), held, placement, decisions.cuts, tuple(spare_bytes))
         if key not in self._cuts:
@@ -107,33 +67,33 @@ class LayerCutter:
             if spare_bytes:
                 stage_spare = [spare_bytes[lane] for lane in placement]
                 lean = [row.with_less_memory(spare) for row, spare in zip(rows, stage_spare, strict=True)]
-            cut = _best_cut(lean, held, placement, decisions.cuts)
+            cut = best_cut(lean, held, placement, decisions.cuts)
             if cut is not None and spare_bytes:
-                cut = _cut_at((0, *cut.cuts, len(rows[0].forward_s)), rows, held, placement)
+                cut = measure_cut((0, *cut.cuts, len(rows[0].forward_s)), rows, held, placement)
             self._cuts[key] = cut
         return self._cuts[key]
 
     def leanest_cut(self, job: Job, decisions: ParallelConfig) -> LayerCut:
         """Return the cut whose fullest stage needs the least memory, even if it does not fit."""
         rows, placement = self.stage_rows(job, decisions), decisions.lane_of_stage
-        held = _lanes_in_flight(decisions)
+        held = lanes_in_flight(decisions)
         layers = len(rows[0].forward_s)
         bounds: tuple[int, ...] | None = (0, *decisions.cuts, layers)
         if not decisions.cuts:
-            flights = _stages_in_flight(held, placement)
+            flights = stages_in_flight(held, placement)
             row_flights = zip(rows, flights, strict=True)
             bounds = partition_layers(
                 np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in row_flights])
             )
         assert bounds is not None, "without limits some cut always exists"
-        return _cut_at(bounds, rows, held, placement)
+        return measure_cut(bounds, rows, held, placement)
 
     def least_bytes(self, job: Job, decisions: ParallelConfig) -> float:
         """Return a lower bound of the memory of any cut's fullest stage: an equal part of all memory. For ranking
         without cuts."""
         rows = self.stage_rows(job, decisions)
-        held = _lanes_in_flight(decisions)
-        least = min(_stages_in_flight(held, decisions.lane_of_stage))
+        held = lanes_in_flight(decisions)
+        least = min(stages_in_flight(held, decisions.lane_of_stage))
         distinct = {id(row): row for row in rows}.values()
         return min(float(row.filled_bytes(least)[-1]) for row in distinct) / len(rows)
 
@@ -352,111 +312,3 @@ class LayerCutter:
 def _replica_rows(rows: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
     """Return the rows of one microbatch on each replica."""
     return tuple(stop - start for start, stop in split_by_shares(rows, replicas))
-
-
-def _lanes_in_flight(decisions: ParallelConfig) -> tuple[float, ...]:
-    """Return the least number of stage-microbatches that each lane holds at once; with slices, as fractions."""
-    if decisions.slices:
-        return min_sliced_in_flight(
-            decisions.schedule, decisions.lane_of_stage, decisions.microbatches, decisions.slices
-        )
-    return min_in_flight(decisions.schedule, decisions.lane_of_stage, decisions.microbatches)
-
-
-def _stages_in_flight(held: Sequence[float], placement: Sequence[int]) -> list[float]:
-    """Return the microbatches in flight of each stage: an equal part of its lane's, and at least one."""
-    lane_counts = [(held[lane], placement.count(lane)) for lane in placement]
-    return [max(1, count if turns == 1 else count // turns) for count, turns in lane_counts]
-
-
-def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: ParallelConfig) -> LayerCut:
-    """Return the cut with these boundaries (0, cut, ..., layers), with its closed-form figures."""
-    return _cut_at(bounds, rows, _lanes_in_flight(decisions), decisions.lane_of_stage)
-
-
-def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[float]) -> bool:
-    """Return whether any cut keeps every stage within its limit. Exact."""
-    return some_partition_fits(memory_of(rows, flights), limits_of(rows, [1] * len(rows)))
-
-
-def _best_cut(
-    rows: Sequence[LayerRow], held: Sequence[float], placement: tuple[int, ...], pinned: tuple[int, ...]
-) -> LayerCut | None:
-    layers, stages = len(rows[0].forward_s), len(rows)
-    if pinned or stages == 1:
-        cut = _cut_at((0, *pinned, layers), rows, held, placement)
-        return cut if cut.may_fit else None
-    turns = [placement.count(lane) for lane in placement]
-    certain = [held[lane] if count == 1 else 1 for lane, count in zip(placement, turns, strict=True)]
-    least = memory_of(rows, certain)
-    if not some_partition_fits(least, limits_of(rows, [1] * stages)):
-        return None
-    times = stack_rows(rows, lambda row: row.forward_s + row.backward_s)
-    shared = _stages_in_flight(held, placement)
-    likely = least if shared == certain else memory_of(rows, shared)
-    tight = limits_of(rows, turns, passing=True)
-    bounds = partition_layers(times, likely, tight)
-    if bounds is None and max(turns) > 1:
-        bounds = partition_layers(times, likely, limits_of(rows, turns))
-    bounds = bounds or partition_layers(times, least, limits_of(rows, [1] * stages))
-    assert bounds is not None, "the memory test found a cut that fits"
-    cut = _cut_at(bounds, rows, held, placement)
-    if max(turns) == 1:
-        return cut
-    even = balance_lanes(times, placement)
-    if lane_times(times, even, placement).max() >= lane_times(times, bounds, placement).max():
-        return cut
-    balanced = _cut_at(even, rows, held, placement)
-    return balanced if balanced.may_fit else cut
-
-
-def _cut_at(
-    bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]
-) -> LayerCut:
-    runs = list(pairwise(bounds))
-    saved, stays, forward, backward = (
-        _stage_sums(bounds, rows, value)
-        for value in (
-            lambda row: row.saved_bytes,
-            lambda row: row.static_bytes,
-            lambda row: row.forward_s,
-            lambda row: row.backward_s,
-        )
-    )
-    static = [float(WORKSPACE_BYTES)] * len(held)
-    least = [float("inf")] * len(held)
-    limits = [float("inf")] * len(held)
-    for row, lane, saved_bytes, stay in zip(rows, placement, saved, stays, strict=True):
-        static[lane] += stay
-        least[lane] = min(least[lane], saved_bytes)
-        limits[lane] = min(limits[lane], row.limit_bytes + WORKSPACE_BYTES)
-    floors = [stays + count * saved_bytes for stays, count, saved_bytes in zip(static, held, least, strict=True)]
-    needs = [*zip(floors, limits, strict=True)]
-    for lane in {lane for lane, row in zip(placement, rows, strict=True) if row.kinds}:
-        lane_stages = [stage for stage, stage_lane in enumerate(placement) if stage_lane == lane]
-        limit, (need, has) = lane_need(
-            [(rows[stage].kinds, *runs[stage]) for stage in lane_stages],
-            held[lane],
-            (static[lane] - WORKSPACE_BYTES, [saved[stage] for stage in lane_stages]),
-        )
-        limits[lane], needs[lane] = limit + WORKSPACE_BYTES, (need + WORKSPACE_BYTES, has + WORKSPACE_BYTES)
-    return LayerCut(
-        cuts=tuple(bounds[1:-1]),
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        floor_bytes=tuple(floors),
-        limit_bytes=tuple(limits),
-        needs=tuple(needs),
-        static_bytes=tuple(static),
-        saved_bytes=tuple(saved),
-    )
-
-
-def _stage_sums(bounds: Sequence[int], rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> list[float]:
-    """Return the sum of a figure over the layers of every stage."""
-    stage_totals = [0.0] * len(rows)
-    for row, stages in stages_by_row(rows):
-        sums = np.add.reduceat(value(row), bounds[:-1]).tolist()
-        for stage in stages:
-            stage_totals[stage] = sums[stage]
-    return stage_totals

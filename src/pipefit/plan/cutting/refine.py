@@ -20,7 +20,8 @@ from pipefit.plan.assemble.order import computed_schedule, edge_keys
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton
 from pipefit.plan.bounds.step_bounds import FACTS
 from pipefit.plan.cutting.balance import balance_lanes
-from pipefit.plan.cutting.cutter import LayerCutter, cut_at
+from pipefit.plan.cutting.cutter import LayerCutter
+from pipefit.plan.cutting.layer_cut import cut_at
 from pipefit.plan.cutting.memory import CutMemory
 from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.request.decisions import ParallelConfig

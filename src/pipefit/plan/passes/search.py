@@ -38,7 +38,7 @@ from pipefit.plan.candidates.queue import CandidateQueue, SearchCandidate, build
 from pipefit.plan.candidates.sliced_grids import PruningThreshold, best_sliced_grids, most_promising, slice_grid
 from pipefit.plan.candidates.slicings import slicer_of
 from pipefit.plan.candidates.space import check_space, families_only, iter_base_grids, rearrange_kinds, unsliced_grid
-from pipefit.plan.cutting.cutter import LayerCut
+from pipefit.plan.cutting.layer_cut import LayerCut
 from pipefit.plan.cutting.rows import Need, scale_need
 from pipefit.plan.evaluate.evaluate import simulate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchResult
