@@ -1,13 +1,13 @@
 """Search for the fastest plan of a model, a cluster and a job, and explain it.
 
-`make_plan` runs the search passes in order. The plan has a prediction, runners-up and notes; if nothing fits, the error
-says how much memory is missing.
+`make_plan` runs the passes of `PASSES` in order, from the layout search to the memory trade. The best plan gets a
+prediction, runners-up and notes. If nothing fits, the error says how much memory is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.cluster.topology import device_count
@@ -40,7 +40,7 @@ from pipefit.plan.request.sampled_batches import (
     deal_samples,
 )
 from pipefit.plan.request.sequence_length import fixed_length
-from pipefit.plan.types import Job, Plan
+from pipefit.plan.types import Job, Plan, TradePoint
 from pipefit.shard.apart import check_row_independence
 from pipefit.units import format_seconds
 
@@ -81,42 +81,114 @@ def make_plan(
         count = device_count(cluster)
         check_space(job, len(bench.only_module.layers), count, pins)
         bench.search_recipes(job, request_from_constraints(pins, job, count))
-    result = best_plans(bench, job, pins, top, progress)
-    placing = place_candidates(bench, job, pins, result)
-    grouping = search_groups(bench, job, pins, placing.found)
+    request = SearchRequest(bench, job, pins, top, progress)
+    state = PassState(NOTHING_SEARCHED)
+    for search_pass in PASSES:
+        state = search_pass(request, state)
+    return _explain_result(request, state)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRequest:
+    """The inputs of every pass."""
+
+    bench: PlannerContext
+    job: Job
+    pins: Mapping[str, Any]
+    "Parsed `--fix` constraints, with those that follow from them."
+    top: int
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True)
+class PassState:
+    """The search result after a pass, with the notes and points that passes add."""
+
+    result: SearchResult
+    placement_note: str = ""
+    group_note: str = ""
+    trade: tuple[TradePoint, ...] = ()
+
+
+NOTHING_SEARCHED = SearchResult(
+    fitting=(),
+    misfits=(),
+    unfit=0,
+    lower_bound_s=float("inf"),
+    open_bound_s=float("inf"),
+    considered=0,
+    simulated=0,
+)
+
+SearchPass = Callable[[SearchRequest, PassState], PassState]
+
+
+def search_layouts(request: SearchRequest, state: PassState) -> PassState:
+    """Search all layouts of single devices, then fit orders to the memory of the best ones."""
+    return replace(state, result=best_plans(request.bench, request.job, request.pins, request.top, request.progress))
+
+
+def place_devices(request: SearchRequest, state: PassState) -> PassState:
+    """Choose the device of every slot, where links or devices differ."""
+    placing = place_candidates(request.bench, request.job, request.pins, state.result)
+    return replace(state, result=placing.found, placement_note=placing.note)
+
+
+def group_devices(request: SearchRequest, state: PassState) -> PassState:
+    """Search stages held by groups of devices. Raise DoesNotFitError if nothing fits up to here."""
+    grouping = search_groups(request.bench, request.job, request.pins, state.result)
     if not grouping.found.fitting:
-        raise does_not_fit(bench, job, pins, result)
-    curve = trade_memory(bench, job, pins, grouping.found.fitting[0])
-    result = _put_first(grouping.found, curve.best)
+        raise does_not_fit(request.bench, request.job, request.pins, state.result)
+    return replace(state, result=grouping.found, group_note=grouping.note)
+
+
+def trade_time(request: SearchRequest, state: PassState) -> PassState:
+    """Trade memory against time on the layout of the best plan."""
+    curve = trade_memory(request.bench, request.job, request.pins, state.result.fitting[0])
+    return replace(state, result=_put_first(state.result, curve.best), trade=curve.points)
+
+
+PASSES: tuple[SearchPass, ...] = (search_layouts, place_devices, group_devices, trade_time)
+"""The planner of a model of one module. Every pass returns a result that is at least as good as the one it got."""
+
+
+def _explain_result(request: SearchRequest, state: PassState) -> Plan:
+    """Return the best plan with its prediction, notes, sensitivity and alternatives."""
+    bench, job, pins, result = request.bench, request.job, request.pins, state.result
     best = result.fitting[0]
     plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
+    plan = add_prediction(plan, bench.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
     assert plan.prediction is not None
-    binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(result))))
-    if result.open_bound_s >= best.step_s:
+    prediction = replace(
+        plan.prediction,
+        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
+        assumptions=(
+            *plan.prediction.assumptions,
+            *unused_kind_notes(bench, job, result),
+            *filter(None, [state.placement_note, state.group_note]),
+            slice_note(bench, job, pins, result),
+            _search_note(request, state),
+        ),
+        sensitivity=analyse_sensitivity(bench, job, pins, best),
+        trade=state.trade,
+    )
+    return replace(plan, prediction=prediction, alternatives=list_alternatives(result, request.top))
+
+
+def _search_note(request: SearchRequest, state: PassState) -> str:
+    """Return the counts of the search, whether it proved the plan, and the gain of a fitted order."""
+    result = state.result
+    if result.open_bound_s >= result.fitting[0].step_s:
         proof = "no candidate left has a lower bound below this plan's time"
     else:
         proof = f"the search budget was used up: a plan of {format_seconds(result.open_bound_s)} is not ruled out"
     counted = (
         f"search: {result.considered} candidates, {result.simulated} simulated, {result.unfit} did not fit; {proof}"
     )
-    if placing.note:
-        counted += "; all in hostname order" if not bench.layer_cutter.fleet.is_mixed else "; before device placement"
-    counted += _fitted_order_note(result, pins)
-    prediction = replace(
-        plan.prediction,
-        binds=binds,
-        assumptions=(
-            *plan.prediction.assumptions,
-            *unused_kind_notes(bench, job, result),
-            *filter(None, [placing.note, grouping.note]),
-            slice_note(bench, job, pins, result),
-            counted,
-        ),
-        sensitivity=analyse_sensitivity(bench, job, pins, best),
-        trade=curve.points,
-    )
-    return replace(plan, prediction=prediction, alternatives=list_alternatives(result, top))
+    if state.placement_note:
+        mixed = request.bench.layer_cutter.fleet.is_mixed
+        counted += "; before device placement" if mixed else "; all in hostname order"
+    return counted + _fitted_order_note(result, request.pins)
 
 
 def _plan_modules(bench: PlannerContext, job: Job, made: ModuleSearchResult, top: int) -> Plan:
