@@ -147,8 +147,8 @@ def test_a_saved_model_is_read_without_torch(tmp_path: Path) -> None:
 
 def test_hashes_are_equal_in_another_process() -> None:
     code = (
-        "from pipefit.model.registry import resolve\nfrom pipefit.model.capture.layers import capture\n"
-        "d = resolve('tiny-qwen3-moe')\nprint(capture(d.family, d.config).hash)"
+        "from pipefit.model.registry import resolve_model\nfrom pipefit.model.capture.layers import capture_family\n"
+        "d = resolve_model('tiny-qwen3-moe')\nprint(capture_family(d.family, d.config).hash)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     done = subprocess.run(
