@@ -79,7 +79,7 @@ class Below(ChainSearch):
             self.model = replace(self.model, graphs={**self.model.graphs, name: graph})
         return replace(layer, graph=name)
 
-    def priced(self, graph: Any, takes: Any, pinned: Any) -> PricedLayer:
+    def layer_template(self, graph: Any, takes: Any, pinned: Any) -> PricedLayer:
         layer = super().layer_template(graph, takes, pinned)
         template, turn = layer.template, self.turn[id(graph)]
         fractions = held_fractions(template.cuts, (1,) * len(self.setting.kinds), self.setting.axis_members)

@@ -81,7 +81,7 @@ class Side(ChainSearch):
     gathers: bool = True
     "Whether parameters that are stored split may be gathered for use."
 
-    def priced(self, graph: Any, takes: Any, pinned: Any) -> PricedLayer:
+    def layer_template(self, graph: Any, takes: Any, pinned: Any) -> PricedLayer:
         layer = super().layer_template(graph, takes, pinned)
         parameters = {spec.name for spec in graph.parameters}
 

@@ -109,7 +109,7 @@ def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
 
 def layouts(costed: Any) -> list[ModuleLayout]:
     """Replicas up to 2, stages up to 2, one shard."""
-    cuts = costed.profile.ways[0].cuts
+    cuts = costed.profile.ways[0].stage_cuts
     return [
         ModuleLayout(module=costed.profile.name, replicas=r, shards=1, cuts=bounds[1:-1], recompute="none")
         for r in (1, 2)

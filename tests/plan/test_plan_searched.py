@@ -81,7 +81,7 @@ def test_a_device_need_not_hold_the_layers_of_other_stages() -> None:
     [
         (("shards=16",), ("more devices than the cluster has", "at most 8")),
         (("shards=2", "mapping=0,9"), ("different devices of the cluster", "where: --fix mapping")),
-        (("shards=2", "mapping=0"), ("as many devices as are given", "where: --fix mapping")),
+        (("shards=2", "mapping=0"), ("uses this number of devices", "where: --fix mapping")),
         (("shards=2000:1",), ("A sequence is shorter than its shards need", "sequences of 1001 tokens")),
     ],
 )

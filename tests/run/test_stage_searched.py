@@ -31,7 +31,7 @@ EXACT = 1e-10
 class RandomPrices(ChainSearch):
     """A search where every way and every conversion costs what is drawn for it."""
 
-    def priced(self, graph, takes, pinned):
+    def layer_template(self, graph, takes, pinned):
         layer = super().layer_template(graph, takes, pinned)
         draw = random.Random(f"{self.seed} {graph.hash} {takes}")
 
