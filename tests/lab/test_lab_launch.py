@@ -171,7 +171,7 @@ def test_a_command_is_needed(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["sideways", "FILE"], "The lab command has no such action."),
-        (["up", "FILE", "--", "true"], "Only `run_command` takes a command and devices."),
+        (["up", "FILE", "--", "true"], "Only `run` takes a command and devices."),
         (["run", "FILE", "--devices", "a-b", "--", "true"], "The list of devices is invalid."),
         (["up", "none.json"], "The file cannot be read."),
     ],
