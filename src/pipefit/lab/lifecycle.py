@@ -153,7 +153,7 @@ def remove_lab(path: str | Path) -> list[str]:
 
 
 def remove_abandoned() -> list[str]:
-    """Delete the labs of commands whose process was killed: their lock names a dead process. Labs of `lab up` stay.
+    """Delete the labs of killed commands. Their lock names a dead process. Labs of `lab up` stay.
     Returns the names of the removed namespaces."""
     names = []
     for lock_path in state_folder().glob("*.lock"):
