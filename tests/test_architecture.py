@@ -311,9 +311,3 @@ def test_the_command_line_starts_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0 and "Usage" in done.stdout, done.stderr
-
-
-def test_no_two_test_files_share_a_name() -> None:
-    """pytest collects our test files by their base names, since helpers beside them are imported by name."""
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
-    assert sorted(set(names)) == sorted(names)

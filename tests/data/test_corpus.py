@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_tokenizer import make_tokenizer
+from tests.data.test_tokenizer import make_tokenizer
 
 from pipefit.data.corpus import CorpusRequest, open_corpus, open_prepared, prepare_corpus
 from pipefit.data.feed_arrays import IGNORE

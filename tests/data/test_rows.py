@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from data_toys import ArrayCorpus
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.support.data_toys import ArrayCorpus
 
 from pipefit.data.feed_arrays import IGNORE
 from pipefit.data.rows import NO_ROW, RowSplit, cut_rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from data_toys import ArrayCorpus, toy_plan
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.data_toys import ArrayCorpus, toy_plan
 
 from pipefit.data.feed_arrays import IGNORE, feed_arrays
 from pipefit.data.rows import cut_rows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from variants import VARIANTS
+from tests.support.variants import VARIANTS
 
 from pipefit.errors import FormatError, ModelError
 from pipefit.model.capture.layers import capture_layers

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hash_requests import FILE, REQUESTS, hashes_of
 from numpy.lib import introspect
+from tests.support.hash_requests import FILE, REQUESTS, hashes_of
 
 from pipefit.cluster import LocalMachine, local_cluster
 from pipefit.cost.portable import geometric_mean, portable_exp, portable_log, portable_power, whole_power
 from pipefit.plan.placement.eigen import symmetric_eigenvectors
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 LIGHT = [name for name, request in REQUESTS.items() if request.light]
 
 OLD = {"OPENBLAS_CORETYPE": "Nehalem", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4,-AVX512F"}
@@ -34,8 +34,8 @@ def committed() -> dict[str, dict[str, str]]:
 def elsewhere(environment: Mapping[str, str], names: list[str]) -> dict[str, dict[str, str]]:
     """The hashes of these requests in a process with more environment variables."""
     done = subprocess.run(
-        [sys.executable, HERE / "hash_requests.py", *names],
-        capture_output=True, text=True, timeout=280, env={**os.environ, **environment},
+        [sys.executable, "-m", "tests.support.hash_requests", *names],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     table: dict[str, dict[str, str]] = json.loads(done.stdout)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from profile_toys import SOFTWARE, Simulated, members, rates
+from tests.support.profile_toys import SOFTWARE, Simulated, members, rates
 
 from pipefit.cluster import link_between, local_cluster, parse_spec
 from pipefit.cluster.measured import ActionCurve, ClusterMeasurements, HostUplink, LayerCurve, LayerPoint, PortSharing

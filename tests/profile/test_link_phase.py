@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from profile_toys import Contended, members, rates
+from tests.support.profile_toys import Contended, members, rates
 
 from pipefit.cluster.types import Cluster
 from pipefit.errors import ClusterError

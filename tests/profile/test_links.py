@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from profile_toys import Simulated
+from tests.support.profile_toys import Simulated
 
 from pipefit.profile.estimate import pair_times
 from pipefit.profile.links import SIZES, TINY, LinkSurvey, RoundOutcome, latency_and_bandwidth, survey_pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from profile_toys import Contended
+from tests.support.profile_toys import Contended
 
 from pipefit.profile.flood import LOOK, find_flooded
 from pipefit.profile.links import RoundOutcome

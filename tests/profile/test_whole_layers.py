@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tests.model.whole_models import HAP
+from tests.support.whole_models import HAP
 
 from pipefit.cost.compute.curves import action_time_s
 from pipefit.model.capture.whole import capture_whole

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tests.model.whole_models import bert_moe, vgg
+from tests.support.whole_models import bert_moe, vgg
 from torch import nn
 
 from pipefit.errors import PlanError

@@ -9,8 +9,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.run.stage_toys import block_graph, toy_layers
-from tests.shard.random_clusters import model_of, random_setting
+from tests.support.random_clusters import model_of, random_setting
+from tests.support.stage_toys import block_graph, toy_layers
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.static_memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.run.stage_toys import HIDDEN, LABELS, TOKENS, WIDTH, GraphBuilder, block_graph
-from tests.shard.random_clusters import model_of
 from tests.shard.test_chain import setting
+from tests.support.random_clusters import model_of
+from tests.support.stage_toys import HIDDEN, LABELS, TOKENS, WIDTH, GraphBuilder, block_graph
 
 from pipefit.model.graph import TensorSpec
 from pipefit.run.stage.program import StageLayer

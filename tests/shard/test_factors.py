@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.run.stage_toys import HIDDEN, GraphBuilder
-from tests.shard.random_clusters import random_setting
+from tests.support.random_clusters import random_setting
+from tests.support.stage_toys import HIDDEN, GraphBuilder
 
 from pipefit.cost.comm.lowerings import LoweredCollective, PortLoads
 from pipefit.layout import TensorForm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.shard.exact_programs import brute_force, exact_cost, random_problem
+from tests.support.exact_programs import brute_force, exact_cost, random_problem
 
 from pipefit.shard import joining
 from pipefit.shard.frontier import FormProblem, PricedOption, PricedStep, solve_between, solve_program

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.run.stage_toys import (
+from tests.support.stage_toys import (
     GROUPS,
     HIDDEN,
     INNER,

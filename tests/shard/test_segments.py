@@ -7,9 +7,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.run.stage_toys import toy_layers
-from tests.shard.random_clusters import model_of
 from tests.shard.test_classical import with_vocabulary
+from tests.support.random_clusters import model_of
+from tests.support.stage_toys import toy_layers
 
 from pipefit.cluster import Cluster, Host, Link, Provenance, Rail
 from pipefit.cluster.types import DeviceKind

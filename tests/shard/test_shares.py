@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.run.stage_toys import toy_layers
-from tests.shard.exact_programs import Milp, forms_program
-from tests.shard.random_clusters import loose_template, model_of, random_setting
+from tests.support.exact_programs import Milp, forms_program
+from tests.support.random_clusters import loose_template, model_of, random_setting
+from tests.support.stage_toys import toy_layers
 
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.model.whole_models import HAP, OTHERS, count_of_labels, random_inputs, unet
-from tests.run.pool import Pool
-from tests.shard.whole_runs import feed_of, join, mixed_setting, reference, run_case, synthesized
+from tests.support.pool import Pool
+from tests.support.whole_models import HAP, OTHERS, count_of_labels, random_inputs, unet
+from tests.support.whole_runs import feed_of, join, mixed_setting, reference, run_case, synthesized
 
 from pipefit.model.capture.whole import UnknownOperatorWarning, capture_whole
 

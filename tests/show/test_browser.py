@@ -6,8 +6,8 @@ Headless Chromium over the DevTools protocol (`devtools.py`); skipped, by name, 
 from dataclasses import replace
 
 import pytest
-from devtools import CHROMIUM, Browser
-from show_toys import toy_model, toy_plan, write_toy_run
+from tests.support.devtools import CHROMIUM, Browser
+from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.plan.types import TradePoint
 from pipefit.show.page import render_report

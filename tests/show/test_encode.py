@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from show_toys import toy_model, toy_plan, write_toy_run
+from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.schedule.actions import Action

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from show_toys import toy_model, toy_plan, toy_subject, write_toy_run
+from tests.support.show_toys import toy_model, toy_plan, toy_subject, write_toy_run
 
 from pipefit.errors import FormatError, StalePlanError
 from pipefit.show.page import SCRIPTS, read_asset, render_report

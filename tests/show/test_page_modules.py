@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from devtools import CHROMIUM, Browser
-from test_page import Page
+from tests.show.test_page import Page
+from tests.support.devtools import CHROMIUM, Browser
 
 from pipefit.cluster import parse_spec
 from pipefit.plan.make import make_plan
@@ -19,7 +19,7 @@ from pipefit.show.subject import ReportSubject, make_subject
 from pipefit.units import format_seconds
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "plan"))
-from three_modules import skewed_samples, three_modules
+from tests.support.three_modules import skewed_samples, three_modules
 
 CLUSTER = parse_spec("4xA100-80")
 PLACED = {

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from show_toys import toy_model, toy_plan, write_toy_run
+from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.show.perfetto import perfetto_document, write_timeline

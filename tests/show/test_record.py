@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from show_toys import toy_plan, write_toy_run
+from tests.support.show_toys import toy_plan, write_toy_run
 
 from pipefit.errors import FormatError
 from pipefit.show.record import read_run

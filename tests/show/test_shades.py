@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from devtools import CHROMIUM, Browser
-from show_toys import toy_model, toy_plan
+from tests.support.devtools import CHROMIUM, Browser
+from tests.support.show_toys import toy_model, toy_plan
 
 from pipefit.schedule import vee_placement
 from pipefit.show.page import render_report

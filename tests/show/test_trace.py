@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from show_toys import toy_model, toy_plan, write_toy_run
+from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.errors import FormatError
 from pipefit.plan.assemble.predict import simulate_plan

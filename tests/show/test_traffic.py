@@ -1,7 +1,7 @@
 """The traffic of a step: by hand for small plans, and totals that follow from what collectives move."""
 
 import pytest
-from show_toys import toy_cluster, toy_model, toy_plan
+from tests.support.show_toys import toy_cluster, toy_model, toy_plan
 
 from pipefit.cluster.topology import host_index
 from pipefit.cost.comm.network import Network

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from event_simulator import EventSimulator
 from hypothesis import given, settings
-from random_schedules import cases
+from tests.support.event_simulator import EventSimulator
+from tests.support.random_schedules import cases
 
 from pipefit.schedule import lower_schedule
 from pipefit.schedule.check.deadlock import message_name

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import cases
+from tests.support.random_schedules import cases
 
 from pipefit.schedule import Action, lower_schedule
 from pipefit.schedule.check.deadlock import message_name

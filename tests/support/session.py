@@ -20,7 +20,7 @@ COLLECTED = pytest.StashKey[dict[str, float | None]]()
 def together(nodeid: str) -> str:
     """What one process runs from end to end: a file, whose tests share its fixtures; all that make a lab."""
     file = nodeid.partition("::")[0]
-    return LAB if file.startswith("tests/lab/") else file
+    return LAB if "/lab/" in file else file
 
 
 def arrange_items(config: pytest.Config, items: list[pytest.Item], root: Path) -> None:

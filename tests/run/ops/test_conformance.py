@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_cases import CASES
-from tests.run.ops.op_case import ROWS, TOKENS, OpCase
-from tests.run.ops.packed_cases import DATA
+from tests.support.op_case import ROWS, TOKENS, OpCase
+from tests.support.op_cases import CASES
+from tests.support.packed_cases import DATA
 
 from pipefit.model.ops import KINDS
 from pipefit.run.ops import find_builders
@@ -19,19 +19,19 @@ from pipefit.run.stage_inputs import StageInputs
 ELSEWHERE = {
     "opaque": "test_opaque.py",
     "constant": "test_constant.py",
-    "all_gather": "test_collectives.py",
-    "all_to_all": "test_collectives.py",
-    "linear_factors": "test_stage_searched.py",
-    "reduce_scatter": "test_collectives.py",
-    "all_reduce": "test_collectives.py",
-    "shard_slice": "test_collectives.py",
-    "unshard": "test_stage_searched.py",
-    "cross_entropy_shard": "test_rules.py",
-    "moe_shard": "test_rules.py",
-    "rms_norm_shard": "test_rules.py",
-    "layer_norm_shard": "test_rules.py",
-    "softmax_shard": "test_rules.py",
-    "reshare": "test_stage_searched.py",
+    "all_gather": "../sharded/test_collectives.py",
+    "all_to_all": "../sharded/test_collectives.py",
+    "linear_factors": "../sharded/test_searched.py",
+    "reduce_scatter": "../sharded/test_collectives.py",
+    "all_reduce": "../sharded/test_collectives.py",
+    "shard_slice": "../sharded/test_collectives.py",
+    "unshard": "../sharded/test_searched.py",
+    "cross_entropy_shard": "../../shard/rules/test_rules.py",
+    "moe_shard": "../../shard/rules/test_rules.py",
+    "rms_norm_shard": "../../shard/rules/test_rules.py",
+    "layer_norm_shard": "../../shard/rules/test_rules.py",
+    "softmax_shard": "../../shard/rules/test_rules.py",
+    "reshare": "../sharded/test_searched.py",
 }
 EXACT = 1e-12
 

@@ -3,7 +3,7 @@
 `pipefit verify` runs one rank of a plan in it. All code above PyTorch's process groups is that of a real run. Received
 data are filled with numbers of a plausible size, so that nothing overflows and data-dependent branches (the routing of
 experts) see plausible values. If a real backend allocates memory for a collective, so does this one;
-`tests/run/test_verify_real.py` measures gloo's allocations.
+`tests/run/verify/test_alone.py` measures gloo's allocations.
 
 The idea is that of PyTorch's own `fake_pg`, which leaves receive buffers and gathered parts uninitialised.
 """

@@ -1,8 +1,0 @@
-"""The small models of the planner's tests are used here too."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))

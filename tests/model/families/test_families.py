@@ -1,0 +1,145 @@
+"""Our families against `transformers`: logits and every gradient, float64, weights exchanged through files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.in_float64 import AllInFloat64
+from tests.support.variants import VARIANTS
+
+from pipefit.model.registry import build_layers, describe_config
+from pipefit.model.weights.files import WeightFiles, layer_tensors, load_layers, save_weights
+
+ROWS, TOKENS = 3, 13
+
+
+def their_model(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kwargs = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    theirs = AutoConfig.for_model(config["model_type"], **kwargs)
+    theirs._attn_implementation = "eager"
+    theirs._experts_implementation = "eager"
+    with AllInFloat64():
+        return AutoModelForCausalLM.from_config(theirs, dtype=dtype).train()
+
+
+def run_ours(layers: list[torch.nn.Module], tokens: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Any]:
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    feed = {"tokens": tokens, "positions": positions, "labels": labels}
+    x, logits = None, None
+    for layer in layers:
+        names = layer.forward.__code__.co_varnames[1 : layer.forward.__code__.co_argcount]
+        logits = x
+        x = layer(*[feed.get(name, x) for name in names])
+    return logits, x
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_every_gradient_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    described = describe_config(VARIANTS[name], name, name)
+    theirs = their_model(VARIANTS[name])
+    theirs.save_pretrained(tmp_path / "theirs")
+    layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
+    load_layers(layers, tmp_path / "theirs", described.family, described.config)
+
+    tokens = torch.randint(0, 61, (ROWS, TOKENS))
+    labels = torch.randint(0, 61, (ROWS, TOKENS))
+    labels[0, 3:6] = -100
+    logits, loss = run_ours(layers, tokens, labels)
+    loss.backward()
+    with AllInFloat64():
+        their_logits = theirs(tokens).logits
+        flat = labels.flatten()
+        theirs_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1)[flat >= 0], flat[flat >= 0])
+        (theirs_loss * (flat >= 0).sum()).backward()
+
+    assert logits.dtype == torch.float64
+    torch.testing.assert_close(logits, their_logits, rtol=1e-9, atol=1e-9)
+    their_gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    compared = 0
+    for layer in layers:
+        for local, parameter in layer.named_parameters():
+            gradient, theirs_gradient = parameter.grad, their_gradients[layer.parameter_names[local]]
+            if layer.parameter_names[local].endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+                theirs_gradient = theirs_gradient.t()
+            assert gradient.abs().max() > 0, local
+            scale = theirs_gradient.abs().max().item()
+            torch.testing.assert_close(gradient, theirs_gradient, rtol=1e-9, atol=1e-9 * max(scale, 1.0))
+            compared += 1
+    assert set(layer_tensors(layers)) == set(their_gradients)
+    assert compared >= len(their_gradients)
+
+
+SEVERAL_FILES = [(name, 20_000) for name in ("llama-tied", "mixtral", "gpt2")]
+
+
+@pytest.mark.parametrize("name,max_file_bytes", [*((name, 10**9) for name in VARIANTS), *SEVERAL_FILES])
+def test_transformers_reads_what_we_save(name: str, max_file_bytes: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    described = describe_config(VARIANTS[name], name, name)
+    layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float32)
+    paths = save_weights(tmp_path, layer_tensors(layers), described.family, described.config, max_file_bytes)
+    assert (tmp_path / "model.safetensors.index.json" in paths) == (max_file_bytes == 20_000)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    theirs_state = dict(theirs.named_parameters())
+    for key, tensor in layer_tensors(layers).items():
+        other = theirs_state[key].detach()
+        assert torch.equal(tensor, other.t() if other.shape != tensor.shape or _conv1d(key) else other), key
+    again = build_layers(described.family, described.config, device="cpu", dtype=torch.float32)
+    load_layers(again, tmp_path, described.family, described.config)
+    for key, tensor in layer_tensors(again).items():
+        assert torch.equal(tensor, layer_tensors(layers)[key]), key
+
+
+def _conv1d(key: str) -> bool:
+    return key.startswith("transformer.h.") and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "llama2"])
+def test_any_box_of_a_parameter_can_be_read(name: str, tmp_path: Path) -> None:
+    described = describe_config(VARIANTS[name], name, name)
+    layers = build_layers(described.family, described.config, device="cpu")
+    tensors = layer_tensors(layers)
+    save_weights(tmp_path, tensors, described.family, described.config)
+    with WeightFiles(tmp_path, described.family, described.config) as files:
+        for key, tensor in tensors.items():
+            for part in (0, 1, 2):
+                box = [(size * part // 3, size * (part + 1) // 3) for size in tensor.shape]
+                expected = tensor[tuple(slice(*edge) for edge in box)]
+                assert torch.equal(files.read(key, tensor.shape, box), expected), key
+
+
+def test_files_of_the_bare_model_without_prefix_are_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    described = describe_config(VARIANTS["gpt2"], "gpt2", "gpt2")
+    layers = build_layers(described.family, described.config, device="cpu")
+    tensors = layer_tensors(layers)
+    plain = {
+        key.removeprefix("transformer."): (t.t() if _conv1d(key) else t).contiguous() for key, t in tensors.items()
+    }
+    save_file(plain, tmp_path / "model.safetensors")
+    with WeightFiles(tmp_path, described.family, described.config) as files:
+        for key, tensor in tensors.items():
+            assert torch.equal(files.read(key, tensor.shape), tensor)
+
+
+def test_files_with_fused_experts_are_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    described = describe_config(VARIANTS["mixtral"], "mixtral", "mixtral")
+    layers = build_layers(described.family, described.config, device="cpu")
+    tensors = layer_tensors(layers)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with WeightFiles(tmp_path, described.family, described.config) as files:
+        for key in tensors:
+            if "experts" in key:
+                assert torch.equal(files.read(key, tensors[key].shape), tensors[key])

@@ -1,0 +1,83 @@
+"""Whole-process bytes of a rank, parameters to buffers, against the simulator's peak: within 0.3 %.
+
+Beside `tests/run/worker/test_memory.py`, which looks at activations of dense models: experts,
+shared parameters, shards.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from tests.support import worker_plans as plans
+
+from pipefit.cluster import local_cluster
+from pipefit.cost.static_memory import WORKSPACE_BYTES, Precision
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.graph import Model
+from pipefit.model.registry import describe_config
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.types import Job
+from pipefit.run.verify.verify import measure_rank
+from pipefit.run.worker.worker import device_lane
+
+LLAMA = plans.LLAMA | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 4}
+CONFIGS = {
+    "tied": LLAMA | {"tie_word_embeddings": True},
+    "experts": plans.MIXTRAL | LLAMA | {"model_type": "mixtral", "num_hidden_layers": 4},
+    "narrow experts": plans.MIXTRAL | LLAMA | {"model_type": "mixtral", "intermediate_size": 24},
+    "gpt2": plans.GPT2 | {"vocab_size": 512, "n_positions": 128, "n_embd": 64, "n_layer": 6},
+}
+CONFIGS["few heads"] = CONFIGS["tied"] | {"num_key_value_heads": 2}
+CONFIGS |= {"wide": CONFIGS["tied"] | {"vocab_size": 8192}, "wide untied": LLAMA | {"vocab_size": 8192}}
+V = (0, 1, 2, 2, 1, 0)
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tied, first": ("tied", 0, {"stages": 4, "schedule": "1f1b"}),
+    "tied, last": ("tied", 3, {"stages": 4, "schedule": "1f1b"}),
+    "tied on one lane": ("gpt2", 0, {"stages": 6, "placement": V, "schedule": "v-half"}),
+    "experts": ("experts", 1, {"stages": 4, "schedule": "1f1b"}),
+    "experts, weight gradients put off": ("experts", 1, {"stages": 4, "schedule": "zb-h1"}),
+    "experts run again": ("experts", 2, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
+    "narrow experts": ("narrow experts", 1, {"stages": 4, "schedule": "1f1b"}),
+    "shards": ("tied", 0, {"stages": 2, "shards": (1, 1), "sharding": "megatron", "schedule": "1f1b"}),
+    "few activations, split state": ("wide", 0, {"replicas": (1, 1), "zero1": True, "recompute": ("full",)}),
+    "few activations, shared": ("wide", 0, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
+    "few activations": ("wide untied", 0, {"replicas": (1, 1), "recompute": ("full",)}),
+    "split state": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "schedule": "1f1b"}),
+    "a message left": ("wide untied", 1, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
+    "bfloat16, last": ("gpt2", 3, {"stages": 4, "schedule": "1f1b", "recompute": ("selective",)}),
+    "bfloat16, first": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "schedule": "1f1b"}),
+    "bfloat16, weight gradients put off": ("gpt2", 3, {"stages": 4, "schedule": "zb-h1", "recompute": ("full",)}),
+    "bfloat16, experts": ("experts", 3, {"stages": 4, "schedule": "1f1b"}),
+    "slices, run again": ("tied", 1, {"stages": 2, "slices": (64, 64), "recompute": ("full",)}),
+    "bfloat16, slices": ("gpt2", 1, {"stages": 2, "slices": (64, 64), "schedule": "1f1b"}),
+    "bfloat16, slices of few heads": ("few heads", 1, {"stages": 2, "slices": (32, 48, 48), "schedule": "1f1b"}),
+    "bfloat16, slices, run again": ("gpt2", 1, {"stages": 2, "slices": (64, 64), "recompute": ("full",)}),
+    "bfloat16, slices, parts run again": ("gpt2", 1, {"stages": 2, "slices": (64, 64), "recompute": ("selective",)}),
+    "split state, shared": ("tied", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "recompute": ("full",)}),
+}
+
+
+@lru_cache
+def model(name: str) -> Model:
+    described = describe_config(CONFIGS[name], name, name)
+    return capture_family(described.family, described.config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_predicted_peak_is_the_measured_one(case: str) -> None:
+    name, rank, decisions = CASES[case]
+    precision: Precision = "bfloat16" if "bfloat16" in case else "float32"
+    job = Job(batch=8, sequence=16 if "wide" in name else 128, precision=precision, seed=5)
+    plan = build_plan(model(name), local_cluster(4), job, ParallelConfig(microbatches=4, **decisions), name=name)
+    simulated = simulate_plan(plan, model(name), local_cluster(4)).peaks_bytes[
+        device_lane(plan, plan.used_devices[rank])
+    ]
+    measured = measure_rank(plan, model(name), rank, torch.device("cpu"), 1)
+    assert simulated - WORKSPACE_BYTES == pytest.approx(measured.train, rel=0.003)
+    assert max(measured.build, measured.evaluate) < measured.train, "what the plan has no room for"

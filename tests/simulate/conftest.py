@@ -1,6 +1,0 @@
-"""Lets these tests use the random schedules of the schedule room's tests."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "schedule"))

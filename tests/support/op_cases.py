@@ -1,0 +1,264 @@
+"""One or more examples of every operator kind, each with the same thing in plain PyTorch, written independently."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.support import image_cases, packed_cases
+from tests.support.op_case import ROWS, TOKENS, OpCase
+
+
+def _linear(x: Any, weight: Any, bias: Any) -> Any:
+    y = torch.einsum("bti,oi->bto", x, weight)
+    return y if bias is None else y + bias
+
+
+def _rms_norm(eps: float) -> Callable[..., Any]:
+    def plain(x: Any, weight: Any) -> Any:
+        y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+        return y if weight is None else y * weight
+
+    return plain
+
+
+def _layer_norm(eps: float) -> Callable[..., Any]:
+    def plain(x: Any, weight: Any, bias: Any) -> Any:
+        centred = x - x.mean(-1, keepdim=True)
+        y = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + eps)
+        y = y if weight is None else y * weight
+        return y if bias is None else y + bias
+
+    return plain
+
+
+def _rotary(theta: float, dim: int, style: str) -> Callable[..., Any]:
+    """One pair at a time, with 2 x 2 rotations."""
+
+    def plain(x: Any, positions: Any) -> Any:
+        parts = list(x.unbind(-1))
+        for i in range(dim // 2):
+            a, b = (i, i + dim // 2) if style == "half" else (2 * i, 2 * i + 1)
+            angle = (positions.double() * theta ** (-2 * i / dim)).unsqueeze(-1)
+            first, second = parts[a], parts[b]
+            parts[a] = first * angle.cos() - second * angle.sin()
+            parts[b] = first * angle.sin() + second * angle.cos()
+        return torch.stack(parts, -1)
+
+    return plain
+
+
+def _attention(causal: bool, scale: float, window: int | None) -> Callable[..., Any]:
+    """One query at a time."""
+
+    def plain(q: Any, k: Any, v: Any) -> Any:
+        repeat = q.shape[2] // k.shape[2]
+        rows = []
+        for t in range(q.shape[1]):
+            first = 0 if window is None else max(0, t - window + 1)
+            last = t + 1 if causal else k.shape[1]
+            heads = []
+            for h in range(q.shape[2]):
+                scores = (k[:, first:last, h // repeat] * q[:, t : t + 1, h]).sum(-1) * scale
+                heads.append((scores.softmax(-1).unsqueeze(-1) * v[:, first:last, h // repeat]).sum(1))
+            rows.append(torch.stack(heads, 1))
+        return torch.stack(rows, 1)
+
+    return plain
+
+
+def _cross_entropy(logits: Any, labels: Any) -> Any:
+    total = logits.new_zeros(())
+    for row, targets in zip(logits, labels, strict=True):
+        for numbers, target in zip(row, targets.tolist(), strict=True):
+            if target != 1:  # the ignored label of the case
+                total = total - torch.log(torch.exp(numbers)[target] / torch.exp(numbers).sum())
+    return total
+
+
+def _moe(top: int, normalize: bool, activation: Callable[[Any], Any]) -> Callable[..., Any]:
+    """One token at a time."""
+
+    def plain(x: Any, router: Any, gate_up: Any, down: Any) -> Any:
+        inner = down.shape[2]
+        rows = []
+        for token in x.reshape(-1, x.shape[-1]):
+            weights = (router @ token).softmax(0)
+            chosen = weights.argsort(descending=True)[:top]
+            picked = weights[chosen] / weights[chosen].sum() if normalize else weights[chosen]
+            y = 0
+            for weight, expert in zip(picked, chosen.tolist(), strict=True):
+                both = gate_up[expert] @ token
+                y = y + weight * (down[expert] @ (activation(both[:inner]) * both[inner:]))
+            rows.append(y)
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
+def _gelu_tanh(x: Any) -> Any:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _gelu(x: Any) -> Any:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+X = ("B", "T", 10)
+_HEADS = {"q": ("B", "T", 6, 4), "k": ("B", "T", 3, 4), "v": ("B", "T", 3, 4)}
+_EXPERTS = {"x": X, "router": (5, 10), "gate_up": (5, 16, 10), "down": (5, 10, 8)}
+
+
+def _rotary_case(style: str, dim: int) -> OpCase:
+    attributes = {"theta": 100.0, "dim": dim, "scaling": None, "style": style}
+    inputs = {"x": ("B", "T", 3, 8), "positions": ("B", "T")}
+    return OpCase("rotary", inputs, _rotary(100.0, dim, style), attributes, integers={"positions": 50})
+
+
+def _attention_case(**attributes: Any) -> OpCase:
+    return OpCase("attention", _HEADS, _attention(**attributes), attributes)
+
+
+def _moe_case(top: int, normalize: bool, activation: str) -> OpCase:
+    attributes = {"experts": 5, "top_k": top, "normalize": normalize, "activation": activation}
+    plain = _moe(top, normalize, _gelu if activation == "gelu" else lambda x: x * torch.sigmoid(x))
+    return OpCase("moe", _EXPERTS, plain, attributes, frozenset(("router", "gate_up", "down")))
+
+
+def _aten_case(
+    target: str, plain: Callable[..., Any], *arguments: Any, shape: Any = None, result: Any = None
+) -> OpCase:
+    attributes = {
+        "target": f"aten.{target}",
+        "arguments": [{"input": 0}, *arguments],
+        "keywords": {},
+        "result": result,
+        "shape": list(X) if shape is None else shape,
+        "dtype": "compute",
+    }
+    return OpCase("aten", {"x": X}, plain, attributes)
+
+
+def _unary(kind: str, plain: Callable[[Any], Any], **attributes: Any) -> OpCase:
+    return OpCase(kind, {"x": X}, plain, attributes)
+
+
+def _binary(kind: str, plain: Callable[[Any, Any], Any]) -> list[OpCase]:
+    def with_scalar(a: Any, b: Any) -> Any:
+        return plain(a, 1.75)
+
+    return [
+        OpCase(kind, {"a": X, "b": X}, plain),
+        OpCase(kind, {"a": X, "b": ("B", "T", 1)}, plain),
+        OpCase(kind, {"a": X, "b": (10,)}, plain, parameters=frozenset("b")),
+        OpCase(kind, {"a": X, "b": None}, with_scalar, {"scalar": 1.75}),
+    ]
+
+
+CASES: list[OpCase] = [
+    OpCase("linear", {"x": X, "w": (7, 10), "b": (7,)}, _linear, parameters=frozenset(("w", "b"))),
+    OpCase("linear", {"x": X, "w": (7, 10), "b": None}, _linear, parameters=frozenset("w")),
+    OpCase(
+        "embedding",
+        {"tokens": ("B", "T"), "w": (9, 5)},
+        lambda tokens, w: torch.nn.functional.one_hot(tokens, 9).double() @ w,
+        parameters=frozenset("w"),
+        integers={"tokens": 9},
+    ),
+    OpCase(
+        "cross_entropy",
+        {"x": X, "labels": ("B", "T")},
+        _cross_entropy,
+        {"ignore_index": 1},
+        integers={"labels": 10},
+    ),
+    OpCase("matmul", {"a": ("B", 3, "T", 4), "b": ("B", 3, 4, 5)}, lambda a, b: torch.einsum("bhij,bhjk->bhik", a, b)),
+    OpCase("rms_norm", {"x": X, "w": (10,)}, _rms_norm(1e-3), {"eps": 1e-3}, frozenset("w")),
+    OpCase("rms_norm", {"x": X, "w": None}, _rms_norm(1e-3), {"eps": 1e-3}),
+    OpCase("layer_norm", {"x": X, "w": (10,), "b": (10,)}, _layer_norm(1e-3), {"eps": 1e-3}, frozenset(("w", "b"))),
+    OpCase("layer_norm", {"x": X, "w": None, "b": None}, _layer_norm(1e-3), {"eps": 1e-3}),
+    _rotary_case("half", 8),
+    _rotary_case("half", 4),
+    _rotary_case("interleaved", 8),
+    _attention_case(causal=True, scale=0.3, window=None),
+    _attention_case(causal=False, scale=0.5, window=None),
+    _attention_case(causal=True, scale=0.5, window=3),
+    _moe_case(2, True, "silu"),
+    _moe_case(3, False, "gelu"),
+    *_binary("add", lambda a, b: a + b),
+    *_binary("sub", lambda a, b: a - b),
+    *_binary("mul", lambda a, b: a * b),
+    *_binary("div", lambda a, b: a / b),
+    _unary("silu", lambda x: x / (1 + torch.exp(-x))),
+    _unary("gelu", _gelu, approximate="none"),
+    _unary("gelu", _gelu_tanh, approximate="tanh"),
+    _unary("relu", lambda x: torch.where(x > 0, x, 0)),
+    _unary("sigmoid", lambda x: 1 / (1 + torch.exp(-x))),
+    _unary("tanh", lambda x: 1 - 2 / (1 + torch.exp(2 * x))),
+    _unary("exp", lambda x: math.e**x),
+    _unary("rsqrt", lambda x: x**-0.5),
+    _unary("neg", lambda x: 0 - x),
+    _unary("softmax", lambda x: torch.exp(x) / torch.exp(x).sum(1, keepdim=True), dim=1),
+    _unary("softmax", lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True), dim=-1),
+    _unary("cast", lambda x: x * 1, dtype="float32"),
+    _unary("dropout", lambda x: x * 1, p=0.0, index=0),
+    _unary("reshape", lambda x: torch.stack((x[..., :5], x[..., 5:]), 2), shape=["B", "T", 2, 5]),
+    _unary("transpose", lambda x: torch.einsum("bti->tib", x), dims=[1, 2, 0]),
+    _unary("slice", lambda x: x[..., 2:7], dim=2, start=2, stop=7),
+    OpCase("concat", {"a": X, "b": ("B", "T", 3)}, lambda a, b: torch.cat((a, b), 2), {"dim": 2}),
+    OpCase("expand", {"x": ("B", 1, 10)}, lambda x: torch.cat([x] * TOKENS, 1), {"shape": ["B", "T", 10]}),
+    OpCase(
+        "expand",
+        {"x": (1, 3, 4)},
+        lambda x: torch.stack([x[0]] * ROWS),
+        {"shape": ["B", 3, 4]},
+        parameters=frozenset("x"),
+    ),
+    OpCase("sum", {"x": X}, lambda x: torch.einsum("bti->bi", x), {"dims": [1], "keepdim": False}),
+    OpCase("sum", {"x": X}, lambda x: x @ torch.ones(10, 1).double(), {"dims": [2], "keepdim": True}),
+    OpCase("sum", {"x": X}, lambda x: torch.einsum("bti->", x), {"dims": [0, 1, 2], "keepdim": False}),
+    OpCase(
+        "einsum",
+        {"a": ("B", "T", 5), "b": ("B", "T", 3, 4)},
+        lambda a, b: (a[:, :, None, None, :] * b[..., None]).sum(1).permute(0, 3, 1, 2),
+        {"equation": "bsd,bsec->bdec"},
+    ),
+    OpCase(
+        "einsum",
+        {"a": ("B", "T", 5), "w": (4, 5, 3)},
+        lambda a, w: torch.stack([a @ one for one in w], 2),
+        {"equation": "btd,edf->btef"},
+        parameters=frozenset("w"),
+    ),
+    OpCase("einsum", {"a": ("B", "T", 5), "b": None}, lambda a, b: a.transpose(1, 2), {"equation": "btd->bdt"}),
+    *image_cases.CASES,
+    *packed_cases.CASES,
+    _aten_case("glu.default", lambda x: x[..., :5] * torch.sigmoid(x[..., 5:]), shape=["B", "T", 5]),
+    _aten_case(
+        "cumsum.default", lambda x: torch.einsum("bti,ts->bsi", x, torch.ones(TOKENS, TOKENS).triu().double()), 1
+    ),
+    _aten_case("sin.default", lambda x: torch.cos(x - math.pi / 2)),
+    _aten_case("logsumexp.default", lambda x: x.exp().sum(2, keepdim=True).log(), [2], True, shape=["B", "T", 1]),
+    _aten_case("topk.default", lambda x: x.sort(-1, descending=True).values[..., :3], 3, shape=["B", "T", 3], result=0),
+    _aten_case(
+        "constant_pad_nd.default",
+        lambda x: torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1),
+        [0, 0, 1, -1],
+    ),
+    _aten_case("roll.default", lambda x: torch.cat((x[:, -1:], x[:, :-1]), 1), [1], [1]),
+    OpCase(
+        "aten",
+        {"a": X, "b": ("B", 1, 10)},
+        lambda a, b: a * (a > b) + b * (a <= b),
+        {
+            "target": "aten.maximum.default",
+            "arguments": [{"input": 0}, {"input": 1}],
+            "keywords": {},
+            "result": None,
+            "shape": list(X),
+            "dtype": "compute",
+        },
+    ),
+]

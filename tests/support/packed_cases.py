@@ -1,0 +1,146 @@
+"""Examples of the operators of packed images, each with the same thing in plain PyTorch, written independently."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tests.support.op_case import ROWS, TOKENS, OpCase
+
+from pipefit.model.graph import Graph
+
+DATA = {"places", "grid"}
+"""Integer inputs that have no role of their own."""
+
+
+@dataclass(frozen=True)
+class PackedCase(OpCase):
+    """`given`: the numbers of integer inputs, which may not be any."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def graph(self) -> Graph:
+        graph = super().graph()
+        inputs = (replace(one, role="data") if one.name in DATA else one for one in graph.inputs)
+        return replace(graph, inputs=tuple(inputs))
+
+    def values(self, seed: int = 0) -> dict[str, Any]:
+        return {**super().values(seed), **{name: torch.tensor(values) for name, values in self.given.items()}}
+
+
+def _packed_attention(scale: float) -> Any:
+    """One token and head at a time."""
+
+    def plain(q: Any, k: Any, v: Any, documents: Any) -> Any:
+        out = []
+        for row, starts in enumerate(documents.tolist()):
+            for t, start in enumerate(starts):
+                same = [s for s, other in enumerate(starts) if other == start]
+                for h in range(q.shape[2]):
+                    weights = torch.stack([(q[row, t, h] * k[row, s, h]).sum() * scale for s in same]).exp()
+                    out.append(sum(w * v[row, s, h] for w, s in zip(weights / weights.sum(), same, strict=True)))
+        return torch.stack(out).view(q.shape)
+
+    return plain
+
+
+def _put(h: Any, x: Any, places: Any) -> Any:
+    rows = list(h.reshape(-1, h.shape[-1]))
+    for place, row in zip(places[0].tolist(), x[0], strict=True):
+        rows[place] = row
+    return torch.stack(rows).view(h.shape)
+
+
+def _take(h: Any, places: Any) -> Any:
+    return torch.stack([h[place // TOKENS, place % TOKENS] for place in places[0].tolist()]).unsqueeze(0)
+
+
+def _positions(side: int) -> Any:
+    """PyTorch's own interpolation, one token at a time."""
+
+    def plain(x: Any, grid: Any, table: Any, start: Any) -> Any:
+        patches = table if start is None else table[1:]
+        square = patches.view(side, side, -1).permute(2, 0, 1).unsqueeze(0)
+        rows = []
+        for token, (row, column, tall, broad) in zip(x.flatten(0, 1), grid.flatten(0, 1).tolist(), strict=True):
+            if row < 0:
+                rows.append(start + table[0])
+            else:
+                sized = torch.nn.functional.interpolate(square, (tall, broad), mode="bicubic", align_corners=False)
+                rows.append(token + sized[0, :, row, column])
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
+def _features(count: int) -> Any:
+    def plain(time: Any) -> Any:
+        turns = torch.stack([time * 1000 * 10000 ** (-k / count) for k in range(count)], -1)
+        return torch.cat((torch.sin(turns + math.pi / 2), torch.cos(turns - math.pi / 2)), -1)
+
+    return plain
+
+
+_HEADS = ("B", "T", 4, 5)
+_GRID = [
+    [[-1, 0, 2, 2], [0, 0, 2, 2], [0, 1, 2, 2], [1, 0, 2, 2], [1, 1, 2, 2], [2, 1, 5, 2]],
+    [[0, 0, 3, 3], [2, 2, 3, 3], [1, 6, 2, 7], [-1, 0, 0, 0], [0, 0, 1, 1], [3, 0, 4, 9]],
+]
+_PATCHES = [[[max(0, n) for n in one] for one in row] for row in _GRID]
+_PATCHES[1][3] = [0, 0, 1, 1]
+
+CASES = [
+    PackedCase(
+        "packed_attention",
+        {"q": _HEADS, "k": _HEADS, "v": _HEADS, "documents": ("B", "T")},
+        _packed_attention(0.4),
+        {"scale": 0.4},
+        integers={"documents": TOKENS},
+        given={"documents": [[0, 0, 0, 3, 4, 4], [0] * TOKENS]},
+    ),
+    PackedCase(
+        "packed_attention",
+        {"q": _HEADS, "k": _HEADS, "v": _HEADS, "documents": ("B", "T")},
+        _packed_attention(0.7),
+        {"scale": 0.7},
+        integers={"documents": TOKENS},
+        given={"documents": [[0, 0, 2, 2, 4, 4], [0, 1, 1, 3, 3, 5]]},
+    ),
+    PackedCase(
+        "put_tokens",
+        {"h": ("B", "T", 7), "x": (1, 4, 7), "places": (1, 4)},
+        _put,
+        integers={"places": ROWS * TOKENS},
+        given={"places": [[7, 0, 2, 11]]},
+    ),
+    PackedCase(
+        "take_tokens",
+        {"h": ("B", "T", 7), "places": (1, 5)},
+        _take,
+        integers={"places": ROWS * TOKENS},
+        given={"places": [[3, 4, 11, 6, 3]]},
+    ),
+    PackedCase(
+        "image_positions",
+        {"x": ("B", "T", 6), "grid": ("B", "T", 4), "table": (10, 6), "start": (6,)},
+        _positions(3),
+        {"rows": 3, "columns": 3},
+        frozenset(("table", "start")),
+        integers={"grid": 9},
+        given={"grid": _GRID},
+    ),
+    PackedCase(
+        "image_positions",
+        {"x": ("B", "T", 6), "grid": ("B", "T", 4), "table": (9, 6), "start": None},
+        _positions(3),
+        {"rows": 3, "columns": 3},
+        frozenset(("table",)),
+        integers={"grid": 9},
+        given={"grid": _PATCHES},
+    ),
+    OpCase("fourier_features", {"time": ("B", "T")}, _features(3), {"frequencies": 3}),
+    OpCase("squared_error", {"prediction": ("B", "T", 5), "target": ("B", "T", 5)}, lambda a, b: ((a - b) ** 2).sum()),
+]
