@@ -24,7 +24,7 @@ def provenance() -> dict[str, Any]:
     """Everything that is needed to repeat the run, as JSON data. Names no host, user or path of the machine."""
     return {
         "commit": _commit(),
-        "command": " ".join([f"python {Path(sys.argv[0]).parent.name}/{Path(sys.argv[0]).name}", *_arguments()]),
+        "command": " ".join([f"python -m {_module()}", *_arguments()]),
         "date": datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
@@ -36,6 +36,12 @@ def write_result(path: str | Path | None, result: dict[str, Any]) -> None:
     """Write a result as JSON, if a path was asked for."""
     if path is not None:
         Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _module() -> str:
+    """The name of the program's module, from its path in the repository."""
+    path = Path(sys.argv[0]).resolve()
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts) if path.is_relative_to(ROOT) else path.stem
 
 
 def _arguments() -> list[str]:
