@@ -12,17 +12,17 @@ Needs root and iproute2.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.lab.runs import profiled, small_model
-from benchmarks.provenance import provenance, write_result
 from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.codec import dump_text
 from pipefit.cost.comm.lowerings import LOWERINGS, CollectiveLowerings
@@ -58,32 +58,32 @@ CASES: dict[str, list[tuple[str, tuple[int, ...]]]] = {
 }  # fmt: skip
 """Lab -> (operation, parts of 48)."""
 
+TABLE = TextTable(
+    ("lab", "<6"), ("operation", "<16"), ("parts", "<13"), ("how", "<10"), ("measured", ">10"), ("predicted", ">10"),
+    ("error", ">8"),
+)  # fmt: skip
+
 
 def main() -> int:
     """Measure both labs, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Two cases of one lab, one repetition.")
-    parser.add_argument("--json", help="Write the result here.")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(), "bytes": BYTES, "units": UNITS, "labs": []}
-    print(f"{'lab':5} {'operation':15} {'parts':12} {'how':10} {'measured':>9} {'predicted':>9} {'error':>7}")
-    try:
-        for name in ("far",) if arguments.quick else CASES:
-            cases = CASES[name][:3:2] if arguments.quick else CASES[name]
-            one = measure(name, cases, quick=arguments.quick)
-            result["labs"].append(one)
-            show(one)
-    except PipefitError as error:
-        print(f"uneven_collectives: {error.full_text()}", file=sys.stderr)
-        return 2
-    cases = [case for one in result["labs"] for case in one["cases"]]
+    parser = benchmark_parser(__doc__, quick="two cases of one lab, one repetition")
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure the cases of every lab."""
+    labs = []
+    TABLE.print_head()
+    for name in ("far",) if arguments.quick else CASES:
+        labs.append(measure(name, CASES[name][:3:2] if arguments.quick else CASES[name], quick=arguments.quick))
+        show(labs[-1])
+    cases = [case for lab in labs for case in lab["cases"]]
     errors = [abs(way["error"]) for case in cases for way in case["ways"].values()]
-    result["mean_error"], result["max_error"] = statistics.mean(errors), max(errors)
-    result["max_lost"] = max(case["lost"] for case in cases)
-    print(f"mean error {result['mean_error']:.1%}, largest {result['max_error']:.1%} (wanted: {MOST_ERROR:.0%})")
-    print(f"lost by what was predicted to be the best: at most {result['max_lost']:.1%} (wanted: {MOST_LOST:.0%})")
-    write_result(arguments.json, result)
-    return 0
+    mean_error, max_error, max_lost = statistics.mean(errors), max(errors), max(case["lost"] for case in cases)
+    print(f"mean error {mean_error:.1%}, largest {max_error:.1%} (wanted: {MOST_ERROR:.0%})")
+    print(f"lost by what was predicted to be the best: at most {max_lost:.1%} (wanted: {MOST_LOST:.0%})")
+    figures = {"mean_error": mean_error, "max_error": max_error, "max_lost": max_lost}
+    return Outcome({"bytes": BYTES, "units": UNITS, "labs": labs, **figures})
 
 
 def measure(name: str, cases: Sequence[tuple[str, tuple[int, ...]]], *, quick: bool) -> dict[str, Any]:
@@ -177,11 +177,9 @@ def show(one: dict[str, Any]) -> None:
     for case in one["cases"]:
         for how, way in case["ways"].items():
             marks = "".join(mark for mark, what in (("*", "measured"), ("+", "predicted")) if case["best"][what] == how)
-            print(
-                f"{one['lab']:5} {case['operation']:15} {':'.join(map(str, case['parts'])):12} {how:10}"
-                f" {way['measured_s'] * 1e3:6.1f} ms {way['predicted_s'] * 1e3:6.1f} ms {way['error']:7.1%} {marks}",
-                flush=True,
-            )
+            times = (f"{way[side] * 1e3:.1f} ms" for side in ("measured_s", "predicted_s"))
+            parts = ":".join(map(str, case["parts"]))
+            TABLE.print_row(one["lab"], case["operation"], parts, how, *times, f"{way['error']:.1%}", note=f" {marks}")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ workers or threads: the trainer between two steps (`in_process`), threads of the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import IndexRequest, make_index, open_index
 from pipefit.data.preparation.ahead import BatchRecipe, FeedRequest, HeldStage, StepPrefetcher
@@ -46,11 +46,13 @@ SETTLING = 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few images and steps, one core, two factors")
-    parser.add_argument("--json", help="write the result to this file")
+    parser = benchmark_parser(__doc__, quick="few images and steps, one core, two factors")
     parser.add_argument("--cores", type=int, nargs="*", help="core budgets (default: 1, and all of this machine's)")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure every core budget at every step time."""
     quick = arguments.quick
     budgets = arguments.cores or ([1] if quick else sorted({1, len(os.sched_getaffinity(0))}))
     with tempfile.TemporaryDirectory() as folder:
@@ -70,8 +72,7 @@ def main() -> int:
                 rows.append(setting | sides)
                 print(line(rows[-1]), flush=True)
     images = {"images": opened.summary.images, "of_a_step": recipe.shape.batch, "cpu_ms_each": 1e3 * float(cpu_s)}
-    write_result(arguments.json, {"provenance": provenance(), "images": images, "rows": rows})
-    return 0
+    return Outcome({"images": images, "rows": rows})
 
 
 def make_images(folder: Path, count: int) -> Path:

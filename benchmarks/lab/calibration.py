@@ -9,18 +9,17 @@ uplink against an even share of it; and the pace of all devices at once. Needs r
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from benchmarks.lab.clusters import SLOW_PORT, drawn
-from benchmarks.provenance import provenance, write_result
 from pipefit.codec import dump_text
-from pipefit.errors import PipefitError
 from pipefit.lab import check, lifecycle, network, streams
 from pipefit.lab.lifecycle import Lab
 from pipefit.lab.spec import HostPort, LabFile, RackUplink
@@ -32,22 +31,18 @@ RACK = 4
 
 def main() -> int:
     """Measure all sizes, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Four hosts only, shorter streams.")
-    parser.add_argument("--json", help="Write the result here.")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(), "labs": []}
+    parser = benchmark_parser(__doc__, quick="four hosts only, shorter streams")
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure a lab of every size."""
     print("hosts  devices  up     links: mean, largest   shared: mean, largest   pace: mean, largest  late")
-    try:
-        for count in HOSTS[:1] if arguments.quick else HOSTS:
-            one = measure(skewed(count), 0.5 if arguments.quick else 1.0)
-            result["labs"].append(one)
-            print(row(one), flush=True)
-    except PipefitError as error:
-        print(f"lab_calibration: {error.full_text()}", file=sys.stderr)
-        return 2
-    write_result(arguments.json, result)
-    return 0
+    labs = []
+    for count in HOSTS[:1] if arguments.quick else HOSTS:
+        labs.append(measure(skewed(count), 0.5 if arguments.quick else 1.0))
+        print(row(labs[-1]), flush=True)
+    return Outcome({"labs": labs})
 
 
 def skewed(count: int, seed: int = 0) -> LabFile:

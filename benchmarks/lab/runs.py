@@ -9,16 +9,17 @@ A step's time is from the moment when the first rank begins it, after a barrier,
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import statistics
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import earlier_result, keep_others
 from pipefit.cluster import Cluster, load_cluster
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.errors import PipefitError
@@ -64,7 +65,7 @@ class Measured:
 
 
 def measured_labs(
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     labs: Sequence[str],
     measure: Callable[[str], dict[str, Any]],
     show: Callable[[dict[str, Any]], None],
@@ -75,16 +76,10 @@ def measured_labs(
     for name in ("pair",) if arguments.quick else ([arguments.only] if arguments.only else labs):
         found.append(measure(name))
         show(found[-1])
-    return with_others(found, arguments.json, labs) if arguments.only else found
-
-
-def with_others(labs: list[dict[str, Any]], path: str | None, order: Sequence[str]) -> list[dict[str, Any]]:
-    """These labs, and from a result that stands those of the others: one cluster can be measured again."""
-    known: dict[str, dict[str, Any]] = {}
-    if path is not None and Path(path).is_file():
-        known = {lab["lab"]: lab for lab in json.loads(Path(path).read_text(encoding="utf-8"))["labs"]}
-    known |= {lab["lab"]: lab for lab in labs}
-    return [known[name] for name in order if name in known]
+    if not arguments.only:
+        return found
+    earlier = {lab["lab"]: lab for lab in earlier_result(arguments.json).get("labs", ())}
+    return list(keep_others({lab["lab"]: lab for lab in found}, earlier, labs).values())
 
 
 @contextlib.contextmanager

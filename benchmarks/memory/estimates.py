@@ -19,22 +19,20 @@ there, and only plans with slices and recomputation are run and judged.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import sys
 import warnings
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Outcome, benchmark_parser, read_result, run_benchmark
 from benchmarks.processes.fixed_machine import FIXED_MACHINE
 from benchmarks.processes.ranks import in_ranks, join_group
-from benchmarks.provenance import provenance, write_result
 
 RISK = 0.05
 """What a plan is refused above."""
@@ -77,13 +75,15 @@ class Case:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="8 plans to learn from, 4 to judge, no processes")
+    parser = benchmark_parser(__doc__, quick="8 plans to learn from, 4 to judge, no processes")
     parser.add_argument("--measured", help="an earlier result, whose measured bytes are used again")
     parser.add_argument("--slices", action="store_true", help="with --measured: but run plans with slices again")
     parser.add_argument("--both", help="an earlier result, from which a correction is learned for plans of both alone")
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure plans, or take their bytes from an earlier result, and judge the estimates."""
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -91,28 +91,26 @@ def main() -> int:
     sizes = {"learned": {2: 3, 4: 5}, "judged": {8: 4}, "both": {8: 2}} if arguments.quick else {
         "learned": {1: 3, 2: 9, 3: 4, 4: 17}, "judged": {8: 32, 16: 32}, "both": {8: 12, 16: 12},
     }  # fmt: skip
-    source = None
+    path = arguments.both or arguments.measured
+    before = read_result(path) if path else {}
+    source = before.get("measured") or before.get("provenance")
     if arguments.both:
-        before = json.loads(Path(arguments.both).read_text(encoding="utf-8"))
         learned, judged, real = before["learned"], measure_both(sizes["both"]), []
-        source = before.get("measured") or before["provenance"]
     elif arguments.measured:
-        before = json.loads(Path(arguments.measured).read_text(encoding="utf-8"))
         learned, judged = (again(before[name], arguments.slices) for name in ("learned", "judged"))
-        real, source = before["real"], before.get("measured") or before["provenance"]
+        real = before["real"]
     else:
         learned = [run for devices, count in sizes["learned"].items() for run in measure(devices, count, 2)]
         judged = [run for devices, count in sizes["judged"].items() for run in measure(devices, count, 1)]
         judged += measure_both(sizes["both"])
         real = [] if arguments.quick else compare_with_processes()
-    result = {**judge(learned, judged), "real": real, "limits": LIMITS, "risk": RISK, "provenance": provenance()}
+    result = {**judge(learned, judged), "real": real, "limits": LIMITS, "risk": RISK}
     result["measured"] = source
     result["measured again"] = [run["plan"] for run in (*learned, *judged) if run.pop("anew", False)]
     print_table(result)
-    write_result(arguments.json, result)
     figures = result["figures"]["corrected"]
-    missed = [name for name, limit in LIMITS.items() if figures[name] > limit]
-    return 1 if missed or any(one["largest_difference"] > 0.002 for one in real) else 0
+    close = all(figures[name] <= limit for name, limit in LIMITS.items())
+    return Outcome(result, passed=close and all(one["largest_difference"] <= 0.002 for one in real))
 
 
 def draw(random: np.random.Generator, devices: int, both: bool = False) -> Case:

@@ -12,18 +12,18 @@ planner's own prediction less its static bytes. Times do not matter here: the or
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.memory.families_plot import draw
 from benchmarks.processes.fixed_machine import FIXED_MACHINE
 from benchmarks.processes.ranks import in_ranks, join_group
-from benchmarks.provenance import provenance, write_result
 
 LIMIT = 0.01
 LAYERS = 16
@@ -33,21 +33,26 @@ CONFIG = {
 }  # fmt: skip
 QUICK = ("1f1b", "v-half", "v-min")
 
+TABLE = TextTable(
+    ("family", "<18"), ("fullest device", ">16"), ("of 1F1B", ">9"), ("emptiest", ">12"), ("worst error", ">13")
+)
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="four devices, three families, short sequences")
-    parser.add_argument("--json", help="write the result here")
+    parser = benchmark_parser(__doc__, quick="four devices, three families, short sequences")
     parser.add_argument("--plot", help="write the picture here, as SVG")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure the peaks of all families, and draw them if that is asked for."""
     os.environ["OMP_NUM_THREADS"] = "1"
     result = measure(4, 8, 64, QUICK) if arguments.quick else measure(8, 16, 512, families())
-    result = {**result, "limit": LIMIT, "provenance": provenance()}
+    result["limit"] = LIMIT
     print_table(result)
-    write_result(arguments.json, result)
     if arguments.plot:
         Path(arguments.plot).write_text(draw(result), encoding="utf-8")
-    return 0 if all(case["largest_error"] <= LIMIT for case in result["families"].values()) else 1
+    return Outcome(result, passed=all(case["largest_error"] <= LIMIT for case in result["families"].values()))
 
 
 def families() -> tuple[str, ...]:
@@ -175,10 +180,10 @@ class Text:
 
 def print_table(result: dict[str, Any]) -> None:
     print(f"peak activation memory, {result['devices']} devices, {result['microbatches']} microbatches")
-    print(f"{'family':<18}{'fullest device':>16}{'of 1F1B':>9}{'emptiest':>12}{'worst error':>13}")
+    TABLE.print_head()
     for name, case in result["families"].items():
         high, low = (f"{value / 1e6:.1f} MB" for value in (max(case["measured_bytes"]), min(case["measured_bytes"])))
-        print(f"{name:<18}{high:>16}{case['share_of_1f1b']:>9.3f}{low:>12}{case['largest_error']:>13.3%}")
+        TABLE.print_row(name, high, f"{case['share_of_1f1b']:.3f}", low, f"{case['largest_error']:.3%}")
 
 
 if __name__ == "__main__":

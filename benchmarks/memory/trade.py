@@ -13,22 +13,22 @@ the choice's, so above 1 the choice is faster; each step time is the slowest ran
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.processes.fixed_machine import FIXED_MACHINE
 from benchmarks.processes.paced import be_punctual
 from benchmarks.processes.paced_links import LinkedPace, stamps
 from benchmarks.processes.ranks import in_ranks, join_group
-from benchmarks.provenance import provenance, write_result
 
 FIXED = ("1f1b", "interleaved-1f1b", "zb-v", "v-half", "v-min")
 MODEL, LANES = "llama-3-8b", 4
@@ -56,13 +56,20 @@ CASES = (
 
 QUICK = CASES[::2]
 
+TABLE = TextTable(
+    ("schedule", "<18"), ("microbatches", ">13"), ("recompute", ">11"), ("predicted", ">11"), ("measured", ">10"),
+    ("ratio", ">8"), ("95 %", ">13"), indent="  ",
+)  # fmt: skip
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three short rounds of two fixed schedules")
+    parser = benchmark_parser(__doc__, quick="three short rounds of two fixed schedules")
     parser.add_argument("--rounds", type=int, default=12, help="steps of every plan")
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Run the choice and the fixed schedules of every case."""
     os.environ["OMP_NUM_THREADS"] = "1"
     rounds, step_s = (3, QUICK_STEP_S) if arguments.quick else (arguments.rounds, STEP_S)
     cases, fixed = (QUICK, FIXED[1:3]) if arguments.quick else (CASES, FIXED)
@@ -75,8 +82,8 @@ def main() -> int:
     ]
     for result in results:
         print_case(result)
-    write_result(arguments.json, {"provenance": provenance(), "lanes": LANES, "rounds": rounds, "cases": results})
-    return 0 if all(row["ratio_95"][1] >= 1.0 for case in results for row in case["fixed"]) else 1
+    passed = all(row["ratio_95"][1] >= 1.0 for case in results for row in case["fixed"])
+    return Outcome({"lanes": LANES, "rounds": rounds, "cases": results}, passed)
 
 
 def summary(
@@ -286,14 +293,12 @@ def print_case(case: dict[str, Any]) -> None:
         f"{case['name']}: batch {case['batch']} x {case['sequence']}, {case['limit_bytes'] / 1e9:.1f} GB a device; "
         f"chosen {chosen['schedule']}, {chosen['microbatches']} microbatches, recompute {','.join(chosen['recompute'])}"
     )
-    print(f"  {'schedule':<18}{'microbatches':>13}{'recompute':>11}{'predicted':>11}{'measured':>10}{'ratio':>8}  95 %")
+    TABLE.print_head()
     for row in ({**chosen, "schedule": "the choice", "ratio": 1.0, "ratio_95": None}, *case["fixed"]):
         low_high = "" if row["ratio_95"] is None else f"{row['ratio_95'][0]:.3f}-{row['ratio_95'][1]:.3f}"
         recompute = row["recompute"][0] if len(set(row["recompute"])) == 1 else "by stage"
-        print(
-            f"  {row['schedule']:<18}{row['microbatches']:>13}{recompute:>11}{row['predicted_s']:>9.3f} s"
-            f"{row['measured_s']:>8.3f} s{row['ratio']:>8.3f}  {low_high}"
-        )
+        steps = f"{row['predicted_s']:.3f} s", f"{row['measured_s']:.3f} s"
+        TABLE.print_row(row["schedule"], row["microbatches"], recompute, *steps, f"{row['ratio']:.3f}", low_high)
     if case["do_not_fit"]:
         print(f"  does not fit: {', '.join(case['do_not_fit'])}")
     print(f"  actions whose arithmetic was too slow for the pace: {case['late_share']:.2%}", flush=True)

@@ -22,10 +22,9 @@ Sections, each of which can be measured again by `--only` beside the others of a
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -33,8 +32,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import (
+    Outcome,
+    TextTable,
+    benchmark_parser,
+    earlier_result,
+    keep_others,
+    run_benchmark,
+    write_result,
+)
 from benchmarks.multimodal.order import SETTINGS, simulated_gains
-from benchmarks.provenance import provenance, write_result
+from benchmarks.provenance import provenance
 from pipefit.cluster import Cluster
 from pipefit.plan.modules.inline import inline_layouts
 from pipefit.plan.modules.orchestrate import ModuleArrangement, OrchestrationResult, can_share, orchestrate_modules
@@ -90,12 +98,13 @@ TOP = 60
 SAVED_VALUES = 34
 """Values of the width that a layer keeps for each token (Korthikanti et al. 2022, without attention's square)."""
 
+TABLE = TextTable(
+    ("model", "<10"), ("training", "<24"), ("devices", ">8"), ("planning", ">10"), ("step", ">10"), ("  layout", "<8")
+)
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="the closed form on one model's smallest and largest cluster"
-    )
+    parser = benchmark_parser(__doc__, quick="the closed form on one model's smallest and largest cluster")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="these sections; others stay in the result")
     parser.add_argument(
         "--case", action="append", default=[],
@@ -106,11 +115,12 @@ def main() -> int:
         "--cluster",
         help="a folder with what `pipefit profile` found of labs: read where it is there, else profiled and kept",
     )
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
-    known: dict[str, Any] = {}
-    if arguments.only and arguments.json and Path(arguments.json).is_file():
-        known = json.loads(Path(arguments.json).read_text(encoding="utf-8"))
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure the sections, and write the result after every row: each section has its own provenance."""
+    known = earlier_result(arguments.json) if arguments.only else {}
     for name in ("closed",) if arguments.quick else (arguments.only or SECTIONS):
         cases = name in ("plans", "lab", "few-samples")
         before = known.get(name, {"rows": []}) if arguments.case and cases else {"rows": []}
@@ -121,8 +131,8 @@ def main() -> int:
             at = named.index(own) if own in named else len(rows)
             rows[at : at + 1] = [row]
             known[name] = {"rows": rows, "provenance": provenance()}
-            write_result(arguments.json, {section: known[section] for section in SECTIONS if section in known})
-    return 0
+            write_result(arguments.json, keep_others({}, known, SECTIONS))
+    return Outcome()
 
 
 def case_of(row: dict[str, Any]) -> str:
@@ -130,7 +140,7 @@ def case_of(row: dict[str, Any]) -> str:
     return f"{row['model']} {row['devices']}" if "model" in row else f"{row['sigma']} {row['training']}"
 
 
-def closed(arguments: argparse.Namespace) -> Rows:
+def closed(arguments: Namespace) -> Rows:
     """The closed form: every model, cluster and way of training."""
     rows, quick = [], arguments.quick
     for name, (language, clusters) in ({"MLLM-72B": ("70B", (112, 1296))} if quick else CASES).items():
@@ -142,7 +152,7 @@ def closed(arguments: argparse.Namespace) -> Rows:
     yield from rows
 
 
-def plans(arguments: argparse.Namespace) -> Rows:
+def plans(arguments: Namespace) -> Rows:
     """Whole plans."""
     for case in PLANS:
         if arguments.case and f"{case[0]} {case[2]}" not in arguments.case:
@@ -156,7 +166,7 @@ def plans(arguments: argparse.Namespace) -> Rows:
         yield one
 
 
-def arranging(arguments: argparse.Namespace) -> Rows:
+def arranging(arguments: Namespace) -> Rows:
     """Balancing and ordering, simulated."""
     for setting in SETTINGS:
         row = dict(setting) | {"gains": simulated_gains(setting)}
@@ -164,21 +174,21 @@ def arranging(arguments: argparse.Namespace) -> Rows:
         yield row
 
 
-def lab(arguments: argparse.Namespace) -> Rows:
+def lab(arguments: Namespace) -> Rows:
     """Plans that run."""
     from benchmarks.multimodal import lab as multimodal_lab
 
     yield from _cases(multimodal_lab.MANY_SAMPLES, multimodal_lab.CASES, arguments)
 
 
-def few_samples(arguments: argparse.Namespace) -> Rows:
+def few_samples(arguments: Namespace) -> Rows:
     """Likewise, with fewer samples than devices."""
     from benchmarks.multimodal import lab as multimodal_lab
 
     yield from _cases(multimodal_lab.FEW_SAMPLES, multimodal_lab.CASES, arguments)
 
 
-def _cases(setting: Any, cases: Sequence[tuple[float, str]], arguments: argparse.Namespace) -> Rows:
+def _cases(setting: Any, cases: Sequence[tuple[float, str]], arguments: Namespace) -> Rows:
     from benchmarks.multimodal import lab as multimodal_lab
 
     asked = [one for one in cases if not arguments.case or f"{one[0]} {one[1]}" in arguments.case]
@@ -192,7 +202,7 @@ def _cases(setting: Any, cases: Sequence[tuple[float, str]], arguments: argparse
         yield row
 
 
-def _profiled(setting: Any, arguments: argparse.Namespace) -> Cluster:
+def _profiled(setting: Any, arguments: Namespace) -> Cluster:
     """The cluster of a lab, as it was profiled before or is now."""
     from pipefit.cluster import load_cluster, save_cluster_file
 
@@ -203,7 +213,7 @@ def _profiled(setting: Any, arguments: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def together(arguments: argparse.Namespace) -> Rows:
+def together(arguments: Namespace) -> Rows:
     """An encoder that takes several microbatches at a time."""
     from benchmarks.multimodal import lab as multimodal_lab
 
@@ -216,7 +226,7 @@ def together(arguments: argparse.Namespace) -> Rows:
     yield found
 
 
-def arranging_lab(arguments: argparse.Namespace) -> Rows:
+def arranging_lab(arguments: Namespace) -> Rows:
     """One layout under every arrangement, really run."""
     from benchmarks.multimodal import lab as multimodal_lab
 
@@ -227,7 +237,7 @@ def arranging_lab(arguments: argparse.Namespace) -> Rows:
     yield row
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Rows]] = {
+SECTIONS: dict[str, Callable[[Namespace], Rows]] = {
     "closed": closed,
     "plans": plans,
     "arranging": arranging,
@@ -404,14 +414,14 @@ def planned(name: str, cluster: str, devices: int, batch: int, sigma: float) -> 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The best layout of every case; of modules replicas x stages x shards, those of a lane where they share it."""
-    print(f"{'model':9} {'training':24} {'devices':>7} {'planning':>9} {'step':>9}  layout")
+    TABLE.print_head()
     for row in rows:
         name, best = next(iter(row["best"].items()))
         each = ", ".join(
             f"{module} {one['replicas']} x {one['stages']} x {one['shards']}" for module, one in best["modules"].items()
         )
         planning, step = format_seconds(row["planning_s"]), format_seconds(best["step_s"])
-        print(f"{row['model']:9} {row['training']:24} {row['devices']:>7} {planning:>9} {step:>9}  {name}: {each}")
+        TABLE.print_row(row["model"], row["training"], row["devices"], planning, step, f"  {name}: {each}")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ one: they have not changed when only our search has, and take two thirds of the 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Outcome, benchmark_parser, read_result, run_benchmark
 from benchmarks.placement.instances import LARGE, SMALL, Instance, lab, skewed
 from benchmarks.placement.pipette import pipette, pipette_on_estimate
-from benchmarks.provenance import provenance, write_result
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.placement.links import TICK_S
 from pipefit.plan.placement.lowered import LoweredPlacement, place_lowered
@@ -52,16 +52,18 @@ METHODS = ("ours", "ours_as_long", "ours_longer", "pipette", "pipette_on_estimat
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two small instances, a second for each annealing")
+    parser = benchmark_parser(__doc__, quick="two small instances, a second for each annealing")
     parser.add_argument("--seconds", type=float, default=FULL_S, help="for Pipette's annealing; ours gets a tenth")
     parser.add_argument("--repeat", type=int, default=3, help="seeds of every annealing")
     parser.add_argument("--only", default="", help="instances whose names hold this")
     parser.add_argument("--improve", type=float, default=0.0, help="seconds an instance to look for better best ones")
     parser.add_argument("--others", type=Path, help="a result whose runs of the other methods are taken")
     parser.add_argument("--processes", type=int, default=1, help="how many instances are measured at a time")
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Compare all methods on every instance, or look for better best placements."""
     seconds = 1.0 if arguments.quick else arguments.seconds
     seeds = range(1 if arguments.quick else arguments.repeat)
     small, large = ([lab(2, 1)], [skewed(16, 4, 11)]) if arguments.quick else (SMALL, LARGE)
@@ -69,9 +71,9 @@ def main() -> int:
     if arguments.improve:
         for instance in wanted:
             improve(instance, arguments.improve)
-        return 0
-    before = json.loads(arguments.others.read_text(encoding="utf-8")) if arguments.others else {"cases": []}
-    taken = {case["name"]: case for case in before["cases"]}
+        return Outcome()
+    before = read_result(arguments.others) if arguments.others else {}
+    taken = {case["name"]: case for case in before.get("cases", ())}
     works = [(one, seconds, seeds, one in small, taken.get(one.name)) for one in wanted]
     warm_up()
     if arguments.processes > 1:  # forked, so that they have what is compiled
@@ -83,12 +85,10 @@ def main() -> int:
         "seconds_pipette": seconds,
         "seconds_ours": seconds / OURS_PART,
         "cases": cases,
-        "provenance": provenance(),
         **({"provenance_of_the_others": before["provenance"]} if taken else {}),
     }
-    write_result(arguments.json, result)
     print_table(result)
-    return 0 if all(case["not_worse"] for case in cases) else 1
+    return Outcome(result, passed=all(case["not_worse"] for case in cases))
 
 
 def warm_up() -> None:

@@ -13,11 +13,11 @@ differ, and the CPU time is what the search needs (it runs on one core).
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS, Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from pipefit.cluster import Cluster, open_cluster
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.model.registry import open_model
@@ -72,28 +72,25 @@ WITHIN = {"with_groups": "search_groups"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the small cases only, once")
+    parser = benchmark_parser(__doc__, quick="the small cases only, once")
     parser.add_argument("--only", choices=CASES, help="this case only")
     parser.add_argument("--repeat", type=int, default=3, help="runs of every case")
-    parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parser.add_argument("--case", help=SUPPRESS)
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Plan every case in processes of its own; in such a process, measure one case."""
     if arguments.case:
         print(json.dumps(measure(CASES[arguments.case])))
-        return 0
+        return Outcome()
     names = [arguments.only] if arguments.only else QUICK if arguments.quick else list(CASES)
     cases = {name: repeated(name, 1 if arguments.quick else arguments.repeat) for name in names}
-    result = {
-        "limits_s": {str(count): limit for count, limit in LIMITS_S.items()},
-        "cases": cases,
-        "provenance": provenance(),
-    }
-    write_result(arguments.json, result)
     for name, case in cases.items():
         print_case(name, case)
     limited = (case for case in cases.values() if case["devices"] in LIMITS_S)
-    return 0 if all(min(case["search_cpu_s"]) <= LIMITS_S[case["devices"]] for case in limited) else 1
+    passed = all(min(case["search_cpu_s"]) <= LIMITS_S[case["devices"]] for case in limited)
+    return Outcome({"limits_s": {str(count): limit for count, limit in LIMITS_S.items()}, "cases": cases}, passed)
 
 
 def repeated(name: str, count: int) -> dict[str, Any]:

@@ -12,18 +12,18 @@ once per installation. Pure Python must give the same bits.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from pipefit.cost.types import ActionTable, CostTable, EdgeCost, FlowKey, PortContention, PortFlow
 from pipefit.schedule import ScheduleProblem, chain_edges, find_family, linear_placement, lower_schedule
 from pipefit.schedule.taskgraph.compile import compile_graph
@@ -35,19 +35,18 @@ LIMIT_S = 0.005
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="16 stages x 128 microbatches, fewer repetitions")
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
+    parser = benchmark_parser(__doc__, quick="16 stages x 128 microbatches, fewer repetitions")
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Time the simulator; a full run must also be fast enough."""
     stages, microbatches, repeats = (16, 128, 20) if arguments.quick else (64, 1024, 200)
     result = measure(stages, microbatches, repeats)
-    result["provenance"] = provenance()
-    write_result(arguments.json, result)
     print_table(result)
     good = result["bit_equal_to_python"] and result["equal_to_closed_form"]
-    if not arguments.quick:
-        good = good and result["seconds"]["times_and_sweep"]["median"] < LIMIT_S
-    return 0 if good else 1
+    fast = result["seconds"]["times_and_sweep"]["median"] < LIMIT_S
+    return Outcome(result, passed=good and (fast or arguments.quick))
 
 
 def measure(stages: int, microbatches: int, repeats: int) -> dict[str, Any]:

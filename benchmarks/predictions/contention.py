@@ -14,20 +14,19 @@ of its own and replicas go in step. Needs root and iproute2.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from benchmarks.lab.runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
 from benchmarks.predictions.formulas import closed_form, pipette, uniform
-from benchmarks.provenance import provenance, write_result
 from pipefit.cluster import Cluster
 from pipefit.cost.work import BUCKET_BYTES
-from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
@@ -54,25 +53,20 @@ AGAIN = 2
 
 def main() -> int:
     """All clusters, a table, JSON; 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Two hosts, three plans, a short profile.")
-    parser.add_argument("--only", choices=LABS, help="This cluster only; the others stay in a result that stands.")
-    parser.add_argument("--json", help="Write the result here.")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(), "job": {"batch": JOB.batch, "sequence": JOB.sequence}}
+    parser = benchmark_parser(__doc__, quick="two hosts, three plans, a short profile", only=LABS)
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Profile the labs, run the plans, and compare all predictors."""
     model, began = small_model(), time.monotonic()
-    try:
-        labs = measured_labs(arguments, LABS, lambda name: measure(name, model, quick=arguments.quick), print_lab)
-    except PipefitError as error:
-        print(f"contention: {error.full_text()}", file=sys.stderr)
-        return 2
+    labs = measured_labs(arguments, LABS, lambda name: measure(name, model, quick=arguments.quick), print_lab)
     rows = [row for lab in labs for row in lab["plans"] if row["valid"]]
-    result |= {"labs": labs, "seconds": round(time.monotonic() - began), "targets": TARGETS}
-    result["errors"] = errors_of(rows)
+    result: dict[str, Any] = {"job": {"batch": JOB.batch, "sequence": JOB.sequence}, "labs": labs, "targets": TARGETS}
+    result |= {"seconds": round(time.monotonic() - began), "errors": errors_of(rows)}
     print(f"all {len(rows)} plans:")
     print_errors(result["errors"])
-    write_result(arguments.json, result)
-    return 0 if arguments.quick or reached(result) else 1
+    return Outcome(result, passed=arguments.quick or reached(result))
 
 
 def measure(name: str, model: Model, *, quick: bool = False) -> dict[str, Any]:

@@ -22,7 +22,6 @@ Four figures stand beside the prediction, because other work on the machine make
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -31,11 +30,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS, Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from pipefit.cluster import Cluster, load_cluster
 from pipefit.model.registry import open_model
 from pipefit.plan.assemble.predict import add_prediction, simulate_plan
@@ -52,20 +52,29 @@ TARGET = 0.10
 MEASURES = ("median_s", "fastest_quarter_s", "with_cores_s")
 
 
+TABLE = TextTable(
+    ("predicted", ">10"), ("median", ">11"), ("error", ">8"), ("quarter", ">11"), ("error", ">8"),
+    ("with cores", ">11"), ("error", ">8"), ("had one", ">8"), ("spread", ">8"), ("CPU pred.", ">11"), ("CPU", ">11"),
+    ("  plan", "<6"),
+)  # fmt: skip
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a quick profile and few rounds")
+    parser = benchmark_parser(__doc__, quick="a quick profile and few rounds")
     parser.add_argument("--local", type=int, default=2, help="processes")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=0, help="rounds that count; 0: 20, with --quick 5")
     parser.add_argument("--cluster", help="a cluster file of this machine, instead of profiling")
-    parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parser.add_argument("--rank-of", help=SUPPRESS)
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Profile, plan, run, and compare; or be one of the ranks."""
     if arguments.rank_of:
         run_rank(Path(arguments.rank_of))
-        return 0
+        return Outcome()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rounds = arguments.rounds or (5 if arguments.quick else 20)
     with tempfile.TemporaryDirectory() as folder:
@@ -88,14 +97,12 @@ def main() -> int:
         "load_average_before": round(before, 1),
         "load_average_after": round(os.getloadavg()[0], 1),
         "target": TARGET,
-        "provenance": provenance(),
     }
-    write_result(arguments.json, result)
     print_table(result)
-    return 0 if result["mean_error"]["with_cores_s"] <= TARGET else 1
+    return Outcome(result, passed=result["mean_error"]["with_cores_s"] <= TARGET)
 
 
-def profile(folder: Path, arguments: argparse.Namespace) -> Path:
+def profile(folder: Path, arguments: Namespace) -> Path:
     """The cluster file of this machine, measured now."""
     file = folder / "cluster.json"
     words = ["profile", "--local", str(arguments.local), "--model", MODEL, "--sequence", str(arguments.seq)]
@@ -266,16 +273,14 @@ def mean_error(rows: list[dict[str, Any]], key: str, predicted: str = "predicted
 
 
 def print_table(result: dict[str, Any]) -> None:
-    print(f"{'predicted':>10} {'median':>10} {'error':>7} {'quarter':>10} {'error':>7} {'with cores':>10} {'error':>7} "
-          f"{'had one':>7} {'spread':>7} {'CPU pred.':>10} {'CPU':>10}  plan")  # fmt: skip
+    TABLE.print_head()
     for row in result["rows"]:
         cells = [format_seconds(row["predicted_s"])]
         for key in MEASURES:
             cells += [format_seconds(row[key]), f"{row['predicted_s'] / row[key] - 1:+.1%}"]
         cells += [f"{row['share_with_a_core']:.0%}", f"{row['spread']:.0%}"]
         cells += [format_seconds(row["predicted_cpu_s"]), format_seconds(row["cpu_s"])]
-        widths = (10, 10, 7, 10, 7, 10, 7, 7, 7, 10, 10)
-        print(" ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + f"  {row['plan']}")
+        TABLE.print_row(*cells, f"  {row['plan']}")
     error = result["mean_error"]
     print(f"mean error: {error['median_s']:.1%} of the median step, {error['fastest_quarter_s']:.1%} of the fastest "
           f"quarter, {error['with_cores_s']:.1%} of the step with cores (target {result['target']:.0%}), "

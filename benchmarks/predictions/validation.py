@@ -6,12 +6,12 @@ python -m benchmarks.predictions.validation --quick                             
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import Namespace
 from typing import Any
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from pipefit.validate.calibration import SampleEvaluator
 from pipefit.validate.files import shipped_collectives, shipped_text
 from pipefit.validate.report import MANY, as_data, as_text, round_to
@@ -21,10 +21,11 @@ OTHER_SEEDS = range(1, 6)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="leave out the other splits")
-    parser.add_argument("--json", metavar="PATH", help="write the result there")
-    arguments = parser.parse_args()
+    return run_benchmark(benchmark_parser(__doc__, quick="leave out the other splits"), measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Predict all published runs."""
     begin = time.process_time()
     results = [result for _, run in sorted(find_sets().items()) for result in run()]
     processor_s = time.process_time() - begin
@@ -36,8 +37,7 @@ def main() -> int:
     }
     if not arguments.quick:
         data["vtrain_other_seeds"] = other_splits()
-    write_result(arguments.json, {"provenance": provenance(), **data})
-    return 0
+    return Outcome(data)
 
 
 def other_splits() -> dict[str, Any]:

@@ -12,7 +12,6 @@ of a model are measured, the sum of their curves is also compared with the whole
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,7 +19,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, report_progress, run_benchmark
 from pipefit.cluster.measured import LayerCurve
 from pipefit.cost.compute.curves import digest_graph, layer_times
 from pipefit.model.registry import open_model
@@ -79,7 +79,7 @@ def unseen_points(subject: ProfiledLayer, count: int, sequence: int, tokens: int
 
 
 def measure(
-    arguments: argparse.Namespace, subjects: Sequence[ProfiledLayer], device: torch.device
+    arguments: Namespace, subjects: Sequence[ProfiledLayer], device: torch.device
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A record for each layer (points, fit error, predicted and measured times at unseen points) and whole model."""
     sequence, tokens = arguments.sequence, arguments.tokens
@@ -93,7 +93,7 @@ def measure(
     survey_points(benches, samples, 1)
     for sample in samples:
         sample.visits.clear()
-    survey_points(benches, samples, 2, progress=show("first look"))
+    survey_points(benches, samples, 2, progress=report_progress("first look"))
     for index in range(len(subjects)):
         own = [sample for sample in samples if sample.subject == index]
         whole_s = [sum(typical_times(sample.visits)[0].values()) for sample in own]
@@ -105,9 +105,8 @@ def measure(
         for index, subject in enumerate(subjects)
         for point in unseen_points(subject, arguments.unseen, sequence, tokens, seed=1000 * arguments.seed + index)
     ]
-    survey_points(
-        benches, samples + hidden, arguments.rounds, seed=1, again=arguments.rounds, progress=show("measuring")
-    )
+    progress = report_progress("measuring")
+    survey_points(benches, samples + hidden, arguments.rounds, seed=1, again=arguments.rounds, progress=progress)
     if arguments.samples:
         write_samples(arguments.samples, subjects, samples, hidden, costs)
     records, curves = [], []
@@ -223,19 +222,8 @@ def describe(errors: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(errors), "median": statistics.median(errors), "max": max(errors)}
 
 
-def show(what: str):
-    last = [-1]
-
-    def progress(done: int, total: int) -> None:
-        if 10 * done // total != last[0]:
-            last[0] = 10 * done // total
-            print(f"{what}: {done} of {total} visits", file=sys.stderr, flush=True)
-
-    return progress
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = benchmark_parser(__doc__, quick="the tiny model alone, few rounds")
     parser.add_argument("--model", action="append", help="whose layers; repeatable (default: tiny and gpt2)")
     parser.add_argument("--layers", default="of tiny$|layers.0 of", help="regular expression of the layers' names")
     parser.add_argument("--sequence", type=int, default=256)
@@ -245,10 +233,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="")
-    parser.add_argument("--quick", action="store_true", help="the tiny model alone, few rounds")
-    parser.add_argument("--json", help="write the result here")
     parser.add_argument("--samples", help="write every visit's times here")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure and fit all layers, and compare with points that the fit does not see."""
     if arguments.quick:
         arguments.model, arguments.rounds = arguments.model or ["tiny"], 3
     arguments.model = arguments.model or ["tiny", "gpt2"]
@@ -263,7 +253,6 @@ def main() -> None:
     attending = [layer for layer in layers if "with_context" in layer]
     sliced = {action: [e for each in attending for e in errors(each, action, context=True)] for action in FIELDS}
     result = {
-        "provenance": provenance(),
         "device": device.type,
         "seed": arguments.seed,
         "threads": torch.get_num_threads(),
@@ -277,21 +266,23 @@ def main() -> None:
         "whole_models": models,
     }
     for layer in layers:
-        by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in layer["errors"].items())
-        print(f"{layer['layer']:24} {layer['measured_points']:2} points  {by_action}")
-    apart = statistics.fmean(point["noise"] for layer in layers for point in layer["unseen"])
+        print(f"{layer['layer']:24} {layer['measured_points']:2} points  {by_action(layer['errors'])}")
     for layer in attending:
-        by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in layer["with_context"].items())
-        print(f"{layer['layer']:24} slices     {by_action}")
+        print(f"{layer['layer']:24} slices     {by_action(layer['with_context'])}")
     for record in models:
-        by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in record["errors"].items())
-        print(f"all of {record['model']:17} as a stage  {by_action}")
+        print(f"all of {record['model']:17} as a stage  {by_action(record['errors'])}")
+    apart = statistics.fmean(point["noise"] for layer in layers for point in layer["unseen"])
     print(
         f"all layers and actions at unseen points: mean {describe(total)['mean']:.1%}, max {max(total):.1%}; "
         f"two halves of the visits of a point are {apart:.1%} apart on average"
     )
-    write_result(arguments.json, result)
+    return Outcome(result)
+
+
+def by_action(errors: Mapping[str, Mapping[str, float]]) -> str:
+    """Errors of every action in a line."""
+    return "  ".join(f"{name} {each['mean']:5.1%} (max {each['max']:5.1%})" for name, each in errors.items())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

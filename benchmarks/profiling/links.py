@@ -11,10 +11,10 @@ tournament with the mean of its repetitions, the same with noise and order told 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, earlier_result, run_benchmark
+from benchmarks.provenance import provenance
 from pipefit.profile.adaptive import AdaptiveSurvey
 from pipefit.profile.completion import complete_links
 from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
@@ -229,10 +230,8 @@ def row(one: dict[str, Any]) -> str:
 
 def _others(path: str | None, kind: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Other labs that a result file holds already: large labs take minutes, and can be measured one by one."""
-    if path is None or not Path(path).exists():
-        return []
-    kept = json.loads(Path(path).read_text(encoding="utf-8")).get("lab", [])
-    kept = [{"kind": "own", "host_rounds": "auto", "predicted": 0} | one for one in kept]
+    defaults = {"kind": "own", "host_rounds": "auto", "predicted": 0}
+    kept = [defaults | one for one in earlier_result(path).get("lab", ())]
     return [one for one in kept if one["kind"] != kind or one["hosts"] not in sizes]
 
 
@@ -242,8 +241,7 @@ def _three(part: dict[str, float]) -> str:
 
 def main() -> int:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="16 hosts only (in the lab: four).")
+    parser = benchmark_parser(__doc__, quick="16 hosts only (in the lab: four)")
     parser.add_argument("--lab", action="store_true", help="In the lab: needs root and iproute2.")
     parser.add_argument("--hosts", type=int, nargs="+", help="Other numbers of hosts.")
     parser.add_argument("--repeats", type=int, default=2, help="In the lab: of every link.")
@@ -251,32 +249,38 @@ def main() -> int:
     parser.add_argument(
         "--host-rounds", default="auto", help="In the lab: rounds of pairs, as `pipefit profile` takes it."
     )
-    parser.add_argument("--json", help="Write the result here.")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Simulate clusters of every kind and size, or profile labs."""
     sizes = LAB_HOSTS if arguments.lab else HOSTS
     sizes = tuple(arguments.hosts or (sizes[:1] if arguments.quick else sizes))
-    result: dict[str, Any] = {"provenance": provenance(), "lab" if arguments.lab else "simulated": []}
     if arguments.lab:
-        from benchmarks.profiling.links_lab import HEAD as lab_head
-        from benchmarks.profiling.links_lab import KINDS as LAB_KINDS
-        from benchmarks.profiling.links_lab import measure
-        from benchmarks.profiling.links_lab import row as lab_row
+        return Outcome({"lab": measure_labs(arguments, sizes)})
+    rows = []
+    print(HEAD)
+    for count in sizes:
+        for kind in KINDS:
+            rows.append(compare(kind, count))
+            print(row(rows[-1]), flush=True)
+    return Outcome({"simulated": rows})
 
-        result["lab"] = _others(arguments.json, arguments.kind, sizes)
-        print(lab_head)
-        for count in sizes:
-            found = measure(count, arguments.repeats, arguments.kind, arguments.host_rounds)
-            result["lab"].append(found | {"provenance": provenance()})
-            print(lab_row(result["lab"][-1]), flush=True)
-        result["lab"].sort(key=lambda one: (LAB_KINDS.index(one["kind"]), one["hosts"]))
-    else:
-        print(HEAD)
-        for count in sizes:
-            for kind in KINDS:
-                result["simulated"].append(compare(kind, count))
-                print(row(result["simulated"][-1]), flush=True)
-    write_result(arguments.json, result)
-    return 0
+
+def measure_labs(arguments: Namespace, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Profile a lab of every size, and keep the other labs of an earlier result."""
+    from benchmarks.profiling.links_lab import HEAD as lab_head
+    from benchmarks.profiling.links_lab import KINDS as LAB_KINDS
+    from benchmarks.profiling.links_lab import measure
+    from benchmarks.profiling.links_lab import row as lab_row
+
+    labs = _others(arguments.json, arguments.kind, sizes)
+    print(lab_head)
+    for count in sizes:
+        labs.append(measure(count, arguments.repeats, arguments.kind, arguments.host_rounds))
+        labs[-1]["provenance"] = provenance()
+        print(lab_row(labs[-1]), flush=True)
+    return sorted(labs, key=lambda one: (LAB_KINDS.index(one["kind"]), one["hosts"]))
 
 
 if __name__ == "__main__":

@@ -27,23 +27,23 @@ that are r times as fast, which is what balancing alone could give over a step i
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from benchmarks.lab.runs import SIZES, TOKENS, Measured, measured_labs, small_model
 from benchmarks.predictions.contention import words
-from benchmarks.provenance import provenance, write_result
 from benchmarks.real_clusters.baseline import Tried, baseline, chosen
 from benchmarks.real_clusters.memory import held, risk_of, scarce
 from benchmarks.real_clusters.work import Unfinished, Work
 from pipefit.cluster import Cluster, DeviceKind
 from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.correction_file import MemoryFacts
-from pipefit.errors import DoesNotFitError, PipefitError
+from pipefit.errors import DoesNotFitError
 from pipefit.model.graph import Model
 from pipefit.plan.make import make_plan
 from pipefit.plan.risk import RISK, make_plan_at_risk
@@ -71,29 +71,27 @@ is compared with the baseline."""
 
 def main() -> int:
     """All clusters, a table, JSON; 1 where a target is missed or runs are left."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Two hosts, a few plans, a short profile.")
-    parser.add_argument("--only", choices=LABS, help="This cluster only; the others stay in a result that stands.")
+    parser = benchmark_parser(__doc__, quick="two hosts, a few plans, a short profile", only=LABS)
     parser.add_argument("--steps", type=int, default=2, help="Steps of each plan that count.")
     parser.add_argument("--work", help="Keep what was measured in this folder, and go on from there.")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="Begin no run after so long.")
-    parser.add_argument("--json", help="Write the result here.")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(), "job": {"batch": JOB.batch, "sequence": JOB.sequence}}
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Profile the labs and run our plans and the baseline's."""
     model, began = small_model(), time.monotonic()
     try:
         labs = measured_labs(arguments, LABS, lambda name: measure(name, model, arguments), print_lab)
     except Unfinished as left:
         print(f"real_clusters: {left}; call it again")
-        return 1
-    except PipefitError as error:
-        print(f"real_clusters: {error.full_text()}", file=sys.stderr)
-        return 2
-    write_result(arguments.json, result | {"labs": labs, "seconds": round(time.monotonic() - began)})
-    return 0 if arguments.quick or all(lab["reached"] for lab in labs) else 1
+        return Outcome(passed=False)
+    result = {"job": {"batch": JOB.batch, "sequence": JOB.sequence}, "labs": labs}
+    result["seconds"] = round(time.monotonic() - began)
+    return Outcome(result, passed=arguments.quick or all(lab["reached"] for lab in labs))
 
 
-def measure(name: str, model: Model, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, model: Model, arguments: Namespace) -> dict[str, Any]:
     """One cluster: profile, all plans, their runs, and what came of it."""
     with Work.kept(arguments.work, name, arguments.seconds) as work:
         cluster = work.profile(model, JOB.sequence, arguments.quick, PROFILES.get(name, {}))

@@ -15,39 +15,46 @@ confidence interval of the mean ratio (Student's t on the logarithms). The losse
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.processes.fixed_machine import FIXED_MACHINE
 from benchmarks.processes.ranks import in_ranks, join_group
-from benchmarks.provenance import provenance, write_result
 
 AIM = 1.05
 CASES = (("empty", 2), ("empty", 4), ("four-layer", 2), ("four-layer", 4))
 
+TABLE = TextTable(
+    ("stages", "<12"), ("processes", ">10"), ("pairs", ">7"), ("ours", ">18"), ("torch", ">18"), ("ratio", ">8"),
+    ("95% bound", ">11"),
+)  # fmt: skip
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="20 short pairs per case")
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
+    return run_benchmark(benchmark_parser(__doc__, quick="20 short pairs per case"), measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure all cases."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    print_head()
+    print("microseconds per action, wall clock of the slowest rank; in brackets CPU time of a rank's main thread")
+    TABLE.print_head()
     results = []
     for kind, processes in CASES:
         results.append(measure(kind, processes, arguments.quick))
         print_row(results[-1])
-    write_result(arguments.json, {"provenance": provenance(), "aim": AIM, "cases": results})
-    return 0 if all(case["losses_agree"] and case["ratio_bound_95"] <= AIM for case in results) else 1
+    passed = all(case["losses_agree"] and case["ratio_bound_95"] <= AIM for case in results)
+    return Outcome({"aim": AIM, "cases": results}, passed)
 
 
 def measure(kind: str, processes: int, quick: bool) -> dict[str, Any]:
@@ -320,19 +327,11 @@ def layer_stage(plan: Any, rank: int) -> Any:
     return Stage()
 
 
-def print_head() -> None:
-    print("microseconds per action, wall clock of the slowest rank; in brackets CPU time of a rank's main thread")
-    print(f"{'stages':<12}{'processes':>10}{'pairs':>7}{'ours':>18}{'torch':>18}{'ratio':>8}{'95% bound':>11}")
-
-
 def print_row(case: dict[str, Any]) -> None:
     sides = (f"{case[f'{s}_us_per_action']:.1f} ({case[f'{s}_cpu_us_per_action']:.1f})" for s in ("ours", "torch"))
-    print(
-        f"{case['stages']:<12}{case['processes']:>10}{case['pairs']:>7}{next(sides):>18}{next(sides):>18}"
-        f"{case['ratio']:>8.3f}{case['ratio_bound_95']:>11.3f}"
-        + ("" if case["losses_agree"] else f"  losses differ: {case['losses']}"),
-        flush=True,
-    )
+    note = "" if case["losses_agree"] else f"  losses differ: {case['losses']}"
+    ratios = f"{case['ratio']:.3f}", f"{case['ratio_bound_95']:.3f}"
+    TABLE.print_row(case["stages"], case["processes"], case["pairs"], *sides, *ratios, note=note)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,14 @@ PyTorch uses it (one stream per pair), ours on a stream per directed pair, which
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, markdown_table, read_result, run_benchmark
 from benchmarks.processes.paced import uneven_times
-from benchmarks.provenance import provenance, write_result
 from benchmarks.runtime.sides import computed, our_lowering
 from benchmarks.runtime.stock_order import posted_beforehand, replay, stock_lanes
 
@@ -30,27 +28,32 @@ SHARES = (0.15, 0.5, 1.0)
 DEVICES = (4, 8)
 SEEDS = 20
 
+TABLE = TextTable(
+    ("schedule", "<18"), ("devices", ">7"), ("transfer", ">10"), ("gloo", ">24"), ("NCCL", ">24"), ("posted", ">8")
+)
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="four devices, three seeds")
-    parser.add_argument("--json", help="write the result here")
+    parser = benchmark_parser(__doc__, quick="four devices, three seeds")
     parser.add_argument("--table", help="print the table of a result file, replay nothing")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Replay all instances, or print the table of a result."""
     if arguments.table:
-        print(markdown(json.loads(Path(arguments.table).read_text())["rows"]))
-        return 0
+        print(markdown(read_result(arguments.table)["rows"]))
+        return Outcome()
     seeds = range(3 if arguments.quick else SEEDS)
     print("PyTorch's step time over ours, mean (least to most) of all instances")
-    print(f"{'schedule':<18}{'devices':>7}{'transfer':>10}{'gloo':>24}{'NCCL':>24}{'posted':>8}")
+    TABLE.print_head()
     rows = []
     for devices in DEVICES[:1] if arguments.quick else DEVICES:
         for share in SHARES:
             for name in SCHEDULES:
                 rows.append(survey(name, devices, share, seeds))
                 print_row(rows[-1])
-    write_result(arguments.json, {"provenance": provenance(), "seeds": len(seeds), "rows": rows})
-    return 0
+    return Outcome({"seeds": len(seeds), "rows": rows})
 
 
 def survey(name: str, devices: int, share: float, seeds: range) -> dict[str, Any]:
@@ -85,24 +88,19 @@ def ratios_of(name: str, devices: int, share: float, seed: int) -> tuple[float, 
 
 def print_row(row: dict[str, Any]) -> None:
     cells = (f"{row[r]['mean']:.3f} ({row[r]['least']:.3f} to {row[r]['most']:.3f})" for r in ("gloo", "nccl"))
-    print(
-        f"{row['schedule']:<18}{row['devices']:>7}{row['transfer_share']:>10.2f}",
-        *(f"{c:>23}" for c in cells),
-        f"{row['posted']:.3f}",
-    )
+    share, posted = f"{row['transfer_share']:.2f}", f"{row['posted']:.3f}"
+    TABLE.print_row(row["schedule"], row["devices"], share, *cells, posted)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The mean ratio of every schedule by transfer: by gloo's rule, and by NCCL's."""
     columns = sorted({(row["devices"], row["transfer_share"]) for row in rows})
     found = {(row["schedule"], row["devices"], row["transfer_share"]): row for row in rows}
-    lines = ["| schedule | " + " | ".join(f"d = {d}, transfer {share:g}" for d, share in columns) + " |"]
-    lines.append("| --- |" + " --- |" * len(columns))
+    lines = []
     for name in dict.fromkeys(row["schedule"] for row in rows):
         cells = (found[name, *column] for column in columns)
-        text = (f"{cell['gloo']['mean']:.3f}, {cell['nccl']['mean']:.3f}" for cell in cells)
-        lines.append(f"| `{name}` | " + " | ".join(text) + " |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", *(f"{cell['gloo']['mean']:.3f}, {cell['nccl']['mean']:.3f}" for cell in cells)])
+    return markdown_table(["schedule", *(f"d = {d}, transfer {share:g}" for d, share in columns)], lines)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ Needs a CUDA device. --quick trains a tiny shape on the CPU instead: it shows th
 
 from __future__ import annotations
 
-import argparse
 import gc
 import inspect
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +34,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from pipefit.cluster import Cluster, open_cluster
 from pipefit.cost.static_memory import Precision
+from pipefit.errors import PipefitError
 from pipefit.model.analysis.totals import graph_flops
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
@@ -70,7 +71,7 @@ class Shape:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, quick="a tiny shape on the CPU: tests the code, measures nothing")
     parser.add_argument("--models", nargs="+", default=["llama-3.2-1b", "llama-3.2-3b"])
     parser.add_argument("--cluster", default="1xH200", help="one device of the kind that the memory is predicted for")
     parser.add_argument("--rows", type=int, default=4, help="sequences of a microbatch")
@@ -79,19 +80,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--peak", type=float, help="FLOP/s that MFU is measured against")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny shape on the CPU: tests the code, measures nothing"
-    )
-    parser.add_argument("--json", help="write the result here")
-    a = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(a: Namespace) -> Outcome:
+    """Train every model three ways on one device."""
     if not a.quick and not torch.cuda.is_available():
-        print(
-            "This benchmark needs a CUDA device, and PyTorch sees none.\n"
-            "  seen: torch " + torch.__version__ + "\n"
-            "  try: run it on a machine with a GPU, or --quick to run the code on a tiny model on the CPU",
-            file=sys.stderr,
+        raise PipefitError(
+            "This benchmark needs a CUDA device, and PyTorch sees none.",
+            seen=f"torch {torch.__version__}",
+            next_step="run it on a machine with a GPU, or --quick to run the code on a tiny model on the CPU",
         )
-        return 2
     if a.quick:
         shape = Shape(torch.device("cpu"), torch.float32, "float32", 2, 32, 2, a.recompute, 2, 1, "aot_eager")
         a.models, a.cluster = ["tiny"], "local:1"
@@ -104,17 +103,16 @@ def main() -> int:
     peak = find_peak(shape.device, shape.precision)
     flops_per_s, source = (a.peak, "--peak") if a.peak else (peak.flops_per_s, peak.source)
     print(f"peak used for MFU: {flops_per_s:.4g} FLOP/s ({source})")
-    result: dict[str, Any] = {
-        "provenance": provenance(),
+    models = {name: measure(name, shape, cluster, flops_per_s) for name in a.models}
+    result = {
         "device": "cpu, code test only" if a.quick else torch.cuda.get_device_name(),
         "peak_flops_per_s": flops_per_s,
         "peak_source": source,
         "shape": {k: str(v) if k in ("device", "dtype") else v for k, v in vars(shape).items()},
         "predicted_for": a.cluster,
-        "models": {name: measure(name, shape, cluster, flops_per_s) for name in a.models},
+        "models": models,
     }
-    write_result(a.json, result)
-    return 0 if all(row["losses_agree"] for row in result["models"].values()) else 1
+    return Outcome(result, passed=all(row["losses_agree"] for row in models.values()))
 
 
 def measure(name: str, shape: Shape, cluster: Cluster, peak: float) -> dict[str, Any]:

@@ -17,7 +17,6 @@ shaped (no root), messages cross the loopback interface, transfers cost next to 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -27,15 +26,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, markdown_table, read_result, run_benchmark
 from benchmarks.processes.paced import Pace, be_punctual, uneven_times
 from benchmarks.processes.shaped import Host, cannot_shape, loopback_hosts, shaped_hosts
-from benchmarks.provenance import provenance, write_result
 from benchmarks.runtime.sides import MESSAGE_BYTES, Ours, Stock, computed, make_plan, our_lowering
 from benchmarks.runtime.stock_order import own_actions, replay, stock_lanes
 
@@ -59,22 +58,29 @@ OWN_CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 GREEDY = ("interleaved-1f1b", "v-min", "v-half", "zb-v", "dualpipe-v")
 """Several stages a device: PyTorch runs them by its lowering, which places receives greedily."""
 
+TABLE = TextTable(
+    ("schedule", "<18"), ("run by", "<14"), ("devices", "<8"), ("stages", "<12"), ("transfer", ">9"), ("ours ms", ">9"),
+    ("torch ms", ">9"), ("idle", ">13"), ("ratio", ">8"), ("95 %", ">13"), ("gloo", ">8"), ("NCCL", ">7"),
+)  # fmt: skip
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two schedules, three short pairs each")
+    parser = benchmark_parser(__doc__, quick="two schedules, three short pairs each")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of steps per comparison")
-    parser.add_argument("--json", help="write the result here")
     parser.add_argument("--table", help="print the table of a result file, measure nothing")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parser.add_argument("--rank", type=int, help=SUPPRESS)
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure all schedules, print the table of a result, or be one of the ranks."""
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.table:
-        print(markdown(json.loads(Path(arguments.table).read_text())["cases"]))
-        return 0
+        print(markdown(read_result(arguments.table)["cases"]))
+        return Outcome()
     if arguments.rank is not None:
         rank_main(arguments.rank, json.loads(sys.stdin.read()))
-        return 0
+        return Outcome()
     reason = cannot_shape()
     print_head(reason)
     results = []
@@ -86,18 +92,16 @@ def main() -> int:
         for result in measure(devices, share, todo, 3 if arguments.quick else arguments.pairs):
             results.append(result)
             print_row(result)
-    write_result(
-        arguments.json,
+    slower = [case for case in results if case["ratio_95"][1] < 1.0 and not arguments.quick]
+    return Outcome(
         {
-            "provenance": provenance(),
             "links": f"not shaped: {reason}" if reason else "network namespaces of pipefit.lab",
             "chunk_forward_ms": 1e3 * CHUNK_FORWARD_S,
             "message_bytes": MESSAGE_BYTES,
             "cases": results,
         },
+        passed=all(case["gradients_agree"] for case in results) and not slower,
     )
-    slower = [case for case in results if case["ratio_95"][1] < 1.0 and not arguments.quick]
-    return 0 if all(case["gradients_agree"] for case in results) and not slower else 1
 
 
 def cases(quick: bool) -> list[Case]:
@@ -315,31 +319,26 @@ def print_head(reason: str) -> None:
     if reason:
         print(f"links are not shaped ({reason}): transfers cost next to nothing here")
     print("PyTorch's step time over ours: above 1 we are faster; expected from the two orders alone beside it")
-    print(
-        f"{'schedule':<18}{'run by':<14}{'devices':>7} {'stages':<12}{'transfer':>9}{'ours ms':>9}{'torch ms':>9}"
-        f"{'idle':>12}{'ratio':>8}{'95 %':>13}{'gloo':>8}{'NCCL':>7}"
-    )
+    TABLE.print_head()
 
 
 def print_row(case: dict[str, Any]) -> None:
     step, idle, expected = case["step_ms"], case["idle_share"], case["expected_ratio"]
     low, high = case["ratio_95"]
-    print(
-        f"{case['schedule']:<18}{case['own_class'] or 'CSV':<14}{case['devices']:>7} {case['uneven']:<12}"
-        f"{case['transfer_share']:>9.2f}"
-        f"{step['ours']:>9.1f}{step['torch']:>9.1f}{idle['ours']:>6.1%}{idle['torch']:>6.1%}{case['ratio']:>8.3f}"
-        f"{f'{low:.3f}-{high:.3f}':>13}{expected['gloo']:>8.3f}{expected['nccl']:>7.3f}"
-        + ("" if case["gradients_agree"] else "  GRADIENTS DIFFER"),
-        flush=True,
-    )
+    TABLE.print_row(
+        case["schedule"], case["own_class"] or "CSV", case["devices"], case["uneven"],
+        f"{case['transfer_share']:.2f}", f"{step['ours']:.1f}", f"{step['torch']:.1f}",
+        f"{idle['ours']:.1%} {idle['torch']:.1%}", f"{case['ratio']:.3f}", f"{low:.3f}-{high:.3f}",
+        f"{expected['gloo']:.3f}", f"{expected['nccl']:.3f}",
+        note="" if case["gradients_agree"] else "  GRADIENTS DIFFER",
+    )  # fmt: skip
 
 
 def markdown(cases: list[dict[str, Any]]) -> str:
     """The mean ratio of every schedule by devices and transfer, with the least and the most of its instances."""
     columns = sorted({(case["devices"], case["transfer_share"]) for case in cases})
     rows = list(dict.fromkeys((case["schedule"], case["own_class"]) for case in cases))
-    lines = ["| schedule | PyTorch's | " + " | ".join(f"d = {d}, transfer {share:g}" for d, share in columns) + " |"]
-    lines.append("| --- | --- |" + " --- |" * len(columns))
+    lines = []
     for name, own_class in sorted(rows):
         cells = []
         for column in columns:
@@ -350,8 +349,9 @@ def markdown(cases: list[dict[str, Any]]) -> str:
                 and (case["devices"], case["transfer_share"]) == column
             ]
             cells.append(f"{statistics.geometric_mean(here):.3f} ({min(here):.3f} to {max(here):.3f})" if here else "")
-        lines.append(f"| `{name}` | {own_class or 'CSV'} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", own_class or "CSV", *cells])
+    head = ["schedule", "PyTorch's", *(f"d = {d}, transfer {share:g}" for d, share in columns)]
+    return markdown_table(head, lines)
 
 
 if __name__ == "__main__":

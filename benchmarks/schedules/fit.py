@@ -16,13 +16,12 @@ replayed on the true ones; where a lane then exceeds the limit it is asked for l
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, earlier_result, run_benchmark, write_result
+from benchmarks.provenance import provenance
 from benchmarks.schedules import cases
 from benchmarks.schedules.adaptive import Means, search
 from benchmarks.schedules.cases import Case
@@ -49,18 +49,20 @@ KEPT: dict[str, Record] = {}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small problems and little time")
+    parser = benchmark_parser(__doc__, quick="small problems and little time")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="only this part; repeatable")
-    parser.add_argument("--json", metavar="PATH", help="write the result there")
     parser.add_argument(
         "--keep-adaptive", action="store_true", help="take the rows of the adaptive search from the result in PATH"
     )
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure the parts, and write the result after each: every part has its own provenance."""
     if not SOLVER:
         print("ortools is not installed: the rows of the exact solver are left out (pip install 'pipefit[exact]')")
     warm_up()
-    earlier = begun(arguments.json)
+    earlier = earlier_result(arguments.json)
     if arguments.keep_adaptive:
         KEPT.update(adaptive_rows(earlier))
     result = earlier if arguments.only else {}
@@ -74,16 +76,7 @@ def main() -> int:
         result[name] = PARTS[name](arguments.quick)
         result["provenance"]["parts"][name] = origin
         write_result(arguments.json, result)
-    return 0
-
-
-def begun(path: str | None) -> Record:
-    """An earlier result, of which one part is measured again. Its other parts keep where they came from."""
-    if path is None or not os.path.exists(path):
-        return {}
-    with open(path, encoding="utf-8") as file:
-        result: Record = json.load(file)
-    return result
+    return Outcome()
 
 
 def adaptive_rows(result: Record) -> dict[str, Record]:

@@ -7,10 +7,11 @@ python -m benchmarks.schedules.table --write docs/reference/schedules.md     put
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import markdown_table, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "schedules.json"
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--result", default=RESULT, type=Path, help="what benchmarks/schedules/fit.py wrote")
     parser.add_argument("--write", metavar="PAGE", type=Path, help="a page with the two marks")
     arguments = parser.parse_args()
-    text = tables(json.loads(arguments.result.read_text(encoding="utf-8")))
+    text = tables(read_result(arguments.result))
     if arguments.write is None:
         print(text)
         return
@@ -58,7 +59,7 @@ def table(title: str, records: Sequence[dict[str, Any]]) -> str:
     ways = [row["method"] for row in records[0]["methods"] if row["method"].startswith("fit ")]
     known = any(record["best_known_bubble"] is not None for record in records)
     head = ["case", *(["best known"] if known else []), *ways, "adaptive search", "best family", "gap"]
-    lines = [f"**{title}.**", "", f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
+    rows = []
     for record in records:
         by_name = {row["method"]: row for row in record["methods"]}
         cells = [record["name"]]
@@ -72,8 +73,8 @@ def table(title: str, records: Sequence[dict[str, Any]]) -> str:
         cells.append(f"{percent(family.get('bubble'), '')} {family['method']}".strip())
         ours = [by_name[way]["gap"] for way in ways if "gap" in by_name.get(way, {})]
         cells.append(percent(min(ours, default=None)))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return f"**{title}.**\n\n{markdown_table(head, rows, '---:')}"
 
 
 def in_words(random: dict[str, Any]) -> str:

@@ -16,17 +16,16 @@ Needs root and iproute2.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from benchmarks.lab.runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
-from benchmarks.provenance import provenance, write_result
 from pipefit.cluster import Cluster
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
-from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.shard_recipes import shard_setting
 from pipefit.plan.make import make_plan
@@ -47,24 +46,20 @@ GAIN, ERROR, COMMUNICATION = 1.5, 0.08, 0.30
 
 def main() -> int:
     """All labs, a table, JSON; 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Two hosts that are alike, a short profile.")
-    parser.add_argument("--only", choices=LABS, help="This cluster only; the others stay in a result that stands.")
+    parser = benchmark_parser(__doc__, quick="two hosts that are alike, a short profile", only=LABS)
     parser.add_argument("--steps", type=int, default=5, help="Steps of each plan that count.")
-    parser.add_argument("--json", help="Write the result here.")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(), "job": {"batch": JOB.batch, "sequence": JOB.sequence}}
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Profile the labs and run all sides."""
     model = small_model(2 if arguments.quick else 8)
-    try:
-        labs = measured_labs(arguments, LABS, lambda name: measure(name, model, arguments), print_lab)
-    except PipefitError as error:
-        print(f"spmd_lab: {error.full_text()}", file=sys.stderr)
-        return 2
-    write_result(arguments.json, result | {"labs": labs})
-    return 0 if arguments.quick or all(lab["reached"] for lab in labs) else 1
+    labs = measured_labs(arguments, LABS, lambda name: measure(name, model, arguments), print_lab)
+    result = {"job": {"batch": JOB.batch, "sequence": JOB.sequence}, "labs": labs}
+    return Outcome(result, passed=arguments.quick or all(lab["reached"] for lab in labs))
 
 
-def measure(name: str, model: Model, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, model: Model, arguments: Namespace) -> dict[str, Any]:
     """One lab: profile, plans, runs."""
     with lab_of(name) as lab:
         cluster = profiled(lab, model, JOB.sequence, quick=arguments.quick)

@@ -13,15 +13,16 @@ no communication), and what no program of all devices, or of every host, takes l
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from benchmarks.spmd.bound import no_program_below_s
 from benchmarks.spmd.sides import Result, best, bound_s, everything, experts_too, fully_sharded, no_rows, rows_only
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
@@ -224,12 +225,14 @@ def print_row(row: dict[str, Any]) -> None:
         print(f"  {layer}: {text}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small models on 1 + 1 hosts of 2 devices")
+def main() -> int:
+    parser = benchmark_parser(__doc__, quick="small models on 1 + 1 hosts of 2 devices")
     parser.add_argument("--only", default="", help="models, with commas")
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Price all sides of every model."""
     models = small_models() if arguments.quick else full_models()
     wanted = [name for name in models if not arguments.only or name in arguments.only.split(",")]
     hosts, devices = ((1, 1), 2) if arguments.quick else ((2, 6), 8)
@@ -237,8 +240,8 @@ def main() -> None:
     for name in wanted:
         rows.append(model_rows(name, models[name], hosts, devices))
         print_row(rows[-1])
-    write_result(arguments.json, {"provenance": provenance(), "rows_a_device": ROWS, "models": rows})
+    return Outcome({"rows_a_device": ROWS, "models": rows})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,14 +18,14 @@ speed that was measured for the whole batch, nothing waiting and nothing sent. N
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from benchmarks.lab.runs import TOKENS, Measured, lab_of, measured_labs, profiled, run_plans, small_model
-from benchmarks.provenance import provenance, write_result
 from pipefit.cluster import Cluster
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
@@ -57,27 +57,20 @@ AGAIN = 2
 
 def main() -> int:
     """Measure, print a table, write JSON; 1 where the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Two hosts, a short profile, short sequences.")
-    parser.add_argument("--only", choices=LABS, help="This cluster only.")
+    parser = benchmark_parser(__doc__, quick="two hosts, a short profile, short sequences", only=LABS)
     parser.add_argument("--steps", type=int, default=4, help="Steps of each plan that count.")
-    parser.add_argument("--json", help="Write the result here.")
-    arguments = parser.parse_args()
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Profile the lab and run our plan and its rivals."""
     job = QUICK if arguments.quick else JOB
-    result: dict[str, Any] = {
-        "provenance": provenance(),
-        "job": {"batch": job.batch, "sequence": job.sequence, "layers": LAYERS},
-    }
-    try:
-        labs = measured_labs(arguments, LABS, lambda name: measure(name, job, arguments), show)
-    except PipefitError as error:
-        print(f"synthesized_stages: {error.full_text()}", file=sys.stderr)
-        return 2
-    write_result(arguments.json, result | {"labs": labs})
-    return 0 if arguments.quick or all(lab["reached"] for lab in labs) else 1
+    labs = measured_labs(arguments, LABS, lambda name: measure(name, job, arguments), show)
+    result = {"job": {"batch": job.batch, "sequence": job.sequence, "layers": LAYERS}, "labs": labs}
+    return Outcome(result, passed=arguments.quick or all(lab["reached"] for lab in labs))
 
 
-def measure(name: str, job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, job: Job, arguments: Namespace) -> dict[str, Any]:
     """One cluster: its profile, the plans, their runs."""
     model = small_model(LAYERS)
     with lab_of(name) as lab:

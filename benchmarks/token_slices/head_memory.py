@@ -10,28 +10,33 @@ gradient buffers. Beside it the planner's count of the same (`cost/memory/stage.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from argparse import Namespace
 from typing import Any
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 
 LIMIT = 0.02
 """The most that count and measurement may differ."""
 
+TABLE = TextTable(
+    ("slices", ">7"), ("logits MiB", ">12"), ("measured MiB", ">14"), ("counted MiB", ">13"), ("differ", ">9"),
+    ("share", ">8"),
+)  # fmt: skip
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small vocabulary and short sequences")
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
+    return run_benchmark(benchmark_parser(__doc__, quick="a small vocabulary and short sequences"), measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure the peaks of all numbers of slices."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sizes = {"tokens": 256, "width": 32, "vocabulary": 4096} if arguments.quick else {}
-    result = {"limit": LIMIT, **head_peaks(**sizes), "provenance": provenance()}
+    result = {"limit": LIMIT, **head_peaks(**sizes)}
     print_table(result)
-    write_result(arguments.json, result)
-    return 0 if all(row["difference"] <= LIMIT for row in result["rows"]) else 1
+    return Outcome(result, passed=all(row["difference"] <= LIMIT for row in result["rows"]))
 
 
 def head_peaks(
@@ -111,13 +116,10 @@ def print_table(result: dict[str, Any]) -> None:
         f"head and loss of {result['batch_rows']} x {result['tokens']} tokens, vocabulary {result['vocabulary']}, "
         f"{result['dtype']}: bytes alive at the worst moment"
     )
-    print(f"{'slices':>7} {'logits MiB':>11} {'measured MiB':>13} {'counted MiB':>12} {'differ':>8} {'share':>7}")
+    TABLE.print_head()
     for row in result["rows"]:
-        sizes = " ".join(
-            f"{row[name] / 2**20:{wide}.2f}"
-            for name, wide in (("logits_bytes", 11), ("peak_bytes", 13), ("counted_bytes", 12))
-        )
-        print(f"{row['slices']:>7} {sizes} {row['difference']:8.2%} {row['share']:7.1%}")
+        sizes = (f"{row[name] / 2**20:.2f}" for name in ("logits_bytes", "peak_bytes", "counted_bytes"))
+        TABLE.print_row(row["slices"], *sizes, f"{row['difference']:.2%}", f"{row['share']:.1%}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import TextTable
 from benchmarks.lab.clusters import lab
 from benchmarks.lab.runs import CLUSTERS, Measured, lab_of, profiled, run_plans
 from benchmarks.token_slices.overhead import overhead_of
@@ -349,14 +350,16 @@ def show(found: Mapping[str, Any]) -> None:
         f"sequence and {found['slice_overhead_s'] * 1e3:.2f} ms more for every slice"
     )
     for title, rows in (("two sequences", found["two"]), ("four sequences", found["four"])):
-        print(f"  {title:<22}{'slices':>7}{'measured':>11}{'predicted':>11}{'speed-up':>10}")
+        table = TextTable(
+            (title, "<22"), ("slices", ">7"), ("measured", ">11"), ("predicted", ">11"), ("speed-up", ">10"),
+            indent="  ",
+        )  # fmt: skip
+        table.print_head()
         for row in rows:
+            steps = f"{row['measured_s']:.3f} s", f"{row['predicted_s']:.3f} s"
             up = f"{row['speedup']:.3f}" if "speedup" in row else ""
-            mark = "" if row["valid"] else "  LATE"
-            print(
-                f"  {row['name']:<22}{len(row['slices']):>7}{row['measured_s']:>9.3f} s{row['predicted_s']:>9.3f} s"
-                f"{up:>10}  {row['schedule']}{mark}"
-            )
+            note = f"  {row['schedule']}{'' if row['valid'] else '  LATE'}"
+            table.print_row(row["name"], len(row["slices"]), *steps, up, note=note)
 
 
 if __name__ == "__main__":

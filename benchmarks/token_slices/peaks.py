@@ -9,13 +9,14 @@ device that holds most. Called by `sections.py`; alone:
 
 from __future__ import annotations
 
-import argparse
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from benchmarks.provenance import provenance, write_result
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.token_slices.targets import at_most
 from pipefit.schedule.families import find_family
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
@@ -182,28 +183,32 @@ def farthest(rows: Sequence[Mapping[str, Any]], what: str) -> float:
 
 def show(found: Mapping[str, Any]) -> None:
     """The forms as a table, each at its largest shape."""
-    head = f"{'p':>3}{'v':>3}{'s':>3}{'m':>4}{'peak / A':>10}{'published':>11}{'bubble':>9}{'shapes':>8}"
-    print(f"{'':32}{'family':18}{head}")
+    TABLE.print_head()
     for form in found["forms"]:
         row = [row for row in found["rows"] if row["form"] == form["form"]][-1]
-        print(
-            f"{form['form']:32}{form['family']:18}{row['devices']:3}{row['stages']:3}{row['slices']:3}"
-            f"{row['sequences']:4}{row['peak']:10.4f}{row['published_peak']:11.4f}{row['bubble']:9.2%}"
-            f"{form['shapes']:8}"
-        )
+        shape = (row[name] for name in ("devices", "stages", "slices", "sequences"))
+        peaks = f"{row['peak']:.4f}", f"{row['published_peak']:.4f}"
+        TABLE.print_row(form["form"], form["family"], *shape, *peaks, f"{row['bubble']:.2%}", form["shapes"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smaller grid")
-    parser.add_argument("--json", help="write the result here")
-    arguments = parser.parse_args()
+TABLE = TextTable(
+    ("", "<32"), ("family", "<18"), ("p", ">3"), ("v", ">3"), ("s", ">3"), ("m", ">4"), ("peak / A", ">10"),
+    ("published", ">11"), ("bubble", ">9"), ("shapes", ">8"),
+)  # fmt: skip
+
+
+def main() -> int:
+    return run_benchmark(benchmark_parser(__doc__, quick="a smaller grid"), measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Simulate every published form."""
     found = measure(arguments.quick)
     show(found)
     for target in found["targets"]:
         print(f"  {'met' if target['met'] else 'MISSED'}: {target['what']}: {target['reached']:.2g}")
-    write_result(arguments.json, {"provenance": provenance()} | found)
+    return Outcome(found)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import TextTable
 from benchmarks.memory.trade import compare
 from benchmarks.processes.fixed_machine import FIXED_MACHINE
 from benchmarks.processes.paced import be_punctual
@@ -223,13 +224,15 @@ def show(found: Mapping[str, Any]) -> None:
         f"real arithmetic: {STAGES} processes, {SEQUENCES} sequences of {size['sequence']} tokens, width "
         f"{size['width']}, {size['layers']} layers; ratios to {found['baseline']}"
     )
-    print(f"  {'plan':<20}{'median':>9}{'ratio':>8}  {'95 %':<14}{'limit':>6}{'CPU':>9}{'each slice':>13}")
+    table = TextTable(
+        ("plan", "<20"), ("median", ">9"), ("ratio", ">8"), ("95 %", ">13"), ("limit", ">7"), ("CPU", ">9"),
+        ("each slice", ">13"), indent="  ",
+    )  # fmt: skip
+    table.print_head()
     rows: Sequence[Mapping[str, Any]] = found["rows"]
     for row in rows:
         low, high = row["ratio_95"]
-        reach = f"{low:.3f}-{high:.3f}"
-        print(
-            f"  {row['plan']:<20}{row['median_s']:>7.3f} s{row['ratio']:>8.3f}  {reach:<14}{row['limit']:>6.2f}"
-            f"{row['cpu_s']:>7.3f} s{row['slice_overhead_s'] * 1e3:>10.2f} ms"
-        )
+        ratios = f"{row['ratio']:.3f}", f"{low:.3f}-{high:.3f}", f"{row['limit']:.2f}"
+        slice_ms = 1e3 * row["slice_overhead_s"]
+        table.print_row(row["plan"], f"{row['median_s']:.3f} s", *ratios, f"{row['cpu_s']:.3f} s", f"{slice_ms:.2f} ms")
     print(f"  losses differ by {found['loss_spread']:.1e}")

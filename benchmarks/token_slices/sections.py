@@ -15,18 +15,16 @@ is 1 where a target is missed.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import provenance, write_result
-from pipefit.errors import PipefitError
+from benchmarks.harness import Outcome, benchmark_parser, earlier_result, keep_others, run_benchmark, write_result
+from benchmarks.provenance import provenance
 
 SECTIONS = ("replay", "peaks", "head", "real", "lab")
 QUICK = ("replay", "peaks", "head", "real")
@@ -35,37 +33,26 @@ QUICK = ("replay", "peaks", "head", "real")
 
 def main() -> int:
     """All sections, or one; tables, targets, JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="One setting, short runs, no lab unless asked for.")
-    parser.add_argument("--only", choices=SECTIONS, help="This section only; the others stay in a result that stands.")
-    parser.add_argument("--json", help="Write the result here.")
-    arguments = parser.parse_args()
+    parser = benchmark_parser(__doc__, quick="one setting, short runs, no lab unless asked for", only=SECTIONS)
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Measure the sections, each with its own provenance."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     result: dict[str, Any] = {}
     for name in (arguments.only,) if arguments.only else QUICK if arguments.quick else SECTIONS:
         section = importlib.import_module(f"benchmarks.token_slices.{name}")
         began = time.monotonic()
-        try:
-            found = section.measure(arguments.quick)
-        except PipefitError as error:
-            print(f"token_slices: {error.full_text()}", file=sys.stderr)
-            return 2
+        found = section.measure(arguments.quick)
         found["seconds"] = round(time.monotonic() - began, 1)
         found["provenance"] = provenance()
         result[name] = found
         section.show(found)
         show_targets(found["targets"])
-    write_result(arguments.json, with_others(result, arguments.json) if arguments.only else result)
-    return 0 if all(target["met"] for found in result.values() for target in found["targets"]) else 1
-
-
-def with_others(sections: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """These sections, and from a result that stands the others."""
-    known: dict[str, Any] = {}
-    if path is not None and Path(path).is_file():
-        known = json.loads(Path(path).read_text(encoding="utf-8"))
-    known |= sections
-    return {name: known[name] for name in SECTIONS if name in known}
+    earlier = earlier_result(arguments.json) if arguments.only else {}
+    write_result(arguments.json, keep_others(result, earlier, SECTIONS))
+    return Outcome(passed=all(target["met"] for found in result.values() for target in found["targets"]))
 
 
 def show_targets(targets: Sequence[Mapping[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,18 @@ def test_the_clusters_are_those_that_were_written_before_measuring() -> None:
 
 
 def test_one_cluster_can_be_measured_again(tmp_path: Path) -> None:
-    from benchmarks.lab.runs import with_others
+    from benchmarks.lab.runs import measured_labs
 
     path = tmp_path / "result.json"
-    assert with_others([{"lab": "b"}], str(path), ("a", "b")) == [{"lab": "b"}]
+    shown: list[dict[str, Any]] = []
+    arguments = Namespace(quick=False, only="b", json=str(path))
+
+    def measure_again() -> list[dict[str, Any]]:
+        return measured_labs(arguments, ("a", "b"), lambda name: {"lab": name}, shown.append)
+
+    assert measure_again() == [{"lab": "b"}]
     path.write_text(json.dumps({"labs": [{"lab": "b", "old": 1}, {"lab": "a", "old": 1}]}))
-    assert with_others([{"lab": "b"}], str(path), ("a", "b")) == [{"lab": "a", "old": 1}, {"lab": "b"}]
+    assert measure_again() == [{"lab": "a", "old": 1}, {"lab": "b"}] and shown == [{"lab": "b"}] * 2
 
 
 def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:

@@ -100,15 +100,6 @@ def test_live_tokens_are_counted_from_forward_to_the_last_part_of_the_backward()
     assert live_tokens(plan, SimpleNamespace(trace=trace)) == 5 + 3 + 5
 
 
-def test_one_section_can_be_measured_again(tmp_path: Path) -> None:
-    from benchmarks.token_slices.sections import with_others
-
-    path = tmp_path / "result.json"
-    assert with_others({"lab": 1}, str(path)) == {"lab": 1}
-    path.write_text(json.dumps({"lab": 0, "replay": 2}))
-    assert with_others({"lab": 1}, str(path)) == {"replay": 2, "lab": 1}
-
-
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_quick_measures_everything_but_the_lab(tmp_path: Path) -> None:
