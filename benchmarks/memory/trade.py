@@ -13,7 +13,6 @@ the choice's, so above 1 the choice is faster; each step time is the slowest ran
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
@@ -29,6 +28,7 @@ from benchmarks.processes.fixed_machine import FIXED_MACHINE
 from benchmarks.processes.paced import be_punctual
 from benchmarks.processes.paced_links import LinkedPace, stamps
 from benchmarks.processes.ranks import in_ranks, join_group
+from benchmarks.processes.ratios import paired_ratio
 
 FIXED = ("1f1b", "interleaved-1f1b", "zb-v", "v-half", "v-min")
 MODEL, LANES = "llama-3-8b", 4
@@ -112,17 +112,9 @@ def facts(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(chosen: list[float], other: list[float]) -> dict[str, Any]:
-    """The ratio of paired steps, with the 95 % confidence interval of its mean (Student's t on the logarithms)."""
-    from scipy.stats import t
-
-    logs = [math.log(b / a) for a, b in zip(chosen, other, strict=True)]
-    mean, spread = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    reach = float(t.ppf(0.975, len(logs) - 1)) * spread
-    return {
-        "ratio": math.exp(mean),
-        "ratio_95": [math.exp(mean - reach), math.exp(mean + reach)],
-        "measured_s": statistics.median(other),
-    }
+    """The ratio of paired steps, with its 95 % confidence interval, and the median of the other's."""
+    ratio, ratio_95 = paired_ratio(chosen, other)
+    return {"ratio": ratio, "ratio_95": ratio_95, "measured_s": statistics.median(other)}
 
 
 def make_plans(case: Case, fixed: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.processes.fixed_machine import FIXED_MACHINE
 from benchmarks.processes.ranks import in_ranks, join_group
+from benchmarks.processes.ratios import paired_ratio
 
 AIM = 1.05
 CASES = (("empty", 2), ("empty", 4), ("four-layer", 2), ("four-layer", 4))
@@ -73,23 +74,19 @@ def summary(
     losses: tuple[float, float],
 ) -> dict[str, Any]:
     """The figures of a case from the step times of its pairs."""
-    from scipy.stats import t
-
     ours, theirs = times
-    ratios = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
-    mean, spread = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
-    reach = float(t.ppf(0.975, len(ratios) - 1)) * spread
+    ratio, ratio_95 = paired_ratio(theirs, ours)
     return {
         "stages": kind,
         "processes": processes,
-        "pairs": len(ratios),
+        "pairs": len(ours),
         "actions_per_rank": actions,
         "ours_us_per_action": 1e6 * statistics.median(ours) / actions,
         "torch_us_per_action": 1e6 * statistics.median(theirs) / actions,
         "ours_cpu_us_per_action": 1e6 * cpu_s[0] / actions,
         "torch_cpu_us_per_action": 1e6 * cpu_s[1] / actions,
-        "ratio": math.exp(mean),
-        "ratio_bound_95": math.exp(mean + reach),
+        "ratio": ratio,
+        "ratio_bound_95": ratio_95[1],
         "losses": losses,
         "losses_agree": math.isclose(*losses, rel_tol=1e-4),
     }

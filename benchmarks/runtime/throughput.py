@@ -34,6 +34,7 @@ from typing import Any
 
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, markdown_table, read_result, run_benchmark
 from benchmarks.processes.paced import Pace, be_punctual, uneven_times
+from benchmarks.processes.ratios import paired_ratio
 from benchmarks.processes.shaped import Host, cannot_shape, loopback_hosts, shaped_hosts
 from benchmarks.runtime.sides import MESSAGE_BYTES, Ours, Stock, computed, make_plan, our_lowering
 from benchmarks.runtime.stock_order import own_actions, replay, stock_lanes
@@ -272,12 +273,8 @@ def _equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 def summary(case: Case, devices: int, share: float, found: dict[str, Any]) -> dict[str, Any]:
     """The figures of a case."""
-    from scipy.stats import t
-
     ours, theirs = found["seconds"]
-    logs = [math.log(b / a) for a, b in zip(ours, theirs, strict=True)]
-    mean, spread = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    reach = float(t.ppf(0.975, len(logs) - 1)) * spread
+    ratio, ratio_95 = paired_ratio(ours, theirs)
     expected = expect(case, devices, share)
     medians = {"ours": statistics.median(ours), "torch": statistics.median(theirs)}
     return {
@@ -285,13 +282,13 @@ def summary(case: Case, devices: int, share: float, found: dict[str, Any]) -> di
         "devices": devices,
         "transfer_share": share,
         "transfer_measured_share": found["transfer_measured_s"] / CHUNK_FORWARD_S,
-        "pairs": len(logs),
+        "pairs": len(ours),
         "real_time": found["real_time"],
         "step_ms": {side: 1e3 * value for side, value in medians.items()},
         "idle_share": {side: 1 - expected["work_s"] / value for side, value in medians.items()},
         "late_share": dict(zip(("ours", "torch"), found["late"], strict=True)),
-        "ratio": math.exp(mean),
-        "ratio_95": [math.exp(mean - reach), math.exp(mean + reach)],
+        "ratio": ratio,
+        "ratio_95": ratio_95,
         "expected_step_ms": expected["step_ms"],
         "expected_ratio": {rule: expected[rule] for rule in ("gloo", "nccl")},
         "gradients_agree": found["gradients_agree"],

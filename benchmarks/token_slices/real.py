@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import TextTable
-from benchmarks.memory.trade import compare
 from benchmarks.processes.fixed_machine import FIXED_MACHINE
 from benchmarks.processes.paced import be_punctual
 from benchmarks.processes.ranks import in_ranks, join_group
+from benchmarks.processes.ratios import paired_ratio
 from benchmarks.token_slices.targets import at_least
 from pipefit.cluster import local_cluster
 from pipefit.model.capture.layers import capture_family
@@ -72,7 +72,7 @@ def measure(quick: bool = False) -> dict[str, Any]:
             "slices": list(plan.order.slices),
             "median_s": statistics.median(table[name]),
             "limit": 1.0 if name in unsliced else limit(len(plan.order.slices)),
-            **{key: value for key, value in compare(table[name], table[base]).items() if key.startswith("ratio")},
+            **dict(zip(("ratio", "ratio_95"), paired_ratio(table[name], table[base]), strict=True)),
             "cpu_s": own_s,
             "slice_overhead_s": (own_s - whole_s) / (STAGES * SEQUENCES * max(1, len(plan.order.slices) - 1)),
             "loss": loss,

@@ -15,6 +15,7 @@ from tests.support.selection import (
     choose_rooms,
     files_of_room,
     list_rooms,
+    mirrored_folder,
 )
 
 TREE = {
@@ -95,6 +96,11 @@ def names(graph: Graph, *rooms: str) -> set[str]:
 )
 def test_a_room_chooses_what_depends_on_it(graph: Graph, room: str, chosen: str) -> None:
     assert names(graph, room) == set(chosen.split())
+
+
+def test_tests_stand_in_the_folder_that_mirrors_the_source() -> None:
+    files = ["src/pipefit/plan/cutting/cut.py", "benchmarks/spmd/bound.py", "docs/plans.md"]
+    assert set(mirrored_folder(files)) == {"tests/plan/cutting/", "tests/benchmarks/spmd/"}
 
 
 def test_a_package_file_reaches_all_that_import_below_it(graph: Graph) -> None:
@@ -178,7 +184,7 @@ def test_every_mode_chooses_tests(project: Graph) -> None:
 
 
 def test_every_test_file_is_reached_by_a_room(project: Graph) -> None:
-    rooms = {file for room in list_rooms(project) for file in files_of_room(project, room)}
+    rooms = {file for room in (*list_rooms(project), "benchmarks") for file in files_of_room(project, room)}
     lone = [test for test in project.tests if not rooms & project.distances_from(test).keys()]
     assert [test for test in lone if not test.startswith("tests/support/")] == []
 
