@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Measured:
     pace: str
     "How the real work kept to its pace, in words."
     trace: tuple[list[tuple[str, float, float, float]], ...]
-    "Of every rank, its last step (`lab_ranks.spans`), where it was asked for."
+    "Of every rank, its last step (`ranks.spans`), where it was asked for."
     peak_bytes: tuple[int, ...] = ()
     "Of every rank, the most that it had alive, by the allocator's own record; where it was asked for."
     busy_s: tuple[float, ...] = ()
@@ -62,6 +62,17 @@ class Measured:
     @property
     def median_s(self) -> float:
         return statistics.median(self.step_s)
+
+    def beside(self, predicted_s: float) -> dict[str, Any]:
+        """Return the steps beside their prediction, as JSON data."""
+        return {
+            "measured_s": self.median_s,
+            "steps_s": list(self.step_s),
+            "predicted_s": predicted_s,
+            "error": predicted_s / self.median_s - 1,
+            "valid": self.valid,
+            "pace": self.pace,
+        }
 
 
 def measured_labs(
@@ -155,6 +166,15 @@ def run_plans(
             everyone = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
         found |= {index: _measured(ranks) for index, ranks in zip(members, everyone, strict=True)}
     return [found[index] for index in range(len(plans))]
+
+
+def run_again(lab: Lab, plans: Mapping[str, Plan], model: Model, *, tries: int, **options: Any) -> dict[str, Measured]:
+    """Run named plans, and those again whose run was invalid, at most `tries` times; `options` of `run_plans`."""
+    runs: dict[str, Measured] = {}
+    for _ in range(tries):
+        left = [name for name in plans if name not in runs or not runs[name].valid]
+        runs |= dict(zip(left, run_plans(lab, [plans[name] for name in left], model, **options), strict=True))
+    return runs
 
 
 def _measured(ranks: Sequence[dict[str, Any]]) -> Measured:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab.runs import Measured, lab_of, profiled, run_plans
+from benchmarks.lab.runs import Measured, lab_of, profiled, run_again
 from benchmarks.multimodal.layouts import Layout, Monolithic, Rated
 from benchmarks.multimodal.model import (
     LONG,
@@ -173,14 +173,8 @@ def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dic
 
 def ran(lab_name: str, plans: Mapping[str, Plan], model: Model, index: Path) -> dict[str, Measured]:
     """Every plan's run; one whose real work was late is run once more."""
-    runs: dict[str, Measured] = {}
     with lab_of(lab_name) as lab:
-        for _ in range(TRIES):
-            left = [name for name in plans if name not in runs or not runs[name].valid]
-            if left:
-                again = run_plans(lab, [plans[name] for name in left], model, warm=WARM, steps=STEPS, samples=index)
-                runs |= dict(zip(left, again, strict=True))
-    return runs
+        return run_again(lab, plans, model, tries=TRIES, warm=WARM, steps=STEPS, samples=index)
 
 
 def together(setting: Setting, cluster: Cluster, sigma: float) -> dict[str, Any]:

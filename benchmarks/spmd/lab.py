@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
-from benchmarks.lab.runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
+from benchmarks.lab.runs import Measured, lab_of, measured_labs, profiled, run_again, small_model
 from pipefit.cluster import Cluster
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
@@ -64,13 +64,8 @@ def measure(name: str, model: Model, arguments: Namespace) -> dict[str, Any]:
     with lab_of(name) as lab:
         cluster = profiled(lab, model, JOB.sequence, quick=arguments.quick)
         plans = planned(model, cluster)
-        runs = run_plans(lab, list(plans.values()), model, steps=arguments.steps)
-        for _ in range(TRIES - 1):
-            late = [place for place, run in enumerate(runs) if not run.valid]
-            again = run_plans(lab, [list(plans.values())[place] for place in late], model, steps=arguments.steps)
-            for place, run in zip(late, again, strict=True):
-                runs[place] = run
-    rows = {side: row(plan, run) for (side, plan), run in zip(plans.items(), runs, strict=True)}
+        runs = run_again(lab, plans, model, tries=TRIES, steps=arguments.steps)
+    rows = {side: row(plan, runs[side]) for side, plan in plans.items()}
     ours, equal = rows["ours"], rows["equal shares"]
     reached = (
         all(each["valid"] and abs(each["error"]) <= ERROR for each in (ours, equal))
@@ -115,18 +110,9 @@ def planned(model: Model, cluster: Cluster) -> dict[str, Plan]:
 def row(plan: Plan, run: Measured) -> dict[str, Any]:
     """A plan, predicted and measured."""
     assert plan.prediction is not None
-    step_s = plan.prediction.step_s
-    return {
-        "decisions": dict(plan.decisions),
-        "program": dict(plan.recipes),
-        "measured_s": run.median_s,
-        "steps_s": list(run.step_s),
-        "predicted_s": step_s,
-        "error": step_s / run.median_s - 1,
-        "communication": 1 - max(run.busy_s) / run.median_s if run.busy_s else None,
-        "valid": run.valid,
-        "pace": run.pace,
-    }
+    communication = 1 - max(run.busy_s) / run.median_s if run.busy_s else None
+    facts = {"decisions": dict(plan.decisions), "program": dict(plan.recipes), "communication": communication}
+    return facts | run.beside(plan.prediction.step_s)
 
 
 def print_lab(lab: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
-from benchmarks.lab.runs import TOKENS, Measured, lab_of, measured_labs, profiled, run_plans, small_model
+from benchmarks.lab.runs import TOKENS, Measured, lab_of, measured_labs, profiled, run_again, small_model
 from pipefit.cluster import Cluster
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
@@ -76,11 +76,7 @@ def measure(name: str, job: Job, arguments: Namespace) -> dict[str, Any]:
     with lab_of(name) as lab:
         cluster = profiled(lab, model, job.sequence, quick=arguments.quick, **({} if arguments.quick else PROFILE))
         plans = {who: plan for who, pins in PINS.items() if (plan := planned(model, cluster, job, pins)) is not None}
-        runs: dict[str, Measured] = {}
-        for _ in range(AGAIN):
-            left = [who for who in plans if who not in runs or not runs[who].valid]
-            found = run_plans(lab, [plans[who] for who in left], model, steps=arguments.steps) if left else []
-            runs |= dict(zip(left, found, strict=True))
+        runs = run_again(lab, plans, model, tries=AGAIN, steps=arguments.steps)
     return summary(name, bound_s(model, cluster, job), {who: line(plans[who], runs[who]) for who in plans})
 
 
@@ -112,13 +108,7 @@ def line(plan: Plan, run: Measured) -> dict[str, Any]:
             for group, own in zip(plan.groups, shares, strict=True)
         ],
         "recipes": dict(plan.recipes),
-        "measured_s": run.median_s,
-        "steps_s": list(run.step_s),
-        "predicted_s": plan.prediction.step_s,
-        "error": plan.prediction.step_s / run.median_s - 1,
-        "valid": run.valid,
-        "pace": run.pace,
-    }
+    } | run.beside(plan.prediction.step_s)
 
 
 def summary(name: str, least_s: float, plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
