@@ -1,13 +1,8 @@
-"""Where a benchmark's result came from: commit, versions, machine, date, command. Shared by all benchmarks.
-
-result = {"provenance": provenance(), ...}
-write_result(arguments.json, result)
-"""
+"""The origin of a benchmark's result: commit, versions, machine, date, command. The harness adds it to results."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import subprocess
@@ -24,7 +19,7 @@ def provenance() -> dict[str, Any]:
     """Everything that is needed to repeat the run, as JSON data. Names no host, user or path of the machine."""
     return {
         "commit": _commit(),
-        "command": " ".join([f"python {Path(sys.argv[0]).parent.name}/{Path(sys.argv[0]).name}", *_arguments()]),
+        "command": " ".join([f"python -m {module_name()}", *_arguments()]),
         "date": datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
@@ -32,10 +27,10 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_result(path: str | Path | None, result: dict[str, Any]) -> None:
-    """Write a result as JSON, if a path was asked for."""
-    if path is not None:
-        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def module_name() -> str:
+    """Return the name of the program's module, from its path in the repository."""
+    path = Path(sys.argv[0]).resolve()
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts) if path.is_relative_to(ROOT) else path.stem
 
 
 def _arguments() -> list[str]:

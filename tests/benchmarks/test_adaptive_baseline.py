@@ -1,20 +1,17 @@
-"""The published adaptive search in `benchmarks/baselines/adaptive.py` finds what the authors' program finds."""
+"""The published adaptive search in `benchmarks/schedules/adaptive.py` finds what the authors' program finds."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.schedules.adaptive import LONGEST_HOP, Means, blocks, search
 from pipefit.cost.types import CostTable
 from pipefit.schedule import check_schedule, uniform_costs, vee_placement
 from pipefit.simulate import simulate_schedule
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from baselines.adaptive import LONGEST_HOP, Means, blocks, search
 
 PUBLISHED = json.loads((Path(__file__).parent / "adaptive_published.json").read_text())
 

@@ -1,4 +1,4 @@
-"""`benchmarks/compute_curves.py --quick` measures, fits and tells slices with a context apart;
+"""`benchmarks/profiling/compute_curves.py --quick` measures, fits and tells slices with a context apart;
 docs/design/profiling.md quotes the committed result."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_quick_compares_curves_with_unseen_points(tmp_path: Path) -> None:
     path = tmp_path / "curves.json"
-    command = [sys.executable, "benchmarks/compute_curves.py", "--quick", "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks.profiling.compute_curves", "--quick", "--json", str(path)]
     command += ["--sequence", "64", "--tokens", "128", "--layers", "layers.0 of", "--unseen", "6"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_quick_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    words = [sys.executable, ROOT / "benchmarks" / "memory_estimates.py", "--quick", "--json", out]
+    words = [sys.executable, "-m", "benchmarks.memory.estimates", "--quick", "--json", out]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
     result = json.loads(out.read_text())
     assert "corrected" in done.stdout and "commit" in result["provenance"]
     assert {run["case"]["devices"] for run in result["judged"]} == {8} and len(result["judged"]) == 6
@@ -51,9 +51,8 @@ def test_the_page_quotes_the_committed_result() -> None:
     assert result["real"] and all(one["largest_difference"] <= 0.002 for one in result["real"])
 
 
-def test_plans_recorded_by_earlier_versions_are_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from memory_estimates import Case, plan_of
+def test_plans_recorded_by_earlier_versions_are_known_again() -> None:
+    from benchmarks.memory.estimates import Case, plan_of
 
     result = json.loads((ROOT / "benchmarks" / "results" / "memory_estimates.json").read_text())
     for run in (result["learned"][0], result["learned"][-1]):

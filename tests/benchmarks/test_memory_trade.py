@@ -1,4 +1,4 @@
-"""`benchmarks/memory_trade.py --quick` runs, and its choices are what the planner says."""
+"""`benchmarks/memory/trade.py --quick` runs, and its choices are what the planner says."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 def test_quick_compares_the_choice_with_fixed_schedules(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     out = tmp_path / "result.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "memory_trade.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    command = [sys.executable, "-m", "benchmarks.memory.trade", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert out.exists(), done.stderr
     text = out.read_text()
     assert str(ROOT) not in text and str(tmp_path) not in text

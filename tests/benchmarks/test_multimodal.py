@@ -1,4 +1,4 @@
-"""benchmarks/multimodal.py: its monolithic layouts are what they are called, and the committed result is quoted."""
+"""benchmarks/multimodal: its monolithic layouts are what they are called, and the committed result is quoted."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ SECTION = PAGE.split("## Several modules, in a lab\n")[1].split("\n## ")[0]
 RESULT = ROOT / "benchmarks" / "results" / "multimodal.json"
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
 def test_the_papers_kind_has_the_fewest_stages_that_fit_and_nothing_that_does_not_fit_is_run() -> None:
-    from multimodal_lab import SHARDS, rivals
-    from multimodal_layouts import Layout, Rated
+    from benchmarks.multimodal.lab import SHARDS, rivals
+    from benchmarks.multimodal.layouts import Layout, Rated
 
     plain = Layout(ends="apart", replicas=1, shards=SHARDS, stages=2, microbatches=4, recompute="none")
     rated = [
@@ -39,7 +34,7 @@ def test_the_papers_kind_has_the_fewest_stages_that_fit_and_nothing_that_does_no
 
 
 def test_image_counts_are_lognormal_about_their_mean_and_end_with_the_sequence() -> None:
-    from multimodal_model import IMAGES, MOST, SEQUENCE, TOKENS, image_counts
+    from benchmarks.multimodal.model import IMAGES, MOST, SEQUENCE, TOKENS, image_counts
 
     half, one = (image_counts(20_000, sigma, 0) for sigma in (0.5, 1.0))
     assert abs(half.mean() / IMAGES - 1) < 0.05 and half.max() == one.max() == MOST
@@ -80,7 +75,7 @@ def row_of_the_page(row: dict[str, Any]) -> list[str]:
 
 
 def test_few_long_samples_gain_what_is_quoted_by_dividing_images() -> None:
-    from multimodal_lab import FEW_GAIN, GAIN, UTILISATION
+    from benchmarks.multimodal.lab import FEW_GAIN, GAIN, UTILISATION
 
     page = " ".join(SECTION.split())
     rows = committed("few-samples")
@@ -107,7 +102,7 @@ def test_few_long_samples_gain_what_is_quoted_by_dividing_images() -> None:
 
 
 def test_what_ran_beside_monolithic_layouts_is_quoted() -> None:
-    from multimodal_lab import CASES, GAIN, LAB, UTILISATION
+    from benchmarks.multimodal.lab import CASES, GAIN, LAB, UTILISATION
 
     rows = committed("lab")
     assert sorted((row["lab"], row["sigma"], row["training"]) for row in rows) == sorted((LAB, *case) for case in CASES)
@@ -123,7 +118,7 @@ def test_what_ran_beside_monolithic_layouts_is_quoted() -> None:
 
 
 def test_an_encoder_that_takes_several_microbatches_is_predicted_as_told() -> None:
-    from multimodal_lab import MULTIPLES
+    from benchmarks.multimodal.lab import MULTIPLES
 
     (row,) = committed("together")
     for multiple, one in zip(MULTIPLES, row["plans"].values(), strict=True):
@@ -167,7 +162,7 @@ def test_dividing_devices_takes_what_is_told() -> None:
 
 
 def test_arrangements_gain_what_was_asked_for_and_what_is_quoted() -> None:
-    from multimodal_order import TARGETS
+    from benchmarks.multimodal.order import TARGETS
 
     for row in committed("arranging"):
         assert all(row["gains"][way] >= least for way, least in TARGETS.items())
@@ -185,7 +180,7 @@ def test_arrangements_gain_what_was_asked_for_and_what_is_quoted() -> None:
 
 def test_the_simulated_gains_are_those_of_their_command() -> None:
     """By the code that the result was made with: nothing was edited by hand, and nothing drifts."""
-    from multimodal_order import SETTINGS, simulated_gains
+    from benchmarks.multimodal.order import SETTINGS, simulated_gains
 
     (row,) = (row for row in committed("arranging") if row["rows"] == 4)
     assert simulated_gains(SETTINGS[2]) == pytest.approx(row["gains"])

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 def test_quick_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "placement.py", "--quick", "--json", out],
+        [sys.executable, "-m", "benchmarks.placement.search", "--quick", "--json", out],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=280,
@@ -39,7 +39,7 @@ def test_quick_benchmark(tmp_path: Path) -> None:
 
 
 def test_pipettes_cost_is_its_formula() -> None:
-    from placement_pipette import mapping_cost
+    from benchmarks.placement.pipette import mapping_cost
 
     random = np.random.default_rng(3)
     bandwidth = random.uniform(1.0, 5.0, (6, 6))
@@ -55,7 +55,7 @@ def test_pipettes_cost_is_its_formula() -> None:
 
 
 def test_pipettes_moves_are_permutations_of_all_five_kinds() -> None:
-    from placement_pipette import changed, seed_numba
+    from benchmarks.placement.pipette import changed, seed_numba
 
     seed_numba(1)
     servers, other = np.arange(9), np.zeros(9, dtype=np.int64)
@@ -72,7 +72,7 @@ def test_pipettes_moves_are_permutations_of_all_five_kinds() -> None:
 
 
 def test_the_best_known_placements_are_permutations_that_take_what_they_say() -> None:
-    from placement_instances import LARGE, SMALL
+    from benchmarks.placement.instances import LARGE, SMALL
 
     kept = json.loads((ROOT / "benchmarks" / "data" / "placement_best.json").read_text())
     instances = {one.name: one for one in (*SMALL, *LARGE)}
@@ -85,7 +85,7 @@ def test_the_best_known_placements_are_permutations_that_take_what_they_say() ->
 
 
 def test_instances_are_the_same_every_time() -> None:
-    from placement_instances import LARGE, SMALL, regions, skewed
+    from benchmarks.placement.instances import LARGE, SMALL, regions, skewed
 
     assert (skewed(16, 4, 11).bandwidth == LARGE[0].bandwidth).all()
     assert regions(2).latency_s.max() == pytest.approx(0.265) and (np.diag(regions(2).latency_s) == 0).all()

@@ -1,35 +1,22 @@
-"""`benchmarks/planning.py --quick` runs; its mixed clusters are what it says."""
+"""`benchmarks/planning/search_time.py --quick` runs; its mixed clusters are what it says."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from benchmarks.planning.search_time import skewed
 from pipefit.cluster import parse_spec
 
 ROOT = Path(__file__).parents[2]
 
 
-def benchmark() -> ModuleType:
-    path = ROOT / "benchmarks" / "planning.py"
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location("planning_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["planning_benchmark"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_mixed_clusters_have_two_kinds_and_links_that_differ() -> None:
-    skewed = benchmark().skewed
     base = parse_spec("64x8xH100:400Gbit/s")
     made, again = skewed(base, "A100-80"), skewed(base, "A100-80")
     assert made == again, "seeded"
@@ -43,8 +30,8 @@ def test_mixed_clusters_have_two_kinds_and_links_that_differ() -> None:
 def test_quick_plans_the_small_cases(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     out = tmp_path / "result.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "planning.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, "-m", "benchmarks.planning.search_time", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     text = out.read_text()
     assert str(ROOT) not in text and str(tmp_path) not in text

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_waiting_is_less_elsewhere(tmp_path: Path) -> None:
     """With about twice the time that images take, waiting is a small part of what it is in the trainer's process."""
     result = tmp_path / "result.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "preparation.py"), "--quick", "--json", str(result)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-m", "benchmarks.inputs.preparation", "--quick", "--json", str(result)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
     row = found["rows"][-1]

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_quick_benchmark(tmp_path: Path) -> None:
     out, plot = tmp_path / "result.json", tmp_path / "plot.svg"
-    words = [sys.executable, ROOT / "benchmarks" / "schedule_memory.py", "--quick", "--json", out, "--plot", plot]
+    words = [sys.executable, "-m", "benchmarks.memory.families", "--quick", "--json", out, "--plot", plot]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(out.read_text())
     assert set(result["families"]) == {"1f1b", "v-half", "v-min"} and "commit" in result["provenance"]

@@ -1,4 +1,4 @@
-"""`benchmarks/schedules.py --quick` runs and says the truth, and docs/reference/schedules.md quotes the committed
+"""`benchmarks/schedules/fit.py --quick` runs and says the truth, and docs/reference/schedules.md quotes the committed
 result."""
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.schedules.cases import SEEDS, Case, case, random_instance, runtime_deltas
+from benchmarks.schedules.table import BEGIN, END, tables
 from pipefit.schedule import FAMILIES, linear_placement, vee_placement
 from pipefit.schedule.fit.search import fit_schedule
 from pipefit.simulate import simulate_schedule
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from schedule_cases import SEEDS, Case, case, random_instance, runtime_deltas
-from schedule_table import BEGIN, END, tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """(the result, what was printed)."""
     out = tmp_path_factory.mktemp("schedules") / "result.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "schedules.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, "-m", "benchmarks.schedules.fit", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     text = out.read_text()
     assert str(out.parent) not in text and str(ROOT) not in text
@@ -114,7 +112,7 @@ def test_fit_beats_the_best_known_where_it_is_quick() -> None:
 COMMITTED = ROOT / "benchmarks" / "results" / "schedules.json"
 
 
-@pytest.mark.skipif(not COMMITTED.exists(), reason="no result of benchmarks/schedules.py is committed")
+@pytest.mark.skipif(not COMMITTED.exists(), reason="no result of benchmarks/schedules/fit.py is committed")
 def test_the_page_quotes_the_committed_result() -> None:
     page = (ROOT / "docs" / "reference" / "schedules.md").read_text()
     quoted = page.partition(BEGIN)[2].partition(END)[0]

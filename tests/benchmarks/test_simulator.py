@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_quick_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "simulator.py", "--quick", "--json", out],
+        [sys.executable, "-m", "benchmarks.planning.simulator_speed", "--quick", "--json", out],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,4 +1,4 @@
-"""`benchmarks/single_gpu.py`: its code runs without a GPU under --quick, and says that it needs one otherwise."""
+"""`benchmarks/runtime/single_gpu.py`: its code runs without a GPU under --quick, else it says that it needs one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "single_gpu.py"
+ROOT = Path(__file__).parents[2]
+BENCHMARK = [sys.executable, "-m", "benchmarks.runtime.single_gpu"]
 
 
 @pytest.mark.slow
 def test_quick_trains_the_same_model_three_ways(tmp_path):
     out = tmp_path / "result.json"
-    command = [sys.executable, str(SCRIPT), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    command = [*BENCHMARK, "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "peak used for MFU" in done.stdout
     result = json.loads(out.read_text())
@@ -44,6 +45,6 @@ def planned_bytes(shape):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_says_what_is_missing():
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(BENCHMARK, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "needs a CUDA device" in done.stderr and "--quick" in done.stderr

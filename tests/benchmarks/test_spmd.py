@@ -12,25 +12,23 @@ import pytest
 from tests.support.random_clusters import model_of, random_setting
 from tests.support.stage_toys import toy_layers
 
+from benchmarks.spmd.bound import no_program_below_s
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.synthesize import synthesize_program
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from spmd_bound import no_program_below_s  # noqa: E402
 
 
 @pytest.mark.slow
 def test_the_quick_run_beats_every_side(tmp_path):
     file = tmp_path / "spmd.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/spmd.py", "--quick", "--json", str(file)],
+        [sys.executable, "-m", "benchmarks.spmd.programs", "--quick", "--json", str(file)],
         capture_output=True, text=True, timeout=300, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
-    assert result["provenance"]["command"] == "python benchmarks/spmd.py --quick --json spmd.json"
+    assert result["provenance"]["command"] == "python -m benchmarks.spmd.programs --quick --json spmd.json"
     assert [row["model"] for row in result["models"]] == ["vgg19", "vit-b"]
     for row in result["models"]:
         assert not row["slower_than"], row

@@ -1,5 +1,5 @@
-"""Where PyTorch's own lowering places receives, and what that costs: `benchmarks/stock_order.py` against the simulator,
-against lanes worked out by hand, and PyTorch's order against ours."""
+"""Where PyTorch's own lowering places receives, and what that costs: `benchmarks/runtime/stock_order.py` against the
+simulator, against lanes worked out by hand, and PyTorch's order against ours."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.processes.paced import Times
+from benchmarks.runtime.stock_order import posted_beforehand, replay, stock_lanes
 from pipefit.schedule import FAMILIES, ScheduleProblem
 from pipefit.schedule.actions import Action, Schedule, parse_lanes
 from pipefit.schedule.lowering.lower import lower_schedule
 from pipefit.simulate import simulate_schedule
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from paced import Times
-from stock_order import posted_beforehand, replay, stock_lanes
 
 ROOT = Path(__file__).parents[2]
 DEVICES, MICROBATCHES = 4, 8
@@ -144,8 +142,8 @@ def test_deferred_receives_are_found_to_take_the_wrong_message(name: str) -> Non
 def test_quick_survey(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.pipelining.schedules")
     out = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "benchmarks" / "receive_orders.py", "--quick", "--json", out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, "-m", "benchmarks.runtime.receive_orders", "--quick", "--json", out]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 21 and all(row["gloo"]["mean"] <= row["nccl"]["mean"] + 1e-12 for row in rows)
@@ -153,9 +151,12 @@ def test_quick_survey(tmp_path: Path) -> None:
 
 def test_the_documented_tables_are_those_of_the_committed_results() -> None:
     page = (ROOT / "docs" / "reference" / "training.md").read_text()
-    for name in ("schedule_throughput", "receive_orders"):
+    for module, name in (
+        ("benchmarks.runtime.throughput", "schedule_throughput"),
+        ("benchmarks.runtime.receive_orders", "receive_orders"),
+    ):
         result = ROOT / "benchmarks" / "results" / f"{name}.json"
-        command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--table", result]
+        command = [sys.executable, "-m", module, "--table", result]
         table = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
         assert f"<!-- from benchmarks/results/{name}.json -->\n{table}<!-- end -->" in page
 
@@ -172,8 +173,8 @@ def test_quick_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.pipelining.schedules")
     out = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "schedule_throughput.py", "--quick", "--json", out],
-        capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "benchmarks.runtime.throughput", "--quick", "--json", out],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""`benchmarks/token_slices.py`: its V100 costs against closed forms and figures that they were not fitted to, and the
+"""`benchmarks/token_slices`: its V100 costs against closed forms and figures that they were not fitted to, and the
 quick run."""
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _torch() -> None:
     pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def test_published_slices_are_whole_sequences_and_layouts_fill_their_devices() -> None:
-    from token_slices_v100 import HOST, settings
+    from benchmarks.token_slices.v100 import HOST, settings
 
     rows = settings()
     assert [row.number for row in rows] == list(range(1, 11))
@@ -37,7 +36,7 @@ def test_published_slices_are_whole_sequences_and_layouts_fill_their_devices() -
 
 
 def test_constants_come_from_the_steps_without_slices_alone() -> None:
-    from token_slices_v100 import FITTED, fit, settings, unsliced_s
+    from benchmarks.token_slices.v100 import FITTED, fit, settings, unsliced_s
 
     rows = settings()
     found = fit(rows)
@@ -52,7 +51,7 @@ def test_constants_come_from_the_steps_without_slices_alone() -> None:
 
 def test_a_layer_of_the_1b_model_takes_what_figure_3_shows() -> None:
     """Flat up to 256 tokens; at 1024, which nothing was fitted to, within a fifth."""
-    from token_slices_v100 import LayerTime, fit, published, settings
+    from benchmarks.token_slices.v100 import LayerTime, fit, published, settings
 
     rows, shown = settings(), published()["one_layer"]
     time = LayerTime(next(row for row in rows if row.number == 1), replace(fit(rows), score_bytes=0.0))
@@ -65,8 +64,8 @@ def test_a_layer_of_the_1b_model_takes_what_figure_3_shows() -> None:
 
 def test_simulated_steps_are_those_of_the_closed_forms() -> None:
     """GPipe: (m + K - 1) stages. With slices: TeraPipe's objective, up to its one maximum over F and B together."""
-    from token_slices_replay import objective_s, run
-    from token_slices_v100 import fit, settings, unsliced_s
+    from benchmarks.token_slices.replay import objective_s, run
+    from benchmarks.token_slices.v100 import fit, settings, unsliced_s
 
     rows = settings()
     constants, row = fit(rows), rows[4]
@@ -77,23 +76,23 @@ def test_simulated_steps_are_those_of_the_closed_forms() -> None:
 
 
 def test_the_overhead_of_a_slice_is_that_of_the_cost_function() -> None:
-    from token_slices_overhead import overhead_of
+    from benchmarks.token_slices.overhead import overhead_of
 
     assert overhead_of(4096, 7, lambda tokens, past: 0.01 + tokens * (1.0 + tokens / 2 + past)) == pytest.approx(0.01)
 
 
 def test_the_lab_is_the_one_that_was_written_before_measuring() -> None:
-    from token_slices_lab import LAB, lab_file
+    from benchmarks.token_slices.lab import LAB, lab_file
 
     path = BENCHMARKS / "data" / "clusters" / f"{LAB}.json"
-    assert path.read_text(encoding="utf-8") == dump_text(lab_file()), "python benchmarks/token_slices_lab.py"
+    assert path.read_text(encoding="utf-8") == dump_text(lab_file()), "python -m benchmarks.token_slices.lab"
     assert load_lab(path) == lab_file()
 
 
 def test_live_tokens_are_counted_from_forward_to_the_last_part_of_the_backward() -> None:
     from types import SimpleNamespace
 
-    from token_slices_lab import live_tokens
+    from benchmarks.token_slices.lab import live_tokens
 
     plan = SimpleNamespace(order=SimpleNamespace(slices=(5, 3)))
     spans = [("0F0", 0, 1, 0), ("0F0/1", 1, 2, 0), ("0I0/1", 2, 3, 0), ("0F1", 3, 4, 0), ("0W0/1", 4, 5, 0)]
@@ -101,21 +100,12 @@ def test_live_tokens_are_counted_from_forward_to_the_last_part_of_the_backward()
     assert live_tokens(plan, SimpleNamespace(trace=trace)) == 5 + 3 + 5
 
 
-def test_one_section_can_be_measured_again(tmp_path: Path) -> None:
-    from token_slices import with_others
-
-    path = tmp_path / "result.json"
-    assert with_others({"lab": 1}, str(path)) == {"lab": 1}
-    path.write_text(json.dumps({"lab": 0, "replay": 2}))
-    assert with_others({"lab": 1}, str(path)) == {"replay": 2, "lab": 1}
-
-
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_quick_measures_everything_but_the_lab(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARKS / "token_slices.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, "-m", "benchmarks.token_slices.sections", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert out.exists(), done.stderr
     text = out.read_text()
     assert str(ROOT) not in text and str(tmp_path) not in text

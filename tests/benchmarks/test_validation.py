@@ -86,7 +86,8 @@ def test_the_documented_figures_are_the_committed_ones(committed: dict[str, Any]
 def test_quick_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "validation.py", "--quick", "--json", out],
+        [sys.executable, "-m", "benchmarks.predictions.validation", "--quick", "--json", out],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,

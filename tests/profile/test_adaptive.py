@@ -159,8 +159,8 @@ def test_a_tournament_is_not_needed_to_find_classes_and_noise_makes_none() -> No
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "link_measurement.py"), "--quick", "--json", str(output)],
-        capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-m", "benchmarks.profiling.links", "--quick", "--json", str(output)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["cluster"]: row for row in json.loads(output.read_text())["simulated"]}

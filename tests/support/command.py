@@ -4,7 +4,7 @@ usage: bin/test [MODE] [ROOM ...] [--changed] [PYTEST OPTIONS]
 
   bin/test                every test of the default tier
   bin/test ROOM ...       tests of a room, and of all that depends on it: plan, plan/cutting,
-                          src/pipefit/units.py, docs/results, tests/run, benchmarks/spmd.py
+                          src/pipefit/units.py, docs/results, tests/run, benchmarks/spmd/programs.py
   bin/test --changed      the same for what differs from HEAD in the working tree
   bin/test --quick        short tests of every room
   bin/test --all          also slow tests, labs and the benchmarks' quick runs; continuous

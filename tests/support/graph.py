@@ -25,7 +25,7 @@ COMMAND_FIXTURE = "pipefit"
 """A fixture that runs a command: what it needs depends on the words that it is called with."""
 
 WORD_WITH_SUFFIX = re.compile(r"(?:[\w.-]+/)*[\w-][\w.-]*\.(?:py|md|json|css|js|svg|toml|txt|html|csv)\b")
-DOTTED_NAME = re.compile(r"\bpipefit(?:\.\w+)+")
+DOTTED_NAME = re.compile(r"\b(?:pipefit|benchmarks)(?:\.\w+)+")
 SHELL_COMMAND = re.compile(r"\bpipefit (\w+)")
 
 Reached = tuple[str, bool]
@@ -181,7 +181,7 @@ class Graph:
     def module_file(self, name: str, near: str) -> str | None:
         """File of the module `name`, imported in the file `near`: of the sources, beside it, or a helper elsewhere."""
         tail = name.replace(".", "/")
-        folders = ["src", near.rpartition("/")[0], "tests", "benchmarks"]
+        folders = ["src", near.rpartition("/")[0], "tests"]
         prefixes = [f"{folder}/{tail}" if folder else tail for folder in folders] + [tail]
         for prefix in prefixes:
             for path in (f"{prefix}.py", f"{prefix}/__init__.py"):

@@ -11,6 +11,9 @@ from tests.support.graph import Graph
 
 SOURCES = "src/pipefit/"
 
+MIRRORED = (SOURCES, "benchmarks/")
+"""Folders whose tests stand in folders of the same names."""
+
 FOR_EVERYTHING = ("pyproject.toml", "constraints.txt", "tests/conftest.py", "bin/setup", "bin/test", "tests/support/")
 """Files that decide how all tests run: where one of them changed, all tests of the default tier run."""
 
@@ -58,8 +61,9 @@ def files_of_room(graph: Graph, name: str) -> set[str]:
 
 
 def mirrored_folder(files: Iterable[str]) -> tuple[str, ...]:
-    """Folders of the tests that belong to these source files, the nearest first: src/pipefit/a/b/c.py has tests/a/b."""
-    folders = {file.removeprefix(SOURCES).rpartition("/")[0] for file in files if file.startswith(SOURCES)}
+    """Folders of the tests that belong to these source files, the nearest first: src/pipefit/a/b/c.py has tests/a/b,
+    and benchmarks/a/b.py has tests/benchmarks/a."""
+    folders = {file.removeprefix(SOURCES).rpartition("/")[0] for file in files if file.startswith(MIRRORED)}
     return tuple(sorted({f"tests/{folder}/" for folder in folders if folder}, key=len, reverse=True))
 
 

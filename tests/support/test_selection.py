@@ -15,6 +15,7 @@ from tests.support.selection import (
     choose_rooms,
     files_of_room,
     list_rooms,
+    mirrored_folder,
 )
 
 TREE = {
@@ -32,7 +33,8 @@ TREE = {
     "src/pipefit/cli/__init__.py": "import pkgutil\nlist(pkgutil.iter_modules(__path__))",
     "src/pipefit/cli/plan.py": "def command():\n    from pipefit.plan.search import search",
     "src/pipefit/cli/report.py": "def command():\n    import pipefit.show.page",
-    "benchmarks/speed.py": "from pipefit.kinds import KINDS",
+    "benchmarks/planning/__init__.py": "",
+    "benchmarks/planning/speed.py": "from pipefit.kinds import KINDS",
     "bin/tour": "run pipefit report run/",
     "docs/plans.md": "",
     "tests/conftest.py": "import pytest\n@pytest.fixture\ndef pipefit():\n    from pipefit.cli import main\n"
@@ -47,7 +49,7 @@ TREE = {
     "tests/plan/test_any_command.py": "def test_it(pipefit):\n    words = make()\n    pipefit(*words)",
     "tests/plan/test_process.py": "COMMAND = [python, '-m', 'pipefit', 'report']",
     "tests/plan/test_fixture.py": "def test_it(page): ...",
-    "tests/plan/test_speed.py": "ROOT = Path(__file__).resolve().parents[2]\nrun(ROOT / 'benchmarks' / 'speed.py')",
+    "tests/plan/test_speed.py": "COMMAND = [python, '-m', 'benchmarks.planning.speed']",
     "tests/plan/test_tour.py": "run(Path(__file__).parents[2] / 'bin' / 'tour')",
     "tests/plan/test_page.py": "DOCS = Path(__file__).parents[2] / 'docs'\nDOCS.glob('*.md')",
     "tests/plan/test_module.py": "load(f'pipefit.kinds.{name}')",
@@ -82,7 +84,8 @@ def names(graph: Graph, *rooms: str) -> set[str]:
         ("kinds/one_kind", "speed module"),
         ("show", "any_command process fixture tour"),
         ("src/pipefit/show/assets/page.css", "any_command process fixture tour"),
-        ("benchmarks/speed.py", "speed"),
+        ("benchmarks/planning/speed.py", "speed"),
+        ("benchmarks/planning", "speed"),
         ("docs/plans.md", "page"),
         ("docs", "page"),
         ("bin/tour", "tour"),
@@ -93,6 +96,11 @@ def names(graph: Graph, *rooms: str) -> set[str]:
 )
 def test_a_room_chooses_what_depends_on_it(graph: Graph, room: str, chosen: str) -> None:
     assert names(graph, room) == set(chosen.split())
+
+
+def test_tests_stand_in_the_folder_that_mirrors_the_source() -> None:
+    files = ["src/pipefit/plan/cutting/cut.py", "benchmarks/spmd/bound.py", "docs/plans.md"]
+    assert set(mirrored_folder(files)) == {"tests/plan/cutting/", "tests/benchmarks/spmd/"}
 
 
 def test_a_package_file_reaches_all_that_import_below_it(graph: Graph) -> None:
@@ -176,7 +184,7 @@ def test_every_mode_chooses_tests(project: Graph) -> None:
 
 
 def test_every_test_file_is_reached_by_a_room(project: Graph) -> None:
-    rooms = {file for room in list_rooms(project) for file in files_of_room(project, room)}
+    rooms = {file for room in (*list_rooms(project), "benchmarks") for file in files_of_room(project, room)}
     lone = [test for test in project.tests if not rooms & project.distances_from(test).keys()]
     assert [test for test in lone if not test.startswith("tests/support/")] == []
 

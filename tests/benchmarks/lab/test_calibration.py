@@ -1,4 +1,4 @@
-"""`benchmarks/lab_calibration.py`: it runs under --quick, and what is committed and quoted is what it found."""
+"""`benchmarks/lab/calibration.py`: it runs under --quick, and what is committed and quoted is what it found."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RESULT = ROOT / "benchmarks" / "results" / "lab_calibration.json"
 @needs_lab
 def test_quick_measures_a_lab(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "lab_calibration.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, "-m", "benchmarks.lab.calibration", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     (lab,) = json.loads(out.read_text())["labs"]
     assert (lab["hosts"], lab["devices"], len(lab["pairs"])) == (4, 8, 4 * 4)

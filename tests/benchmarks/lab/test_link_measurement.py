@@ -1,4 +1,4 @@
-"""`benchmarks/link_measurement.py --lab`: a profile in a lab finds the links that the lab was given; what is committed
+"""`benchmarks/profiling/links.py --lab`: a profile in a lab finds the links that the lab was given; what is committed
 and quoted is what was found."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 @pytest.mark.timeout(300)
 def test_a_profile_in_a_lab_finds_its_links(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "link_measurement.py"), "--lab", "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, "-m", "benchmarks.profiling.links", "--lab", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     (lab,) = json.loads(out.read_text())["lab"]
     assert lab["hosts"] == 4

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,39 +21,40 @@ from pipefit.lab.spec import load_lab
 from pipefit.plan.types import Job, Plan
 
 if TYPE_CHECKING:
-    from real_baseline import Tried
+    from benchmarks.real_clusters.baseline import Tried
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def test_the_clusters_are_those_that_were_written_before_measuring() -> None:
-    from lab_clusters import clusters
+    from benchmarks.lab.clusters import clusters
 
     for name, file in clusters().items():
         path = BENCHMARKS / "data" / "clusters" / f"{name}.json"
-        assert path.read_text(encoding="utf-8") == dump_text(file), f"{name}: python benchmarks/lab_clusters.py"
+        assert path.read_text(encoding="utf-8") == dump_text(file), f"{name}: python -m benchmarks.lab.clusters"
         assert load_lab(path) == file
 
 
 def test_one_cluster_can_be_measured_again(tmp_path: Path) -> None:
-    from lab_runs import with_others
+    from benchmarks.lab.runs import measured_labs
 
     path = tmp_path / "result.json"
-    assert with_others([{"lab": "b"}], str(path), ("a", "b")) == [{"lab": "b"}]
+    shown: list[dict[str, Any]] = []
+    arguments = Namespace(quick=False, only="b", json=str(path))
+
+    def measure_again() -> list[dict[str, Any]]:
+        return measured_labs(arguments, ("a", "b"), lambda name: {"lab": name}, shown.append)
+
+    assert measure_again() == [{"lab": "b"}]
     path.write_text(json.dumps({"labs": [{"lab": "b", "old": 1}, {"lab": "a", "old": 1}]}))
-    assert with_others([{"lab": "b"}], str(path), ("a", "b")) == [{"lab": "a", "old": 1}, {"lab": "b"}]
+    assert measure_again() == [{"lab": "a", "old": 1}, {"lab": "b"}] and shown == [{"lab": "b"}] * 2
 
 
 def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
     """One stage on one device: nothing but (forward + backward) of every microbatch."""
-    from contention import built, laid
-    from formulas import amp, pipette, uniform
+    from benchmarks.predictions.contention import built, laid
+    from benchmarks.predictions.formulas import amp, pipette, uniform
     from pipefit.plan.assemble.predict import simulate_plan
     from pipefit.plan.evaluate.planner_context import PlannerContext
 
@@ -69,8 +71,8 @@ def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
 
 def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
     """Two stages on two hosts at 1 GB/s: 4 microbatches are two turns, so two more ways than none."""
-    from contention import built, laid
-    from formulas import pipette, uniform
+    from benchmarks.predictions.contention import built, laid
+    from benchmarks.predictions.formulas import pipette, uniform
     from pipefit.plan.assemble.predict import simulate_plan
     from pipefit.plan.evaluate.planner_context import PlannerContext
 
@@ -97,14 +99,14 @@ def two_kinds() -> Cluster:
 
 
 def even_plans(cluster: Cluster, recompute: tuple[str, ...] = ("none",)) -> list[Tried]:
-    from real_baseline import baseline
+    from benchmarks.real_clusters.baseline import baseline
 
     return list(baseline(cluster, toy_model(4), Job(batch=8, sequence=64, precision="float32"), recompute))
 
 
 def test_the_baseline_has_every_grid_in_both_layouts() -> None:
     """Four devices: 1 x 4, 2 x 2 in two layouts, 4 x 1; on hosts of two kinds the faster ones by themselves too."""
-    from real_clusters import compute_bound
+    from benchmarks.real_clusters.compare import compute_bound
 
     assert compute_bound(two_kinds()) == 1.5
     tried = even_plans(two_kinds())
@@ -129,7 +131,7 @@ def test_scarce_memory_changes_no_cut_and_doubles_the_baseline() -> None:
 
 
 def test_who_is_run_is_chosen_by_every_predictor_and_not_only_among_the_best() -> None:
-    from real_baseline import ALL, BEST, SPREAD, Tried, chosen
+    from benchmarks.real_clusters.baseline import ALL, BEST, SPREAD, Tried, chosen
 
     plan = even_plans(two_kinds())[0].plan
     few = [Tried("all", plan, {"a": a, "b": b}) for a, b in ((1.0, 9.0), (2.0, 6.0), (3.0, 12.0), (4.0, 6.1))]
@@ -146,8 +148,8 @@ def test_who_is_run_is_chosen_by_every_predictor_and_not_only_among_the_best() -
 def test_invalid_runs_of_the_baseline_count_and_ours_must_be_valid() -> None:
     """Plans at 1.4 s, one that was late at 1.2 s: against 1.0 s that is 1.2x, and nothing is reached if ours was
     late."""
-    from lab_runs import Measured
-    from real_clusters import TARGETS, summary
+    from benchmarks.lab.runs import Measured
+    from benchmarks.real_clusters.compare import TARGETS, summary
 
     cluster, tried = two_kinds(), even_plans(two_kinds())
     runs = {place: Measured((1.4, 1.4), True, "", ()) for place in range(len(tried) - 1)}
@@ -164,8 +166,8 @@ def test_invalid_runs_of_the_baseline_count_and_ours_must_be_valid() -> None:
 
 
 def test_a_plan_that_holds_more_than_a_device_has_is_no_baseline_and_no_success() -> None:
-    from lab_runs import Measured
-    from real_clusters import summary
+    from benchmarks.lab.runs import Measured
+    from benchmarks.real_clusters.compare import summary
 
     cluster, tried = two_kinds(), even_plans(two_kinds())
     limit = min(kind.memory_bytes for kind in cluster.kinds.values())
@@ -185,9 +187,9 @@ def test_a_plan_that_holds_more_than_a_device_has_is_no_baseline_and_no_success(
 
 def test_measurements_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven plans, six at a time; the time is up after the first six. A run that was late is repeated once."""
-    import real_work
-    from lab_runs import Measured
-    from real_work import Unfinished, Work
+    from benchmarks.lab.runs import Measured
+    from benchmarks.real_clusters import work as real_work
+    from benchmarks.real_clusters.work import Unfinished, Work
 
     plans, asked, clock = [one.plan for one in even_plans(two_kinds())[:7]], [], [0.0]
 
@@ -213,8 +215,8 @@ def test_measurements_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.timeout(600)
 def test_quick_real_clusters(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARKS / "real_clusters.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    command = [sys.executable, "-m", "benchmarks.real_clusters.compare", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (lab,) = json.loads(out.read_text())["labs"]
     assert lab["devices"] == 4 and lab["compute_bound"] == 1.0 and len(lab["plans"]) >= 3
@@ -227,8 +229,8 @@ def test_quick_real_clusters(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_quick_contention(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARKS / "contention.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    command = [sys.executable, "-m", "benchmarks.predictions.contention", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     (lab,) = result["labs"]
@@ -242,8 +244,8 @@ def test_quick_contention(tmp_path: Path) -> None:
 def test_quick_shares(tmp_path: Path) -> None:
     """Devices that are alike get equal shares, so that all three plans take the same."""
     out = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARKS / "spmd_lab.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    command = [sys.executable, "-m", "benchmarks.spmd.lab", "--quick", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (lab,) = json.loads(out.read_text())["labs"]
     assert lab["devices"] == 4 and lab["gain_predicted"] == pytest.approx(1.0, rel=0.01)
@@ -253,7 +255,7 @@ def test_quick_shares(tmp_path: Path) -> None:
 
 
 def test_the_committed_comparison_reaches_its_targets_and_is_quoted() -> None:
-    from contention import LABS, SIMULATOR, errors_of, reached
+    from benchmarks.predictions.contention import LABS, SIMULATOR, errors_of, reached
 
     result = json.loads((BENCHMARKS / "results" / "contention.json").read_text())
     assert [lab["lab"] for lab in result["labs"]] == list(LABS)
@@ -271,8 +273,8 @@ def test_the_committed_comparison_reaches_its_targets_and_is_quoted() -> None:
 
 
 def test_the_committed_proof_reaches_its_targets_and_is_quoted() -> None:
-    from real_clusters import LABS, TARGETS
-    from real_memory import fits
+    from benchmarks.real_clusters.compare import LABS, TARGETS
+    from benchmarks.real_clusters.memory import fits
 
     result = json.loads((BENCHMARKS / "results" / "real_clusters.json").read_text())
     page = (BENCHMARKS.parent / "docs" / "results" / "results.md").read_text()
@@ -309,7 +311,7 @@ def test_the_committed_proof_reaches_its_targets_and_is_quoted() -> None:
 def test_quick_uneven_collectives(tmp_path: Path) -> None:
     """Even parts are cheapest padded; where two hosts that reach each other slowly hold little, sent directly."""
     file = tmp_path / "uneven.json"
-    words = [sys.executable, BENCHMARKS / "uneven_collectives.py", "--quick", "--json", file]
+    words = [sys.executable, "-m", "benchmarks.collectives.uneven", "--quick", "--json", file]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     (lab,) = json.loads(file.read_text())["labs"]
@@ -323,8 +325,9 @@ def test_quick_uneven_collectives(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_quick_synthesized_stages(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARKS / "synthesized_stages.py"), "--quick", "--steps", "1", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    words = ["benchmarks.spmd.synthesized_stages", "--quick", "--steps", "1", "--json", str(out)]
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (lab,) = json.loads(out.read_text())["labs"]
     plans = lab["plans"]

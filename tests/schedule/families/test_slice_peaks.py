@@ -31,8 +31,8 @@ def facts(schedule: Schedule) -> tuple[int, int]:
 
 def test_the_benchmark_finds_every_published_formula(tmp_path: Path) -> None:
     path = tmp_path / "peaks.json"
-    command = [sys.executable, "token_slices_peaks.py", "--quick", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "benchmarks.token_slices.peaks", "--quick", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text(encoding="utf-8"))
     assert all(target["met"] for target in found["targets"]) and "MISSED" not in done.stdout

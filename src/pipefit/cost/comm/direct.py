@@ -2,7 +2,7 @@
 
 The times are not a straight line in the size. Over gloo a device begins the next broadcast as soon as the rest of its
 message fits into the socket's buffer, so short messages overlap; NCCL changes its protocol with the size. The price at
-a size is therefore interpolated between measured times (benchmarks/uneven_collectives.py).
+a size is therefore interpolated between measured times (benchmarks/collectives/uneven.py).
 """
 
 from __future__ import annotations

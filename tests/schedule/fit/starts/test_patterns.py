@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.schedules.adaptive import Means, schedule_block, search
+from benchmarks.schedules.adaptive import blocks as published_blocks
 from pipefit.schedule import ScheduleProblem, check_schedule, linear_placement, uniform_costs, vee_placement
 from pipefit.schedule.blocks.passes import name_actions
 from pipefit.schedule.fit.instance import FitInstance, schedule_of
@@ -17,10 +17,6 @@ from pipefit.schedule.fit.kernels.arrays import PLAIN, compile_loops, make_state
 from pipefit.schedule.fit.search import fit_schedule
 from pipefit.schedule.fit.starts.patterns import all_blocks, make_scratch, pattern_starts
 from pipefit.simulate import simulate_schedule
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
-from baselines.adaptive import Means, schedule_block, search
-from baselines.adaptive import blocks as published_blocks
 
 
 def vee_problem(devices: int, microbatches: int, limit: float, seed: int) -> ScheduleProblem:

@@ -1,1 +1,0 @@
-"""What others published, in our own words, to compare with on equal terms."""

@@ -1,0 +1,1 @@
+"""Collectives over unequal parts: lowerings measured in labs, beside their predictions."""

@@ -1,0 +1,1 @@
+"""Preparation of training samples: time that a trainer waits for data."""

@@ -1,0 +1,1 @@
+"""Placement of devices: the search beside annealing, fixed orders and exhaustive search."""

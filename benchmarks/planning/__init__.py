@@ -1,0 +1,1 @@
+"""Speed of the planner and of the simulator."""

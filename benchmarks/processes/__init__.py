@@ -1,0 +1,1 @@
+"""Plans in processes of this machine: ranks, emulated pace, shaped links."""

@@ -1,0 +1,1 @@
+"""Accuracy of what a profile measures: compute curves and links."""

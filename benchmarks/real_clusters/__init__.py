@@ -1,0 +1,1 @@
+"""The planner's plans beside even plans, run in labs of unlike devices."""

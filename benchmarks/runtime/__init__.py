@@ -1,0 +1,1 @@
+"""Speed of the runtime beside torch.distributed.pipelining and plain PyTorch."""

@@ -1,0 +1,1 @@
+"""Searched sharding programs beside fixed ones: simulated, and run in labs."""

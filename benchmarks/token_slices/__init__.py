@@ -1,0 +1,1 @@
+"""Token slices: published settings, peaks, the output head, two processes and a lab."""
