@@ -122,27 +122,6 @@ def test_v_min_repeats_a_longer_bubble(times: dict[str, float], work: float, blo
     assert work < steady.period_s < block * share
 
 
-def test_the_solver_finds_and_proves_the_least_period() -> None:
-    pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
-    tight = instance_of(vee_placement(4), 4, **MEASURED)
-    plain, solved = find_steady_state(tight, moves=300), find_steady_state(tight, moves=300, seconds=20)
-    assert plain is not None and solved is not None
-    check(tight, solved)
-    assert solved.period_s <= plain.period_s and solved.bound_s > 1.1 * 152
-    assert solved.bound_s == pytest.approx(solved.period_s, abs=4.0), "4 is the quantum of these times"
-    block = find_steady_state(instance_of(vee_placement(5), 6), moves=300, seconds=20)
-    assert block is not None and block.period_s == pytest.approx(6.0), "V-Min's block, in unit time, has no bubble"
-
-
-@pytest.mark.slow
-def test_v_min_cannot_repeat_without_a_bubble() -> None:
-    """At 28/28/20 no steady state with V-Min's 8 units has a period of 180 or less, where the work is 152."""
-    pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
-    steady = find_steady_state(instance_of(vee_placement(8), 8, **MEASURED), seconds=20)
-    assert steady is not None
-    assert 180 <= steady.bound_s <= steady.period_s <= 184 + 1e-6
-
-
 def test_merging_is_chosen_where_it_pays() -> None:
     """B at 0.8 of I and W: with memory to spare, merged backwards make the shorter period."""
     costs = uniform_costs(linear_placement(3), forward_s=2.0, input_s=3.0, weight_s=2.0)

@@ -1,1 +1,1 @@
-"""CP-SAT models of orders: windows of an order, complete instances, steady states."""
+"""CP-SAT models of orders: windows of an order, and complete instances."""

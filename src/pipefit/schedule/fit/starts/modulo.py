@@ -3,8 +3,8 @@ period.
 
 One microbatch's operations get real offsets; every other microbatch does the same a whole number of periods later. A
 building block (`schedule.blocks.building_block`) is the special case of whole slots; with real times it loses the
-rounding to slots in every period. Here the period is the exact minimum for the orders. Methods: annealing over orders
-(`kernels.steady_state`), and CP-SAT with a period in quanta, from which orders are read and made exact.
+rounding to slots in every period. Here the period is the exact minimum for the orders. The method is annealing over
+orders (`kernels.steady_state`).
 
 The period is that of one unit, with each stage's mean times over units. A pattern that repeats only every second unit
 can be quicker, so `bound_s` bounds steady states of this kind, not all schedules.
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import types
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit.exact.modulo import shorten_period
 from pipefit.schedule.fit.instance import B, FitInstance, Floats, I, W
 from pipefit.schedule.fit.kernels import steady_state as modulo_kernel
 from pipefit.schedule.fit.kernels.unit_cycle import Orders, SteadyState, UnitCycle, cycle_of, steady_state_of
@@ -32,13 +30,10 @@ HEAT = 0.1
 """Accepted cost of a move at the beginning, in periods."""
 
 
-def find_steady_state(
-    instance: FitInstance, *, moves: int = 6000, seconds: float = 0.0, seed: int = 0
-) -> SteadyState | None:
+def find_steady_state(instance: FitInstance, *, moves: int = 6000, seed: int = 0) -> SteadyState | None:
     """Return the shortest steady state found, or None if none fits in the limits.
 
-    `moves` are tried by annealing from each of several starts; with `seconds` above 0 and OR-tools installed, CP-SAT
-    continues for that long. If B is quicker than I and W, both are tried.
+    `moves` are tried by annealing from each of several starts. If B is quicker than I and W, both are tried.
     """
     states: list[SteadyState] = []
     for merged in _merge_options(instance):
@@ -46,8 +41,6 @@ def find_steady_state(
         if cycle is None:
             continue
         best = _anneal_cycle(cycle, moves, np.random.default_rng(seed))
-        if seconds > 0 and find_spec("ortools") is not None:
-            best = shorten_period(cycle, best, seconds / len(_merge_options(instance)), seed)
         if best is not None:
             states.append(steady_state_of(cycle, *best))
     return min(states, key=lambda state: (state.period_s, float(state.offset_s.max())), default=None)

@@ -1,0 +1,1 @@
+"""Constructions of `fit` and models of links, each left out in turn."""
