@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from tests.support.plugin_package import ROOT, installed, package_environment, write_package
+from tests.support.plugin_package import ROOT, installed, package_environment, page_examples, write_package
 
 from pipefit.errors import PipefitError, PluginError
+from pipefit.plan.placement.moves import MOVES
 from pipefit.plugins import NamedRegistry, load_plugins
 
 __all__ = ["installed"]
@@ -98,6 +101,19 @@ def test_two_entries_of_one_name_are_refused() -> None:
     with pytest.raises(PipefitError, match="Two toys have one name") as error:
         registry.add_entry("ball", 3)
     assert "seen: 'ball'" in str(error.value) and "other than ball, kite" in str(error.value)
+
+
+def test_the_example_of_the_page_is_loaded(tmp_path: Path, installed) -> None:
+    examples = page_examples("write-a-plugin-package.md")
+    entries = tomllib.loads(examples["pyproject.toml"])["project"]["entry-points"]["pipefit.plugins"]
+    installed(write_package(tmp_path, {"toy_plugin.py": examples["toy_plugin.py"]}, entries["toy"]), MOVES)
+    assert load_plugins() == ("toy: toy_plugin:register",) and list(MOVES) == ["reverse"]
+
+
+def test_the_page_names_register_functions_that_exist() -> None:
+    page = (ROOT / "docs" / "how-to" / "write-a-plugin-package.md").read_text(encoding="utf-8")
+    names = re.findall(r"`(pipefit\.[\w.]+)\.(register_\w+)`", page)
+    assert len(names) == 6 and all(callable(getattr(importlib.import_module(module), name)) for module, name in names)
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs" / "how-to").glob("add-*.md")))
