@@ -20,19 +20,21 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "pipefit"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
+FAMILY_LAYERS = r"model/families/\w+/(?!\w*config\.py|__init__\.py)\w+\.py"
+"""Modules of a model family that hold its layers; the configurations beside them need no torch."""
+
+
+def module_id(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
 TORCH_AT_IMPORT = (
     "run/",
     "profile/",
     "model/families/common",
     "model/families/finish",
     "model/families/leaf",
-    "model/families/gpt2/layers",
-    "model/families/llama/layers",
-    "model/families/llama/moe",
-    "model/families/multimodal/diffusion_layers",
-    "model/families/multimodal/layers",
-    "model/families/multimodal/packed",
-    "model/families/multimodal/vision_layers",
+    *(module_id(path) for path in MODULES if re.fullmatch(FAMILY_LAYERS, module_id(path))),
 )
 """Where torch may be imported with the module: doing the work, measuring it, and the models as nn.Module layers."""
 
@@ -52,10 +54,6 @@ NUMPYS = 5
 
 TRIES = 15
 """How often the import is timed, at most."""
-
-
-def module_id(path: Path) -> str:
-    return path.relative_to(SOURCE).as_posix()
 
 
 @cache

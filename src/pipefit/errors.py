@@ -90,6 +90,10 @@ class RunError(PipefitError):
     """A run that cannot start or had to stop: ranks that disagree, a rank that died, memory that ran out."""
 
 
+class PluginError(PipefitError):
+    """A plug-in of another package that cannot be loaded."""
+
+
 class LabError(PipefitError):
     """An emulated cluster that cannot be made on this machine, or whose measured speeds differ from the emulation."""
 

@@ -57,7 +57,8 @@ def test_a_run_without_trace_has_no_measured_idle_share(tmp_path):
     plan, cluster = toy_plan()
     write_toy_run(tmp_path / "run", plan, cluster, traced=False)
     (entry,) = compare_entries([(tmp_path / "run", plan, read_run(tmp_path / "run"))])
-    assert entry.figures.idle_share.measured is None and entry.figures.idle_share.relative_error is None
+    idle = entry.figures["idle_share"]
+    assert idle.measured is None and idle.relative_error is None
 
 
 @pytest.mark.parametrize(

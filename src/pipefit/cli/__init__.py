@@ -1,7 +1,8 @@
 """The command line, one file per command. A file `cli/NAME.py` that defines `command` becomes `pipefit NAME`.
 
 Command modules import only typer and the standard library at the top, and other packages inside the function, so that
-`pipefit --help` answers at once. A PipefitError is printed without a traceback and exits with code 2.
+`pipefit --help` answers at once. Plug-ins are loaded before a command reads its options. A PipefitError is printed
+without a traceback and exits with code 2.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import typer
 
 from pipefit import __version__
 from pipefit.errors import PipefitError
+from pipefit.plugins import load_plugins
 
 
 def build_app() -> typer.Typer:
@@ -63,3 +65,4 @@ def _root_options(
     ),
 ) -> None:
     """Fit a training job to the cluster you really have."""
+    load_plugins()

@@ -23,7 +23,7 @@ def command(
     model: str = typer.Option(
         help="A built-in name, a directory with config.json, a saved model (JSON), or FILE.py:FUNCTION."
     ),
-    cluster: str | None = typer.Option(None, help="A cluster file, or 8xH100, or 2x8xA100-80:200Gbit/s."),
+    cluster: str | None = typer.Option(None, help="A cluster file, READER:FILE, 8xH100, or 2x8xA100-80:200Gbit/s."),
     local: int | None = typer.Option(None, help="Plan for this many processes on this machine's CPU."),
     batch: int = typer.Option(help="Sequences of one step, over all devices."),
     seq: int | None = typer.Option(None, help="Tokens of one sequence; captured models have their own."),

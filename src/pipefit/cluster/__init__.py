@@ -38,14 +38,19 @@ __all__ = [
 
 
 def open_cluster(text: str) -> Cluster:
-    """Return the cluster for `--cluster TEXT`: a short text such as `8xH100` or `local:4`, otherwise a file.
+    """Return the cluster for `--cluster TEXT`: a short text such as `8xH100` or `local:4`, `READER:FILE`, otherwise a
+    cluster file.
 
     Raises ClusterError also if all links of a class have impossible values, which indicates mistaken units.
     """
     if text.startswith(LOCAL) and text.removeprefix(LOCAL).isdigit():
         return local_cluster(int(text.removeprefix(LOCAL)))
+    from pipefit.cluster.readers import open_reader_text
     from pipefit.cluster.readers.plausible import check_plausible
 
-    cluster = parse_spec(text) if looks_like_spec(text) else load_cluster(text)
+    if looks_like_spec(text):
+        cluster = parse_spec(text)
+    else:
+        cluster = open_reader_text(text) or load_cluster(text)
     check_plausible(cluster, text)
     return cluster

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError, most_like
-from pipefit.model.families import FAMILIES
+from pipefit.model.families import FAMILIES, family_of_type
 from pipefit.model.families.build import USER, build_layers, typed_config
 from pipefit.model.graph import Model
 
@@ -83,9 +83,9 @@ def describe_config(config: Mapping[str, Any], name: str, where: str) -> ModelDe
     """Return the `ModelDescription` of a config.json's data: the family by model type, the configuration in canonical
     spelling."""
     model_type = config.get("model_type")
-    for family in FAMILIES.values():
-        if model_type in family.model_types:
-            return ModelDescription(name, family.name, family.read(config, where).to_config())
+    family = family_of_type(model_type)
+    if family is not None:
+        return ModelDescription(name, family.name, family.read(config, where).to_config())
     known = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
     raise ModelError(
         "The model type is not known." if model_type else "The configuration lacks the field 'model_type'.",
@@ -128,11 +128,11 @@ def parameter_count(model: Model) -> int:
 
 
 def _load_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace the directories that a multimodal configuration names for its encoder and language model by the contents
-    of their config.json. Paths are relative to the folder of the configuration."""
-    if config.get("model_type") not in FAMILIES["multimodal"].model_types:
-        return config
-    named = {part: folder / config[part] for part in ("vision", "language") if isinstance(config.get(part), str)}
+    """Replace the directories that a configuration names for its parts, such as encoder and language model, by the
+    contents of their config.json. Paths are relative to the folder of the configuration."""
+    family = family_of_type(config.get("model_type"))
+    parts = () if family is None else family.parts
+    named = {part: folder / config[part] for part in parts if isinstance(config.get(part), str)}
     for part, path in named.items():
         if not (path / "config.json").is_file():
             raise ModelError(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.plan.explain.text import TextTable
 from pipefit.plan.types import Plan
-from pipefit.show.figures import FigurePair, RunFigures, figures_of, format_percent
+from pipefit.show.figures import COLUMNS, FigurePair, figures_of
 from pipefit.show.record import RunRecord
-from pipefit.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +20,8 @@ class ComparedEntry:
 
     path: str
     plan: Plan
-    figures: RunFigures
+    figures: Mapping[str, FigurePair]
+    "By the names of the report's columns."
     has_run: bool
 
 
@@ -45,13 +45,7 @@ def compare_entries(opened: Sequence[tuple[Path, Plan, RunRecord | None]]) -> tu
 
 def as_data(entry: ComparedEntry) -> Mapping[str, Any]:
     """Return an entry as JSON data; unknown values are null."""
-    pairs = {
-        field.name: {
-            "predicted": getattr(entry.figures, field.name).predicted,
-            "measured": getattr(entry.figures, field.name).measured,
-        }
-        for field in fields(RunFigures)
-    }
+    pairs = {name: {"predicted": pair.predicted, "measured": pair.measured} for name, pair in entry.figures.items()}
     return {"path": entry.path, "plan": entry.plan.content_hash, "decisions": dict(entry.plan.decisions), **pairs}
 
 
@@ -65,28 +59,22 @@ def compare_table(entries: Sequence[ComparedEntry]) -> TextTable:
         if entry.has_run:
             blank = [""] * (1 + len(varied))
             rows.append((*blank, "measured", *_figure_cells(entry.figures, lambda pair: pair.measured)))
-            rows.append((*blank, "error", *(_error_cell(pick(entry.figures), share) for _, pick, _, share in COLUMNS)))
+            rows.append((*blank, "error", *_error_cells(entry.figures)))
     job = entries[0].plan.job
     return TextTable(
         title=f"{entries[0].plan.model.name}, batch {job.batch} x {job.sequence} tokens",
-        columns=("plan", *varied, "", *(name for name, _, _, _ in COLUMNS)),
+        columns=("plan", *varied, "", *(column.heading for column in COLUMNS.values())),
         rows=tuple(rows),
     )
 
 
-COLUMNS: tuple[tuple[str, Callable[[RunFigures], FigurePair], Callable[[float], str], bool], ...] = (
-    ("step", lambda figures: figures.step_s, format_seconds, False),
-    ("tokens/s", lambda figures: figures.tokens_per_s, format_count, False),
-    ("idle", lambda figures: figures.idle_share, format_percent, True),
-    ("peak memory", lambda figures: figures.peak_bytes, format_bytes, False),
-    ("of limit", lambda figures: figures.peak_share, format_percent, True),
-)
-"""Heading, figure, formatter, and a flag for shares, whose error is in percentage points."""
-
-
-def _figure_cells(figures: RunFigures, which: Callable[[FigurePair], float | None]) -> list[str]:
-    values = [(which(pick(figures)), form) for _, pick, form, _ in COLUMNS]
+def _figure_cells(figures: Mapping[str, FigurePair], choose_value: Callable[[FigurePair], float | None]) -> list[str]:
+    values = [(choose_value(figures[name]), column.format_value) for name, column in COLUMNS.items()]
     return ["-" if value is None else form(value) for value, form in values]
+
+
+def _error_cells(figures: Mapping[str, FigurePair]) -> list[str]:
+    return [_error_cell(figures[name], column.share) for name, column in COLUMNS.items()]
 
 
 def _error_cell(pair: FigurePair, share: bool) -> str:

@@ -1,14 +1,20 @@
-"""Headline figures of a plan or a run, predicted and measured, for the report and `pipefit compare`."""
+"""Figures of a plan or a run, predicted and measured: the columns of `pipefit compare` and the tiles of the report.
+
+Each figure is one function and one entry of `COLUMNS`; a plug-in calls `register_report_column`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipefit.errors import PlanError
-from pipefit.plan.types import Plan
+from pipefit.plan.types import Plan, PlanPrediction
+from pipefit.plugins import NamedRegistry
 from pipefit.show.breakdown import measured_breakdown
 from pipefit.show.record import RunRecord
+from pipefit.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,50 +33,77 @@ class FigurePair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFigures:
-    """The figures of one plan or run."""
+class ReportColumn:
+    """A figure of a plan or a run: a column of `pipefit compare`, and a tile at the head of the report."""
 
-    step_s: FigurePair
-    tokens_per_s: FigurePair
-    "Throughput of all devices together."
-    peak_bytes: FigurePair
-    "Peak of the device that uses most."
-    peak_share: FigurePair
-    "Peak as a share of the limit, on the device nearest its limit."
-    idle_share: FigurePair
-    "Share of the devices' time without computation: waiting for data, links or other devices."
+    name: str
+    "Key in `pipefit compare --json`."
+    heading: str
+    "Heading of the column."
+    title: str = ""
+    "Name of the tile; '' for none."
+    figure: Callable[[Plan, RunRecord | None], FigurePair]
+    "The figure of a plan with a prediction and, if it has run, its record."
+    format_value: Callable[[float], str]
+    share: bool = False
+    "True for a share: its error is in percentage points, and its tile follows all tiles of other figures."
 
 
-def figures_of(plan: Plan, record: RunRecord | None) -> RunFigures:
-    """Return the figures. Raises PlanError for a plan without prediction."""
-    prediction = plan.prediction
-    if prediction is None:
+def register_report_column(column: ReportColumn) -> ReportColumn:
+    """Append a column, and return it. Raises PipefitError for a name that another column has."""
+    return COLUMNS.add_entry(column.name, column)
+
+
+def figures_of(plan: Plan, record: RunRecord | None) -> dict[str, FigurePair]:
+    """Return the figure of each column by name. Raises PlanError for a plan without prediction."""
+    if plan.prediction is None:
         raise PlanError(
             "The plan has no prediction.",
             where=f"plan {plan.content_hash}",
             next_step="fill it in: pipefit simulate, or make the plan with pipefit plan",
         )
+    return {name: column.figure(plan, record) for name, column in COLUMNS.items()}
+
+
+def _step_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
+    measured_s = _number_or_none(record.step_s) if record else None
+    return FigurePair(predicted=_plan_prediction(plan).step_s, measured=measured_s)
+
+
+def _throughput_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
+    """Return the tokens per second of all devices together."""
+    measured_s = _step_figure(plan, record).measured
+    return FigurePair(
+        predicted=_plan_prediction(plan).tokens_per_s,
+        measured=plan.job.batch * plan.job.sequence / measured_s if measured_s else None,
+    )
+
+
+def _idle_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
+    """Return the share of the devices' time without computation: waiting for data, links or other devices."""
+    prediction = _plan_prediction(plan)
     sizes = [plan.lane_mesh(lane).size for lane in range(len(prediction.lanes))]
     idle_s = sum(lane.idle_s * size for lane, size in zip(prediction.lanes, sizes, strict=True))
     whole_s = prediction.step_s * sum(sizes)
-    measured_s = _number_or_none(record.step_s) if record else None
+    return FigurePair(predicted=idle_s / whole_s if whole_s else 0.0, measured=_measured_idle(plan, record))
+
+
+def _peak_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
+    """Return the peak of the device that uses most, in bytes."""
+    peaks = record.peak_bytes if record else {}
+    return FigurePair(
+        predicted=max(lane.peak_bytes for lane in _plan_prediction(plan).lanes),
+        measured=max(peaks.values()) if peaks else None,
+    )
+
+
+def _peak_share_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
+    """Return the peak as a share of the limit, on the device nearest its limit."""
     peaks = record.peak_bytes if record else {}
     limits = limits_by_device(plan)
-    return RunFigures(
-        step_s=FigurePair(predicted=prediction.step_s, measured=measured_s),
-        tokens_per_s=FigurePair(
-            predicted=prediction.tokens_per_s,
-            measured=plan.job.batch * plan.job.sequence / measured_s if measured_s else None,
-        ),
-        peak_bytes=FigurePair(
-            predicted=max(lane.peak_bytes for lane in prediction.lanes),
-            measured=max(peaks.values()) if peaks else None,
-        ),
-        peak_share=FigurePair(
-            predicted=max(lane.peak_bytes / lane.limit_bytes for lane in prediction.lanes if lane.limit_bytes),
-            measured=max(size / limits[device] for device, size in peaks.items()) if peaks else None,
-        ),
-        idle_share=FigurePair(predicted=idle_s / whole_s if whole_s else 0.0, measured=_measured_idle(plan, record)),
+    return FigurePair(
+        predicted=max(lane.peak_bytes / lane.limit_bytes for lane in _plan_prediction(plan).lanes if lane.limit_bytes),
+        measured=max(size / limits[device] for device, size in peaks.items()) if peaks else None,
     )
 
 
@@ -81,12 +114,16 @@ def format_percent(share: float) -> str:
 
 def limits_by_device(plan: Plan) -> dict[int, float]:
     """Return the memory limit of each device in the plan."""
-    assert plan.prediction is not None
     return {
         device: lane.for_device(device).limit_bytes
-        for number, lane in enumerate(plan.prediction.lanes)
+        for number, lane in enumerate(_plan_prediction(plan).lanes)
         for device in plan.lane_mesh(number).devices
     }
+
+
+def _plan_prediction(plan: Plan) -> PlanPrediction:
+    assert plan.prediction is not None, "figures_of refuses a plan without prediction"
+    return plan.prediction
 
 
 def _measured_idle(plan: Plan, record: RunRecord | None) -> float | None:
@@ -100,3 +137,46 @@ def _measured_idle(plan: Plan, record: RunRecord | None) -> float | None:
 
 def _number_or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+COLUMNS = NamedRegistry(
+    "report columns",
+    {
+        column.name: column
+        for column in (
+            ReportColumn(
+                name="step_s", heading="step", title="Step time", figure=_step_figure, format_value=format_seconds
+            ),
+            ReportColumn(
+                name="tokens_per_s",
+                heading="tokens/s",
+                title="Tokens per second",
+                figure=_throughput_figure,
+                format_value=format_count,
+            ),
+            ReportColumn(
+                name="idle_share",
+                heading="idle",
+                title="Idle share",
+                figure=_idle_figure,
+                format_value=format_percent,
+                share=True,
+            ),
+            ReportColumn(
+                name="peak_bytes",
+                heading="peak memory",
+                title="Peak memory of a device",
+                figure=_peak_figure,
+                format_value=format_bytes,
+            ),
+            ReportColumn(
+                name="peak_share",
+                heading="of limit",
+                figure=_peak_share_figure,
+                format_value=format_percent,
+                share=True,
+            ),
+        )
+    },
+)
+"""Every column by name, in the order of `pipefit compare`."""

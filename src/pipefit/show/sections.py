@@ -6,19 +6,19 @@ embeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipefit.layout import Mesh
 from pipefit.plan.explain.text import risk_line
 from pipefit.plan.types import LanePrediction
 from pipefit.show.breakdown import PARTS, StepBreakdown
-from pipefit.show.figures import FigurePair, RunFigures, format_percent
+from pipefit.show.figures import COLUMNS, FigurePair, ReportColumn, format_percent
 from pipefit.show.html import escape_text, html_table
 from pipefit.show.record import RecordedStep, RunRecord
 from pipefit.show.subject import ReportSubject
 from pipefit.show.trace import TraceRow
 from pipefit.show.traffic import REASONS, StepTraffic
-from pipefit.units import format_bandwidth, format_bytes, format_count, format_seconds
+from pipefit.units import format_bandwidth, format_bytes, format_seconds
 
 KINDS = (
     ("F", "--f", "", "Forward F"),
@@ -56,13 +56,13 @@ def section_card(identifier: str, title: str, body: str) -> str:
     )
 
 
-def headline_tiles(figures: RunFigures, record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()) -> str:
+def headline_tiles(
+    figures: Mapping[str, FigurePair], record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()
+) -> str:
     """Return the headline figures, measured and predicted; without a run, the prediction alone."""
+    shown = sorted((column for column in COLUMNS.values() if column.title), key=lambda column: column.share)
     entries = [
-        _figure_tile("Step time", figures.step_s, format_seconds),
-        _figure_tile("Tokens per second", figures.tokens_per_s, format_count),
-        _figure_tile("Peak memory of a device", figures.peak_bytes, format_bytes),
-        _figure_tile("Idle share", figures.idle_share, format_percent, points=True),
+        *(_figure_tile(column, figures[column.name]) for column in shown),
         *(_plain_tile(*entry) for entry in extra),
     ]
     if record is not None and record.steps:
@@ -72,17 +72,22 @@ def headline_tiles(figures: RunFigures, record: RunRecord | None, extra: Sequenc
     return f'<dl class="tiles">{"".join(entries)}</dl>'
 
 
-def _figure_tile(name: str, pair: FigurePair, show: Callable[[float], str], points: bool = False) -> str:
+def _figure_tile(column: ReportColumn, pair: FigurePair) -> str:
+    def show_value(value: float) -> str:
+        return escape_text(column.format_value(value))
+
     if pair.measured is None:
-        value = show(pair.predicted) if pair.predicted is not None else "not known"
-        return _plain_tile(name, value, "predicted")
+        value = show_value(pair.predicted) if pair.predicted is not None else "not known"
+        return _plain_tile(column.title, value, "predicted")
     if pair.predicted is None:
-        return _plain_tile(name, show(pair.measured), "measured")
-    if points:
+        return _plain_tile(column.title, show_value(pair.measured), "measured")
+    if column.share:
         off = f"{100 * (pair.predicted - pair.measured):+.1f} points".replace("-", "−")
     else:
         off = f"{100 * (pair.relative_error or 0.0):+.1f} %".replace("-", "−")
-    return _plain_tile(name, show(pair.measured), f"predicted <b>{show(pair.predicted)}</b> ({off})")
+    return _plain_tile(
+        column.title, show_value(pair.measured), f"predicted <b>{show_value(pair.predicted)}</b> ({off})"
+    )
 
 
 def _plain_tile(name: str, value: str, small: str) -> str:

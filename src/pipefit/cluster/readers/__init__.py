@@ -1,5 +1,5 @@
 """Readers of other tools' descriptions of machines. One file per tool; a file that defines `READER` is found by
-walking.
+walking, and a plug-in calls `register_reader`.
 
 A reader turns texts into a cluster. Facts that the texts omit (devices per host, bandwidth between hosts) must be given
 in `ReaderOptions`: nothing is assumed silently.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,21 +17,59 @@ from pipefit.cluster.files import check_cluster
 from pipefit.cluster.readers.plausible import check_plausible
 from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions
 from pipefit.cluster.types import Cluster
-from pipefit.errors import FormatError, PipefitError
+from pipefit.errors import ClusterError, FormatError, PipefitError
+from pipefit.plugins import NamedRegistry
 
-__all__ = ["ClusterReader", "ReaderInput", "ReaderOptions", "check_plausible", "find_readers", "read_cluster"]
+__all__ = [
+    "ClusterReader",
+    "ReaderInput",
+    "ReaderOptions",
+    "check_plausible",
+    "find_readers",
+    "open_reader_text",
+    "read_cluster",
+    "register_reader",
+]
 
 
 @cache
-def find_readers() -> Mapping[str, ClusterReader]:
-    """Return all readers by name, found by walking this package."""
-    readers: dict[str, ClusterReader] = {}
+def find_readers() -> NamedRegistry[ClusterReader]:
+    """Return all readers by name: the files of this package, and readers of plug-ins."""
+    readers: NamedRegistry[ClusterReader] = NamedRegistry("cluster readers")
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         reader = getattr(module, "READER", None)
         if isinstance(reader, ClusterReader):
-            readers[reader.name] = reader
+            readers.add_entry(reader.name, reader)
     return readers
+
+
+def register_reader(reader: ClusterReader) -> ClusterReader:
+    """Add a reader for `pipefit profile --from NAME` and `--cluster NAME:FILE`, and return it. Raises PipefitError for
+    a name that another reader has."""
+    return find_readers().add_entry(reader.name, reader)
+
+
+def open_reader_text(text: str) -> Cluster | None:
+    """Return the cluster of `NAME:FILE`, NAME a reader; None for a text of another form.
+
+    Raises the errors of `read_cluster`. A file that lacks facts leads to `pipefit profile`, which takes them as
+    options.
+    """
+    name, _, file = text.partition(":")
+    if not file or name not in find_readers():
+        return None
+    try:
+        return read_cluster(name, [file])
+    except ClusterError as error:
+        if "--" not in f"{error.allowed} {error.next_step}":
+            raise
+        raise ClusterError(
+            error.what,
+            where=error.where,
+            seen=error.seen,
+            next_step=f"pipefit profile --from {name} {file} --devices 8xH100 --network 200Gbit/s -o cluster.json",
+        ) from None
 
 
 def read_cluster(source: str, files: Sequence[str], *, devices: str = "", network: str = "") -> Cluster:

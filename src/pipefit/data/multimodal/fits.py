@@ -14,6 +14,7 @@ from pipefit.data.multimodal.images import CHANNELS, ImageRule
 from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.errors import DataError
+from pipefit.model.families import FAMILIES
 from pipefit.model.families.multimodal.config import MultimodalConfig
 from pipefit.model.graph import Layer, Model, TensorSpec
 from pipefit.model.registry import resolve_model, typed_config
@@ -26,8 +27,6 @@ FLAGS = {
 
 FIXED = ("patch", "start_token")
 """Fields for which a model accepts one value only; positions are interpolated, so images may be of any size."""
-
-FAMILY = "multimodal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,8 @@ def requirements_of_model(model: str) -> SampleRequirements:
     of three-channel images.
     """
     described = resolve_model(model)
-    if described.family != FAMILY:
+    config = _image_config(described.family, described.config, model)
+    if config is None:
         raise DataError(
             "This model does not define an image format.",
             where="--model",
@@ -61,13 +61,18 @@ def requirements_of_model(model: str) -> SampleRequirements:
             allowed="a model with an image encoder or an image generator",
             next_step="leave --model out, and give --patch and the other image options",
         )
-    return sample_requirements(typed_config(described.family, described.config, model))
+    return sample_requirements(config)
 
 
-def sample_requirements(config: Any) -> SampleRequirements:
+def _image_config(family: str, config: Mapping[str, Any], where: str = "config") -> MultimodalConfig | None:
+    """Return the configuration of a model with images, None for a model of another family."""
+    typed = typed_config(family, config, where) if family in FAMILIES else None
+    return typed if isinstance(typed, MultimodalConfig) else None
+
+
+def sample_requirements(config: MultimodalConfig) -> SampleRequirements:
     """Return the requirements of the model with this configuration. Raises DataError as `requirements_of_model`
     does."""
-    assert isinstance(config, MultimodalConfig)
     vision, generator = config.vision, config.generator
     if vision is not None and vision.num_channels != CHANNELS:
         raise DataError(
@@ -157,8 +162,9 @@ def check_index(model: Model, index: SampleIndex, rows: SampleRows) -> None:
                 if side
                 else "a model whose patches are square and of three channels",
             )
-    if model.family == FAMILY:
-        _check_rules(sample_requirements(typed_config(model.family, model.config)), index, rows)
+    config = _image_config(model.family, model.config)
+    if config is not None:
+        _check_rules(sample_requirements(config), index, rows)
 
 
 def _check_rules(found: SampleRequirements, index: SampleIndex, rows: SampleRows) -> None:

@@ -1,28 +1,52 @@
 """Configurations of the model families: they read a Hugging Face config.json and know the names of its stored weights.
 
 Each family is a folder, registered by walking this package: `config.py` without torch, and `layers.py` with the
-modules, which imports torch.
+modules, which imports torch. A plug-in calls `register_model_family`.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from types import MappingProxyType
 
+from pipefit.errors import ModelError
 from pipefit.model.families.family import InitialValue, ModelConfig, ModelFamily, WeightTensor
+from pipefit.plugins import NamedRegistry
 
-__all__ = ["FAMILIES", "InitialValue", "ModelConfig", "ModelFamily", "WeightTensor"]
+__all__ = [
+    "FAMILIES",
+    "InitialValue",
+    "ModelConfig",
+    "ModelFamily",
+    "WeightTensor",
+    "family_of_type",
+    "register_model_family",
+]
+
+FAMILIES: NamedRegistry[ModelFamily] = NamedRegistry("model families")
+"""Every family by its name."""
 
 
-def _discover_families() -> Mapping[str, ModelFamily]:
-    families: dict[str, ModelFamily] = {}
-    for info in pkgutil.iter_modules(__path__):
-        if info.ispkg:
-            family: ModelFamily = importlib.import_module(f"{__name__}.{info.name}.config").FAMILY
-            families[family.name] = family
-    return MappingProxyType(families)
+def register_model_family(family: ModelFamily) -> ModelFamily:
+    """Add a family, and return it. Raises PipefitError for a name, ModelError for a model type, that another family
+    has."""
+    for model_type in family.model_types:
+        known = family_of_type(model_type)
+        if known is not None and known.name != family.name:
+            raise ModelError(
+                "Two model families read one model type.",
+                where=f"model families {known.name} and {family.name}",
+                seen=repr(model_type),
+                allowed="a model_type of its own for each family",
+            )
+    return FAMILIES.add_entry(family.name, family)
 
 
-FAMILIES: Mapping[str, ModelFamily] = _discover_families()
+def family_of_type(model_type: object) -> ModelFamily | None:
+    """Return the family that reads a config.json with this `model_type`, None if there is none."""
+    return next((family for family in FAMILIES.values() if model_type in family.model_types), None)
+
+
+for _info in pkgutil.iter_modules(__path__):
+    if _info.ispkg:
+        register_model_family(importlib.import_module(f"{__name__}.{_info.name}.config").FAMILY)

@@ -53,3 +53,5 @@ class ModelFamily:
     "(config, where) -> typed configuration. Raises ModelError."
     builder: str
     "Module with `build(config) -> list[nn.Module]`; it imports torch."
+    parts: tuple[str, ...] = ()
+    "Fields of a config.json that may name the directory of another model, whose config.json replaces them."

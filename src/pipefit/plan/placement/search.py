@@ -22,6 +22,7 @@ from pipefit.plan.placement.kernels.arena import CONSTANT, DEVICE, LEADING, USED
 from pipefit.plan.placement.kernels.compile import kernel_functions
 from pipefit.plan.placement.kernels.state import CUTS, new_state, set_moves
 from pipefit.plan.placement.links import Ints
+from pipefit.plan.placement.moves import improve_placement
 from pipefit.plan.placement.paths import CriticalPaths
 from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.plan.placement.starts import (
@@ -303,6 +304,9 @@ def _run_round(
         )
         for index, (step_s, number, device) in enumerate(lines):
             device, step_s = searcher.run_annealing(device, step_s, racks, course)
+            device, step_s = improve_placement(
+                searcher.question, device, step_s, searcher.estimate_ticks, searcher.simulate_placement
+            )
             lines[index] = (step_s, number, device)
         over -= share
 

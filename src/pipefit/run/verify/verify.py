@@ -26,6 +26,7 @@ from pipefit.errors import PlanError, RunError
 from pipefit.model.graph import Model
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.types import LanePrediction, Plan
+from pipefit.plugins import load_plugins
 from pipefit.run.inputs.feeding import BatchSource, SampleBatchSource, TextBatchSource
 from pipefit.run.inputs.image_feeding import is_multimodal
 from pipefit.run.inputs.random_images import RandomImages
@@ -278,13 +279,19 @@ def in_fresh_process(work: Callable[..., Any], *arguments: Any, rank: int) -> An
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its start and end
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(work, *arguments).result()
+            return pool.submit(_run_with_plugins, work, *arguments).result()
         except BrokenProcessPool:
             raise RunError(
                 f"The process of rank {rank} was killed before it was done: most likely the machine ran out of memory.",
                 where=f"rank {rank}",
                 next_step="run `pipefit verify` on a machine with more memory",
             ) from None
+
+
+def _run_with_plugins(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of `work`, with the plug-ins that this new process has not loaded yet."""
+    load_plugins()
+    return work(*arguments)
 
 
 def _measured_or_none(plan: Plan, model: Model, rank: int, device: str, steps: int) -> MeasuredMemory | None:

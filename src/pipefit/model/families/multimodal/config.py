@@ -216,4 +216,5 @@ FAMILY = ModelFamily(
     model_types=("multimodal", "llava"),
     read=read,
     builder="pipefit.model.families.multimodal.layers",
+    parts=("vision", "language"),
 )

@@ -1,0 +1,79 @@
+"""A cluster reader of another package, from the how-to page: found by its entry point, and read by the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.plugin_package import installed, page_examples, write_package
+
+from pipefit.cluster import load_cluster, open_cluster, parse_spec
+from pipefit.cluster.readers import ClusterReader, find_readers, register_reader
+from pipefit.errors import ClusterError, PipefitError
+from pipefit.plan.check.rules import load_plan
+from pipefit.plugins import load_plugins
+
+__all__ = ["installed"]
+
+
+@pytest.fixture
+def inventory(tmp_path: Path, installed) -> Path:
+    """The page's package, installed, and an inventory of one host."""
+    files = page_examples("add-a-cluster-reader.md")
+    installed(write_package(tmp_path / "site", files, "toy_inventory"), find_readers())
+    path = tmp_path / "machines.txt"
+    path.write_text("north 4 H100\n", encoding="utf-8")
+    return path
+
+
+def test_a_plan_is_made_from_a_file_that_the_reader_reads(inventory: Path, pipefit) -> None:
+    output = inventory.with_name("plan.json")
+    words = ("--batch", "16", "--seq", "128", "--fix", "stages=2", "--fix", "replicas=2", "-o", str(output))
+    code, out, err = pipefit("plan", "--model", "tiny", "--cluster", f"toy-inventory:{inventory}", *words)
+    assert code == 0, err
+    assert f"on 4 devices of toy-inventory:{inventory}" in out
+    plan = load_plan(output)
+    assert plan.cluster == f"toy-inventory:{inventory}" and plan.used_devices == (0, 1, 2, 3)
+    cluster = open_cluster(plan.cluster)
+    assert [(host.name, host.devices, host.kind) for host in cluster.hosts] == [("north", 4, "H100")]
+    assert cluster.kinds == parse_spec("4xH100").kinds
+    code, out, err = pipefit("simulate", str(output))
+    assert code == 0 and "lane 1" in out, err
+    inventory.write_text("north 8 H100\n", encoding="utf-8")
+    code, _, err = pipefit("simulate", str(output))
+    assert code == 2 and "cluster" in err, "a changed inventory is another cluster"
+
+
+def test_profile_writes_the_cluster_of_several_hosts(inventory: Path, pipefit) -> None:
+    inventory.write_text("north 2 H100\nsouth 2 H100\n", encoding="utf-8")
+    output = inventory.with_name("cluster.json")
+    words = ("--from", "toy-inventory", str(inventory), "--network", "200Gbit/s", "-o", str(output))
+    code, _, err = pipefit("profile", *words)
+    assert code == 0, err
+    assert [host.name for host in load_cluster(output).hosts] == ["north", "south"]
+
+
+def test_a_file_that_lacks_facts_leads_to_profile(inventory: Path) -> None:
+    load_plugins()
+    inventory.write_text("north 2 H100\nsouth 2 H100\n", encoding="utf-8")
+    with pytest.raises(ClusterError) as error:
+        open_cluster(f"toy-inventory:{inventory}")
+    assert f"try: pipefit profile --from toy-inventory {inventory} --devices 8xH100 --network" in str(error.value)
+
+
+def test_errors_of_the_reader_reach_the_user(inventory: Path, pipefit) -> None:
+    inventory.write_text("north many\n", encoding="utf-8")
+    code, _, err = pipefit(
+        "plan", "--model", "tiny", "--cluster", f"toy-inventory:{inventory}", "--batch", "16", "--seq", "128"
+    )
+    assert code == 2 and f"where: {inventory}, line 1" in err and "allowed: NAME COUNT KIND" in err
+
+
+def test_a_second_reader_of_a_name_is_refused() -> None:
+    with pytest.raises(PipefitError, match="Two cluster readers have one name"):
+        register_reader(ClusterReader(name="slurm", summary="", takes="", read=lambda inputs, options: parse_spec("")))
+
+
+def test_built_in_readers_are_read_by_the_same_text(tmp_path: Path) -> None:
+    table = Path(__file__).parents[1] / "samples" / "all_reduce_perf_one_host.txt"
+    assert [host.devices for host in open_cluster(f"nccl-tests:{table}").hosts] == [8]

@@ -1,0 +1,129 @@
+"""A model family of another package, from the how-to page: planned, drawn and trained as one process trains it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import train_toys as toys
+import worker_cases as cases
+import worker_plans as plans
+from tests.support.plugin_package import installed, package_environment, page_examples, write_package
+
+from pipefit.errors import ModelError, PipefitError
+from pipefit.model.families import FAMILIES, ModelFamily, register_model_family
+from pipefit.plan.check.rules import load_plan
+from pipefit.plugins import load_plugins
+
+__all__ = ["installed"]
+
+CONFIG = {"model_type": "toy_mlp", "vocab_size": 256, "width": 16, "layers": 4}
+
+
+@pytest.fixture
+def toy_site(tmp_path: Path) -> Path:
+    """The page's package, installed in a folder of its own, and `my-model/config.json` beside that folder."""
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    files = {"toy_mlp/__init__.py": "", **page_examples("add-a-model-family.md")}
+    return write_package(tmp_path / "site", files, "toy_mlp.config")
+
+
+def load_in_process(folder: str) -> tuple[str, ...]:
+    """Load the plug-ins of a folder in a process of the pool."""
+    sys.path.insert(0, folder)
+    load_plugins.cache_clear()
+    return load_plugins()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("decisions", [{"stages": 3}, {"stages": 2, "replicas": (1, 1), "zero1": True}])
+def test_gradients_are_those_of_one_process(toy_site, installed, gloo_pool, monkeypatch, decisions) -> None:
+    installed(toy_site, FAMILIES)
+    load_plugins()
+    monkeypatch.setitem(plans.CONFIGS, "toy", CONFIG)
+    plan = plans.plan("toy", microbatches=2, **decisions)
+    assert plan.model.family == "toy-mlp" and plan.model.config == CONFIG
+    loss, gradients = plans.reference("toy", plans.JOB)
+    model, ranks = plans.model("toy"), len(plan.used_devices)
+    loaded = gloo_pool.run(load_in_process, str(toy_site), ranks=gloo_pool.size)
+    assert loaded[0] == ("toy: toy_mlp.config",)
+    gloo_pool.run(cases.prepare, [(plan, model)], ranks=gloo_pool.size)
+    result = gloo_pool.run(cases.run_steps, plan, model, plans.VOCABULARY, ranks=ranks)[0]
+    assert result["steps"][0][0] == pytest.approx(loss, rel=1e-12)
+    assert set(result["gradients"]) == set(gradients) and len(gradients) == 18
+    for name, gradient in gradients.items():
+        wanted = gradient.numpy()
+        assert np.abs(result["gradients"][name] - wanted).max() <= 1e-10 * np.abs(wanted).max(), name
+
+
+@pytest.mark.gloo
+def test_commands_plan_train_and_draw_it(toy_site: Path) -> None:
+    """By the entry point alone, in processes that know of the package only what is installed."""
+    folder = toy_site.parent
+    text = toys.write_text(folder)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        extra = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.run(
+            [sys.executable, "-m", "pipefit", *words],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=package_environment(toy_site) | extra,
+            timeout=toys.TIME_LIMIT_S,
+        )
+
+    made = run("plan", "--model", "my-model", "--local", "2", "--batch", "8", "--seq", "16", "--precision", "float64",
+               "--fix", "stages=2", "--fix", "microbatches=2", "-o", "plan.json")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    plan = load_plan(folder / "plan.json")
+    assert plan.model.family == "toy-mlp" and len(plan.stages) == 2
+    verified = run("verify", "plan.json")
+    assert verified.returncode == 0, verified.stderr
+    trained = run("train", "plan.json", "--data", str(text), "--steps", "2", "--held-out", "8", "--device", "cpu",
+                  "--local", "2", "-o", "run")  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 2 and all(4 < loss < 8 for loss in losses), "near log 256 in the beginning"
+    drawn = run("report", "run", "-o", "report.html")
+    assert drawn.returncode == 0, drawn.stderr
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "my-model (toy-mlp)" in page and 'id="timeline"' in page
+
+
+def test_a_wrong_field_of_its_config_is_named(toy_site: Path, installed, pipefit) -> None:
+    installed(toy_site, FAMILIES)
+    path = toy_site.parent / "my-model" / "config.json"
+    path.write_text(json.dumps(CONFIG | {"width": 0}), encoding="utf-8")
+    words = ("--cluster", "2xH100", "--batch", "8", "--seq", "16")
+    code, _, err = pipefit("plan", "--model", str(path.parent), *words)
+    assert code == 2 and "The field 'width' of the configuration has a wrong value." in err and str(path) in err
+    path.write_text(json.dumps(CONFIG | {"model_type": "toy_other"}), encoding="utf-8")
+    code, _, err = pipefit("plan", "--model", str(path.parent), *words)
+    assert code == 2 and "The model type is not known." in err and "toy_mlp" in err
+
+
+def test_a_model_type_or_name_of_another_family_is_refused(installed, tmp_path: Path) -> None:
+    installed(tmp_path, FAMILIES)
+    read, builder = FAMILIES["gpt2"].read, FAMILIES["gpt2"].builder
+    with pytest.raises(ModelError, match="Two model families read one model type") as error:
+        register_model_family(ModelFamily(name="toy", model_types=("mistral",), read=read, builder=builder))
+    assert "where: model families llama and toy" in str(error.value) and "seen: 'mistral'" in str(error.value)
+    with pytest.raises(PipefitError, match="Two model families have one name"):
+        register_model_family(ModelFamily(name="gpt2", model_types=("toy",), read=read, builder=builder))
+
+
+def test_the_first_parameters_have_the_initial_values_of_the_config(toy_site: Path, installed) -> None:
+    installed(toy_site, FAMILIES)
+    load_plugins()
+    from pipefit.model.families.build import build_layers
+
+    layers = build_layers("toy-mlp", CONFIG, device="cpu")
+    assert [layer.layer_name for layer in layers] == ["embed", *(f"layers.{i}" for i in range(4)), "head", "loss"]
+    assert not layers[1].up.bias.any() and 0.15 < float(layers[1].up.weight.detach().std()) < 0.25

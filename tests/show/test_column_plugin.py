@@ -1,0 +1,75 @@
+"""A report column of another package, from the how-to page: in the table, in the JSON and in the HTML report."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from show_toys import toy_model, toy_plan, write_toy_run
+from tests.support.plugin_package import installed, page_examples, write_package
+
+from pipefit.errors import PipefitError
+from pipefit.plugins import load_plugins
+from pipefit.show.figures import COLUMNS, FigurePair, ReportColumn, register_report_column
+from pipefit.show.page import render_report
+from pipefit.show.record import read_run
+from pipefit.show.subject import make_subject
+
+__all__ = ["installed"]
+
+
+def test_a_column_of_a_package_stands_in_text_and_html(tmp_path: Path, installed, pipefit) -> None:
+    plan, cluster = toy_plan(stages=2, microbatches=4, replicas=(1, 1))
+    write_toy_run(tmp_path / "run", plan, cluster, stretch=1.25)
+    before = pipefit("compare", str(tmp_path / "run"))[1]
+    assert "price" not in before
+    installed(write_package(tmp_path / "site", page_examples("add-a-report-column.md"), "toy_price"), COLUMNS)
+
+    code, out, err = pipefit("compare", str(tmp_path / "run"))
+    assert code == 0, err
+    predicted = plan.prediction.step_s * 4 * 3.0 / 3600
+    rows = [line.rstrip() for line in out.splitlines()]
+    head = next(row for row in rows if row.endswith("price"))
+    assert head.split()[-3:] == ["of", "limit", "price"]
+    assert any("predicted" in row and row.endswith(f"{100 * predicted:.3g} cents") for row in rows)
+    assert any("measured" in row and row.endswith(f"{125 * predicted:.3g} cents") for row in rows)
+    assert any("error" in row and row.endswith("-20.0%") for row in rows)
+
+    (entry,) = json.loads(pipefit("compare", str(tmp_path / "run"), "--json")[1])
+    assert entry["price_dollars"] == {
+        "predicted": pytest.approx(predicted),
+        "measured": pytest.approx(1.25 * predicted),
+    }
+
+    html = render_report(make_subject(plan, toy_model(9), cluster, read_run(tmp_path / "run")))
+    tile = re.search(r'<dt>Price of a step</dt><dd class="big">([^<]*)</dd><dd class="small">(.*?)</dd>', html)
+    assert tile is not None and tile[1] == f"{125 * predicted:.3g} cents"
+    assert tile[2] == f"predicted <b>{100 * predicted:.3g} cents</b> (−20.0 %)"
+    titles = re.findall(r"<dt>([^<]*)</dt><dd class=\"big\">", html)
+    assert titles[:5] == ["Step time", "Tokens per second", "Peak memory of a device", "Price of a step", "Idle share"]
+
+
+def test_text_of_a_column_is_escaped(tmp_path: Path, installed) -> None:
+    installed(tmp_path, COLUMNS)
+    load_plugins()
+    register_report_column(
+        ReportColumn(
+            name="odd",
+            heading="odd",
+            title="<i>Odd</i>",
+            figure=lambda plan, record: FigurePair(predicted=1.0),
+            format_value=lambda value: "<script>",
+        )
+    )
+    plan, cluster = toy_plan()
+    html = render_report(make_subject(plan, toy_model(9), cluster))
+    assert "<dt>&lt;i&gt;Odd&lt;/i&gt;</dt>" in html and '<dd class="big">&lt;script&gt;</dd>' in html
+
+
+def test_a_second_column_of_a_name_is_refused() -> None:
+    with pytest.raises(PipefitError, match="Two report columns have one name"):
+        register_report_column(
+            ReportColumn(name="step_s", heading="", figure=lambda plan, record: FigurePair(), format_value=str)
+        )
