@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from pipefit.profile.adaptive import AdaptiveSurvey
 from pipefit.profile.completion import complete_links
+from pipefit.profile.config import TINY
 from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
-from pipefit.profile.links import TINY, LinkSurvey, RoundOutcome, survey_pairs
+from pipefit.profile.links import LinkSurvey, RoundOutcome, survey_pairs
 from pipefit.profile.tournament import Pair, shuffle_members, shuffle_rounds
 from provenance import provenance, write_result
 
