@@ -50,7 +50,10 @@ def load_result(name: str) -> Any:
 def format_table(columns: str, rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; `columns` holds the titles, with ` | ` between them."""
     head = columns.split(" | ")
-    lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, ["---"] * len(head), *rows)]
+    lines = [
+        f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+        for cells in (head, ["---"] * len(head), *rows)
+    ]
     return "\n".join(lines)
 
 
@@ -201,6 +204,44 @@ def uneven_parts_table() -> str:
     return format_table("lab | operation | parts of 48 | padded | grouped | all-to-all-v", rows)
 
 
+def validation_table() -> str:
+    """Return the table of published runs: (set, quantity, key of its summary, words of the page, shows constants)."""
+    time, memory = "iteration time", "peak memory"
+    lines = (
+        ("selene", time, "mean error", "iteration time, one model left out at a time: mean error", True),
+        ("selene", time, "largest error", "largest error", False),
+        ("selene", "memory by formula", "largest error",
+         "parameter and activation memory by formula: largest error", True),
+        ("gh200", time, "mean error, micro-batch 8", "iteration time, micro-batch 8: mean error", True),
+        ("gh200", time, "mean error, smaller micro-batches (apart)",
+         "iteration time, smaller micro-batches, reported apart: mean error", False),
+        ("gh200", memory, "mean error", "peak memory, 10 plans: mean error", True),
+        ("gh200", memory, "largest error below", "largest error below the measured", False),
+        ("vtrain", time, "mean error, worst quarter",
+         "iteration time, held-out keys, worst of four quarters: mean error", True),
+        ("vtrain", time, "mean error of the physical constants alone",
+         "the same with the 7 physical constants alone, mean of four quarters", "7"),
+        ("vtrain", time, "regret of the best-predicted, worst quarter",
+         "regret of the best-predicted plan, worst quarter", False),
+        ("vtrain", time, "regret of the best of five, worst quarter",
+         "regret of the best of five, worst quarter", False),
+        ("vtrain", time, "regret of the physical constants alone, mean",
+         "regret of the best-predicted plan, physical constants alone, mean", "7"),
+        ("vtrain", "iteration time, hidden 1024 to 2048", "mean error", "hidden 1024 to 2048: mean error", True),
+    )  # fmt: skip
+    results = {(result["set"], result["quantity"]): result for result in load_result("validation")["results"]}
+    rows, last = [], ""
+    for name, quantity, key, words, constants in lines:
+        result = results[name, quantity]
+        limits = [f"{100 * target['limit']:g}%" for target in result["targets"] if target["what"] == key]
+        reached = {target["what"]: target["reached"] for target in result["targets"]} | result["summary"]
+        count = str(result["fitted_constants"]) if constants is True else constants or ""
+        cells = (words, count, f"{reached[key]:.2%}", "".join(limits))
+        rows.append((f"`{name}`" if name != last else "", *cells))
+        last = name
+    return format_table("set | quantity | fitted constants | reached | target", rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "planning": planning_table,
     "mixed-clusters": mixed_clusters_table,
@@ -212,6 +253,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "several-microbatches": several_microbatches_table,
     "sample-order": sample_order_table,
     "uneven-parts": uneven_parts_table,
+    "validation": validation_table,
 }
 
 if __name__ == "__main__":
