@@ -27,8 +27,8 @@ from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
 from pipefit.plan.check.rules import load_plan
 from pipefit.plan.types import Plan
+from pipefit.profile.config import ProfileConfig
 from pipefit.profile.session import run_profile as profile
-from pipefit.profile.state import ProfileConfig
 from pipefit.run.inputs.feeding import BatchInputs
 from pipefit.run.inputs.feeds import make_inputs
 from pipefit.run.inputs.image_feeding import ImageBatchSource

@@ -27,8 +27,9 @@ from benchmarks.harness import Outcome, benchmark_parser, earlier_result, run_be
 from benchmarks.provenance import provenance
 from pipefit.profile.adaptive import AdaptiveSurvey
 from pipefit.profile.completion import complete_links
+from pipefit.profile.config import TINY
 from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
-from pipefit.profile.links import TINY, LinkSurvey, RoundOutcome, survey_pairs
+from pipefit.profile.links import LinkSurvey, RoundOutcome, survey_pairs
 from pipefit.profile.tournament import Pair, shuffle_members, shuffle_rounds
 
 DATA = Path(__file__).parents[1] / "data"

@@ -25,7 +25,7 @@ def two(tmp_path):
 
 def test_figures_are_the_plans_and_the_runs(two, capsys):
     directory, four, plan = two
-    command([directory / "four.json", directory / "run"], as_json=True)
+    command(paths=[directory / "four.json", directory / "run"], as_json=True)
     first, second = json.loads(capsys.readouterr().out)
     assert first["plan"] == four.content_hash
     assert first["step_s"] == {"predicted": four.prediction.step_s, "measured": None}
@@ -43,7 +43,7 @@ def test_figures_are_the_plans_and_the_runs(two, capsys):
 
 def test_the_table_has_a_row_for_each_and_the_error(two, capsys):
     directory, _, _ = two
-    command([directory / "four.json", directory / "run"], as_json=False)
+    command(paths=[directory / "four.json", directory / "run"], as_json=False)
     out = capsys.readouterr().out
     assert "toy, batch 16 x 64 tokens" in out and "stages" in out and "replicas" in out
     lines = [line.split() for line in out.splitlines()]
@@ -73,7 +73,7 @@ def test_only_plans_of_one_model_and_batch_can_be_compared(tmp_path, other, word
     for name, choices in (("a.json", {}), ("b.json", other)):
         (tmp_path / name).write_text(dump_text(toy_plan(**choices)[0]))
     with pytest.raises(PlanError) as caught:
-        command([tmp_path / "a.json", tmp_path / "b.json"], as_json=False)
+        command(paths=[tmp_path / "a.json", tmp_path / "b.json"], as_json=False)
     for word in (*words, "a.json", "b.json"):
         assert word in str(caught.value)
 
@@ -82,9 +82,9 @@ def test_a_plan_without_prediction_says_how_to_get_one(tmp_path):
     plan, _ = toy_plan()
     (tmp_path / "bare.json").write_text(dump_text(replace(plan, prediction=None)))
     with pytest.raises(PlanError, match=r"no prediction[\s\S]*pipefit plan"):
-        command([tmp_path / "bare.json"], as_json=False)
+        command(paths=[tmp_path / "bare.json"], as_json=False)
 
 
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(FormatError, match=r"no such file[\s\S]*nothing.json"):
-        command([tmp_path / "nothing.json"], as_json=False)
+        command(paths=[tmp_path / "nothing.json"], as_json=False)

@@ -13,9 +13,10 @@ import pytest
 
 from pipefit.profile.adaptive import AdaptiveSurvey
 from pipefit.profile.classes import find_classes, split_values
+from pipefit.profile.config import TINY
 from pipefit.profile.effects import Array
 from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
-from pipefit.profile.links import TINY, LinkSample, LinkSurvey, RoundOutcome, survey_pairs
+from pipefit.profile.links import LinkSample, LinkSurvey, RoundOutcome, survey_pairs
 from pipefit.profile.tournament import Pair, shuffle_members, shuffle_rounds
 
 LARGE = 2**20

@@ -28,10 +28,11 @@ from pipefit.profile.assemble import (
     short_kinds,
 )
 from pipefit.profile.calibrate import add_ratios, collective_curve, fit_efficiency
+from pipefit.profile.config import SIZES
 from pipefit.profile.environment import check_environment, machine_fingerprint
 from pipefit.profile.estimate import LinkShape
 from pipefit.profile.facts import middle_rates
-from pipefit.profile.links import SIZES, LinkSample, survey_pairs
+from pipefit.profile.links import LinkSample, survey_pairs
 from pipefit.profile.partial import PartialFile, PartialProfile, load_partial, partial_path
 from pipefit.profile.summary import summarize_cluster
 from pipefit.profile.tournament import parallel_tournaments, round_robin

@@ -15,9 +15,10 @@ from pipefit.cluster.types import Cluster
 from pipefit.errors import ClusterError
 from pipefit.profile import link_phase
 from pipefit.profile.assemble import ProfileFindings, assemble_cluster, host_ranks
-from pipefit.profile.links import SIZES, RoundOutcome
+from pipefit.profile.config import SIZES, ProfileConfig
+from pipefit.profile.links import RoundOutcome
 from pipefit.profile.partial import PartialFile, load_partial, partial_path
-from pipefit.profile.state import ProfileConfig, ProfileSession
+from pipefit.profile.state import ProfileSession
 from pipefit.profile.tournament import Pair
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tests.support.profile_toys import Simulated
 
+from pipefit.profile.config import SIZES, TINY
 from pipefit.profile.estimate import pair_times
-from pipefit.profile.links import SIZES, TINY, LinkSurvey, RoundOutcome, latency_and_bandwidth, survey_pairs
+from pipefit.profile.links import LinkSurvey, RoundOutcome, latency_and_bandwidth, survey_pairs
 from pipefit.profile.tournament import Pair, parallel_tournaments, round_robin, shuffle_members, shuffle_rounds
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipefit.profile.config import TINY
 from pipefit.profile.facts import DeviceRates, ProfileMember
-from pipefit.profile.links import TINY, RoundOutcome
+from pipefit.profile.links import RoundOutcome
 from pipefit.profile.tournament import Pair
 
 SOFTWARE = {"pipefit": "0.1.0", "python": "3.11.9", "torch": "2.13.0", "cpu": "Some CPU", "threads": "1"}

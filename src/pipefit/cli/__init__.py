@@ -1,8 +1,9 @@
 """The command line, one file per command. A file `cli/NAME.py` that defines `command` becomes `pipefit NAME`.
 
-Command modules import only typer and the standard library at the top, and other packages inside the function, so that
-`pipefit --help` answers at once. Plug-ins are loaded before a command reads its options. A PipefitError is printed
-without a traceback and exits with code 2.
+The options of a command are the fields of frozen dataclasses (`_options.py`). Command modules import configurations,
+typer and the standard library at the top, and other packages inside the function, so that `pipefit --help` answers at
+once. Plug-ins are loaded before a command reads its options. A PipefitError is printed without a traceback and exits
+with code 2.
 """
 
 from __future__ import annotations

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from pipefit.cli._options import takes_options
 
 
-def command(
-    paths: Annotated[list[Path], typer.Argument(metavar="PLAN|RUN_DIR ...", help="Plans, or folders of runs.")],
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Options of `pipefit compare`."""
+
+    paths: tuple[Path, ...]
+    "Plans, or folders of runs."
+    as_json: bool = False
+    "Print the figures as JSON."
+
+
+@takes_options(CompareOptions, arguments=("paths",), metavars={"paths": "PLAN|RUN_DIR ..."})
+def command(options: CompareOptions) -> None:
     """Compare plans and runs of the same model and batch: time, throughput, idle share and memory."""
     from pipefit.cli._plans import print_tables
     from pipefit.show.compare import as_data, compare_entries, compare_table
     from pipefit.show.subject import open_plan_or_run
 
-    entries = compare_entries([(path, *open_plan_or_run(path)) for path in paths])
-    if as_json:
+    entries = compare_entries([(path, *open_plan_or_run(path)) for path in options.paths])
+    if options.as_json:
         print(json.dumps([as_data(entry) for entry in entries], indent=1))
         return
     print_tables([compare_table(entries)])

@@ -3,74 +3,92 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import typer
+from pipefit.cli._options import takes_options
 
 if TYPE_CHECKING:
     from pipefit.data.multimodal.index import IndexSummary, SampleIndex
 
 
-def command(
-    source: Annotated[Path, typer.Argument(help="A manifest (.jsonl, .parquet), or a folder of images with texts.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The index, a folder; NAME.jsonl: a manifest.")],
-    task: str = typer.Option("caption", help="For a folder: caption (learn the texts) or generate (learn the images)."),
-    tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
-    model: str | None = typer.Option(
-        None, help="Take the patch options from this model (named as for `pipefit plan`)."
-    ),
-    patch: int | None = typer.Option(None, help="Side of a patch (one token) in pixels. Default: 16, or the model's."),
-    max_patches: int | None = typer.Option(
-        None,
-        help="Most patches of an image; larger ones are scaled down. Default: 1024, or the size of the model's table.",
-    ),
-    side: int | None = typer.Option(None, help="Resize every image to this many pixels square; 0: keep its shape."),
-    start_token: bool | None = typer.Option(
-        None, "--start-token/--no-start-token", help="Add a token in front of every image (ViT). Default: as the model."
-    ),
-    latent_patch: int | None = typer.Option(None, help="As --patch, for generated images."),
-    max_latents: int | None = typer.Option(None, help="As --max-patches, for generated images."),
-    image_token: int = typer.Option(0, help="Token id of a patch of an input image."),
-    generation_token: int = typer.Option(0, help="Token id of a patch to generate."),
-    on_broken: str = typer.Option("fail", help="Broken or absent images: fail, or skip their samples and report."),
-    check: str = typer.Option("decode", help="Check of the images: decode (fully) or header (size only)."),
-    cores: float = typer.Option(
-        0.0, help="Report the cores that keep up with steps of this many seconds (see --batch)."
-    ),
-    batch: int = typer.Option(1, help="Samples of one step, for --cores."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """Options of `pipefit data`."""
+
+    source: Path
+    "A manifest (.jsonl, .parquet), or a folder of images with texts."
+    output: Path
+    "The index, a folder; NAME.jsonl: a manifest."
+    task: str = "caption"
+    "For a folder: caption (learn the texts) or generate (learn the images)."
+    tokenizer: str = "bytes"
+    "`bytes`, or a local tokenizer.json."
+    model: str | None = None
+    "Take the patch options from this model (named as for `pipefit plan`)."
+    patch: int | None = None
+    "Side of a patch (one token) in pixels. Default: 16, or the model's."
+    max_patches: int | None = None
+    "Most patches of an image; larger ones are scaled down. Default: 1024, or the size of the model's table."
+    side: int | None = None
+    "Resize every image to this many pixels square; 0: keep its shape."
+    start_token: bool | None = None
+    "Add a token in front of every image (ViT). Default: as the model."
+    latent_patch: int | None = None
+    "As --patch, for generated images."
+    max_latents: int | None = None
+    "As --max-patches, for generated images."
+    image_token: int = 0
+    "Token id of a patch of an input image."
+    generation_token: int = 0
+    "Token id of a patch to generate."
+    on_broken: str = "fail"
+    "Broken or absent images: fail, or skip their samples and report."
+    check: str = "decode"
+    "Check of the images: decode (fully) or header (size only)."
+    cores: float = 0.0
+    "Report the cores that keep up with steps of this many seconds (see --batch)."
+    batch: int = 1
+    "Samples of one step, for --cores."
+    as_json: bool = False
+    "Print the summary as JSON."
+
+
+@takes_options(DataOptions, arguments=("source",), flags={"output": ("-o", "--output")})
+def command(options: DataOptions) -> None:
     """Index samples of text and images for training, or write a manifest of a folder."""
     from pipefit.data.multimodal.fits import check_vocabulary, requirements_of_model, rule_for
     from pipefit.data.multimodal.folder import Task, write_manifest
     from pipefit.data.multimodal.index import GENERATE, IMAGE, Check, IndexRequest, OnBroken, make_index, open_index
     from pipefit.data.tokenizer import load_tokenizer
 
-    chosen: Any = {"task": task, "on_broken": on_broken, "check": check}
+    output, model = options.output, options.model
+    chosen: Any = {"task": options.task, "on_broken": options.on_broken, "check": options.check}
     for name, kind in (("task", Task), ("on_broken", OnBroken), ("check", Check)):
         _require_choice(name, chosen[name], get_args(kind))
     if output.suffix == ".jsonl":
-        count = write_manifest(source, output, chosen["task"])
-        print(json.dumps({"samples": count}) if as_json else f"{count} samples written to {output}")
+        count = write_manifest(options.source, output, chosen["task"])
+        print(json.dumps({"samples": count}) if options.as_json else f"{count} samples written to {output}")
         return
     requirements = requirements_of_model(model) if model is not None else None
     if requirements is not None:
-        check_vocabulary(load_tokenizer(tokenizer).vocabulary, requirements.vocabulary, "--tokenizer")
-    looked = {"patch": patch, "max_patches": max_patches, "side": side, "start_token": start_token}
+        check_vocabulary(load_tokenizer(options.tokenizer).vocabulary, requirements.vocabulary, "--tokenizer")
+    looked = {name: getattr(options, name) for name in ("patch", "max_patches", "side", "start_token")}
+    generated = {"patch": options.latent_patch, "max_patches": options.max_latents}
     request = IndexRequest(
-        source=str(source),
-        tokenizer=tokenizer,
+        source=str(options.source),
+        tokenizer=options.tokenizer,
         images=rule_for(requirements, IMAGE, looked),
-        generated=rule_for(requirements, GENERATE, {"patch": latent_patch, "max_patches": max_latents}),
-        image_token=image_token,
-        generation_token=generation_token,
+        generated=rule_for(requirements, GENERATE, generated),
+        image_token=options.image_token,
+        generation_token=options.generation_token,
         **chosen,
     )
     summary = make_index(request, output)
     index = open_index(output)
-    needed = _preparation_cores(index, batch, cores) if cores > 0 else None
-    if as_json:
+    needed = _preparation_cores(index, options.batch, options.cores) if options.cores > 0 else None
+    if options.as_json:
         from pipefit.codec import to_data
 
         print(json.dumps({**to_data(summary), **({"cores": to_data(needed)} if needed is not None else {})}))

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from pipefit.cli._options import takes_options
 
 
-def command(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
-    as_json: bool = typer.Option(False, "--json", help="Print the tables as JSON."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions:
+    """Options of `pipefit explain`."""
+
+    path: Path
+    "A plan file."
+    as_json: bool = False
+    "Print the tables as JSON."
+
+
+@takes_options(ExplainOptions, arguments=("path",), metavars={"path": "PLAN"})
+def command(options: ExplainOptions) -> None:
     """Explain PLAN: decisions, stages, memory, lower bound, bottleneck, alternatives."""
     from pipefit.cli._plans import print_tables
     from pipefit.plan.check.rules import load_plan
     from pipefit.plan.explain.text import forecast_lines, plan_headline, plan_tables
 
-    plan = load_plan(path)
+    plan = load_plan(options.path)
     notes = list(plan.prediction.assumptions) if plan.prediction else []
-    if as_json:
+    if options.as_json:
         facts = {
             "headline": plan_headline(plan),
             "forecast": forecast_lines(plan),

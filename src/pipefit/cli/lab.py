@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from pipefit.cli._options import takes_options
 from pipefit.errors import LabError
 
 ACTIONS = ("up", "run", "down", "check")
@@ -18,35 +17,50 @@ LOADED = ("pipefit.run.session.launch", "pipefit.run.session.train", "pipefit.pr
 """Modules of `pipefit train` and `pipefit profile` that are imported once for all ranks."""
 
 
-def command(
-    action: Annotated[str, typer.Argument(metavar="|".join(ACTIONS), help="What to do.")],
-    file: Annotated[Path, typer.Argument(metavar="CLUSTER_FILE", help="A lab file, or a cluster file.")],
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND", help="run: the command of every device.")
-    ] = None,
-    devices: str = typer.Option("", help="run: only on these devices, for example 0-3,6."),
-    plan: Annotated[Path | None, typer.Option(help="run: only on the devices of this plan.")] = None,
-    as_json: bool = typer.Option(False, "--json", help="check: print the measurements as JSON."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabOptions:
+    """Options of `pipefit lab`."""
+
+    action: str
+    "What to do."
+    file: Path
+    "A lab file, or a cluster file."
+    words: tuple[str, ...] = ()
+    "run: the command of every device."
+    devices: str = ""
+    "run: only on these devices, for example 0-3,6."
+    plan: Path | None = None
+    "run: only on the devices of this plan."
+    as_json: bool = False
+    "check: print the measurements as JSON."
+
+
+@takes_options(
+    LabOptions,
+    arguments=("action", "file", "words"),
+    metavars={"action": "|".join(ACTIONS), "file": "CLUSTER_FILE", "words": "-- COMMAND"},
+)
+def command(options: LabOptions) -> None:
     """Emulate the cluster of CLUSTER_FILE on this machine (needs root and iproute2).
 
-    up: create the lab and describe it. run: start COMMAND on every device as torchrun would; a lab that is not up is
-    created for this command and removed afterwards. down: remove the lab in any state. check: measure every link and
-    the pace of every device against the file.
+    `up` creates the lab and describes it. `run` starts COMMAND on every device as torchrun would. It creates a lab that
+    is not up for this command, and removes it afterwards. `down` removes the lab in any state. `check` measures every
+    link and the pace of every device against the file.
     """
+    action, file = options.action, options.file
     if action not in ACTIONS:
         raise LabError(
             "The lab command has no such action.", where="pipefit lab", seen=action, allowed=", ".join(ACTIONS)
         )
-    if action != "run" and (words or devices or plan):
+    if action != "run" and (options.words or options.devices or options.plan):
         raise LabError("Only `run` takes a command and devices.", where=f"pipefit lab {action}")
     from pipefit.lab.lifecycle import StopSignal
 
     try:
         if action == "run":
-            code = _run_words(file, words or [], devices, plan)
+            code = _run_words(file, options.words, options.devices, options.plan)
         elif action == "check":
-            code = _check_lab(file, as_json)
+            code = _check_lab(file, options.as_json)
         else:
             code = _bring_up(file) if action == "up" else _take_down(file)
     except StopSignal as stopped:
@@ -79,7 +93,7 @@ def _run_words(file: Path, words: Sequence[str], devices: str, plan: Path | None
 
     lab = lifecycle.Lab.open_lab(file)
     chosen = _parse_devices(devices, plan)
-    preload = (*PRELOAD, *(LOADED if words[:1] == ["pipefit"] else ()))
+    preload = (*PRELOAD, *(LOADED if words[:1] == ("pipefit",) else ()))
     with lifecycle.hold_lab(lab):
         result = run_judged(lab, words, devices=chosen, preload=preload, say=lambda line: print(line, flush=True))
     if result.pace:

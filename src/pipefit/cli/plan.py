@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import typer
+from pipefit.cli._options import takes_options
 
 if TYPE_CHECKING:
     from pipefit.data.multimodal.feeds import SampleSource
@@ -19,45 +20,52 @@ BATCHES = 3
 """Number of global batches of an index that are planned for."""
 
 
-def command(
-    model: str = typer.Option(
-        help="A built-in name, a directory with config.json, a saved model (JSON), or FILE.py:FUNCTION."
-    ),
-    cluster: str | None = typer.Option(None, help="A cluster file, READER:FILE, 8xH100, or 2x8xA100-80:200Gbit/s."),
-    local: int | None = typer.Option(None, help="Plan for this many processes on this machine's CPU."),
-    batch: int = typer.Option(help="Sequences of one step, over all devices."),
-    seq: int | None = typer.Option(None, help="Tokens of one sequence; captured models have their own."),
-    precision: str | None = typer.Option(
-        None, help="bfloat16, float32 or float64. Default: float32 with --local, else bfloat16."
-    ),
-    seed: int = typer.Option(0, help="Seed of the run: data order, first weights, dropout."),
-    top: int = typer.Option(5, help="How many plans to list, the winner included."),
-    fix: Annotated[
-        list[str] | None, typer.Option(help="Fix a choice, KEY=VALUE; repeatable. An unknown key lists the valid ones.")
-    ] = None,
-    memory: Annotated[
-        Path | None, typer.Option(help="A memory correction, as `pipefit verify --record` writes it.")
-    ] = None,
-    risk: Annotated[
-        float | None,
-        typer.Option(help="With --memory: largest probability that the plan does not fit. Default: 0.05."),
-    ] = None,
-    allow_other_environment: bool = typer.Option(
-        False, "--allow-other-environment", help="Use a cluster that was measured with other software."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON instead of tables."),
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
-    documents: Annotated[
-        str, typer.Option(help="Attention across documents packed into one sequence: joined, or apart.")
-    ] = "joined",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="For a model with images: an index from `pipefit data`, whose batches are planned for."),
-    ] = None,
-    held_out: float = typer.Option(0.01, help="With --data, as for `pipefit train`: samples kept for evaluation."),
-    pack: bool = typer.Option(False, "--pack", help="With --data, as for train: pack samples into a sequence."),
-    on_long: str = typer.Option("fail", help="With --data, as for train: fail or skip samples that are too long."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `pipefit plan`."""
+
+    model: str
+    "A built-in name, a directory with config.json, a saved model (JSON), or FILE.py:FUNCTION."
+    cluster: str | None = None
+    "A cluster file, READER:FILE, 8xH100, or 2x8xA100-80:200Gbit/s."
+    local: int | None = None
+    "Plan for this many processes on this machine's CPU."
+    batch: int
+    "Sequences of one step, over all devices."
+    seq: int | None = None
+    "Tokens of one sequence; captured models have their own."
+    precision: str | None = None
+    "bfloat16, float32 or float64. Default: float32 with --local, else bfloat16."
+    seed: int = 0
+    "Seed of the run: data order, first weights, dropout."
+    top: int = 5
+    "How many plans to list, the winner included."
+    fix: tuple[str, ...] = ()
+    "Fix a choice, KEY=VALUE; repeatable. An unknown key lists the valid ones."
+    memory: Path | None = None
+    "A memory correction, as `pipefit verify --record` writes it."
+    risk: float | None = None
+    "With --memory: largest probability that the plan does not fit. Default: 0.05."
+    allow_other_environment: bool = False
+    "Use a cluster that was measured with other software."
+    as_json: bool = False
+    "Print the plan as JSON instead of tables."
+    output: Path | None = None
+    "Write the plan to this file."
+    documents: str = "joined"
+    "Attention across documents packed into one sequence: joined, or apart."
+    data: Path | None = None
+    "For a model with images: an index from `pipefit data`, whose batches are planned for."
+    held_out: float = 0.01
+    "With --data, as for `pipefit train`: samples kept for evaluation."
+    pack: bool = False
+    "With --data, as for train: pack samples into a sequence."
+    on_long: str = "fail"
+    "With --data, as for train: fail or skip samples that are too long."
+
+
+@takes_options(PlanOptions, flags={"output": ("--output", "-o")})
+def command(options: PlanOptions) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and explain it."""
     from pipefit.cli._plans import cluster_text, print_tables
     from pipefit.cluster import open_cluster
@@ -70,19 +78,18 @@ def command(
     from pipefit.plan.request.sequence_length import resolve_length
     from pipefit.profile.environment import check_environment
 
+    output = options.output
     if output is not None:
         make_folder(output, "plan", PlanError)
-    text = cluster_text(cluster, local)
+    text = cluster_text(options.cluster, options.local)
     opened_cluster = open_cluster(text)
-    for difference in check_environment(opened_cluster, allow=allow_other_environment, hardware=False):
+    for difference in check_environment(opened_cluster, allow=options.allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
-    constraints = parse_constraints(fix or [])
-    opened_model = open_model(model)
-    job = _build_job(
-        batch, resolve_length(opened_model, seq), precision or ("float32" if local else "bfloat16"), seed, documents
-    )
-    make = _plan_maker(memory, risk)
-    source = None if data is None else _open_source(opened_model, data, job, held_out, pack, on_long)
+    constraints = parse_constraints(options.fix)
+    opened_model = open_model(options.model)
+    job = _build_job(options, resolve_length(opened_model, options.seq))
+    make = _plan_maker(options.memory, options.risk)
+    source = None if options.data is None else _open_source(opened_model, options.data, job, options)
     if source is not None:
         make = partial(make, **_sampled_options(source, job))
     with _StatusLine() as progress:
@@ -91,14 +98,14 @@ def command(
             opened_cluster,
             job,
             pins=constraints,
-            top=top,
-            name=model,
+            top=options.top,
+            name=options.model,
             cluster_source=text,
             progress=progress,
         )
     if output is not None:
         save_plan(plan, output)
-    if as_json:
+    if options.as_json:
         sys.stdout.write(dump_text(plan))
         return
     print(plan_headline(plan))
@@ -133,7 +140,7 @@ def _plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
     return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
 
 
-def _open_source(opened: Model, data: Path, job: Job, held_out: float, pack: bool, on_long: str) -> SampleSource:
+def _open_source(opened: Model, data: Path, job: Job, options: PlanOptions) -> SampleSource:
     """Open the index with the rows that a run would draw from it."""
     from pipefit.data.multimodal.feeds import SampleSource
     from pipefit.data.multimodal.fits import check_index
@@ -148,11 +155,11 @@ def _open_source(opened: Model, data: Path, job: Job, held_out: float, pack: boo
             seen=f"a model of one module, {opened.modules[0].name!r}",
             next_step="leave --data out; `pipefit train` takes it",
         )
-    if on_long not in ("fail", "skip"):
+    if options.on_long not in ("fail", "skip"):
         raise DataError(
             "The treatment of samples that are too long is unknown.",
             where="--on-long",
-            seen=repr(on_long),
+            seen=repr(options.on_long),
             allowed="fail or skip",
         )
     index = open_index(data)
@@ -160,9 +167,9 @@ def _open_source(opened: Model, data: Path, job: Job, held_out: float, pack: boo
         index,
         job.sequence,
         batch=job.batch,
-        held_out=held_out,
-        pack=pack,
-        on_long=on_long,  # type: ignore[arg-type]
+        held_out=options.held_out,
+        pack=options.pack,
+        on_long=options.on_long,  # type: ignore[arg-type]
         images=True,
     )
     check_index(opened, index, rows)
@@ -188,19 +195,25 @@ def _preparation_words(source: SampleSource, plan: Plan, model: Model, step_s: f
     return cores_needed(source.index, source.rows, plan.job.batch, step_s, rate, decoding_copies(plan, model)).to_text()
 
 
-def _build_job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:
+def _build_job(options: PlanOptions, sequence: int) -> Job:
     from pipefit.codec import from_data
     from pipefit.errors import PlanError
     from pipefit.plan.types import Documents, Job
 
-    for name, value in (("--batch", batch), ("--seq", seq)):
+    for name, value in (("--batch", options.batch), ("--seq", sequence)):
         if value < 1:
             raise PlanError("A whole number above zero is needed.", where=name, seen=value)
-    if documents not in get_args(Documents):
+    if options.documents not in get_args(Documents):
         raise PlanError(
-            "Documents are joined or kept apart.", where="--documents", seen=documents, allowed="joined, apart"
+            "Documents are joined or kept apart.", where="--documents", seen=options.documents, allowed="joined, apart"
         )
-    data = {"batch": batch, "sequence": seq, "precision": precision, "seed": seed, "documents": documents}
+    data = {
+        "batch": options.batch,
+        "sequence": sequence,
+        "precision": options.precision or ("float32" if options.local else "bfloat16"),
+        "seed": options.seed,
+        "documents": options.documents,
+    }
     return from_data(Job, data, "--precision")
 
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from pipefit.cli._options import takes_options
 
 
-def command(
-    path: Annotated[Path, typer.Argument(metavar="RUN_DIR|PLAN", help="A run's folder, or a plan that has not run.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")] = Path("report.html"),
-    trace: Annotated[Path | None, typer.Option(help="Write both timelines for Perfetto as well.")] = None,
-    model: str = typer.Option("", help="The model, if it is not found under its name in the plan."),
-    cluster: str = typer.Option("", help="The cluster, if it is not found under its name in the plan."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Options of `pipefit report`."""
+
+    path: Path
+    "A run's folder, or a plan that has not run."
+    output: Path = Path("report.html")
+    "The HTML file to write."
+    trace: Path | None = None
+    "Write both timelines for Perfetto as well."
+    model: str = ""
+    "The model, if it is not found under its name in the plan."
+    cluster: str = ""
+    "The cluster, if it is not found under its name in the plan."
+
+
+@takes_options(
+    ReportOptions, arguments=("path",), metavars={"path": "RUN_DIR|PLAN"}, flags={"output": ("-o", "--output")}
+)
+def command(options: ReportOptions) -> None:
     """Write a self-contained report of RUN_DIR, or of a PLAN alone (predicted only); it opens without a network."""
     from pipefit.codec import write_file
     from pipefit.show.page import render_report
@@ -22,15 +35,15 @@ def command(
     from pipefit.show.subject import open_subject
     from pipefit.show.trace import from_timeline
 
-    subject = open_subject(path, cluster, model)
+    subject = open_subject(options.path, options.cluster, options.model)
     html = render_report(subject)
     timeline = subject.simulation.timeline
     traces = [from_timeline(timeline)]
     if subject.record is not None and subject.record.trace is not None:
         traces.append(subject.record.trace)
-    write_file(output, html, "report")
-    if trace is not None:
-        write_perfetto(trace, traces, timeline)
-    print(f"report written to {output} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")
-    if trace is not None:
-        print(f"trace written to {trace}: open it at https://ui.perfetto.dev")
+    write_file(options.output, html, "report")
+    if options.trace is not None:
+        write_perfetto(options.trace, traces, timeline)
+    print(f"report written to {options.output} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")
+    if options.trace is not None:
+        print(f"trace written to {options.trace}: open it at https://ui.perfetto.dev")

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from pipefit.cli._options import flag_names, takes_options
 from pipefit.errors import PipefitError, ScheduleError
 
 if TYPE_CHECKING:
@@ -29,53 +31,74 @@ OF_BLOCK = ("name", "devices", "block", "interval", "grid")
 """Options that the drawing of a building block uses."""
 
 
-def command(
-    context: typer.Context,
-    name: str = typer.Argument(help="The schedule family, for example 1f1b or v-half; or fit."),
-    devices: int = typer.Option(4, help="Devices of one pipeline."),
-    microbatches: int = typer.Option(8, help="Microbatches of one step."),
-    slices: int = typer.Option(1, help="Slices that every microbatch's sequences are cut into."),
-    times: str = typer.Option("1,1,1", help="Times of F, I, W and optionally a transfer: F,I,W or F,I,W,T."),
-    stage: Annotated[list[str] | None, typer.Option(help="Times of one stage: STAGE=F,I,W. Repeatable.")] = None,
-    memory: float | None = typer.Option(None, help="Memory of a device; 1 is what the first device of 1F1B holds."),
-    placement: str | None = typer.Option(None, help="linear, looped or v; the family's own by default, v for fit."),
-    seconds: float | None = typer.Option(None, help="fit: time of the search; by default a fixed number of moves."),
-    solver_seconds: float = typer.Option(0.0, help="fit: time of the exact solver after it (needs ortools)."),
-    seed: int = typer.Option(0, help="fit: seed of the search."),
-    block: bool = typer.Option(False, "--block", help="Draw the family's building block instead."),
-    interval: int | None = typer.Option(
-        None, help="--block: repeat it at this interval of slots, and show collisions."
-    ),
-    grid: bool = typer.Option(False, "--grid", help="Draw the lanes in time (the default)."),
-    csv: bool = typer.Option(False, "--csv", help="Print the compute actions as CSV for torch.distributed.pipelining."),
-    as_json: bool = typer.Option(False, "--json", help="Print the lanes and the simulated figures as JSON."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOptions:
+    """Options of `pipefit schedule`."""
+
+    name: str
+    "The schedule family, for example 1f1b or v-half; or fit."
+    devices: int = 4
+    "Devices of one pipeline."
+    microbatches: int = 8
+    "Microbatches of one step."
+    slices: int = 1
+    "Slices that every microbatch's sequences are cut into."
+    times: str = "1,1,1"
+    "Times of F, I, W and optionally a transfer: F,I,W or F,I,W,T."
+    stage: tuple[str, ...] = ()
+    "Times of one stage: STAGE=F,I,W. Repeatable."
+    memory: float | None = None
+    "Memory of a device; 1 is what the first device of 1F1B holds."
+    placement: str | None = None
+    "linear, looped or v; the family's own by default, v for fit."
+    seconds: float | None = None
+    "fit: time of the search; by default a fixed number of moves."
+    solver_seconds: float = 0.0
+    "fit: time of the exact solver after it (needs ortools)."
+    seed: int = 0
+    "fit: seed of the search."
+    block: bool = False
+    "Draw the family's building block instead."
+    interval: int | None = None
+    "--block: repeat it at this interval of slots, and show collisions."
+    grid: bool = False
+    "Draw the lanes in time (the default)."
+    csv: bool = False
+    "Print the compute actions as CSV for torch.distributed.pipelining."
+    as_json: bool = False
+    "Print the lanes and the simulated figures as JSON."
+
+
+@takes_options(ScheduleOptions, arguments=("name",))
+def command(context: typer.Context, options: ScheduleOptions) -> None:
     """Make the schedule NAME and draw it in time, or print it as CSV or JSON."""
-    if grid + csv + as_json > 1:
+    name, devices, interval = options.name, options.devices, options.interval
+    if options.grid + options.csv + options.as_json > 1:
         raise PipefitError("Only one form of output can be asked for.", allowed="--grid, --csv or --json")
     if devices < 1:
         raise ScheduleError("A pipeline has at least one device.", where="--devices", seen=devices, allowed="1 or more")
-    _check_given(context, name, block or interval is not None)
-    if block or interval is not None:
+    as_block = options.block or interval is not None
+    _check_given(context, name, as_block)
+    if as_block:
         print(_block_text(name, devices, interval))
         return
     from pipefit.cli._schedule_problem import check_limit, costs_of, limit_units
     from pipefit.schedule import ScheduleProblem, check_schedule
     from pipefit.simulate import simulate_schedule
 
-    lanes = _choose_placement(name, placement, devices)
-    costs = costs_of(lanes, times, stage or ())
-    problem = ScheduleProblem(placement=lanes, microbatches=microbatches, slices=slices, costs=costs)
-    limit = limit_units(problem, memory)
-    schedule, fitted = _make_schedule(name, problem, limit, seconds, solver_seconds, seed)
+    lanes = _choose_placement(name, options.placement, devices)
+    costs = costs_of(lanes, options.times, options.stage)
+    problem = ScheduleProblem(placement=lanes, microbatches=options.microbatches, slices=options.slices, costs=costs)
+    limit = limit_units(problem, options.memory)
+    schedule, fitted = _make_schedule(options, problem, limit)
     check_schedule(schedule)
     timeline = simulate_schedule(schedule, costs)
     check_limit(problem, name, timeline.peak_bytes.tolist(), limit)
-    if csv:
+    if options.csv:
         from pipefit.schedule.text.csv_io import to_csv
 
         sys.stdout.write(to_csv(schedule))
-    elif as_json:
+    elif options.as_json:
         print(json.dumps(_schedule_facts(timeline, limit, fitted), indent=1))
     else:
         _draw_timeline(problem, timeline, limit, fitted)
@@ -89,7 +112,7 @@ def _check_given(context: typer.Context, name: str, block: bool) -> None:
         if getattr(context.get_parameter_source(parameter), "name", "") == "COMMANDLINE"
     ]
     for parameter in options:
-        option = "--" + {"as_json": "json"}.get(parameter, parameter).replace("_", "-")
+        option = flag_names(parameter, None)[0]
         if block and parameter not in OF_BLOCK:
             raise ScheduleError(
                 "A building block has no such option: it is one microbatch in slots, drawn as text.",
@@ -115,24 +138,25 @@ def _choose_placement(name: str, asked: str | None, devices: int) -> tuple[int, 
 
 
 def _make_schedule(
-    name: str, problem: ScheduleProblem, limit: int | None, seconds: float | None, solver_seconds: float, seed: int
+    options: ScheduleOptions, problem: ScheduleProblem, limit: int | None
 ) -> tuple[Schedule, FitResult | None]:
     """Return the schedule and, if it was fitted, the result of the fit."""
     from pipefit.schedule import find_family
 
-    if name != FIT:
-        return find_family(name)(problem), None
+    if options.name != FIT:
+        return find_family(options.name)(problem), None
     from dataclasses import replace
 
     from pipefit.schedule.fit.search import MOVES, fit_schedule
 
-    _check_search(seconds, solver_seconds, seed)
+    seconds = options.seconds
+    _check_search(seconds, options.solver_seconds, options.seed)
     fitted = fit_schedule(
         replace(problem, limit_bytes=None if limit is None else (limit,) * problem.num_lanes),
         moves=MOVES if seconds is None else 10**9,
         seconds=seconds,
-        exact_seconds=solver_seconds,
-        seed=seed,
+        exact_seconds=options.solver_seconds,
+        seed=options.seed,
         objective="span",
     )
     return fitted.schedule, fitted

@@ -4,25 +4,40 @@ cost."""
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
-
+from pipefit.cli._options import takes_options
 from pipefit.errors import PlanError
 
 
-def command(
-    model: str = typer.Option(..., help="A built-in model, a directory or file, or FILE.py:FUNCTION."),
-    cluster: Annotated[str | None, typer.Option(help="A cluster file, or a short text such as 8xH100.")] = None,
-    local: Annotated[int | None, typer.Option(help="This machine as the cluster, with this many processes.")] = None,
-    devices: Annotated[str | None, typer.Option(help="Device numbers of the group, with commas. Default: all.")] = None,
-    shares: Annotated[str | None, typer.Option(help="Shares of the devices, such as 2:1. Default: searched.")] = None,
-    batch: int = typer.Option(32, help="Rows of a step."),
-    seq: int | None = typer.Option(None, help="Tokens of a row. Default: 1024, or the length of a captured model."),
-    microbatches: int = typer.Option(1, help="Microbatches of a step."),
-    precision: str = typer.Option("bfloat16", help="bfloat16, float32 or float64."),
-    as_json: bool = typer.Option(False, "--json", help="Print the program and its costs as JSON."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptions:
+    """Options of `pipefit shard`."""
+
+    model: str
+    "A built-in model, a directory or file, or FILE.py:FUNCTION."
+    cluster: str | None = None
+    "A cluster file, or a short text such as 8xH100."
+    local: int | None = None
+    "This machine as the cluster, with this many processes."
+    devices: str | None = None
+    "Device numbers of the group, with commas. Default: all."
+    shares: str | None = None
+    "Shares of the devices, such as 2:1. Default: searched."
+    batch: int = 32
+    "Rows of a step."
+    seq: int | None = None
+    "Tokens of a row. Default: 1024, or the length of a captured model."
+    microbatches: int = 1
+    "Microbatches of a step."
+    precision: str = "bfloat16"
+    "bfloat16, float32 or float64."
+    as_json: bool = False
+    "Print the program and its costs as JSON."
+
+
+@takes_options(ShardOptions)
+def command(options: ShardOptions) -> None:
     """Search the program of a group of devices: tensor forms, shares, collectives, costs."""
     from pipefit.cli._plans import cluster_text
     from pipefit.cluster import open_cluster
@@ -38,13 +53,14 @@ def command(
     from pipefit.shard.segments import segment_shares
     from pipefit.shard.synthesize import synthesize_program
 
-    opened_cluster = open_cluster(cluster_text(cluster, local))
+    opened_cluster = open_cluster(cluster_text(options.cluster, options.local))
     network = Network(opened_cluster)
-    chosen = _parse_devices(devices, network.devices)
-    given_shares = _parse_shares(shares, len(chosen))
-    opened_model = open_model(model)
-    tokens = resolve_length(opened_model, 1024 if seq is None and fixed_length(opened_model) is None else seq)
-    _check_sizes(batch, tokens, microbatches, precision)
+    chosen = _parse_devices(options.devices, network.devices)
+    given_shares = _parse_shares(options.shares, len(chosen))
+    opened_model = open_model(options.model)
+    seq = 1024 if options.seq is None and fixed_length(opened_model) is None else options.seq
+    tokens = resolve_length(opened_model, seq)
+    _check_sizes(options, tokens)
     layers = opened_model.layers
     if len(opened_model.modules) > 1:
         raise PlanError(
@@ -59,17 +75,20 @@ def command(
         network,
         best_costs(opened_cluster),
         devices=chosen,
-        rows=batch // microbatches,
+        rows=options.batch // options.microbatches,
         tokens=tokens,
-        precision=precision,  # type: ignore[arg-type]
-        microbatches=microbatches,
+        precision=options.precision,  # type: ignore[arg-type]
+        microbatches=options.microbatches,
     )
     chains = ChainSearch(opened_model, setting)
     program = synthesize_program(chains, layers, given_shares)
     result = list_program(
         opened_model, layers, program if given_shares else segment_shares(chains, layers, program), setting
     )
-    print(json.dumps(to_data(result), indent=1) if as_json else result.listing_text(), end="\n" if as_json else "")
+    if options.as_json:
+        print(json.dumps(to_data(result), indent=1))
+    else:
+        print(result.listing_text(), end="")
 
 
 def _parse_devices(text: str | None, count: int) -> tuple[int, ...]:
@@ -106,7 +125,8 @@ def _parse_shares(text: str | None, count: int) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _check_sizes(batch: int, seq: int, microbatches: int, precision: str) -> None:
+def _check_sizes(options: ShardOptions, tokens: int) -> None:
+    batch, microbatches, precision = options.batch, options.microbatches, options.precision
     if microbatches < 1 or batch < 1 or batch % microbatches:
         raise PlanError(
             "The batch cannot be cut into this many equal microbatches.",
@@ -114,8 +134,8 @@ def _check_sizes(batch: int, seq: int, microbatches: int, precision: str) -> Non
             seen=f"batch {batch}, microbatches {microbatches}",
             allowed="a positive batch, and a divisor of it",
         )
-    if seq < 1:
-        raise PlanError("A row has at least one token.", where="--seq", seen=seq)
+    if tokens < 1:
+        raise PlanError("A row has at least one token.", where="--seq", seen=tokens)
     if precision not in ("bfloat16", "float32", "float64"):
         raise PlanError(
             "This precision is not known.", where="--precision", seen=precision, allowed="bfloat16, float32, float64"

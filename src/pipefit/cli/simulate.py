@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from pipefit.cli._options import takes_options
 
 
-def command(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
-    trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")] = None,
-    model: str | None = typer.Option(None, help="The model, if it is not found under its name in the plan."),
-    cluster: str | None = typer.Option(None, help="The cluster, if it is not found under its name in the plan."),
-    local: int | None = typer.Option(None, help="The cluster: this many processes on this machine's CPU."),
-    as_json: bool = typer.Option(False, "--json", help="Print the simulated figures as JSON."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """Options of `pipefit simulate`."""
+
+    path: Path
+    "A plan file."
+    trace: Path | None = None
+    "Write the timeline for Perfetto or chrome://tracing."
+    model: str | None = None
+    "The model, if it is not found under its name in the plan."
+    cluster: str | None = None
+    "The cluster, if it is not found under its name in the plan."
+    local: int | None = None
+    "The cluster: this many processes on this machine's CPU."
+    as_json: bool = False
+    "Print the simulated figures as JSON."
+
+
+@takes_options(SimulateOptions, arguments=("path",), metavars={"path": "PLAN"})
+def command(options: SimulateOptions) -> None:
     """Simulate one step of PLAN: a grid of its lanes in time, and where time and memory go."""
     from pipefit.cli._plans import open_subject, print_tables
     from pipefit.codec import to_data
@@ -26,17 +38,17 @@ def command(
     from pipefit.plan.explain.text import forecast_lines, memory_table, plan_headline, stage_table
     from pipefit.schedule.text.grid import draw_grid
 
-    plan = load_plan(path)
-    opened_model, opened_cluster = open_subject(plan, model, cluster, local)
+    plan = load_plan(options.path)
+    opened_model, opened_cluster = open_subject(plan, options.model, options.cluster, options.local)
     simulation = simulate_plan(plan, opened_model, opened_cluster)
     bound_s = plan.prediction.lower_bound_s if plan.prediction else 0.0
     plan = add_prediction(plan, opened_model, simulation, bound_s)
     timeline = simulation.timeline
-    if trace is not None:
+    if options.trace is not None:
         from pipefit.show.perfetto import write_timeline
 
-        write_timeline(trace, timeline)
-    if as_json:
+        write_timeline(options.trace, timeline)
+    if options.as_json:
         facts = {
             "prediction": to_data(plan.prediction),
             "bubble": timeline.bubble_share,
@@ -57,5 +69,5 @@ def command(
     else:
         print(draw_grid(timeline.schedule, simulation.costs))
     print_tables([stage_table(plan), memory_table(plan)])
-    if trace is not None:
-        print(f"\ntrace written to {trace}: open it at https://ui.perfetto.dev")
+    if options.trace is not None:
+        print(f"\ntrace written to {options.trace}: open it at https://ui.perfetto.dev")

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from dataclasses import dataclass
 
 import typer
 
+from pipefit.cli._options import takes_options
 
-def command(
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME", help="Only this data set; may be given several times.")
-    ] = None,
-    show_all: bool = typer.Option(False, "--all", help="Print every row, of the large sets too."),
-    as_json: bool = typer.Option(False, "--json", help="Print all rows, splits and summaries as JSON."),
-) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateOptions:
+    """Options of `pipefit validate`."""
+
+    sets: tuple[str, ...] = ()
+    "Only this data set; may be given several times."
+    show_all: bool = False
+    "Print every row, of the large sets too."
+    as_json: bool = False
+    "Print all rows, splits and summaries as JSON."
+
+
+@takes_options(ValidateOptions, flags={"sets": ("--set",), "show_all": ("--all",)}, metavars={"sets": "NAME"})
+def command(options: ValidateOptions) -> None:
     """Predict published runs: published, predicted and delta for every row, the fitted constants, and summaries.
 
     Exits with code 1 if a target is missed.
@@ -23,12 +32,12 @@ def command(
     from pipefit.validate.sets import select_sets
 
     results = []
-    for run in select_sets(sets or []).values():
+    for run in select_sets(options.sets).values():
         for result in run():
             results.append(result)
-            if not as_json:
-                print(as_text(result, show_all) + "\n", flush=True)
-    if as_json:
+            if not options.as_json:
+                print(as_text(result, options.show_all) + "\n", flush=True)
+    if options.as_json:
         print(json.dumps([as_data(result) for result in results], indent=1))
     if not all(target.is_met for result in results for target in result.targets):
         raise typer.Exit(1)

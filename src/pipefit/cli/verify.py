@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from pipefit.cli._options import takes_options
 
 if TYPE_CHECKING:
     from pipefit.cluster import Cluster
@@ -18,21 +19,30 @@ if TYPE_CHECKING:
     from pipefit.run.verify.verify import RankMemory
 
 
-def command(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
-    rank: Annotated[
-        list[int] | None,
-        typer.Option(help="A rank to run; repeatable. Default: the ranks with the highest memory use."),
-    ] = None,
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
-    steps: int = typer.Option(2, help="Training steps of every rank."),
-    record: Annotated[
-        Path | None, typer.Option(help="Add the measurements to this memory file, and refit its correction.")
-    ] = None,
-    cluster: str | None = typer.Option(None, help="The cluster, if it is not found under its name in the plan."),
-    local: int | None = typer.Option(None, help="The cluster: this many processes on this machine's CPU."),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """Options of `pipefit verify`."""
+
+    path: Path
+    "A plan file."
+    rank: tuple[int, ...] = ()
+    "A rank to run; repeatable. Default: the ranks with the highest memory use."
+    device: str = "auto"
+    "auto, cpu or cuda."
+    steps: int = 2
+    "Training steps of every rank."
+    record: Path | None = None
+    "Add the measurements to this memory file, and refit its correction."
+    cluster: str | None = None
+    "The cluster, if it is not found under its name in the plan."
+    local: int | None = None
+    "The cluster: this many processes on this machine's CPU."
+    as_json: bool = False
+    "Print the figures as JSON."
+
+
+@takes_options(VerifyOptions, arguments=("path",), metavars={"path": "PLAN"})
+def command(options: VerifyOptions) -> None:
     """Run the ranks of PLAN with the highest memory use, one at a time, on one device. Exit code 1 if the plan does not
     fit."""
     from pipefit.cli._plans import print_tables
@@ -43,22 +53,23 @@ def command(
     from pipefit.run.session.staleness import captured_model
     from pipefit.run.verify.verify import check_ranks, critical_ranks, verify_rank
 
-    if steps < 1:
-        raise RunError("The number of steps is too small.", where="--steps", seen=steps, allowed="1 or more")
+    device, record = options.device, options.record
+    if options.steps < 1:
+        raise RunError("The number of steps is too small.", where="--steps", seen=options.steps, allowed="1 or more")
     if device not in ("auto", "cpu", "cuda"):
         raise RunError("A rank cannot run there.", where="--device", seen=device, allowed="auto, cpu or cuda")
-    plan = _with_prediction(load_plan(path), cluster, local)
-    check_ranks(plan, rank or [])
+    plan = _with_prediction(load_plan(options.path), options.cluster, options.local)
+    check_ranks(plan, options.rank)
     target = choose_device(device, 0)
-    ranks = rank or critical_ranks(plan)
-    subject = None if record is None else _open_recordable(record, plan, cluster, local, ranks, target.type)
+    ranks = options.rank or critical_ranks(plan)
+    subject = None if record is None else _open_recordable(options, record, plan, ranks, target.type)
     model = captured_model(plan)
-    measurements = [verify_rank(plan, model, measurement, target, steps) for measurement in ranks]
+    measurements = [verify_rank(plan, model, rank, target, options.steps) for rank in ranks]
     fits = all(measurement.fits_limit for measurement in measurements)
     learned = (
         [] if record is None or subject is None else _record_memory(record, plan, subject, measurements, target.type)
     )
-    if as_json:
+    if options.as_json:
         facts = {
             "device": str(target),
             "fits": fits,
@@ -93,7 +104,7 @@ def _with_prediction(plan: Plan, cluster: str | None, local: int | None) -> Plan
 
 
 def _open_recordable(
-    path: Path, plan: Plan, cluster: str | None, local: int | None, ranks: Sequence[int], device: str
+    options: VerifyOptions, path: Path, plan: Plan, ranks: Sequence[int], device: str
 ) -> tuple[Model, Cluster]:
     """Return the plan's model and cluster. Raises, before a rank runs, if the measurements could not be recorded."""
     from pipefit.cli._plans import open_subject
@@ -106,7 +117,7 @@ def _open_recordable(
     make_folder(path, "memory file", ClusterError)
     if path.exists():
         load_memory(path)
-    model, opened_cluster = open_subject(plan, None, cluster, local)
+    model, opened_cluster = open_subject(plan, None, options.cluster, options.local)
     check_recordable(plan, opened_cluster, ranks, device, machine_fingerprint().get("device", ""))
     return model, opened_cluster
 

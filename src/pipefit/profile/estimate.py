@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.profile.config import TINY
 from pipefit.profile.effects import Array, EffectFit, EffectTerm, Indices, fit_effects
-from pipefit.profile.links import TINY, LinkSample
+from pipefit.profile.links import LinkSample
 from pipefit.profile.low_rank import factor_residuals
 
 Bools = NDArray[np.bool_]

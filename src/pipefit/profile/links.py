@@ -17,12 +17,6 @@ import numpy as np
 from pipefit.profile.effects import Array
 from pipefit.profile.tournament import Pair
 
-TINY = 8
-"""Bytes of the answer to every message, and of the smallest message: its round trip is two latencies."""
-
-SIZES = (TINY, 16 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20)
-"""Sizes in bytes of the measured messages."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:

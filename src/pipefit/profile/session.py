@@ -22,11 +22,12 @@ from pipefit.codec import from_data, to_data
 from pipefit.cost.comm.lowerings import DIRECT
 from pipefit.profile.assemble import assemble_cluster
 from pipefit.profile.calibrate import add_ratios, collective_curve, fit_efficiency
+from pipefit.profile.config import ProfileConfig
 from pipefit.profile.device import measure_rates
 from pipefit.profile.facts import DeviceRates, middle_rates
 from pipefit.profile.layer_phase import LAYERS_S, measure_layers
 from pipefit.profile.link_phase import measure_links
-from pipefit.profile.state import ProfileConfig, ProfileSession, Show
+from pipefit.profile.state import ProfileSession, Show
 from pipefit.profile.wire import OPERATIONS, LinkEndpoint, typical_collective_time
 from pipefit.run.session.rendezvous import World, choose_device
 from pipefit.run.transfers.comms import backend_for

@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from pipefit.codec import from_data, to_data
 from pipefit.errors import ClusterError
 from pipefit.profile.assemble import ProfileFindings, check_same_software, host_ranks, short_kinds
 from pipefit.profile.board import StoreExchange
+from pipefit.profile.config import ProfileConfig
 from pipefit.profile.device import describe_rank
 from pipefit.profile.facts import ProfileMember
-from pipefit.profile.links import SIZES
 from pipefit.profile.partial import PartialFile, PartialProfile
 from pipefit.run.session.rendezvous import World
 
 Show = Callable[[str, int, int], None]
 """Progress: (phase, done, total)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileConfig:
-    """The scope and thoroughness of a profile."""
-
-    output: Path
-    name: str = ""
-    "Of the cluster; '' is the file's name."
-    models: tuple[str, ...] = ()
-    "Models whose layers are measured: built-in names, directories, files."
-    sequence: int = 1024
-    tokens: int = 0
-    "Tokens of the largest microbatch on a device; 0: eight sequences."
-    dtype: str = ""
-    "float32, bfloat16 or float64; '' is bfloat16 on GPUs and float32 elsewhere."
-    layer_rounds: int = 5
-    link_rounds: int = 3
-    "Repetitions of every link."
-    host_rounds: str = "auto"
-    """Rounds of pairs of hosts: a number, `all`, or `auto`. `auto` stops when the remaining links can be predicted; up
-    to 16 hosts it measures all pairs."""
-    "of them up to 16 hosts."
-    only: str = ""
-    "`links`: skip layers and collectives; '' measures everything."
-    sizes_bytes: tuple[int, ...] = SIZES
-    rails: int = 1
-    "Networks between hosts; the devices of a host take them in turn."
-    device: str = "auto"
-    timeout_s: float = 60.0
-    "For one round of links; a rank that does not answer within it is lost."
 
 
 class ProfileSession:

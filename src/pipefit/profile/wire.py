@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from pipefit.cost.comm.lowerings import DIRECT
 from pipefit.profile.board import StoreExchange
-from pipefit.profile.links import TINY, RoundOutcome
+from pipefit.profile.config import TINY
+from pipefit.profile.links import RoundOutcome
 from pipefit.profile.tournament import Pair
 from pipefit.run.sharded.parts import GATHERS, SCATTERS, ShardContext
 from pipefit.run.transfers.comms import all_gather, exchange, reduce_scatter

@@ -1,4 +1,7 @@
-"""The resolved configuration of a training run, kept as `config.json` in the run's folder."""
+"""The resolved configuration of a training run, kept as `config.json` in the run's folder.
+
+Its fields are options of `pipefit train`, and the strings below them their help; so this module needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,62 +12,65 @@ from typing import Literal
 
 from pipefit.data.sources import STDLIB
 from pipefit.errors import RunError
-from pipefit.run.update.optimizer import OptimizerConfig, check_config
+from pipefit.run.update.optimizer_config import OptimizerConfig, check_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """All options of `pipefit train` other than the plan itself."""
+    """All options of a run."""
 
     plan: str
     "The plan file."
     cluster: str = ""
-    "The cluster, if it is not found under the plan's name for it."
+    "The cluster, if it is not found under its name in the plan."
     run_dir: str
-    "Folder for metrics, checkpoints and final weights."
+    "Folder for metrics, checkpoints and weights."
     data: tuple[str, ...] = (STDLIB,)
-    "Files, folders, patterns, or `stdlib`; for a captured module a data set as FILE.py:FUNCTION."
+    """Files, folders, patterns or `stdlib` (the default), repeatable; for whole models FILE.py:FUNCTION; for multimodal
+    models the folder of an index (pipefit data)."""
     tokenizer: str = "bytes"
     "`bytes`, or a local tokenizer.json."
     field: str = "text"
-    "The field of jsonl and the column of parquet files that holds the text."
+    "Field of jsonl and column of parquet files that holds the text."
     held_out: float = 0.01
-    "Rows kept for evaluation: a fraction below 1, or a number of rows."
+    "Rows kept for evaluation: a fraction below 1, or a number."
     workers: int = 0
-    "Processes of every rank that prepare images ahead; 0: the rank itself, at the start of a step. Multimodal models."
+    "Processes per rank that prepare images ahead; 0: the rank itself."
     prepare: Literal["processes", "ray"] = "processes"
-    "Kind of the workers: processes of the rank's host, or actors of a Ray cluster. Multimodal models."
+    "Kind of --workers: processes of the host, or ray (actors)."
     pack: bool = False
-    "Put as many samples into a sequence as fit. Multimodal models."
+    "Pack samples with images into a sequence."
     on_long: Literal["fail", "skip"] = "fail"
-    "Treatment of a sample longer than the sequence: end the run, or skip the sample. Multimodal models."
+    "Samples longer than the sequence: fail or skip."
     on_broken: Literal["fail", "skip"] = "fail"
-    "Treatment of an image that broke after indexing: end the run, or skip its sample. Multimodal models."
+    "Images that broke after indexing: fail, or skip their samples."
     steps: int
-    "Optimizer steps of the whole run, including those before a resume."
+    "Optimizer steps of the whole run."
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     resume: str = ""
-    "A run's folder or one of its checkpoints."
+    "Continue from a run's folder or from one of its checkpoints."
     weights: str = ""
-    "A directory with Hugging Face safetensors to start from, instead of random values."
+    "Start from Hugging Face safetensors in this folder, or in those of modules: vision=DIR,language=DIR."
     eval_every: int = 0
-    "Steps between evaluations on the held-out rows; 0: only at the end."
+    "Steps between evaluations; 0: at the end only."
     eval_batches: int = 8
     "Batches of an evaluation, at most."
     save_every: int = 0
-    "Steps between checkpoints; 0: only at the end."
+    "Steps between checkpoints; 0: at the end only."
     keep: int = 3
     "Checkpoints kept."
     async_save: bool = False
-    "Checkpoints are copied to CPU memory and written while the next steps run."
+    "Write checkpoints while the next steps run."
     log_every: int = 1
-    "Steps between printed lines; reading the loss waits for the device."
+    "Steps between printed lines."
     tensorboard: bool = False
+    "Write TensorBoard files as well."
     trace: int = 0
-    "Write the actions' times of this step (from 1) to trace.json; 0: none."
+    "Write the times of this step's actions to trace.json."
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    "auto, cpu or cuda."
     timeout_s: float = 60.0
-    "A rank without a heartbeat for this long counts as dead."
+    "Seconds without a heartbeat after which a rank counts as dead."
     transfer_timeout_s: float = 1800.0
     "A transfer or collective that takes longer fails."
 

@@ -20,7 +20,8 @@ from pipefit.run.stage.initial_values import initial_value
 from pipefit.run.transfers.pieces import incoming_pieces, outgoing_pieces
 from pipefit.run.update.buckets import BucketEntry, make_buckets
 from pipefit.run.update.grad_norm import clip_factor, counts_in_norm, sum_of_squares
-from pipefit.run.update.optimizer import AdamW, OptimizerConfig, check_config, learning_rate
+from pipefit.run.update.optimizer import AdamW, learning_rate
+from pipefit.run.update.optimizer_config import OptimizerConfig, check_config
 from pipefit.schedule.actions import parse_lanes
 from pipefit.schedule.lowering.messages import post_ahead, receive_windows
 

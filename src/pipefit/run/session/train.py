@@ -40,7 +40,7 @@ from pipefit.run.session.write_errors import write_errors
 from pipefit.run.stage.initial_values import Value, initial_values
 from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, user_samples
 from pipefit.run.transfers.comms import CommGroups
-from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.update.optimizer_config import OptimizerConfig
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.state import MODEL, all_pieces, model_pieces, stored_pieces
 from pipefit.run.worker.worker import StepResult, Worker

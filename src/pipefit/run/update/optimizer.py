@@ -8,69 +8,17 @@ bfloat16 the updated values are float32 masters, and the parameters are rounded 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pipefit.errors import RunError
+from pipefit.run.update.optimizer_config import OptimizerConfig
 
 
 def update_elements(device: torch.device) -> int:
     """Return the number of elements that the norm and an update process at a time. It bounds their temporary memory:
     128 MiB on CUDA, with few kernels; 2 MiB on a CPU, which stay in the cache."""
     return 1 << (24 if device.type == "cuda" else 18)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """All settings of the update. Written into the run's config.json; a resumed run takes them from its command
-    line."""
-
-    lr: float = 3e-4
-    "Peak learning rate."
-    beta1: float = 0.9
-    "Decay of the first moment."
-    beta2: float = 0.95
-    "Decay of the second moment."
-    eps: float = 1e-8
-    "Added to the root of the second moment."
-    weight_decay: float = 0.1
-    "Decoupled; parameters with one dimension (norms, biases) are not decayed."
-    decay_one_dimensional: bool = False
-    "Decay parameters with one dimension as well."
-    max_norm: float = 1.0
-    "Gradients are scaled down to this global norm; 0 turns clipping off."
-    warmup: int = 0
-    "Steps of linear warm-up."
-    steps: int = 0
-    "Steps of the whole run, at which the decay ends; 0 means no decay."
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    "Shape of the decay after the warm-up."
-    min_lr_ratio: float = 0.1
-    "Learning rate at the end, as a fraction of the peak."
-
-
-def check_config(config: OptimizerConfig) -> OptimizerConfig:
-    """Return the configuration unchanged. Raises RunError naming the first invalid field."""
-    limits = {
-        "lr": (config.lr > 0, "a number above 0"),
-        "beta1": (0 <= config.beta1 < 1, "from 0 up to but not 1"),
-        "beta2": (0 <= config.beta2 < 1, "from 0 up to but not 1"),
-        "eps": (config.eps > 0, "a number above 0"),
-        "weight_decay": (config.weight_decay >= 0, "a number, 0 or more"),
-        "max_norm": (config.max_norm >= 0, "a number, 0 (off) or more"),
-        "warmup": (config.warmup >= 0, "a number, 0 or more"),
-        "decay": (config.decay in ("cosine", "linear", "constant"), "cosine, linear or constant"),
-        "min_lr_ratio": (0 <= config.min_lr_ratio <= 1, "0 to 1"),
-    }
-    for name, (good, allowed) in limits.items():
-        value = getattr(config, name)
-        if not good or (isinstance(value, float) and not math.isfinite(value)):
-            option = f"--{name.replace('_', '-')}"
-            raise RunError("The optimizer cannot run with this.", where=option, seen=value, allowed=allowed)
-    return config
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

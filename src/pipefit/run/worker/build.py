@@ -33,7 +33,7 @@ from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.wiring import channel_pairs
 from pipefit.run.update.buckets import BucketEntry, make_buckets
-from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.update.optimizer_config import OptimizerConfig
 from pipefit.run.update.reduce import GradientReducer
 from pipefit.run.update.tied import TiedSum, TiedUse, tied_pairs
 from pipefit.run.worker.planned import edge_shapes, side_loss, stage_layers

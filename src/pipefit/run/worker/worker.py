@@ -29,7 +29,8 @@ from pipefit.run.transfers.packed import Counts
 from pipefit.run.transfers.wiring import TransferWiring
 from pipefit.run.update.buckets import GradientBucket
 from pipefit.run.update.grad_norm import clip_factor, counts_in_norm, sum_of_squares
-from pipefit.run.update.optimizer import AdamW, OptimizerConfig, learning_rate
+from pipefit.run.update.optimizer import AdamW, learning_rate
+from pipefit.run.update.optimizer_config import OptimizerConfig
 from pipefit.run.update.reduce import GradientReducer
 from pipefit.schedule.actions import EVERY, Action
 from pipefit.schedule.lowering.frozen import with_backward

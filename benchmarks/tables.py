@@ -1,0 +1,260 @@
+"""Tables of docs/results from the files of benchmarks/results, between the marks of the pages.
+
+python -m benchmarks.tables            write the tables into the pages
+python -m benchmarks.tables --check    exit code 1 if a page differs from its result files
+
+A page marks a table with `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of TABLES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = tuple(ROOT / "docs" / "results" / name for name in ("results.md", "validation.md"))
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def main() -> int:
+    """Write the tables, or compare them. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page differs")
+    check = parser.parse_args().check
+    stale = [
+        page for page in PAGES if filled_page(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")
+    ]
+    for page in stale:
+        if check:
+            print(f"{page.relative_to(ROOT)} differs from its result files: python -m benchmarks.tables")
+        else:
+            page.write_text(filled_page(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return int(check and bool(stale))
+
+
+def filled_page(text: str) -> str:
+    """Return the page with every marked table made anew."""
+    return MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark[2]]()}\n\n", text)
+
+
+def load_result(name: str) -> Any:
+    """Return the data of a result file."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def format_table(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; `columns` holds the titles, with ` | ` between them."""
+    head = columns.split(" | ")
+    lines = [
+        f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+        for cells in (head, ["---"] * len(head), *rows)
+    ]
+    return "\n".join(lines)
+
+
+def planning_table() -> str:
+    titles = {
+        "64 devices, 8B": "64 devices, 8B",
+        "1024 devices, 70B": "1,024 devices, 70B",
+        "64 mixed devices, 8B": "64 of two kinds, skewed links, 8B",
+        "1024 mixed devices, 70B": "1,024 of two kinds, skewed links, 70B",
+        "8192 mixed devices, 70B": "8,192 of two kinds, skewed links, 70B",
+    }
+    columns = (
+        "cluster, model | search with slices, fitted orders and groups | of which groups | memory-time curve | "
+        "sensitivity"
+    )
+    rows = []
+    for name, case in load_result("planning")["cases"].items():
+        search, processor, groups, trade, sensitivity = (
+            f"{min(case[key]):.1f} s"
+            for key in ("search_wall_s", "search_cpu_s", "with_groups_wall_s", "trade_wall_s", "sensitivity_wall_s")
+        )
+        rows.append((titles[name], f"{search} ({processor})", groups, trade, sensitivity))
+    return format_table(columns, rows)
+
+
+def mixed_clusters_table() -> str:
+    titles = {
+        "half-2.5": "half of the devices 2.5 times as fast, skewed links",
+        "half-1.8": "half of the devices 1.8 times as fast",
+        "links-only": "links of 25 and 10 Gbit/s",
+        "tight": "as the first, scarce memory",
+        "half-2.5-16": "half of 16 devices 2.5 times as fast",
+        "half-2.5-32": "half of 32 devices 2.5 times as fast, scarce memory",
+    }
+    columns = (
+        "cluster | devices | even plans run | over the best on all devices | over the best of all | "
+        "over the uniform formula's choice | over AMP's choice | bound of balancing alone"
+    )
+    rows = []
+    for lab in load_result("real_clusters")["labs"]:
+        gains = [lab["gains"][key] for key in ("best baseline", "best of all", "uniform", "amp")]
+        figures = [f"{number:.2f}" for number in (*gains, lab["compute_bound"])]
+        rows.append((titles[lab["lab"]], str(lab["devices"]), str(len(lab["plans"])), *figures))
+    return format_table(columns, rows)
+
+
+def spmd_table() -> str:
+    titles = {"vgg19": "VGG19", "vit-b": "ViT-B", "bert-base": "BERT-Base", "bert-moe": "BERT, 128 experts"}
+    columns = (
+        "model | equal data parallelism | proportional | FSDP, the better | tensor in hosts, the better | ours | "
+        "gain | without communication | lower bound of programs"
+    )
+    rows = []
+    for row in load_result("spmd")["models"]:
+        sides, experts = row["sides_s"], row["model"] == "bert-moe"
+        equal, proportional = sides["equal data parallelism"], sides["proportional data parallelism"]
+        rows.append((
+            titles[row["model"]],
+            f"{_milliseconds(sides['equal data parallelism with expert parallelism'])} with split experts"
+            if experts else _milliseconds(equal),
+            "out of memory" if proportional is None else _milliseconds(proportional),
+            *(_milliseconds(min(time for name, time in sides.items() if name.startswith(start)))
+              for start in ("FSDP", "tensor parallelism")),
+            _milliseconds(row["ours_s"]),
+            f"{row['speedup']:.2f}",
+            _milliseconds(row["bound_s"]),
+            "" if experts else _milliseconds(min(row["no_program_below_s"].values())),
+        ))  # fmt: skip
+    return format_table(columns, rows)
+
+
+def _milliseconds(time_s: float) -> str:
+    return f"{time_s * 1e3:,.0f}"
+
+
+def shares_table() -> str:
+    rows = []
+    for lab in load_result("spmd_lab")["labs"]:
+        ours, equal = (lab["plans"][name]["measured_s"] for name in ("ours", "equal shares"))
+        rows.append((str(lab["devices"]), f"{ours:.2f}", f"{equal:.2f}", f"{lab['gain']:.2f}"))
+    return format_table("devices | ours | equal shares | speed-up", rows)
+
+
+def module_table(section: str) -> str:
+    """Return the table of a lab of several modules: section `lab` or `few-samples`."""
+    columns = (
+        "sigma | training | placement | our step | predicted | the paper's kind | apart | merged | useful time | "
+        "lower bound over step"
+    )
+    rows = []
+    for row in load_result("multimodal")[section]["rows"]:
+        plans, ours = row["plans"], row["plans"]["ours"]
+        ratios = [
+            "{:.2f} ({:.2f})".format(*(plans[name][key] / ours[key] for key in ("measured_s", "predicted_s")))
+            for name in ("paper", "apart 1", "merged 1")
+        ]
+        rows.append((
+            str(row["sigma"]), row["training"], ours["layout"]["modules"], f"{ours['measured_s']:.2f} s",
+            f"{ours['predicted_s']:.2f} s", *ratios, f"{row['useful_s'] / row['devices'] / ours['measured_s']:.1%}",
+            f"{ours['lower_bound_s'] / ours['measured_s']:.0%}",
+        ))  # fmt: skip
+    return format_table(columns, rows)
+
+
+def large_clusters_table() -> str:
+    rows = [
+        (
+            f"`{row['model']}`", f"{row['devices']:,}", row["decisions"]["modules"], f"{row['step_s']:.2f} s",
+            f"{row['utilisation']:.1%}", f"{row['lower_bound_s'] / row['step_s']:.0%}",
+            f"{row['planning_processor_s']:.0f} s",
+        )
+        for row in load_result("multimodal")["plans"]["rows"]
+    ]  # fmt: skip
+    return format_table("model | devices | placement | step | of the peak | lower bound over step | planning", rows)
+
+
+def several_microbatches_table() -> str:
+    plans = load_result("multimodal")["together"]["rows"][0]["plans"].values()
+    rows = [
+        (plan["layout"]["vision.multiple"], f"{plan['measured_s']:.2f} s", f"{plan['predicted_s']:.2f} s")
+        for plan in plans
+    ]
+    return format_table("microbatches per call | step | predicted", rows)
+
+
+def sample_order_table() -> str:
+    result, orders = load_result("multimodal"), ("balanced", "ordered", "both")
+    lab = result["arranging-lab"]["rows"][0]["ways"]
+    rows = [
+        ("measured", *(f"{lab[order]['measured_gain']:.2f}" for order in orders)),
+        ("predicted for the lab", *(f"{lab[order]['predicted_gain']:.2f}" for order in orders)),
+    ]
+    for row in result["arranging"]["rows"]:
+        rows.append((f"{row['rows']} a microbatch", *(f"{row['gains'][order]:.2f}" for order in orders)))
+    return format_table(" | balanced | ordered | both", rows)
+
+
+def uneven_parts_table() -> str:
+    rows = []
+    for lab in load_result("uneven_collectives")["labs"]:
+        for case in lab["cases"]:
+            times = [
+                "{} ({})".format(*(_milliseconds(case["ways"][name][key]) for key in ("measured_s", "predicted_s")))
+                for name in ("padded", "grouped", "alltoallv")
+            ]
+            operation = case["operation"].replace("_", "-")
+            rows.append((lab["lab"], operation, " ".join(map(str, case["parts"])), *times))
+    return format_table("lab | operation | parts of 48 | padded | grouped | all-to-all-v", rows)
+
+
+def validation_table() -> str:
+    """Return the table of published runs: (set, quantity, key of its summary, words of the page, shows constants)."""
+    time, memory = "iteration time", "peak memory"
+    lines = (
+        ("selene", time, "mean error", "iteration time, one model left out at a time: mean error", True),
+        ("selene", time, "largest error", "largest error", False),
+        ("selene", "memory by formula", "largest error",
+         "parameter and activation memory by formula: largest error", True),
+        ("gh200", time, "mean error, micro-batch 8", "iteration time, micro-batch 8: mean error", True),
+        ("gh200", time, "mean error, smaller micro-batches (apart)",
+         "iteration time, smaller micro-batches, reported apart: mean error", False),
+        ("gh200", memory, "mean error", "peak memory, 10 plans: mean error", True),
+        ("gh200", memory, "largest error below", "largest error below the measured", False),
+        ("vtrain", time, "mean error, worst quarter",
+         "iteration time, held-out keys, worst of four quarters: mean error", True),
+        ("vtrain", time, "mean error of the physical constants alone",
+         "the same with the 7 physical constants alone, mean of four quarters", "7"),
+        ("vtrain", time, "regret of the best-predicted, worst quarter",
+         "regret of the best-predicted plan, worst quarter", False),
+        ("vtrain", time, "regret of the best of five, worst quarter",
+         "regret of the best of five, worst quarter", False),
+        ("vtrain", time, "regret of the physical constants alone, mean",
+         "regret of the best-predicted plan, physical constants alone, mean", "7"),
+        ("vtrain", "iteration time, hidden 1024 to 2048", "mean error", "hidden 1024 to 2048: mean error", True),
+    )  # fmt: skip
+    results = {(result["set"], result["quantity"]): result for result in load_result("validation")["results"]}
+    rows, last = [], ""
+    for name, quantity, key, words, constants in lines:
+        result = results[name, quantity]
+        limits = [f"{100 * target['limit']:g}%" for target in result["targets"] if target["what"] == key]
+        reached = {target["what"]: target["reached"] for target in result["targets"]} | result["summary"]
+        count = str(result["fitted_constants"]) if constants is True else constants or ""
+        cells = (words, count, f"{reached[key]:.2%}", "".join(limits))
+        rows.append((f"`{name}`" if name != last else "", *cells))
+        last = name
+    return format_table("set | quantity | fitted constants | reached | target", rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "planning": planning_table,
+    "mixed-clusters": mixed_clusters_table,
+    "programs": spmd_table,
+    "shares": shares_table,
+    "modules": lambda: module_table("lab"),
+    "few-samples": lambda: module_table("few-samples"),
+    "large-clusters": large_clusters_table,
+    "several-microbatches": several_microbatches_table,
+    "sample-order": sample_order_table,
+    "uneven-parts": uneven_parts_table,
+    "validation": validation_table,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
