@@ -31,6 +31,7 @@ from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
@@ -109,7 +110,7 @@ def plans_for(cluster: Cluster, model: Model, name: str, quick: bool) -> list[Pl
     if quick:
         choices = [laid(4, 1, 4), laid(2, 2, 4), laid(1, 4, 2)]
         return [built(cluster, model, choice, replace(JOB, batch=16)) for choice in choices]
-    chosen = make_plan(model, cluster, JOB, {"devices": 8}, name=f"small on {name}")
+    chosen = make_plan(model, cluster, JOB, Constraints(devices=8), name=f"small on {name}")
     choices = [
         laid(8, 1, 8), laid(8, 1, 16), laid(4, 2, 8), laid(4, 2, 8, inner="stage"), laid(2, 4, 4),
         laid(2, 4, 4, inner="stage"), laid(4, 2, 8, "zb-h1", inner="stage"),

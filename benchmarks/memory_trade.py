@@ -27,6 +27,7 @@ import numpy as np
 from fixed_machine import FIXED_MACHINE
 from paced import be_punctual
 from paced_links import LinkedPace, stamps
+from pipefit.plan.request.constraints import Constraints
 from provenance import provenance, write_result
 from ranks import in_ranks, join_group
 
@@ -134,8 +135,8 @@ def make_plans(case: Case, fixed: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     job = Job(batch=case.batch, sequence=case.sequence, precision="bfloat16")
     found: dict[str, dict[str, Any]] = {}
     for name in ("chosen", *fixed):
-        pins = {"replicas": (1,), "devices": LANES, "slices": 1, **({} if name == "chosen" else {"schedule": name})}
-        fitting = best_plans(bench, job, pins).fitting
+        constraints = Constraints(replicas=(1,), devices=LANES, slices=1, schedule=None if name == "chosen" else name)
+        fitting = best_plans(bench, job, constraints).fitting
         if fitting:
             found[name] = emulated(fitting[0], case)
     return found

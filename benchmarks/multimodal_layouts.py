@@ -29,6 +29,7 @@ from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.port_contention import contended_costs
 from pipefit.plan.modules.costing import CostedModule, ModuleCosting
 from pipefit.plan.modules.profile import even_cuts
+from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import SampledBatches, StageShares
@@ -82,7 +83,7 @@ class Monolithic:
     def __init__(self, model: Model, cluster: Cluster, job: Job, samples: SampledBatches) -> None:
         self.bench, self.job, self.samples = PlannerContext(model, cluster), job, samples
         costing = ModuleCosting(self.bench.programs, self.bench.network, self.bench.layers, job, samples)
-        self.costed: list[CostedModule] = [costing.profile_module(module, {}) for module in model.modules]
+        self.costed: list[CostedModule] = [costing.profile_module(module, NO_CONSTRAINTS) for module in model.modules]
 
     def layouts(self, least_devices: int, schedules: Sequence[str] = ("1f1b",)) -> Iterator[Layout]:
         """All of them that take at least so many of the devices, whatever they need of memory."""

@@ -39,6 +39,7 @@ from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.slicing.cuts import equal_cost, uniform_slices
 from pipefit.plan.slicing.refine import refine_slices
@@ -178,14 +179,14 @@ def plans_for_four(model: Model, cluster: Cluster) -> dict[str, Plan]:
     }
 
 
-PINS: dict[str, Any] = {"replicas": (1,), "devices": LANES, "recompute": ("none",), "mapping": "hostname"}
+CONSTRAINTS = Constraints(replicas=(1,), devices=LANES, recompute=("none",), mapping="hostname")
 """One pipeline of all devices; nothing is recomputed, as in TeraPipe."""
 
 
 def planned(model: Model, cluster: Cluster, job: Job) -> Plan:
     """What the planner finds."""
     bench = PlannerContext(model, cluster)
-    one = reslice_best(bench, job, PINS, search_plans(bench, job, PINS, top=1)).fitting[0]
+    one = reslice_best(bench, job, CONSTRAINTS, search_plans(bench, job, CONSTRAINTS, top=1)).fitting[0]
     plan = bench.assemble_plan(one.parts, one.decisions, one.simulation.timeline.schedule)
     return add_prediction(plan, model, one.simulation)
 

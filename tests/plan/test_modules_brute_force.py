@@ -19,6 +19,7 @@ from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout
 from pipefit.plan.modules.search import BESIDE, OTHERS, ModuleSearch
+from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import deal_samples
 
@@ -30,7 +31,7 @@ def finder(memory_bytes: float, frozen: tuple[str, ...]) -> ModuleSearch:
     cluster = parse_spec(f"{DEVICES}xA100-80")
     kinds = {name: replace(kind, memory_bytes=int(memory_bytes)) for name, kind in cluster.kinds.items()}
     return ModuleSearch(
-        PlannerContext(three_modules(frozen), replace(cluster, kinds=kinds)), JOB, {}, SAMPLES, deal_samples
+        PlannerContext(three_modules(frozen), replace(cluster, kinds=kinds)), JOB, NO_CONSTRAINTS, SAMPLES, deal_samples
     )
 
 
@@ -92,7 +93,7 @@ def test_nothing_that_is_possible_is_faster_in_the_simulator(memory_bytes: float
     }  # fmt: skip
     assert bool(search.trials.misfits) == (memory_bytes < 1e9), "the little memory binds"
     best = min(fitting, key=lambda one: one.step_s)
-    plan = make_plan(search.bench.model, search.bench.cluster, JOB, {}, samples=SAMPLES)
+    plan = make_plan(search.bench.model, search.bench.cluster, JOB, samples=SAMPLES)
     assert plan.prediction is not None and plan.prediction.step_s <= best.step_s * (1 + 1e-9), best.decisions.to_text()
     assert search.trials.work_bound_s() <= best.step_s
 

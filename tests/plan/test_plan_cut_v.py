@@ -17,6 +17,7 @@ from pipefit.model.registry import describe_config
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule import FAMILIES
@@ -107,8 +108,8 @@ def test_within_a_memory_limit_it_is_the_best_that_fits(family: str) -> None:
 
 def test_the_planners_plan_is_cut_so_too() -> None:
     every = every_cut("v-half", 2, 8, 128_256)
-    pins = {"schedule": "v-half", "stages": 4, "replicas": (1,), "microbatches": 16, "recompute": ("none",)}
-    plan = make_plan(model(8, 128_256), cluster(2), JOB, pins)
+    constraints = Constraints(schedule="v-half", stages=4, replicas=(1,), microbatches=16, recompute=("none",))
+    plan = make_plan(model(8, 128_256), cluster(2), JOB, constraints)
     assert plan.prediction is not None and len(plan.stages) == 4
     assert plan.prediction.step_s <= 1.01 * min(step_s for step_s, _ in every.values())
 

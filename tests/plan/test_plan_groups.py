@@ -1,4 +1,4 @@
-"""Groups of devices as stages, found by the planner: which cluster calls for which, floors, pins, memory."""
+"""Groups of devices as stages, found by the planner: which cluster calls for which, floors, constraints, memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pipefit.plan.passes.device_groups.layouts import iter_layouts
 from pipefit.plan.passes.device_groups.program_costs import GroupRequest, ProgramOracle
 from pipefit.plan.passes.device_groups.search import GroupSearch
 from pipefit.plan.passes.memory_trade import trade_memory
-from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, parse_constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 
@@ -112,7 +112,7 @@ def test_a_pipeline_of_groups_is_filled_by_slices() -> None:
     """A fast device and two slow ones behind a slow network, two rows: without slices half of a pipeline waits."""
     model, cluster, job = toy_model(3), cluster_of([("fast", 1), ("slow", 2)], 1e4), replace(JOB, sequence=96)
     bench = PlannerContext(model, cluster)
-    made = GroupSearch(bench, job, {}, NOTHING).run()
+    made = GroupSearch(bench, job, NO_CONSTRAINTS, NOTHING).run()
     best, whole = made[0], next(one for one in made if not one.decisions.slices)
     assert len(best.decisions.slices) > 1 and sum(best.decisions.slices) == 96
     assert sorted(map(len, best.decisions.lane_shards)) == [1, 2]
@@ -121,7 +121,7 @@ def test_a_pipeline_of_groups_is_filled_by_slices() -> None:
     check_plan(plan)
     assert load_text(Plan, dump_text(plan), "plan") == plan
     assert simulate_plan(plan, model, cluster).timeline.makespan_s == pytest.approx(best.step_s)
-    assert not any(one.decisions.slices for one in GroupSearch(bench, job, {"slices": 1}, NOTHING).run())
+    assert not any(one.decisions.slices for one in GroupSearch(bench, job, Constraints(slices=1), NOTHING).run())
 
 
 def test_groups_hold_what_no_device_holds_alone() -> None:
@@ -140,7 +140,7 @@ def test_groups_hold_what_no_device_holds_alone() -> None:
 def test_no_plan_is_faster_than_its_floor() -> None:
     for hosts, between in (([("fast", 1), ("slow", 3)], 1e6), ([("fast", 2), ("slow", 2)], 1e5)):
         bench = PlannerContext(toy_model(2), cluster_of(hosts, between))
-        looker = GroupSearch(bench, JOB, {}, NOTHING)
+        looker = GroupSearch(bench, JOB, NO_CONSTRAINTS, NOTHING)
         floors = {
             (
                 hope.layout.device_order,
@@ -167,7 +167,7 @@ def test_no_plan_is_faster_than_its_floor() -> None:
         (["recompute=full", "microbatches=2"], True),
     ],
 )
-def test_pins_are_kept(fixes: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constraints_are_kept(fixes: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[GroupSearch] = []
     run = GroupSearch.run
 
@@ -255,7 +255,9 @@ def test_groups_for_few_layers_that_hand_on_different_shapes() -> None:
     shapes = [model.layer_graph(layer).find_tensor(model.layer_graph(layer).outputs[0]).shape for layer in model.layers]
     assert shapes == [("B", 16), ()]
     job = Job(batch=8, sequence=1, precision="float32")
-    looker = GroupSearch(PlannerContext(model, cluster_of([("fast", 2), ("slow", 2)], 1e5)), job, {}, NOTHING)
+    looker = GroupSearch(
+        PlannerContext(model, cluster_of([("fast", 2), ("slow", 2)], 1e5)), job, NO_CONSTRAINTS, NOTHING
+    )
     assert looker.hidden_shape(4) == (4, 16)
     hopes = [hope for hope in looker.promising_candidates() if [len(lane[0]) for lane in hope.layout.lanes] == [2, 2]]
     assert hopes and all(map(looker.build_decisions, hopes))
@@ -263,10 +265,10 @@ def test_groups_for_few_layers_that_hand_on_different_shapes() -> None:
 
 def test_the_order_in_which_a_cluster_names_its_hosts_decides_nothing() -> None:
     """The fast group computes the front and holds what is under way there, wherever its host stands in the file."""
-    job, pins = replace(JOB, batch=4), parse_constraints(["stages=2", "replicas=1", "slices=1"])
+    job, constraints = replace(JOB, batch=4), parse_constraints(["stages=2", "replicas=1", "slices=1"])
     hosts = [("fast", 2), ("slow", 3)]
     one, two = (
-        GroupSearch(PlannerContext(toy_model(3), cluster_of(order, 5e5)), job, pins, NOTHING).run()[0]
+        GroupSearch(PlannerContext(toy_model(3), cluster_of(order, 5e5)), job, constraints, NOTHING).run()[0]
         for order in (hosts, hosts[::-1])
     )
     assert one.decisions.lane_shards == two.decisions.lane_shards == ((1, 1), (1, 1, 1))
@@ -278,7 +280,7 @@ def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() ->
     all costs."""
     job = Job(batch=8, sequence=1024, precision="bfloat16")
     looker = GroupSearch(
-        PlannerContext(open_model("tiny-gpt2"), open_cluster("2xH100")), job, {"shards": (1, 1)}, NOTHING
+        PlannerContext(open_model("tiny-gpt2"), open_cluster("2xH100")), job, Constraints(shards=(1, 1)), NOTHING
     )
     hope = next(hope for hope in looker.promising_candidates() if len(hope.layout.lanes) == hope.microbatches == 1)
     (ask,) = looker.lane_requests(hope)
@@ -321,7 +323,7 @@ def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> 
     best = evaluate_candidate(bench, decisions, bench.make_skeleton(JOB, decisions))
     with pytest.raises(FormsError, match="incompatible forms"):
         bench.make_skeleton(JOB, replace(decisions, stages=4, placement=(0, 1, 0, 1)))
-    families = {point.schedule for point in trade_memory(bench, JOB, {}, best).points}
+    families = {point.schedule for point in trade_memory(bench, JOB, NO_CONSTRAINTS, best).points}
     assert {"1f1b", "zb-h1"} < families and not families & {"interleaved-1f1b", "v-half"}
 
 

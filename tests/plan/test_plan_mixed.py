@@ -33,11 +33,12 @@ from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan, PlanPrediction
 
 JOB = Job(batch=8, sequence=2048, precision="bfloat16")
-PINS = {"schedule": "1f1b", "recompute": ("none",), "zero1": False}
+PINS = Constraints(schedule="1f1b", recompute=("none",), zero1=False)
 
 
 def kind(name: str, times: float = 1.0, memory_bytes: int | None = None) -> DeviceKind:
@@ -115,7 +116,7 @@ def test_the_search_finds_the_best_assignment_cut_and_shares(name: str) -> None:
     """Against every way at all, on three devices."""
     bench, job = PlannerContext(toy_model(4), CLUSTERS[name]), replace(JOB, batch=4)
     best = best_of_all(bench, job, (1, 4))
-    found = search_plans(bench, job, {**PINS}).fitting[0]
+    found = search_plans(bench, job, PINS).fitting[0]
     assert found.step_s <= best.step_s * (1 + 1e-9)
 
 
@@ -139,7 +140,7 @@ def test_uneven_rows_win_where_layers_are_few_and_uneven_layers_where_rows_are()
     few = search_plans(PlannerContext(toy_model(1), both), JOB, PINS).fitting[0]
     assert few.decisions.lane_count == 1 and sorted(few.decisions.replicas) == [1, 3]
     many = search_plans(
-        PlannerContext(toy_model(16), both), replace(JOB, batch=8), {**PINS, "microbatches": 8}
+        PlannerContext(toy_model(16), both), replace(JOB, batch=8), replace(PINS, microbatches=8)
     ).fitting[0]
     assert many.decisions.lane_count == 2 and len(many.decisions.replicas) == 1
     layers = np.diff((0, *many.decisions.cuts, 19))
@@ -158,10 +159,10 @@ def test_rows_are_in_proportion_to_speed_and_the_plan_says_so() -> None:
 def test_memory_poor_devices_hold_fewer_layers_than_their_speed_asks_for() -> None:
     model = toy_model(12)
     rich = cluster((kind("rich"), 1), (kind("poor"), 1))
-    alone = prediction(make_plan(model, rich, JOB, {**PINS, "stages": 2}))
+    alone = prediction(make_plan(model, rich, JOB, replace(PINS, stages=2)))
     need = max(lane.peak_bytes for lane in alone.lanes)
     poor = kind("poor", memory_bytes=WORKSPACE_BYTES + int(0.6 * (need - WORKSPACE_BYTES)))
-    plan = make_plan(model, cluster((kind("rich"), 1), (poor, 1)), JOB, {**PINS, "stages": 2, "replicas": (1,)})
+    plan = make_plan(model, cluster((kind("rich"), 1), (poor, 1)), JOB, replace(PINS, stages=2, replicas=(1,)))
     layers = {plan.groups[stage.group].devices[0]: stage.layers[1] - stage.layers[0] for stage in plan.stages}
     assert layers[1] < layers[0], "device 1 is the poor one"
     assert all(lane.peak_bytes <= lane.limit_bytes for lane in prediction(plan).lanes)
@@ -239,7 +240,7 @@ def test_floors_are_below_every_cut() -> None:
     bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
     floors = LowerBounds(bench.layer_cutter, JOB)
     seen = 0
-    for panel in iter_grids(JOB, 6, 4, 2, {**PINS, "microbatches": 2, "slices": 1}, bench.layer_cutter):
+    for panel in iter_grids(JOB, 6, 4, 2, replace(PINS, microbatches=2, slices=1), bench.layer_cutter):
         floor = floors.bound_grid(panel)
         for index in range(len(panel.counts)):
             decisions = panel.decisions_at(int(np.ravel_multi_index((index, 0, 0, 0), panel.grid_shape)))
@@ -258,7 +259,7 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
     """Bounds and guesses of all panels, those with slices among them, and the order of a queue that is opened late."""
     bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
     floors = LowerBounds(bench.layer_cutter, JOB)
-    every = list(iter_grids(JOB, 6, 4, 2, {"zero1": False}, bench.layer_cutter))
+    every = list(iter_grids(JOB, 6, 4, 2, Constraints(zero1=False), bench.layer_cutter))
     together = {place: (floor, at) for places, floor in floors.bound_batches(every) for at, place in enumerate(places)}
     assert sorted(together) == list(range(len(every)))
     assert max(len(floor.panels) for floor, _ in together.values()) > 1 and any(panel.slices for panel in every)
@@ -276,23 +277,22 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "pins",
+    "constraints",
     [
-        {"shards": (1, 1), "sharding": "megatron-sp"},
-        {"replicas": (2, 1), "stages": 1},
-        {"recompute": ("full", "none")},
-        {"recompute": ("selective", "selective", "none", "none"), "schedule": "zb-v"},
-        {"replicas": (1, 1), "devices": 4},
-        {"mapping": "hostname"},
+        Constraints(shards=(1, 1), sharding="megatron-sp"),
+        Constraints(replicas=(2, 1), stages=1),
+        Constraints(recompute=("full", "none")),
+        Constraints(recompute=("selective", "selective", "none", "none"), schedule="zb-v"),
+        Constraints(replicas=(1, 1), devices=4),
+        Constraints(mapping="hostname"),
     ],
-    ids=str,
+    ids=lambda constraints: str(constraints.to_mapping()),
 )
-def test_pins_are_obeyed_on_several_kinds(pins: dict[str, object]) -> None:
+def test_constraints_are_obeyed_on_several_kinds(constraints: Constraints) -> None:
     bench = PlannerContext(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
-    found = (
-        search_plans(bench, replace(JOB, batch=12), {"schedule": "1f1b", "zero1": False, **pins}).fitting[0].decisions
-    )
-    for key, value in pins.items():
+    all_fixed = constraints.with_defaults(schedule="1f1b", zero1=False)
+    found = search_plans(bench, replace(JOB, batch=12), all_fixed).fitting[0].decisions
+    for key, value in constraints.to_mapping().items():
         if key == "mapping":
             assert found.devices == ()
         elif key == "devices":
@@ -301,6 +301,6 @@ def test_pins_are_obeyed_on_several_kinds(pins: dict[str, object]) -> None:
             assert found.stage_count == value
         else:
             assert getattr(found, key) == value
-    if pins.get("replicas") == (2, 1):
+    if constraints.replicas == (2, 1):
         kinds = [bench.network.kinds[device].name for device in found.lane_devices()[0]]
         assert kinds[0] == "fast", "the larger share is the faster device's"

@@ -22,11 +22,12 @@ from pipefit.plan.evaluate.port_contention import slowest_pipeline_bound_s
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.search import search_plans
 from pipefit.plan.passes.sensitivity import extend_cluster, faster_links
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job
 from pipefit.simulate import simulate_schedule
 
 JOB = Job(batch=16, sequence=128)
-PINS = {"stages": 2, "replicas": (1, 1, 1, 1), "schedule": "1f1b"}
+PINS = Constraints(stages=2, replicas=(1, 1, 1, 1), schedule="1f1b")
 
 
 def crowded(rate: float) -> Cluster:
@@ -46,7 +47,7 @@ def in_step_s(one: EvaluatedPlan) -> float:
     return simulate_schedule(one.simulation.timeline.schedule, costs).makespan_s
 
 
-CROWDED = {"recompute": ("none",), "devices": 4, "zero1": False}
+CROWDED = Constraints(recompute=("none",), devices=4, zero1=False)
 
 
 @pytest.mark.parametrize(("sequence", "rate"), [(512, 1e9), (2048, 3e9)])
@@ -129,16 +130,11 @@ def test_a_bound_that_replicas_at_their_own_pace_beat_is_not_told() -> None:
         replace(host, kind=kind) for host, kind in zip(plain.hosts, ("fast", "slow", "slow", "fast"), strict=True)
     )
     cluster = replace(plain, kinds=kinds, hosts=hosts)
-    pins = {
-        "stages": 2,
-        "replicas": (1, 1),
-        "microbatches": 1,
-        "schedule": "1f1b",
-        "mapping": (0, 1, 2, 3),
-        "slices": 1,
-    }
-    plan = make_plan(toy_model(12), cluster, Job(batch=512, sequence=4096, precision="float32"), pins)
+    constraints = Constraints(
+        stages=2, replicas=(1, 1), microbatches=1, schedule="1f1b", mapping=(0, 1, 2, 3), slices=1
+    )
+    plan = make_plan(toy_model(12), cluster, Job(batch=512, sequence=4096, precision="float32"), constraints)
     assert plan.prediction is not None
-    bound_s = search_plans(PlannerContext(toy_model(12), cluster), plan.job, pins).lower_bound_s
+    bound_s = search_plans(PlannerContext(toy_model(12), cluster), plan.job, constraints).lower_bound_s
     assert bound_s > plan.prediction.step_s, "the case must be one"
     assert plan.prediction.lower_bound_s == 0.0

@@ -90,7 +90,7 @@ def command(
             opened_model,
             opened_cluster,
             job,
-            pins=constraints,
+            constraints=constraints,
             top=top,
             name=model,
             cluster_source=text,

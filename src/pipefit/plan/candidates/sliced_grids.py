@@ -7,9 +7,8 @@ if they could beat the best step known so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.candidates.grid_figures import GridBounds
 from pipefit.plan.candidates.slicings import SequenceSlicer
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.slicing.cuts import uniform_slices
 from pipefit.plan.types import Job
 
@@ -77,14 +77,14 @@ def _likely_step_s(floor: GridBounds) -> list[float]:
 
 
 def slice_grid(
-    panel: CandidateGrid, job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer | None
+    panel: CandidateGrid, job: Job, constraints: Constraints, slicer: SequenceSlicer | None
 ) -> CandidateGrid | None:
     """Return the candidates of a grid with sliced sequences: every count with each promising slicing; None if there are
     none.
 
     Uneven rows, and pipelines of one lane, are sliced only on request.
     """
-    wanted = pins.get("slices")
+    wanted = constraints.slices
     if wanted == 1 or (wanted is None and (slicer is None or panel.lanes == 1)):
         return None
     if isinstance(wanted, tuple) or slicer is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.devices.fleet import Pair, pairs_of
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.sliceable import slicing_obstacles
 from pipefit.plan.slicing.count import LADDER, promising_counts, slice_count_ladder, step_s
@@ -53,27 +53,27 @@ CELLS = 256
 """Largest number of positions at which a search cuts a sequence; a longer one uses coarser multiples."""
 
 
-def slicer_of(cutter: LayerCutter, job: Job, pins: Mapping[str, Any]) -> SequenceSlicer:
+def slicer_of(cutter: LayerCutter, job: Job, constraints: Constraints) -> SequenceSlicer:
     """Return the slicings of a job under these constraints. Costs computed for one search are reused by the next."""
-    key = (job, *(pins.get(name) for name in ("slices", "shards", "slice_multiple")))
+    key = (job, constraints.slices, constraints.shards, constraints.slice_multiple)
     if key not in cutter.slicers:
-        cutter.slicers[key] = SequenceSlicer(cutter, job, pins)
+        cutter.slicers[key] = SequenceSlicer(cutter, job, constraints)
     return cutter.slicers[key]  # type: ignore[no-any-return]
 
 
 class SequenceSlicer:
     """The slicings of one search."""
 
-    def __init__(self, cutter: LayerCutter, job: Job, pins: Mapping[str, Any]) -> None:
+    def __init__(self, cutter: LayerCutter, job: Job, constraints: Constraints) -> None:
         self.cutter, self.job = cutter, job
         self.rows = SliceRows(cutter.network, cutter.layers)
         self.obstacle: PlanError | None = next(slicing_obstacles(cutter.programs.model), None)
         "The reason why the model's sequences cannot be sliced."
-        self.wanted: int | Slices | None = pins.get("slices")
-        shards: tuple[int, ...] = pins.get("shards", (1,))
-        self._tile = pins.get("slice_multiple", PROCESSOR_TILE if cutter.network.over_gloo else ACCELERATOR_TILE)
+        self.wanted: int | Slices | None = constraints.slices
+        shards: tuple[int, ...] = constraints.shards or (1,)
+        self._tile = constraints.slice_multiple or (PROCESSOR_TILE if cutter.network.over_gloo else ACCELERATOR_TILE)
         self._shares = sum(shards)
-        self.finest = slice_grain(pins.get("slice_multiple", LEAST_TILE), self._shares)
+        self.finest = slice_grain(constraints.slice_multiple or LEAST_TILE, self._shares)
         "Every slice is a multiple of this number of tokens; the remainder lengthens the last."
         self._stages: dict[object, StageWork] = {}
         self._curves: dict[int, TimeOf] = {}

@@ -19,7 +19,12 @@ from pipefit.cluster.topology import device_count
 from pipefit.plan.assemble.module_parts import host_order, within_hosts
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.modules.constraints_check import allows_inline, check_constraints, sharing_choices
+from pipefit.plan.modules.constraints_check import (
+    allows_inline,
+    check_constraints,
+    inline_requests,
+    sharing_choices,
+)
 from pipefit.plan.modules.costing import CostedModule, can_pass_hidden
 from pipefit.plan.modules.inline import inline_layouts
 from pipefit.plan.modules.notes import arranging_note, placement_notes, shares_note
@@ -32,6 +37,7 @@ from pipefit.plan.modules.orchestrate import (
 )
 from pipefit.plan.modules.polish import neighbour_layouts, polish_plan
 from pipefit.plan.modules.trials import ModuleTrials, best_of_each, best_of_grids, busiest_s, plain_decisions
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
@@ -93,7 +99,7 @@ class ModuleSearchResult:
 def search_modules(
     bench: PlannerContext,
     job: Job,
-    pins: Mapping[str, Any],
+    constraints: Constraints,
     samples: SampledBatches,
     arrange: Arrange,
     progress: Any = None,
@@ -102,22 +108,22 @@ def search_modules(
 
     Raises PlanError for constraints that do not apply here, and DoesNotFitError.
     """
-    check_constraints(bench.model, job, pins, samples, device_count(bench.cluster))
-    finder = ModuleSearch(bench, job, pins, samples, arrange)
+    check_constraints(bench.model, job, constraints, samples, device_count(bench.cluster))
+    finder = ModuleSearch(bench, job, constraints, samples, arrange)
     finder.run_search(progress)
     if not finder.trials.fitting:
-        raise finder.trials.no_plan_error(pinned=bool(pins))
+        raise finder.trials.no_plan_error(pinned=constraints != NO_CONSTRAINTS)
     return finder.build_result()
 
 
 class ModuleSearch:
     def __init__(
-        self, bench: PlannerContext, job: Job, pins: Mapping[str, Any], samples: SampledBatches, arrange: Arrange
+        self, bench: PlannerContext, job: Job, constraints: Constraints, samples: SampledBatches, arrange: Arrange
     ) -> None:
-        constraints = {module.name: _module_constraints(pins, module.name) for module in bench.model.modules}
-        self.bench, self.job, self.pins = bench, job, pins
-        self.trials = ModuleTrials(bench, job, constraints, samples, arrange, pins.get("balance", True))
-        self.orders_tried = (pins["order"],) if "order" in pins else (False, True)
+        per_module = {module.name: constraints.of_module(module.name) for module in bench.model.modules}
+        self.bench, self.job, self.constraints = bench, job, constraints
+        self.trials = ModuleTrials(bench, job, per_module, samples, arrange, constraints.balance is not False)
+        self.orders_tried = (constraints.order,) if constraints.order is not None else (False, True)
         "Values to try for reordering the microbatches of a pipeline."
         self.settled: dict[int, SettledPlan] = {}
         "Results of plans that were simulated on all sampled batches, by identity."
@@ -126,10 +132,10 @@ class ModuleSearch:
         self.fixed = {
             name: {
                 key: len(value) if key == "replicas" else value
-                for key, value in module_constraints.items()
+                for key, value in module_constraints.to_mapping().items()
                 if key in FIXED
             }
-            for name, module_constraints in constraints.items()
+            for name, module_constraints in per_module.items()
         }
         image_counts = {module.name: samples.images_per_sample(module.space) for module in bench.model.modules}
         self.images = {name: count for name, count in image_counts.items() if count}
@@ -137,10 +143,10 @@ class ModuleSearch:
         profiles = [costed.profile for costed in self.trials.costed]
         self.backbone = profiles[backbone_of(profiles)].name
         able = can_share(profiles)
-        self.inline = allows_inline(pins, list(constraints), able)
+        self.inline = allows_inline(constraints, list(per_module), able)
         "True if layouts with the other modules inline with the backbone are considered."
-        alone = "inline" in pins.values()
-        self.sharing = [] if alone else sharing_choices(pins, list(constraints), able)
+        alone = bool(inline_requests(constraints))
+        self.sharing = [] if alone else sharing_choices(constraints, list(per_module), able)
 
     def run_search(self, progress: Any) -> None:
         """Simulate the short list, then the best of it in other orders, and on every batch.
@@ -171,7 +177,7 @@ class ModuleSearch:
         if 2 * decisions.lane_count * decisions.microbatches > AROUND:
             return []
         samples = self.job.batch // decisions.microbatches
-        neighbours = neighbour_layouts(decisions, self.trials.costed, samples, self.images, self.pins)
+        neighbours = neighbour_layouts(decisions, self.trials.costed, samples, self.images, self.constraints)
         return [fitting for neighbour in neighbours if (fitting := self.trials.simulate_plan(neighbour)) is not None]
 
     def try_orders(self) -> None:
@@ -197,14 +203,14 @@ class ModuleSearch:
     def other_orders(self, decisions: MultiModuleConfig) -> list[MultiModuleConfig]:
         """Return the same layout in other orders, unless the order is constrained."""
         if not decisions.guests:
-            names = OTHERS if "schedule" not in self.pins else ()
+            names = OTHERS if self.constraints.schedule is None else ()
             return [replace(decisions, schedule=name) for name in names]
         return [reordered for reordered in self.with_orders(decisions, BESIDE_OTHERS) if reordered != decisions]
 
     def with_orders(self, decisions: MultiModuleConfig, of: Sequence[tuple[str, int]]) -> list[MultiModuleConfig]:
         """Return the layout, which has guests, in these orders; constraints replace their values."""
         orders = {
-            (self.pins.get("schedule", name), self.pins.get("ahead", ahead)): None for name, ahead in of
+            (self.constraints.schedule or name, self.constraints.ahead or ahead): None for name, ahead in of
         }  # distinct, in order
         return [replace(decisions, schedule=name, ahead=ahead) for name, ahead in orders]
 
@@ -212,13 +218,13 @@ class ModuleSearch:
         """Return the best layouts by the closed form, within this memory."""
         count = device_count(self.bench.cluster)
         asked: dict[str, Any] = {
-            "counts": [self.pins["microbatches"]] if "microbatches" in self.pins else None,
+            "counts": [self.constraints.microbatches] if self.constraints.microbatches is not None else None,
             "passes": [can_pass_hidden(before, behind) for before, behind in pairwise(self.trials.costed)],
             "fixed": self.fixed,
         }
         common = (
             [costed.profile for costed in self.trials.costed],
-            min(self.pins.get("devices", count), count),
+            min(self.constraints.devices or count, count),
             self.job.batch,
             limit_bytes,
         )
@@ -306,10 +312,10 @@ class ModuleSearch:
         if not devices:
             return None
         placed = dict(zip([layout.module for layout in device_holders], devices, strict=True))
-        common = {
+        common: dict[str, Any] = {
             "microbatches": arrangement.microbatches,
-            "schedule": self.pins.get("schedule", "1f1b"),
-            "zero1": self.pins.get("zero1", True),
+            "schedule": self.constraints.schedule or "1f1b",
+            "zero1": self.constraints.zero1 is not False,
         }
         modules = tuple(
             (
@@ -320,7 +326,7 @@ class ModuleSearch:
         )
         guests = tuple(layout.module for layout in arrangement.modules if layout.shared)
         multiples = tuple((layout.module, layout.multiple) for layout in arrangement.modules if layout.multiple > 1)
-        divided = tuple(name for name in self.images if self.pins.get(f"{name}.divide") == "images")
+        divided = tuple(name for name in self.images if self.constraints.of_module(name).divide == "images")
         decisions = MultiModuleConfig(
             **common, modules=modules, backbone=self.backbone, guests=guests, inline=arrangement.inline_names,
             multiples=multiples, divided=divided,
@@ -376,11 +382,6 @@ class ModuleSearch:
 
 
 FIXED = ("replicas", "stages", "devices", "multiple")
-
-
-def _module_constraints(pins: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the constraints of one module."""
-    return {key.partition(".")[2]: value for key, value in pins.items() if key.startswith(f"{module}.")}
 
 
 def _plan_key(one: EvaluatedPlan) -> tuple[object, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.assemble.module_parts import module_skeleton
@@ -18,6 +17,7 @@ from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.modules.costing import CostedModule, ModuleCosting
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
 from pipefit.plan.types import Job, SampleArrangement, SampleLoad
@@ -35,7 +35,7 @@ class ModuleTrials:
         self,
         bench: PlannerContext,
         job: Job,
-        own: Mapping[str, Mapping[str, Any]],
+        own: Mapping[str, Constraints],
         samples: SampledBatches,
         arrange: Arrange,
         balance: bool = True,

@@ -8,9 +8,9 @@ the lowered lanes, as for families. The budget counts moves, not seconds, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from pipefit.cost.memory.lanes import lane_limits
 from pipefit.cost.memory.order_limits import order_limits
@@ -27,6 +27,7 @@ from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import TIE, Progress, search_plans
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute
 from pipefit.simulate import simulate_schedule
@@ -65,21 +66,21 @@ TIGHTER = 4
 def best_plans(
     bench: PlannerContext,
     job: Job,
-    pins: Mapping[str, Any],
+    constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
     progress: Progress | None = None,
     layouts: int = LAYOUTS,
 ) -> SearchResult:
     """Return the result of the search, with the fitted orders that beat it. With `schedule=fit`, all plans are named
     so."""
-    first = search_plans(bench, job, pins, top, progress)
-    resliced = reslice_best(bench, job, pins, _recut_best(bench, job, pins, first, min(layouts, REFINED)))
-    pinned = pins.get("schedule") == FIT
-    if pins.get("schedule", FIT) != FIT:
+    first = search_plans(bench, job, constraints, top, progress)
+    resliced = reslice_best(bench, job, constraints, _recut_best(bench, job, constraints, first, min(layouts, REFINED)))
+    pinned = constraints.schedule == FIT
+    if constraints.schedule not in (None, FIT):
         return resliced
     fitted: list[EvaluatedPlan] = []
     before = [plan.decisions for plan in first.fitting[:1] if plan not in resliced.fitting]
-    listed = _short_list(bench, job, pins, resliced, layouts, before)
+    listed = _short_list(bench, job, constraints, resliced, layouts, before)
     for tables, look in _promising_choices(bench, listed):
         best_s = min((plan.step_s for plan in (*resliced.fitting[:1], *fitted)), default=float("inf"))
         fits = (look, fit_layout(bench, tables))
@@ -113,13 +114,13 @@ def _promising_choices(
 
 
 def _recut_best(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult, most: int
+    bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult, most: int
 ) -> SearchResult:
     """Return the result with a better cut of the best plan, where one is found for lanes of several stages.
 
     With `schedule=fit`, the best plan of `most` placements is cut again: orders are fitted to these cuts.
     """
-    if "cuts" in pins:
+    if constraints.cuts is not None:
         return found
     seen: set[tuple[int, ...]] = set()
     fitting = list(found.fitting)
@@ -128,7 +129,7 @@ def _recut_best(
             continue
         seen.add(placement)
         fitting[index] = _refine_cuts(bench, job, plan)
-        if pins.get("schedule") != FIT:
+        if constraints.schedule != FIT:
             break
     return replace(found, fitting=tuple(sorted(fitting, key=lambda plan: plan.rank_key)))
 
@@ -149,10 +150,10 @@ def _distinct_plans(ranked: Sequence[EvaluatedPlan]) -> list[EvaluatedPlan]:
     return sorted(plans.values(), key=lambda plan: plan.rank_key)
 
 
-def recompute_choices(pins: Mapping[str, Any], layout: ParallelConfig) -> list[tuple[Recompute, ...]]:
+def recompute_choices(constraints: Constraints, layout: ParallelConfig) -> list[tuple[Recompute, ...]]:
     """Return the kinds of recomputation a layout may choose from; a choice that varies by stage is kept."""
-    if "recompute" in pins:
-        return [pins["recompute"]]
+    if constraints.recompute is not None:
+        return [constraints.recompute]
     return [layout.recompute, *(recompute for recompute in RECOMPUTE if recompute != layout.recompute)]
 
 
@@ -255,7 +256,7 @@ def moves_for(actions: int) -> int:
 def _short_list(
     bench: PlannerContext,
     job: Job,
-    pins: Mapping[str, Any],
+    constraints: Constraints,
     found: SearchResult,
     most: int,
     before: Sequence[ParallelConfig],
@@ -278,12 +279,12 @@ def _short_list(
     for step_s, lack, decisions in sorted(scored, key=lambda entry: (entry[1] > 1, entry[0] * entry[1])):
         key = replace(decisions, schedule=FIT, recompute=("none",), stages=decisions.stage_count, cuts=())
         key = replace(key, cuts=decisions.cuts) if decisions in before else key
-        if key in seen or len(seen) >= POOL or (decisions.lane_count == 1 and pins.get("schedule") != FIT):
+        if key in seen or len(seen) >= POOL or (decisions.lane_count == 1 and constraints.schedule != FIT):
             continue
         seen.add(key)
-        if _least_actions(decisions) > MANY and pins.get("schedule") != FIT:
+        if _least_actions(decisions) > MANY and constraints.schedule != FIT:
             continue
-        tables = tables_of(bench, job, decisions, recompute_choices(pins, decisions))
+        tables = tables_of(bench, job, decisions, recompute_choices(constraints, decisions))
         own_choice = next(entry for entry in tables if entry.decisions.recompute == decisions.recompute)
         score = max(step_s, own_choice.bound_s) * lack
         if _action_count(own_choice.parts) > CHOOSING:

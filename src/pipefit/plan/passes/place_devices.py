@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.errors import PlanError
@@ -18,6 +16,7 @@ from pipefit.plan.placement.links import links_differ
 from pipefit.plan.placement.lowered import LoweredPlacement, place_lowered
 from pipefit.plan.placement.search import PlacementBudget, PlacementResult, search_placement
 from pipefit.plan.placement.shape import build_problem
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import check_config
 from pipefit.plan.types import Job
 from pipefit.schedule.actions import Schedule
@@ -43,13 +42,13 @@ class PlacingResult:
     "Text for the plan; '' if nothing was searched."
 
 
-def place_candidates(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> PlacingResult:
+def place_candidates(bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> PlacingResult:
     """Return the search result with the devices of its best candidates placed.
 
     Nothing changes if all links and devices are alike, or if hostname order is constrained. Deterministic: the budget
     counts moves.
     """
-    mapping = pins.get("mapping", "search")
+    mapping = constraints.mapping or "search"
     if isinstance(mapping, tuple) and found.fitting:
         return _as_given(bench, job, mapping, found)
     if not found.fitting or mapping == "hostname" or not links_differ(bench.cluster):

@@ -9,9 +9,8 @@ the schedule's own order, transfers and memory; the cut of the layers is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds.estimates import sliced_guess_s
@@ -21,6 +20,7 @@ from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.search import TIE
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.slicing.batch import best_batch
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf
@@ -42,18 +42,18 @@ NEAR = 0.1
 """Slicings around a start are tried if its step is at most this fraction longer than the best plan's."""
 
 
-def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> SearchResult:
+def reslice_best(bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> SearchResult:
     """Return the search result, preceded by the best plan with other slices if they are faster.
 
     Constrained slices are kept, and so is a constrained number of slices.
     """
-    pinned = pins.get("slices")
+    pinned = constraints.slices
     if not found.fitting or pinned == 1 or isinstance(pinned, tuple):
         return found
-    slicer, best = slicer_of(bench.layer_cutter, job, pins), found.fitting[0]
+    slicer, best = slicer_of(bench.layer_cutter, job, constraints), found.fitting[0]
     if slicer.obstacle is not None:
         return found
-    tried = _simulate_starts(bench, job, pins, slicer, best) if pinned is None else []
+    tried = _simulate_starts(bench, job, constraints, slicer, best) if pinned is None else []
     start = min([best, *(plan for plan in tried if plan.simulation.fits_in_memory)], key=lambda plan: plan.step_s)
     if not start.decisions.slices:
         near = [plan for plan in tried if _plan_value(plan) <= (0.0, best.step_s * (1 + NEAR))]
@@ -84,13 +84,13 @@ def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
 
 
 def _simulate_starts(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan
+    bench: PlannerContext, job: Job, constraints: Constraints, slicer: SequenceSlicer, best: EvaluatedPlan
 ) -> list[EvaluatedPlan]:
     """Return the simulated starts whose estimate is below the best plan's time, the most promising first."""
     simulated: list[EvaluatedPlan] = []
     guessed: list[tuple[float, int, ParallelConfig]] = []
     left, least_s = ACTIONS, best.step_s
-    for index, decisions in enumerate(_iter_starts(job, pins, slicer, best)):
+    for index, decisions in enumerate(_iter_starts(job, constraints, slicer, best)):
         cut = bench.layer_cutter.cut_layers(job, decisions)
         if cut is not None and cut.may_fit:
             laid = replace(decisions, cuts=cut.cuts)
@@ -110,7 +110,7 @@ def _simulate_starts(
 
 
 def _iter_starts(
-    job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan
+    job: Job, constraints: Constraints, slicer: SequenceSlicer, best: EvaluatedPlan
 ) -> Iterator[ParallelConfig]:
     """Yield the best plan's layout with TeraPipe's microbatches and slices, in all schedules of its placement; not cut
     yet.
@@ -122,13 +122,13 @@ def _iter_starts(
         return
     rows = job.batch // len(layout.replicas)
     placement, turns = layout.lane_of_stage, max(map(layout.lane_of_stage.count, layout.lane_of_stage))
-    uncut = replace(layout, stages=layout.stage_count, cuts=pins.get("cuts", ()), slices=())
-    sizes = _row_counts(job, pins, slicer, best)
+    uncut = replace(layout, stages=layout.stage_count, cuts=constraints.cuts or (), slices=())
+    sizes = _row_counts(job, constraints, slicer, best)
     if not sizes:
         return
     fill, times = 1 + (layout.lane_count - 1) / turns, _SliceTimes(slicer, uncut, rows, turns)
     parts = best_batch(job.sequence, rows, fill, times, multiple=slicer.finest_multiple, sizes=sizes).parts
-    names = [pins["schedule"]] if "schedule" in pins else sorted(FAMILIES)
+    names = [constraints.schedule] if constraints.schedule is not None else sorted(FAMILIES)
     for size in dict.fromkeys(part.rows for part in parts):
         count = rows // size
         program = best_slicing(job.sequence, fill, times(size), multiple=slicer.finest_multiple, sequences=count)
@@ -137,7 +137,7 @@ def _iter_starts(
         sliced = replace(uncut, microbatches=count, slices=program.slices)
         for name in names:
             family = FAMILIES.get(name)
-            if family is None or not ("schedule" in pins or family.searched_with_slices):
+            if family is None or not (constraints.schedule is not None or family.searched_with_slices):
                 continue
             if family.placement(layout.lane_count) == placement and sliced.unit_count >= family.least_units(
                 layout.lane_count
@@ -145,7 +145,7 @@ def _iter_starts(
                 yield replace(sliced, schedule=name)
 
 
-def _row_counts(job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan) -> list[int]:
+def _row_counts(job: Job, constraints: Constraints, slicer: SequenceSlicer, best: EvaluatedPlan) -> list[int]:
     """Return microbatch sizes, in rows of a replica, whose slices may beat the best plan.
 
     They have the smallest closed-form time, assuming the short pipeline bubble of split backwards.
@@ -155,7 +155,7 @@ def _row_counts(job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best:
     turns, sizes = max(map(placement.count, placement)), []
     for size in range(1, rows + 1):
         count = rows // size
-        if rows % size or ("microbatches" in pins and count != pins["microbatches"]):
+        if rows % size or (constraints.microbatches is not None and count != constraints.microbatches):
             continue
         stage = slicer.slowest_stage(replace(layout, microbatches=count))
         steps_s = slicer.closed_form_s(stage, layout.lane_count, turns, count, SPLIT_IDLE)

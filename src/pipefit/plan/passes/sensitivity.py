@@ -6,9 +6,8 @@ replicas, stages, microbatches and cuts, with the schedule, recomputation and Ze
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pipefit.cluster.measured import ClusterMeasurements, PortSharing
 from pipefit.cluster.types import Cluster, Link, Rail
@@ -20,6 +19,7 @@ from pipefit.errors import PlanError
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.fitted_orders import best_plans
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import ClusterSensitivity, Job
 from pipefit.simulate import simulate_schedule
 
@@ -27,7 +27,7 @@ FASTER = 2.0
 
 
 def analyse_sensitivity(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], best: EvaluatedPlan
+    bench: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan
 ) -> tuple[ClusterSensitivity, ...]:
     """Return the step times on the better clusters, without the changes that do not apply to this cluster."""
     changes = []
@@ -37,10 +37,10 @@ def analyse_sensitivity(
                 change="links twice as fast", step_s=_on_faster_links(bench, best), how="the same plan, simulated again"
             )
         )
-    if "devices" not in pins:
+    if constraints.devices is None:
         words, cluster = extend_cluster(bench.cluster)
         chosen = best.decisions
-        held = {"schedule": chosen.schedule, "recompute": chosen.recompute, "zero1": chosen.zero1, **pins}
+        held = constraints.with_defaults(schedule=chosen.schedule, recompute=chosen.recompute, zero1=chosen.zero1)
         try:
             grown = bench.with_cluster(cluster)
             better = best_plans(grown, job, held, top=1, layouts=1).fitting

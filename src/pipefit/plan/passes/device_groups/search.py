@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PipefitError, PlanError
@@ -30,6 +29,7 @@ from pipefit.plan.passes.device_groups.program_costs import GroupRequest, Progra
 from pipefit.plan.passes.device_groups.sliced_layouts import with_slices
 from pipefit.plan.passes.fitted_orders import FIT, HOPE, fit_layout, recompute_choices, tables_of
 from pipefit.plan.passes.search import TIE, LayoutSearch
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sliceable import document_obstacles
 from pipefit.plan.types import Job, Recompute
@@ -55,9 +55,6 @@ PATIENCE = 4
 BEST = 2
 """Number of layouts that get the orders of other families and fitted ones; one more if its lanes were reordered."""
 
-UNFIT_PINS = ("placement", "cuts", "inner")
-"""Constraints under which groups are not searched."""
-
 
 @dataclass(frozen=True, slots=True)
 class GroupingResult:
@@ -78,11 +75,11 @@ class GroupCandidate:
     microbatches: int
 
 
-def search_groups(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> GroupingResult:
+def search_groups(bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> GroupingResult:
     """Return the search result, with the plans of groups that beat it."""
-    if not _groups_apply(bench, job, pins):
+    if not _groups_apply(bench, job, constraints):
         return GroupingResult(found, "")
-    looker = GroupSearch(bench, job, pins, found)
+    looker = GroupSearch(bench, job, constraints, found)
     group_plans = looker.run()
     best = found.fitting[0].step_s if found.fitting else float("inf")
     fitting = sorted((*found.fitting, *group_plans), key=lambda one: one.rank_key)
@@ -98,28 +95,29 @@ def search_groups(bench: PlannerContext, job: Job, pins: Mapping[str, Any], foun
     return GroupingResult(replace(found, fitting=tuple(fitting)) if group_plans else found, note)
 
 
-def _groups_apply(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> bool:
+def _groups_apply(bench: PlannerContext, job: Job, constraints: Constraints) -> bool:
     """Return whether groups are enabled, the constraints leave room for them, and the cluster has several devices."""
-    if not pins.get("groups", True):
+    if constraints.groups is False:
         return False
-    if bench.network.devices < 2 or any(key in pins for key in UNFIT_PINS) or pins.get("slices", 1) != 1:
+    excluding = (constraints.placement, constraints.cuts, constraints.inner)
+    if bench.network.devices < 2 or excluding != (None, None, None) or constraints.slices not in (None, 1):
         return False
-    if pins.get("mapping", "search") not in ("search", "hostname"):
+    if constraints.mapping not in (None, "search", "hostname"):
         return False
-    if len(pins.get("shards", (1, 1))) < 2 or pins.get("sharding", "searched") != "searched":
+    if len(constraints.shards or (1, 1)) < 2 or constraints.sharding not in (None, "searched"):
         return False
     return not (job.documents == "apart" and any(document_obstacles(bench.model, "--documents")))
 
 
 class GroupSearch:
-    def __init__(self, bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> None:
-        self.bench, self.job, self.pins = bench, job, pins
+    def __init__(self, bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> None:
+        self.bench, self.job, self.constraints = bench, job, constraints
         self.found = found
         self.best_s = next((plan.step_s for plan in found.fitting if not plan.decisions.slices), float("inf"))
         "Step of the best plan without slices: groups get slices afterwards."
         self.floors = GroupLowerBounds(bench, job)
-        self.oracle = ProgramOracle(bench, job, pins.get("shards", ()))
-        self.searcher = LayoutSearch(bench, job, pins, 1, None)
+        self.oracle = ProgramOracle(bench, job, constraints.shards or ())
+        self.searcher = LayoutSearch(bench, job, constraints, 1, None)
         self.looked = 0
         self.spent = 0
         self.over: dict[object, float] = {}
@@ -146,16 +144,16 @@ class GroupSearch:
         first += [plan for plan in ranked[:1] if plan not in first]
         fitted_plans = [fitted for plan in first for fitted in self.other_orders(plan)]
         least_s = min((plan.step_s for plan in (*self.found.fitting[:1], *ranked[:1])), default=float("inf"))
-        sliced, simulated = with_slices(self.bench, self.job, self.pins, ranked, least_s)
+        sliced, simulated = with_slices(self.bench, self.job, self.constraints, ranked, least_s)
         self.searcher.simulated += simulated
         return sorted((*ranked, *fitted_plans, *sliced), key=lambda plan: plan.rank_key)
 
     def promising_candidates(self) -> Iterator[GroupCandidate]:
         """Yield layouts and numbers of microbatches whose lower bound is below the best known plan."""
         layers = len(self.bench.only_module.layers)
-        recompute: Recompute = self.pins["recompute"][0] if "recompute" in self.pins else "none"
-        zero1 = self.pins.get("zero1", True)
-        for layout in iter_layouts(self.bench.network, self.job.batch, layers, self.pins.get("devices")):
+        recompute: Recompute = self.constraints.recompute[0] if self.constraints.recompute is not None else "none"
+        zero1 = self.constraints.zero1 is not False
+        for layout in iter_layouts(self.bench.network, self.job.batch, layers, self.constraints.devices):
             if not self.obeys_constraints(layout) or not self.floors.has_room(layout, zero1):
                 continue
             self.looked += 1
@@ -167,16 +165,16 @@ class GroupSearch:
 
     def obeys_constraints(self, layout: GroupLayout) -> bool:
         """Return whether the layout obeys the constraints."""
-        replicas, stages = self.pins.get("replicas"), self.pins.get("stages")
+        replicas, stages, shards = self.constraints.replicas, self.constraints.stages, self.constraints.shards
         if replicas is not None and (len(replicas) != layout.replica_count or len({*replicas}) > 1):
             return False
-        if "shards" in self.pins and any(len(lane[0]) != len(self.pins["shards"]) for lane in layout.lanes):
+        if shards is not None and any(len(lane[0]) != len(shards) for lane in layout.lanes):
             return False
         return stages is None or stages == len(layout.lanes)
 
     def microbatch_counts(self, layout: GroupLayout) -> list[int]:
         """Return numbers of microbatches with the same number of rows on every replica."""
-        pinned = self.pins.get("microbatches")
+        pinned = self.constraints.microbatches
         counts = [pinned] if pinned else self.divisors
         return [count for count in counts if self.job.batch % (count * layout.replica_count) == 0]
 
@@ -288,8 +286,9 @@ class GroupSearch:
 
     def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], bool]]:
         """Yield choices of recomputation and ZeRO-1, the fastest first."""
-        recomputes = [self.pins["recompute"]] if "recompute" in self.pins else RECOMPUTE
-        zeros = [self.pins["zero1"]] if "zero1" in self.pins else [False, True][: 1 + (layout.replica_count > 1)]
+        recomputes = [self.constraints.recompute] if self.constraints.recompute is not None else RECOMPUTE
+        zeros = [False, True][: 1 + (layout.replica_count > 1)]
+        zeros = zeros if self.constraints.zero1 is None else [self.constraints.zero1]
         for recompute in recomputes:
             if len(recompute) in (1, len(layout.lanes)):
                 yield from ((recompute, zero1) for zero1 in zeros)
@@ -349,7 +348,7 @@ class GroupSearch:
         return self.bench.programs.add_recipes({graph: link.layer_recipe.recipe_text for graph, link in links.items()})
 
     def schedule_name(self, lanes: int, count: int) -> str:
-        pinned = self.pins.get("schedule", "1f1b")
+        pinned = self.constraints.schedule or "1f1b"
         return "1f1b" if pinned == FIT else str(pinned)
 
     def is_valid(self, decisions: ParallelConfig) -> bool:
@@ -382,9 +381,9 @@ class GroupSearch:
 
     def other_orders(self, one: EvaluatedPlan) -> Iterator[EvaluatedPlan]:
         """Yield the layout of a plan with an order fitted to its memory, if that is faster."""
-        if one.decisions.lane_count == 1 or self.pins.get("schedule", FIT) != FIT:
+        if one.decisions.lane_count == 1 or self.constraints.schedule not in (None, FIT):
             return
-        recomputes = recompute_choices(self.pins, one.decisions)
+        recomputes = recompute_choices(self.constraints, one.decisions)
         try:
             fitted = fit_layout(self.bench, tables_of(self.bench, self.job, one.decisions, recomputes))
         except PipefitError:

@@ -6,13 +6,13 @@ microbatches are kept; the slices are those of `plan/passes/reslice.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.reslice import reslice_best
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job
 
 LAYOUTS = 2
@@ -25,7 +25,7 @@ NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bo
 
 
 def with_slices(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], made: Sequence[EvaluatedPlan], best_s: float
+    bench: PlannerContext, job: Job, constraints: Constraints, made: Sequence[EvaluatedPlan], best_s: float
 ) -> tuple[list[EvaluatedPlan], int]:
     """Return (the layouts of `made` with slices that are faster than without, number of simulations).
 
@@ -40,8 +40,8 @@ def with_slices(
         if plan.decisions.devices in layouts or len(layouts) == LAYOUTS:
             continue
         layouts.add(plan.decisions.devices)
-        fixed = {"microbatches": plan.decisions.microbatches, "shards": max(_lane_shards(plan), key=sum)}
-        again = reslice_best(bench, job, {**pins, **fixed}, replace(NOTHING, fitting=(plan,)))
+        fixed = replace(constraints, microbatches=plan.decisions.microbatches, shards=max(_lane_shards(plan), key=sum))
+        again = reslice_best(bench, job, fixed, replace(NOTHING, fitting=(plan,)))
         simulated += again.simulated
         faster += [again.fitting[0]] if again.fitting[0] is not plan else []
     return faster, simulated
