@@ -134,7 +134,7 @@ def laid(lanes: int, replicas: int, microbatches: int, schedule: str = "1f1b", *
 
 def built(cluster: Cluster, model: Model, decisions: ParallelConfig, job: Job) -> Plan:
     """The plan of these decisions, with its prediction."""
-    plan = build_plan(model, cluster, job, decisions, bench=PlannerContext(model, cluster, name="small"))
+    plan = build_plan(model, cluster, job, decisions, context=PlannerContext(model, cluster, name="small"))
     return add_prediction(plan, model, simulate_plan(plan, model, cluster))
 
 
@@ -142,12 +142,12 @@ def row(
     plan: Plan, run: Measured, model: Model, cluster: Cluster, bucket_bytes: float = BUCKET_BYTES
 ) -> dict[str, Any]:
     """Measured and predicted."""
-    bench = PlannerContext(model, cluster)
+    context = PlannerContext(model, cluster)
     simulation = simulate_plan(
-        plan, model, cluster, network=bench.network, layers=bench.layers, bucket_bytes=bucket_bytes
+        plan, model, cluster, network=context.network, layers=context.layers, bucket_bytes=bucket_bytes
     )
     plain = replace(simulation.costs, contention=None)
-    predicted = {name: formula(plan, simulation, bench.network) for name, formula in MEASURES.items()}
+    predicted = {name: formula(plan, simulation, context.network) for name, formula in MEASURES.items()}
     predicted["without sharing"] = simulate_schedule(plan.order.to_schedule(), plain).makespan_s
     predicted[SIMULATOR] = simulation.timeline.makespan_s
     return {

@@ -162,7 +162,7 @@ def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dic
         "sigma": sigma,
         "training": training,
         "batch": job.batch,
-        "devices": monolithic.bench.network.devices,
+        "devices": monolithic.context.network.devices,
         "enumerated": len(rated),
         "efficiency": monolithic.efficiency(),
         "shares": monolithic.shares(),

@@ -106,8 +106,8 @@ def planned(model: Model, cluster: Cluster, job: Job, constraints: Constraints) 
 
 def bound_s(model: Model, cluster: Cluster, job: Job) -> float:
     """A step of all devices together, each as fast as it was measured with the whole batch."""
-    bench = PlannerContext(model, cluster)
-    time_s, kinds = bench.layer_cutter.row_time(job, "none"), bench.layer_cutter.fleet.kind
+    context = PlannerContext(model, cluster)
+    time_s, kinds = context.layer_cutter.row_time(job, "none"), context.layer_cutter.fleet.kind
     return 1 / sum(1 / time_s(int(kind), job.batch) for kind in kinds)
 
 

@@ -13,7 +13,7 @@ from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import search_plans
 from pipefit.plan.request.constraints import Constraints
-from token_slices_replay import Ran, job_of, ran, workbench
+from token_slices_replay import Ran, job_of, planner_context, ran
 from token_slices_v100 import Constants, Setting, reduction_s
 
 MEMORY_BYTES = 16e9
@@ -38,9 +38,11 @@ def joint(row: Setting, constants: Constants, theirs: Ran) -> Ran:
     for turns in TURNS:
         if row.layers_per_stage % turns:
             continue
-        bench, fixed = workbench(row, constants, turns, limit), published_constraints(row, turns)
+        context, fixed = planner_context(row, constants, turns, limit), published_constraints(row, turns)
         try:
-            found += reslice_best(bench, job_of(row), fixed, search_plans(bench, job_of(row), fixed, top=1)).fitting[:1]
+            found += reslice_best(
+                context, job_of(row), fixed, search_plans(context, job_of(row), fixed, top=1)
+            ).fitting[:1]
         except PipefitError as error:
             errors.append(error)
     if not found and errors:

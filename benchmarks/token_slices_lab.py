@@ -185,9 +185,9 @@ CONSTRAINTS = Constraints(replicas=(1,), devices=LANES, recompute=("none",), map
 
 def planned(model: Model, cluster: Cluster, job: Job) -> Plan:
     """What the planner finds."""
-    bench = PlannerContext(model, cluster)
-    one = reslice_best(bench, job, CONSTRAINTS, search_plans(bench, job, CONSTRAINTS, top=1)).fitting[0]
-    plan = bench.assemble_plan(one.parts, one.decisions, one.simulation.timeline.schedule)
+    context = PlannerContext(model, cluster)
+    one = reslice_best(context, job, CONSTRAINTS, search_plans(context, job, CONSTRAINTS, top=1)).fitting[0]
+    plan = context.assemble_plan(one.parts, one.decisions, one.simulation.timeline.schedule)
     return add_prediction(plan, model, one.simulation)
 
 
@@ -196,7 +196,7 @@ class Maker:
 
     def __init__(self, model: Model, cluster: Cluster, job: Job) -> None:
         self.model, self.cluster, self.job = model, cluster, job
-        self.bench = PlannerContext(model, cluster)
+        self.context = PlannerContext(model, cluster)
         self.known = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-h2": 1, "interleaved-1f1b": 2}
         "Schedules, and their stages a lane."
 
@@ -212,7 +212,7 @@ class Maker:
             schedule=schedule,
             slices=slices,
         )
-        made = build_plan(self.model, self.cluster, self.job, decisions, bench=self.bench)
+        made = build_plan(self.model, self.cluster, self.job, decisions, context=self.context)
         return add_prediction(made, self.model, simulate_plan(made, self.model, self.cluster))
 
     def refined(self, schedule: str, start: tuple[int, ...]) -> Plan:

@@ -29,7 +29,7 @@ MID = Job(batch=16, sequence=512, precision="bfloat16")
 LONG = Job(batch=16, sequence=4096, precision="bfloat16")
 
 
-def bench(count: int = 6) -> PlannerContext:
+def context(count: int = 6) -> PlannerContext:
     return PlannerContext(toy_model(count), toy_cluster(1, 4))
 
 
@@ -37,7 +37,7 @@ def bench(count: int = 6) -> PlannerContext:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_fitted_order_is_not_slower_than_any_family_of_its_layout(placement: tuple[int, ...], recompute: str) -> None:
     """The same cuts, microbatches, recomputation: against every family that can be made there."""
-    room, compared = bench(8), 0
+    room, compared = context(8), 0
     layout = ParallelConfig(stages=len(placement), placement=placement, microbatches=8, recompute=(recompute,))
     layout = replace(layout, cuts=room.layer_cutter.leanest_cut(LONG, layout).cuts)
     one = fit_layout(room, tables_of(room, LONG, layout, [(recompute,)]))
@@ -67,7 +67,7 @@ def test_the_plan_is_not_slower_than_the_search_alone_and_fits() -> None:
 
 def test_memory_that_is_left_is_used_stage_by_stage() -> None:
     """Between the memory of no recomputation and that of all, some stages recompute and some do not."""
-    room = bench(8)
+    room = context(8)
     layout = ParallelConfig(stages=3, microbatches=8, schedule="1f1b", replicas=(1,))
     layout = replace(layout, cuts=room.layer_cutter.leanest_cut(LONG, layout).cuts)
     tables = tables_of(room, LONG, layout, [("none",), ("full",)])
@@ -127,7 +127,7 @@ def test_how_often_orders_are_fitted_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_pins_leave_families_as_they_are() -> None:
-    room = bench()
+    room = context()
     found = best_plans(room, JOB, Constraints(schedule="v-half"))
     assert found.fitted == 0 and {one.decisions.schedule for one in found.fitting} == {"v-half"}
 

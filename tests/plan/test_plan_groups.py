@@ -111,17 +111,17 @@ def test_a_pipeline_of_groups_of_different_sizes_where_the_network_is_slow() -> 
 def test_a_pipeline_of_groups_is_filled_by_slices() -> None:
     """A fast device and two slow ones behind a slow network, two rows: without slices half of a pipeline waits."""
     model, cluster, job = toy_model(3), cluster_of([("fast", 1), ("slow", 2)], 1e4), replace(JOB, sequence=96)
-    bench = PlannerContext(model, cluster)
-    made = GroupSearch(bench, job, NO_CONSTRAINTS, NOTHING).run()
+    context = PlannerContext(model, cluster)
+    made = GroupSearch(context, job, NO_CONSTRAINTS, NOTHING).run()
     best, whole = made[0], next(one for one in made if not one.decisions.slices)
     assert len(best.decisions.slices) > 1 and sum(best.decisions.slices) == 96
     assert sorted(map(len, best.decisions.lane_shards)) == [1, 2]
     assert best.step_s < 0.8 * whole.step_s
-    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     check_plan(plan)
     assert load_text(Plan, dump_text(plan), "plan") == plan
     assert simulate_plan(plan, model, cluster).timeline.makespan_s == pytest.approx(best.step_s)
-    assert not any(one.decisions.slices for one in GroupSearch(bench, job, Constraints(slices=1), NOTHING).run())
+    assert not any(one.decisions.slices for one in GroupSearch(context, job, Constraints(slices=1), NOTHING).run())
 
 
 def test_groups_hold_what_no_device_holds_alone() -> None:
@@ -139,8 +139,8 @@ def test_groups_hold_what_no_device_holds_alone() -> None:
 
 def test_no_plan_is_faster_than_its_floor() -> None:
     for hosts, between in (([("fast", 1), ("slow", 3)], 1e6), ([("fast", 2), ("slow", 2)], 1e5)):
-        bench = PlannerContext(toy_model(2), cluster_of(hosts, between))
-        looker = GroupSearch(bench, JOB, NO_CONSTRAINTS, NOTHING)
+        context = PlannerContext(toy_model(2), cluster_of(hosts, between))
+        looker = GroupSearch(context, JOB, NO_CONSTRAINTS, NOTHING)
         floors = {
             (
                 hope.layout.device_order,
@@ -290,23 +290,23 @@ def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() ->
     assert best.cost_s < 0.995 * min(one.cost_s for one in looker.oracle.programs_by_form(ask).values())
     chosen = looker.build_decisions(hope)
     assert chosen is not None
-    recipes = looker.bench.programs.recipes_in({*chosen.recipes})
+    recipes = looker.context.programs.recipes_in({*chosen.recipes})
     assert {*recipes.values()} == {link.layer_recipe.recipe_text for link in best.links}
 
 
 def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> None:
     """The first group holds the hidden state whole, the second in tokens: it can go on, but not come back, as it would
     in families whose lanes hold several stages."""
-    bench = PlannerContext(toy_model(3), cluster_of([("fast", 2), ("slow", 2)], 1e5))
-    oracle = ProgramOracle(bench, JOB)
+    context = PlannerContext(toy_model(3), cluster_of([("fast", 2), ("slow", 2)], 1e5))
+    oracle = ProgramOracle(context, JOB)
     shares, recipes = [], []
     for devices, form in (((0, 1), IDENTITY), ((2, 3), shard_form(1))):
         found = oracle.programs_by_form(
             GroupRequest(lane=(devices,), rows=1, microbatches=2, part=0.5, tied_whole=False)
         )[form]
-        links = zip(bench.only_module.layers, found.links, strict=True)
+        links = zip(context.only_module.layers, found.links, strict=True)
         recipes.append(
-            bench.programs.add_recipes({layer.graph: link.layer_recipe.recipe_text for layer, link in links})
+            context.programs.add_recipes({layer.graph: link.layer_recipe.recipe_text for layer, link in links})
         )
         shares.append(found.shares)
     decisions = ParallelConfig(
@@ -320,10 +320,10 @@ def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> 
         schedule="1f1b",
         devices=(0, 1, 2, 3),
     )
-    best = evaluate_candidate(bench, decisions, bench.make_skeleton(JOB, decisions))
+    best = evaluate_candidate(context, decisions, context.make_skeleton(JOB, decisions))
     with pytest.raises(FormsError, match="incompatible forms"):
-        bench.make_skeleton(JOB, replace(decisions, stages=4, placement=(0, 1, 0, 1)))
-    families = {point.schedule for point in trade_memory(bench, JOB, NO_CONSTRAINTS, best).points}
+        context.make_skeleton(JOB, replace(decisions, stages=4, placement=(0, 1, 0, 1)))
+    families = {point.schedule for point in trade_memory(context, JOB, NO_CONSTRAINTS, best).points}
     assert {"1f1b", "zb-h1"} < families and not families & {"interleaved-1f1b", "v-half"}
 
 

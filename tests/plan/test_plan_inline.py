@@ -92,7 +92,7 @@ def monolithic(
 ) -> Iterator[MultiModuleConfig]:
     """Every module with the same replicas, shards and recomputation, one behind the other on lanes of their own, or
     with the ends on the language model's lanes; the language model in so many stages, in every cut."""
-    layers = len(finder.bench.model.modules[1].layers)
+    layers = len(finder.context.model.modules[1].layers)
     for ends, shards, several, each, count in itertools.product((0, 2), (1, 2), stages, replicas, counts):
         fits = (several + ends) * each * shards <= devices and count * each <= JOB.batch
         every = itertools.combinations(range(1, layers), several - 1) if fits else ()

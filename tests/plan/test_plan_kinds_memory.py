@@ -139,25 +139,25 @@ def test_the_search_finds_the_best_where_memory_is_scarce(memory: float) -> None
     most = simulate_plan(whole, model, large).peaks_bytes[0]
     small = kind("small", 1.0, int(WORKSPACE_BYTES + memory**2 * (most - WORKSPACE_BYTES)))
     big = kind("big", 3.0, int(WORKSPACE_BYTES + memory * (most - WORKSPACE_BYTES)))
-    bench = PlannerContext(model, cluster((big, 1), (small, 2)))
-    ways = [one for one in every_way(bench, job, (1, 2, 4)) if one.lane_count == 1]
+    context = PlannerContext(model, cluster((big, 1), (small, 2)))
+    ways = [one for one in every_way(context, job, (1, 2, 4)) if one.lane_count == 1]
     fitting = [
         one
-        for one in (evaluate_candidate(bench, way, bench.make_skeleton(job, way)) for way in ways)
+        for one in (evaluate_candidate(context, way, context.make_skeleton(job, way)) for way in ways)
         if one.simulation.fits_in_memory
     ]
     assert len(fitting) < len(ways)
     best = min(fitting, key=lambda one: one.step_s)
     assert len(best.decisions.replicas) > 1 and len({*best.decisions.replicas}) > 1
-    assert search_plans(bench, job, constraints).fitting[0].step_s <= best.step_s * (1 + 1e-9)
+    assert search_plans(context, job, constraints).fitting[0].step_s <= best.step_s * (1 + 1e-9)
 
 
 def test_cuts_keep_every_kind_within_its_memory() -> None:
     """Against all cuts, for random limits of two kinds: whether any fits, and the fastest that does."""
     random = np.random.default_rng(5)
-    bench, seen = PlannerContext(toy_model(4), BOTH), set()
+    context, seen = PlannerContext(toy_model(4), BOTH), set()
     decisions = ParallelConfig(stages=3, microbatches=4, replicas=(3, 1), devices=BY_REPLICA, schedule="1f1b")
-    rows = bench.layer_cutter.stage_rows(JOB, decisions)
+    rows = context.layer_cutter.stage_rows(JOB, decisions)
     layers = len(rows[0].forward_s)
     for _ in range(200):
         has = random.uniform(0.15, 1.2, 2) * [float(kind.filled_bytes(3)[-1]) for kind in rows[0].kinds]

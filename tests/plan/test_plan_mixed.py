@@ -74,10 +74,10 @@ def cluster(*hosts: tuple[DeviceKind, int], bandwidth: float = 25e9) -> Cluster:
 FAST, SLOW = kind("fast", 2.5), kind("slow")
 
 
-def every_way(bench: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> Iterator[ParallelConfig]:
+def every_way(context: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> Iterator[ParallelConfig]:
     """Every assignment of kinds to the places of every grid, every cut, every division of the rows."""
-    layers, fleet = len(bench.only_module.layers), bench.layer_cutter.fleet
-    count = bench.network.devices
+    layers, fleet = len(context.only_module.layers), context.layer_cutter.fleet
+    count = context.network.devices
     for lanes, replicas, m in itertools.product(range(1, count + 1), range(1, count + 1), microbatches):
         rows = job.batch // m
         if lanes * replicas > count or replicas > rows or lanes > layers:
@@ -96,9 +96,10 @@ def every_way(bench: PlannerContext, job: Job, microbatches: tuple[int, ...]) ->
                     yield ParallelConfig(stages=lanes, cuts=cuts, replicas=each, microbatches=m, devices=devices)
 
 
-def best_of_all(bench: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> EvaluatedPlan:
+def best_of_all(context: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> EvaluatedPlan:
     every = (
-        evaluate_candidate(bench, one, bench.make_skeleton(job, one)) for one in every_way(bench, job, microbatches)
+        evaluate_candidate(context, one, context.make_skeleton(job, one))
+        for one in every_way(context, job, microbatches)
     )
     return min((one for one in every if one.simulation.fits_in_memory), key=lambda one: one.step_s)
 
@@ -114,21 +115,21 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_search_finds_the_best_assignment_cut_and_shares(name: str) -> None:
     """Against every way at all, on three devices."""
-    bench, job = PlannerContext(toy_model(4), CLUSTERS[name]), replace(JOB, batch=4)
-    best = best_of_all(bench, job, (1, 4))
-    found = search_plans(bench, job, PINS).fitting[0]
+    context, job = PlannerContext(toy_model(4), CLUSTERS[name]), replace(JOB, batch=4)
+    best = best_of_all(context, job, (1, 4))
+    found = search_plans(context, job, PINS).fitting[0]
     assert found.step_s <= best.step_s * (1 + 1e-9)
 
 
-def kinds_of(bench: PlannerContext, decisions: ParallelConfig) -> set[str]:
-    return {bench.network.kinds[device].name for lane in decisions.lane_devices() for device in lane}
+def kinds_of(context: PlannerContext, decisions: ParallelConfig) -> set[str]:
+    return {context.network.kinds[device].name for lane in decisions.lane_devices() for device in lane}
 
 
 @pytest.mark.parametrize(("slowdown", "kinds"), [(2.0, {"fast", "other"}), (50.0, {"fast"})])
 def test_a_kind_is_used_where_it_helps_and_left_out_where_it_does_not(slowdown: float, kinds: set[str]) -> None:
-    bench = PlannerContext(toy_model(6), cluster((FAST, 2), (kind("other", 2.5 / slowdown), 2)))
-    best = search_plans(bench, JOB, PINS).fitting[0]
-    assert kinds_of(bench, best.decisions) == kinds
+    context = PlannerContext(toy_model(6), cluster((FAST, 2), (kind("other", 2.5 / slowdown), 2)))
+    best = search_plans(context, JOB, PINS).fitting[0]
+    assert kinds_of(context, best.decisions) == kinds
     alone = search_plans(PlannerContext(toy_model(6), cluster((FAST, 2))), JOB, PINS).fitting[0]
     assert best.step_s <= alone.step_s * (1 + 1e-9), "more devices never make the plan slower"
     assert (best.step_s < 0.95 * alone.step_s) == (len(kinds) > 1)
@@ -237,14 +238,14 @@ def test_patterns_use_no_more_devices_than_there_are_and_cover_all_kinds() -> No
 
 def test_floors_are_below_every_cut() -> None:
     """The bound before any cut, for lanes and replicas of several kinds, against all cuts of the cost rows."""
-    bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
-    floors = LowerBounds(bench.layer_cutter, JOB)
+    context = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
+    floors = LowerBounds(context.layer_cutter, JOB)
     seen = 0
-    for panel in iter_grids(JOB, 6, 4, 2, replace(PINS, microbatches=2, slices=1), bench.layer_cutter):
+    for panel in iter_grids(JOB, 6, 4, 2, replace(PINS, microbatches=2, slices=1), context.layer_cutter):
         floor = floors.bound_grid(panel)
         for index in range(len(panel.counts)):
             decisions = panel.decisions_at(int(np.ravel_multi_index((index, 0, 0, 0), panel.grid_shape)))
-            rows = bench.layer_cutter.stage_rows(JOB, decisions)
+            rows = context.layer_cutter.stage_rows(JOB, decisions)
             times = [row.forward_s + row.backward_s for row in rows]
             slowest = min(
                 max(times[stage][a:b].sum() for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, 6))))
@@ -257,9 +258,9 @@ def test_floors_are_below_every_cut() -> None:
 
 def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
     """Bounds and guesses of all panels, those with slices among them, and the order of a queue that is opened late."""
-    bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
-    floors = LowerBounds(bench.layer_cutter, JOB)
-    every = list(iter_grids(JOB, 6, 4, 2, Constraints(zero1=False), bench.layer_cutter))
+    context = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
+    floors = LowerBounds(context.layer_cutter, JOB)
+    every = list(iter_grids(JOB, 6, 4, 2, Constraints(zero1=False), context.layer_cutter))
     together = {place: (floor, at) for places, floor in floors.bound_batches(every) for at, place in enumerate(places)}
     assert sorted(together) == list(range(len(every)))
     assert max(len(floor.panels) for floor, _ in together.values()) > 1 and any(panel.slices for panel in every)
@@ -289,9 +290,9 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
     ids=lambda constraints: str(constraints.to_mapping()),
 )
 def test_constraints_are_obeyed_on_several_kinds(constraints: Constraints) -> None:
-    bench = PlannerContext(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
+    context = PlannerContext(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
     all_fixed = constraints.with_defaults(schedule="1f1b", zero1=False)
-    found = search_plans(bench, replace(JOB, batch=12), all_fixed).fitting[0].decisions
+    found = search_plans(context, replace(JOB, batch=12), all_fixed).fitting[0].decisions
     for key, value in constraints.to_mapping().items():
         if key == "mapping":
             assert found.devices == ()
@@ -302,5 +303,5 @@ def test_constraints_are_obeyed_on_several_kinds(constraints: Constraints) -> No
         else:
             assert getattr(found, key) == value
     if constraints.replicas == (2, 1):
-        kinds = [bench.network.kinds[device].name for device in found.lane_devices()[0]]
+        kinds = [context.network.kinds[device].name for device in found.lane_devices()[0]]
         assert kinds[0] == "fast", "the larger share is the faster device's"

@@ -54,23 +54,23 @@ CROWDED = Constraints(recompute=("none",), devices=4, zero1=False)
 def test_the_search_finds_the_best_of_all_simulated_with_what_they_share(sequence: int, rate: float) -> None:
     """Every candidate simulated with shared ports. The best without them is another one, a tenth slower or more; and
     replicas at their own pace beat the bound of replicas in step somewhere."""
-    bench, job = PlannerContext(toy_model(3), crowded(rate)), Job(batch=8, sequence=sequence)
+    context, job = PlannerContext(toy_model(3), crowded(rate)), Job(batch=8, sequence=sequence)
     every = [
-        evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions))
-        for decisions in iter_candidates(job, len(bench.only_module.layers), 4, 2, CROWDED, bench.layer_cutter)
+        evaluate_candidate(context, decisions, context.make_skeleton(job, decisions))
+        for decisions in iter_candidates(job, len(context.only_module.layers), 4, 2, CROWDED, context.layer_cutter)
     ]
     beaten = 0
     for one in every:
         costs, count = one.simulation.costs, one.decisions.microbatches
         assert costs.contention is not None
-        alone = split_pipelines(costs, one.simulation.work, bench.network, bench.layers)
+        alone = split_pipelines(costs, one.simulation.work, context.network, context.layers)
         assert slowest_pipeline_bound_s(alone, one.parts.placement, count, one.decisions.schedule) <= one.step_s * (
             1 + 1e-9
         )
         beaten += table_bound_s(costs, one.parts.placement, count, one.decisions.schedule) > one.step_s * (1 + 1e-9)
     assert beaten
     fitting = [one for one in every if one.simulation.fits_in_memory]
-    found = search_plans(bench, job, CROWDED, top=3)
+    found = search_plans(context, job, CROWDED, top=3)
     assert found.fitting[0].step_s == pytest.approx(min(one.step_s for one in fitting), rel=1e-12)
     unlike = {replace(one.decisions, stages=one.decisions.stage_count): one.step_s for one in fitting}
     assert [one.step_s for one in found.fitting[:3]] == pytest.approx(sorted(unlike.values())[:3], rel=1e-12)

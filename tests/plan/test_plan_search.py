@@ -61,24 +61,24 @@ NARROW = Constraints(recompute=("none",), zero1=False, inner="replica")
 CLUSTERS = {"uniform": toy_cluster, "slow links": slow_links, "little memory": little_memory, "mixed": mixed}
 
 
-def everything(bench: PlannerContext, job: Job, constraints: Constraints) -> list[EvaluatedPlan]:
+def everything(context: PlannerContext, job: Job, constraints: Constraints) -> list[EvaluatedPlan]:
     """Every plan of the space, simulated."""
     found = []
-    count, layers, hosts = bench.network.devices, len(bench.only_module.layers), len(bench.cluster.hosts)
-    for decisions in iter_candidates(job, layers, count, hosts, constraints, bench.layer_cutter):
-        found.append(evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions)))
+    count, layers, hosts = context.network.devices, len(context.only_module.layers), len(context.cluster.hosts)
+    for decisions in iter_candidates(job, layers, count, hosts, constraints, context.layer_cutter):
+        found.append(evaluate_candidate(context, decisions, context.make_skeleton(job, decisions)))
     return found
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("job", [JOB, Job(batch=6, sequence=4096, precision="bfloat16")], ids=["float32", "bfloat16"])
 def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> None:
-    bench, constraints = (
+    context, constraints = (
         PlannerContext(toy_model(3, tied=True), CLUSTERS[name]()),
         NARROW if name == "mixed" else NO_CONSTRAINTS,
     )
-    every = everything(bench, job, constraints)
-    found = search_plans(bench, job, constraints, top=3)
+    every = everything(context, job, constraints)
+    found = search_plans(context, job, constraints, top=3)
     assert found.considered == len(every)
     unlike = {replace(one.decisions, stages=one.decisions.stage_count): one for one in reversed(every)}
     fitting = [one for one in unlike.values() if one.simulation.fits_in_memory]
@@ -105,11 +105,11 @@ def even_bounds(searcher: LayoutSearch, space: Iterable[CandidateGrid]) -> Itera
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
     """Of every candidate at every level of looking."""
-    bench = PlannerContext(toy_model(3), CLUSTERS[name]())
-    searcher = LayoutSearch(bench, JOB, NO_CONSTRAINTS, 1, None)
+    context = PlannerContext(toy_model(3), CLUSTERS[name]())
+    searcher = LayoutSearch(context, JOB, NO_CONSTRAINTS, 1, None)
     constraints = NARROW if name == "mixed" else NO_CONSTRAINTS
     for decisions, even_s in even_bounds(
-        searcher, iter_grids(JOB, 6, 4, len(bench.cluster.hosts), constraints, bench.layer_cutter)
+        searcher, iter_grids(JOB, 6, 4, len(context.cluster.hosts), constraints, context.layer_cutter)
     ):
         candidate = SearchCandidate(decisions)
         bounds = [even_s]
@@ -117,8 +117,8 @@ def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
             bounds.append(bound)
         chosen = candidate.decisions if len(bounds) == 3 else decisions
         if len(bounds) < 3:
-            chosen = replace(decisions, cuts=bench.layer_cutter.leanest_cut(JOB, decisions).cuts)
-        simulated = evaluate_candidate(bench, chosen, bench.make_skeleton(JOB, chosen)).step_s
+            chosen = replace(decisions, cuts=context.layer_cutter.leanest_cut(JOB, decisions).cuts)
+        simulated = evaluate_candidate(context, chosen, context.make_skeleton(JOB, chosen)).step_s
         for bound in bounds:
             assert bound <= simulated * (1 + 1e-9), (chosen, bounds, simulated)
 
@@ -128,34 +128,34 @@ def test_memory_rules_out_only_what_does_not_fit(name: str) -> None:
     """A candidate that no cut is said to fit is over the limit when simulated, under every single cut."""
     import itertools
 
-    bench = PlannerContext(
+    context = PlannerContext(
         toy_model(2, tied=True), little_memory(beyond=120_000) if name == "uniform" else CLUSTERS[name]()
     )
     ruled_out = 0
     for decisions in iter_candidates(JOB, 5, 3, 1, Constraints(inner="replica")):
-        if bench.layer_cutter.cut_layers(JOB, decisions) is not None:
+        if context.layer_cutter.cut_layers(JOB, decisions) is not None:
             continue
         ruled_out += 1
         for cuts in itertools.combinations(range(1, 5), decisions.stage_count - 1):
             chosen = replace(decisions, cuts=cuts)
-            assert not evaluate_candidate(bench, chosen, bench.make_skeleton(JOB, chosen)).simulation.fits_in_memory, (
-                chosen
-            )
+            assert not evaluate_candidate(
+                context, chosen, context.make_skeleton(JOB, chosen)
+            ).simulation.fits_in_memory, chosen
     if name in ("uniform", "little memory"):
         assert ruled_out > 10, "this test must see some that do not fit"
 
 
 def test_bounds_of_v_placements_and_slices_hold() -> None:
-    bench = PlannerContext(toy_model(5), toy_cluster(1, 2))
+    context = PlannerContext(toy_model(5), toy_cluster(1, 2))
     for constraints in (
         Constraints(placement=(0, 1, 1, 0), schedule="gpipe"),
         Constraints(slices=(300, 212), schedule="gpipe"),
     ):
         for decisions in iter_candidates(JOB, 8, 2, 1, constraints):
-            parts = bench.make_skeleton(JOB, decisions)
-            costs = bench.build_cost_table(parts)
+            parts = context.make_skeleton(JOB, decisions)
+            costs = context.build_cost_table(parts)
             bound = table_bound_s(costs, parts.placement, decisions.microbatches, decisions.schedule)
-            assert bound <= evaluate_candidate(bench, decisions, parts).step_s * (1 + 1e-9)
+            assert bound <= evaluate_candidate(context, decisions, parts).step_s * (1 + 1e-9)
 
 
 def test_leaving_slow_devices_idle_is_a_choice() -> None:
@@ -224,33 +224,35 @@ def test_the_plan_that_comes_closest_is_the_closest_of_all(name: str, constraint
     cluster = toy_cluster(1, 8) if name == "uniform" else mixed()
     kinds = {key: replace(kind, memory_bytes=WORKSPACE_BYTES + 1_000) for key, kind in cluster.kinds.items()}
     constraints = constraints.with_defaults(**NARROW.to_mapping()) if name == "mixed" else constraints
-    bench, job = PlannerContext(toy_model(6), replace(cluster, kinds=kinds)), Job(batch=16, sequence=512)
+    context, job = PlannerContext(toy_model(6), replace(cluster, kinds=kinds)), Job(batch=16, sequence=512)
     every = [
-        bench.layer_cutter.leanest_cut(job, decisions)
+        context.layer_cutter.leanest_cut(job, decisions)
         for decisions in iter_candidates(
-            job, 9, bench.network.devices, len(cluster.hosts), constraints, bench.layer_cutter
+            job, 9, context.network.devices, len(cluster.hosts), constraints, context.layer_cutter
         )
     ]
     missing = [max(map(sub, cut.floor_bytes, cut.limit_bytes)) for cut in every]
-    found = search_plans(bench, job, constraints)
+    found = search_plans(context, job, constraints)
     assert not found.fitting and found.unfit == len(every) > 10 and len({*missing}) > 3
     assert min(one.peak_bytes - one.limit_bytes for one in found.misfits) == min(missing) > 0
     bounds = [
-        least_missing_bytes(bench.layer_cutter, job, one)
-        for one in iter_candidates(job, 9, bench.network.devices, len(cluster.hosts), constraints, bench.layer_cutter)
+        least_missing_bytes(context.layer_cutter, job, one)
+        for one in iter_candidates(
+            job, 9, context.network.devices, len(cluster.hosts), constraints, context.layer_cutter
+        )
     ]
     assert all(bound <= exact for bound, exact in zip(bounds, missing, strict=True))
     with pytest.raises(DoesNotFitError, match=re.escape(f"{format_bytes(min(missing))} are missing")):
-        make_plan(bench.model, bench.cluster, job, constraints)
+        make_plan(context.model, context.cluster, job, constraints)
 
 
 def test_whether_anything_fits_is_what_the_whole_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Around the memory at which the first plan fits, and with less looking."""
     job, answers = Job(batch=8, sequence=32), []
     for beyond in range(10_000, 60_000, 2_500):
-        bench = PlannerContext(toy_model(3), little_memory(3, beyond=beyond))
-        answers.append(some_plan_fits(bench, job, NO_CONSTRAINTS))
-        assert answers[-1] == bool(search_plans(bench, job, top=1).fitting), beyond
+        context = PlannerContext(toy_model(3), little_memory(3, beyond=beyond))
+        answers.append(some_plan_fits(context, job, NO_CONSTRAINTS))
+        assert answers[-1] == bool(search_plans(context, job, top=1).fitting), beyond
     assert {*answers} == {False, True}
     simulations = 0
 

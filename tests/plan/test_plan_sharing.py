@@ -124,8 +124,8 @@ def test_handing_over_on_a_lane_takes_the_exchange_between_grids() -> None:
     edge = next(edge for edge in work.edges if edge.source == 0)
     assert work.stages[0].group != work.stages[1].group
     alone = replace(work, edges=tuple(one for one in work.edges if one is not edge))
-    bench = PlannerContext(model, CLUSTER)
-    plain = cost_table(alone, network, bench.layers)
+    context = PlannerContext(model, CLUSTER)
+    plain = cost_table(alone, network, context.layers)
     for microbatch in range(2):
         ahead = network.transfer_time(edge.ragged[microbatch][0]).whole_s
         assert ahead > 0.0

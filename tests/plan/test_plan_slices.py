@@ -118,13 +118,13 @@ def test_lanes_hold_no_less_than_the_closed_form_of_slices_says(name: str) -> No
     assert np.mean(ratios) > (0.9 if schedule_facts(name).fused and name != "1f1b-v" else 0.5)
 
 
-def everything(bench: PlannerContext, job: Job, constraints: Constraints) -> list[EvaluatedPlan]:
+def everything(context: PlannerContext, job: Job, constraints: Constraints) -> list[EvaluatedPlan]:
     """Every plan of the space, simulated."""
     found = []
-    count, layers, hosts = bench.network.devices, len(bench.only_module.layers), len(bench.cluster.hosts)
-    for decisions in iter_candidates(job, layers, count, hosts, constraints, bench.layer_cutter):
+    count, layers, hosts = context.network.devices, len(context.only_module.layers), len(context.cluster.hosts)
+    for decisions in iter_candidates(job, layers, count, hosts, constraints, context.layer_cutter):
         try:
-            found.append(evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions)))
+            found.append(evaluate_candidate(context, decisions, context.make_skeleton(job, decisions)))
         except ScheduleError:
             continue
     return found
@@ -142,9 +142,9 @@ def slow(count: int, memory_bytes: int = 10**10) -> Cluster:
 
 @pytest.mark.parametrize("cluster", [slow(3), slow(3, 160_000_000)], ids=["free", "little memory"])
 def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Cluster) -> None:
-    bench, constraints = PlannerContext(toy_model(3), cluster), Constraints(slice_multiple=4096, zero1=False)
-    every = everything(bench, LONG, constraints)
-    found = search_plans(bench, LONG, constraints)
+    context, constraints = PlannerContext(toy_model(3), cluster), Constraints(slice_multiple=4096, zero1=False)
+    every = everything(context, LONG, constraints)
+    found = search_plans(context, LONG, constraints)
     names = {one.decisions.schedule for one in every if one.decisions.slices}
     assert names >= {"gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "v-half", "svpp"}
     fitting = [one for one in every if one.simulation.fits_in_memory]
@@ -164,10 +164,10 @@ def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
     """At every level of looking, the one of the panels among them."""
     from pipefit.plan.candidates.queue import SearchCandidate, build_queues
 
-    bench, looked = PlannerContext(toy_model(2), slow(3)), 0
-    searcher = LayoutSearch(bench, LONG, Constraints(slice_multiple=4096), 1, None)
+    context, looked = PlannerContext(toy_model(2), slow(3)), 0
+    searcher = LayoutSearch(context, LONG, Constraints(slice_multiple=4096), 1, None)
     for panel in iter_grids(
-        LONG, len(bench.only_module.layers), 3, 1, Constraints(zero1=False), bench.layer_cutter, searcher.slicer
+        LONG, len(context.only_module.layers), 3, 1, Constraints(zero1=False), context.layer_cutter, searcher.slicer
     ):
         if not panel.slices:
             continue
@@ -177,16 +177,18 @@ def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
                 bounds, one = [candidate.bound_s], SearchCandidate(candidate.decisions)
                 while one.level < 2 and (bound := searcher.raise_level(one, bounds[-1])) is not None:
                     bounds.append(bound)
-                simulated = evaluate_candidate(bench, one.decisions, bench.make_skeleton(LONG, one.decisions)).step_s
+                simulated = evaluate_candidate(
+                    context, one.decisions, context.make_skeleton(LONG, one.decisions)
+                ).step_s
                 assert len(bounds) == 3 and max(bounds) <= simulated * (1 + 1e-9), (one.decisions, bounds, simulated)
                 looked += 1
     assert looked > 50
 
 
 def slicer(job: Job, constraints: Constraints, devices: int = 4) -> tuple[SequenceSlicer, object]:
-    bench = PlannerContext(toy_model(4), slow(devices))
-    made = SequenceSlicer(bench.layer_cutter, job, constraints)
-    return made, made.stage_work(frozenset({(bench.layer_cutter.fleet.names[0], 1)}))
+    context = PlannerContext(toy_model(4), slow(devices))
+    made = SequenceSlicer(context.layer_cutter, job, constraints)
+    return made, made.stage_work(frozenset({(context.layer_cutter.fleet.names[0], 1)}))
 
 
 def test_slices_are_tried_where_microbatches_are_few_and_sequences_long() -> None:
@@ -223,16 +225,16 @@ def test_a_pin_of_slices_that_is_none_says_what_is_allowed(text: str) -> None:
 
 
 def test_pinned_slices_are_obeyed() -> None:
-    bench = PlannerContext(toy_model(4), slow(3))
-    never = search_plans(bench, LONG, Constraints(slices=1))
+    context = PlannerContext(toy_model(4), slow(3))
+    never = search_plans(context, LONG, Constraints(slices=1))
     assert never.fitting and not any(one.decisions.slices for one in never.fitting)
-    four = search_plans(bench, LONG, Constraints(slices=4, stages=3))
+    four = search_plans(context, LONG, Constraints(slices=4, stages=3))
     assert {len(one.decisions.slices) for one in four.fitting} == {4}
-    given = search_plans(bench, LONG, Constraints(slices=(40960, 24576), stages=3, schedule="1f1b"))
+    given = search_plans(context, LONG, Constraints(slices=(40960, 24576), stages=3, schedule="1f1b"))
     assert {one.decisions.slices for one in given.fitting} == {(40960, 24576)}
     for constraints in (Constraints(slices=20_000), Constraints(slices=2000, slice_multiple=64)):
         with pytest.raises(PlanError, match=r"cannot be cut into so many slices[\s\S]*--fix slices"):
-            search_plans(bench, LONG, constraints)
+            search_plans(context, LONG, constraints)
 
 
 def note_of(job: Job, constraints: Constraints, cluster: Cluster | None = None) -> str:
@@ -283,45 +285,45 @@ def test_a_plan_without_slices_says_why() -> None:
 
 
 def test_the_best_plan_with_slices_that_lost_is_told() -> None:
-    bench = PlannerContext(toy_model(3), slow(3))
-    found = search_plans(bench, LONG, Constraints(slice_multiple=4096, stages=3, schedule="1f1b", zero1=False))
+    context = PlannerContext(toy_model(3), slow(3))
+    found = search_plans(context, LONG, Constraints(slice_multiple=4096, stages=3, schedule="1f1b", zero1=False))
     turned = replace(found, fitting=tuple(sorted(found.fitting, key=lambda one: bool(one.decisions.slices))))
-    note = slice_note(bench, LONG, NO_CONSTRAINTS, turned)
+    note = slice_note(context, LONG, NO_CONSTRAINTS, turned)
     assert re.match(r"slices: not used: the best plan with slices, \d+ slices of [\d, .]+ tokens in 1 rep", note)
     assert "longer: " in note
 
 
 def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
     """Never slower, in its memory, and what is fixed stays."""
-    bench = PlannerContext(toy_model(3), slow(3))
+    context = PlannerContext(toy_model(3), slow(3))
     constraints = Constraints(slice_multiple=1024, stages=3, schedule="1f1b", zero1=False)
-    first = search_plans(bench, LONG, constraints)
-    again = reslice_best(bench, LONG, constraints, first)
+    first = search_plans(context, LONG, constraints)
+    again = reslice_best(context, LONG, constraints, first)
     assert again.fitting[0].step_s < first.fitting[0].step_s and again.fitting[0].simulation.fits_in_memory
     assert again.fitting[0].decisions.slices != first.fitting[0].decisions.slices
     assert sum(again.fitting[0].decisions.slices) == LONG.sequence and again.fitting[1:] == first.fitting
     three = replace(constraints, slices=3)
-    assert len(reslice_best(bench, LONG, three, search_plans(bench, LONG, three)).fitting[0].decisions.slices) == 3
-    given = search_plans(bench, LONG, replace(constraints, slices=(40960, 24576)))
-    assert reslice_best(bench, LONG, replace(constraints, slices=(40960, 24576)), given) is given
+    assert len(reslice_best(context, LONG, three, search_plans(context, LONG, three)).fitting[0].decisions.slices) == 3
+    given = search_plans(context, LONG, replace(constraints, slices=(40960, 24576)))
+    assert reslice_best(context, LONG, replace(constraints, slices=(40960, 24576)), given) is given
 
 
 def test_a_best_plan_without_slices_gets_those_of_terapipes_program() -> None:
     """In a schedule that fits, faster than the program itself, which runs all forwards first."""
-    bench = PlannerContext(toy_model(3), slow(3))
+    context = PlannerContext(toy_model(3), slow(3))
     constraints = Constraints(slice_multiple=1024, stages=3, zero1=False, recompute=("none",))
-    whole = search_plans(bench, LONG, replace(constraints, slices=1))
-    again = reslice_best(bench, LONG, constraints, whole)
+    whole = search_plans(context, LONG, replace(constraints, slices=1))
+    again = reslice_best(context, LONG, constraints, whole)
     best = again.fitting[0]
     assert best.decisions.slices and best.simulation.fits_in_memory and again.fitting[1:] == whole.fitting
     assert again.simulated > whole.simulated
-    made, layout = SequenceSlicer(bench.layer_cutter, LONG, constraints), replace(best.decisions, microbatches=2)
+    made, layout = SequenceSlicer(context.layer_cutter, LONG, constraints), replace(best.decisions, microbatches=2)
     curve = made.time_curve(made.slowest_stage(layout))
     program = best_slicing(LONG.sequence, 3, lambda own, past: curve(own, past) / 3, multiple=1024, sequences=2)
     theirs = replace(layout, schedule="gpipe", slices=program.slices)
     assert len(program.slices) > 2
-    assert best.step_s <= evaluate_candidate(bench, theirs, bench.make_skeleton(LONG, theirs)).step_s
-    assert reslice_best(bench, LONG, replace(constraints, slices=1), whole) is whole
+    assert best.step_s <= evaluate_candidate(context, theirs, context.make_skeleton(LONG, theirs)).step_s
+    assert reslice_best(context, LONG, replace(constraints, slices=1), whole) is whole
 
 
 def test_a_sequence_that_is_too_short_for_its_shards_is_no_fault_of_slices() -> None:

@@ -70,17 +70,17 @@ def make_plan(
     constraints leave no candidate, or if the model mixes rows of the batch.
     """
     check_row_independence(model)
-    bench = PlannerContext(model, cluster, layers, name, cluster_source)
+    context = PlannerContext(model, cluster, layers, name, cluster_source)
     if len(model.modules) > 1:
         sampled = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
-        return _plan_modules(bench, job, search_modules(bench, job, constraints, sampled, arrange, progress), top)
+        return _plan_modules(context, job, search_modules(context, job, constraints, sampled, arrange, progress), top)
     check_one_module(constraints)
     constraints = default_constraints(model, constraints)
     if constraints.sharding == "searched":
         count = device_count(cluster)
-        check_space(job, len(bench.only_module.layers), count, constraints)
-        bench.search_recipes(job, request_from_constraints(constraints, job, count))
-    request = SearchRequest(bench, job, constraints, top, progress)
+        check_space(job, len(context.only_module.layers), count, constraints)
+        context.search_recipes(job, request_from_constraints(constraints, job, count))
+    request = SearchRequest(context, job, constraints, top, progress)
     state = PassState(NOTHING_SEARCHED)
     for search_pass in PASSES:
         state = search_pass(request, state)
@@ -91,7 +91,7 @@ def make_plan(
 class SearchRequest:
     """The inputs of every pass."""
 
-    bench: PlannerContext
+    context: PlannerContext
     job: Job
     constraints: Constraints
     "Choices that the user fixed, with those that follow from them."
@@ -125,27 +125,27 @@ SearchPass = Callable[[SearchRequest, PassState], PassState]
 def search_layouts(request: SearchRequest, state: PassState) -> PassState:
     """Search all layouts of single devices, then fit orders to the memory of the best ones."""
     return replace(
-        state, result=best_plans(request.bench, request.job, request.constraints, request.top, request.progress)
+        state, result=best_plans(request.context, request.job, request.constraints, request.top, request.progress)
     )
 
 
 def place_devices(request: SearchRequest, state: PassState) -> PassState:
     """Choose the device of every slot, where links or devices differ."""
-    placing = place_candidates(request.bench, request.job, request.constraints, state.result)
+    placing = place_candidates(request.context, request.job, request.constraints, state.result)
     return replace(state, result=placing.found, placement_note=placing.note)
 
 
 def group_devices(request: SearchRequest, state: PassState) -> PassState:
     """Search stages held by groups of devices. Raise DoesNotFitError if nothing fits up to here."""
-    grouping = search_groups(request.bench, request.job, request.constraints, state.result)
+    grouping = search_groups(request.context, request.job, request.constraints, state.result)
     if not grouping.found.fitting:
-        raise does_not_fit(request.bench, request.job, request.constraints, state.result)
+        raise does_not_fit(request.context, request.job, request.constraints, state.result)
     return replace(state, result=grouping.found, group_note=grouping.note)
 
 
 def trade_time(request: SearchRequest, state: PassState) -> PassState:
     """Trade memory against time on the layout of the best plan."""
-    curve = trade_memory(request.bench, request.job, request.constraints, state.result.fitting[0])
+    curve = trade_memory(request.context, request.job, request.constraints, state.result.fitting[0])
     return replace(state, result=_put_first(state.result, curve.best), trade=curve.points)
 
 
@@ -155,22 +155,22 @@ PASSES: tuple[SearchPass, ...] = (search_layouts, place_devices, group_devices, 
 
 def _explain_result(request: SearchRequest, state: PassState) -> Plan:
     """Return the best plan with its prediction, notes, sensitivity and alternatives."""
-    bench, job, constraints, result = request.bench, request.job, request.constraints, state.result
+    context, job, constraints, result = request.context, request.job, request.constraints, state.result
     best = result.fitting[0]
-    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, bench.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
+    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = add_prediction(plan, context.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
     assert plan.prediction is not None
     prediction = replace(
         plan.prediction,
         binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
         assumptions=(
             *plan.prediction.assumptions,
-            *unused_kind_notes(bench, job, result),
+            *unused_kind_notes(context, job, result),
             *filter(None, [state.placement_note, state.group_note]),
-            slice_note(bench, job, constraints, result),
+            slice_note(context, job, constraints, result),
             _search_note(request, state),
         ),
-        sensitivity=analyse_sensitivity(bench, job, constraints, best),
+        sensitivity=analyse_sensitivity(context, job, constraints, best),
         trade=state.trade,
     )
     return replace(plan, prediction=prediction, alternatives=list_alternatives(result, request.top))
@@ -187,16 +187,16 @@ def _search_note(request: SearchRequest, state: PassState) -> str:
         f"search: {result.considered} candidates, {result.simulated} simulated, {result.unfit} did not fit; {proof}"
     )
     if state.placement_note:
-        mixed = request.bench.layer_cutter.fleet.is_mixed
+        mixed = request.context.layer_cutter.fleet.is_mixed
         counted += "; before device placement" if mixed else "; all in hostname order"
     return counted + _fitted_order_note(result, request.constraints)
 
 
-def _plan_modules(bench: PlannerContext, job: Job, made: ModuleSearchResult, top: int) -> Plan:
+def _plan_modules(context: PlannerContext, job: Job, made: ModuleSearchResult, top: int) -> Plan:
     """Return the plan of the best layout of several modules."""
     result, best = made.found, made.found.fitting[0]
-    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, bench.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
+    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = add_prediction(plan, context.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
     assert plan.prediction is not None
     counted = (
         f"search: {result.considered} layouts of modules, {result.simulated} simulated, {result.unfit} did not fit"

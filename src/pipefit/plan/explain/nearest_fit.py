@@ -19,28 +19,28 @@ ENOUGH = 16
 """Largest factor by which a change scales the cluster or the job."""
 
 
-def does_not_fit(bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> DoesNotFitError:
+def does_not_fit(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> DoesNotFitError:
     """Return the error for a search without a result: its closest plan, and a change under which some plan fits."""
     closest = min(found.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
-    change = nearest_change(bench, job, constraints)
+    change = nearest_change(context, job, constraints)
     spent = found.open_bound_s < float("inf")
     begin = "No plan that fits was found before the search's budget was spent" if spent else "No plan fits"
     return DoesNotFitError(
         f"{begin}: at least {format_bytes(closest.peak_bytes - closest.limit_bytes)} are missing on each device "
         f"of lane {closest.lane} in the plan that comes closest.",
-        where=describe_choices(closest.decisions) + _format_devices(bench, closest),
+        where=describe_choices(closest.decisions) + _format_devices(context, closest),
         seen=f"{format_bytes(closest.peak_bytes)} needed",
         allowed=f"{format_bytes(closest.limit_bytes)} of memory",
         next_step=change or "use a smaller model, or devices with more memory",
     )
 
 
-def nearest_change(bench: PlannerContext, job: Job, constraints: Constraints) -> str | None:
+def nearest_change(context: PlannerContext, job: Job, constraints: Constraints) -> str | None:
     """Return the first change, from the least to the most costly, under which some plan fits; None if none helps."""
-    for words, cluster, changed, freed in _candidate_changes(bench, job, constraints):
-        context = bench if cluster is None else bench.with_cluster(cluster)
+    for words, cluster, changed, freed in _candidate_changes(context, job, constraints):
+        changed_context = context if cluster is None else context.with_cluster(cluster)
         try:
-            if some_plan_fits(context, changed, freed):
+            if some_plan_fits(changed_context, changed, freed):
                 return words
         except PlanError:
             continue
@@ -48,7 +48,7 @@ def nearest_change(bench: PlannerContext, job: Job, constraints: Constraints) ->
 
 
 def _candidate_changes(
-    bench: PlannerContext, job: Job, constraints: Constraints
+    context: PlannerContext, job: Job, constraints: Constraints
 ) -> Iterator[tuple[str, Cluster | None, Job, Constraints]]:
     """Yield (words, other cluster or None, job, constraints) of every change to try."""
     for key in constraints.to_mapping():
@@ -56,12 +56,12 @@ def _candidate_changes(
         yield f"drop --fix {key}: without it a plan fits", None, job, replace(constraints, **freed)
     if constraints.shards is None:
         for count in (2, 4, 8):
-            if count <= bench.network.devices:
+            if count <= context.network.devices:
                 sharded = replace(constraints, shards=(1,) * count, sharding="megatron-sp")
                 yield f"add --fix shards={count} --fix sharding=megatron-sp", None, job, sharded
     factor = 2
     while factor <= ENOUGH:
-        grown = grow_cluster(bench.cluster, factor)
+        grown = grow_cluster(context.cluster, factor)
         if grown is not None:
             yield f"use {factor} times as many devices like these", grown, job, constraints
         if job.batch % factor == 0:
@@ -86,9 +86,9 @@ def grow_cluster(cluster: Cluster, factor: int) -> Cluster | None:
     return replace(cluster, hosts=(replace(host, devices=host.devices * factor),))
 
 
-def _format_devices(bench: PlannerContext, misfit: InfeasiblePlan) -> str:
+def _format_devices(context: PlannerContext, misfit: InfeasiblePlan) -> str:
     devices = misfit.decisions.lane_devices()[misfit.lane]
-    kinds = sorted({bench.network.kinds[device].name for device in devices})
+    kinds = sorted({context.network.kinds[device].name for device in devices})
     return (
         f"; lane {misfit.lane} is device{'s' if len(devices) > 1 else ''} {_format_run(devices)} ({', '.join(kinds)})"
     )

@@ -17,7 +17,7 @@ SHOWN = 8
 """Largest number of slices whose tokens are all listed."""
 
 
-def slice_note(bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> str:
+def slice_note(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> str:
     """Return a note on slices for a search result with a plan that fits.
 
     It names the chosen slicing and its gain over the best plan without slices; or the best sliced plan and why it lost;
@@ -26,7 +26,7 @@ def slice_note(bench: PlannerContext, job: Job, constraints: Constraints, found:
     best = found.fitting[0]
     if best.decisions.slices:
         return BEGIN + _chosen_note(best, _first_plan(found, sliced=False), constraints)
-    return BEGIN + "not used: " + _unused_note(bench, job, constraints, found)
+    return BEGIN + "not used: " + _unused_note(context, job, constraints, found)
 
 
 def format_slices(slices: tuple[int, ...]) -> str:
@@ -49,10 +49,10 @@ def _chosen_note(best: EvaluatedPlan, whole: EvaluatedPlan | None, constraints: 
     )
 
 
-def _unused_note(bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> str:
+def _unused_note(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> str:
     if constraints.slices == 1:
         return "fixed by --fix slices=1"
-    obstacle = next(slicing_obstacles(bench.model), None)
+    obstacle = next(slicing_obstacles(context.model), None)
     if obstacle is not None:
         return f"the sequences of this model cannot be cut: {obstacle.what} ({obstacle.seen})"
     best, sliced = found.fitting[0], _first_plan(found, sliced=True)

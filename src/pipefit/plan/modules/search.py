@@ -97,7 +97,7 @@ class ModuleSearchResult:
 
 
 def search_modules(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
     constraints: Constraints,
     samples: SampledBatches,
@@ -108,8 +108,8 @@ def search_modules(
 
     Raises PlanError for constraints that do not apply here, and DoesNotFitError.
     """
-    check_constraints(bench.model, job, constraints, samples, device_count(bench.cluster))
-    finder = ModuleSearch(bench, job, constraints, samples, arrange)
+    check_constraints(context.model, job, constraints, samples, device_count(context.cluster))
+    finder = ModuleSearch(context, job, constraints, samples, arrange)
     finder.run_search(progress)
     if not finder.trials.fitting:
         raise finder.trials.no_plan_error(pinned=constraints != NO_CONSTRAINTS)
@@ -118,11 +118,11 @@ def search_modules(
 
 class ModuleSearch:
     def __init__(
-        self, bench: PlannerContext, job: Job, constraints: Constraints, samples: SampledBatches, arrange: Arrange
+        self, context: PlannerContext, job: Job, constraints: Constraints, samples: SampledBatches, arrange: Arrange
     ) -> None:
-        per_module = {module.name: constraints.of_module(module.name) for module in bench.model.modules}
-        self.bench, self.job, self.constraints = bench, job, constraints
-        self.trials = ModuleTrials(bench, job, per_module, samples, arrange, constraints.balance is not False)
+        per_module = {module.name: constraints.of_module(module.name) for module in context.model.modules}
+        self.context, self.job, self.constraints = context, job, constraints
+        self.trials = ModuleTrials(context, job, per_module, samples, arrange, constraints.balance is not False)
         self.orders_tried = (constraints.order,) if constraints.order is not None else (False, True)
         "Values to try for reordering the microbatches of a pipeline."
         self.settled: dict[int, SettledPlan] = {}
@@ -137,7 +137,7 @@ class ModuleSearch:
             }
             for name, module_constraints in per_module.items()
         }
-        image_counts = {module.name: samples.images_per_sample(module.space) for module in bench.model.modules}
+        image_counts = {module.name: samples.images_per_sample(module.space) for module in context.model.modules}
         self.images = {name: count for name, count in image_counts.items() if count}
         "Mean number of images of a sample, for modules whose images are known."
         profiles = [costed.profile for costed in self.trials.costed]
@@ -153,7 +153,7 @@ class ModuleSearch:
 
         The short list is computed with more memory reserved as long as none of it fits in one of the placements.
         """
-        limit = min(float(kind.memory_bytes) for kind in self.bench.network.kinds)
+        limit = min(float(kind.memory_bytes) for kind in self.context.network.kinds)
         spare = 0.0
         for _ in range(TIGHTER):
             known = len(self.trials.misfits)
@@ -216,7 +216,7 @@ class ModuleSearch:
 
     def short_list(self, limit_bytes: float) -> tuple[ModuleArrangement, ...]:
         """Return the best layouts by the closed form, within this memory."""
-        count = device_count(self.bench.cluster)
+        count = device_count(self.context.cluster)
         asked: dict[str, Any] = {
             "counts": [self.constraints.microbatches] if self.constraints.microbatches is not None else None,
             "passes": [can_pass_hidden(before, behind) for before, behind in pairwise(self.trials.costed)],
@@ -307,7 +307,7 @@ class ModuleSearch:
     def decisions_for(self, arrangement: ModuleArrangement) -> MultiModuleConfig | None:
         """Return the decisions of a layout; None if its shard groups do not fit into the hosts."""
         device_holders = [layout for layout in arrangement.modules if not layout.shared and not layout.inline]
-        hosts = [host.devices for host in self.bench.cluster.hosts]
+        hosts = [host.devices for host in self.context.cluster.hosts]
         devices = host_order([(layout.device_count, layout.shards) for layout in device_holders], hosts)
         if not devices:
             return None

@@ -64,7 +64,7 @@ TIGHTER = 4
 
 
 def best_plans(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
@@ -73,17 +73,19 @@ def best_plans(
 ) -> SearchResult:
     """Return the result of the search, with the fitted orders that beat it. With `schedule=fit`, all plans are named
     so."""
-    first = search_plans(bench, job, constraints, top, progress)
-    resliced = reslice_best(bench, job, constraints, _recut_best(bench, job, constraints, first, min(layouts, REFINED)))
+    first = search_plans(context, job, constraints, top, progress)
+    resliced = reslice_best(
+        context, job, constraints, _recut_best(context, job, constraints, first, min(layouts, REFINED))
+    )
     pinned = constraints.schedule == FIT
     if constraints.schedule not in (None, FIT):
         return resliced
     fitted: list[EvaluatedPlan] = []
     before = [plan.decisions for plan in first.fitting[:1] if plan not in resliced.fitting]
-    listed = _short_list(bench, job, constraints, resliced, layouts, before)
-    for tables, look in _promising_choices(bench, listed):
+    listed = _short_list(context, job, constraints, resliced, layouts, before)
+    for tables, look in _promising_choices(context, listed):
         best_s = min((plan.step_s for plan in (*resliced.fitting[:1], *fitted)), default=float("inf"))
-        fits = (look, fit_layout(bench, tables))
+        fits = (look, fit_layout(context, tables))
         plan = min((plan for plan in fits if plan is not None), key=lambda plan: plan.rank_key, default=None)
         if plan is not None and (pinned or plan.step_s < best_s * (1 - TIE)):
             fitted.append(plan)
@@ -93,7 +95,7 @@ def best_plans(
 
 
 def _promising_choices(
-    bench: PlannerContext, listed: Sequence[Listed]
+    context: PlannerContext, listed: Sequence[Listed]
 ) -> Sequence[tuple[list[FittingChoice], EvaluatedPlan | None]]:
     """Return the layouts of a short list that deserve the full number of moves.
 
@@ -107,14 +109,14 @@ def _promising_choices(
     for tables, own_choice in listed:
         best_s = min((step_s for step_s, _, _ in looks), default=float("inf"))
         if tables[0].bound_s < best_s:
-            plan = fit_layout(bench, [own_choice], moves=moves_for(_action_count(own_choice.parts)) // LOOK)
+            plan = fit_layout(context, [own_choice], moves=moves_for(_action_count(own_choice.parts)) // LOOK)
             looks.append((plan.step_s if plan is not None else float("inf"), tables, plan))
     best_s = min(step_s for step_s, _, _ in looks)
     return [(tables, plan) for step_s, tables, plan in looks if step_s <= best_s * (1 + NEAR)]
 
 
 def _recut_best(
-    bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult, most: int
+    context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult, most: int
 ) -> SearchResult:
     """Return the result with a better cut of the best plan, where one is found for lanes of several stages.
 
@@ -128,19 +130,19 @@ def _recut_best(
         if (placement := plan.decisions.lane_of_stage) in seen or len(seen) >= most:
             continue
         seen.add(placement)
-        fitting[index] = _refine_cuts(bench, job, plan)
+        fitting[index] = _refine_cuts(context, job, plan)
         if constraints.schedule != FIT:
             break
     return replace(found, fitting=tuple(sorted(fitting, key=lambda plan: plan.rank_key)))
 
 
-def _refine_cuts(bench: PlannerContext, job: Job, one: EvaluatedPlan) -> EvaluatedPlan:
+def _refine_cuts(context: PlannerContext, job: Job, one: EvaluatedPlan) -> EvaluatedPlan:
     """Return the plan with a better cut, or the plan itself if there is none."""
     free = replace(one.decisions, stages=one.decisions.stage_count, cuts=())
-    parts = bench.refine_skeleton(job, free, one.parts)
+    parts = context.refine_skeleton(job, free, one.parts)
     if parts is one.parts:
         return one
-    again = evaluate_candidate(bench, one.decisions, parts)
+    again = evaluate_candidate(context, one.decisions, parts)
     return again if again.simulation.fits_in_memory and again.step_s < one.step_s else one
 
 
@@ -174,15 +176,15 @@ Listed = tuple[list[FittingChoice], FittingChoice]
 
 
 def tables_of(
-    bench: PlannerContext, job: Job, layout: ParallelConfig, recomputes: Sequence[tuple[Recompute, ...]]
+    context: PlannerContext, job: Job, layout: ParallelConfig, recomputes: Sequence[tuple[Recompute, ...]]
 ) -> list[FittingChoice]:
     """Return the choices of a layout with cuts, sorted by their bounds."""
     choices = []
     for recompute in recomputes:
         decisions = replace(layout, schedule=FIT, recompute=recompute)
-        parts = bench.make_skeleton(job, decisions)
-        work = pipeline_work(parts, bench.programs)
-        costs = cost_table(work, bench.network, bench.layers)
+        parts = context.make_skeleton(job, decisions)
+        work = pipeline_work(parts, context.programs)
+        costs = cost_table(work, context.network, context.layers)
         choices.append(
             FittingChoice(table_bound_s(costs, parts.placement, parts.microbatches, FIT), decisions, parts, work, costs)
         )
@@ -190,7 +192,7 @@ def tables_of(
 
 
 def fit_layout(
-    bench: PlannerContext,
+    context: PlannerContext,
     tables: Sequence[FittingChoice],
     limits: Sequence[float] | None = None,
     moves: int | None = None,
@@ -201,18 +203,18 @@ def fit_layout(
     the bytes of every lane, by default those of its devices.
     """
     if limits is None:
-        least = lane_limits(tables[0].work, bench.network)
+        least = lane_limits(tables[0].work, context.network)
         limits = order_limits(tables[0].costs, tables[0].parts.placement, least)
     count = moves_for(_action_count(tables[0].parts)) if moves is None else moves
-    plan = _fit_order(bench, tables, limits, count)
+    plan = _fit_order(context, tables, limits, count)
     if plan is None and len(tables) > 1:
-        alone = [fitted for table in tables if (fitted := _fit_order(bench, [table], limits, count)) is not None]
+        alone = [fitted for table in tables if (fitted := _fit_order(context, [table], limits, count)) is not None]
         plan = min(alone, key=lambda fitted: fitted.rank_key, default=None)
     return plan
 
 
 def _fit_order(
-    bench: PlannerContext, tables: Sequence[FittingChoice], limits: Sequence[float], moves: int
+    context: PlannerContext, tables: Sequence[FittingChoice], limits: Sequence[float], moves: int
 ) -> EvaluatedPlan | None:
     """Return one order over all these choices of recomputation, fitted again with less memory if its transfers need
     some."""
@@ -226,8 +228,8 @@ def _fit_order(
             fitted = fit_schedule(order_problem(tables[0].parts, tables[0].costs, room), moves=moves, options=options)
         except ScheduleError:
             return None
-        choice = _choose_recompute(bench, tables, fitted.recompute)
-        plan = simulate_candidate(bench, choice.decisions, choice.parts, choice.work, choice.costs, fitted.schedule)
+        choice = _choose_recompute(context, tables, fitted.recompute)
+        plan = simulate_candidate(context, choice.decisions, choice.parts, choice.work, choice.costs, fitted.schedule)
         over = [float(peak) - limit for peak, limit in zip(plan.simulation.timeline.peak_bytes, limits, strict=True)]
         if max(over) <= 0:
             return plan
@@ -236,7 +238,7 @@ def _fit_order(
 
 
 def _choose_recompute(
-    bench: PlannerContext, tables: Sequence[FittingChoice], recompute: Sequence[str]
+    context: PlannerContext, tables: Sequence[FittingChoice], recompute: Sequence[str]
 ) -> FittingChoice:
     """Return the layout with the recomputation every stage chose."""
     if len(tables) == 1:
@@ -245,7 +247,7 @@ def _choose_recompute(
         if {*recompute} == {*choice.decisions.recompute}:
             return choice
     stage_recompute = cast(tuple[Recompute, ...], tuple(recompute))
-    return tables_of(bench, tables[0].parts.job, tables[0].decisions, [stage_recompute])[0]
+    return tables_of(context, tables[0].parts.job, tables[0].decisions, [stage_recompute])[0]
 
 
 def moves_for(actions: int) -> int:
@@ -254,7 +256,7 @@ def moves_for(actions: int) -> int:
 
 
 def _short_list(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
     constraints: Constraints,
     found: SearchResult,
@@ -284,7 +286,7 @@ def _short_list(
         seen.add(key)
         if _least_actions(decisions) > MANY and constraints.schedule != FIT:
             continue
-        tables = tables_of(bench, job, decisions, recompute_choices(constraints, decisions))
+        tables = tables_of(context, job, decisions, recompute_choices(constraints, decisions))
         own_choice = next(entry for entry in tables if entry.decisions.recompute == decisions.recompute)
         score = max(step_s, own_choice.bound_s) * lack
         if _action_count(own_choice.parts) > CHOOSING:

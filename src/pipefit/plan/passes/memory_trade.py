@@ -41,7 +41,7 @@ class TradeCurve:
     "Sorted by memory."
 
 
-def trade_memory(bench: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan) -> TradeCurve:
+def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan) -> TradeCurve:
     """Return the points of the chosen plan's layout (its replicas, lanes, microbatches, ZeRO-1, device order), and the
     plan.
 
@@ -50,12 +50,12 @@ def trade_memory(bench: PlannerContext, job: Job, constraints: Constraints, best
     """
     layout = best.decisions
     has_many_actions = 3 * layout.stage_count * layout.unit_count > MANY
-    family_plans = list(_evaluate_families(bench, job, constraints, layout, has_many_actions))
+    family_plans = list(_evaluate_families(context, job, constraints, layout, has_many_actions))
     own_fit = best if layout.schedule == FIT else None
     fitted: list[EvaluatedPlan] = []
     if layout.lane_count > 1:
         levels = _limit_levels(best, family_plans, has_many_actions)
-        fitted = _fit_levels(bench, job, constraints, layout, levels, own_fit, _lane_limits(best))
+        fitted = _fit_levels(context, job, constraints, layout, levels, own_fit, _lane_limits(best))
     for plan in (*family_plans, *fitted):
         if (
             plan.simulation.fits_in_memory
@@ -98,10 +98,10 @@ def _obeys_constraints(decisions: ParallelConfig, constraints: Constraints) -> b
 
 
 def _evaluate_families(
-    bench: PlannerContext, job: Job, constraints: Constraints, layout: ParallelConfig, many: bool
+    context: PlannerContext, job: Job, constraints: Constraints, layout: ParallelConfig, many: bool
 ) -> Iterator[EvaluatedPlan]:
     """Yield every family and kind of recomputation on these lanes, whether it fits or not."""
-    layers = len(bench.only_module.layers)
+    layers = len(context.only_module.layers)
     recomputes: Sequence[tuple[Recompute, ...]] = (
         [constraints.recompute] if constraints.recompute is not None else RECOMPUTE
     )
@@ -127,7 +127,7 @@ def _evaluate_families(
                 recompute=recompute,
             )
             try:
-                yield evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions))
+                yield evaluate_candidate(context, decisions, context.make_skeleton(job, decisions))
             except (ScheduleError, FormsError):  # some forms of the hidden state cannot be sent back between groups
                 continue
 
@@ -138,7 +138,7 @@ def _single_lane_family(layout: ParallelConfig) -> str:
 
 
 def _fit_levels(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
     constraints: Constraints,
     layout: ParallelConfig,
@@ -152,10 +152,10 @@ def _fit_levels(
     )
     if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.unit_count > CHOOSING:
         recomputes = [layout.recompute]
-    tables = tables_of(bench, job, layout, recomputes)
+    tables = tables_of(context, job, layout, recomputes)
     plans = [] if own is None else [own]
     for level in levels:
-        plan = fit_layout(bench, tables, [level * limit for limit in limits], moves=MOVES[0])
+        plan = fit_layout(context, tables, [level * limit for limit in limits], moves=MOVES[0])
         if plan is not None:
             plans.append(plan)
     frontier: list[EvaluatedPlan] = []

@@ -42,7 +42,7 @@ NEAR = 0.1
 """Slicings around a start are tried if its step is at most this fraction longer than the best plan's."""
 
 
-def reslice_best(bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> SearchResult:
+def reslice_best(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> SearchResult:
     """Return the search result, preceded by the best plan with other slices if they are faster.
 
     Constrained slices are kept, and so is a constrained number of slices.
@@ -50,10 +50,10 @@ def reslice_best(bench: PlannerContext, job: Job, constraints: Constraints, foun
     pinned = constraints.slices
     if not found.fitting or pinned == 1 or isinstance(pinned, tuple):
         return found
-    slicer, best = slicer_of(bench.layer_cutter, job, constraints), found.fitting[0]
+    slicer, best = slicer_of(context.layer_cutter, job, constraints), found.fitting[0]
     if slicer.obstacle is not None:
         return found
-    tried = _simulate_starts(bench, job, constraints, slicer, best) if pinned is None else []
+    tried = _simulate_starts(context, job, constraints, slicer, best) if pinned is None else []
     start = min([best, *(plan for plan in tried if plan.simulation.fits_in_memory)], key=lambda plan: plan.step_s)
     if not start.decisions.slices:
         near = [plan for plan in tried if _plan_value(plan) <= (0.0, best.step_s * (1 + NEAR))]
@@ -65,7 +65,7 @@ def reslice_best(bench: PlannerContext, job: Job, constraints: Constraints, foun
             if len(slices) == 1 or (pinned is not None and len(slices) != pinned):
                 return float("inf"), float("inf")
             try:
-                looked[slices] = _evaluate_decisions(bench, job, replace(start.decisions, slices=slices))
+                looked[slices] = _evaluate_decisions(context, job, replace(start.decisions, slices=slices))
             except ScheduleError:
                 return float("inf"), float("inf")
         return _plan_value(looked[slices])
@@ -84,14 +84,14 @@ def reslice_best(bench: PlannerContext, job: Job, constraints: Constraints, foun
 
 
 def _simulate_starts(
-    bench: PlannerContext, job: Job, constraints: Constraints, slicer: SequenceSlicer, best: EvaluatedPlan
+    context: PlannerContext, job: Job, constraints: Constraints, slicer: SequenceSlicer, best: EvaluatedPlan
 ) -> list[EvaluatedPlan]:
     """Return the simulated starts whose estimate is below the best plan's time, the most promising first."""
     simulated: list[EvaluatedPlan] = []
     guessed: list[tuple[float, int, ParallelConfig]] = []
     left, least_s = ACTIONS, best.step_s
     for index, decisions in enumerate(_iter_starts(job, constraints, slicer, best)):
-        cut = bench.layer_cutter.cut_layers(job, decisions)
+        cut = context.layer_cutter.cut_layers(job, decisions)
         if cut is not None and cut.may_fit:
             laid = replace(decisions, cuts=cut.cuts)
             guessed.append((sliced_guess_s(*slicer.slice_times(laid), laid), index, laid))
@@ -100,7 +100,7 @@ def _simulate_starts(
         if guess_s >= least_s or (actions > left and simulated) or actions > LONGEST:
             continue
         try:
-            simulated.append(_evaluate_decisions(bench, job, decisions))
+            simulated.append(_evaluate_decisions(context, job, decisions))
         except ScheduleError:
             continue
         left -= actions
@@ -183,8 +183,8 @@ class _SliceTimes:
         return time_of
 
 
-def _evaluate_decisions(bench: PlannerContext, job: Job, decisions: ParallelConfig) -> EvaluatedPlan:
-    return evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions))
+def _evaluate_decisions(context: PlannerContext, job: Job, decisions: ParallelConfig) -> EvaluatedPlan:
+    return evaluate_candidate(context, decisions, context.make_skeleton(job, decisions))
 
 
 def _plan_value(one: EvaluatedPlan) -> Value:

@@ -27,22 +27,24 @@ FASTER = 2.0
 
 
 def analyse_sensitivity(
-    bench: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan
+    context: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan
 ) -> tuple[ClusterSensitivity, ...]:
     """Return the step times on the better clusters, without the changes that do not apply to this cluster."""
     changes = []
     if best.decisions.device_count > 1:
         changes.append(
             ClusterSensitivity(
-                change="links twice as fast", step_s=_on_faster_links(bench, best), how="the same plan, simulated again"
+                change="links twice as fast",
+                step_s=_on_faster_links(context, best),
+                how="the same plan, simulated again",
             )
         )
     if constraints.devices is None:
-        words, cluster = extend_cluster(bench.cluster)
+        words, cluster = extend_cluster(context.cluster)
         chosen = best.decisions
         held = constraints.with_defaults(schedule=chosen.schedule, recompute=chosen.recompute, zero1=chosen.zero1)
         try:
-            grown = bench.with_cluster(cluster)
+            grown = context.with_cluster(cluster)
             better = best_plans(grown, job, held, top=1, layouts=1).fitting
         except PlanError:
             better = ()
@@ -117,11 +119,11 @@ def _copy_name(name: str) -> str:
     return f"{name} again"
 
 
-def _on_faster_links(bench: PlannerContext, best: EvaluatedPlan) -> float:
+def _on_faster_links(context: PlannerContext, best: EvaluatedPlan) -> float:
     simulation = best.simulation
-    network = Network(faster_links(bench.cluster))
+    network = Network(faster_links(context.cluster))
     # The context's layer costs cache collectives by their devices, at the speed of the original links.
-    layers = best_costs(network.cluster, graphs=bench.model.graphs.values())
+    layers = best_costs(network.cluster, graphs=context.model.graphs.values())
     costs = cost_table(simulation.work, network, layers)
     costs = with_contention(costs, simulation.work, network, layers)
     return simulate_schedule(simulation.timeline.schedule, costs).makespan_s

@@ -75,11 +75,11 @@ class GroupCandidate:
     microbatches: int
 
 
-def search_groups(bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> GroupingResult:
+def search_groups(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> GroupingResult:
     """Return the search result, with the plans of groups that beat it."""
-    if not _groups_apply(bench, job, constraints):
+    if not _groups_apply(context, job, constraints):
         return GroupingResult(found, "")
-    looker = GroupSearch(bench, job, constraints, found)
+    looker = GroupSearch(context, job, constraints, found)
     group_plans = looker.run()
     best = found.fitting[0].step_s if found.fitting else float("inf")
     fitting = sorted((*found.fitting, *group_plans), key=lambda one: one.rank_key)
@@ -95,34 +95,34 @@ def search_groups(bench: PlannerContext, job: Job, constraints: Constraints, fou
     return GroupingResult(replace(found, fitting=tuple(fitting)) if group_plans else found, note)
 
 
-def _groups_apply(bench: PlannerContext, job: Job, constraints: Constraints) -> bool:
+def _groups_apply(context: PlannerContext, job: Job, constraints: Constraints) -> bool:
     """Return whether groups are enabled, the constraints leave room for them, and the cluster has several devices."""
     if constraints.groups is False:
         return False
     excluding = (constraints.placement, constraints.cuts, constraints.inner)
-    if bench.network.devices < 2 or excluding != (None, None, None) or constraints.slices not in (None, 1):
+    if context.network.devices < 2 or excluding != (None, None, None) or constraints.slices not in (None, 1):
         return False
     if constraints.mapping not in (None, "search", "hostname"):
         return False
     if len(constraints.shards or (1, 1)) < 2 or constraints.sharding not in (None, "searched"):
         return False
-    return not (job.documents == "apart" and any(document_obstacles(bench.model, "--documents")))
+    return not (job.documents == "apart" and any(document_obstacles(context.model, "--documents")))
 
 
 class GroupSearch:
-    def __init__(self, bench: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> None:
-        self.bench, self.job, self.constraints = bench, job, constraints
+    def __init__(self, context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> None:
+        self.context, self.job, self.constraints = context, job, constraints
         self.found = found
         self.best_s = next((plan.step_s for plan in found.fitting if not plan.decisions.slices), float("inf"))
         "Step of the best plan without slices: groups get slices afterwards."
-        self.floors = GroupLowerBounds(bench, job)
-        self.oracle = ProgramOracle(bench, job, constraints.shards or ())
-        self.searcher = LayoutSearch(bench, job, constraints, 1, None)
+        self.floors = GroupLowerBounds(context, job)
+        self.oracle = ProgramOracle(context, job, constraints.shards or ())
+        self.searcher = LayoutSearch(context, job, constraints, 1, None)
         self.looked = 0
         self.spent = 0
         self.over: dict[object, float] = {}
         "Ratio of program cost to lower bound, by the key of groups that are alike."
-        self.tied = _has_tied_layers(bench)
+        self.tied = _has_tied_layers(context)
         self.divisors = [count for count in range(1, job.batch + 1) if job.batch % count == 0]
 
     @property
@@ -135,7 +135,7 @@ class GroupSearch:
         guessed = sorted(self.search_programs(hopes), key=lambda hope: hope.step_s)
         evaluated = self.evaluate_candidates(guessed[:LOOKS])
         best = {hope.layout: hope for hope in (*(hope for _, hope in evaluated[:1]), *guessed[:1])}.values()
-        network = self.bench.network
+        network = self.context.network
         evaluated += self.evaluate_candidates(
             replace(hope, layout=plan) for hope in best for plan in reorder_lanes(network, hope.layout)
         )
@@ -144,16 +144,16 @@ class GroupSearch:
         first += [plan for plan in ranked[:1] if plan not in first]
         fitted_plans = [fitted for plan in first for fitted in self.other_orders(plan)]
         least_s = min((plan.step_s for plan in (*self.found.fitting[:1], *ranked[:1])), default=float("inf"))
-        sliced, simulated = with_slices(self.bench, self.job, self.constraints, ranked, least_s)
+        sliced, simulated = with_slices(self.context, self.job, self.constraints, ranked, least_s)
         self.searcher.simulated += simulated
         return sorted((*ranked, *fitted_plans, *sliced), key=lambda plan: plan.rank_key)
 
     def promising_candidates(self) -> Iterator[GroupCandidate]:
         """Yield layouts and numbers of microbatches whose lower bound is below the best known plan."""
-        layers = len(self.bench.only_module.layers)
+        layers = len(self.context.only_module.layers)
         recompute: Recompute = self.constraints.recompute[0] if self.constraints.recompute is not None else "none"
         zero1 = self.constraints.zero1 is not False
-        for layout in iter_layouts(self.bench.network, self.job.batch, layers, self.constraints.devices):
+        for layout in iter_layouts(self.context.network, self.job.batch, layers, self.constraints.devices):
             if not self.obeys_constraints(layout) or not self.floors.has_room(layout, zero1):
                 continue
             self.looked += 1
@@ -183,7 +183,7 @@ class GroupSearch:
 
         The most promising ones come first, until enough programs were searched.
         """
-        limit = PROGRAMS[self.bench.network.devices > FEW]
+        limit = PROGRAMS[self.context.network.devices > FEW]
         for hope in hopes:
             lanes, count = len(hope.layout.lanes), hope.microbatches
             if step_bound_s(self.lane_loads(hope, self.expected_cost_s), lanes, count) >= self.best_s * (1 - TIE):
@@ -317,7 +317,7 @@ class GroupSearch:
             sets.append(forms)
         placement = tuple(range(len(layout.lanes)))
         width = COMPUTE_BYTES[self.job.precision]
-        chosen = cheapest_forms(self.bench.network, held, placement, self.hidden_shape(rows), width)
+        chosen = cheapest_forms(self.context.network, held, placement, self.hidden_shape(rows), width)
         if chosen is None:
             return None
         lane_programs = [forms[form] if forms else None for forms, form in zip(sets, chosen, strict=True)]
@@ -344,8 +344,10 @@ class GroupSearch:
 
     def register_recipes(self, found: SynthesizedProgram) -> str:
         """Add a set of recipes to the planner's programs and return its name."""
-        links = dict(zip((layer.graph for layer in self.bench.only_module.layers), found.links, strict=True))
-        return self.bench.programs.add_recipes({graph: link.layer_recipe.recipe_text for graph, link in links.items()})
+        links = dict(zip((layer.graph for layer in self.context.only_module.layers), found.links, strict=True))
+        return self.context.programs.add_recipes(
+            {graph: link.layer_recipe.recipe_text for graph, link in links.items()}
+        )
 
     def schedule_name(self, lanes: int, count: int) -> str:
         pinned = self.constraints.schedule or "1f1b"
@@ -359,7 +361,7 @@ class GroupSearch:
         ):
             return False
         try:
-            check_config(decisions, self.job, len(self.bench.only_module.layers), self.bench.network.devices)
+            check_config(decisions, self.job, len(self.context.only_module.layers), self.context.network.devices)
         except PlanError:
             return False
         return True
@@ -369,7 +371,7 @@ class GroupSearch:
 
         Only layers whose output has the maximum number of dimensions are considered.
         """
-        graphs = [self.bench.model.layer_graph(layer) for layer in self.bench.only_module.layers[:-1]]
+        graphs = [self.context.model.layer_graph(layer) for layer in self.context.only_module.layers[:-1]]
         shapes = [graph.find_tensor(graph.outputs[0]).shape for graph in graphs]
         dimensions = max(map(len, shapes), default=0)
         able = [index for index, shape in enumerate(shapes) if len(shape) == dimensions]
@@ -385,14 +387,14 @@ class GroupSearch:
             return
         recomputes = recompute_choices(self.constraints, one.decisions)
         try:
-            fitted = fit_layout(self.bench, tables_of(self.bench, self.job, one.decisions, recomputes))
+            fitted = fit_layout(self.context, tables_of(self.context, self.job, one.decisions, recomputes))
         except PipefitError:
             return
         if fitted is not None and fitted.step_s < one.step_s * (1 - TIE):
             yield fitted
 
 
-def _has_tied_layers(bench: PlannerContext) -> bool:
+def _has_tied_layers(context: PlannerContext) -> bool:
     """Return whether layers share parameters."""
-    names = [name for layer in bench.only_module.layers for name in layer.parameters.values()]
+    names = [name for layer in context.only_module.layers for name in layer.parameters.values()]
     return len({*names}) < len(names)

@@ -25,13 +25,13 @@ NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bo
 
 
 def with_slices(
-    bench: PlannerContext, job: Job, constraints: Constraints, made: Sequence[EvaluatedPlan], best_s: float
+    context: PlannerContext, job: Job, constraints: Constraints, made: Sequence[EvaluatedPlan], best_s: float
 ) -> tuple[list[EvaluatedPlan], int]:
     """Return (the layouts of `made` with slices that are faster than without, number of simulations).
 
     Layouts whose step time excluding the pipeline bubble is not below `best_s` are left out.
     """
-    if bench.network.devices > DEVICES:
+    if context.network.devices > DEVICES:
         return [], 0
     promising = [plan for plan in made if plan.decisions.lane_count > 1 and _full_s(plan) < best_s]
     faster, simulated = [], 0
@@ -41,7 +41,7 @@ def with_slices(
             continue
         layouts.add(plan.decisions.devices)
         fixed = replace(constraints, microbatches=plan.decisions.microbatches, shards=max(_lane_shards(plan), key=sum))
-        again = reslice_best(bench, job, fixed, replace(NOTHING, fitting=(plan,)))
+        again = reslice_best(context, job, fixed, replace(NOTHING, fitting=(plan,)))
         simulated += again.simulated
         faster += [again.fitting[0]] if again.fitting[0] is not plan else []
     return faster, simulated
