@@ -38,7 +38,7 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan, PlanPrediction
 
 JOB = Job(batch=8, sequence=2048, precision="bfloat16")
-PINS = Constraints(schedule="1f1b", recompute=("none",), zero1=False)
+FIXED = Constraints(schedule="1f1b", recompute=("none",), zero1=False)
 
 
 def kind(name: str, times: float = 1.0, memory_bytes: int | None = None) -> DeviceKind:
@@ -117,7 +117,7 @@ def test_the_search_finds_the_best_assignment_cut_and_shares(name: str) -> None:
     """Against every way at all, on three devices."""
     context, job = PlannerContext(toy_model(4), CLUSTERS[name]), replace(JOB, batch=4)
     best = best_of_all(context, job, (1, 4))
-    found = search_plans(context, job, PINS).fitting[0]
+    found = search_plans(context, job, FIXED).fitting[0]
     assert found.step_s <= best.step_s * (1 + 1e-9)
 
 
@@ -128,9 +128,9 @@ def kinds_of(context: PlannerContext, decisions: ParallelConfig) -> set[str]:
 @pytest.mark.parametrize(("slowdown", "kinds"), [(2.0, {"fast", "other"}), (50.0, {"fast"})])
 def test_a_kind_is_used_where_it_helps_and_left_out_where_it_does_not(slowdown: float, kinds: set[str]) -> None:
     context = PlannerContext(toy_model(6), cluster((FAST, 2), (kind("other", 2.5 / slowdown), 2)))
-    best = search_plans(context, JOB, PINS).fitting[0]
+    best = search_plans(context, JOB, FIXED).fitting[0]
     assert kinds_of(context, best.decisions) == kinds
-    alone = search_plans(PlannerContext(toy_model(6), cluster((FAST, 2))), JOB, PINS).fitting[0]
+    alone = search_plans(PlannerContext(toy_model(6), cluster((FAST, 2))), JOB, FIXED).fitting[0]
     assert best.step_s <= alone.step_s * (1 + 1e-9), "more devices never make the plan slower"
     assert (best.step_s < 0.95 * alone.step_s) == (len(kinds) > 1)
 
@@ -138,10 +138,10 @@ def test_a_kind_is_used_where_it_helps_and_left_out_where_it_does_not(slowdown: 
 def test_uneven_rows_win_where_layers_are_few_and_uneven_layers_where_rows_are() -> None:
     """Three layers cannot be divided 3:1, and 8 rows can; 16 blocks can be, and a single row cannot."""
     both = cluster((kind("fast", 3.0), 1), (kind("slow", 1.0), 1), bandwidth=25e9)
-    few = search_plans(PlannerContext(toy_model(1), both), JOB, PINS).fitting[0]
+    few = search_plans(PlannerContext(toy_model(1), both), JOB, FIXED).fitting[0]
     assert few.decisions.lane_count == 1 and sorted(few.decisions.replicas) == [1, 3]
     many = search_plans(
-        PlannerContext(toy_model(16), both), replace(JOB, batch=8), replace(PINS, microbatches=8)
+        PlannerContext(toy_model(16), both), replace(JOB, batch=8), replace(FIXED, microbatches=8)
     ).fitting[0]
     assert many.decisions.lane_count == 2 and len(many.decisions.replicas) == 1
     layers = np.diff((0, *many.decisions.cuts, 19))
@@ -150,7 +150,7 @@ def test_uneven_rows_win_where_layers_are_few_and_uneven_layers_where_rows_are()
 
 def test_rows_are_in_proportion_to_speed_and_the_plan_says_so() -> None:
     both = cluster((kind("fast", 3.0), 1), (kind("slow", 1.0), 1))
-    plan = make_plan(toy_model(1), both, JOB, PINS)
+    plan = make_plan(toy_model(1), both, JOB, FIXED)
     assert {plan.decisions["replicas"]} <= {"3:1", "1:3"}
     shares = plan.groups[0].axes[0].shares
     fast = plan.groups[0].devices.index(0)
@@ -160,10 +160,10 @@ def test_rows_are_in_proportion_to_speed_and_the_plan_says_so() -> None:
 def test_memory_poor_devices_hold_fewer_layers_than_their_speed_asks_for() -> None:
     model = toy_model(12)
     rich = cluster((kind("rich"), 1), (kind("poor"), 1))
-    alone = prediction(make_plan(model, rich, JOB, replace(PINS, stages=2)))
+    alone = prediction(make_plan(model, rich, JOB, replace(FIXED, stages=2)))
     need = max(lane.peak_bytes for lane in alone.lanes)
     poor = kind("poor", memory_bytes=WORKSPACE_BYTES + int(0.6 * (need - WORKSPACE_BYTES)))
-    plan = make_plan(model, cluster((kind("rich"), 1), (poor, 1)), JOB, replace(PINS, stages=2, replicas=(1,)))
+    plan = make_plan(model, cluster((kind("rich"), 1), (poor, 1)), JOB, replace(FIXED, stages=2, replicas=(1,)))
     layers = {plan.groups[stage.group].devices[0]: stage.layers[1] - stage.layers[0] for stage in plan.stages}
     assert layers[1] < layers[0], "device 1 is the poor one"
     assert all(lane.peak_bytes <= lane.limit_bytes for lane in prediction(plan).lanes)
@@ -241,7 +241,7 @@ def test_floors_are_below_every_cut() -> None:
     context = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
     floors = LowerBounds(context.layer_cutter, JOB)
     seen = 0
-    for panel in iter_grids(JOB, 6, 4, 2, replace(PINS, microbatches=2, slices=1), context.layer_cutter):
+    for panel in iter_grids(JOB, 6, 4, 2, replace(FIXED, microbatches=2, slices=1), context.layer_cutter):
         floor = floors.bound_grid(panel)
         for index in range(len(panel.counts)):
             decisions = panel.decisions_at(int(np.ravel_multi_index((index, 0, 0, 0), panel.grid_shape)))

@@ -27,7 +27,7 @@ from pipefit.plan.types import Job
 from pipefit.simulate import simulate_schedule
 
 JOB = Job(batch=16, sequence=128)
-PINS = Constraints(stages=2, replicas=(1, 1, 1, 1), schedule="1f1b")
+FIXED = Constraints(stages=2, replicas=(1, 1, 1, 1), schedule="1f1b")
 
 
 def crowded(rate: float) -> Cluster:
@@ -79,7 +79,7 @@ def test_the_search_finds_the_best_of_all_simulated_with_what_they_share(sequenc
 
 def test_a_plan_says_what_the_simulator_says_of_it() -> None:
     cluster, model = skewed_cluster(8, seed=4), toy_model(6)
-    plan = make_plan(model, cluster, JOB, PINS)
+    plan = make_plan(model, cluster, JOB, FIXED)
     assert plan.prediction is not None
     simulation = simulate_plan(plan, model, cluster)
     assert simulation.costs.contention is not None and len(simulation.costs.contention.pipelines) == 4

@@ -94,7 +94,7 @@ class SearchRequest:
     context: PlannerContext
     job: Job
     constraints: Constraints
-    "Choices that the user fixed, with those that follow from them."
+    "Choices that the user fixed, and a sharding that follows from them."
     top: int
     progress: Progress | None
 
@@ -212,7 +212,7 @@ def _plan_modules(context: PlannerContext, job: Job, made: ModuleSearchResult, t
 
 
 def default_constraints(model: Model, constraints: Constraints) -> Constraints:
-    """Return the constraints with those that follow from fixed shards.
+    """Return the constraints, with the sharding if it follows from fixed shards.
 
     A model captured as one graph has its sharding searched; Megatron's fixed program is for layers over any number of
     tokens.

@@ -351,6 +351,19 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
             seen=f"{job.batch // microbatches} rows for {replicas} replicas",
             next_step="use fewer microbatches or replicas, or a larger --batch",
         )
+    _check_space_slices(job, constraints)
+    if next(iter_candidates(job, layers, devices, 1, constraints), None) is None:
+        used = constraints.devices
+        raise PlanError(
+            "No plan obeys all these fixes.",
+            where="--fix",
+            seen=", ".join(constraints.to_mapping()),
+            next_step=f"no grid of replicas x stages has exactly {used} devices" if used else "drop one of them",
+        )
+
+
+def _check_space_slices(job: Job, constraints: Constraints) -> None:
+    """Raise PlanError if the sequence cannot be cut into the constrained slices, or over the constrained shards."""
     shards = constraints.shards or (1,)
     slices_wanted = constraints.slices or 1
     lengths = slices_wanted if isinstance(slices_wanted, tuple) else ()
@@ -363,11 +376,3 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
     )
     if isinstance(slices_wanted, int):
         check_number(job.sequence, slices_wanted, constraints.slice_multiple or 1, "--fix slices")
-    if next(iter_candidates(job, layers, devices, 1, constraints), None) is None:
-        used = constraints.devices
-        raise PlanError(
-            "No plan obeys all these fixes.",
-            where="--fix",
-            seen=", ".join(constraints.to_mapping()),
-            next_step=f"no grid of replicas x stages has exactly {used} devices" if used else "drop one of them",
-        )

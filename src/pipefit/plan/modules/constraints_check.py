@@ -170,7 +170,7 @@ def _placement_of(name: str, constraints: Constraints) -> object:
 
 
 def _fixed_keys(name: str, keys: Sequence[str], constraints: Constraints) -> list[str]:
-    """Return those of the keys that are fixed for a module, with its name in front."""
+    """Return the fixed ones among the keys of a module, with its name in front."""
     fixed = constraints.of_module(name).to_mapping()
     return [f"{name}.{key}" for key in keys if key in fixed]
 

@@ -132,7 +132,7 @@ KEYS: Mapping[str, ConstraintKey] = {
 class Constraints:
     """Choices that the user fixed; None leaves a choice to the planner. Every field but the last is a key of `--fix`.
 
-    `Constraints(stages=4, recompute=("full",))` is what `--fix stages=4 --fix recompute=full` gives.
+    `Constraints(stages=4, recompute=("full",))` equals `--fix stages=4 --fix recompute=full`.
     """
 
     replicas: tuple[int, ...] | None = None
