@@ -11,8 +11,9 @@ from three_modules import skewed_samples, three_modules
 
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
 from pipefit.plan.modules.polish import neighbour_layouts, polish_plan
-from pipefit.plan.modules.search import BEST, ModuleSearch
+from pipefit.plan.modules.search import ModuleSearch
 from pipefit.plan.modules.trials import plain_decisions
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
@@ -161,7 +162,8 @@ def test_plans_that_do_not_fit_on_a_later_batch_give_way(monkeypatch: pytest.Mon
         assert not left, "nothing fits"
         return
     means_s = search.mean_s()
-    assert len(means_s) >= BEST and not too_large & {*left[:BEST]}
+    count = MODULE_SEARCH_BUDGET.settled_plans
+    assert len(means_s) >= count and not too_large & {*left[:count]}
     best_s = min(means_s.values())
     assert means_s[id(search.trials.fitting[0])] == best_s
     rest = [one for one in search.trials.fitting if id(one) not in means_s]

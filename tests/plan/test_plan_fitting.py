@@ -122,8 +122,9 @@ def test_how_often_orders_are_fitted_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fitting, "fit_layout", counted)
     best_plans(PlannerContext(toy_model(6), toy_cluster(1, 8)), LONG)
-    assert 0 < len(calls) <= fitting.LAYOUTS
-    assert moves_for(100) == fitting.MOVES[1] and moves_for(10**9) == fitting.MOVES[0]
+    budget = fitting.FITTING_BUDGET
+    assert 0 < len(calls) <= budget.layouts
+    assert moves_for(100) == budget.most_moves and moves_for(10**9) == budget.least_moves
 
 
 def test_other_pins_leave_families_as_they_are() -> None:

@@ -20,7 +20,8 @@ from pipefit.plan.check.rules import check_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.explain.text import choice_cells, forecast_lines
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.inline import SHORT, inline_layouts, join_modules
+from pipefit.plan.modules.inline import inline_layouts, join_modules
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
 from pipefit.plan.modules.search import ModuleSearch
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, parse_constraints
@@ -199,7 +200,7 @@ def test_the_closed_form_is_that_of_every_layout(limit_bytes: float) -> None:
             if fits:
                 steps.append(sum(seconds) + (count - 1) * max(seconds))
     found = inline_layouts(CHAIN, 8, 8, limit_bytes)
-    assert found.best[0].step_s == pytest.approx(min(steps)) and len(found.best) <= 6 * SHORT
+    assert found.best[0].step_s == pytest.approx(min(steps)) and len(found.best) <= 6 * DIVISION_BUDGET.inline_layouts
     for one in found.best:
         assert one.inline_names == ("vision", "generator") and one.device_count <= 8
         assert len({each.replicas * each.shards for each in one.modules}) == 1

@@ -17,21 +17,16 @@ from itertools import pairwise
 
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.modules.costing import CostedModule
+from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
-
-ROUNDS = 8
-
-PAIRS = 1024
-"""Maximum of devices squared for which images are divided: any two may meet in some step, and NCCL has a communicator
-for each pair."""
 
 
 def polish_plan(start: EvaluatedPlan, around: Callable[[EvaluatedPlan], Sequence[EvaluatedPlan]]) -> EvaluatedPlan:
     """Return the plan reached from `start` by moving to the fastest of `around` while that is faster."""
     best = start
-    for _ in range(ROUNDS):
+    for _ in range(MODULE_SEARCH_BUDGET.polishing_rounds):
         faster = min(around(best), key=lambda one: one.rank_key, default=best)
         if faster.rank_key[0] >= best.rank_key[0]:
             break
@@ -59,7 +54,8 @@ def neighbour_layouts(
         free = fixed.shards is None and fixed.replicas is None
         for changed in (*_cut_elsewhere(config, layers), *_toggle_recompute(config, fixed.recompute is not None)):
             yield from _run_as(decisions, costed, index, changed)
-        able = images.get(name, 0.0) if (len(config.replicas) * len(config.shards)) ** 2 <= PAIRS else 0.0
+        squared_devices = (len(config.replicas) * len(config.shards)) ** 2
+        able = images.get(name, 0.0) if squared_devices <= MODULE_SEARCH_BUDGET.squared_devices else 0.0
         for divided in _division_choices(name in decisions.divided, able, fixed.divide is not None):
             redivided = _with_division(decisions, name, divided)
             pieces_per_microbatch = samples * decisions.multiple_of(name) * (images[name] if divided else 1.0)

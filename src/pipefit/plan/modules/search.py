@@ -27,6 +27,7 @@ from pipefit.plan.modules.constraints_check import (
 )
 from pipefit.plan.modules.costing import CostedModule, can_pass_hidden
 from pipefit.plan.modules.inline import inline_layouts
+from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
 from pipefit.plan.modules.notes import arranging_note, placement_notes, shares_note
 from pipefit.plan.modules.orchestrate import (
     ModuleArrangement,
@@ -43,24 +44,6 @@ from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
 from pipefit.plan.types import Job, SampleArrangement
 from pipefit.units import format_seconds
-
-SHORT, ACTIONS = 60, 120_000
-"""Maximum number of layouts that are simulated, and of their actions together."""
-
-EACH = 12
-"""Minimum number of simulated layouts for every choice of modules that share devices."""
-
-ORDERED, BEST, TRIED = 12, 4, 24
-"""Number of layouts that are also simulated with the orders of OTHERS; of plans that fit on every sampled batch; and of
-plans tried for the latter, or as many as it takes to find one."""
-
-TIGHTER, SPARE, MISSES, FEWER = 6, 0.02, 20, 5
-"""Number of times the short list is computed again with more memory reserved, if none of it fits in one of the
-placements; the smallest fraction of the memory reserved then; and the number of layouts that do not fit before giving
-up: MISSES, or FEWER for a placement if another one has layouts that fit."""
-
-AROUND = 4_000
-"""Number of actions of a layout up to which its neighbours are simulated as well (`polish.py`)."""
 
 OTHERS = ("eager-1f1b", "zb-h1")
 """Families that are tried besides 1F1B; their placement is one stage per lane."""
@@ -122,6 +105,7 @@ class ModuleSearch:
     ) -> None:
         per_module = {module.name: constraints.of_module(module.name) for module in context.model.modules}
         self.context, self.job, self.constraints = context, job, constraints
+        self.budget = MODULE_SEARCH_BUDGET
         self.trials = ModuleTrials(context, job, per_module, samples, arrange, constraints.balance is not False)
         self.orders_tried = (constraints.order,) if constraints.order is not None else (False, True)
         "Values to try for reordering the microbatches of a pipeline."
@@ -155,14 +139,14 @@ class ModuleSearch:
         """
         limit = min(float(kind.memory_bytes) for kind in self.context.network.kinds)
         spare = 0.0
-        for _ in range(TIGHTER):
+        for _ in range(self.budget.short_lists):
             known = len(self.trials.misfits)
             self.simulate_all(self.short_list(limit - spare), progress)
             lacking = [plan.peak_bytes - plan.limit_bytes for plan in self.trials.misfits[known:]]
             fit = {frozenset(plain_decisions(plan).shared_modules) for plan in self.trials.fitting}
             if not lacking or all(frozenset(choice.items()) in fit for choice in self.placement_choices()):
                 break
-            spare = max(2 * spare, min(lacking), SPARE * limit)
+            spare = max(2 * spare, min(lacking), self.budget.reserved_fraction * limit)
         self.try_orders()
         for start in best_of_each(best_of_grids(self.trials.fitting), 1):
             polish_plan(start, self.fitting_neighbours)
@@ -174,7 +158,7 @@ class ModuleSearch:
     def fitting_neighbours(self, one: EvaluatedPlan) -> list[EvaluatedPlan]:
         """Return the fitting plans that differ from this one in one thing; none if it has too many actions."""
         decisions = plain_decisions(one)
-        if 2 * decisions.lane_count * decisions.microbatches > AROUND:
+        if 2 * decisions.lane_count * decisions.microbatches > self.budget.polished_actions:
             return []
         samples = self.job.batch // decisions.microbatches
         neighbours = neighbour_layouts(decisions, self.trials.costed, samples, self.images, self.constraints)
@@ -184,16 +168,16 @@ class ModuleSearch:
         """Simulate the best layouts in other orders.
 
         Layouts without guests whose busiest lane has less work than the best step follow, the least busy first, until
-        their actions reach ACTIONS.
+        their actions reach the budget.
         """
         known = list(self.trials.fitting)
-        best = {id(plan): plan for plan in best_of_each(known, ORDERED)}
+        best = {id(plan): plan for plan in best_of_each(known, self.budget.reordered_layouts)}
         alone = [plan for plan in known if not plain_decisions(plan).guests]
         rest = sorted((plan for plan in alone if id(plan) not in best), key=busiest_s)
         actions = 0
         for plan in (*best.values(), *rest):
             fastest_s = min(fitting.step_s for fitting in self.trials.fitting)
-            if id(plan) not in best and (busiest_s(plan) >= fastest_s or actions > ACTIONS):
+            if id(plan) not in best and (busiest_s(plan) >= fastest_s or actions > self.budget.total_actions):
                 break
             reordered = self.other_orders(plain_decisions(plan))
             actions += 2 * plan.decisions.lane_count * plan.decisions.microbatches * len(reordered)
@@ -228,7 +212,7 @@ class ModuleSearch:
             self.job.batch,
             limit_bytes,
         )
-        divided = orchestrate_modules(*common, top=SHORT, sharing=self.sharing, **asked)
+        divided = orchestrate_modules(*common, top=self.budget.layouts, sharing=self.sharing, **asked)
         inline = inline_layouts(*common, **asked) if self.inline else None
         for result in filter(None, (divided, inline)):
             self.considered += result.considered
@@ -238,15 +222,15 @@ class ModuleSearch:
         chosen = []
         for index, entry in enumerate(divided.best):
             counts[entry.guest_names] += 1
-            if index < SHORT or counts[entry.guest_names] <= EACH:
+            if index < self.budget.layouts or counts[entry.guest_names] <= self.budget.layouts_per_sharing:
                 chosen.append(entry)
         chosen += inline.best if inline else ()
         return tuple(sorted(chosen, key=lambda entry: entry.step_s))
 
     def simulate_all(self, layouts: Sequence[ModuleArrangement], progress: Any) -> None:
-        """Simulate the layouts until their actions reach ACTIONS.
+        """Simulate the layouts until their actions reach the budget.
 
-        For placements without a fitting plan it continues until one fits or MISSES (FEWER) do not. If the list was
+        For placements without a fitting plan it continues until one fits or too many do not. If the list was
         computed again, only these placements are simulated.
         """
         actions, misses = 0, Counter[object]()
@@ -257,8 +241,10 @@ class ModuleSearch:
             if decisions is None:
                 continue
             placement = frozenset(decisions.shared_modules)
-            lacking = misses[placement] < FEWER if fit else misses.total() < MISSES
-            if placement in again or not (actions <= ACTIONS if placement in fit else lacking):
+            lacking = misses.total() < self.budget.misfits
+            if fit:
+                lacking = misses[placement] < self.budget.misfits_per_placement
+            if placement in again or not (actions <= self.budget.total_actions if placement in fit else lacking):
                 continue
             actions += 2 * (decisions.lane_count + len(decisions.guests)) * decisions.microbatches
             tried = self.with_orders(decisions, BESIDE) if decisions.guests else [decisions]
@@ -278,11 +264,12 @@ class ModuleSearch:
         """
         settled = [plan for plan in self.trials.fitting if id(plan) in self.settled]
         tried = {id(plan) for plan in settled}
-        while len(tried) < TRIED or not settled:
+        while len(tried) < self.budget.settling_trials or not settled:
             rest = [plan for plan in self.trials.fitting if id(plan) not in tried]
             best_s = min((self.settled[id(plan)].step_s for plan in settled), default=float("inf"))
             faster = [plan for plan in sorted(rest, key=lambda plan: plan.rank_key)[:1] if plan.step_s < best_s]
-            left = best_of_each(rest, BEST - len(settled)) if len(settled) < BEST else faster
+            open_plans = self.budget.settled_plans - len(settled)
+            left = best_of_each(rest, open_plans) if open_plans > 0 else faster
             if not left:
                 break
             for plan in left:
@@ -363,8 +350,9 @@ class ModuleSearch:
                 )
             ),
             f"modules: {self.considered} layouts of single modules, {self.combined} of all together, the best by the "
-            f"closed form simulated: {SHORT}, and {EACH} at least of every choice of modules that share devices, until "
-            f"their actions come to {ACTIONS:,} and something of every placement fits",
+            f"closed form simulated: {self.budget.layouts}, and {self.budget.layouts_per_sharing} at least of every "
+            "choice of modules that share devices, until "
+            f"their actions come to {self.budget.total_actions:,} and something of every placement fits",
             f"step: {format_seconds(best.step_s)} for the batch shown, {format_seconds(mean_s)} on average over "
             f"all {samples.batch_count} of them; the closed form says {format_seconds(self.closed_s)} at best",
         )

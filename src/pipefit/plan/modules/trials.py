@@ -17,15 +17,13 @@ from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.modules.costing import CostedModule, ModuleCosting
+from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
 from pipefit.plan.types import Job, SampleArrangement, SampleLoad
 from pipefit.schedule.actions import Schedule
 from pipefit.units import format_bytes
-
-FEW = 2
-"""Minimum number of the best plans with separate devices, with guests, and with inline modules."""
 
 
 class ModuleTrials:
@@ -149,12 +147,13 @@ class ModuleTrials:
 
 
 def best_of_each(some: Sequence[EvaluatedPlan], count: int) -> list[EvaluatedPlan]:
-    """Return the fastest plans, at least FEW for each placement of modules: with guests, inline, or neither."""
+    """Return the fastest plans, at least `plans_per_placement` with guests, with inline modules, and with neither."""
     ranked = sorted(some, key=lambda plan: plan.rank_key)
     few: dict[tuple[bool, bool], list[EvaluatedPlan]] = {}
     for plan in ranked:
         few.setdefault((bool(plain_decisions(plan).guests), bool(plain_decisions(plan).inline)), []).append(plan)
-    chosen = {id(plan) for plan in (*ranked[:count], *(plan for plans in few.values() for plan in plans[:FEW]))}
+    least = MODULE_SEARCH_BUDGET.plans_per_placement
+    chosen = {id(plan) for plan in (*ranked[:count], *(plan for plans in few.values() for plan in plans[:least]))}
     return [plan for plan in ranked if id(plan) in chosen]
 
 

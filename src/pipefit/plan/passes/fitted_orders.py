@@ -34,33 +34,41 @@ from pipefit.simulate import simulate_schedule
 
 FIT = "fit"
 
-HOPE = 0.1
-"""A layout gets a fitted order if its family's step is at most this fraction longer than the best one."""
 
-REFINED = 3
-"""Number of placements whose best plan is cut again if `schedule=fit` is constrained."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittingBudget:
+    """Budgets of fitted orders. Actions are those of an order; they stand for the time of evaluating it."""
 
-POOL = 10
-"""Number of layouts whose bounds are computed."""
+    step_slack: float = 0.1
+    "A layout gets a fitted order if its family's step is at most this fraction longer than the best one."
+    recut_placements: int = 3
+    "Placements whose best plan is cut again if `schedule=fit` is constrained."
+    bounded_layouts: int = 10
+    "Layouts whose bounds are computed."
+    layouts: int = 4
+    "Maximum number of layouts that get fitted orders."
+    total_actions: int = 5_000
+    "Maximum number of actions of these layouts together."
+    layout_actions: int = 3_000
+    "Actions of a layout above which an order is fitted only if `schedule=fit` is constrained: with more of them, the"
+    " moves affordable in planning gain next to nothing."
+    stage_recompute_actions: int = 1_000
+    "Actions of a layout above which all stages keep the layout's recomputation instead of choosing their own."
+    least_moves: int = 2_000
+    "Minimum number of moves of a fit."
+    most_moves: int = 20_000
+    "Maximum number of moves of a fit."
+    moved_actions: int = 15_000_000
+    "Moves of a fit times its actions, between these limits. The time of a move grows with the actions."
+    trial_divisor: int = 10
+    "Every layout of the short list first gets the moves of a fit divided by this."
+    trial_slack: float = 0.01
+    "Layouts whose trial is at most this fraction longer than the best trial get all moves."
+    refits: int = 4
+    "Number of times an order is fitted again because lowering took memory that the fit did not count."
 
-LAYOUTS, ACTIONS = 4, 5_000
-"""Maximum number of layouts that get fitted orders, and of their actions together."""
 
-MANY = 3_000
-"""Actions of a layout above which an order is fitted only if `schedule=fit` is constrained: with more of them, the
-moves affordable in planning gain next to nothing."""
-
-CHOOSING = 1_000
-"""Actions of a layout above which all stages keep the layout's recomputation instead of choosing their own."""
-
-MOVES, WORK = (2_000, 20_000), 15_000_000
-"""Moves of one fit: WORK over the actions, within these limits. The time of a move grows with the actions."""
-
-LOOK, NEAR = 10, 0.01
-"""Every layout of the short list gets a tenth of the moves first; only those within 1 % of the best get all of them."""
-
-TIGHTER = 4
-"""Number of times an order is fitted again because lowering took memory that the fit did not count."""
+FITTING_BUDGET = FittingBudget()
 
 
 def best_plans(
@@ -69,14 +77,13 @@ def best_plans(
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
     progress: Progress | None = None,
-    layouts: int = LAYOUTS,
+    layouts: int = FITTING_BUDGET.layouts,
 ) -> SearchResult:
     """Return the result of the search, with the fitted orders that beat it. With `schedule=fit`, all plans are named
     so."""
     first = search_plans(context, job, constraints, top, progress)
-    resliced = reslice_best(
-        context, job, constraints, _recut_best(context, job, constraints, first, min(layouts, REFINED))
-    )
+    recut = _recut_best(context, job, constraints, first, min(layouts, FITTING_BUDGET.recut_placements))
+    resliced = reslice_best(context, job, constraints, recut)
     pinned = constraints.schedule == FIT
     if constraints.schedule not in (None, FIT):
         return resliced
@@ -99,7 +106,7 @@ def _promising_choices(
 ) -> Sequence[tuple[list[FittingChoice], EvaluatedPlan | None]]:
     """Return the layouts of a short list that deserve the full number of moves.
 
-    A fit with few moves and the layout's own recomputation ranks them: the best is kept, and those within NEAR of it.
+    A fit with few moves and the layout's own recomputation ranks them: the best is kept, and those close to it.
     The plan of that fit is returned as well: with contention between transfers it is sometimes the better order,
     because a fit asks the plain simulator.
     """
@@ -109,10 +116,11 @@ def _promising_choices(
     for tables, own_choice in listed:
         best_s = min((step_s for step_s, _, _ in looks), default=float("inf"))
         if tables[0].bound_s < best_s:
-            plan = fit_layout(context, [own_choice], moves=moves_for(_action_count(own_choice.parts)) // LOOK)
+            moves = moves_for(_action_count(own_choice.parts)) // FITTING_BUDGET.trial_divisor
+            plan = fit_layout(context, [own_choice], moves=moves)
             looks.append((plan.step_s if plan is not None else float("inf"), tables, plan))
     best_s = min(step_s for step_s, _, _ in looks)
-    return [(tables, plan) for step_s, tables, plan in looks if step_s <= best_s * (1 + NEAR)]
+    return [(tables, plan) for step_s, tables, plan in looks if step_s <= best_s * (1 + FITTING_BUDGET.trial_slack)]
 
 
 def _recut_best(
@@ -223,7 +231,7 @@ def _fit_order(
     room = list(limits)
     by_name: dict[str, CostTable] = {plan.decisions.recompute[0]: plan.costs for plan in tables}
     options = by_name if len(tables) > 1 else None
-    for _ in range(TIGHTER):
+    for _ in range(FITTING_BUDGET.refits):
         try:
             fitted = fit_schedule(order_problem(tables[0].parts, tables[0].costs, room), moves=moves, options=options)
         except ScheduleError:
@@ -252,7 +260,8 @@ def _choose_recompute(
 
 def moves_for(actions: int) -> int:
     """Return the number of moves of a fit with this number of actions."""
-    return max(MOVES[0], min(MOVES[1], WORK // max(actions, 1)))
+    moves = FITTING_BUDGET.moved_actions // max(actions, 1)
+    return max(FITTING_BUDGET.least_moves, min(FITTING_BUDGET.most_moves, moves))
 
 
 def _short_list(
@@ -269,8 +278,10 @@ def _short_list(
     than a family's. The rest are layouts of the next families, and plans that would be faster but lack memory, ranked
     behind by the fraction they lack.
     """
+    budget = FITTING_BUDGET
     best_s = found.fitting[0].step_s if found.fitting else float("inf")
-    scored = [(entry.step_s, 1.0, entry.decisions) for entry in found.fitting if entry.step_s <= best_s * (1 + HOPE)]
+    longest_s = best_s * (1 + budget.step_slack)
+    scored = [(entry.step_s, 1.0, entry.decisions) for entry in found.fitting if entry.step_s <= longest_s]
     sure = [*(entry.decisions for entry in found.fitting[:1]), *before]
     scored += [(best_s, 1.0, decisions) for decisions in before]
     for misfit in found.misfits:
@@ -281,24 +292,28 @@ def _short_list(
     for step_s, lack, decisions in sorted(scored, key=lambda entry: (entry[1] > 1, entry[0] * entry[1])):
         key = replace(decisions, schedule=FIT, recompute=("none",), stages=decisions.stage_count, cuts=())
         key = replace(key, cuts=decisions.cuts) if decisions in before else key
-        if key in seen or len(seen) >= POOL or (decisions.lane_count == 1 and constraints.schedule != FIT):
+        if (
+            key in seen
+            or len(seen) >= budget.bounded_layouts
+            or (decisions.lane_count == 1 and constraints.schedule != FIT)
+        ):
             continue
         seen.add(key)
-        if _least_actions(decisions) > MANY and constraints.schedule != FIT:
+        if _least_actions(decisions) > budget.layout_actions and constraints.schedule != FIT:
             continue
         tables = tables_of(context, job, decisions, recompute_choices(constraints, decisions))
         own_choice = next(entry for entry in tables if entry.decisions.recompute == decisions.recompute)
         score = max(step_s, own_choice.bound_s) * lack
-        if _action_count(own_choice.parts) > CHOOSING:
+        if _action_count(own_choice.parts) > budget.stage_recompute_actions:
             tables = [own_choice]
-        if tables[0].bound_s < best_s and score <= best_s * (1 + HOPE):
+        if tables[0].bound_s < best_s and score <= longest_s:
             ready.append((0.0 if decisions in sure else score, len(ready), (tables, own_choice)))
     result: list[Listed] = []
     actions = 0
     for _, _, entry in sorted(ready, key=lambda entry: entry[:2]):
         result.append(entry)
         actions += _action_count(entry[1].parts)
-        if len(result) >= most or actions >= ACTIONS:
+        if len(result) >= most or actions >= budget.total_actions:
             break
     return result
 

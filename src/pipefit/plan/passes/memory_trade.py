@@ -17,18 +17,26 @@ from pipefit.plan.cutting.rows import scale_need
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.fitted_orders import CHOOSING, FIT, MANY, MOVES, fit_layout, recompute_choices, tables_of
+from pipefit.plan.passes.fitted_orders import FIT, FITTING_BUDGET, fit_layout, recompute_choices, tables_of
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute, TradePoint
 from pipefit.schedule.families import FAMILIES
 
-BELOW, BEYOND = 2, 2
-"""Number of limits to fit orders to, below the device's limit and beyond it. Fits with many actions use the device's
-only."""
 
-SAME = 1e-9
-"""Relative difference below which step times count as equal."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeBudget:
+    """Budgets of the trade of memory against time."""
+
+    lower_limits: int = 2
+    "Limits below the device's to fit orders to. Fits with many actions use the device's limit only."
+    higher_limits: int = 2
+    "Limits beyond the device's to fit orders to."
+    step_tolerance: float = 1e-9
+    "Relative difference below which step times count as equal."
+
+
+TRADE_BUDGET = TradeBudget()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, be
     the plan. Fitted orders are points only if they are faster than every fitted order with less memory.
     """
     layout = best.decisions
-    has_many_actions = 3 * layout.stage_count * layout.unit_count > MANY
+    has_many_actions = 3 * layout.stage_count * layout.unit_count > FITTING_BUDGET.layout_actions
     family_plans = list(_evaluate_families(context, job, constraints, layout, has_many_actions))
     own_fit = best if layout.schedule == FIT else None
     fitted: list[EvaluatedPlan] = []
@@ -59,7 +67,7 @@ def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, be
     for plan in (*family_plans, *fitted):
         if (
             plan.simulation.fits_in_memory
-            and plan.step_s < best.step_s * (1 - SAME)
+            and plan.step_s < best.step_s * (1 - TRADE_BUDGET.step_tolerance)
             and _obeys_constraints(plan.decisions, constraints)
         ):
             best = plan
@@ -79,8 +87,9 @@ def _limit_levels(best: EvaluatedPlan, found: Sequence[EvaluatedPlan], many: boo
         return full_level
     fills = [plan.peak_bytes / plan.limit_bytes for plan in (best, *found)]
     highest, lowest = min(1.5, max([1.0, *fills])), min(fills)
-    below = [lowest + (1.0 - lowest) * index / BELOW for index in range(BELOW)] if lowest < 1.0 else []
-    beyond = [1.0 + (highest - 1.0) * (index + 1) / BEYOND for index in range(BEYOND)] if highest > 1.0 else []
+    lower, higher = TRADE_BUDGET.lower_limits, TRADE_BUDGET.higher_limits
+    below = [lowest + (1.0 - lowest) * index / lower for index in range(lower)] if lowest < 1.0 else []
+    beyond = [1.0 + (highest - 1.0) * (index + 1) / higher for index in range(higher)] if highest > 1.0 else []
     return [*below, *full_level, *beyond]
 
 
@@ -150,12 +159,13 @@ def _fit_levels(
     recomputes = recompute_choices(
         constraints, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",))
     )
-    if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.unit_count > CHOOSING:
+    actions = 3 * layout.stage_count * layout.unit_count
+    if len(layout.recompute) == 1 and actions > FITTING_BUDGET.stage_recompute_actions:
         recomputes = [layout.recompute]
     tables = tables_of(context, job, layout, recomputes)
     plans = [] if own is None else [own]
     for level in levels:
-        plan = fit_layout(context, tables, [level * limit for limit in limits], moves=MOVES[0])
+        plan = fit_layout(context, tables, [level * limit for limit in limits], moves=FITTING_BUDGET.least_moves)
         if plan is not None:
             plans.append(plan)
     frontier: list[EvaluatedPlan] = []

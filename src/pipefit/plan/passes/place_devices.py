@@ -22,15 +22,22 @@ from pipefit.plan.types import Job
 from pipefit.schedule.actions import Schedule
 from pipefit.units import format_seconds
 
-SHORT_LIST = 4
-"""Number of candidates to place: the fastest of each grid of replicas and lanes, the fastest grids first."""
 
-FIRST_MOVES, FINAL_MOVES = 8_000, 40_000
-"""Maximum moves for each of the short list, and for the best of them again."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacingBudget:
+    """Budgets of device placement."""
+
+    candidates: int = 4
+    "Candidates to place: the fastest of each grid of replicas and lanes, the fastest grids first."
+    first_moves: int = 8_000
+    "Maximum number of moves for each of these candidates."
+    final_moves: int = 40_000
+    "Maximum number of moves for the best of them again."
+    compiled_moves: int = 8_000
+    "Total moves from which numba is loaded: an interpreted move takes a quarter of a millisecond."
 
 
-COMPILED_FROM = 8_000
-"""Total moves from which numba is loaded: an interpreted move takes a quarter of a millisecond."""
+PLACING_BUDGET = PlacingBudget()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +64,9 @@ def place_candidates(context: PlannerContext, job: Job, constraints: Constraints
     if not listed:
         return PlacingResult(found, "")
     slots = [found.fitting[index].decisions.device_count for index in listed]
-    total = sum(moves_for(count, FIRST_MOVES) for count in slots) + moves_for(max(slots), FINAL_MOVES)
-    compiled = total >= COMPILED_FROM or None
+    budget = PLACING_BUDGET
+    total = sum(moves_for(count, budget.first_moves) for count in slots) + moves_for(max(slots), budget.final_moves)
+    compiled = total >= budget.compiled_moves or None
     placed = {index: _place_candidate(context, job, found.fitting[index], compiled) for index in listed}
     first = min(placed, key=lambda index: placed[index].rank_key)
     again = _place_longer(context, job, placed[first], compiled)
@@ -105,7 +113,7 @@ def _short_list(found: SearchResult) -> list[int]:
     for index, plan in enumerate(found.fitting):
         if plan.decisions.device_count > 1:
             grids.setdefault((len(plan.decisions.replicas), plan.decisions.lane_count), index)
-    return list(grids.values())[:SHORT_LIST]
+    return list(grids.values())[: PLACING_BUDGET.candidates]
 
 
 def moves_for(slots: int, most: int) -> int:
@@ -115,7 +123,7 @@ def moves_for(slots: int, most: int) -> int:
 
 def _place_candidate(context: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
     """Return the candidate on the best devices found; itself if none are better or the better ones do not fit."""
-    start, moves = _lower_candidate(context, one), moves_for(one.decisions.device_count, FIRST_MOVES)
+    start, moves = _lower_candidate(context, one), moves_for(one.decisions.device_count, PLACING_BUDGET.first_moves)
     return _if_better(
         context,
         job,
@@ -126,7 +134,7 @@ def _place_candidate(context: PlannerContext, job: Job, one: EvaluatedPlan, comp
 
 def _place_longer(context: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
     """Return the candidate after a longer search, which continues with the order of each placement it finds."""
-    budget = PlacementBudget(moves=moves_for(one.decisions.device_count, FINAL_MOVES), seed=1)
+    budget = PlacementBudget(moves=moves_for(one.decisions.device_count, PLACING_BUDGET.final_moves), seed=1)
     placement = place_lowered(
         _lower_candidate(context, one),
         lambda devices: _lower_candidate(context, _move_to(context, job, one, devices)),

@@ -10,7 +10,7 @@ the schedule's own order, transfers and memory; the cut of the layers is kept.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds.estimates import sliced_guess_s
@@ -29,17 +29,24 @@ from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 
-LOOKS, ACTIONS = 24, 60_000
-"""Maximum number of slicings that are simulated, and of actions of their orders together."""
 
-LONGEST = 30_000
-"""Maximum number of actions of a start's order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReslicingBudget:
+    """Budgets of the second search for slices. Actions are those of the simulated orders."""
 
-SIZES = 4
-"""Number of microbatch sizes, in rows, that are sliced: the most promising ones."""
+    slicings: int = 24
+    "Maximum number of slicings that are simulated around a start."
+    total_actions: int = 60_000
+    "Maximum number of actions of these slicings together, and of the starts together."
+    start_actions: int = 30_000
+    "Maximum number of actions of one start."
+    microbatch_sizes: int = 4
+    "Number of microbatch sizes, in rows, that are sliced: the most promising ones."
+    step_slack: float = 0.1
+    "Slicings around a start are tried if its step is at most this fraction longer than the best plan's."
 
-NEAR = 0.1
-"""Slicings around a start are tried if its step is at most this fraction longer than the best plan's."""
+
+RESLICING_BUDGET = ReslicingBudget()
 
 
 def reslice_best(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> SearchResult:
@@ -56,7 +63,7 @@ def reslice_best(context: PlannerContext, job: Job, constraints: Constraints, fo
     tried = _simulate_starts(context, job, constraints, slicer, best) if pinned is None else []
     start = min([best, *(plan for plan in tried if plan.simulation.fits_in_memory)], key=lambda plan: plan.step_s)
     if not start.decisions.slices:
-        near = [plan for plan in tried if _plan_value(plan) <= (0.0, best.step_s * (1 + NEAR))]
+        near = [plan for plan in tried if _plan_value(plan) <= (0.0, best.step_s * (1 + RESLICING_BUDGET.step_slack))]
         start = min(near, key=_plan_value, default=start)
     looked = {start.decisions.slices: start}
 
@@ -73,7 +80,8 @@ def reslice_best(context: PlannerContext, job: Job, constraints: Constraints, fo
     refined = start
     if start.decisions.slices:
         order = 3 * start.decisions.stage_count * start.decisions.unit_count
-        evaluations, multiple = max(4, min(LOOKS, ACTIONS // order)), slicer.token_multiple(len(start.decisions.slices))
+        evaluations = max(4, min(RESLICING_BUDGET.slicings, RESLICING_BUDGET.total_actions // order))
+        multiple = slicer.token_multiple(len(start.decisions.slices))
         refined = looked[
             refine_slices([start.decisions.slices], evaluate_slices, multiple=multiple, evaluations=evaluations).slices
         ]
@@ -89,7 +97,7 @@ def _simulate_starts(
     """Return the simulated starts whose estimate is below the best plan's time, the most promising first."""
     simulated: list[EvaluatedPlan] = []
     guessed: list[tuple[float, int, ParallelConfig]] = []
-    left, least_s = ACTIONS, best.step_s
+    left, least_s = RESLICING_BUDGET.total_actions, best.step_s
     for index, decisions in enumerate(_iter_starts(job, constraints, slicer, best)):
         cut = context.layer_cutter.cut_layers(job, decisions)
         if cut is not None and cut.may_fit:
@@ -97,7 +105,7 @@ def _simulate_starts(
             guessed.append((sliced_guess_s(*slicer.slice_times(laid), laid), index, laid))
     for guess_s, _, decisions in sorted(guessed, key=lambda guess: guess[:2]):
         actions = 3 * decisions.stage_count * decisions.unit_count
-        if guess_s >= least_s or (actions > left and simulated) or actions > LONGEST:
+        if guess_s >= least_s or (actions > left and simulated) or actions > RESLICING_BUDGET.start_actions:
             continue
         try:
             simulated.append(_evaluate_decisions(context, job, decisions))
@@ -162,7 +170,7 @@ def _row_counts(job: Job, constraints: Constraints, slicer: SequenceSlicer, best
         least_s = float(steps_s[1:].min(initial=float("inf")))
         if least_s < best.step_s:
             sizes.append((least_s, size))
-    return [size for _, size in sorted(sizes)[:SIZES]]
+    return [size for _, size in sorted(sizes)[: RESLICING_BUDGET.microbatch_sizes]]
 
 
 class _SliceTimes:

@@ -7,7 +7,7 @@ replicas, stages, microbatches and cuts, with the schedule, recomputation and Ze
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipefit.cluster.measured import ClusterMeasurements, PortSharing
 from pipefit.cluster.types import Cluster, Link, Rail
@@ -23,7 +23,18 @@ from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import ClusterSensitivity, Job
 from pipefit.simulate import simulate_schedule
 
-FASTER = 2.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityBudget:
+    """The better clusters that are compared, and the work on planning for one of them again."""
+
+    link_speedup: float = 2.0
+    "Factor by which all links are faster."
+    fitted_layouts: int = 1
+    "Layouts that get fitted orders on the larger cluster."
+
+
+SENSITIVITY_BUDGET = SensitivityBudget()
 
 
 def analyse_sensitivity(
@@ -45,7 +56,7 @@ def analyse_sensitivity(
         held = constraints.with_defaults(schedule=chosen.schedule, recompute=chosen.recompute, zero1=chosen.zero1)
         try:
             grown = context.with_cluster(cluster)
-            better = best_plans(grown, job, held, top=1, layouts=1).fitting
+            better = best_plans(grown, job, held, top=1, layouts=SENSITIVITY_BUDGET.fitted_layouts).fitting
         except PlanError:
             better = ()
         step_s = min((best.step_s, *(plan.step_s for plan in better)))
@@ -57,7 +68,7 @@ def analyse_sensitivity(
     return tuple(changes)
 
 
-def faster_links(cluster: Cluster, factor: float = FASTER) -> Cluster:
+def faster_links(cluster: Cluster, factor: float = SENSITIVITY_BUDGET.link_speedup) -> Cluster:
     """Return the cluster with every message `factor` times as fast: latency, bandwidth, and the measured curves."""
     measured = cluster.measured
     return replace(

@@ -18,7 +18,8 @@ from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_sca
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES
 from pipefit.model.graph import element_count
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.device_groups.layouts import FEW, Devices, GroupLayout
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
+from pipefit.plan.passes.device_groups.layouts import Devices, GroupLayout
 from pipefit.plan.types import Job, Recompute
 
 FILLING = 1 / 3
@@ -75,7 +76,7 @@ class GroupLowerBounds:
         """
         if lane not in self._alike:
             key: object = lane
-            if self.context.network.devices > FEW:
+            if self.context.network.devices > GROUP_BUDGET.exhaustive_devices:
                 network, kind = self.context.network, self.context.layer_cutter.fleet.kind
                 groups = {(tuple(kind[list(g)].tolist()), len({network.host[device] for device in g})) for g in lane}
                 key = (len(lane), frozenset(groups))

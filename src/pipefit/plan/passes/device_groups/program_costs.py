@@ -16,7 +16,8 @@ from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, TensorForm, shard_form
 from pipefit.plan.assemble.shard_recipes import shard_setting
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.device_groups.layouts import FEW, Devices
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
+from pipefit.plan.passes.device_groups.layouts import Devices
 from pipefit.plan.types import Job
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.segments import segment_shares
@@ -26,7 +27,7 @@ STREAMS: tuple[TensorForm, ...] = (IDENTITY, shard_form(0), shard_form(1), shard
 """Forms of the hidden state on a group: replicated, sharded by rows, by tokens, by features. The last form, which heads
 mostly rule out, is tried on few devices only."""
 
-SIZES = (4096.0, 2.0**20, 2.0**28)
+COMPARED_BYTES = (4096.0, 2.0**20, 2.0**28)
 """Bytes at which the times of collectives are compared to tell whether groups are alike."""
 
 
@@ -87,7 +88,7 @@ class ProgramOracle:
         answer, best = self._search_programs(ask), self.best_programs(ask)
         if best is None:
             return {}
-        for form in STREAMS if self.context.network.devices <= FEW else STREAMS[:3]:
+        for form in STREAMS if self.context.network.devices <= GROUP_BUDGET.exhaustive_devices else STREAMS[:3]:
             if form not in answer.forms:
                 free, answer.chains.streams = answer.chains.streams, (form,)
                 answer.forms[form] = self._leanest_programs(answer.chains, best.shares)
@@ -100,7 +101,7 @@ class ProgramOracle:
         Parts of the model get different shares if that is cheaper; not if shares are constrained, or on many devices.
         """
         programs = self.best_programs(ask)
-        if programs is None or self.shares or self.context.network.devices > FEW:
+        if programs is None or self.shares or self.context.network.devices > GROUP_BUDGET.exhaustive_devices:
             return programs
         return segment_shares(self._search_programs(ask).chains, self.context.only_module.layers, programs)
 
@@ -121,7 +122,7 @@ class ProgramOracle:
                 beside=ask.lane[1:],
             )
             chains = ChainSearch(context.model, setting, tied_whole=ask.tied_whole)
-            if context.network.devices > FEW:
+            if context.network.devices > GROUP_BUDGET.exhaustive_devices:
                 chains.streams = STREAMS[:3]
             alike = len(setting.distinct_kinds) == 1
             shares = self.shares or ((1,) * len(setting.kinds) if alike else ())
@@ -142,7 +143,9 @@ class ProgramOracle:
         network = self.context.network
         kinds = tuple(network.kinds[device].name for device in ask.lane[0])
         prices = tuple(
-            price(network, ask.lane, size) for price in (all_gather_s, reduce_scatter_s, all_reduce_s) for size in SIZES
+            price(network, ask.lane, size)
+            for price in (all_gather_s, reduce_scatter_s, all_reduce_s)
+            for size in COMPARED_BYTES
         )
         return kinds, prices, ask.rows, ask.microbatches, _estimate_lanes(ask), ask.tied_whole
 

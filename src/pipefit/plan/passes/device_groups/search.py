@@ -23,11 +23,12 @@ from pipefit.plan.candidates.space import RECOMPUTE
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.device_groups.group_bounds import GroupLowerBounds, LaneLoads, step_bound_s, step_guess_s
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
 from pipefit.plan.passes.device_groups.hidden_forms import LaneForms, cheapest_forms, single_device_lane
-from pipefit.plan.passes.device_groups.layouts import FEW, Devices, GroupLayout, iter_layouts, reorder_lanes
+from pipefit.plan.passes.device_groups.layouts import Devices, GroupLayout, iter_layouts, reorder_lanes
 from pipefit.plan.passes.device_groups.program_costs import GroupRequest, ProgramOracle
 from pipefit.plan.passes.device_groups.sliced_layouts import with_slices
-from pipefit.plan.passes.fitted_orders import FIT, HOPE, fit_layout, recompute_choices, tables_of
+from pipefit.plan.passes.fitted_orders import FIT, FITTING_BUDGET, fit_layout, recompute_choices, tables_of
 from pipefit.plan.passes.search import TIE, LayoutSearch
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
@@ -36,24 +37,6 @@ from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
 from pipefit.shard.synthesize import SynthesizedProgram
 from pipefit.units import format_seconds
-
-PROGRAMS = (24, 4)
-"""Maximum number of distinct groups or requests whose programs are searched: on few devices, and on many."""
-
-ALIKE = 0.95
-"""A group's ratio of program cost to lower bound, times this, is assumed for its other rows and microbatches."""
-
-LOOKS = 12
-"""Number of layouts that are cut and simulated."""
-
-ACTIONS = 6_000
-"""Number of simulated actions after which no further layout is simulated."""
-
-PATIENCE = 4
-"""ACTIONS is multiplied by this as long as nothing fits."""
-
-BEST = 2
-"""Number of layouts that get the orders of other families and fitted ones; one more if its lanes were reordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +116,13 @@ class GroupSearch:
         """Return the plans found, the fastest first, including plans no faster than the known ones."""
         hopes = sorted(self.promising_candidates(), key=lambda hope: hope.step_s)
         guessed = sorted(self.search_programs(hopes), key=lambda hope: hope.step_s)
-        evaluated = self.evaluate_candidates(guessed[:LOOKS])
+        evaluated = self.evaluate_candidates(guessed[: GROUP_BUDGET.layouts])
         best = {hope.layout: hope for hope in (*(hope for _, hope in evaluated[:1]), *guessed[:1])}.values()
         network = self.context.network
         evaluated += self.evaluate_candidates(
             replace(hope, layout=plan) for hope in best for plan in reorder_lanes(network, hope.layout)
         )
-        first = [plan for plan, _ in evaluated[:BEST]]
+        first = [plan for plan, _ in evaluated[: GROUP_BUDGET.fitted_layouts]]
         ranked = [plan for plan, _ in sorted(evaluated, key=lambda plan: plan[0].rank_key)]
         first += [plan for plan in ranked[:1] if plan not in first]
         fitted_plans = [fitted for plan in first for fitted in self.other_orders(plan)]
@@ -183,7 +166,8 @@ class GroupSearch:
 
         The most promising ones come first, until enough programs were searched.
         """
-        limit = PROGRAMS[self.context.network.devices > FEW]
+        is_large = self.context.network.devices > GROUP_BUDGET.exhaustive_devices
+        limit = GROUP_BUDGET.programs_on_many if is_large else GROUP_BUDGET.programs
         for hope in hopes:
             lanes, count = len(hope.layout.lanes), hope.microbatches
             if step_bound_s(self.lane_loads(hope, self.expected_cost_s), lanes, count) >= self.best_s * (1 - TIE):
@@ -222,7 +206,7 @@ class GroupSearch:
             return floor_s
         cost_s = self.oracle.least_s(ask)
         key = self.floors.lane_key(lane)
-        self.over[key] = min(self.over.get(key, float("inf")), max(1.0, ALIKE * cost_s / floor_s))
+        self.over[key] = min(self.over.get(key, float("inf")), max(1.0, GROUP_BUDGET.ratio_discount * cost_s / floor_s))
         return cost_s
 
     def known_cost_s(self, lane: tuple[Devices, ...], ask: GroupRequest | None, floor_s: float) -> float:
@@ -254,9 +238,10 @@ class GroupSearch:
         """Return the evaluated candidates, the fastest first, stopping when none can win or the budget is spent."""
         evaluated: list[tuple[EvaluatedPlan, GroupCandidate]] = []
         for hope in hopes:
-            if self.spent > (ACTIONS if self.best_s < float("inf") else PATIENCE * ACTIONS):
+            patience = 1 if self.best_s < float("inf") else GROUP_BUDGET.infeasible_factor
+            if self.spent > GROUP_BUDGET.simulated_actions * patience:
                 break
-            if hope.step_s > self.best_s * (1 + HOPE):
+            if hope.step_s > self.best_s * (1 + FITTING_BUDGET.step_slack):
                 break
             new = self.evaluate_candidate(hope)
             self.best_s = min((self.best_s, *(plan.step_s for plan in new)))
@@ -275,7 +260,7 @@ class GroupSearch:
             candidate = SearchCandidate(decisions)
             again: float | None = 0.0
             try:
-                while again is not None and again < self.best_s * (1 + HOPE):
+                while again is not None and again < self.best_s * (1 + FITTING_BUDGET.step_slack):
                     again = self.searcher.raise_level(candidate, again)
             except FormsError:  # the layers at a cut have incompatible forms
                 return []

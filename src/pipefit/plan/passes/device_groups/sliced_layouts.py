@@ -11,15 +11,10 @@ from dataclasses import replace
 
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
 from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job
-
-LAYOUTS = 2
-"""Number of layouts that get slices: those with the smallest step time excluding the pipeline bubble."""
-
-DEVICES = 128
-"""On more devices than this groups get no slices: every evaluation costs more."""
 
 NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
 
@@ -31,13 +26,13 @@ def with_slices(
 
     Layouts whose step time excluding the pipeline bubble is not below `best_s` are left out.
     """
-    if context.network.devices > DEVICES:
+    if context.network.devices > GROUP_BUDGET.slicing_devices:
         return [], 0
     promising = [plan for plan in made if plan.decisions.lane_count > 1 and _full_s(plan) < best_s]
     faster, simulated = [], 0
     layouts: set[tuple[int, ...]] = set()
     for plan in sorted(promising, key=_full_s):
-        if plan.decisions.devices in layouts or len(layouts) == LAYOUTS:
+        if plan.decisions.devices in layouts or len(layouts) == GROUP_BUDGET.sliced_layouts:
             continue
         layouts.add(plan.decisions.devices)
         fixed = replace(constraints, microbatches=plan.decisions.microbatches, shards=max(_lane_shards(plan), key=sum))
