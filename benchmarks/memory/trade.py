@@ -29,6 +29,7 @@ from benchmarks.processes.paced import be_punctual
 from benchmarks.processes.paced_links import LinkedPace, stamps
 from benchmarks.processes.ranks import in_ranks, join_group
 from benchmarks.processes.ratios import paired_ratio
+from pipefit.plan.request.constraints import Constraints
 
 FIXED = ("1f1b", "interleaved-1f1b", "zb-v", "v-half", "v-min")
 MODEL, LANES = "llama-3-8b", 4
@@ -129,12 +130,12 @@ def make_plans(case: Case, fixed: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     if case.memory_bytes:
         kinds = {name: replace(kind, memory_bytes=int(case.memory_bytes)) for name, kind in cluster.kinds.items()}
         cluster = replace(cluster, kinds=kinds)
-    bench = PlannerContext(open_model(MODEL), cluster)
+    context = PlannerContext(open_model(MODEL), cluster)
     job = Job(batch=case.batch, sequence=case.sequence, precision="bfloat16")
     found: dict[str, dict[str, Any]] = {}
     for name in ("chosen", *fixed):
-        pins = {"replicas": (1,), "devices": LANES, "slices": 1, **({} if name == "chosen" else {"schedule": name})}
-        fitting = best_plans(bench, job, pins).fitting
+        constraints = Constraints(replicas=(1,), devices=LANES, slices=1, schedule=None if name == "chosen" else name)
+        fitting = best_plans(context, job, constraints).fitting
         if fitting:
             found[name] = emulated(fitting[0], case)
     return found
@@ -232,9 +233,9 @@ class Side:
         from pipefit.run.worker.build import build_worker
 
         decisions = replace(plan["decisions"], recompute=("none",), devices=())
-        bench = PlannerContext(model, local_cluster(LANES, FIXED_MACHINE))
-        parts = bench.make_skeleton(Job(batch=plan["batch"], sequence=8, precision="float32"), decisions)
-        small = bench.assemble_plan(parts, decisions, plan["lanes"])
+        context = PlannerContext(model, local_cluster(LANES, FIXED_MACHINE))
+        parts = context.make_skeleton(Job(batch=plan["batch"], sequence=8, precision="float32"), decisions)
+        small = context.assemble_plan(parts, decisions, plan["lanes"])
         device = torch.device("cpu")
         self.worker = build_worker(small, model, comms, device, OptimizerConfig())
         self.divisor = small.job.batch * small.job.sequence

@@ -151,7 +151,7 @@ def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dic
     model, job = setting.model(training), setting.job
     with samples_of(sigma, job, setting.make) as (index, samples):
         monolithic = Monolithic(model, cluster, job, samples)
-        found = {"ours": make_plan(model, cluster, job, {}, samples=samples, arrange=arranged_samples)}
+        found = {"ours": make_plan(model, cluster, job, samples=samples, arrange=arranged_samples)}
         rated = monolithic.rated()
         chosen = rivals(rated)
         found |= {name: monolithic.plan(one.layout) for name, one in chosen.items()}
@@ -162,7 +162,7 @@ def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dic
         "sigma": sigma,
         "training": training,
         "batch": job.batch,
-        "devices": monolithic.bench.network.devices,
+        "devices": monolithic.context.network.devices,
         "enumerated": len(rated),
         "efficiency": monolithic.efficiency(),
         "shares": monolithic.shares(),

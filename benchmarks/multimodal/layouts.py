@@ -29,6 +29,7 @@ from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.port_contention import contended_costs
 from pipefit.plan.modules.costing import CostedModule, ModuleCosting
 from pipefit.plan.modules.profile import even_cuts
+from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import SampledBatches, StageShares
@@ -80,13 +81,13 @@ class Monolithic:
     """Makes and simulates such layouts of one model for one job."""
 
     def __init__(self, model: Model, cluster: Cluster, job: Job, samples: SampledBatches) -> None:
-        self.bench, self.job, self.samples = PlannerContext(model, cluster), job, samples
-        costing = ModuleCosting(self.bench.programs, self.bench.network, self.bench.layers, job, samples)
-        self.costed: list[CostedModule] = [costing.profile_module(module, {}) for module in model.modules]
+        self.context, self.job, self.samples = PlannerContext(model, cluster), job, samples
+        costing = ModuleCosting(self.context.programs, self.context.network, self.context.layers, job, samples)
+        self.costed: list[CostedModule] = [costing.profile_module(module, NO_CONSTRAINTS) for module in model.modules]
 
     def layouts(self, least_devices: int, schedules: Sequence[str] = ("1f1b",)) -> Iterator[Layout]:
         """All of them that take at least so many of the devices, whatever they need of memory."""
-        devices, batch = self.bench.network.devices, self.job.batch
+        devices, batch = self.context.network.devices, self.job.batch
         layers = len(self.costed[1].profile.ways[0].sample_s)
         for ends in ("apart", "merged"):
             for shards in sorted({way.shards for way in self.costed[1].ways}):
@@ -115,26 +116,26 @@ class Monolithic:
             arranging = replace(self.arranging(layout), order=False)
         shares = [StageShares(own.replicas) for _, own in decisions.modules for _ in range(own.stage_count)]
         order = arranged_samples(self.samples, batch, arranging, shares, layout.microbatches)
-        names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
+        names = dict.fromkeys(["samples", *(module.space for module in self.context.model.modules)])
         spaces = [self.samples.to_space(name, self.job, batch, order) for name in names]
         try:
-            parts = module_skeleton(self.bench.model, self.bench.programs, self.job, decisions, spaces)
+            parts = module_skeleton(self.context.model, self.context.programs, self.job, decisions, spaces)
             if layout.ends == "merged":
                 parts = merged(parts, layout.stages)
-            work = pipeline_work(parts, self.bench.programs)
-            costs = contended_costs(self.bench, work)
+            work = pipeline_work(parts, self.context.programs)
+            costs = contended_costs(self.context, work)
             if layout.ends == "merged":
                 computed = inline_order(FAMILIES[layout.schedule].build, order_problem(parts, costs))
             else:
                 computed = computed_schedule(layout.schedule, parts, costs)
-            return simulate_candidate(self.bench, decisions, parts, work, costs, computed)
+            return simulate_candidate(self.context, decisions, parts, work, costs, computed)
         except (PlanError, ScheduleError):
             return None
 
     def rated(self) -> list[Rated]:
         """All layouts on at least three quarters of the devices under 1F1B; the best of them under other schedules and
         with their optimizer state whole, too, as the planner does."""
-        least = -(-3 * self.bench.network.devices // 4)
+        least = -(-3 * self.context.network.devices // 4)
         found = [one for layout in self.layouts(least) if (one := self._rated(layout)) is not None]
         for ends in ("apart", "merged"):
             own = sorted((one for one in found if one.layout.ends == ends and one.fits), key=lambda one: one.step_s)
@@ -185,8 +186,8 @@ class Monolithic:
         arranging = arranging or self.arranging(layout)
         found = self.simulate(layout, 0, arranging)
         assert found is not None
-        plan = self.bench.assemble_plan(found.parts, found.decisions, found.simulation.timeline.schedule)
-        return replace(add_prediction(plan, self.bench.model, found.simulation, 0.0), arranging=arranging)
+        plan = self.context.assemble_plan(found.parts, found.decisions, found.simulation.timeline.schedule)
+        return replace(add_prediction(plan, self.context.model, found.simulation, 0.0), arranging=arranging)
 
     def decisions(self, layout: Layout) -> MultiModuleConfig | None:
         """The choices of a layout, its lanes one behind the other; None where a module has no such way."""

@@ -47,6 +47,7 @@ from pipefit.cluster import Cluster
 from pipefit.plan.modules.inline import inline_layouts
 from pipefit.plan.modules.orchestrate import ModuleArrangement, OrchestrationResult, can_share, orchestrate_modules
 from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
+from pipefit.plan.request.constraints import Constraints
 from pipefit.units import format_seconds
 
 Rows = Iterator[dict[str, Any]]
@@ -392,7 +393,7 @@ def planned(name: str, cluster: str, devices: int, batch: int, sigma: float) -> 
     samples = SampledBatches(tokens=tokens, squares=squares, note=f"samples: lognormal, sigma {sigma}")
     began, began_cpu = time.perf_counter(), time.process_time()
     job = Job(batch=batch, sequence=SEQUENCE, precision="bfloat16")
-    plan = make_plan(model, found, job, {"devices": devices}, samples=samples)
+    plan = make_plan(model, found, job, Constraints(devices=devices), samples=samples)
     assert plan.prediction is not None
     step_s = plan.prediction.step_s
     return {

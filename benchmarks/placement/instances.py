@@ -64,7 +64,7 @@ class Instance:
         return replace(cluster, rails=(rail,))
 
     @cached_property
-    def bench(self) -> PlannerContext:
+    def context(self) -> PlannerContext:
         return PlannerContext(stack(2 * self.stages, self.width), self.cluster)
 
     @property
@@ -88,7 +88,7 @@ class Instance:
     def simulated(self, decisions: ParallelConfig) -> EvaluatedPlan:
         """The simulated candidate, its order lowered for its own times, all replicas in step."""
         return without_contention(
-            evaluate_candidate(self.bench, decisions, self.bench.make_skeleton(self.job, decisions))
+            evaluate_candidate(self.context, decisions, self.context.make_skeleton(self.job, decisions))
         )
 
     def step_s(self, devices: tuple[int, ...] | list[int] | NDArray[Any]) -> float:
@@ -97,7 +97,9 @@ class Instance:
         return self.simulated(self.decisions(devices=tuple(int(d) for d in devices[:count]))).step_s
 
     def question(self, start: EvaluatedPlan) -> PlacementProblem:
-        return build_problem(start.simulation.work, self.bench.network, self.bench.layers, start.simulation.timeline)
+        return build_problem(
+            start.simulation.work, self.context.network, self.context.layers, start.simulation.timeline
+        )
 
     @cached_property
     def compute_s(self) -> float:

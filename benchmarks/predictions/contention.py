@@ -31,6 +31,7 @@ from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
@@ -103,7 +104,7 @@ def plans_for(cluster: Cluster, model: Model, name: str, quick: bool) -> list[Pl
     if quick:
         choices = [laid(4, 1, 4), laid(2, 2, 4), laid(1, 4, 2)]
         return [built(cluster, model, choice, replace(JOB, batch=16)) for choice in choices]
-    chosen = make_plan(model, cluster, JOB, {"devices": 8}, name=f"small on {name}")
+    chosen = make_plan(model, cluster, JOB, Constraints(devices=8), name=f"small on {name}")
     choices = [
         laid(8, 1, 8), laid(8, 1, 16), laid(4, 2, 8), laid(4, 2, 8, inner="stage"), laid(2, 4, 4),
         laid(2, 4, 4, inner="stage"), laid(4, 2, 8, "zb-h1", inner="stage"),
@@ -127,7 +128,7 @@ def laid(lanes: int, replicas: int, microbatches: int, schedule: str = "1f1b", *
 
 def built(cluster: Cluster, model: Model, decisions: ParallelConfig, job: Job) -> Plan:
     """The plan of these decisions, with its prediction."""
-    plan = build_plan(model, cluster, job, decisions, bench=PlannerContext(model, cluster, name="small"))
+    plan = build_plan(model, cluster, job, decisions, context=PlannerContext(model, cluster, name="small"))
     return add_prediction(plan, model, simulate_plan(plan, model, cluster))
 
 
@@ -135,12 +136,12 @@ def row(
     plan: Plan, run: Measured, model: Model, cluster: Cluster, bucket_bytes: float = BUCKET_BYTES
 ) -> dict[str, Any]:
     """Measured and predicted."""
-    bench = PlannerContext(model, cluster)
+    context = PlannerContext(model, cluster)
     simulation = simulate_plan(
-        plan, model, cluster, network=bench.network, layers=bench.layers, bucket_bytes=bucket_bytes
+        plan, model, cluster, network=context.network, layers=context.layers, bucket_bytes=bucket_bytes
     )
     plain = replace(simulation.costs, contention=None)
-    predicted = {name: formula(plan, simulation, bench.network) for name, formula in MEASURES.items()}
+    predicted = {name: formula(plan, simulation, context.network) for name, formula in MEASURES.items()}
     predicted["without sharing"] = simulate_schedule(plan.order.to_schedule(), plain).makespan_s
     predicted[SIMULATOR] = simulation.timeline.makespan_s
     return {

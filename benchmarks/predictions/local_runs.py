@@ -42,6 +42,7 @@ from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.check.rules import load_plan, save_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
@@ -131,7 +132,7 @@ def vars_of(link: Any) -> dict[str, float]:
 def make_plans(cluster: Cluster, job: Job, devices: int) -> list[Plan]:
     """The planner's choice on all devices, then five that differ from it and from each other."""
     model = open_model(MODEL)
-    chosen = make_plan(model, cluster, job, {"devices": devices}, name=MODEL)
+    chosen = make_plan(model, cluster, job, Constraints(devices=devices), name=MODEL)
     plans = [chosen]
     seen = {words(chosen)}
     for decisions in others(devices):

@@ -49,15 +49,15 @@ def baseline(cluster: Cluster, model: Model, job: Job, recompute: Sequence[str] 
     one = replace(cluster.kinds[cluster.hosts[0].kind], memory_bytes=1 << 50)
     even = replace(cluster, kinds={one.name: one}, hosts=tuple(replace(host, kind=one.name) for host in cluster.hosts))
     level = PlannerContext(model, even, name="small")
-    bench = PlannerContext(model, cluster, name="small")
+    context = PlannerContext(model, cluster, name="small")
     for where, devices in subsets(cluster, job).items():
-        for choice in grids(devices, job, len(bench.only_module.layers)):
+        for choice in grids(devices, job, len(context.only_module.layers)):
             cut = level.layer_cutter.cut_layers(job, choice) if choice.stages > 1 else None
             for again in recompute:
                 decisions = replace(choice, cuts=cut.cuts if cut is not None else (), recompute=(again,))  # type: ignore[arg-type]
-                plan = build_plan(model, cluster, job, decisions, bench=bench)
-                simulation = simulate_plan(plan, model, cluster, network=bench.network, layers=bench.layers)
-                predicted = {name: formula(plan, simulation, bench.network) for name, formula in FORMULAS.items()}
+                plan = build_plan(model, cluster, job, decisions, context=context)
+                simulation = simulate_plan(plan, model, cluster, network=context.network, layers=context.layers)
+                predicted = {name: formula(plan, simulation, context.network) for name, formula in FORMULAS.items()}
                 predicted[SIMULATOR] = simulation.timeline.makespan_s
                 yield Tried(where, add_prediction(plan, model, simulation), predicted)
 

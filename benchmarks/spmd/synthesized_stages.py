@@ -31,6 +31,7 @@ from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.types import Job, Plan
 
 LABS = ("islands",)
@@ -40,11 +41,11 @@ QUICK = replace(JOB, sequence=64)
 TARGET = 1.15
 """Least gain over both rivals."""
 
-PINS: Mapping[str, Mapping[str, Any]] = {
-    "ours": {},
-    "pipeline": {"shards": (1,)},
-    "program": {"stages": 1},
-    "even": {"shards": (1, 1, 1, 1), "sharding": "searched", "replicas": (1,), "microbatches": 4},
+CONSTRAINTS: Mapping[str, Constraints] = {
+    "ours": NO_CONSTRAINTS,
+    "pipeline": Constraints(shards=(1,)),
+    "program": Constraints(stages=1),
+    "even": Constraints(shards=(1, 1, 1, 1), sharding="searched", replicas=(1,), microbatches=4),
 }
 RIVALS = ("pipeline", "program")
 
@@ -75,25 +76,27 @@ def measure(name: str, job: Job, arguments: Namespace) -> dict[str, Any]:
     model = small_model(LAYERS)
     with lab_of(name) as lab:
         cluster = profiled(lab, model, job.sequence, quick=arguments.quick, **({} if arguments.quick else PROFILE))
-        plans = {who: plan for who, pins in PINS.items() if (plan := planned(model, cluster, job, pins)) is not None}
+        plans = {
+            who: plan for who, fixed in CONSTRAINTS.items() if (plan := planned(model, cluster, job, fixed)) is not None
+        }
         runs = run_again(lab, plans, model, tries=AGAIN, steps=arguments.steps)
     return summary(name, bound_s(model, cluster, job), {who: line(plans[who], runs[who]) for who in plans})
 
 
-def planned(model: Model, cluster: Cluster, job: Job, pins: Mapping[str, Any]) -> Plan | None:
-    """The planner's choice; None where these devices cannot be grouped as it is pinned."""
+def planned(model: Model, cluster: Cluster, job: Job, constraints: Constraints) -> Plan | None:
+    """The planner's choice; None where these devices cannot be grouped as the constraints ask."""
     try:
-        return make_plan(model, cluster, job, pins, name=f"small on {cluster.name}")
+        return make_plan(model, cluster, job, constraints, name=f"small on {cluster.name}")
     except PipefitError:
-        if not pins:
+        if constraints == NO_CONSTRAINTS:
             raise
         return None
 
 
 def bound_s(model: Model, cluster: Cluster, job: Job) -> float:
     """A step of all devices together, each as fast as it was measured with the whole batch."""
-    bench = PlannerContext(model, cluster)
-    time_s, kinds = bench.layer_cutter.row_time(job, "none"), bench.layer_cutter.fleet.kind
+    context = PlannerContext(model, cluster)
+    time_s, kinds = context.layer_cutter.row_time(job, "none"), context.layer_cutter.fleet.kind
     return 1 / sum(1 / time_s(int(kind), job.batch) for kind in kinds)
 
 

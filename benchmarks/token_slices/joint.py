@@ -1,4 +1,4 @@
-"""Our joint plan for one of TeraPipe's settings: the planner, with the layout pinned and everything else free.
+"""Our joint plan for one of TeraPipe's settings: the planner, with the layout fixed and everything else free.
 
 Replicas, stages' lanes, shards and the even cut of the layers are the published ones. Microbatches, slices, schedule
 and recomputation are the planner's choice, within the memory that is asked for: that of a V100, and where TeraPipe
@@ -8,15 +8,13 @@ bound is what slice-1F1B holds on the first stage, and half of everything where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from benchmarks.token_slices.replay import Ran, job_of, ran, workbench
+from benchmarks.token_slices.replay import Ran, job_of, planner_context, ran
 from benchmarks.token_slices.v100 import Constants, Setting, reduction_s
 from pipefit.errors import PipefitError
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import Constraints
 
 MEMORY_BYTES = 16e9
 TURNS = (1, 2)
@@ -40,9 +38,11 @@ def joint(row: Setting, constants: Constants, theirs: Ran) -> Ran:
     for turns in TURNS:
         if row.layers_per_stage % turns:
             continue
-        bench, fixed = workbench(row, constants, turns, limit), pins(row, turns)
+        context, fixed = planner_context(row, constants, turns, limit), published_constraints(row, turns)
         try:
-            found += reslice_best(bench, job_of(row), fixed, search_plans(bench, job_of(row), fixed, top=1)).fitting[:1]
+            found += reslice_best(
+                context, job_of(row), fixed, search_plans(context, job_of(row), fixed, top=1)
+            ).fitting[:1]
         except PipefitError as error:
             errors.append(error)
     if not found and errors:
@@ -50,21 +50,21 @@ def joint(row: Setting, constants: Constants, theirs: Ran) -> Ran:
     return as_ran(row, constants, min(found, key=lambda one: one.step_s))
 
 
-def pins(row: Setting, turns: int) -> Mapping[str, Any]:
+def published_constraints(row: Setting, turns: int) -> Constraints:
     """The published layout."""
     stages = row.stages * turns
     each = row.layers // stages
-    sharding = {"sharding": "megatron"} if row.shards > 1 else {}
-    return sharding | {
-        "replicas": (1,) * row.replicas,
-        "stages": stages,
-        "shards": (1,) * row.shards,
-        "inner": "stage",
-        "zero1": False,
-        "cuts": tuple(1 + each * index for index in range(1, stages)),
-        "devices": row.replicas * row.stages * row.shards,
-        "mapping": "hostname",
-    }
+    return Constraints(
+        replicas=(1,) * row.replicas,
+        stages=stages,
+        shards=(1,) * row.shards,
+        sharding="megatron" if row.shards > 1 else None,
+        inner="stage",
+        zero1=False,
+        cuts=tuple(1 + each * index for index in range(1, stages)),
+        devices=row.replicas * row.stages * row.shards,
+        mapping="hostname",
+    )
 
 
 def as_ran(row: Setting, constants: Constants, one: EvaluatedPlan) -> Ran:

@@ -42,6 +42,7 @@ from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.slicing.cuts import equal_cost, uniform_slices
 from pipefit.plan.slicing.refine import refine_slices
@@ -179,15 +180,15 @@ def plans_for_four(model: Model, cluster: Cluster) -> dict[str, Plan]:
     }
 
 
-PINS: dict[str, Any] = {"replicas": (1,), "devices": LANES, "recompute": ("none",), "mapping": "hostname"}
+CONSTRAINTS = Constraints(replicas=(1,), devices=LANES, recompute=("none",), mapping="hostname")
 """One pipeline of all devices; nothing is recomputed, as in TeraPipe."""
 
 
 def planned(model: Model, cluster: Cluster, job: Job) -> Plan:
     """What the planner finds."""
-    bench = PlannerContext(model, cluster)
-    one = reslice_best(bench, job, PINS, search_plans(bench, job, PINS, top=1)).fitting[0]
-    plan = bench.assemble_plan(one.parts, one.decisions, one.simulation.timeline.schedule)
+    context = PlannerContext(model, cluster)
+    one = reslice_best(context, job, CONSTRAINTS, search_plans(context, job, CONSTRAINTS, top=1)).fitting[0]
+    plan = context.assemble_plan(one.parts, one.decisions, one.simulation.timeline.schedule)
     return add_prediction(plan, model, one.simulation)
 
 
@@ -196,7 +197,7 @@ class Maker:
 
     def __init__(self, model: Model, cluster: Cluster, job: Job) -> None:
         self.model, self.cluster, self.job = model, cluster, job
-        self.bench = PlannerContext(model, cluster)
+        self.context = PlannerContext(model, cluster)
         self.known = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-h2": 1, "interleaved-1f1b": 2}
         "Schedules, and their stages a lane."
 
@@ -212,7 +213,7 @@ class Maker:
             schedule=schedule,
             slices=slices,
         )
-        made = build_plan(self.model, self.cluster, self.job, decisions, bench=self.bench)
+        made = build_plan(self.model, self.cluster, self.job, decisions, context=self.context)
         return add_prediction(made, self.model, simulate_plan(made, self.model, self.cluster))
 
     def refined(self, schedule: str, start: tuple[int, ...]) -> Plan:

@@ -159,11 +159,11 @@ def run(
     row: Setting, constants: Constants, schedule: str, *, rows: int = 1, slices: tuple[int, ...] = (), turns: int = 1
 ) -> Ran:
     """A schedule on the setting's layout."""
-    bench = workbench(row, constants, turns)
+    context = planner_context(row, constants, turns)
     decisions = laid_out(row, turns, microbatches=row.sequences // rows, schedule=schedule, slices=slices)
-    parts = bench.make_skeleton(job_of(row), decisions)
-    costs = bench.build_cost_table(parts)
-    timeline = simulate_schedule(bench.build_schedule(parts, decisions, costs), costs)
+    parts = context.make_skeleton(job_of(row), decisions)
+    costs = context.build_cost_table(parts)
+    timeline = simulate_schedule(context.build_schedule(parts, decisions, costs), costs)
     return ran(schedule, rows, slices, timeline, costs.static_bytes, reduction_s(row, constants))
 
 
@@ -182,7 +182,7 @@ def ran(
     )
 
 
-def workbench(row: Setting, constants: Constants, turns: int = 1, memory_bytes: float = 16e9) -> PlannerContext:
+def planner_context(row: Setting, constants: Constants, turns: int = 1, memory_bytes: float = 16e9) -> PlannerContext:
     """The setting's model and machines, `turns` stages a lane."""
     model = model_of(row.hidden, row.layers, row.sequence)
     layers = V100Costs(row, constants, row.layers_per_stage // turns)

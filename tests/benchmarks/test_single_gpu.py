@@ -35,8 +35,8 @@ def planned_bytes(shape):
     """What a user reads of the same training in the plan that `pipefit plan` makes."""
     words = ["--model", "tiny", "--local", "1", "--precision", shape["precision"], "--seq", str(shape["tokens"])]
     words += ["--batch", str(shape["rows"] * shape["microbatches"]), "--json"]
-    pins = {"stages": 1, "replicas": 1, "microbatches": shape["microbatches"], "recompute": shape["recompute"]}
-    words += [word for key, value in pins.items() for word in ("--fix", f"{key}={value}")]
+    constraints = {"stages": 1, "replicas": 1, "microbatches": shape["microbatches"], "recompute": shape["recompute"]}
+    words += [word for key, value in constraints.items() for word in ("--fix", f"{key}={value}")]
     command = [sys.executable, "-m", "pipefit", "plan", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

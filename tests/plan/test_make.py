@@ -35,15 +35,15 @@ def test_no_pass_returns_a_slower_plan_and_the_last_result_is_the_plan(cluster: 
         state = search_pass(request, state)
         steps.append(state.result.fitting[0].step_s)
     assert steps == sorted(steps, reverse=True) and steps[-1] < float("inf")
-    plan = make_plan(request.bench.model, request.bench.cluster, JOB, parse_constraints(fixes))
+    plan = make_plan(request.context.model, request.context.cluster, JOB, parse_constraints(fixes))
     assert plan.prediction is not None and plan.prediction.step_s == steps[-1]
 
 
 def test_the_passes_stop_where_nothing_fits() -> None:
     cluster = parse_spec("2xA100-80")
     small = {name: replace(kind, memory_bytes=10**6) for name, kind in cluster.kinds.items()}
-    bench = PlannerContext(toy_model(6), replace(cluster, kinds=small))
-    request, state = SearchRequest(bench, JOB, parse_constraints(["stages=2"]), 5, None), PassState(NOTHING_SEARCHED)
+    context = PlannerContext(toy_model(6), replace(cluster, kinds=small))
+    request, state = SearchRequest(context, JOB, parse_constraints(["stages=2"]), 5, None), PassState(NOTHING_SEARCHED)
     with pytest.raises(DoesNotFitError):
         for search_pass in PASSES:
             state = search_pass(request, state)

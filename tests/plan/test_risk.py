@@ -21,6 +21,7 @@ from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.explain.text import explain_text, memory_table
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.risk import analytic_limit_bytes, attach_risk, make_plan_at_risk, peak_parts
 from pipefit.plan.types import Job, Plan
@@ -126,7 +127,7 @@ def test_what_is_printed_of_fitting_is_by_the_correction() -> None:
     best = make_plan(toy_model(), cluster(1e12), JOB)
     small = cluster(1.2 * need(best, 1.0, 1.0))
     assert small.kinds[KIND].memory_bytes < WORKSPACE_BYTES
-    plan = make_plan_at_risk(toy_model(), small, JOB, facts(), pins={"stages": 2, "replicas": (1,)})
+    plan = make_plan_at_risk(toy_model(), small, JOB, facts(), constraints=Constraints(stages=2, replicas=(1,)))
     assert plan.prediction is not None
     used = [row[-4] for row in memory_table(plan).rows]
     assert all(0 < float(one.rstrip("%")) <= 100 for one in used)

@@ -33,8 +33,8 @@ PLACED = {
 @lru_cache
 def subject(placement: str) -> ReportSubject:
     model = three_modules()
-    pins = parse_constraints(PLACED[placement])
-    plan = make_plan(model, CLUSTER, Job(batch=8, sequence=4096), pins, samples=skewed_samples(8, mean=300))
+    constraints = parse_constraints(PLACED[placement])
+    plan = make_plan(model, CLUSTER, Job(batch=8, sequence=4096), constraints, samples=skewed_samples(8, mean=300))
     return make_subject(plan, model, CLUSTER)
 
 

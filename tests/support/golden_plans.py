@@ -46,9 +46,9 @@ class Golden:
 def v_placement() -> Golden:
     """Two lanes, four stages: lane 0 holds the first and the last. The order is written by hand, W after I."""
     model, cluster = toy_model(5), toy_cluster(1, 2)
-    bench = PlannerContext(model, cluster)
+    context = PlannerContext(model, cluster)
     decisions = ParallelConfig(stages=4, cuts=(2, 4, 6), placement=(0, 1, 1, 0), microbatches=4, schedule="v-by-hand")
-    parts = bench.make_skeleton(JOB, decisions)
+    parts = context.make_skeleton(JOB, decisions)
     lanes = parse_lanes(
         (
             "0F0 0F1 3F0 3I0 0F2 3F1 3I1 3W0 0I0 0F3 3F2 3I2 3W1 0I1 0W0 3F3 3I3 3W2 0I2 0W1 3W3 0I3 0W2 0W3",
@@ -56,11 +56,11 @@ def v_placement() -> Golden:
         )
     )
     computed = Schedule(name="v-by-hand", placement=(0, 1, 1, 0), microbatches=4, slices=1, lanes=lanes)
-    parameters = bench.plan_parameters(parts, decisions)
+    parameters = context.plan_parameters(parts, decisions)
     lowered = lower_for_plan(
-        computed, parts.groups, parts.stages, parts.edges, parameters, bench.build_cost_table(parts)
+        computed, parts.groups, parts.stages, parts.edges, parameters, context.build_cost_table(parts)
     )
-    return Golden(model, cluster, bench.assemble_plan(parts, decisions, lowered))
+    return Golden(model, cluster, context.assemble_plan(parts, decisions, lowered))
 
 
 def slices() -> Golden:

@@ -41,14 +41,14 @@ MACHINE = LocalMachine(cores=4, frequency_hz=2.1e9, memory_bytes=16 * 2**30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A plan that is asked for: searched under pins, or built from decisions."""
+    """A plan that is asked for: searched under constraints, or built from decisions."""
 
     model: str = "toy 6"
     cluster: str = "4xA100-80"
     batch: int = 8
     sequence: int = 64
     precision: str = "float32"
-    pins: tuple[str, ...] = ()
+    constraints: tuple[str, ...] = ()
     decisions: Mapping[str, Any] | None = None
     "Where given, nothing is searched."
     light: bool = True
@@ -66,62 +66,73 @@ REQUESTS: Mapping[str, Request] = {
         cluster="8xH100",
         batch=16,
         precision="bfloat16",
-        pins=("recompute=none", "schedule=1f1b"),
+        constraints=("recompute=none", "schedule=1f1b"),
         light=False,
     ),
     "llama on two hosts": Request(
-        model="tiny-llama", cluster="2x4xA100-80:200Gbit/s", batch=16, pins=("schedule=1f1b", "stages=2")
+        model="tiny-llama", cluster="2x4xA100-80:200Gbit/s", batch=16, constraints=("schedule=1f1b", "stages=2")
     ),
-    "llama local": Request(model="tiny-llama", cluster="local 4", pins=("stages=2", "microbatches=4"), light=False),
+    "llama local": Request(
+        model="tiny-llama", cluster="local 4", constraints=("stages=2", "microbatches=4"), light=False
+    ),
     "llama local free": Request(model="tiny-llama", cluster="local 2", light=False),
-    "gpt2 on 4xV100": Request(model="tiny-gpt2", cluster="4xV100", pins=("recompute=none",), light=False),
-    "gpt2 zero1": Request(model="tiny-gpt2", cluster="4xA100-40", pins=("replicas=4", "zero1=true")),
+    "gpt2 on 4xV100": Request(model="tiny-gpt2", cluster="4xV100", constraints=("recompute=none",), light=False),
+    "gpt2 zero1": Request(model="tiny-gpt2", cluster="4xA100-40", constraints=("replicas=4", "zero1=true")),
     "gpt2 sliced": Request(
-        model="tiny-gpt2", cluster="2xA100-80", pins=("stages=2", "slices=4", "schedule=1f1b"), light=False
+        model="tiny-gpt2", cluster="2xA100-80", constraints=("stages=2", "slices=4", "schedule=1f1b"), light=False
     ),
     "mixtral on mixed kinds": Request(
         model="tiny-mixtral",
         cluster="mixed",
         batch=24,
-        pins=("stages=2", "microbatches=4", "recompute=none", "zero1=false"),
+        constraints=("stages=2", "microbatches=4", "recompute=none", "zero1=false"),
         light=False,
     ),
     "mixtral shards": Request(
-        model="tiny-mixtral", cluster="2x2xH100:100Gbit/s", pins=("shards=2", "sharding=megatron-sp")
+        model="tiny-mixtral", cluster="2x2xH100:100Gbit/s", constraints=("shards=2", "sharding=megatron-sp")
     ),
     "qwen3 recomputed": Request(
-        model="tiny-qwen3", cluster="4xH100", pins=("recompute=full", "stages=4", "schedule=gpipe")
+        model="tiny-qwen3", cluster="4xH100", constraints=("recompute=full", "stages=4", "schedule=gpipe")
     ),
     "qwen3 searched shards": Request(
-        model="tiny-qwen3", cluster="4xA100-80", pins=("shards=2", "sharding=searched", "stages=2"), light=False
+        model="tiny-qwen3", cluster="4xA100-80", constraints=("shards=2", "sharding=searched", "stages=2"), light=False
     ),
     "multimodal": Request(model="multimodal-tiny", cluster="4xH100", sequence=128, light=False),
     # searched, of models that are plain data
     "toy free": Request(light=False),
-    "toy fit": Request(cluster="3xA100-80", pins=("schedule=fit", "stages=3"), light=False),
-    "toy fit split in two": Request(cluster="2xA100-80", pins=("schedule=fit", "placement=0,1,1,0"), light=False),
+    "toy fit": Request(cluster="3xA100-80", constraints=("schedule=fit", "stages=3"), light=False),
+    "toy fit split in two": Request(
+        cluster="2xA100-80", constraints=("schedule=fit", "placement=0,1,1,0"), light=False
+    ),
     "toy uneven links": Request(
-        cluster="skewed 6", batch=24, sequence=512, pins=("stages=3", "mapping=search"), light=False
+        cluster="skewed 6", batch=24, sequence=512, constraints=("stages=3", "mapping=search"), light=False
     ),
     "toy uneven links, many hosts": Request(
-        model="toy 13", cluster="skewed 16", batch=32, sequence=512, pins=("stages=8", "schedule=1f1b"), light=False
+        model="toy 13",
+        cluster="skewed 16",
+        batch=32,
+        sequence=512,
+        constraints=("stages=8", "schedule=1f1b"),
+        light=False,
     ),
-    "toy measured": Request(cluster="measured 4", batch=12, sequence=256, pins=("schedule=1f1b",)),
+    "toy measured": Request(cluster="measured 4", batch=12, sequence=256, constraints=("schedule=1f1b",)),
     "toy measured shards": Request(
-        cluster="measured 4", batch=12, sequence=256, pins=("shards=2", "sharding=searched"), light=False
+        cluster="measured 4", batch=12, sequence=256, constraints=("shards=2", "sharding=searched"), light=False
     ),
-    "toy slices free": Request(cluster="2xA100-80", batch=2, sequence=512, pins=("stages=2", "slices=8"), light=False),
-    "toy uneven replicas": Request(cluster="3xA100-80", batch=12, pins=("replicas=2:1", "schedule=1f1b")),
+    "toy slices free": Request(
+        cluster="2xA100-80", batch=2, sequence=512, constraints=("stages=2", "slices=8"), light=False
+    ),
+    "toy uneven replicas": Request(cluster="3xA100-80", batch=12, constraints=("replicas=2:1", "schedule=1f1b")),
     "toy mixed kinds": Request(
         cluster="mixed",
         batch=24,
         sequence=256,
-        pins=("stages=3", "microbatches=4", "schedule=1f1b", "recompute=none", "zero1=false"),
+        constraints=("stages=3", "microbatches=4", "schedule=1f1b", "recompute=none", "zero1=false"),
     ),
-    "toy tied": Request(model="toy tied", cluster="2xV100", pins=("stages=2", "schedule=zb-h1")),
+    "toy tied": Request(model="toy tied", cluster="2xV100", constraints=("stages=2", "schedule=zb-h1")),
     "three modules": Request(model="three", cluster="8xA100-80", sequence=4096, light=False),
     "three modules disjoint": Request(
-        model="three", cluster="4xA100-80", sequence=4096, pins=("modules=disjoint",), light=False
+        model="three", cluster="4xA100-80", sequence=4096, constraints=("modules=disjoint",), light=False
     ),
     # built from decisions
     "built gpipe": Request(decisions=built(stages=4, microbatches=8, schedule="gpipe")),
@@ -245,7 +256,7 @@ def plan_of(request: Request) -> Plan:
         plan = build_plan(model, cluster, job, ParallelConfig(**request.decisions), name=request.model)
         return add_prediction(plan, model, simulate_plan(plan, model, cluster))
     given = samples(request.batch) if request.model == "three" else None
-    return make_plan(model, cluster, job, parse_constraints(request.pins), name=request.model, samples=given)
+    return make_plan(model, cluster, job, parse_constraints(request.constraints), name=request.model, samples=given)
 
 
 def without_notes(plan: Plan) -> Plan:

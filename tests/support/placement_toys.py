@@ -48,7 +48,7 @@ def skewed_cluster(hosts: int, devices: int = 1, *, seed: int = 0, rails: int = 
 class Candidate:
     """A candidate with everything that was worked out about it."""
 
-    bench: PlannerContext
+    context: PlannerContext
     job: Job
     decisions: ParallelConfig
     work: PipelineWork
@@ -63,8 +63,8 @@ class Candidate:
     def costs_of(self, device: Ints) -> CostTable:
         """The real cost table of another placement."""
         chosen = tuple(device[: self.question.shape.slots].tolist())
-        parts = self.bench.make_skeleton(self.job, replace(self.decisions, devices=chosen))
-        return cost_table(pipeline_work(parts, self.bench.programs), self.bench.network, self.bench.layers)
+        parts = self.context.make_skeleton(self.job, replace(self.decisions, devices=chosen))
+        return cost_table(pipeline_work(parts, self.context.programs), self.context.network, self.context.layers)
 
     def permutations(self, count: int, seed: int = 0) -> list[Ints]:
         random = np.random.default_rng(seed)
@@ -74,15 +74,15 @@ class Candidate:
 def candidate(
     cluster: Cluster, decisions: ParallelConfig, *, batch: int = 48, layers: int = 9, tied: bool = False
 ) -> Candidate:
-    bench = PlannerContext(toy_model(layers, tied=tied), cluster)
+    context = PlannerContext(toy_model(layers, tied=tied), cluster)
     job = Job(batch=batch, sequence=128)
-    cut = bench.layer_cutter.cut_layers(job, decisions)
+    cut = context.layer_cutter.cut_layers(job, decisions)
     assert cut is not None
     decisions = replace(decisions, cuts=cut.cuts)
-    parts = bench.make_skeleton(job, decisions)
-    work = pipeline_work(parts, bench.programs)
-    costs = cost_table(work, bench.network, bench.layers)
+    parts = context.make_skeleton(job, decisions)
+    work = pipeline_work(parts, context.programs)
+    costs = cost_table(work, context.network, context.layers)
     computed = computed_schedule(decisions.schedule, parts, costs)
-    timeline = simulate_schedule(bench.lower_order(parts, decisions, computed, costs), costs)
-    question = build_problem(work, bench.network, bench.layers, timeline)
-    return Candidate(bench, job, decisions, work, costs, timeline, question)
+    timeline = simulate_schedule(context.lower_order(parts, decisions, computed, costs), costs)
+    question = build_problem(work, context.network, context.layers, timeline)
+    return Candidate(context, job, decisions, work, costs, timeline, question)

@@ -97,7 +97,7 @@ def command(options: PlanOptions) -> None:
             opened_model,
             opened_cluster,
             job,
-            pins=constraints,
+            constraints=constraints,
             top=options.top,
             name=options.model,
             cluster_source=text,

@@ -6,9 +6,8 @@ prediction, runners-up and notes. If nothing fits, the error says how much memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
@@ -31,7 +30,7 @@ from pipefit.plan.passes.memory_trade import trade_memory
 from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.search import Progress
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
-from pipefit.plan.request.constraints import check_one_module
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
 from pipefit.plan.request.sampled_batches import (
     Arrange,
     SampledBatches,
@@ -50,7 +49,7 @@ def make_plan(
     model: Model,
     cluster: Cluster,
     job: Job,
-    pins: Mapping[str, Any] | None = None,
+    constraints: Constraints = NO_CONSTRAINTS,
     *,
     top: int = 5,
     name: str = "",
@@ -62,8 +61,8 @@ def make_plan(
 ) -> Plan:
     """Return the fastest plan that fits, with its prediction and the runners-up.
 
-    `name` and `cluster_source` are the texts that the user typed for the model and the cluster. `pins` are parsed
-    `--fix` constraints. `top` counts the winner and its runners-up. `layers` replaces the roofline. For a model of
+    `name` and `cluster_source` are the texts that the user typed for the model and the cluster. `constraints` fix
+    choices (`--fix`). `top` counts the winner and its runners-up. `layers` replaces the roofline. For a model of
     several modules, `samples` are the global batches to plan for (default: `assumed_samples`), and `arrange` assigns
     samples to replicas and microbatches.
 
@@ -71,17 +70,17 @@ def make_plan(
     constraints leave no candidate, or if the model mixes rows of the batch.
     """
     check_row_independence(model)
-    bench = PlannerContext(model, cluster, layers, name, cluster_source)
+    context = PlannerContext(model, cluster, layers, name, cluster_source)
     if len(model.modules) > 1:
         sampled = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
-        return _plan_modules(bench, job, search_modules(bench, job, pins or {}, sampled, arrange, progress), top)
-    check_one_module(pins or {})
-    pins = {**default_constraints(model, pins or {}), **(pins or {})}
-    if pins.get("sharding") == "searched":
+        return _plan_modules(context, job, search_modules(context, job, constraints, sampled, arrange, progress), top)
+    check_one_module(constraints)
+    constraints = default_constraints(model, constraints)
+    if constraints.sharding == "searched":
         count = device_count(cluster)
-        check_space(job, len(bench.only_module.layers), count, pins)
-        bench.search_recipes(job, request_from_constraints(pins, job, count))
-    request = SearchRequest(bench, job, pins, top, progress)
+        check_space(job, len(context.only_module.layers), count, constraints)
+        context.search_recipes(job, request_from_constraints(constraints, job, count))
+    request = SearchRequest(context, job, constraints, top, progress)
     state = PassState(NOTHING_SEARCHED)
     for search_pass in PASSES:
         state = search_pass(request, state)
@@ -92,10 +91,10 @@ def make_plan(
 class SearchRequest:
     """The inputs of every pass."""
 
-    bench: PlannerContext
+    context: PlannerContext
     job: Job
-    pins: Mapping[str, Any]
-    "Parsed `--fix` constraints, with those that follow from them."
+    constraints: Constraints
+    "Choices that the user fixed, and a sharding that follows from them."
     top: int
     progress: Progress | None
 
@@ -125,26 +124,28 @@ SearchPass = Callable[[SearchRequest, PassState], PassState]
 
 def search_layouts(request: SearchRequest, state: PassState) -> PassState:
     """Search all layouts of single devices, then fit orders to the memory of the best ones."""
-    return replace(state, result=best_plans(request.bench, request.job, request.pins, request.top, request.progress))
+    return replace(
+        state, result=best_plans(request.context, request.job, request.constraints, request.top, request.progress)
+    )
 
 
 def place_devices(request: SearchRequest, state: PassState) -> PassState:
     """Choose the device of every slot, where links or devices differ."""
-    placing = place_candidates(request.bench, request.job, request.pins, state.result)
+    placing = place_candidates(request.context, request.job, request.constraints, state.result)
     return replace(state, result=placing.found, placement_note=placing.note)
 
 
 def group_devices(request: SearchRequest, state: PassState) -> PassState:
     """Search stages held by groups of devices. Raise DoesNotFitError if nothing fits up to here."""
-    grouping = search_groups(request.bench, request.job, request.pins, state.result)
+    grouping = search_groups(request.context, request.job, request.constraints, state.result)
     if not grouping.found.fitting:
-        raise does_not_fit(request.bench, request.job, request.pins, state.result)
+        raise does_not_fit(request.context, request.job, request.constraints, state.result)
     return replace(state, result=grouping.found, group_note=grouping.note)
 
 
 def trade_time(request: SearchRequest, state: PassState) -> PassState:
     """Trade memory against time on the layout of the best plan."""
-    curve = trade_memory(request.bench, request.job, request.pins, state.result.fitting[0])
+    curve = trade_memory(request.context, request.job, request.constraints, state.result.fitting[0])
     return replace(state, result=_put_first(state.result, curve.best), trade=curve.points)
 
 
@@ -154,22 +155,22 @@ PASSES: tuple[SearchPass, ...] = (search_layouts, place_devices, group_devices, 
 
 def _explain_result(request: SearchRequest, state: PassState) -> Plan:
     """Return the best plan with its prediction, notes, sensitivity and alternatives."""
-    bench, job, pins, result = request.bench, request.job, request.pins, state.result
+    context, job, constraints, result = request.context, request.job, request.constraints, state.result
     best = result.fitting[0]
-    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, bench.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
+    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = add_prediction(plan, context.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
     assert plan.prediction is not None
     prediction = replace(
         plan.prediction,
         binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
         assumptions=(
             *plan.prediction.assumptions,
-            *unused_kind_notes(bench, job, result),
+            *unused_kind_notes(context, job, result),
             *filter(None, [state.placement_note, state.group_note]),
-            slice_note(bench, job, pins, result),
+            slice_note(context, job, constraints, result),
             _search_note(request, state),
         ),
-        sensitivity=analyse_sensitivity(bench, job, pins, best),
+        sensitivity=analyse_sensitivity(context, job, constraints, best),
         trade=state.trade,
     )
     return replace(plan, prediction=prediction, alternatives=list_alternatives(result, request.top))
@@ -186,16 +187,16 @@ def _search_note(request: SearchRequest, state: PassState) -> str:
         f"search: {result.considered} candidates, {result.simulated} simulated, {result.unfit} did not fit; {proof}"
     )
     if state.placement_note:
-        mixed = request.bench.layer_cutter.fleet.is_mixed
+        mixed = request.context.layer_cutter.fleet.is_mixed
         counted += "; before device placement" if mixed else "; all in hostname order"
-    return counted + _fitted_order_note(result, request.pins)
+    return counted + _fitted_order_note(result, request.constraints)
 
 
-def _plan_modules(bench: PlannerContext, job: Job, made: ModuleSearchResult, top: int) -> Plan:
+def _plan_modules(context: PlannerContext, job: Job, made: ModuleSearchResult, top: int) -> Plan:
     """Return the plan of the best layout of several modules."""
     result, best = made.found, made.found.fitting[0]
-    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, bench.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
+    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = add_prediction(plan, context.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
     assert plan.prediction is not None
     counted = (
         f"search: {result.considered} layouts of modules, {result.simulated} simulated, {result.unfit} did not fit"
@@ -210,13 +211,15 @@ def _plan_modules(bench: PlannerContext, job: Job, made: ModuleSearchResult, top
     )
 
 
-def default_constraints(model: Model, pins: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the constraints that follow from fixed shards.
+def default_constraints(model: Model, constraints: Constraints) -> Constraints:
+    """Return the constraints, with the sharding if it follows from fixed shards.
 
     A model captured as one graph has its sharding searched; Megatron's fixed program is for layers over any number of
     tokens.
     """
-    return {"sharding": "searched"} if len(pins.get("shards", ())) > 1 and fixed_length(model) is not None else {}
+    if constraints.shard_count > 1 and fixed_length(model) is not None:
+        return constraints.with_defaults(sharding="searched")
+    return constraints
 
 
 def sound_bound_s(bound_s: float, step_s: float) -> float:
@@ -235,7 +238,7 @@ def _put_first(found: SearchResult, best: EvaluatedPlan) -> SearchResult:
     return replace(found, fitting=(best, *found.fitting))
 
 
-def _fitted_order_note(found: SearchResult, pins: Mapping[str, Any]) -> str:
+def _fitted_order_note(found: SearchResult, constraints: Constraints) -> str:
     """Return a note on the gain of a fitted order over the best schedule family; '' if a family won or none can be
     compared.
 
@@ -248,6 +251,6 @@ def _fitted_order_note(found: SearchResult, pins: Mapping[str, Any]) -> str:
         if bool(candidate.decisions.lane_shards) == bool(best.decisions.lane_shards)
     ]
     families = [candidate.step_s for candidate in alike if candidate.decisions.schedule != FIT]
-    if best.decisions.schedule != FIT or pins.get("schedule") == FIT or not families:
+    if best.decisions.schedule != FIT or constraints.schedule == FIT or not families:
         return ""
     return f"; a fitted order takes {1 - best.step_s / min(families):.1%} less than the best schedule family"

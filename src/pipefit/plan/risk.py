@@ -24,6 +24,7 @@ from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import DevicePeak, PlanSimulation, lane_prediction, simulate_plan
 from pipefit.plan.cutting.rows import scale_need
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.types import Job, MemoryRisk, Plan
 from pipefit.units import format_bytes
 
@@ -42,7 +43,7 @@ def make_plan_at_risk(
     job: Job,
     facts: MemoryFacts,
     risk: float = RISK,
-    pins: Mapping[str, Any] | None = None,
+    constraints: Constraints = NO_CONSTRAINTS,
     **options: Any,
 ) -> Plan:
     """Return a plan of `make_plan` (with its `options`) that fits with a probability of at least 1 - `risk`.
@@ -61,7 +62,7 @@ def make_plan_at_risk(
     last = 0.0
     for _ in range(ROUNDS):
         try:
-            plan = make_plan(model, _limit_memory(cluster, limits), job, pins, **options)
+            plan = make_plan(model, _limit_memory(cluster, limits), job, constraints, **options)
         except DoesNotFitError as error:
             raise _explain_limits(error, cluster, limits, risk) from None
         plan = attach_risk(_restore_cluster(plan, cluster, limits, risk), model, cluster, facts)

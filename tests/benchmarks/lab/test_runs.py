@@ -60,13 +60,13 @@ def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
 
     model, cluster = toy_model(4), parse_spec("2x2xA100-80:1GB/s")
     plan = built(cluster, model, laid(1, 1, 4), Job(batch=8, sequence=64, precision="float32"))
-    bench = PlannerContext(model, cluster)
+    context = PlannerContext(model, cluster)
     simulation = simulate_plan(plan, model, cluster)
     costs = simulation.costs
     forward, backward = (float(costs.actions[kind].time_s.sum()) + costs.overhead_s for kind in "FB")
-    assert uniform(plan, simulation, bench.network) == pytest.approx(4 * (forward + backward))
-    assert pipette(plan, simulation, bench.network) == pytest.approx(4 * (forward + backward))
-    assert amp(plan, simulation, bench.network) == pytest.approx(4 * 3 * forward)
+    assert uniform(plan, simulation, context.network) == pytest.approx(4 * (forward + backward))
+    assert pipette(plan, simulation, context.network) == pytest.approx(4 * (forward + backward))
+    assert amp(plan, simulation, context.network) == pytest.approx(4 * 3 * forward)
 
 
 def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
@@ -78,15 +78,15 @@ def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
 
     model, cluster = toy_model(4), parse_spec("2x1xA100-80:1GB/s")
     plan = built(cluster, model, laid(2, 1, 4), Job(batch=8, sequence=64, precision="float32"))
-    bench, simulation = PlannerContext(model, cluster), simulate_plan(plan, model, cluster)
+    context, simulation = PlannerContext(model, cluster), simulate_plan(plan, model, cluster)
     ((_, _, size),) = simulation.work.edges[0].forward[0]
     slowest = max(
         sum(float(simulation.costs.actions[kind].time_s[stage].sum()) + simulation.costs.overhead_s for kind in "FB")
         for stage in (0, 1)
     )
     way = 2 * size / 1e9
-    assert pipette(plan, simulation, bench.network) == pytest.approx(5 * slowest + 2 * way)
-    assert uniform(plan, simulation, bench.network) == pytest.approx(5 * slowest + way)
+    assert pipette(plan, simulation, context.network) == pytest.approx(5 * slowest + 2 * way)
+    assert uniform(plan, simulation, context.network) == pytest.approx(5 * slowest + way)
 
 
 def two_kinds() -> Cluster:

@@ -106,10 +106,10 @@ def test_zero_splits_the_state_and_nothing_else() -> None:
 
 
 def table(decisions: ParallelConfig, *, tied: bool = False, batch: int = 12):  # type: ignore[no-untyped-def]
-    bench = PlannerContext(toy_model(4, tied=tied), toy_cluster(1, 8))
-    parts = bench.make_skeleton(Job(batch=batch, sequence=TOKENS), decisions)
-    work = pipeline_work(parts, bench.programs)
-    return bench, work, cost_table(work, bench.network, bench.layers)
+    context = PlannerContext(toy_model(4, tied=tied), toy_cluster(1, 8))
+    parts = context.make_skeleton(Job(batch=batch, sequence=TOKENS), decisions)
+    work = pipeline_work(parts, context.programs)
+    return context, work, cost_table(work, context.network, context.layers)
 
 
 def test_lane_parts_count_the_parameters_of_their_layers() -> None:
@@ -153,10 +153,10 @@ def test_b_is_i_and_w_together_and_memory_returns_to_zero() -> None:
 
 def test_reductions_and_gathers_go_over_the_replicas_of_the_stage() -> None:
     """Two replicas inside a host: a ring of two over the stage's gradients; under ZeRO-1 half of it and a gather."""
-    bench, work, plain = table(ParallelConfig(stages=2, cuts=(3,), replicas=(1, 1)))
+    context, work, plain = table(ParallelConfig(stages=2, cuts=(3,), replicas=(1, 1)))
     _, _, zero = table(ParallelConfig(stages=2, cuts=(3,), replicas=(1, 1), zero1=True))
     size = 4 * (VOCABULARY * WIDTH + 4 * WIDTH * INNER)
-    link = bench.cluster.links["inside"]
+    link = context.cluster.links["inside"]
     one_pass = link.latency_s + size / 2 / link.bandwidth_bytes_per_s
     assert plain.reduce_s[0] == pytest.approx(2 * one_pass) and plain.gather_s[0] == 0
     assert zero.reduce_s[0] == pytest.approx(one_pass) and zero.gather_s[0] == pytest.approx(one_pass)
@@ -165,9 +165,9 @@ def test_reductions_and_gathers_go_over_the_replicas_of_the_stage() -> None:
 
 def test_stages_that_share_a_parameter_exchange_its_gradient() -> None:
     """Embedding and head on one device each: both send 4 bytes an element at once, one way each."""
-    bench, _, plain = table(ParallelConfig(stages=2, cuts=(3,)))
+    context, _, plain = table(ParallelConfig(stages=2, cuts=(3,)))
     _, _, tied = table(ParallelConfig(stages=2, cuts=(3,)), tied=True)
-    link = bench.cluster.links["inside"]
+    link = context.cluster.links["inside"]
     exchange = link.latency_s + 4 * VOCABULARY * WIDTH / link.bandwidth_bytes_per_s
     assert plain.reduce_s.tolist() == [0.0, 0.0]
     assert tied.reduce_s == pytest.approx([exchange, exchange])

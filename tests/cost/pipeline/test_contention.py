@@ -140,13 +140,13 @@ def test_collectives_have_the_factors_of_groups_of_the_nearest_size() -> None:
 
 
 def contention_of(cluster: Cluster, **choices: object) -> tuple[PortContention, PlannerContext]:
-    bench = PlannerContext(toy_model(4), cluster)
+    context = PlannerContext(toy_model(4), cluster)
     job = Job(batch=64, sequence=64, precision="float32")
-    parts = bench.make_skeleton(job, ParallelConfig(**choices))  # type: ignore[arg-type]
-    work = pipeline_work(parts, bench.programs)
-    found = with_contention(bench.build_cost_table(parts), work, bench.network, bench.layers).contention
+    parts = context.make_skeleton(job, ParallelConfig(**choices))  # type: ignore[arg-type]
+    work = pipeline_work(parts, context.programs)
+    found = with_contention(context.build_cost_table(parts), work, context.network, context.layers).contention
     assert found is not None
-    return found, bench
+    return found, context
 
 
 def test_pipelines_have_the_times_of_their_own_links() -> None:
@@ -184,14 +184,14 @@ def test_collectives_inside_actions_share_the_ports_that_replicas_share() -> Non
 
     def forward_s(devices: tuple[int, ...], each: int) -> tuple[float, float, float]:
         cluster = measured(None, devices=each, rates={(2, 3): 0.25, (3, 2): 0.25})
-        found, bench = contention_of(
+        found, context = contention_of(
             cluster, replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2, devices=devices
         )
-        parts = bench.make_skeleton(
+        parts = context.make_skeleton(
             Job(batch=64, sequence=64, precision="float32"),
             ParallelConfig(replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2, devices=devices),
         )
-        together = float(bench.build_cost_table(parts).actions["F"].time_s.max())
+        together = float(context.build_cost_table(parts).actions["F"].time_s.max())
         one, two = (float(table.actions["F"].time_s.max()) for table in found.pipelines)
         return one, two, together
 
@@ -238,12 +238,12 @@ def test_many_replicas_go_in_step() -> None:
     replicas = (1,) * (MOST_PIPELINES + 1)
     found, _ = contention_of(replace(wide, measured=None), stages=2, replicas=replicas[:16], microbatches=2)
     assert len(found.pipelines) == 16
-    bench = PlannerContext(toy_model(4), wide)
+    context = PlannerContext(toy_model(4), wide)
     job = Job(batch=2 * len(replicas), sequence=64, precision="float32")
-    parts = bench.make_skeleton(job, ParallelConfig(stages=2, replicas=replicas, microbatches=2))
-    work = pipeline_work(parts, bench.programs)
-    costs = bench.build_cost_table(parts)
-    (only,) = with_contention(costs, work, bench.network, bench.layers).contention.pipelines  # type: ignore[union-attr]
+    parts = context.make_skeleton(job, ParallelConfig(stages=2, replicas=replicas, microbatches=2))
+    work = pipeline_work(parts, context.programs)
+    costs = context.build_cost_table(parts)
+    (only,) = with_contention(costs, work, context.network, context.layers).contention.pipelines  # type: ignore[union-attr]
     assert only is costs
 
 
@@ -272,13 +272,13 @@ def test_a_collective_in_two_levels_loads_ports_as_its_levels_do() -> None:
     decisions = ParallelConfig(
         stages=2, replicas=(1,) * 8, microbatches=2, devices=tuple(lanes[0] + lanes[1]), zero1=False
     )
-    bench = PlannerContext(toy_model(4), cluster)
-    parts = bench.make_skeleton(Job(batch=64, sequence=64, precision="float32"), decisions)
-    work = pipeline_work(parts, bench.programs)
-    costs = bench.build_cost_table(parts)
-    found = with_contention(costs, work, bench.network, bench.layers).contention
+    context = PlannerContext(toy_model(4), cluster)
+    parts = context.make_skeleton(Job(batch=64, sequence=64, precision="float32"), decisions)
+    work = pipeline_work(parts, context.programs)
+    costs = context.build_cost_table(parts)
+    found = with_contention(costs, work, context.network, context.layers).contention
     assert found is not None
-    network = bench.network
+    network = context.network
     for stage, devices in enumerate(lanes):
         size = 4.0 * max(work.stages[stage].parameters.trainable)
         inside, across = sent_bytes([devices[:4], devices[4:]], size)

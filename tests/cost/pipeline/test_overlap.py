@@ -73,8 +73,8 @@ def test_a_plan_hides_what_the_closed_form_says_times_the_share_of_its_devices(m
     costs = simulate_plan(plan, model, cluster(0.5)).costs
     none = simulate_plan(plan, model, cluster(0.0))
     assert none.costs.reduce_hidden_s["B"].tolist() == [0.0]
-    bench = PlannerContext(model, cluster(0.5))
-    place = [bench.layers.layer_cost(model.layer_graph(layer), _place(4, 4096), bench.network.kinds[0], "float32",
+    context = PlannerContext(model, cluster(0.5))
+    place = [context.layers.layer_cost(model.layer_graph(layer), _place(4, 4096), context.network.kinds[0], "float32",
     "none") for layer in model.layers]  # fmt: skip
     sizes = [4.0 * sum(p.shape[0] * p.shape[1] for p in model.layer_graph(layer).parameters) for layer in model.layers]
     seconds = [cost.input_s + cost.weight_s for cost in place]

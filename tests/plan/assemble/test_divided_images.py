@@ -44,9 +44,9 @@ SAMPLES = with_images(skewed_samples(2))
 @pytest.mark.parametrize("frozen", [(), ("generator",)])
 def test_the_search_divides_images_where_that_is_faster(frozen: tuple[str, ...]) -> None:
     model = three_modules(frozen)
-    free = make_plan(model, CLUSTER, JOB, {}, samples=SAMPLES)
-    pins = parse_constraints(["vision.divide=samples", "generator.divide=samples"])
-    whole = make_plan(model, CLUSTER, JOB, pins, samples=SAMPLES)
+    free = make_plan(model, CLUSTER, JOB, samples=SAMPLES)
+    constraints = parse_constraints(["vision.divide=samples", "generator.divide=samples"])
+    whole = make_plan(model, CLUSTER, JOB, constraints, samples=SAMPLES)
     check_plan(free, model, CLUSTER)
     assert free.decisions["vision.divide"] == free.decisions["generator.divide"] == "images"
     assert "vision.divide" not in whole.decisions
@@ -59,11 +59,16 @@ def test_the_search_divides_images_where_that_is_faster(frozen: tuple[str, ...])
 def test_more_replicas_than_samples_where_it_is_asked_for(placement: str) -> None:
     """Four of the encoder for two samples; on devices of its own, two for one microbatch of one."""
     replicas = 2 if placement == "disjoint" else 4
-    pins = ["vision.divide=images", f"vision.placement={placement}", f"vision.replicas={replicas}", "vision.shards=1"]
-    pins += ["microbatches=2", "language.shards=1"] if placement == "disjoint" else ["language.shards=2"]
-    pins += ["generator.placement=inline"] if placement == "inline" else []
+    constraints = [
+        "vision.divide=images",
+        f"vision.placement={placement}",
+        f"vision.replicas={replicas}",
+        "vision.shards=1",
+    ]
+    constraints += ["microbatches=2", "language.shards=1"] if placement == "disjoint" else ["language.shards=2"]
+    constraints += ["generator.placement=inline"] if placement == "inline" else []
     model = three_modules()
-    plan = make_plan(model, CLUSTER, JOB, parse_constraints(pins), samples=SAMPLES)
+    plan = make_plan(model, CLUSTER, JOB, parse_constraints(constraints), samples=SAMPLES)
     check_plan(plan, model, CLUSTER)
     number = next(index for index, stage in enumerate(plan.stages) if stage.module == "vision")
     work = pipeline_work(skeleton_from_plan(plan), ProgramCache(model)).stages[number]
@@ -80,7 +85,7 @@ def test_more_replicas_than_samples_where_it_is_asked_for(placement: str) -> Non
 def test_images_that_are_not_those_of_the_samples() -> None:
     other = replace(SAMPLES, images=SAMPLES.select_batches(slice(1, None)).images)
     with pytest.raises(PlanError, match="do not add up to the tokens of their samples") as caught:
-        make_plan(three_modules(), CLUSTER, JOB, {}, samples=other)
+        make_plan(three_modules(), CLUSTER, JOB, samples=other)
     assert "'patches'" in str(caught.value.where) and "in 1 batches of images" in str(caught.value.seen)
     some = SAMPLES.select_batches(slice(1, None))
     assert some.batch_count == 1 and [*map(sum, some.images["patches"][0])] == SAMPLES.tokens["patches"][1].tolist()
@@ -94,8 +99,14 @@ def test_more_replicas_than_an_average_microbatch_has_images_if_they_are_asked_f
         squares={space: np.full((1, 2), 30_000) for space in SAMPLES.tokens},
         images={space: [[(100, 100, 100)] * 2] for space in SAMPLES.tokens},
     )
-    pins = ["vision.divide=images", "vision.multiple=1", "vision.replicas=4", "vision.shards=1", "microbatches=2"]
-    plan = make_plan(three_modules(), CLUSTER, JOB, parse_constraints(pins), samples=few)
+    constraints = [
+        "vision.divide=images",
+        "vision.multiple=1",
+        "vision.replicas=4",
+        "vision.shards=1",
+        "microbatches=2",
+    ]
+    plan = make_plan(three_modules(), CLUSTER, JOB, parse_constraints(constraints), samples=few)
     check_plan(plan, three_modules(), CLUSTER)
     number = next(index for index, stage in enumerate(plan.stages) if stage.module == "vision")
     sizes = pipeline_work(skeleton_from_plan(plan), ProgramCache(three_modules())).stages[number].packed

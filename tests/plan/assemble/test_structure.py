@@ -22,7 +22,7 @@ from pipefit.plan.types import Job, Plan
 from pipefit.schedule.check.deadlock import find_deadlock
 
 CLUSTER = toy_cluster(2, 8)
-BENCHES = {tied: PlannerContext(toy_model(3, tied=tied), CLUSTER) for tied in (False, True)}
+CONTEXTS = {tied: PlannerContext(toy_model(3, tied=tied), CLUSTER) for tied in (False, True)}
 LAYERS = 6
 
 shares = st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple)
@@ -62,13 +62,13 @@ def decisions(draw: st.DrawFn) -> tuple[Job, ParallelConfig]:
 @given(case=decisions(), tied=st.booleans())
 def test_valid_decisions_give_valid_plans(case: tuple[Job, ParallelConfig], tied: bool) -> None:
     job, choice = case
-    bench = BENCHES[tied]
-    plan = build_plan(bench.model, CLUSTER, job, choice, bench=bench)
+    context = CONTEXTS[tied]
+    plan = build_plan(context.model, CLUSTER, job, choice, context=context)
     assert load_text(Plan, dump_text(plan), "memory") == plan
-    check_plan(plan, bench.model, CLUSTER)
+    check_plan(plan, context.model, CLUSTER)
     assert find_deadlock(plan.order.to_schedule()) is None
     assert len(plan.used_devices) == choice.device_count
-    simulation = simulate_plan(plan, bench.model, CLUSTER, programs=bench.programs)
+    simulation = simulate_plan(plan, context.model, CLUSTER, programs=context.programs)
     assert simulation.timeline.makespan_s > 0
     final = [
         float(curve.bytes[-1]) - curve.static_bytes for curve in simulation.timeline.lane_memory if len(curve.bytes)
@@ -80,8 +80,8 @@ def test_valid_decisions_give_valid_plans(case: tuple[Job, ParallelConfig], tied
 @given(case=decisions())
 def test_stored_shards_tile_every_parameter_in_each_replica(case: tuple[Job, ParallelConfig]) -> None:
     job, choice = case
-    bench = BENCHES[False]
-    plan = build_plan(bench.model, CLUSTER, job, choice, bench=bench)
+    context = CONTEXTS[False]
+    plan = build_plan(context.model, CLUSTER, job, choice, context=context)
     for parameter in plan.parameters:
         group = plan.groups[plan.stages[parameter.owner].group].to_mesh()
         boxes = {held_box(parameter.shape, group, tuple(map(parse_form, parameter.stored)), d) for d in group.devices}
@@ -93,7 +93,7 @@ def test_stored_shards_tile_every_parameter_in_each_replica(case: tuple[Job, Par
 def test_replicas_or_stages_lie_next_to_each_other() -> None:
     both = {
         inner: build_plan(
-            BENCHES[False].model,
+            CONTEXTS[False].model,
             CLUSTER,
             Job(batch=8, sequence=16),
             ParallelConfig(stages=2, replicas=(1, 1), shards=(1, 1), sharding="megatron", inner=inner),  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_replicas_or_stages_lie_next_to_each_other() -> None:
 
 def test_devices_can_be_given() -> None:
     choice = ParallelConfig(stages=2, replicas=(1, 1), devices=(9, 1, 4, 12))
-    plan = build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), choice)
+    plan = build_plan(CONTEXTS[False].model, CLUSTER, Job(batch=8, sequence=16), choice)
     assert [group.devices for group in plan.groups] == [(9, 1), (4, 12)]
     assert plan.used_devices == (1, 4, 9, 12)
 
@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_wrong_decisions_are_told(name: str) -> None:
     changes, words = WRONG[name]
     with pytest.raises(PlanError) as error:
-        build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(**changes))
+        build_plan(CONTEXTS[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(**changes))
     for word in words:
         assert word in str(error.value), str(error.value)
 
@@ -167,13 +167,13 @@ def test_a_replica_without_rows_is_told() -> None:
     """2 rows by shares 5 : 1 leave the second replica none."""
     with pytest.raises(PlanError, match="A replica would get no row of a microbatch"):
         build_plan(
-            BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(replicas=(5, 1), microbatches=4)
+            CONTEXTS[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(replicas=(5, 1), microbatches=4)
         )
 
 
 def test_an_unknown_schedule_is_told() -> None:
     with pytest.raises(ScheduleError, match="The schedule is unknown"):
-        build_plan(BENCHES[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(schedule="zigzag"))
+        build_plan(CONTEXTS[False].model, CLUSTER, Job(batch=8, sequence=16), ParallelConfig(schedule="zigzag"))
 
 
 def test_several_modules_are_not_searched_yet() -> None:

@@ -25,7 +25,7 @@ from pipefit.plan.explain.text import alternative_table, forecast_lines
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import LayoutSearch, search_plans
-from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, parse_constraints
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -118,13 +118,13 @@ def test_lanes_hold_no_less_than_the_closed_form_of_slices_says(name: str) -> No
     assert np.mean(ratios) > (0.9 if schedule_facts(name).fused and name != "1f1b-v" else 0.5)
 
 
-def everything(bench: PlannerContext, job: Job, pins: dict[str, object]) -> list[EvaluatedPlan]:
+def everything(context: PlannerContext, job: Job, constraints: Constraints) -> list[EvaluatedPlan]:
     """Every plan of the space, simulated."""
     found = []
-    count, layers, hosts = bench.network.devices, len(bench.only_module.layers), len(bench.cluster.hosts)
-    for decisions in iter_candidates(job, layers, count, hosts, pins, bench.layer_cutter):
+    count, layers, hosts = context.network.devices, len(context.only_module.layers), len(context.cluster.hosts)
+    for decisions in iter_candidates(job, layers, count, hosts, constraints, context.layer_cutter):
         try:
-            found.append(evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions)))
+            found.append(evaluate_candidate(context, decisions, context.make_skeleton(job, decisions)))
         except ScheduleError:
             continue
     return found
@@ -142,9 +142,9 @@ def slow(count: int, memory_bytes: int = 10**10) -> Cluster:
 
 @pytest.mark.parametrize("cluster", [slow(3), slow(3, 160_000_000)], ids=["free", "little memory"])
 def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Cluster) -> None:
-    bench, pins = PlannerContext(toy_model(3), cluster), {"slice_multiple": 4096, "zero1": False}
-    every = everything(bench, LONG, pins)
-    found = search_plans(bench, LONG, pins)
+    context, constraints = PlannerContext(toy_model(3), cluster), Constraints(slice_multiple=4096, zero1=False)
+    every = everything(context, LONG, constraints)
+    found = search_plans(context, LONG, constraints)
     names = {one.decisions.schedule for one in every if one.decisions.slices}
     assert names >= {"gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "v-half", "svpp"}
     fitting = [one for one in every if one.simulation.fits_in_memory]
@@ -164,10 +164,10 @@ def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
     """At every level of looking, the one of the panels among them."""
     from pipefit.plan.candidates.queue import SearchCandidate, build_queues
 
-    bench, looked = PlannerContext(toy_model(2), slow(3)), 0
-    searcher = LayoutSearch(bench, LONG, {"slice_multiple": 4096}, 1, None)
+    context, looked = PlannerContext(toy_model(2), slow(3)), 0
+    searcher = LayoutSearch(context, LONG, Constraints(slice_multiple=4096), 1, None)
     for panel in iter_grids(
-        LONG, len(bench.only_module.layers), 3, 1, {"zero1": False}, bench.layer_cutter, searcher.slicer
+        LONG, len(context.only_module.layers), 3, 1, Constraints(zero1=False), context.layer_cutter, searcher.slicer
     ):
         if not panel.slices:
             continue
@@ -177,43 +177,45 @@ def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
                 bounds, one = [candidate.bound_s], SearchCandidate(candidate.decisions)
                 while one.level < 2 and (bound := searcher.raise_level(one, bounds[-1])) is not None:
                     bounds.append(bound)
-                simulated = evaluate_candidate(bench, one.decisions, bench.make_skeleton(LONG, one.decisions)).step_s
+                simulated = evaluate_candidate(
+                    context, one.decisions, context.make_skeleton(LONG, one.decisions)
+                ).step_s
                 assert len(bounds) == 3 and max(bounds) <= simulated * (1 + 1e-9), (one.decisions, bounds, simulated)
                 looked += 1
     assert looked > 50
 
 
-def slicer(job: Job, pins: dict[str, object], devices: int = 4) -> tuple[SequenceSlicer, object]:
-    bench = PlannerContext(toy_model(4), slow(devices))
-    made = SequenceSlicer(bench.layer_cutter, job, pins)
-    return made, made.stage_work(frozenset({(bench.layer_cutter.fleet.names[0], 1)}))
+def slicer(job: Job, constraints: Constraints, devices: int = 4) -> tuple[SequenceSlicer, object]:
+    context = PlannerContext(toy_model(4), slow(devices))
+    made = SequenceSlicer(context.layer_cutter, job, constraints)
+    return made, made.stage_work(frozenset({(context.layer_cutter.fleet.names[0], 1)}))
 
 
 def test_slices_are_tried_where_microbatches_are_few_and_sequences_long() -> None:
-    many, stage = slicer(LONG, {})
+    many, stage = slicer(LONG, NO_CONSTRAINTS)
     few = many.slice_counts(stage, 8, 1, 2)  # type: ignore[arg-type]
     assert len(few) >= 2 and min(few) > 1
     assert not many.slice_counts(stage, 8, 1, 512), "microbatches hide the filling of the pipeline"  # type: ignore[arg-type]
-    short, stage = slicer(replace(LONG, sequence=256), {})
+    short, stage = slicer(replace(LONG, sequence=256), NO_CONSTRAINTS)
     assert not short.slice_counts(stage, 8, 1, 2), "a slice costs as much as the whole sequence"  # type: ignore[arg-type]
-    steps = many.closed_form_s(*slicer(LONG, {})[1:], 8, 1, 2)  # type: ignore[arg-type, call-arg]
+    steps = many.closed_form_s(*slicer(LONG, NO_CONSTRAINTS)[1:], 8, 1, 2)  # type: ignore[arg-type, call-arg]
     assert np.argmin(steps) > 0
 
 
 def test_slices_are_multiples_of_what_kernels_and_shards_want() -> None:
-    made, stage = slicer(replace(LONG, sequence=4096 + 24), {"shards": (1, 2)})
+    made, stage = slicer(replace(LONG, sequence=4096 + 24), Constraints(shards=(1, 2)))
     assert made.token_multiple(4) == 192, "64 tokens of a GPU's tile, in three shares"
     assert [made.token_multiple(number) for number in (9, 17, 100)] == [96, 48, 24], (
         "short slices are not rounded to a tile"
     )
     slices = made.cut_sequence(stage, 4)  # type: ignore[arg-type]
     assert sum(slices) == 4120 and all(tokens % 192 == 0 for tokens in slices[:-1])
-    assert {slicer(LONG, {"slice_multiple": 24})[0].token_multiple(number) for number in (2, 500)} == {24}
+    assert {slicer(LONG, Constraints(slice_multiple=24))[0].token_multiple(number) for number in (2, 500)} == {24}
 
 
 @pytest.mark.parametrize(("text", "value"), [("slices=4", 4), ("slices=1", 1), ("slices=512,256,256", (512, 256, 256))])
 def test_a_pin_of_slices_is_a_count_or_the_tokens_of_each(text: str, value: object) -> None:
-    assert parse_constraints([text]) == {"slices": value}
+    assert parse_constraints([text]) == Constraints(slices=value)
 
 
 @pytest.mark.parametrize("text", ["slices=0", "slices=a", "slices=4,", "slice_multiple=0"])
@@ -223,21 +225,21 @@ def test_a_pin_of_slices_that_is_none_says_what_is_allowed(text: str) -> None:
 
 
 def test_pinned_slices_are_obeyed() -> None:
-    bench = PlannerContext(toy_model(4), slow(3))
-    never = search_plans(bench, LONG, {"slices": 1})
+    context = PlannerContext(toy_model(4), slow(3))
+    never = search_plans(context, LONG, Constraints(slices=1))
     assert never.fitting and not any(one.decisions.slices for one in never.fitting)
-    four = search_plans(bench, LONG, {"slices": 4, "stages": 3})
+    four = search_plans(context, LONG, Constraints(slices=4, stages=3))
     assert {len(one.decisions.slices) for one in four.fitting} == {4}
-    given = search_plans(bench, LONG, {"slices": (40960, 24576), "stages": 3, "schedule": "1f1b"})
+    given = search_plans(context, LONG, Constraints(slices=(40960, 24576), stages=3, schedule="1f1b"))
     assert {one.decisions.slices for one in given.fitting} == {(40960, 24576)}
-    for pins in ({"slices": 20_000}, {"slices": 2000, "slice_multiple": 64}):
+    for constraints in (Constraints(slices=20_000), Constraints(slices=2000, slice_multiple=64)):
         with pytest.raises(PlanError, match=r"cannot be cut into so many slices[\s\S]*--fix slices"):
-            search_plans(bench, LONG, pins)
+            search_plans(context, LONG, constraints)
 
 
-def note_of(job: Job, pins: dict[str, object], cluster: Cluster | None = None) -> str:
+def note_of(job: Job, constraints: Constraints, cluster: Cluster | None = None) -> str:
     """What a plan says of slices; the same stands in its headlines."""
-    plan = make_plan(toy_model(3), cluster or slow(3), job, {"slice_multiple": 4096, "zero1": False, **pins})
+    plan = make_plan(toy_model(3), cluster or slow(3), job, replace(constraints, slice_multiple=4096, zero1=False))
     assert plan.prediction is not None
     [note] = [one for one in plan.prediction.assumptions if one.startswith("slices: ")]
     assert note in forecast_lines(plan)
@@ -245,20 +247,20 @@ def note_of(job: Job, pins: dict[str, object], cluster: Cluster | None = None) -
 
 
 def test_a_plan_with_slices_says_which_and_what_they_gain() -> None:
-    note = note_of(LONG, {"schedule": "1f1b", "stages": 3})
+    note = note_of(LONG, Constraints(schedule="1f1b", stages=3))
     assert re.fullmatch(
         r"slices: (\d+) per sequence, of [\d, .]+ tokens; step \d+\.\d% shorter than the best plan without slices, "
         r"[\d.]+ \w+ \(1 replicas x 3 stages, 2 microbatches, 1f1b, recompute \w+, ZeRO-1 off\)",
         note,
     )
     assert "3 per sequence, of 24576, 20480, 20480 tokens, as fixed" in note_of(
-        LONG, {"schedule": "1f1b", "stages": 3, "slices": (24576, 20480, 20480)}
+        LONG, Constraints(schedule="1f1b", stages=3, slices=(24576, 20480, 20480))
     )
 
 
 def test_alternatives_are_told_apart_by_their_slices() -> None:
-    pins = {"slice_multiple": 4096, "zero1": False, "schedule": "1f1b", "stages": 3, "recompute": ("none",)}
-    plan = make_plan(toy_model(3), slow(3), LONG, pins, top=24)
+    constraints = Constraints(slice_multiple=4096, zero1=False, schedule="1f1b", stages=3, recompute=("none",))
+    plan = make_plan(toy_model(3), slow(3), LONG, constraints, top=24)
     table = alternative_table(plan)
     place = table.columns.index("slices")
     cells = [row[place] for row in table.rows]
@@ -269,64 +271,64 @@ def test_alternatives_are_told_apart_by_their_slices() -> None:
         known = one.get("slices", "1")
         first, last = known.split(",")[0], known.split(",")[-1]
         assert cell == known if count <= 4 else re.fullmatch(rf"{count} \({first},\d+,...,{last}\)", cell), cell
-    whole = make_plan(toy_model(3), slow(3), LONG, {**pins, "slices": 1}, top=2)
+    whole = make_plan(toy_model(3), slow(3), LONG, replace(constraints, slices=1), top=2)
     assert "slices" not in alternative_table(whole).columns
 
 
 def test_a_plan_without_slices_says_why() -> None:
-    assert note_of(LONG, {"slices": 1, "stages": 2}) == "slices: not used: fixed by --fix slices=1"
-    short = note_of(replace(LONG, sequence=64), {"stages": 2, "schedule": "1f1b"})
+    assert note_of(LONG, Constraints(slices=1, stages=2)) == "slices: not used: fixed by --fix slices=1"
+    short = note_of(replace(LONG, sequence=64), Constraints(stages=2, schedule="1f1b"))
     assert "of 64 tokens and the overhead of every slice, no plan with slices was estimated to be faster" in short
-    single = note_of(replace(LONG, batch=1, sequence=64), {"stages": 2, "schedule": "1f1b"})
+    single = note_of(replace(LONG, batch=1, sequence=64), Constraints(stages=2, schedule="1f1b"))
     assert "with 1 microbatch on 2 lanes" in single
-    assert "a single lane has no pipeline bubble to fill" in note_of(LONG, {"stages": 1, "schedule": "1f1b"})
+    assert "a single lane has no pipeline bubble to fill" in note_of(LONG, Constraints(stages=1, schedule="1f1b"))
 
 
 def test_the_best_plan_with_slices_that_lost_is_told() -> None:
-    bench = PlannerContext(toy_model(3), slow(3))
-    found = search_plans(bench, LONG, {"slice_multiple": 4096, "stages": 3, "schedule": "1f1b", "zero1": False})
+    context = PlannerContext(toy_model(3), slow(3))
+    found = search_plans(context, LONG, Constraints(slice_multiple=4096, stages=3, schedule="1f1b", zero1=False))
     turned = replace(found, fitting=tuple(sorted(found.fitting, key=lambda one: bool(one.decisions.slices))))
-    note = slice_note(bench, LONG, {}, turned)
+    note = slice_note(context, LONG, NO_CONSTRAINTS, turned)
     assert re.match(r"slices: not used: the best plan with slices, \d+ slices of [\d, .]+ tokens in 1 rep", note)
     assert "longer: " in note
 
 
 def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
     """Never slower, in its memory, and what is fixed stays."""
-    bench = PlannerContext(toy_model(3), slow(3))
-    pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "schedule": "1f1b", "zero1": False}
-    first = search_plans(bench, LONG, pins)
-    again = reslice_best(bench, LONG, pins, first)
+    context = PlannerContext(toy_model(3), slow(3))
+    constraints = Constraints(slice_multiple=1024, stages=3, schedule="1f1b", zero1=False)
+    first = search_plans(context, LONG, constraints)
+    again = reslice_best(context, LONG, constraints, first)
     assert again.fitting[0].step_s < first.fitting[0].step_s and again.fitting[0].simulation.fits_in_memory
     assert again.fitting[0].decisions.slices != first.fitting[0].decisions.slices
     assert sum(again.fitting[0].decisions.slices) == LONG.sequence and again.fitting[1:] == first.fitting
-    three = {**pins, "slices": 3}
-    assert len(reslice_best(bench, LONG, three, search_plans(bench, LONG, three)).fitting[0].decisions.slices) == 3
-    given = search_plans(bench, LONG, {**pins, "slices": (40960, 24576)})
-    assert reslice_best(bench, LONG, {**pins, "slices": (40960, 24576)}, given) is given
+    three = replace(constraints, slices=3)
+    assert len(reslice_best(context, LONG, three, search_plans(context, LONG, three)).fitting[0].decisions.slices) == 3
+    given = search_plans(context, LONG, replace(constraints, slices=(40960, 24576)))
+    assert reslice_best(context, LONG, replace(constraints, slices=(40960, 24576)), given) is given
 
 
 def test_a_best_plan_without_slices_gets_those_of_terapipes_program() -> None:
     """In a schedule that fits, faster than the program itself, which runs all forwards first."""
-    bench = PlannerContext(toy_model(3), slow(3))
-    pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "zero1": False, "recompute": ("none",)}
-    whole = search_plans(bench, LONG, {**pins, "slices": 1})
-    again = reslice_best(bench, LONG, pins, whole)
+    context = PlannerContext(toy_model(3), slow(3))
+    constraints = Constraints(slice_multiple=1024, stages=3, zero1=False, recompute=("none",))
+    whole = search_plans(context, LONG, replace(constraints, slices=1))
+    again = reslice_best(context, LONG, constraints, whole)
     best = again.fitting[0]
     assert best.decisions.slices and best.simulation.fits_in_memory and again.fitting[1:] == whole.fitting
     assert again.simulated > whole.simulated
-    made, layout = SequenceSlicer(bench.layer_cutter, LONG, pins), replace(best.decisions, microbatches=2)
+    made, layout = SequenceSlicer(context.layer_cutter, LONG, constraints), replace(best.decisions, microbatches=2)
     curve = made.time_curve(made.slowest_stage(layout))
     program = best_slicing(LONG.sequence, 3, lambda own, past: curve(own, past) / 3, multiple=1024, sequences=2)
     theirs = replace(layout, schedule="gpipe", slices=program.slices)
     assert len(program.slices) > 2
-    assert best.step_s <= evaluate_candidate(bench, theirs, bench.make_skeleton(LONG, theirs)).step_s
-    assert reslice_best(bench, LONG, {**pins, "slices": 1}, whole) is whole
+    assert best.step_s <= evaluate_candidate(context, theirs, context.make_skeleton(LONG, theirs)).step_s
+    assert reslice_best(context, LONG, replace(constraints, slices=1), whole) is whole
 
 
 def test_a_sequence_that_is_too_short_for_its_shards_is_no_fault_of_slices() -> None:
-    pins = {"shards": (5, 1), "sharding": "megatron-sp"}
+    constraints = Constraints(shards=(5, 1), sharding="megatron-sp")
     with pytest.raises(PlanError, match=r"sequence is shorter than its shards need[\s\S]*where: --seq and shards"):
-        check_space(replace(LONG, sequence=2), 5, 8, pins)
+        check_space(replace(LONG, sequence=2), 5, 8, constraints)
     with pytest.raises(PlanError, match=r"adds? up to the sequence[\s\S]*where: --fix slices"):
-        check_space(LONG, 5, 8, {"slices": (1, 2)})
+        check_space(LONG, 5, 8, Constraints(slices=(1, 2)))

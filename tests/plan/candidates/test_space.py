@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -14,6 +15,7 @@ from pipefit.plan.candidates.space import iter_candidates
 from pipefit.plan.check.rules import check_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.types import Job
 from pipefit.schedule import FAMILIES, ScheduleProblem
 
@@ -23,8 +25,8 @@ JOB = Job(batch=8, sequence=512)
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"fit"}))
 def test_a_pinned_family_is_planned(name: str) -> None:
     model, cluster = toy_model(6), toy_cluster()
-    bench = PlannerContext(model, cluster)
-    found = search_plans(bench, JOB, {"schedule": name, "devices": 2, "replicas": (1,)}, top=1)
+    context = PlannerContext(model, cluster)
+    found = search_plans(context, JOB, Constraints(schedule=name, devices=2, replicas=(1,)), top=1)
     best = found.fitting[0].decisions
     assert best.schedule == name and best.lane_of_stage == FAMILIES[name].placement(2)
     assert best.microbatches >= FAMILIES[name].least_units(2)
@@ -34,12 +36,12 @@ def test_a_pinned_family_is_planned(name: str) -> None:
 
 
 def test_too_few_microbatches_are_left_out_or_explained() -> None:
-    bench = PlannerContext(toy_model(6), toy_cluster())
-    pins = {"schedule": "dualpipe-v", "devices": 2, "replicas": (1,)}
-    counts = {choice.microbatches for choice in iter_candidates(JOB, 9, 4, 1, pins)}
+    context = PlannerContext(toy_model(6), toy_cluster())
+    constraints = Constraints(schedule="dualpipe-v", devices=2, replicas=(1,))
+    counts = {choice.microbatches for choice in iter_candidates(JOB, 9, 4, 1, constraints)}
     assert counts == {4, 8}
     with pytest.raises(ScheduleError, match=r"(?s)DualPipeV needs two microbatches.*seen: 2 microbatches on 2 lanes"):
-        search_plans(bench, JOB, pins | {"microbatches": 2})
+        search_plans(context, JOB, replace(constraints, microbatches=2))
 
 
 @pytest.mark.parametrize("name", sorted(name for name in FACTS if not FACTS[name].fused))
@@ -67,9 +69,9 @@ def problem(placement: tuple[int, ...], microbatches: int) -> ScheduleProblem:
 
 
 def test_what_is_tried_unasked() -> None:
-    tried = {choice.schedule for choice in iter_candidates(JOB, 9, 4, 1, {})}
+    tried = {choice.schedule for choice in iter_candidates(JOB, 9, 4, 1, NO_CONSTRAINTS)}
     assert tried == {name for name, made in FAMILIES.items() if made.searched}
-    sliced = {choice.schedule for choice in iter_candidates(JOB, 9, 4, 1, {"slices": (JOB.sequence - 1, 1)})}
+    sliced = {choice.schedule for choice in iter_candidates(JOB, 9, 4, 1, Constraints(slices=(JOB.sequence - 1, 1)))}
     assert sliced == {name for name, made in FAMILIES.items() if made.searched_with_slices}
     assert sliced == tried | {"eager-1f1b", "svpp"}
     assert {"1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min"} <= tried and not {"1f1b-v", "dualpipe-v"} & tried

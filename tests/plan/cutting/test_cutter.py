@@ -17,6 +17,7 @@ from pipefit.model.registry import describe_config
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule import FAMILIES
@@ -54,14 +55,14 @@ def decisions(family: str, devices: int, cuts: tuple[int, ...] = ()) -> Parallel
 @lru_cache
 def every_cut(family: str, devices: int, blocks: int, vocabulary: int) -> dict[tuple[int, ...], tuple[float, float]]:
     """Cuts -> (simulated step, largest peak of a lane), for all of them."""
-    bench = PlannerContext(model(blocks, vocabulary), cluster(devices))
+    context = PlannerContext(model(blocks, vocabulary), cluster(devices))
     stages = len(FAMILIES[family].placement(devices))
     result = {}
-    for cuts in itertools.combinations(range(1, len(bench.only_module.layers)), stages - 1):
+    for cuts in itertools.combinations(range(1, len(context.only_module.layers)), stages - 1):
         chosen = decisions(family, devices, cuts)
-        parts = bench.make_skeleton(JOB, chosen)
-        costs = bench.build_cost_table(parts)
-        timeline = simulate_schedule(bench.build_schedule(parts, chosen, costs), costs)
+        parts = context.make_skeleton(JOB, chosen)
+        costs = context.build_cost_table(parts)
+        timeline = simulate_schedule(context.build_schedule(parts, chosen, costs), costs)
         result[cuts] = (timeline.makespan_s, float(timeline.peak_bytes.max()))
     return result
 
@@ -107,17 +108,18 @@ def test_within_a_memory_limit_it_is_the_best_that_fits(family: str) -> None:
 
 def test_the_planners_plan_is_cut_so_too() -> None:
     every = every_cut("v-half", 2, 8, 128_256)
-    pins = {"schedule": "v-half", "stages": 4, "replicas": (1,), "microbatches": 16, "recompute": ("none",)}
-    plan = make_plan(model(8, 128_256), cluster(2), JOB, pins)
+    constraints = Constraints(schedule="v-half", stages=4, replicas=(1,), microbatches=16, recompute=("none",))
+    plan = make_plan(model(8, 128_256), cluster(2), JOB, constraints)
     assert plan.prediction is not None and len(plan.stages) == 4
     assert plan.prediction.step_s <= 1.01 * min(step_s for step_s, _ in every.values())
 
 
 def test_lanes_of_one_stage_and_given_cuts_stay_as_they_are() -> None:
-    bench = PlannerContext(model(8, 128_256), cluster(2))
+    context = PlannerContext(model(8, 128_256), cluster(2))
     chosen = ParallelConfig(stages=2, schedule="1f1b", microbatches=16)
     assert (
-        cuts_of(build_plan(bench.model, bench.cluster, JOB, chosen)) == bench.layer_cutter.cut_layers(JOB, chosen).cuts
+        cuts_of(build_plan(context.model, context.cluster, JOB, chosen))
+        == context.layer_cutter.cut_layers(JOB, chosen).cuts
     )
     given = decisions("v-half", 2, (3, 5, 8))
-    assert cuts_of(build_plan(bench.model, bench.cluster, JOB, given)) == (3, 5, 8)
+    assert cuts_of(build_plan(context.model, context.cluster, JOB, given)) == (3, 5, 8)

@@ -28,16 +28,16 @@ def weightless(edge: EdgeCost) -> EdgeCost:
 
 @pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zb-h1", "v-half", "zb-v"])
 def test_peaks_are_those_of_the_simulator_without_its_buffers(family: str) -> None:
-    bench, seen = PlannerContext(toy_model(9), toy_cluster(1, 3)), set()
+    context, seen = PlannerContext(toy_model(9), toy_cluster(1, 3)), set()
     placement = FAMILIES[family].placement(3)
-    layers = len(bench.only_module.layers)
+    layers = len(context.only_module.layers)
     for seed in range(6):
         cuts = tuple(sorted(random.Random(seed).sample(range(1, layers), len(placement) - 1)))
         decisions = ParallelConfig(cuts=cuts, placement=placement, schedule=family, microbatches=12)
-        parts = bench.make_skeleton(JOB, decisions)
-        costs = bench.build_cost_table(parts)
+        parts = context.make_skeleton(JOB, decisions)
+        costs = context.build_cost_table(parts)
         computed = computed_schedule(family, parts, costs)
-        found = CutMemory(computed, bench.layer_cutter.stage_rows(JOB, decisions)).lane_peaks((0, *cuts, layers))
+        found = CutMemory(computed, context.layer_cutter.stage_rows(JOB, decisions)).lane_peaks((0, *cuts, layers))
         peaks = simulate_schedule(computed, replace(costs, edges=tuple(map(weightless, costs.edges)))).peak_bytes
         assert found == pytest.approx(peaks.tolist(), rel=1e-12)
         seen |= {*found}

@@ -23,6 +23,7 @@ from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.explain.text import memory_table
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
@@ -103,8 +104,8 @@ def test_limits_for_orders_keep_every_kind_within_its_memory() -> None:
 
 def test_a_small_device_with_few_rows_takes_part() -> None:
     """A device that would not hold the rows of the large one, and holds its own."""
-    model, job, pins = toy_model(1), replace(JOB, batch=8, sequence=2048), {"schedule": "1f1b", "zero1": False}
-    pins |= {"recompute": ("none",), "microbatches": 1, "stages": 1}
+    model, job = toy_model(1), replace(JOB, batch=8, sequence=2048)
+    constraints = Constraints(schedule="1f1b", zero1=False, recompute=("none",), microbatches=1, stages=1)
 
     def need(rows: int) -> int:
         one = cluster((BIG, 1))
@@ -114,7 +115,7 @@ def test_a_small_device_with_few_rows_takes_part() -> None:
         return int(simulate_plan(plan, model, one).peaks_bytes[0])
 
     small = kind("small", 1.0, (need(2) + need(3)) // 2)
-    plan = make_plan(model, cluster((BIG, 1), (small, 1)), job, pins)
+    plan = make_plan(model, cluster((BIG, 1), (small, 1)), job, constraints)
     assert plan.decisions["replicas"] in ("3:1", "1:3")
     assert plan.prediction is not None
     (lane,) = plan.prediction.lanes
@@ -124,7 +125,7 @@ def test_a_small_device_with_few_rows_takes_part() -> None:
     assert [row[0] for row in memory_table(plan).rows] == ["0 small", "0 big"]
     assert [row[-1] for row in memory_table(plan).rows] == [f"{need(2) / small.memory_bytes:.0%}", "0%"]
     assert (lane.limit_bytes, other.limit_bytes) == (small.memory_bytes, BIG.memory_bytes)
-    tight = make_plan(model, cluster((BIG, 1), (kind("small", 1.0, need(1) - 1), 1)), job, pins)
+    tight = make_plan(model, cluster((BIG, 1), (kind("small", 1.0, need(1) - 1), 1)), job, constraints)
     assert tight.used_devices == (0,), "what no row fits into is left out"
 
 
@@ -132,31 +133,31 @@ def test_a_small_device_with_few_rows_takes_part() -> None:
 def test_the_search_finds_the_best_where_memory_is_scarce(memory: float) -> None:
     """Against every choice of devices and division of the rows, on a fast large device and two slow small ones."""
     model, job = toy_model(3), replace(JOB, batch=4, sequence=2048)
-    pins = {"schedule": "1f1b", "recompute": ("none",), "zero1": False, "stages": 1}
+    constraints = Constraints(schedule="1f1b", recompute=("none",), zero1=False, stages=1)
     large = cluster((BIG, 1))
     whole = build_plan(model, large, job, ParallelConfig(stages=1, microbatches=1, schedule="1f1b"))
     most = simulate_plan(whole, model, large).peaks_bytes[0]
     small = kind("small", 1.0, int(WORKSPACE_BYTES + memory**2 * (most - WORKSPACE_BYTES)))
     big = kind("big", 3.0, int(WORKSPACE_BYTES + memory * (most - WORKSPACE_BYTES)))
-    bench = PlannerContext(model, cluster((big, 1), (small, 2)))
-    ways = [one for one in every_way(bench, job, (1, 2, 4)) if one.lane_count == 1]
+    context = PlannerContext(model, cluster((big, 1), (small, 2)))
+    ways = [one for one in every_way(context, job, (1, 2, 4)) if one.lane_count == 1]
     fitting = [
         one
-        for one in (evaluate_candidate(bench, way, bench.make_skeleton(job, way)) for way in ways)
+        for one in (evaluate_candidate(context, way, context.make_skeleton(job, way)) for way in ways)
         if one.simulation.fits_in_memory
     ]
     assert len(fitting) < len(ways)
     best = min(fitting, key=lambda one: one.step_s)
     assert len(best.decisions.replicas) > 1 and len({*best.decisions.replicas}) > 1
-    assert search_plans(bench, job, pins).fitting[0].step_s <= best.step_s * (1 + 1e-9)
+    assert search_plans(context, job, constraints).fitting[0].step_s <= best.step_s * (1 + 1e-9)
 
 
 def test_cuts_keep_every_kind_within_its_memory() -> None:
     """Against all cuts, for random limits of two kinds: whether any fits, and the fastest that does."""
     random = np.random.default_rng(5)
-    bench, seen = PlannerContext(toy_model(4), BOTH), set()
+    context, seen = PlannerContext(toy_model(4), BOTH), set()
     decisions = ParallelConfig(stages=3, microbatches=4, replicas=(3, 1), devices=BY_REPLICA, schedule="1f1b")
-    rows = bench.layer_cutter.stage_rows(JOB, decisions)
+    rows = context.layer_cutter.stage_rows(JOB, decisions)
     layers = len(rows[0].forward_s)
     for _ in range(200):
         has = random.uniform(0.15, 1.2, 2) * [float(kind.filled_bytes(3)[-1]) for kind in rows[0].kinds]

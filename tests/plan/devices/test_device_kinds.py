@@ -33,11 +33,12 @@ from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan, PlanPrediction
 
 JOB = Job(batch=8, sequence=2048, precision="bfloat16")
-PINS = {"schedule": "1f1b", "recompute": ("none",), "zero1": False}
+FIXED = Constraints(schedule="1f1b", recompute=("none",), zero1=False)
 
 
 def kind(name: str, times: float = 1.0, memory_bytes: int | None = None) -> DeviceKind:
@@ -73,10 +74,10 @@ def cluster(*hosts: tuple[DeviceKind, int], bandwidth: float = 25e9) -> Cluster:
 FAST, SLOW = kind("fast", 2.5), kind("slow")
 
 
-def every_way(bench: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> Iterator[ParallelConfig]:
+def every_way(context: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> Iterator[ParallelConfig]:
     """Every assignment of kinds to the places of every grid, every cut, every division of the rows."""
-    layers, fleet = len(bench.only_module.layers), bench.layer_cutter.fleet
-    count = bench.network.devices
+    layers, fleet = len(context.only_module.layers), context.layer_cutter.fleet
+    count = context.network.devices
     for lanes, replicas, m in itertools.product(range(1, count + 1), range(1, count + 1), microbatches):
         rows = job.batch // m
         if lanes * replicas > count or replicas > rows or lanes > layers:
@@ -95,9 +96,10 @@ def every_way(bench: PlannerContext, job: Job, microbatches: tuple[int, ...]) ->
                     yield ParallelConfig(stages=lanes, cuts=cuts, replicas=each, microbatches=m, devices=devices)
 
 
-def best_of_all(bench: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> EvaluatedPlan:
+def best_of_all(context: PlannerContext, job: Job, microbatches: tuple[int, ...]) -> EvaluatedPlan:
     every = (
-        evaluate_candidate(bench, one, bench.make_skeleton(job, one)) for one in every_way(bench, job, microbatches)
+        evaluate_candidate(context, one, context.make_skeleton(job, one))
+        for one in every_way(context, job, microbatches)
     )
     return min((one for one in every if one.simulation.fits_in_memory), key=lambda one: one.step_s)
 
@@ -113,22 +115,22 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_search_finds_the_best_assignment_cut_and_shares(name: str) -> None:
     """Against every way at all, on three devices."""
-    bench, job = PlannerContext(toy_model(4), CLUSTERS[name]), replace(JOB, batch=4)
-    best = best_of_all(bench, job, (1, 4))
-    found = search_plans(bench, job, {**PINS}).fitting[0]
+    context, job = PlannerContext(toy_model(4), CLUSTERS[name]), replace(JOB, batch=4)
+    best = best_of_all(context, job, (1, 4))
+    found = search_plans(context, job, FIXED).fitting[0]
     assert found.step_s <= best.step_s * (1 + 1e-9)
 
 
-def kinds_of(bench: PlannerContext, decisions: ParallelConfig) -> set[str]:
-    return {bench.network.kinds[device].name for lane in decisions.lane_devices() for device in lane}
+def kinds_of(context: PlannerContext, decisions: ParallelConfig) -> set[str]:
+    return {context.network.kinds[device].name for lane in decisions.lane_devices() for device in lane}
 
 
 @pytest.mark.parametrize(("slowdown", "kinds"), [(2.0, {"fast", "other"}), (50.0, {"fast"})])
 def test_a_kind_is_used_where_it_helps_and_left_out_where_it_does_not(slowdown: float, kinds: set[str]) -> None:
-    bench = PlannerContext(toy_model(6), cluster((FAST, 2), (kind("other", 2.5 / slowdown), 2)))
-    best = search_plans(bench, JOB, PINS).fitting[0]
-    assert kinds_of(bench, best.decisions) == kinds
-    alone = search_plans(PlannerContext(toy_model(6), cluster((FAST, 2))), JOB, PINS).fitting[0]
+    context = PlannerContext(toy_model(6), cluster((FAST, 2), (kind("other", 2.5 / slowdown), 2)))
+    best = search_plans(context, JOB, FIXED).fitting[0]
+    assert kinds_of(context, best.decisions) == kinds
+    alone = search_plans(PlannerContext(toy_model(6), cluster((FAST, 2))), JOB, FIXED).fitting[0]
     assert best.step_s <= alone.step_s * (1 + 1e-9), "more devices never make the plan slower"
     assert (best.step_s < 0.95 * alone.step_s) == (len(kinds) > 1)
 
@@ -136,10 +138,10 @@ def test_a_kind_is_used_where_it_helps_and_left_out_where_it_does_not(slowdown: 
 def test_uneven_rows_win_where_layers_are_few_and_uneven_layers_where_rows_are() -> None:
     """Three layers cannot be divided 3:1, and 8 rows can; 16 blocks can be, and a single row cannot."""
     both = cluster((kind("fast", 3.0), 1), (kind("slow", 1.0), 1), bandwidth=25e9)
-    few = search_plans(PlannerContext(toy_model(1), both), JOB, PINS).fitting[0]
+    few = search_plans(PlannerContext(toy_model(1), both), JOB, FIXED).fitting[0]
     assert few.decisions.lane_count == 1 and sorted(few.decisions.replicas) == [1, 3]
     many = search_plans(
-        PlannerContext(toy_model(16), both), replace(JOB, batch=8), {**PINS, "microbatches": 8}
+        PlannerContext(toy_model(16), both), replace(JOB, batch=8), replace(FIXED, microbatches=8)
     ).fitting[0]
     assert many.decisions.lane_count == 2 and len(many.decisions.replicas) == 1
     layers = np.diff((0, *many.decisions.cuts, 19))
@@ -148,7 +150,7 @@ def test_uneven_rows_win_where_layers_are_few_and_uneven_layers_where_rows_are()
 
 def test_rows_are_in_proportion_to_speed_and_the_plan_says_so() -> None:
     both = cluster((kind("fast", 3.0), 1), (kind("slow", 1.0), 1))
-    plan = make_plan(toy_model(1), both, JOB, PINS)
+    plan = make_plan(toy_model(1), both, JOB, FIXED)
     assert {plan.decisions["replicas"]} <= {"3:1", "1:3"}
     shares = plan.groups[0].axes[0].shares
     fast = plan.groups[0].devices.index(0)
@@ -158,10 +160,10 @@ def test_rows_are_in_proportion_to_speed_and_the_plan_says_so() -> None:
 def test_memory_poor_devices_hold_fewer_layers_than_their_speed_asks_for() -> None:
     model = toy_model(12)
     rich = cluster((kind("rich"), 1), (kind("poor"), 1))
-    alone = prediction(make_plan(model, rich, JOB, {**PINS, "stages": 2}))
+    alone = prediction(make_plan(model, rich, JOB, replace(FIXED, stages=2)))
     need = max(lane.peak_bytes for lane in alone.lanes)
     poor = kind("poor", memory_bytes=WORKSPACE_BYTES + int(0.6 * (need - WORKSPACE_BYTES)))
-    plan = make_plan(model, cluster((kind("rich"), 1), (poor, 1)), JOB, {**PINS, "stages": 2, "replicas": (1,)})
+    plan = make_plan(model, cluster((kind("rich"), 1), (poor, 1)), JOB, replace(FIXED, stages=2, replicas=(1,)))
     layers = {plan.groups[stage.group].devices[0]: stage.layers[1] - stage.layers[0] for stage in plan.stages}
     assert layers[1] < layers[0], "device 1 is the poor one"
     assert all(lane.peak_bytes <= lane.limit_bytes for lane in prediction(plan).lanes)
@@ -236,14 +238,14 @@ def test_patterns_use_no_more_devices_than_there_are_and_cover_all_kinds() -> No
 
 def test_floors_are_below_every_cut() -> None:
     """The bound before any cut, for lanes and replicas of several kinds, against all cuts of the cost rows."""
-    bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
-    floors = LowerBounds(bench.layer_cutter, JOB)
+    context = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
+    floors = LowerBounds(context.layer_cutter, JOB)
     seen = 0
-    for panel in iter_grids(JOB, 6, 4, 2, {**PINS, "microbatches": 2, "slices": 1}, bench.layer_cutter):
+    for panel in iter_grids(JOB, 6, 4, 2, replace(FIXED, microbatches=2, slices=1), context.layer_cutter):
         floor = floors.bound_grid(panel)
         for index in range(len(panel.counts)):
             decisions = panel.decisions_at(int(np.ravel_multi_index((index, 0, 0, 0), panel.grid_shape)))
-            rows = bench.layer_cutter.stage_rows(JOB, decisions)
+            rows = context.layer_cutter.stage_rows(JOB, decisions)
             times = [row.forward_s + row.backward_s for row in rows]
             slowest = min(
                 max(times[stage][a:b].sum() for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, 6))))
@@ -256,9 +258,9 @@ def test_floors_are_below_every_cut() -> None:
 
 def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
     """Bounds and guesses of all panels, those with slices among them, and the order of a queue that is opened late."""
-    bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
-    floors = LowerBounds(bench.layer_cutter, JOB)
-    every = list(iter_grids(JOB, 6, 4, 2, {"zero1": False}, bench.layer_cutter))
+    context = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
+    floors = LowerBounds(context.layer_cutter, JOB)
+    every = list(iter_grids(JOB, 6, 4, 2, Constraints(zero1=False), context.layer_cutter))
     together = {place: (floor, at) for places, floor in floors.bound_batches(every) for at, place in enumerate(places)}
     assert sorted(together) == list(range(len(every)))
     assert max(len(floor.panels) for floor, _ in together.values()) > 1 and any(panel.slices for panel in every)
@@ -276,23 +278,22 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "pins",
+    "constraints",
     [
-        {"shards": (1, 1), "sharding": "megatron-sp"},
-        {"replicas": (2, 1), "stages": 1},
-        {"recompute": ("full", "none")},
-        {"recompute": ("selective", "selective", "none", "none"), "schedule": "zb-v"},
-        {"replicas": (1, 1), "devices": 4},
-        {"mapping": "hostname"},
+        Constraints(shards=(1, 1), sharding="megatron-sp"),
+        Constraints(replicas=(2, 1), stages=1),
+        Constraints(recompute=("full", "none")),
+        Constraints(recompute=("selective", "selective", "none", "none"), schedule="zb-v"),
+        Constraints(replicas=(1, 1), devices=4),
+        Constraints(mapping="hostname"),
     ],
-    ids=str,
+    ids=lambda constraints: str(constraints.to_mapping()),
 )
-def test_pins_are_obeyed_on_several_kinds(pins: dict[str, object]) -> None:
-    bench = PlannerContext(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
-    found = (
-        search_plans(bench, replace(JOB, batch=12), {"schedule": "1f1b", "zero1": False, **pins}).fitting[0].decisions
-    )
-    for key, value in pins.items():
+def test_constraints_are_obeyed_on_several_kinds(constraints: Constraints) -> None:
+    context = PlannerContext(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
+    all_fixed = constraints.with_defaults(schedule="1f1b", zero1=False)
+    found = search_plans(context, replace(JOB, batch=12), all_fixed).fitting[0].decisions
+    for key, value in constraints.to_mapping().items():
         if key == "mapping":
             assert found.devices == ()
         elif key == "devices":
@@ -301,6 +302,6 @@ def test_pins_are_obeyed_on_several_kinds(pins: dict[str, object]) -> None:
             assert found.stage_count == value
         else:
             assert getattr(found, key) == value
-    if pins.get("replicas") == (2, 1):
-        kinds = [bench.network.kinds[device].name for device in found.lane_devices()[0]]
+    if constraints.replicas == (2, 1):
+        kinds = [context.network.kinds[device].name for device in found.lane_devices()[0]]
         assert kinds[0] == "fast", "the larger share is the faster device's"

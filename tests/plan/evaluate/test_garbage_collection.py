@@ -10,6 +10,7 @@ from tests.support.plan_toys import toy_cluster, toy_model
 from pipefit.errors import PlanError
 from pipefit.plan import make
 from pipefit.plan.evaluate.garbage_collection import defer_collection
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job
 
 
@@ -26,7 +27,7 @@ def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPat
     make.make_plan(toy_model(2), toy_cluster(1, 1), job)
     assert seen == [False] and gc.isenabled()
     with pytest.raises(PlanError):
-        make.make_plan(toy_model(2), toy_cluster(1, 1), job, {"stages": 40})
+        make.make_plan(toy_model(2), toy_cluster(1, 1), job, Constraints(stages=40))
     assert gc.isenabled()
 
 

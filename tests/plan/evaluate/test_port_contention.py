@@ -22,11 +22,12 @@ from pipefit.plan.evaluate.port_contention import slowest_pipeline_bound_s
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.search import search_plans
 from pipefit.plan.passes.sensitivity import extend_cluster, faster_links
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job
 from pipefit.simulate import simulate_schedule
 
 JOB = Job(batch=16, sequence=128)
-PINS = {"stages": 2, "replicas": (1, 1, 1, 1), "schedule": "1f1b"}
+FIXED = Constraints(stages=2, replicas=(1, 1, 1, 1), schedule="1f1b")
 
 
 def crowded(rate: float) -> Cluster:
@@ -46,30 +47,30 @@ def in_step_s(one: EvaluatedPlan) -> float:
     return simulate_schedule(one.simulation.timeline.schedule, costs).makespan_s
 
 
-CROWDED = {"recompute": ("none",), "devices": 4, "zero1": False}
+CROWDED = Constraints(recompute=("none",), devices=4, zero1=False)
 
 
 @pytest.mark.parametrize(("sequence", "rate"), [(512, 1e9), (2048, 3e9)])
 def test_the_search_finds_the_best_of_all_simulated_with_what_they_share(sequence: int, rate: float) -> None:
     """Every candidate simulated with shared ports. The best without them is another one, a tenth slower or more; and
     replicas at their own pace beat the bound of replicas in step somewhere."""
-    bench, job = PlannerContext(toy_model(3), crowded(rate)), Job(batch=8, sequence=sequence)
+    context, job = PlannerContext(toy_model(3), crowded(rate)), Job(batch=8, sequence=sequence)
     every = [
-        evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions))
-        for decisions in iter_candidates(job, len(bench.only_module.layers), 4, 2, CROWDED, bench.layer_cutter)
+        evaluate_candidate(context, decisions, context.make_skeleton(job, decisions))
+        for decisions in iter_candidates(job, len(context.only_module.layers), 4, 2, CROWDED, context.layer_cutter)
     ]
     beaten = 0
     for one in every:
         costs, count = one.simulation.costs, one.decisions.microbatches
         assert costs.contention is not None
-        alone = split_pipelines(costs, one.simulation.work, bench.network, bench.layers)
+        alone = split_pipelines(costs, one.simulation.work, context.network, context.layers)
         assert slowest_pipeline_bound_s(alone, one.parts.placement, count, one.decisions.schedule) <= one.step_s * (
             1 + 1e-9
         )
         beaten += table_bound_s(costs, one.parts.placement, count, one.decisions.schedule) > one.step_s * (1 + 1e-9)
     assert beaten
     fitting = [one for one in every if one.simulation.fits_in_memory]
-    found = search_plans(bench, job, CROWDED, top=3)
+    found = search_plans(context, job, CROWDED, top=3)
     assert found.fitting[0].step_s == pytest.approx(min(one.step_s for one in fitting), rel=1e-12)
     unlike = {replace(one.decisions, stages=one.decisions.stage_count): one.step_s for one in fitting}
     assert [one.step_s for one in found.fitting[:3]] == pytest.approx(sorted(unlike.values())[:3], rel=1e-12)
@@ -78,7 +79,7 @@ def test_the_search_finds_the_best_of_all_simulated_with_what_they_share(sequenc
 
 def test_a_plan_says_what_the_simulator_says_of_it() -> None:
     cluster, model = skewed_cluster(8, seed=4), toy_model(6)
-    plan = make_plan(model, cluster, JOB, PINS)
+    plan = make_plan(model, cluster, JOB, FIXED)
     assert plan.prediction is not None
     simulation = simulate_plan(plan, model, cluster)
     assert simulation.costs.contention is not None and len(simulation.costs.contention.pipelines) == 4
@@ -129,16 +130,11 @@ def test_a_bound_that_replicas_at_their_own_pace_beat_is_not_told() -> None:
         replace(host, kind=kind) for host, kind in zip(plain.hosts, ("fast", "slow", "slow", "fast"), strict=True)
     )
     cluster = replace(plain, kinds=kinds, hosts=hosts)
-    pins = {
-        "stages": 2,
-        "replicas": (1, 1),
-        "microbatches": 1,
-        "schedule": "1f1b",
-        "mapping": (0, 1, 2, 3),
-        "slices": 1,
-    }
-    plan = make_plan(toy_model(12), cluster, Job(batch=512, sequence=4096, precision="float32"), pins)
+    constraints = Constraints(
+        stages=2, replicas=(1, 1), microbatches=1, schedule="1f1b", mapping=(0, 1, 2, 3), slices=1
+    )
+    plan = make_plan(toy_model(12), cluster, Job(batch=512, sequence=4096, precision="float32"), constraints)
     assert plan.prediction is not None
-    bound_s = search_plans(PlannerContext(toy_model(12), cluster), plan.job, pins).lower_bound_s
+    bound_s = search_plans(PlannerContext(toy_model(12), cluster), plan.job, constraints).lower_bound_s
     assert bound_s > plan.prediction.step_s, "the case must be one"
     assert plan.prediction.lower_bound_s == 0.0

@@ -19,6 +19,7 @@ from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout
 from pipefit.plan.modules.search import BESIDE, OTHERS, ModuleSearch
+from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import deal_samples
 
@@ -30,13 +31,13 @@ def finder(memory_bytes: float, frozen: tuple[str, ...]) -> ModuleSearch:
     cluster = parse_spec(f"{DEVICES}xA100-80")
     kinds = {name: replace(kind, memory_bytes=int(memory_bytes)) for name, kind in cluster.kinds.items()}
     return ModuleSearch(
-        PlannerContext(three_modules(frozen), replace(cluster, kinds=kinds)), JOB, {}, SAMPLES, deal_samples
+        PlannerContext(three_modules(frozen), replace(cluster, kinds=kinds)), JOB, NO_CONSTRAINTS, SAMPLES, deal_samples
     )
 
 
 def grids(search: ModuleSearch, name: str, recompute: str) -> list[ModuleLayout]:
     """Replicas and shards, of the language model one stage or two in every cut, of others one."""
-    layers = next(len(one.layers) for one in search.bench.model.modules if one.name == name)
+    layers = next(len(one.layers) for one in search.context.model.modules if one.name == name)
     cuts = [(), *((cut,) for cut in range(1, layers))] if name == "language" else [()]
     return [
         ModuleLayout(module=name, replicas=replicas, shards=shards, cuts=each, recompute=recompute)
@@ -47,7 +48,7 @@ def grids(search: ModuleSearch, name: str, recompute: str) -> list[ModuleLayout]
 
 def apart(search: ModuleSearch, recompute: str) -> Iterator[MultiModuleConfig]:
     """Every module on devices of its own."""
-    each = [grids(search, module.name, recompute) for module in search.bench.model.modules]
+    each = [grids(search, module.name, recompute) for module in search.context.model.modules]
     for count, layouts in itertools.product((1, 2, 4, 8), itertools.product(*each)):
         if sum(one.device_count for one in layouts) <= DEVICES and all(one.replicas * count <= 8 for one in layouts):
             made = search.decisions_for(ModuleArrangement(microbatches=count, modules=layouts, step_s=0.0))
@@ -59,7 +60,7 @@ def shared(search: ModuleSearch, recompute: str) -> Iterator[MultiModuleConfig]:
     """One of the small modules or both on all lanes of the language model, in every grid."""
     for guests in (("vision",), ("generator",), ("vision", "generator")):
         each = []
-        for module in search.bench.model.modules:
+        for module in search.context.model.modules:
             found = grids(search, module.name, recompute)
             each.append([replace(one, shared=module.name in guests) for one in found])
         for count, layouts in itertools.product((1, 2, 4, 8), itertools.product(*each)):
@@ -92,7 +93,7 @@ def test_nothing_that_is_possible_is_faster_in_the_simulator(memory_bytes: float
     }  # fmt: skip
     assert bool(search.trials.misfits) == (memory_bytes < 1e9), "the little memory binds"
     best = min(fitting, key=lambda one: one.step_s)
-    plan = make_plan(search.bench.model, search.bench.cluster, JOB, {}, samples=SAMPLES)
+    plan = make_plan(search.context.model, search.context.cluster, JOB, samples=SAMPLES)
     assert plan.prediction is not None and plan.prediction.step_s <= best.step_s * (1 + 1e-9), best.decisions.to_text()
     assert search.trials.work_bound_s() <= best.step_s
 

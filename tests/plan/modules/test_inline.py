@@ -20,10 +20,11 @@ from pipefit.plan.check.rules import check_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.explain.text import choice_cells, forecast_lines
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.inline import SHORT, inline_layouts, join_modules
+from pipefit.plan.modules.inline import inline_layouts, join_modules
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
 from pipefit.plan.modules.search import ModuleSearch
-from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, parse_constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import deal_samples
@@ -92,7 +93,7 @@ def monolithic(
 ) -> Iterator[MultiModuleConfig]:
     """Every module with the same replicas, shards and recomputation, one behind the other on lanes of their own, or
     with the ends on the language model's lanes; the language model in so many stages, in every cut."""
-    layers = len(finder.bench.model.modules[1].layers)
+    layers = len(finder.context.model.modules[1].layers)
     for ends, shards, several, each, count in itertools.product((0, 2), (1, 2), stages, replicas, counts):
         fits = (several + ends) * each * shards <= devices and count * each <= JOB.batch
         every = itertools.combinations(range(1, layers), several - 1) if fits else ()
@@ -129,16 +130,16 @@ def test_no_monolithic_layout_on_a_small_cluster_is_faster_in_the_simulator(
     """With much memory, with little, and where it has to be a pipeline."""
     model, cluster, samples = three_modules(), parse_spec(spec), skewed_samples(8, 1, mean=300)
     kinds = {name: replace(kind, memory_bytes=int(memory_bytes)) for name, kind in cluster.kinds.items()}
-    cluster, pins = replace(cluster, kinds=kinds), parse_constraints(fixes)
-    finder = ModuleSearch(PlannerContext(model, cluster), JOB, {}, samples, deal_samples)
+    cluster, constraints = replace(cluster, kinds=kinds), parse_constraints(fixes)
+    finder = ModuleSearch(PlannerContext(model, cluster), JOB, NO_CONSTRAINTS, samples, deal_samples)
     for one in monolithic(finder, 4, *grids):
-        if "language.shards" not in pins or not one.is_sharded:
+        if constraints.of_module("language").shards is None or not one.is_sharded:
             finder.trials.simulate_plan(one)
     assert len(finder.trials.fitting) >= 10 and {
         one.decisions.to_constraints(())["modules"] for one in finder.trials.fitting
     } >= {"inline"}
     best = min(finder.trials.fitting, key=lambda one: one.step_s)
-    plan = make_plan(model, cluster, JOB, pins, samples=samples)
+    plan = make_plan(model, cluster, JOB, constraints, samples=samples)
     assert plan.prediction is not None and plan.prediction.step_s <= best.step_s * (1 + 1e-9)
 
 
@@ -199,7 +200,7 @@ def test_the_closed_form_is_that_of_every_layout(limit_bytes: float) -> None:
             if fits:
                 steps.append(sum(seconds) + (count - 1) * max(seconds))
     found = inline_layouts(CHAIN, 8, 8, limit_bytes)
-    assert found.best[0].step_s == pytest.approx(min(steps)) and len(found.best) <= 6 * SHORT
+    assert found.best[0].step_s == pytest.approx(min(steps)) and len(found.best) <= 6 * DIVISION_BUDGET.inline_layouts
     for one in found.best:
         assert one.inline_names == ("vision", "generator") and one.device_count <= 8
         assert len({each.replicas * each.shards for each in one.modules}) == 1
@@ -247,7 +248,7 @@ def test_what_cannot_be_in_line(fixes: tuple[str, ...], message: str, seen: str)
     assert seen in str(caught.value.seen) and (caught.value.allowed or caught.value.next_step)
 
 
-def test_pins_that_leave_nothing_in_line() -> None:
+def test_constraints_that_leave_nothing_in_line() -> None:
     """Where modules are pinned elsewhere, or apart in shape, the search goes on without."""
     for fixes in (("vision.stages=1",), ("generator.placement=shared",), ("modules=disjoint",)):
         more = ("microbatches=2", "language.stages=2", "language.replicas=2", "language.shards=1")

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from pipefit.plan.modules.loads import SampleDealer, fullest_loads
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.options import options_of, replica_counts
-from pipefit.plan.modules.orchestrate import FEW, NEAR, ModuleArrangement, backbone_of, can_share, orchestrate_modules
+from pipefit.plan.modules.orchestrate import ModuleArrangement, backbone_of, can_share, orchestrate_modules
 from pipefit.plan.modules.profile import COLUMNS, ModuleProfile, ModuleVariant, even_cuts
 from pipefit.schedule.families import find_family
 from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs
@@ -272,7 +273,7 @@ def test_the_short_list_is_the_best_of_all_that_nothing_beats(seed: int) -> None
     found = orchestrate_modules(profiles, devices, batch, limit, top=20)
     every = [(one, count) for count in (1, 2, 3, 4, 6, 12) for one in together(profiles, devices, count, batch, limit)]
     every.sort()
-    wanted = [step_s for (step_s, _), _ in every[:20] if step_s <= every[0][0][0] * (1 + NEAR)]
+    wanted = [step_s for (step_s, _), _ in every[:20] if step_s <= every[0][0][0] * (1 + DIVISION_BUDGET.step_slack)]
     assert [one.step_s for one in found.best] == pytest.approx(wanted, rel=1e-9) and len(wanted) > 10
     for arrangement, ((_, names), count) in zip(found.best[:3], every, strict=False):
         ways = [
@@ -292,14 +293,13 @@ def test_a_choice_has_the_same_list_whatever_was_looked_at_before() -> None:
         profiles = [random_profile(f"m{i}", random, layers, heavy=i == 1) for i, layers in enumerate([2, 4, 2])]
         devices, limit = int(random.integers(6, 16)), float(random.uniform(16.0, 40.0))
         choices = [frozenset(names) for names in (("m0", "m2"), ("m0",), ("m2",), ())]
-        found = orchestrate_modules(profiles, devices, 12, limit, sharing=choices, top=40).best
-        fastest_s = math.inf
+        found, fastest_s = orchestrate_modules(profiles, devices, 12, limit, sharing=choices, top=40).best, math.inf
         for guests in choices:
             alone = orchestrate_modules(profiles, devices, 12, limit, sharing=[guests], top=40).best
             own = [one for one in found if one.guest_names == guests]
             slower = bool(alone) and alone[0].step_s > fastest_s
-            shortened += slower and len(alone) > FEW
-            wanted = alone[:FEW] if slower else alone
+            shortened += slower and len(alone) > DIVISION_BUDGET.slower_sharing_layouts
+            wanted = alone[: DIVISION_BUDGET.slower_sharing_layouts] if slower else alone
             assert [one.step_s for one in own] == [one.step_s for one in wanted]
             fastest_s = min([fastest_s, *(one.step_s for one in own)])
     assert shortened > 3

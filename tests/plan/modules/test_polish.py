@@ -11,9 +11,11 @@ from tests.support.three_modules import skewed_samples, three_modules
 
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
 from pipefit.plan.modules.polish import neighbour_layouts, polish_plan
-from pipefit.plan.modules.search import BEST, ModuleSearch
+from pipefit.plan.modules.search import ModuleSearch
 from pipefit.plan.modules.trials import plain_decisions
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import deal_samples
@@ -21,7 +23,11 @@ from pipefit.plan.request.sampled_batches import deal_samples
 
 def finder(batches: int = 1) -> ModuleSearch:
     return ModuleSearch(
-        PlannerContext(three_modules(), CLUSTER), JOB, {}, skewed_samples(8, batches, mean=300), deal_samples
+        PlannerContext(three_modules(), CLUSTER),
+        JOB,
+        NO_CONSTRAINTS,
+        skewed_samples(8, batches, mean=300),
+        deal_samples,
     )
 
 
@@ -46,23 +52,24 @@ def changes(one: MultiModuleConfig, other: MultiModuleConfig) -> list[tuple[str,
 
 def test_everything_next_to_a_layout_differs_in_one_thing() -> None:
     own, costed = in_line((1,)), finder().trials.costed
-    found = [tuple(changes(own, other)) for other in neighbour_layouts(own, costed, 2, {}, {"zero1": True})]
+    found = [tuple(changes(own, other)) for other in neighbour_layouts(own, costed, 2, {}, Constraints(zero1=True))]
     again = [((name, "recompute"),) for name in ("vision", "language", "generator")]
     grids = [((name, "replicas"), (name, "shards")) for name in ("vision", "generator")]
     assert sorted(found) == sorted([*again, *grids, (("language", "cuts"),)]), "before layer 1 there is no cut"
-    kept = {"vision.recompute": ("none",), "generator.shards": (1, 1), "zero1": True}
+    per_module = {"vision": Constraints(recompute=("none",)), "generator": Constraints(shards=(1, 1))}
+    kept = Constraints(zero1=True, per_module=per_module)
     pinned = [tuple(changes(own, other)) for other in neighbour_layouts(own, costed, 2, {}, kept)]
     assert {*found} - {*pinned} == {again[0], grids[1]}
-    few = [tuple(changes(own, other)) for other in neighbour_layouts(own, costed, 1, {}, {"zero1": True})]
+    few = [tuple(changes(own, other)) for other in neighbour_layouts(own, costed, 1, {}, Constraints(zero1=True))]
     assert {*found} - {*few} == {*grids}, "a sample for every replica"
-    whole = next(other for other in neighbour_layouts(own, costed, 2, {}, {}) if not other.zero1)
+    whole = next(other for other in neighbour_layouts(own, costed, 2, {}, NO_CONSTRAINTS) if not other.zero1)
     assert not changes(own, whole) and not any(one.zero1 for _, one in whole.modules), (
         "optimizer state on every replica"
     )
-    some = [other for other in neighbour_layouts(own, costed, 2, {}, {}) if changes(own, other)]
+    some = [other for other in neighbour_layouts(own, costed, 2, {}, NO_CONSTRAINTS) if changes(own, other)]
     (wide,) = (other for other in some if changes(own, other)[0] == ("vision", "replicas"))
     assert (("vision", "replicas"), ("vision", "shards")) in [
-        tuple(changes(wide, back)) for back in neighbour_layouts(wide, costed, 2, {}, {})
+        tuple(changes(wide, back)) for back in neighbour_layouts(wide, costed, 2, {}, NO_CONSTRAINTS)
     ]
 
 
@@ -70,15 +77,15 @@ def test_next_to_a_layout_replicas_divide_images_where_samples_have_several() ->
     """A microbatch of one sample with four images: four replicas of one shard each have one, but no sample."""
     own, costed = in_line((1,)), finder().trials.costed
 
-    def grids(one: MultiModuleConfig, **pins: object) -> set[tuple[int, int, bool]]:
-        each = [
-            (other, dict(other.modules)["vision"]) for other in neighbour_layouts(one, costed, 1, {"vision": 4.0}, pins)
-        ]
+    def grids(one: MultiModuleConfig, **per_module: Constraints) -> set[tuple[int, int, bool]]:
+        neighbours = neighbour_layouts(one, costed, 1, {"vision": 4.0}, Constraints(per_module=per_module))
+        each = [(other, dict(other.modules)["vision"]) for other in neighbours]
         return {(len(v.replicas), len(v.shards), "vision" in other.divided) for other, v in each}
 
     assert grids(own) == {(1, 2, False), (2, 1, True)}, "a single replica has nothing to divide"
-    assert grids(own, **{"vision.divide": "samples"}) == grids(own, **{"vision.shards": (1, 1)}) == {(1, 2, False)}
-    wide = next(o for o in neighbour_layouts(own, costed, 1, {"vision": 4.0}, {}) if o.divided)
+    assert grids(own, vision=Constraints(divide="samples")) == {(1, 2, False)}
+    assert grids(own, vision=Constraints(shards=(1, 1))) == {(1, 2, False)}
+    wide = next(o for o in neighbour_layouts(own, costed, 1, {"vision": 4.0}, NO_CONSTRAINTS) if o.divided)
     assert wide.to_constraints(())["vision.divide"] == "images" and "images divided" in wide.to_text()
     assert wide.shares_of_stages[0] == ((1, 1), 1, "images")
     assert (2, 1, False) not in grids(wide), "two replicas for one sample"
@@ -99,18 +106,22 @@ def test_next_to_a_module_on_shared_lanes_it_takes_more_or_fewer_microbatches_to
                  ("language", language), ("generator", ParallelConfig(**common, devices=(4,)))),
     )  # fmt: skip
 
-    def multiples(one: MultiModuleConfig, samples: int, **pins: object) -> list[tuple[int, int, int]]:
+    def multiples(one: MultiModuleConfig, samples: int, **per_module: Constraints) -> list[tuple[int, int, int]]:
+        constraints = Constraints(per_module=per_module)
         grids = [
             (dict(each.modules)["vision"], each)
-            for each in neighbour_layouts(one, finder().trials.costed, samples, {}, pins)
+            for each in neighbour_layouts(one, finder().trials.costed, samples, {}, constraints)
         ]
         found = [(each.multiple_of("vision"), len(grid.replicas), len(grid.shards)) for grid, each in grids]
         return sorted({*found} - {(one.multiple_of("vision"), *map(len, (grids[0][0].replicas, grids[0][0].shards)))})
 
     assert multiples(own, 1) == [(2, 2, 1), (4, 2, 1)], "a unit for either lane, and no shards"
-    assert multiples(own, 1, **{"vision.multiple": 1}) == multiples(own, 1, **{"vision.shards": (1, 1)}) == []
+    assert multiples(own, 1, vision=Constraints(multiple=1)) == []
+    assert multiples(own, 1, vision=Constraints(shards=(1, 1))) == []
     four = next(
-        each for each in neighbour_layouts(own, finder().trials.costed, 1, {}, {}) if each.multiple_of("vision") == 4
+        each
+        for each in neighbour_layouts(own, finder().trials.costed, 1, {}, NO_CONSTRAINTS)
+        if each.multiple_of("vision") == 4
     )
     assert (2, 2, 1) in multiples(four, 1) and (1, 2, 1) not in multiples(four, 1)
     assert {**four.to_constraints(())}["vision.multiple"] == "4" and "4 microbatches together" in four.to_text()
@@ -124,7 +135,7 @@ def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
     todo = [replace(start.decisions, cuts=())]
     while todo:
         own = todo.pop()
-        for other in neighbour_layouts(own, search.trials.costed, 2, {}, {}):
+        for other in neighbour_layouts(own, search.trials.costed, 2, {}, NO_CONSTRAINTS):
             if other not in known and (made := search.trials.simulate_plan(other)) is not None:
                 known[other] = made
                 todo.append(other)
@@ -151,7 +162,8 @@ def test_plans_that_do_not_fit_on_a_later_batch_give_way(monkeypatch: pytest.Mon
         assert not left, "nothing fits"
         return
     means_s = search.mean_s()
-    assert len(means_s) >= BEST and not too_large & {*left[:BEST]}
+    count = MODULE_SEARCH_BUDGET.settled_plans
+    assert len(means_s) >= count and not too_large & {*left[:count]}
     best_s = min(means_s.values())
     assert means_s[id(search.trials.fitting[0])] == best_s
     rest = [one for one in search.trials.fitting if id(one) not in means_s]

@@ -91,10 +91,10 @@ def test_frozen_modules_have_no_backward_and_need_less() -> None:
 def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
     """Every number of microbatches, replicas and stages on four devices, with 1F1B, nothing recomputed."""
     model, cluster = three_modules(), parse_spec("4xA100-80")
-    pins = parse_constraints(
+    constraints = parse_constraints(
         ["schedule=1f1b", "modules=disjoint", *(f"{module.name}.recompute=none" for module in model.modules)]
     )
-    finder = ModuleSearch(PlannerContext(model, cluster), JOB, pins, skewed_samples(8, 1), deal_samples)
+    finder = ModuleSearch(PlannerContext(model, cluster), JOB, constraints, skewed_samples(8, 1), deal_samples)
     for count, grids in itertools.product((1, 2, 4, 8), itertools.product(*map(layouts, finder.trials.costed))):
         fits = sum(grid.device_count for grid in grids) <= 4 and all(grid.replicas <= 8 // count for grid in grids)
         if fits and all(grid.shards == 1 for grid in grids):
@@ -103,7 +103,7 @@ def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
             finder.trials.simulate_plan(decisions)
     every = min(one.step_s for one in finder.trials.fitting)
     assert len(finder.trials.fitting) > 20
-    plan = make_plan(model, cluster, JOB, pins, samples=finder.trials.samples)
+    plan = make_plan(model, cluster, JOB, constraints, samples=finder.trials.samples)
     assert plan.prediction is not None and plan.prediction.step_s <= every * (1 + 1e-9)
 
 
@@ -118,7 +118,7 @@ def layouts(costed: Any) -> list[ModuleLayout]:
     ]
 
 
-def test_pins_of_one_module() -> None:
+def test_constraints_of_one_module() -> None:
     plan = made("vision.replicas=2", "language.stages=3", "microbatches=2", "generator.devices=1")
     assert plan.decisions["vision.replicas"] == "2" and plan.decisions["language.stages"] == "3"
     assert plan.decisions["generator.devices"] == "1" and plan.order.microbatches == 2
@@ -149,16 +149,16 @@ def test_the_search_takes_microbatches_together_where_that_is_faster() -> None:
     replicas need four microbatches."""
     slow = parse_spec("1x4xA100-80")
     slow = replace(slow, links={name: replace(link, bandwidth_bytes_per_s=2e9) for name, link in slow.links.items()})
-    pins = ["microbatches=8", "language.stages=1", "language.shards=4", "generator.placement=shared"]
+    constraints = ["microbatches=8", "language.stages=1", "language.shards=4", "generator.placement=shared"]
     model, samples = three_modules(("generator",)), skewed_samples(8, 1)
-    free = make_plan(model, slow, JOB, parse_constraints([*pins, "vision.placement=shared"]), samples=samples)
-    alone = make_plan(model, slow, JOB, parse_constraints([*pins, "vision.multiple=1"]), samples=samples)
+    free = make_plan(model, slow, JOB, parse_constraints([*constraints, "vision.placement=shared"]), samples=samples)
+    alone = make_plan(model, slow, JOB, parse_constraints([*constraints, "vision.multiple=1"]), samples=samples)
     assert free.decisions["vision.multiple"] in ("4", "8") and free.decisions["vision.replicas"] == "4"
     assert free.prediction is not None and alone.prediction is not None
     assert free.prediction.step_s < 0.97 * alone.prediction.step_s
 
 
-def test_pins_that_mean_nothing_here() -> None:
+def test_constraints_that_mean_nothing_here() -> None:
     for text, seen in (("visoin.replicas=2", "visoin.replicas"), ("replicas=2", "replicas")):
         with pytest.raises(PlanError, match="several modules") as caught:
             made(text)
@@ -185,7 +185,7 @@ def test_pins_that_mean_nothing_here() -> None:
         ("schedule=zb-v", "one stage, which this schedule does not support", "zb-v"),
     ],
 )
-def test_pins_that_cannot_be_obeyed(text: str, message: str, seen: str) -> None:
+def test_constraints_that_cannot_be_obeyed(text: str, message: str, seen: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         made(*text.split())
     assert str(caught.value.seen) == seen
@@ -217,7 +217,7 @@ def test_modules_that_exceed_the_cluster() -> None:
         (["devices=1", "vision.devices=2"], "vision.devices", "2 for vision", "1 devices"),
     ],
 )  # fmt: skip
-def test_pins_that_exceed_the_cluster(fixes: list[str], where: str, seen: str, allowed: str) -> None:
+def test_constraints_that_exceed_the_cluster(fixes: list[str], where: str, seen: str, allowed: str) -> None:
     with pytest.raises(PlanError, match=r"more devices than there are|does not have this many devices") as caught:
         made(*fixes, cluster="2xA100-80")
     assert (caught.value.where, str(caught.value.seen)) == (f"--fix {where}", seen)

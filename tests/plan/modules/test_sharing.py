@@ -124,8 +124,8 @@ def test_handing_over_on_a_lane_takes_the_exchange_between_grids() -> None:
     edge = next(edge for edge in work.edges if edge.source == 0)
     assert work.stages[0].group != work.stages[1].group
     alone = replace(work, edges=tuple(one for one in work.edges if one is not edge))
-    bench = PlannerContext(model, CLUSTER)
-    plain = cost_table(alone, network, bench.layers)
+    context = PlannerContext(model, CLUSTER)
+    plain = cost_table(alone, network, context.layers)
     for microbatch in range(2):
         ahead = network.transfer_time(edge.ragged[microbatch][0]).whole_s
         assert ahead > 0.0
@@ -138,8 +138,8 @@ def test_no_layout_that_shares_on_a_small_cluster_is_faster_in_the_simulator() -
     model, cluster = three_modules(), parse_spec("4xA100-80")
     whole = [f"{module.name}.recompute=none" for module in model.modules]
     shards = [f"{module.name}.shards=1" for module in model.modules]
-    pins = parse_constraints(["modules=shared", *whole, *shards])
-    finder = ModuleSearch(PlannerContext(model, cluster), JOB, pins, skewed_samples(8, 1), deal_samples)
+    constraints = parse_constraints(["modules=shared", *whole, *shards])
+    finder = ModuleSearch(PlannerContext(model, cluster), JOB, constraints, skewed_samples(8, 1), deal_samples)
     for count, grid in itertools.product((1, 2, 4, 8), layouts(finder.trials.costed[1])):
         lane = grid.replicas
         if grid.device_count > 4 or lane > 8 // count or grid.stage_count > count:
@@ -154,7 +154,7 @@ def test_no_layout_that_shares_on_a_small_cluster_is_faster_in_the_simulator() -
         for one in finder.with_orders(decisions, (*BESIDE, *BESIDE_OTHERS)):
             finder.trials.simulate_plan(one)
     assert len(finder.trials.fitting) > 20
-    plan = make_plan(model, cluster, JOB, pins, samples=finder.trials.samples)
+    plan = make_plan(model, cluster, JOB, constraints, samples=finder.trials.samples)
     assert plan.prediction is not None
     assert plan.prediction.step_s <= min(one.step_s for one in finder.trials.fitting) * (1 + 1e-9)
 

@@ -18,6 +18,7 @@ from pipefit.plan.make import _fitted_order_note, make_plan
 from pipefit.plan.passes import fitted_orders as fitting
 from pipefit.plan.passes.fitted_orders import best_plans, fit_layout, moves_for, tables_of
 from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -28,7 +29,7 @@ MID = Job(batch=16, sequence=512, precision="bfloat16")
 LONG = Job(batch=16, sequence=4096, precision="bfloat16")
 
 
-def bench(count: int = 6) -> PlannerContext:
+def context(count: int = 6) -> PlannerContext:
     return PlannerContext(toy_model(count), toy_cluster(1, 4))
 
 
@@ -36,7 +37,7 @@ def bench(count: int = 6) -> PlannerContext:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_fitted_order_is_not_slower_than_any_family_of_its_layout(placement: tuple[int, ...], recompute: str) -> None:
     """The same cuts, microbatches, recomputation: against every family that can be made there."""
-    room, compared = bench(8), 0
+    room, compared = context(8), 0
     layout = ParallelConfig(stages=len(placement), placement=placement, microbatches=8, recompute=(recompute,))
     layout = replace(layout, cuts=room.layer_cutter.leanest_cut(LONG, layout).cuts)
     one = fit_layout(room, tables_of(room, LONG, layout, [(recompute,)]))
@@ -54,7 +55,7 @@ def test_the_plan_is_not_slower_than_the_search_alone_and_fits() -> None:
     gained = 0
     for beyond in (400_000, 3_000_000, 6_000_000):
         room = PlannerContext(toy_model(8), little_memory(4, beyond=beyond))
-        families, both = search_plans(room, MID), best_plans(room, MID, {})
+        families, both = search_plans(room, MID), best_plans(room, MID)
         if not families.fitting:
             continue
         best = both.fitting[0]
@@ -66,7 +67,7 @@ def test_the_plan_is_not_slower_than_the_search_alone_and_fits() -> None:
 
 def test_memory_that_is_left_is_used_stage_by_stage() -> None:
     """Between the memory of no recomputation and that of all, some stages recompute and some do not."""
-    room = bench(8)
+    room = context(8)
     layout = ParallelConfig(stages=3, microbatches=8, schedule="1f1b", replicas=(1,))
     layout = replace(layout, cuts=room.layer_cutter.leanest_cut(LONG, layout).cuts)
     tables = tables_of(room, LONG, layout, [("none",), ("full",)])
@@ -84,7 +85,7 @@ def test_memory_that_is_left_is_used_stage_by_stage() -> None:
 
 def test_it_is_the_same_plan_every_time_and_reads_back() -> None:
     model, cluster = toy_model(8), little_memory(4, beyond=6_000_000)
-    plans = [make_plan(model, cluster, MID, {"schedule": "fit", "stages": 3}) for _ in range(2)]
+    plans = [make_plan(model, cluster, MID, Constraints(schedule="fit", stages=3)) for _ in range(2)]
     assert plans[0].content_hash == plans[1].content_hash
     assert plans[0].order.name == plans[0].decisions["schedule"] == "fit"
     check_plan(plans[0], model, cluster)
@@ -95,9 +96,9 @@ def test_it_is_the_same_plan_every_time_and_reads_back() -> None:
 
 def test_a_pinned_fit_is_not_slower_than_the_families() -> None:
     model, cluster = toy_model(6), toy_cluster(1, 3)
-    fitted = make_plan(model, cluster, JOB, {"schedule": "fit", "stages": 3})
+    fitted = make_plan(model, cluster, JOB, Constraints(schedule="fit", stages=3))
     for name in ("1f1b", "zb-h1", "gpipe"):
-        other = make_plan(model, cluster, JOB, {"schedule": name, "stages": 3})
+        other = make_plan(model, cluster, JOB, Constraints(schedule=name, stages=3))
         assert fitted.prediction is not None and other.prediction is not None
         assert fitted.prediction.step_s <= other.prediction.step_s * (1 + 1e-9), name
 
@@ -120,14 +121,15 @@ def test_how_often_orders_are_fitted_is_bounded(monkeypatch: pytest.MonkeyPatch)
         return real(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fitting, "fit_layout", counted)
-    best_plans(PlannerContext(toy_model(6), toy_cluster(1, 8)), LONG, {})
-    assert 0 < len(calls) <= fitting.LAYOUTS
-    assert moves_for(100) == fitting.MOVES[1] and moves_for(10**9) == fitting.MOVES[0]
+    best_plans(PlannerContext(toy_model(6), toy_cluster(1, 8)), LONG)
+    budget = fitting.FITTING_BUDGET
+    assert 0 < len(calls) <= budget.layouts
+    assert moves_for(100) == budget.most_moves and moves_for(10**9) == budget.least_moves
 
 
 def test_other_pins_leave_families_as_they_are() -> None:
-    room = bench()
-    found = best_plans(room, JOB, {"schedule": "v-half"})
+    room = context()
+    found = best_plans(room, JOB, Constraints(schedule="v-half"))
     assert found.fitted == 0 and {one.decisions.schedule for one in found.fitting} == {"v-half"}
 
 
@@ -139,7 +141,7 @@ def test_a_large_model_gains_where_memory_is_tight() -> None:
 
     room = PlannerContext(open_model("llama-3-8b"), parse_spec("4xA100-80"))
     job = Job(batch=32, sequence=8192, precision="bfloat16")
-    found = best_plans(room, job, {"slices": 1})
+    found = best_plans(room, job, Constraints(slices=1))
     families = [one for one in found.fitting if one.decisions.schedule != "fit"]
     assert found.fitting[0].decisions.schedule == "fit"
     assert found.fitting[0].step_s < 0.98 * families[0].step_s
@@ -152,10 +154,10 @@ def test_what_groups_gain_is_not_ascribed_to_the_order() -> None:
         )
 
     without = [one(0.9, "fit", False), one(1.0, "1f1b", False)]
-    assert _fitted_order_note(SimpleNamespace(fitting=without), {}) == _gained(0.1)
-    assert _fitted_order_note(SimpleNamespace(fitting=[one(0.5, "fit", True), *without]), {}) == ""
+    assert _fitted_order_note(SimpleNamespace(fitting=without), NO_CONSTRAINTS) == _gained(0.1)
+    assert _fitted_order_note(SimpleNamespace(fitting=[one(0.5, "fit", True), *without]), NO_CONSTRAINTS) == ""
     assert _fitted_order_note(
-        SimpleNamespace(fitting=[one(0.5, "fit", True), one(0.625, "1f1b", True), *without]), {}
+        SimpleNamespace(fitting=[one(0.5, "fit", True), one(0.625, "1f1b", True), *without]), NO_CONSTRAINTS
     ) == _gained(0.2)
 
 

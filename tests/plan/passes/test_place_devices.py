@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +16,15 @@ from pipefit.plan.check.rules import check_plan
 from pipefit.plan.explain.text import explain_text
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes import place_devices as in_planner
-from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.constraints import Constraints, parse_constraints
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=16, sequence=128)
-PIPELINE = {"stages": 4, "replicas": (1, 1), "schedule": "1f1b", "microbatches": 8}
+PIPELINE = Constraints(stages=4, replicas=(1, 1), schedule="1f1b", microbatches=8)
 
 
-def planned(cluster: Cluster, **pins: Any) -> Plan:
-    chosen: Mapping[str, Any] = {**PIPELINE, **pins}
-    return make_plan(toy_model(6), cluster, JOB, chosen)
+def planned(cluster: Cluster, **constraints: Any) -> Plan:
+    return make_plan(toy_model(6), cluster, JOB, replace(PIPELINE, **constraints))
 
 
 def notes(plan: Plan) -> list[str]:
@@ -54,8 +52,8 @@ def test_the_same_plan_every_time_and_from_its_own_words() -> None:
     cluster = skewed_cluster(8, seed=3)
     plan = planned(cluster)
     assert planned(cluster).content_hash == plan.content_hash
-    pins = parse_constraints(f"{key}={value}" for key, value in plan.decisions.items())
-    again = make_plan(toy_model(6), cluster, JOB, pins)
+    constraints = parse_constraints(f"{key}={value}" for key, value in plan.decisions.items())
+    again = make_plan(toy_model(6), cluster, JOB, constraints)
     assert again.groups == plan.groups and again.prediction is not None and plan.prediction is not None
     assert again.prediction.step_s == plan.prediction.step_s
     assert notes(again) == ["placement: as given"]
@@ -73,19 +71,13 @@ def test_nothing_is_searched_where_all_links_are_alike(monkeypatch: pytest.Monke
 
 
 def half_small() -> tuple[Cluster, dict[str, Any]]:
-    """Four hosts of which two can hold little more than the leaner lane, the pins of two lanes: small ones stand
+    """Four hosts of which two can hold little more than the leaner lane, the constraints to two lanes: small ones stand
     where hostname order puts the leaner lane."""
     cluster = skewed_cluster(4, seed=5)
-    pins = {
-        "stages": 2,
-        "replicas": (1, 1),
-        "schedule": "1f1b",
-        "microbatches": 4,
-        "cuts": (2,),
-        "recompute": ("none",),
-        "zero1": False,
-    }
-    free = make_plan(toy_model(6), cluster, JOB, {**pins, "mapping": "hostname"})
+    constraints = Constraints(
+        stages=2, replicas=(1, 1), schedule="1f1b", microbatches=4, cuts=(2,), recompute=("none",), zero1=False
+    )
+    free = make_plan(toy_model(6), cluster, JOB, replace(constraints, mapping="hostname"))
     assert free.prediction is not None
     first, last = (lane.peak_bytes for lane in free.prediction.lanes)
     assert first != last
@@ -93,13 +85,13 @@ def half_small() -> tuple[Cluster, dict[str, Any]]:
     small = replace(kind, name="small", memory_bytes=int((first + last) / 2))
     leaner = (0, 1) if last > first else (2, 3)
     hosts = tuple(replace(host, kind="small") if i in leaner else host for i, host in enumerate(cluster.hosts))
-    return replace(cluster, kinds={**cluster.kinds, "small": small}, hosts=hosts), pins
+    return replace(cluster, kinds={**cluster.kinds, "small": small}, hosts=hosts), constraints
 
 
 def test_no_device_gets_a_stage_that_it_cannot_hold() -> None:
     """Half of the hosts can hold little more than the leanest lane: the others stay where memory is needed."""
-    mixed, pins = half_small()
-    plan = make_plan(toy_model(6), mixed, JOB, pins)
+    mixed, constraints = half_small()
+    plan = make_plan(toy_model(6), mixed, JOB, constraints)
     assert plan.prediction is not None
     assert all(lane.peak_bytes <= lane.limit_bytes for lane in plan.prediction.lanes)
 
@@ -129,14 +121,14 @@ def test_a_mapping_that_cannot_be(mapping: tuple[int, ...], words: list[str]) ->
 
 
 def test_a_mapping_that_does_not_fit() -> None:
-    mixed, pins = half_small()
+    mixed, constraints = half_small()
     with pytest.raises(PlanError) as caught:
-        make_plan(toy_model(6), mixed, JOB, {**pins, "mapping": (2, 3, 0, 1)})
+        make_plan(toy_model(6), mixed, JOB, replace(constraints, mapping=(2, 3, 0, 1)))
     assert "No plan fits on these devices in this order." in str(caught.value)
 
 
 def test_what_the_key_takes() -> None:
-    assert parse_constraints(["mapping=hostname"])["mapping"] == "hostname"
-    assert parse_constraints(["mapping=2,0,1"])["mapping"] == (2, 0, 1)
+    assert parse_constraints(["mapping=hostname"]).mapping == "hostname"
+    assert parse_constraints(["mapping=2,0,1"]).mapping == (2, 0, 1)
     with pytest.raises(PlanError, match="valid value for 'mapping'"):
         parse_constraints(["mapping=fastest"])

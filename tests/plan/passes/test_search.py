@@ -25,6 +25,7 @@ from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.search import LayoutSearch, search_plans, some_plan_fits
 from pipefit.plan.passes.search_budget import SearchBudget
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -54,27 +55,30 @@ def mixed() -> Cluster:
     return replace(both, kinds={**fast.kinds, **slow.kinds}, links=links, hosts=hosts)
 
 
-NARROW: dict[str, object] = {"recompute": ("none",), "zero1": False, "inner": "replica"}
+NARROW = Constraints(recompute=("none",), zero1=False, inner="replica")
 """Enough of the space of a mixed cluster to try everything."""
 
 CLUSTERS = {"uniform": toy_cluster, "slow links": slow_links, "little memory": little_memory, "mixed": mixed}
 
 
-def everything(bench: PlannerContext, job: Job, pins: dict[str, object]) -> list[EvaluatedPlan]:
+def everything(context: PlannerContext, job: Job, constraints: Constraints) -> list[EvaluatedPlan]:
     """Every plan of the space, simulated."""
     found = []
-    count, layers, hosts = bench.network.devices, len(bench.only_module.layers), len(bench.cluster.hosts)
-    for decisions in iter_candidates(job, layers, count, hosts, pins, bench.layer_cutter):
-        found.append(evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions)))
+    count, layers, hosts = context.network.devices, len(context.only_module.layers), len(context.cluster.hosts)
+    for decisions in iter_candidates(job, layers, count, hosts, constraints, context.layer_cutter):
+        found.append(evaluate_candidate(context, decisions, context.make_skeleton(job, decisions)))
     return found
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("job", [JOB, Job(batch=6, sequence=4096, precision="bfloat16")], ids=["float32", "bfloat16"])
 def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> None:
-    bench, pins = PlannerContext(toy_model(3, tied=True), CLUSTERS[name]()), NARROW if name == "mixed" else {}
-    every = everything(bench, job, pins)
-    found = search_plans(bench, job, pins, top=3)
+    context, constraints = (
+        PlannerContext(toy_model(3, tied=True), CLUSTERS[name]()),
+        NARROW if name == "mixed" else NO_CONSTRAINTS,
+    )
+    every = everything(context, job, constraints)
+    found = search_plans(context, job, constraints, top=3)
     assert found.considered == len(every)
     unlike = {replace(one.decisions, stages=one.decisions.stage_count): one for one in reversed(every)}
     fitting = [one for one in unlike.values() if one.simulation.fits_in_memory]
@@ -101,11 +105,11 @@ def even_bounds(searcher: LayoutSearch, space: Iterable[CandidateGrid]) -> Itera
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
     """Of every candidate at every level of looking."""
-    bench = PlannerContext(toy_model(3), CLUSTERS[name]())
-    searcher = LayoutSearch(bench, JOB, {}, 1, None)
-    pins = NARROW if name == "mixed" else {}
+    context = PlannerContext(toy_model(3), CLUSTERS[name]())
+    searcher = LayoutSearch(context, JOB, NO_CONSTRAINTS, 1, None)
+    constraints = NARROW if name == "mixed" else NO_CONSTRAINTS
     for decisions, even_s in even_bounds(
-        searcher, iter_grids(JOB, 6, 4, len(bench.cluster.hosts), pins, bench.layer_cutter)
+        searcher, iter_grids(JOB, 6, 4, len(context.cluster.hosts), constraints, context.layer_cutter)
     ):
         candidate = SearchCandidate(decisions)
         bounds = [even_s]
@@ -113,8 +117,8 @@ def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
             bounds.append(bound)
         chosen = candidate.decisions if len(bounds) == 3 else decisions
         if len(bounds) < 3:
-            chosen = replace(decisions, cuts=bench.layer_cutter.leanest_cut(JOB, decisions).cuts)
-        simulated = evaluate_candidate(bench, chosen, bench.make_skeleton(JOB, chosen)).step_s
+            chosen = replace(decisions, cuts=context.layer_cutter.leanest_cut(JOB, decisions).cuts)
+        simulated = evaluate_candidate(context, chosen, context.make_skeleton(JOB, chosen)).step_s
         for bound in bounds:
             assert bound <= simulated * (1 + 1e-9), (chosen, bounds, simulated)
 
@@ -124,31 +128,34 @@ def test_memory_rules_out_only_what_does_not_fit(name: str) -> None:
     """A candidate that no cut is said to fit is over the limit when simulated, under every single cut."""
     import itertools
 
-    bench = PlannerContext(
+    context = PlannerContext(
         toy_model(2, tied=True), little_memory(beyond=120_000) if name == "uniform" else CLUSTERS[name]()
     )
     ruled_out = 0
-    for decisions in iter_candidates(JOB, 5, 3, 1, {"inner": "replica"}):
-        if bench.layer_cutter.cut_layers(JOB, decisions) is not None:
+    for decisions in iter_candidates(JOB, 5, 3, 1, Constraints(inner="replica")):
+        if context.layer_cutter.cut_layers(JOB, decisions) is not None:
             continue
         ruled_out += 1
         for cuts in itertools.combinations(range(1, 5), decisions.stage_count - 1):
             chosen = replace(decisions, cuts=cuts)
-            assert not evaluate_candidate(bench, chosen, bench.make_skeleton(JOB, chosen)).simulation.fits_in_memory, (
-                chosen
-            )
+            assert not evaluate_candidate(
+                context, chosen, context.make_skeleton(JOB, chosen)
+            ).simulation.fits_in_memory, chosen
     if name in ("uniform", "little memory"):
         assert ruled_out > 10, "this test must see some that do not fit"
 
 
 def test_bounds_of_v_placements_and_slices_hold() -> None:
-    bench = PlannerContext(toy_model(5), toy_cluster(1, 2))
-    for pins in ({"placement": (0, 1, 1, 0), "schedule": "gpipe"}, {"slices": (300, 212), "schedule": "gpipe"}):
-        for decisions in iter_candidates(JOB, 8, 2, 1, pins):
-            parts = bench.make_skeleton(JOB, decisions)
-            costs = bench.build_cost_table(parts)
+    context = PlannerContext(toy_model(5), toy_cluster(1, 2))
+    for constraints in (
+        Constraints(placement=(0, 1, 1, 0), schedule="gpipe"),
+        Constraints(slices=(300, 212), schedule="gpipe"),
+    ):
+        for decisions in iter_candidates(JOB, 8, 2, 1, constraints):
+            parts = context.make_skeleton(JOB, decisions)
+            costs = context.build_cost_table(parts)
             bound = table_bound_s(costs, parts.placement, decisions.microbatches, decisions.schedule)
-            assert bound <= evaluate_candidate(bench, decisions, parts).step_s * (1 + 1e-9)
+            assert bound <= evaluate_candidate(context, decisions, parts).step_s * (1 + 1e-9)
 
 
 def test_leaving_slow_devices_idle_is_a_choice() -> None:
@@ -159,9 +166,9 @@ def test_leaving_slow_devices_idle_is_a_choice() -> None:
     assert "devices" not in plan.decisions and plan.decisions["replicas"] == plan.decisions["stages"] == "1"
 
 
-def test_pins_are_obeyed_and_the_rest_is_searched() -> None:
+def test_constraints_are_obeyed_and_the_rest_is_searched() -> None:
     model, cluster = toy_model(3), toy_cluster()
-    plan = make_plan(model, cluster, JOB, {"stages": 2, "schedule": "gpipe", "recompute": ("full",)})
+    plan = make_plan(model, cluster, JOB, Constraints(stages=2, schedule="gpipe", recompute=("full",)))
     assert (plan.decisions["stages"], plan.decisions["schedule"], plan.decisions["recompute"]) == ("2", "gpipe", "full")
     free = make_plan(model, cluster, JOB)
     assert free.prediction is not None and plan.prediction is not None
@@ -169,7 +176,7 @@ def test_pins_are_obeyed_and_the_rest_is_searched() -> None:
 
 
 def test_a_tensor_parallel_plan_can_be_pinned() -> None:
-    plan = make_plan(toy_model(3), toy_cluster(), JOB, {"shards": (1, 1), "sharding": "megatron-sp", "stages": 2})
+    plan = make_plan(toy_model(3), toy_cluster(), JOB, Constraints(shards=(1, 1), sharding="megatron-sp", stages=2))
     assert {stage.sharding for stage in plan.stages} == {"megatron-sp"}
     assert all(group.axes[1].shares == (1, 1) for group in plan.groups)
     assert plan.edges[0].forward.sent == ("G0", "G1")
@@ -208,38 +215,44 @@ def test_a_model_that_fits_nowhere_says_what_is_missing_and_what_would_fit() -> 
 
 @pytest.mark.parametrize("name", ["uniform", "mixed"])
 @pytest.mark.parametrize(
-    "pins", [{}, {"cuts": (1, 4)}, {"recompute": ("full", "none")}], ids=["free", "cuts", "recompute"]
+    "constraints",
+    [NO_CONSTRAINTS, Constraints(cuts=(1, 4)), Constraints(recompute=("full", "none"))],
+    ids=["free", "cuts", "recompute"],
 )
-def test_the_plan_that_comes_closest_is_the_closest_of_all(name: str, pins: dict[str, object]) -> None:
+def test_the_plan_that_comes_closest_is_the_closest_of_all(name: str, constraints: Constraints) -> None:
     """Against the leanest cut of every candidate of the space."""
     cluster = toy_cluster(1, 8) if name == "uniform" else mixed()
     kinds = {key: replace(kind, memory_bytes=WORKSPACE_BYTES + 1_000) for key, kind in cluster.kinds.items()}
-    pins = {**NARROW, **pins} if name == "mixed" else pins
-    bench, job = PlannerContext(toy_model(6), replace(cluster, kinds=kinds)), Job(batch=16, sequence=512)
+    constraints = constraints.with_defaults(**NARROW.to_mapping()) if name == "mixed" else constraints
+    context, job = PlannerContext(toy_model(6), replace(cluster, kinds=kinds)), Job(batch=16, sequence=512)
     every = [
-        bench.layer_cutter.leanest_cut(job, decisions)
-        for decisions in iter_candidates(job, 9, bench.network.devices, len(cluster.hosts), pins, bench.layer_cutter)
+        context.layer_cutter.leanest_cut(job, decisions)
+        for decisions in iter_candidates(
+            job, 9, context.network.devices, len(cluster.hosts), constraints, context.layer_cutter
+        )
     ]
     missing = [max(map(sub, cut.floor_bytes, cut.limit_bytes)) for cut in every]
-    found = search_plans(bench, job, pins)
+    found = search_plans(context, job, constraints)
     assert not found.fitting and found.unfit == len(every) > 10 and len({*missing}) > 3
     assert min(one.peak_bytes - one.limit_bytes for one in found.misfits) == min(missing) > 0
     bounds = [
-        least_missing_bytes(bench.layer_cutter, job, one)
-        for one in iter_candidates(job, 9, bench.network.devices, len(cluster.hosts), pins, bench.layer_cutter)
+        least_missing_bytes(context.layer_cutter, job, one)
+        for one in iter_candidates(
+            job, 9, context.network.devices, len(cluster.hosts), constraints, context.layer_cutter
+        )
     ]
     assert all(bound <= exact for bound, exact in zip(bounds, missing, strict=True))
     with pytest.raises(DoesNotFitError, match=re.escape(f"{format_bytes(min(missing))} are missing")):
-        make_plan(bench.model, bench.cluster, job, pins)
+        make_plan(context.model, context.cluster, job, constraints)
 
 
 def test_whether_anything_fits_is_what_the_whole_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Around the memory at which the first plan fits, and with less looking."""
     job, answers = Job(batch=8, sequence=32), []
     for beyond in range(10_000, 60_000, 2_500):
-        bench = PlannerContext(toy_model(3), little_memory(3, beyond=beyond))
-        answers.append(some_plan_fits(bench, job, {}))
-        assert answers[-1] == bool(search_plans(bench, job, {}, top=1).fitting), beyond
+        context = PlannerContext(toy_model(3), little_memory(3, beyond=beyond))
+        answers.append(some_plan_fits(context, job, NO_CONSTRAINTS))
+        assert answers[-1] == bool(search_plans(context, job, top=1).fitting), beyond
     assert {*answers} == {False, True}
     simulations = 0
 
@@ -249,42 +262,42 @@ def test_whether_anything_fits_is_what_the_whole_search_finds(monkeypatch: pytes
         return simulate_candidate(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr("pipefit.plan.passes.search.simulate_candidate", counted)
-    assert some_plan_fits(PlannerContext(toy_model(3), toy_cluster()), job, {}) and simulations == 1
+    assert some_plan_fits(PlannerContext(toy_model(3), toy_cluster()), job, NO_CONSTRAINTS) and simulations == 1
 
 
 def test_the_suggested_change_really_fits() -> None:
     job = Job(batch=2, sequence=4096)
     cluster = little_memory(1, beyond=1_500_000)
     with pytest.raises(DoesNotFitError, match=r"use --(batch 1|seq 2048|seq 1024)") as error:
-        make_plan(toy_model(1), cluster, job, {"devices": 1})
+        make_plan(toy_model(1), cluster, job, Constraints(devices=1))
     text = str(error.value)
     changed = replace(job, batch=1) if "--batch 1" in text else replace(job, sequence=int(text.rsplit(" ", 1)[1]))
-    assert make_plan(toy_model(1), cluster, changed, {"devices": 1}).prediction is not None
+    assert make_plan(toy_model(1), cluster, changed, Constraints(devices=1)).prediction is not None
 
 
 def test_a_pin_that_keeps_all_plans_from_fitting_is_named() -> None:
     with pytest.raises(DoesNotFitError, match="drop --fix stages: without it a plan fits"):
-        make_plan(toy_model(4), little_memory(4, beyond=370_000), JOB, {"stages": 1, "groups": False})
+        make_plan(toy_model(4), little_memory(4, beyond=370_000), JOB, Constraints(stages=1, groups=False))
 
 
 @pytest.mark.parametrize(
-    ("pins", "words"),
+    ("constraints", "words"),
     [
-        ({"microbatches": 3}, "cannot be cut into this many equal microbatches"),
-        ({"replicas": (1,) * 3, "stages": 2}, "need more devices than the cluster has"),
-        ({"schedule": "1f1b", "stages": 4, "cuts": (1, 2, 3), "replicas": (1, 1)}, "need more devices"),
-        ({"replicas": (1,) * 4, "microbatches": 4}, "fewer rows than there are replicas"),
-        ({"devices": 3, "replicas": (1, 1)}, "No plan obeys all these fixes"),
+        (Constraints(microbatches=3), "cannot be cut into this many equal microbatches"),
+        (Constraints(replicas=(1,) * 3, stages=2), "need more devices than the cluster has"),
+        (Constraints(schedule="1f1b", stages=4, cuts=(1, 2, 3), replicas=(1, 1)), "need more devices"),
+        (Constraints(replicas=(1,) * 4, microbatches=4), "fewer rows than there are replicas"),
+        (Constraints(devices=3, replicas=(1, 1)), "No plan obeys all these fixes"),
     ],
 )
-def test_pins_that_leave_nothing_say_why(pins: dict[str, object], words: str) -> None:
+def test_constraints_that_leave_nothing_say_why(constraints: Constraints, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        make_plan(toy_model(3), toy_cluster(), JOB, pins)
+        make_plan(toy_model(3), toy_cluster(), JOB, constraints)
 
 
 def test_more_stages_than_layers_is_told() -> None:
     with pytest.raises(PlanError, match="more stages than layers"):
-        make_plan(toy_model(1), toy_cluster(1, 8), JOB, {"stages": 7})
+        make_plan(toy_model(1), toy_cluster(1, 8), JOB, Constraints(stages=7))
 
 
 def test_a_batch_that_nothing_divides_still_gets_a_plan() -> None:
@@ -321,10 +334,14 @@ def test_families_hold_at_least_what_the_closed_forms_say(name: str) -> None:
 
 def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a schedule whose bounds are loose, so that the first plan simulated is not the best."""
-    model, job, pins = toy_model(8), Job(batch=16, sequence=4096), {"schedule": "zb-h1", "stages": 3, "groups": False}
-    proven = make_plan(model, toy_cluster(), job, pins)
+    model, job, constraints = (
+        toy_model(8),
+        Job(batch=16, sequence=4096),
+        Constraints(schedule="zb-h1", stages=3, groups=False),
+    )
+    proven = make_plan(model, toy_cluster(), job, constraints)
     monkeypatch.setattr("pipefit.plan.passes.search.SEARCH_BUDGET", SearchBudget(order_actions=0))
-    hasty = make_plan(model, toy_cluster(), job, pins)
+    hasty = make_plan(model, toy_cluster(), job, constraints)
     assert hasty.prediction is not None and proven.prediction is not None
     assert "no candidate left has a lower bound below" in proven.prediction.assumptions[-1]
     assert "the search budget was used up" in hasty.prediction.assumptions[-1]
@@ -333,19 +350,19 @@ def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.Monke
 
 def test_a_schedule_that_no_candidate_can_have_says_why() -> None:
     with pytest.raises(ScheduleError, match="1F1B is written for one stage per lane"):
-        make_plan(toy_model(3), toy_cluster(1, 2), JOB, {"placement": (0, 1, 1, 0), "schedule": "1f1b"})
+        make_plan(toy_model(3), toy_cluster(1, 2), JOB, Constraints(placement=(0, 1, 1, 0), schedule="1f1b"))
 
 
 def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the closed form does not see, the search leaves room for: plans that its first cuts do not allow."""
-    pins, gained = {"schedule": "1f1b", "stages": 3, "recompute": ("none",), "microbatches": 8, "replicas": (1,)}, 0
+    constraints, gained = Constraints(schedule="1f1b", stages=3, recompute=("none",), microbatches=8, replicas=(1,)), 0
     model, job = toy_model(8), Job(batch=8, sequence=512)
     for beyond in range(900_000, 1_900_000, 50_000):
         cluster = little_memory(3, beyond=beyond)
-        again = search_plans(PlannerContext(model, cluster), job, pins, top=1).fitting
+        again = search_plans(PlannerContext(model, cluster), job, constraints, top=1).fitting
         with monkeypatch.context() as patch:
             patch.setattr("pipefit.plan.passes.search.SEARCH_BUDGET", SearchBudget(leaner_cuts=0))
-            once = search_plans(PlannerContext(model, cluster), job, pins, top=1).fitting
+            once = search_plans(PlannerContext(model, cluster), job, constraints, top=1).fitting
         assert len(again) >= len(once), beyond
         assert all(one.simulation.fits_in_memory for one in again)
         gained += len(again) - len(once)
@@ -356,11 +373,11 @@ def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.Monkey
 def test_a_search_that_finds_nothing_ends_and_says_so(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work is bounded by PATIENCE where no plan stops it; without it, everything is looked at and told so."""
     cluster, job = little_memory(4, beyond=-10_000_000), Job(batch=16, sequence=512)
-    room, pins = PlannerContext(toy_model(8), cluster), {"schedule": "1f1b"}
-    every = search_plans(room, job, pins)
+    room, constraints = PlannerContext(toy_model(8), cluster), Constraints(schedule="1f1b")
+    every = search_plans(room, job, constraints)
     monkeypatch.setattr("pipefit.plan.passes.search.SEARCH_BUDGET", SearchBudget(infeasible_actions=budget))
-    some = search_plans(room, job, pins)
+    some = search_plans(room, job, constraints)
     assert not some.fitting and some.unfit < every.unfit
     assert some.open_bound_s < float("inf") == every.open_bound_s
     with pytest.raises(DoesNotFitError, match="No plan that fits was found before the search's budget was spent"):
-        make_plan(toy_model(8), cluster, job, pins)
+        make_plan(toy_model(8), cluster, job, constraints)

@@ -14,6 +14,7 @@ from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.explain.text import forecast_lines
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.sensitivity import extend_cluster, faster_links
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=512)
@@ -30,7 +31,7 @@ def measured_hosts() -> Cluster:
 
 def test_faster_links_are_those_of_a_cluster_with_twice_the_bandwidth_and_half_the_latency() -> None:
     slow = parse_spec("2x2xA100-80:10MB/s")
-    plan = make_plan(toy_model(3), slow, JOB, {"stages": 2, "replicas": (1, 1)})
+    plan = make_plan(toy_model(3), slow, JOB, Constraints(stages=2, replicas=(1, 1)))
     assert plan.prediction is not None
     found = {one.change: one for one in plan.prediction.sensitivity}
     halved = faster_links(slow)
@@ -44,7 +45,7 @@ def test_faster_links_are_those_of_a_cluster_with_twice_the_bandwidth_and_half_t
 
 def test_collectives_inside_layers_are_faster_on_faster_links() -> None:
     slow = parse_spec("2x2xA100-80:10MB/s")
-    plan = make_plan(toy_model(3), slow, JOB, {"shards": (1, 1, 1, 1), "sharding": "megatron"})
+    plan = make_plan(toy_model(3), slow, JOB, Constraints(shards=(1, 1, 1, 1), sharding="megatron"))
     assert plan.prediction is not None
     found = {one.change: one for one in plan.prediction.sensitivity}["links twice as fast"]
     assert found.step_s == pytest.approx(simulate_plan(plan, toy_model(3), faster_links(slow)).timeline.makespan_s)
@@ -77,7 +78,7 @@ def test_clusters_grow_with_their_measured_curves() -> None:
 
 
 def test_it_is_printed_and_old_plans_without_it_are_read() -> None:
-    plan = make_plan(toy_model(3), toy_cluster(), JOB, {"stages": 2})
+    plan = make_plan(toy_model(3), toy_cluster(), JOB, Constraints(stages=2))
     assert plan.prediction is not None
     line = forecast_lines(plan)[-1]
     assert line.startswith("with better hardware: links twice as fast: ") and "planned again" in line
@@ -90,5 +91,5 @@ def test_it_is_printed_and_old_plans_without_it_are_read() -> None:
 
 
 def test_a_pinned_number_of_devices_leaves_the_host_out() -> None:
-    plan = make_plan(toy_model(3), toy_cluster(), JOB, {"devices": 1})
+    plan = make_plan(toy_model(3), toy_cluster(), JOB, Constraints(devices=1))
     assert plan.prediction is not None and plan.prediction.sensitivity == ()

@@ -49,8 +49,8 @@ def rows_in(folder: Path) -> SampleRows:
 
 def made(rows: SampleRows, *fixes: str, frozen: tuple[str, ...] = ()) -> Plan:
     samples = sample_batches(rows, JOB.batch, BATCHES, JOB.seed)
-    cluster, pins = parse_spec("8xA100-80"), parse_constraints(fixes)
-    return make_plan(three_modules(frozen), cluster, JOB, pins, samples=samples, arrange=arranged_samples)
+    cluster, constraints = parse_spec("8xA100-80"), parse_constraints(fixes)
+    return make_plan(three_modules(frozen), cluster, JOB, constraints, samples=samples, arrange=arranged_samples)
 
 
 PIPELINE = ("microbatches=8", "language.stages=3", "language.replicas=1", "vision.shards=1", "language.shards=1")
@@ -88,9 +88,9 @@ def test_the_batch_that_is_shown_stands_as_in_the_first_step_of_the_run(
 def test_every_batch_is_simulated_in_the_order_that_the_plan_has(folder: Path, placement: str) -> None:
     """And whether microbatches are put in order is what is faster on average: not always so, but where it is chosen."""
     samples = complete_samples(sample_batches(rows_in(folder), JOB.batch, BATCHES, JOB.seed), three_modules(), JOB)
-    pins = parse_constraints([*(SHARED if placement == "shared" else PIPELINE), f"modules={placement}"])
+    constraints = parse_constraints([*(SHARED if placement == "shared" else PIPELINE), f"modules={placement}"])
     finder = ModuleSearch(
-        PlannerContext(three_modules(), parse_spec("8xA100-80")), JOB, pins, samples, arranged_samples
+        PlannerContext(three_modules(), parse_spec("8xA100-80")), JOB, constraints, samples, arranged_samples
     )
     finder.run_search(None)
     best = finder.trials.fitting[0]

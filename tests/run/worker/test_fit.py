@@ -28,18 +28,18 @@ DEVICES, MICROBATCHES = 3, 8
 
 def fitted_plan(placement: tuple[int, ...], keep: float) -> Plan:
     """A plan with so much of the memory between recomputing everything and nothing."""
-    bench = PlannerContext(plans.model("llama"), local_cluster(DEVICES), name="llama")
+    context = PlannerContext(plans.model("llama"), local_cluster(DEVICES), name="llama")
     layout = ParallelConfig(stages=len(placement), placement=placement, microbatches=MICROBATCHES)
-    layout = replace(layout, cuts=bench.layer_cutter.leanest_cut(plans.JOB, layout).cuts)
-    tables = tables_of(bench, plans.JOB, layout, [("none",), ("full",)])
-    ends = {one.decisions.recompute[0]: fit_layout(bench, [one], moves=2000) for one in tables}
+    layout = replace(layout, cuts=context.layer_cutter.leanest_cut(plans.JOB, layout).cuts)
+    tables = tables_of(context, plans.JOB, layout, [("none",), ("full",)])
+    ends = {one.decisions.recompute[0]: fit_layout(context, [one], moves=2000) for one in tables}
     none, full = ends["none"], ends["full"]
     assert none is not None and full is not None
     high, low = (max(map(float, one.simulation.timeline.peak_bytes)) for one in (none, full))
     limits = [low + keep * (high - low)] * DEVICES
-    best = fit_layout(bench, tables, limits, moves=2000)
+    best = fit_layout(context, tables, limits, moves=2000)
     assert best is not None and max(best.simulation.timeline.peak_bytes) <= limits[0]
-    made = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    made = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     check_plan(made)
     assert made.order.name == made.decisions["schedule"] == "fit"
     return made

@@ -35,7 +35,7 @@ BYTE_S = 1e-7
 def gathered(name, shares=SHARES, edit=lambda recipe: recipe, microbatches=2, **decisions):
     """A plan of one stage that works by rows, and the words of its recipes. `edit` changes a recipe's text."""
     model, cluster, job = plans.model(name), local_cluster(8), plans.JOB
-    bench = PlannerContext(model, cluster, name=name)
+    context = PlannerContext(model, cluster, name=name)
     setting = shard_setting(
         model, Network(cluster), best_costs(cluster), devices=tuple(range(len(shares))), rows=job.batch // microbatches,
         tokens=job.sequence, precision=job.precision, microbatches=microbatches,
@@ -47,10 +47,10 @@ def gathered(name, shares=SHARES, edit=lambda recipe: recipe, microbatches=2, **
     }
     chosen = ParallelConfig(
         stages=1, microbatches=microbatches, replicas=(1,), sharding="searched", shards=shares, lane_shards=(shares,),
-        recipes=(bench.programs.add_recipes(recipes),), **decisions,
+        recipes=(context.programs.add_recipes(recipes),), **decisions,
     )  # fmt: skip
     words = [word for text in recipes.values() for word in text.split()]
-    return build_plan(model, cluster, job, chosen, name=name, bench=bench), words
+    return build_plan(model, cluster, job, chosen, name=name, context=context), words
 
 
 @pytest.mark.parametrize(("name", "recompute"), [("wide", "full"), ("mixtral", "selective")])

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gloo
 def grouped(name: str, lanes: Sequence[tuple[tuple[int, ...], str]], replicas: int = 1, **decisions: Any) -> Plan:
     """A plan whose lanes have these shares and hold the hidden state in these forms, each with a program of its own."""
     model, cluster, job = plans.model(name), local_cluster(8), plans.JOB
-    bench = PlannerContext(model, cluster, name=name)
+    context = PlannerContext(model, cluster, name=name)
     count = decisions.get("microbatches", 2)
     sets = []
     for shares, form in lanes:
@@ -45,7 +45,7 @@ def grouped(name: str, lanes: Sequence[tuple[tuple[int, ...], str]], replicas: i
         chains = ChainSearch(model, setting, streams=(parse_form(form),), tied_whole=True)
         links = chains.search_programs(model.layers, shares)
         sets.append(
-            bench.programs.add_recipes(
+            context.programs.add_recipes(
                 {a.graph: b.layer_recipe.recipe_text for a, b in zip(model.layers, links, strict=True)}
             )
         )
@@ -54,7 +54,7 @@ def grouped(name: str, lanes: Sequence[tuple[tuple[int, ...], str]], replicas: i
         **{"stages": len(lanes), "microbatches": count, **decisions}, replicas=(1,) * replicas, sharding="searched",
         shards=max(shares, key=len), lane_shards=shares, recipes=tuple(sets),
     )  # fmt: skip
-    return build_plan(model, cluster, job, chosen, name=name, bench=bench)
+    return build_plan(model, cluster, job, chosen, name=name, context=context)
 
 
 ONE, TWO, UNEVEN, THREE = (1,), (1, 1), (2, 1), (2, 1, 1)

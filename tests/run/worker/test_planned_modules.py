@@ -42,7 +42,7 @@ def test_planned_runs_are_exact(gloo_pool, frozen):
 def test_a_tied_embedding_behind_a_generator_is_planned_in_forms_that_its_two_uses_have_alike(gloo_pool):
     """The fused head of Megatron's program would split it, and the embedding has it whole."""
     model = toys.model(ALL, (), True)
-    plan = make_plan(model, open_cluster("local:7"), toys.JOB, {}, samples=known_samples())
+    plan = make_plan(model, open_cluster("local:7"), toys.JOB, samples=known_samples())
     check_plan(plan, model)
     assert plan.decisions["language.shards"] == "1"
     agrees(run(gloo_pool, plan, model), *reference(ALL, (), True))

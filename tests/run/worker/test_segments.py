@@ -33,7 +33,7 @@ SHARES = (2, 1)
 def segmented(name, first, last, form="G0"):
     """A plan of one stage whose first layer, and whose last two, have shares of their own."""
     model, cluster, job = plans.model(name), local_cluster(8), plans.JOB
-    bench = PlannerContext(model, cluster, name=name)
+    context = PlannerContext(model, cluster, name=name)
     setting = shard_setting(
         model, Network(cluster), best_costs(cluster), devices=(0, 1), rows=job.batch // 2, tokens=job.sequence,
         precision=job.precision, microbatches=2,
@@ -44,9 +44,9 @@ def segmented(name, first, last, form="G0"):
     recipes = {layer.graph: link.layer_recipe.recipe_text for layer, link in zip(model.layers, links, strict=True)}
     chosen = ParallelConfig(
         stages=1, microbatches=2, replicas=(1,), sharding="searched", shards=SHARES, lane_shards=(SHARES,),
-        recipes=(bench.programs.add_recipes(recipes),),
+        recipes=(context.programs.add_recipes(recipes),),
     )  # fmt: skip
-    return build_plan(model, cluster, job, chosen, name=name, bench=bench), model
+    return build_plan(model, cluster, job, chosen, name=name, context=context), model
 
 
 @pytest.mark.parametrize(("name", "form"), [("wide", "G0"), ("llama", "G1")])

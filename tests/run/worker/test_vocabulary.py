@@ -42,7 +42,7 @@ BY_FEATURES = "I>G0 features embedding_0:G2>G0"
 def by_words(name: str, lanes: Sequence[Lane], **decisions: Any) -> Plan:
     """A plan whose lanes split words so, and rows in the blocks, with programs of their own."""
     model, cluster, job = plans.model(name), local_cluster(8), plans.JOB
-    bench = PlannerContext(model, cluster, name=name)
+    context = PlannerContext(model, cluster, name=name)
     embedding, *_, head, loss = (layer.graph for layer in model.layers)
     sets = []
     for lane in lanes:
@@ -54,13 +54,13 @@ def by_words(name: str, lanes: Sequence[Lane], **decisions: Any) -> Plan:
         links = chains.search_programs(model.layers, lane.shares)
         recipes = {layer.graph: link.layer_recipe.recipe_text for layer, link in zip(model.layers, links, strict=True)}
         written = {embedding: lane.embedding, head: lane.head, loss: "G2>I vocabulary"}
-        sets.append(bench.programs.add_recipes(recipes | written))
+        sets.append(context.programs.add_recipes(recipes | written))
     shares = tuple(lane.shares for lane in lanes)
     chosen = ParallelConfig(
         **{"stages": len(lanes), "microbatches": 2, **decisions}, sharding="searched", shards=max(shares, key=len),
         lane_shards=shares, recipes=tuple(sets),
     )  # fmt: skip
-    return build_plan(model, cluster, job, chosen, name=name, bench=bench)
+    return build_plan(model, cluster, job, chosen, name=name, context=context)
 
 
 CASES: dict[str, tuple[str, Callable[[], Plan]]] = {

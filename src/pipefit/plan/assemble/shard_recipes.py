@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import EVEN, lowerings_over, shard_collective
@@ -18,6 +17,7 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts, MicrobatchShape, RooflineCosts
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Model, ModelModule
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Precision
 from pipefit.shard.chain import ChainSearch
@@ -53,24 +53,24 @@ def request_from_config(decisions: ParallelConfig, batch: int) -> RecipeRequest:
     )
 
 
-def request_from_constraints(pins: Mapping[str, Any], job: Job, devices: int) -> RecipeRequest:
+def request_from_constraints(constraints: Constraints, job: Job, devices: int) -> RecipeRequest:
     """Return the request of these constraints, on a cluster with this many devices. An invalid mapping is ignored here;
     a later check refuses it."""
-    shares = pins["shards"]
-    mapping = pins.get("mapping")
+    shares = constraints.shards or (1,)
+    mapping = constraints.mapping
     first = mapping[: len(shares)] if isinstance(mapping, tuple) else ()
     if len(first) < len(shares) or not all(0 <= device < devices for device in first):
         first = tuple(range(len(shares)))
-    known = "microbatches" in pins and "replicas" in pins
-    microbatches = pins.get("microbatches", max(1, job.batch // len(pins.get("replicas", (1,)))))
+    microbatches = constraints.microbatches or max(1, job.batch // constraints.replica_count)
     rows = 1
-    if known and job.batch % microbatches == 0:
-        rows = max(1, min(stop - start for start, stop in split_by_shares(job.batch // microbatches, pins["replicas"])))
-    lanes = devices // (len(shares) * len(pins.get("replicas", (1,))))
-    if "placement" in pins:
-        lanes = max(pins["placement"]) + 1
-    elif "stages" in pins or "cuts" in pins:
-        lanes = min(lanes, pins.get("stages", len(pins.get("cuts", ())) + 1))
+    if constraints.microbatches is not None and constraints.replicas is not None and job.batch % microbatches == 0:
+        parts = split_by_shares(job.batch // microbatches, constraints.replicas)
+        rows = max(1, min(stop - start for start, stop in parts))
+    lanes = devices // (len(shares) * constraints.replica_count)
+    if constraints.lane_of_stage is not None:
+        lanes = max(constraints.lane_of_stage) + 1
+    elif constraints.stage_count is not None:
+        lanes = min(lanes, constraints.stage_count)
     return RecipeRequest(shares=shares, devices=first, rows=rows, microbatches=microbatches, lanes=max(1, lanes))
 
 

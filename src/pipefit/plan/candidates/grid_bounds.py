@@ -25,6 +25,7 @@ from pipefit.plan.candidates.slicings import SequenceSlicer
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
+from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
@@ -38,7 +39,7 @@ class LowerBounds:
     def __init__(self, cutter: LayerCutter, job: Job, slicer: SequenceSlicer | None = None) -> None:
         self.cutter = cutter
         self.job = job
-        self.slicer = slicer or SequenceSlicer(cutter, job, {})
+        self.slicer = slicer or SequenceSlicer(cutter, job, NO_CONSTRAINTS)
         self._known: dict[tuple[tuple[int, ...], ...], LayerBounds] = {}
         self._stacks: dict[object, BoundsStack] = {}
         self._statics: dict[float, float] = {}

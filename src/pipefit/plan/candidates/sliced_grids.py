@@ -7,9 +7,8 @@ if they could beat the best step known so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,23 +19,15 @@ from pipefit.plan.bounds.step_bounds import schedule_facts
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.candidates.grid_figures import GridBounds
+from pipefit.plan.candidates.slicing_budget import SLICING_BUDGET
 from pipefit.plan.candidates.slicings import SequenceSlicer
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.slicing.cuts import uniform_slices
 from pipefit.plan.types import Job
 
 CHEAPER = 0.9
 """Assumed lower bound of a sliced sequence's time relative to an unsliced one, for pruning before slices are costed: a
 kernel that computes the masked half of causal attention saves part of it with slices."""
-
-PANELS, LEAST_PANELS = 192, 12
-"""Maximum number of grids for which sliced candidates are built, and its minimum on the largest clusters, which have
-thousands of grids."""
-
-SLICINGS, LEAST_SLICINGS = 512, 32
-"""Maximum number of slicings costed layer by layer, and its minimum on the largest clusters."""
-
-SOME = 8
-"""Number of slices assumed when grids are ranked."""
 
 SPLIT_IDLE = 1 / 3
 """Part of the pipeline bubble that remains where backwards are split, for ranking."""
@@ -54,37 +45,40 @@ class PruningThreshold:
 
 
 def most_promising(space: Sequence[CandidateGrid], hope: PruningThreshold, part: float = 1.0) -> list[CandidateGrid]:
-    """Return the grids whose best candidate is likely the fastest with slices, at most `part` of PANELS, in the order
-    of the space."""
+    """Return the grids whose best candidate is likely the fastest with slices, in the order of the space.
+
+    There are at most `part` of the budget.
+    """
     guessed: list[tuple[float, int]] = []
     for places, floor in hope.floors.bound_batches(space):
         guessed += zip(_likely_step_s(floor), places, strict=True)
-    best = sorted(guess for guess in guessed if guess[0] <= hope.best_s)[: max(LEAST_PANELS, int(part * PANELS))]
+    count = max(SLICING_BUDGET.least_grids, int(part * SLICING_BUDGET.grids))
+    best = sorted(guess for guess in guessed if guess[0] <= hope.best_s)[:count]
     return [space[index] for _, index in sorted(best, key=lambda guess: guess[1])]
 
 
 def _likely_step_s(floor: GridBounds) -> list[float]:
-    """Return the estimated step of every grid's best even count in SOME slices, including the bubble and missing
+    """Return the estimated step of every grid's best even count in a few slices, including the bubble and missing
     memory."""
     even = [which for which, count in enumerate(floor.panels[0].counts) if max(count[1]) == 1]
     if not even:
         return [float("inf")] * len(floor.panels)
     count, depth = floor.count[even], floor.lane_count
-    idle = (depth - 1) / (floor.turns * SOME) * (1.0 if floor.is_fused else SPLIT_IDLE)
-    least = _least_s(floor, 1.0 + (depth - 1) / (2 * SOME))[:, even]
+    idle = (depth - 1) / (floor.turns * SLICING_BUDGET.ranked_slices) * (1.0 if floor.is_fused else SPLIT_IDLE)
+    least = _least_s(floor, 1.0 + (depth - 1) / (2 * SLICING_BUDGET.ranked_slices))[:, even]
     steps_s = (least * (count + idle) / count).min(axis=(1, 2))
     return [float(step_s) if lanes > 1 else float("inf") for step_s, lanes in zip(steps_s, depth.ravel(), strict=True)]
 
 
 def slice_grid(
-    panel: CandidateGrid, job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer | None
+    panel: CandidateGrid, job: Job, constraints: Constraints, slicer: SequenceSlicer | None
 ) -> CandidateGrid | None:
     """Return the candidates of a grid with sliced sequences: every count with each promising slicing; None if there are
     none.
 
     Uneven rows, and pipelines of one lane, are sliced only on request.
     """
-    wanted = pins.get("slices")
+    wanted = constraints.slices
     if wanted == 1 or (wanted is None and (slicer is None or panel.lanes == 1)):
         return None
     if isinstance(wanted, tuple) or slicer is None:
@@ -109,13 +103,13 @@ def slice_grid(
 def best_sliced_grids(
     space: Sequence[CandidateGrid], slicer: SequenceSlicer, hope: PruningThreshold, part: float = 1.0
 ) -> list[CandidateGrid]:
-    """Return the grids of `slice_grid` without constraints on slices, limited to the fastest `part` of SLICINGS
+    """Return the grids of `slice_grid` without constraints on slices, limited to the fastest `part` of the budget
     slicings."""
     if slicer.obstacle is not None:
         return []
     options_by_grid = [promising_slicings(panel, slicer, hope) for panel in space if panel.lanes > 1]
     steps_s = sorted(option.step_s for _, numbers in options_by_grid for option in numbers)
-    limit = max(LEAST_SLICINGS, int(part * SLICINGS))
+    limit = max(SLICING_BUDGET.least_slicings, int(part * SLICING_BUDGET.slicings))
     until_s = steps_s[limit - 1] if limit < len(steps_s) else float("inf")
     within_limit = (
         (panel, [option for option in numbers if option.step_s <= until_s]) for panel, numbers in options_by_grid

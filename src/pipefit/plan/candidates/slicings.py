@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from pipefit.errors import PlanError
 from pipefit.layout import Mesh
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.candidates.grid import CandidateGrid
+from pipefit.plan.candidates.slicing_budget import SLICING_BUDGET
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.devices.fleet import Pair, pairs_of
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.sliceable import slicing_obstacles
 from pipefit.plan.slicing.count import LADDER, promising_counts, slice_count_ladder, step_s
@@ -34,46 +35,32 @@ from pipefit.plan.types import Job, Recompute
 
 Slices = tuple[int, ...]
 
-ACTIONS = 12_000
-"""Largest number of actions of an order with slices. Longer orders take too long to evaluate, and more slices gain
-little."""
-
 PROCESSOR_TILE, ACCELERATOR_TILE, LEAST_TILE = 8, 64, 8
 """Slices are multiples of this number of tokens: the sizes CPU and accelerator kernels prefer, and the minimum for
 short slices."""
 
-TILES = 8
-"""Minimum tiles of a slice before tiles are halved: rounding to larger tiles would cost more than they save."""
 
-SAMPLES = 8
-"""Number of slice lengths at which layers are costed for equal-cost cuts, at the start and at the end of the
-sequence."""
-
-CELLS = 256
-"""Largest number of positions at which a search cuts a sequence; a longer one uses coarser multiples."""
-
-
-def slicer_of(cutter: LayerCutter, job: Job, pins: Mapping[str, Any]) -> SequenceSlicer:
+def slicer_of(cutter: LayerCutter, job: Job, constraints: Constraints) -> SequenceSlicer:
     """Return the slicings of a job under these constraints. Costs computed for one search are reused by the next."""
-    key = (job, *(pins.get(name) for name in ("slices", "shards", "slice_multiple")))
+    key = (job, constraints.slices, constraints.shards, constraints.slice_multiple)
     if key not in cutter.slicers:
-        cutter.slicers[key] = SequenceSlicer(cutter, job, pins)
+        cutter.slicers[key] = SequenceSlicer(cutter, job, constraints)
     return cutter.slicers[key]  # type: ignore[no-any-return]
 
 
 class SequenceSlicer:
     """The slicings of one search."""
 
-    def __init__(self, cutter: LayerCutter, job: Job, pins: Mapping[str, Any]) -> None:
+    def __init__(self, cutter: LayerCutter, job: Job, constraints: Constraints) -> None:
         self.cutter, self.job = cutter, job
         self.rows = SliceRows(cutter.network, cutter.layers)
         self.obstacle: PlanError | None = next(slicing_obstacles(cutter.programs.model), None)
         "The reason why the model's sequences cannot be sliced."
-        self.wanted: int | Slices | None = pins.get("slices")
-        shards: tuple[int, ...] = pins.get("shards", (1,))
-        self._tile = pins.get("slice_multiple", PROCESSOR_TILE if cutter.network.over_gloo else ACCELERATOR_TILE)
+        self.wanted: int | Slices | None = constraints.slices
+        shards: tuple[int, ...] = constraints.shards or (1,)
+        self._tile = constraints.slice_multiple or (PROCESSOR_TILE if cutter.network.over_gloo else ACCELERATOR_TILE)
         self._shares = sum(shards)
-        self.finest = slice_grain(pins.get("slice_multiple", LEAST_TILE), self._shares)
+        self.finest = slice_grain(constraints.slice_multiple or LEAST_TILE, self._shares)
         "Every slice is a multiple of this number of tokens; the remainder lengthens the last."
         self._stages: dict[object, StageWork] = {}
         self._curves: dict[int, TimeOf] = {}
@@ -86,14 +73,15 @@ class SequenceSlicer:
         """Return the multiple of tokens for this number of slices: a tile, or less if slices would have too few
         tiles."""
         tile = self._tile
-        while slice_grain(tile // 2, self._shares) >= self.finest and self.job.sequence < TILES * number * tile:
+        tiles = SLICING_BUDGET.least_tiles * number
+        while slice_grain(tile // 2, self._shares) >= self.finest and self.job.sequence < tiles * tile:
             tile //= 2
         return slice_grain(tile, self._shares)
 
     @property
     def finest_multiple(self) -> int:
-        """The finest multiple with at most CELLS positions in the sequence."""
-        return self.finest * max(1, -(-self.job.sequence // (self.finest * CELLS)))
+        """The finest multiple that leaves few enough positions in the sequence."""
+        return self.finest * max(1, -(-self.job.sequence // (self.finest * SLICING_BUDGET.positions)))
 
     def candidate_slicings(self, stage: StageWork, lanes: int, turns: int, microbatches: int) -> tuple[Slices, ...]:
         """Return the slicings to try besides no slices, for lanes with `turns` stages each.
@@ -115,7 +103,7 @@ class SequenceSlicer:
         key = (id(stage), lanes, turns, microbatches)
         if key not in self._numbers:
             steps_s = self.closed_form_s(stage, lanes, turns, microbatches)
-            limit = ACTIONS // (3 * lanes * turns * microbatches)
+            limit = SLICING_BUDGET.order_actions // (3 * lanes * turns * microbatches)
             self._numbers[key] = promising_counts(self._whole_s(stage)[0], steps_s, limit)
         return self._numbers[key]
 
@@ -174,7 +162,8 @@ class SequenceSlicer:
     def _sample_curve(self, stage: StageWork) -> TimeOf:
         length = self.job.sequence
         least = min(max(self.finest, length // LADDER[-1]), length)
-        steps = [portable_power(length / least, step / (SAMPLES - 1)) for step in range(SAMPLES)]
+        count = SLICING_BUDGET.costed_lengths
+        steps = [portable_power(length / least, step / (count - 1)) for step in range(count)]
         places = sorted({round(least * step) for step in steps})
         alone = [self._slice_seconds(stage, tokens, 0) for tokens in places]
         slopes = [

@@ -24,18 +24,18 @@ from pipefit.simulate import simulate_schedule
 
 
 def evaluate_candidate(
-    bench: PlannerContext, decisions: ParallelConfig, parts: PlanSkeleton, schedule: Schedule | None = None
+    context: PlannerContext, decisions: ParallelConfig, parts: PlanSkeleton, schedule: Schedule | None = None
 ) -> EvaluatedPlan:
     """Cost and simulate one candidate, in the order of its family or of `schedule`."""
-    work = pipeline_work(parts, bench.programs)
-    costs = contended_costs(bench, work)
+    work = pipeline_work(parts, context.programs)
+    costs = contended_costs(context, work)
     if schedule is None:
-        schedule = _order_candidate(bench, decisions, parts, costs)
-    return simulate_candidate(bench, decisions, parts, work, costs, schedule)
+        schedule = _order_candidate(context, decisions, parts, costs)
+    return simulate_candidate(context, decisions, parts, work, costs, schedule)
 
 
 def _order_candidate(
-    bench: PlannerContext, decisions: ParallelConfig, parts: PlanSkeleton, costs: CostTable
+    context: PlannerContext, decisions: ParallelConfig, parts: PlanSkeleton, costs: CostTable
 ) -> Schedule:
     """Return the order of the family, with guest modules interleaved or inline modules on its lanes."""
     if not isinstance(decisions, MultiModuleConfig) or not decisions.shared_modules:
@@ -47,12 +47,12 @@ def _order_candidate(
         order_problem(parts, costs),
         decisions.guest_stages,
         window=decisions.ahead,
-        frozen=find_frozen_stages(len(parts.stages), parts.edges, bench.plan_parameters(parts, decisions)),
+        frozen=find_frozen_stages(len(parts.stages), parts.edges, context.plan_parameters(parts, decisions)),
     )
 
 
 def simulate_candidate(
-    bench: PlannerContext,
+    context: PlannerContext,
     decisions: ParallelConfig,
     parts: PlanSkeleton,
     work: PipelineWork,
@@ -62,12 +62,12 @@ def simulate_candidate(
 ) -> EvaluatedPlan:
     """Simulate one candidate in this order, lowered if necessary, with its costs and shared links. `alone` are its
     separate pipelines, if known."""
-    lowered = schedule if schedule.is_lowered else bench.lower_order(parts, decisions, schedule, costs)
-    costs = contended_costs(bench, work, costs, alone)
+    lowered = schedule if schedule.is_lowered else context.lower_order(parts, decisions, schedule, costs)
+    costs = contended_costs(context, work, costs, alone)
     timeline = simulate_schedule(lowered, costs)
     cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
     return EvaluatedPlan(
         decisions=replace(decisions, cuts=cuts),
         parts=parts,
-        simulation=PlanSimulation(timeline, costs, work, lane_limits(work, bench.network)),
+        simulation=PlanSimulation(timeline, costs, work, lane_limits(work, context.network)),
     )

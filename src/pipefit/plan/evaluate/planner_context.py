@@ -186,22 +186,24 @@ def build_plan(
     decisions: ParallelConfig,
     *,
     name: str = "",
-    bench: PlannerContext | None = None,
+    context: PlannerContext | None = None,
 ) -> Plan:
     """Return the plan of these decisions, without predictions.
 
     Without cuts in the decisions, the layers are cut by their costs. `name` is the text that the user typed for the
-    model; `bench` saves work if many plans are built for one model and cluster. Raises PlanError for decisions that
+    model; `context` saves work if many plans are built for one model and cluster. Raises PlanError for decisions that
     contradict each other, the job, the model (its layers, its positions) or the cluster, and ScheduleError if the
     schedule cannot be built.
     """
-    bench = bench or PlannerContext(model, cluster, name=name)
-    check_config(decisions, job, len(bench.only_module.layers), device_count(cluster))
-    check_length(bench.only_module, model, job.sequence, "job.sequence")
+    context = context or PlannerContext(model, cluster, name=name)
+    check_config(decisions, job, len(context.only_module.layers), device_count(cluster))
+    check_length(context.only_module, model, job.sequence, "job.sequence")
     check_row_independence(model)
     if decisions.sharding == "searched" and not decisions.recipes:
-        bench.search_recipes(job, request_from_config(decisions, job.batch))
+        context.search_recipes(job, request_from_config(decisions, job.batch))
     if len(decisions.slices) > 1:
         check_sliceable(model, "slices")
-    parts = bench.refine_skeleton(job, decisions, bench.make_skeleton(job, decisions))
-    return bench.assemble_plan(parts, decisions, bench.build_schedule(parts, decisions, bench.build_cost_table(parts)))
+    parts = context.refine_skeleton(job, decisions, context.make_skeleton(job, decisions))
+    return context.assemble_plan(
+        parts, decisions, context.build_schedule(parts, decisions, context.build_cost_table(parts))
+    )

@@ -20,7 +20,7 @@ from pipefit.simulate import simulate_schedule
 
 
 def contended_costs(
-    bench: PlannerContext,
+    context: PlannerContext,
     work: PipelineWork,
     costs: CostTable | None = None,
     alone: PipelineCosts | None = None,
@@ -28,10 +28,10 @@ def contended_costs(
     """Return the cost table of this work with shared links. `costs` and the separate pipelines `alone` are passed if
     known."""
     if costs is None:
-        costs = cost_table(work, bench.network, bench.layers)
+        costs = cost_table(work, context.network, context.layers)
     if costs.contention is not None:
         return costs
-    return with_contention(costs, work, bench.network, bench.layers, alone)
+    return with_contention(costs, work, context.network, context.layers, alone)
 
 
 def slowest_pipeline_bound_s(alone: PipelineCosts, placement: Sequence[int], microbatches: int, schedule: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.plan.evaluate.outcome import InfeasiblePlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.search import some_plan_fits
-from pipefit.plan.request.constraints import describe_choices
+from pipefit.plan.request.constraints import Constraints, describe_choices
 from pipefit.plan.types import Job
 from pipefit.units import format_bytes
 
@@ -19,28 +19,28 @@ ENOUGH = 16
 """Largest factor by which a change scales the cluster or the job."""
 
 
-def does_not_fit(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> DoesNotFitError:
+def does_not_fit(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> DoesNotFitError:
     """Return the error for a search without a result: its closest plan, and a change under which some plan fits."""
     closest = min(found.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
-    change = nearest_change(bench, job, pins)
+    change = nearest_change(context, job, constraints)
     spent = found.open_bound_s < float("inf")
     begin = "No plan that fits was found before the search's budget was spent" if spent else "No plan fits"
     return DoesNotFitError(
         f"{begin}: at least {format_bytes(closest.peak_bytes - closest.limit_bytes)} are missing on each device "
         f"of lane {closest.lane} in the plan that comes closest.",
-        where=describe_choices(closest.decisions) + _format_devices(bench, closest),
+        where=describe_choices(closest.decisions) + _format_devices(context, closest),
         seen=f"{format_bytes(closest.peak_bytes)} needed",
         allowed=f"{format_bytes(closest.limit_bytes)} of memory",
         next_step=change or "use a smaller model, or devices with more memory",
     )
 
 
-def nearest_change(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> str | None:
+def nearest_change(context: PlannerContext, job: Job, constraints: Constraints) -> str | None:
     """Return the first change, from the least to the most costly, under which some plan fits; None if none helps."""
-    for words, cluster, changed, freed in _candidate_changes(bench, job, pins):
-        context = bench if cluster is None else bench.with_cluster(cluster)
+    for words, cluster, changed, freed in _candidate_changes(context, job, constraints):
+        changed_context = context if cluster is None else context.with_cluster(cluster)
         try:
-            if some_plan_fits(context, changed, freed):
+            if some_plan_fits(changed_context, changed, freed):
                 return words
         except PlanError:
             continue
@@ -48,28 +48,31 @@ def nearest_change(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> 
 
 
 def _candidate_changes(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any]
-) -> Iterator[tuple[str, Cluster | None, Job, Mapping[str, Any]]]:
+    context: PlannerContext, job: Job, constraints: Constraints
+) -> Iterator[tuple[str, Cluster | None, Job, Constraints]]:
     """Yield (words, other cluster or None, job, constraints) of every change to try."""
-    for key in pins:
-        rest = {name: value for name, value in pins.items() if name != key}
-        if key == "shards":
-            rest.pop("sharding", None)
-        yield f"drop --fix {key}: without it a plan fits", None, job, rest
-    if "shards" not in pins:
+    for key in constraints.to_mapping():
+        freed: dict[str, Any] = dict.fromkeys(("shards", "sharding") if key == "shards" else (key,))
+        yield f"drop --fix {key}: without it a plan fits", None, job, replace(constraints, **freed)
+    if constraints.shards is None:
         for count in (2, 4, 8):
-            if count <= bench.network.devices:
-                sharded = {**pins, "shards": (1,) * count, "sharding": "megatron-sp"}
+            if count <= context.network.devices:
+                sharded = replace(constraints, shards=(1,) * count, sharding="megatron-sp")
                 yield f"add --fix shards={count} --fix sharding=megatron-sp", None, job, sharded
     factor = 2
     while factor <= ENOUGH:
-        grown = grow_cluster(bench.cluster, factor)
+        grown = grow_cluster(context.cluster, factor)
         if grown is not None:
-            yield f"use {factor} times as many devices like these", grown, job, pins
+            yield f"use {factor} times as many devices like these", grown, job, constraints
         if job.batch % factor == 0:
-            yield f"use --batch {job.batch // factor}", None, replace(job, batch=job.batch // factor), pins
+            yield f"use --batch {job.batch // factor}", None, replace(job, batch=job.batch // factor), constraints
         if job.sequence % factor == 0:
-            yield f"use --seq {job.sequence // factor}", None, replace(job, sequence=job.sequence // factor), pins
+            yield (
+                f"use --seq {job.sequence // factor}",
+                None,
+                replace(job, sequence=job.sequence // factor),
+                constraints,
+            )
         factor *= 2
 
 
@@ -83,9 +86,9 @@ def grow_cluster(cluster: Cluster, factor: int) -> Cluster | None:
     return replace(cluster, hosts=(replace(host, devices=host.devices * factor),))
 
 
-def _format_devices(bench: PlannerContext, misfit: InfeasiblePlan) -> str:
+def _format_devices(context: PlannerContext, misfit: InfeasiblePlan) -> str:
     devices = misfit.decisions.lane_devices()[misfit.lane]
-    kinds = sorted({bench.network.kinds[device].name for device in devices})
+    kinds = sorted({context.network.kinds[device].name for device in devices})
     return (
         f"; lane {misfit.lane} is device{'s' if len(devices) > 1 else ''} {_format_run(devices)} ({', '.join(kinds)})"
     )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.request.constraints import describe_choices
+from pipefit.plan.request.constraints import Constraints, describe_choices
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.sliceable import slicing_obstacles
 from pipefit.plan.types import Job
@@ -20,7 +17,7 @@ SHOWN = 8
 """Largest number of slices whose tokens are all listed."""
 
 
-def slice_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> str:
+def slice_note(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> str:
     """Return a note on slices for a search result with a plan that fits.
 
     It names the chosen slicing and its gain over the best plan without slices; or the best sliced plan and why it lost;
@@ -28,8 +25,8 @@ def slice_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: 
     """
     best = found.fitting[0]
     if best.decisions.slices:
-        return BEGIN + _chosen_note(best, _first_plan(found, sliced=False), pins)
-    return BEGIN + "not used: " + _unused_note(bench, job, pins, found)
+        return BEGIN + _chosen_note(best, _first_plan(found, sliced=False), constraints)
+    return BEGIN + "not used: " + _unused_note(context, job, constraints, found)
 
 
 def format_slices(slices: tuple[int, ...]) -> str:
@@ -39,10 +36,10 @@ def format_slices(slices: tuple[int, ...]) -> str:
     return f"{slices[0]}, {slices[1]}, ..., {slices[-1]}"
 
 
-def _chosen_note(best: EvaluatedPlan, whole: EvaluatedPlan | None, pins: Mapping[str, Any]) -> str:
+def _chosen_note(best: EvaluatedPlan, whole: EvaluatedPlan | None, constraints: Constraints) -> str:
     slices = best.decisions.slices
     words = f"{len(slices)} per sequence, of {format_slices(slices)} tokens"
-    if pins.get("slices") is not None:
+    if constraints.slices is not None:
         return f"{words}, as fixed"
     if whole is None:
         return f"{words}; no plan without slices fits"
@@ -52,10 +49,10 @@ def _chosen_note(best: EvaluatedPlan, whole: EvaluatedPlan | None, pins: Mapping
     )
 
 
-def _unused_note(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> str:
-    if pins.get("slices") == 1:
+def _unused_note(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> str:
+    if constraints.slices == 1:
         return "fixed by --fix slices=1"
-    obstacle = next(slicing_obstacles(bench.model), None)
+    obstacle = next(slicing_obstacles(context.model), None)
     if obstacle is not None:
         return f"the sequences of this model cannot be cut: {obstacle.what} ({obstacle.seen})"
     best, sliced = found.fitting[0], _first_plan(found, sliced=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.sampled_batches import SampledBatches
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import document_obstacles
@@ -29,7 +28,7 @@ APART = ("stages", "devices")
 """Constraints that a module on the devices of another cannot have."""
 
 
-def check_constraints(model: Model, job: Job, pins: Mapping[str, Any], samples: SampledBatches, devices: int) -> None:
+def check_constraints(model: Model, job: Job, constraints: Constraints, samples: SampledBatches, devices: int) -> None:
     """Raise PlanError if the request is impossible for a plan of several modules on this number of devices."""
     for module in model.modules:
         if module.space == "samples":
@@ -38,17 +37,18 @@ def check_constraints(model: Model, job: Job, pins: Mapping[str, Any], samples: 
         raise error
     names = [module.name for module in model.modules]
     problems = (
-        *_pin_problems(model, job, pins),
-        *_divide_problems(model, pins, samples),
-        *_device_problems(names, pins, devices),
+        *_key_problems(model, job, constraints),
+        *_divide_problems(model, constraints, samples),
+        *_device_problems(names, constraints, devices),
     )
     for error in problems:
         raise error
 
 
-def _pin_problems(model: Model, job: Job, pins: Mapping[str, Any]) -> Iterator[PlanError]:
+def _key_problems(model: Model, job: Job, constraints: Constraints) -> Iterator[PlanError]:
     names = [module.name for module in model.modules]
-    for key, value in pins.items():
+    microbatches = constraints.microbatches
+    for key, value in constraints.to_mapping().items():
         module, dot, setting = key.rpartition(".")
         if (dot and (module not in names or setting not in OWN)) or (not dot and setting not in COMMON):
             yield PlanError(
@@ -85,18 +85,18 @@ def _pin_problems(model: Model, job: Job, pins: Mapping[str, Any]) -> Iterator[P
                 seen=f"batch {job.batch}, microbatches {value}",
                 allowed="a divisor of the batch",
             )
-        elif setting == "multiple" and ("microbatches" in pins and pins["microbatches"] % value):
+        elif setting == "multiple" and microbatches is not None and microbatches % value:
             yield PlanError(
                 "The number of microbatches is not a multiple of those a module processes together.",
                 where=f"--fix {key}",
-                seen=f"{value} of {pins['microbatches']} microbatches",
+                seen=f"{value} of {microbatches} microbatches",
                 allowed="a divisor of the count of microbatches",
             )
-        elif setting == "multiple" and value > 1 and len(pins.get(f"{module}.shards", (1,))) > 1:
+        elif setting == "multiple" and value > 1 and constraints.of_module(module).shard_count > 1:
             yield PlanError(
                 "A module that processes several microbatches together cannot be sharded.",
                 where=f"--fix {key}",
-                seen=f"{value}, {len(pins[f'{module}.shards'])} shards",
+                seen=f"{value}, {constraints.of_module(module).shard_count} shards",
                 next_step=f"--fix {module}.shards=1: its replicas divide the samples among them",
             )
         elif setting == "schedule" and FAMILIES[value].placement(4) != linear_placement(4):
@@ -110,9 +110,9 @@ def _pin_problems(model: Model, job: Job, pins: Mapping[str, Any]) -> Iterator[P
             )
 
 
-def _divide_problems(model: Model, pins: Mapping[str, Any], samples: SampledBatches) -> Iterator[PlanError]:
+def _divide_problems(model: Model, constraints: Constraints, samples: SampledBatches) -> Iterator[PlanError]:
     for module in model.modules:
-        if pins.get(f"{module.name}.divide") == "images" and not samples.images_per_sample(module.space):
+        if constraints.of_module(module.name).divide == "images" and not samples.images_per_sample(module.space):
             packed = [other_module.name for other_module in model.modules if other_module.space != "samples"]
             yield PlanError(
                 "The images of this module's samples cannot be divided among its replicas.",
@@ -123,29 +123,28 @@ def _divide_problems(model: Model, pins: Mapping[str, Any], samples: SampledBatc
             )
 
 
-def _device_problems(names: Sequence[str], pins: Mapping[str, Any], devices: int) -> Iterator[PlanError]:
+def _device_problems(names: Sequence[str], constraints: Constraints, devices: int) -> Iterator[PlanError]:
     """Yield errors for constraints that need more devices than there are.
 
     They concern a single module, or the modules that cannot share devices.
     """
-    if pins.get("devices", 0) > devices:
+    if (constraints.devices or 0) > devices:
         yield PlanError(
             "The cluster does not have this many devices.",
             where="--fix devices",
-            seen=pins["devices"],
+            seen=constraints.devices,
             allowed=f"1 to {devices}",
         )
-    need = {name: _least_devices(name, pins) for name in names}
+    need = {name: _least_devices(name, constraints) for name in names}
     apart = [
         name
         for name in names
-        if pins.get(f"{name}.placement", pins.get("modules")) == "disjoint"
-        or any(f"{name}.{key}" in pins for key in APART)
+        if _placement_of(name, constraints) == "disjoint" or _fixed_keys(name, APART, constraints)
     ]
-    limit = min(devices, pins.get("devices", devices))
+    limit = min(devices, constraints.devices or devices)
     for together in (apart, *([name] for name in names)):
         if sum(need[name] for name in together) > limit:
-            keys = [f"{name}.{key}" for name in together for key in (*SIZE, "devices") if f"{name}.{key}" in pins]
+            keys = [key for name in together for key in _fixed_keys(name, (*SIZE, "devices"), constraints)]
             needs = " + ".join(f"{need[name]} for {name}" for name in together)
             fewer = "fewer replicas, stages, shards or devices of a module"
             yield PlanError(
@@ -159,37 +158,52 @@ def _device_problems(names: Sequence[str], pins: Mapping[str, Any], devices: int
             )
 
 
-def _least_devices(name: str, pins: Mapping[str, Any]) -> int:
+def _least_devices(name: str, constraints: Constraints) -> int:
     """Return the minimum number of devices of a module; unconstrained sizes count as one."""
-    sizes = (pins.get(f"{name}.{key}", 1) for key in SIZE)
-    grid = math.prod(size if isinstance(size, int) else len(size) for size in sizes)
-    return max(grid, int(pins.get(f"{name}.devices", 1)))
+    fixed = constraints.of_module(name)
+    return max(fixed.replica_count * (fixed.stages or 1) * fixed.shard_count, fixed.devices or 1)
 
 
-def sharing_choices(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> list[frozenset[str]]:
+def _placement_of(name: str, constraints: Constraints) -> object:
+    """Return the fixed placement of a module: its own, or the one for all modules; None if it is free."""
+    return constraints.of_module(name).placement or constraints.modules
+
+
+def _fixed_keys(name: str, keys: Sequence[str], constraints: Constraints) -> list[str]:
+    """Return the fixed ones among the keys of a module, with its name in front."""
+    fixed = constraints.of_module(name).to_mapping()
+    return [f"{name}.{key}" for key in keys if key in fixed]
+
+
+def inline_requests(constraints: Constraints) -> list[str]:
+    """Return the keys by which modules are fixed inline with the largest one."""
+    return [key for key, value in constraints.to_mapping().items() if value == "inline"]
+
+
+def sharing_choices(constraints: Constraints, names: Sequence[str], able: Collection[str]) -> list[frozenset[str]]:
     """Return the choices of modules that share the devices of the largest one.
 
     These are all subsets of the `able` modules that the constraints allow. Raises PlanError if a constraint cannot be
     obeyed.
     """
-    asked = {name: pins.get(f"{name}.placement", pins.get("modules")) for name in names}
+    asked = {name: _placement_of(name, constraints) for name in names}
     choices = []
     for name in names:
-        pinned = [f"{name}.{key}" for key in APART if f"{name}.{key}" in pins]
-        together = f"{name}.multiple" in pins
-        explicit = pins.get(f"{name}.placement") == "shared" or together
+        pinned, multiple = _fixed_keys(name, APART, constraints), constraints.of_module(name).multiple
+        together = multiple is not None
+        explicit = constraints.of_module(name).placement == "shared" or together
         if together and asked[name] not in (None, "shared"):
             raise PlanError(
                 "Only a module that shares devices can process several microbatches together.",
                 where=f"--fix {name}.multiple",
-                seen=f"{pins[f'{name}.multiple']}, placement {asked[name]}",
+                seen=f"{multiple}, placement {asked[name]}",
                 next_step=f"drop it, or --fix {name}.placement=shared",
             )
         if explicit and name not in able:
             raise PlanError(
                 "This module cannot share the devices of another.",
                 where=f"--fix {name}.{'multiple' if together else 'placement'}",
-                seen=pins[f"{name}.multiple"] if together else "shared",
+                seen=multiple if together else "shared",
                 allowed=f"shared for {', '.join(sorted(able))}" if able else "disjoint for every module of this model",
                 next_step="modules at an end of the chain, next to the one with the most work, can share its devices",
             )
@@ -202,7 +216,7 @@ def sharing_choices(pins: Mapping[str, Any], names: Sequence[str], able: Collect
             )
         if name in able and not pinned and asked[name] != "disjoint":
             choices.append(((name,),) if explicit or asked[name] == "shared" else ((), (name,)))
-    if pins.get("modules") == "shared" and not choices:
+    if constraints.modules == "shared" and not choices:
         raise PlanError(
             "No module can share the devices of another.",
             where="--fix modules",
@@ -215,13 +229,13 @@ def sharing_choices(pins: Mapping[str, Any], names: Sequence[str], able: Collect
     return [frozenset(itertools.chain.from_iterable(subsets)) for subsets in itertools.product(*choices)]
 
 
-def allows_inline(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> bool:
+def allows_inline(constraints: Constraints, names: Sequence[str], able: Collection[str]) -> bool:
     """Return whether the `able` modules may be inline with the largest one, all of them on its first or last lane.
 
     They may if every other module is `able` and no constraint says otherwise. Raises PlanError if inline is requested
     but impossible.
     """
-    asked = [key for key, value in pins.items() if value == "inline"]
+    asked = inline_requests(constraints)
     beside = [name for name in asked if name.endswith(".placement") and name.rpartition(".")[0] not in able]
     if beside or (asked and len(able) < len(names) - 1):
         raise PlanError(
@@ -232,12 +246,12 @@ def allows_inline(pins: Mapping[str, Any], names: Sequence[str], able: Collectio
             next_step="every other module has to be next to the one with the most work, at an end of the chain",
         )
     excluded = (*APART, "multiple")
-    conflicts = [f"{name}.{key}" for name in names if name in able for key in excluded if f"{name}.{key}" in pins]
-    conflicts += [f"{name}.placement" for name in able if pins.get(f"{name}.placement", "inline") != "inline"]
-    conflicts += ["modules"] if pins.get("modules", "inline") != "inline" else []
+    conflicts = [key for name in names if name in able for key in _fixed_keys(name, excluded, constraints)]
+    conflicts += [f"{name}.placement" for name in able if constraints.of_module(name).placement not in (None, "inline")]
+    conflicts += ["modules"] if constraints.modules not in (None, "inline") else []
     backbone = next((name for name in names if name not in able), "")
     for name in able:
-        conflicts += _other_devices(pins, name, backbone)
+        conflicts += _other_devices(constraints, name, backbone)
     if asked and conflicts:
         raise PlanError(
             "Modules inline with the largest one use its devices, all of them together.",
@@ -249,13 +263,14 @@ def allows_inline(pins: Mapping[str, Any], names: Sequence[str], able: Collectio
     return len(able) > 0 and len(able) == len(names) - 1 and not conflicts
 
 
-def _other_devices(pins: Mapping[str, Any], name: str, backbone: str) -> list[str]:
+def _other_devices(constraints: Constraints, name: str, backbone: str) -> list[str]:
     """Return the constraints that prevent the module and the backbone from using the same devices of a lane."""
     conflicts, size = [], {}
     for key in ("replicas", "shards"):
         for module in (name, backbone):
-            if f"{module}.{key}" in pins:
-                size[module, key] = len(pins[f"{module}.{key}"])
+            shares = getattr(constraints.of_module(module), key)
+            if shares is not None:
+                size[module, key] = len(shares)
     for key, larger, smaller in (("replicas", name, backbone), ("shards", backbone, name)):
         if (larger, key) in size and (smaller, key) in size and size[larger, key] % size[smaller, key]:
             conflicts += [f"{name}.{key}", f"{backbone}.{key}"]

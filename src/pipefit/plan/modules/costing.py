@@ -6,9 +6,8 @@ has no weight gradient (the graphs say so), and no backward at all if no layer b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,7 @@ from pipefit.plan.assemble.packed_rows import CONDITIONS, frozen_layers
 from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache
 from pipefit.plan.assemble.structure import can_transfer
 from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig, Sharding
 from pipefit.plan.request.sampled_batches import SampledBatches
 from pipefit.plan.types import Job, SampleLoad
@@ -77,11 +77,11 @@ class ModuleCosting:
         self.frozen = frozen_layers(programs.model)
         self.means = {name: float(table.mean()) for name, table in samples.tokens.items()}
 
-    def profile_module(self, module: ModelModule, pins: Mapping[str, Any]) -> CostedModule:
+    def profile_module(self, module: ModelModule, constraints: Constraints) -> CostedModule:
         """Return the profile of a module, in the variants its constraints allow. Raises PlanError if there are none."""
         variants, meant = [], []
-        for sharding, shards, programs in self._layer_programs(module, pins):
-            for recompute in [pins["recompute"][0]] if "recompute" in pins else RECOMPUTE:
+        for sharding, shards, programs in self._layer_programs(module, constraints):
+            for recompute in [constraints.recompute[0]] if constraints.recompute is not None else RECOMPUTE:
                 layer_costs_by_samples = [
                     self._layer_costs(module, programs, shards, recompute, samples) for samples in (1, 2)
                 ]
@@ -100,7 +100,7 @@ class ModuleCosting:
             raise PlanError(
                 "A module cannot be split over this many shards.",
                 where=f"--fix {module.name}.shards",
-                seen=len(pins.get("shards", ())),
+                seen=len(constraints.shards or ()),
                 next_step="fix fewer shards, or none",
             )
         profile = ModuleProfile(
@@ -110,17 +110,18 @@ class ModuleCosting:
             overhead_s=2 * (ACTION_OVERHEAD_S + stage_overhead_s(self.network.cluster)),
             reduce_s_per_byte=self.network.ring_time([(0, self.network.devices - 1)]).s_per_byte,
             workspace_bytes=float(WORKSPACE_BYTES),
-            parts=self.samples.images_per_sample(module.space) if pins.get("divide") == "images" else 0.0,
+            parts=self.samples.images_per_sample(module.space) if constraints.divide == "images" else 0.0,
         )
         return CostedModule(profile=profile, ways=tuple(meant))
 
     def _layer_programs(
-        self, module: ModelModule, pins: Mapping[str, Any]
+        self, module: ModelModule, constraints: Constraints
     ) -> Iterator[tuple[Sharding, int, list[LayerProgram]]]:
         """Yield (sharding, shards, program of every layer) for one shard and every power of two up to a host's
         devices."""
         host_devices = max(host.devices for host in self.network.cluster.hosts)
-        counts = [len(pins["shards"])] if "shards" in pins else [1 << n for n in range(host_devices.bit_length())]
+        counts = [1 << n for n in range(host_devices.bit_length())]
+        counts = counts if constraints.shards is None else [constraints.shard_count]
         for count in counts:
             for sharding in SHARDINGS if count > 1 else ALONE:
                 try:

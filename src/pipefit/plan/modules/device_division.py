@@ -16,18 +16,10 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.options import BestValues, LayoutOptions, drop_dominated, filter_fixed, options_of
 from pipefit.plan.modules.profile import ModuleProfile
 from pipefit.plan.modules.sharing import DeviceSharing, GuestModule
-
-NEAR = 0.15
-"""A layout stays on the short list if its step is at most this fraction longer than the best."""
-
-LOOKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, float("inf"))
-"""Fractions above the bound within which layouts are searched, one after the other."""
-
-PAIRS = 1 << 16
-"""Number of layouts of two modules that are combined at once."""
 
 ROUNDING = 1 - 1e-12
 """Bounds are multiplied by this: sums in another order may differ by as much."""
@@ -158,7 +150,7 @@ class DivisionSearch:
     @property
     def until_s(self) -> float:
         """Step time up to which a combination is kept."""
-        near = self.best_s * (1 + NEAR)
+        near = self.best_s * (1 + DIVISION_BUDGET.step_slack)
         return min(near, -self.kept[0][0]) if len(self.kept) >= self.kept_limit else near
 
     @property
@@ -175,7 +167,8 @@ class DivisionSearch:
         """Search these counts of microbatches."""
         bounds = sorted((self.bound_s(count), count) for count in counts)
         bounds = [bound for bound in bounds if bound[0] < np.inf]
-        for share in LOOKS if bounds else ():  # narrow ranges first: their results shorten the wider ones
+        # Narrow ranges first: their results shorten the wider ones.
+        for share in DIVISION_BUDGET.bound_ranges if bounds else ():
             within_s = bounds[0][0] * (1 + share)
             for bound_s, count in bounds:
                 until_s = min(self.until_s, within_s)
@@ -188,7 +181,8 @@ class DivisionSearch:
     def kept_layouts(self) -> list[Kept]:
         """Return the combinations kept, the fastest first; among equally fast ones, the one with fewer devices
         first."""
-        return [layout for layout in sorted(self.kept, reverse=True) if -layout[0] <= self.best_s * (1 + NEAR)]
+        longest_s = self.best_s * (1 + DIVISION_BUDGET.step_slack)
+        return [layout for layout in sorted(self.kept, reverse=True) if -layout[0] <= longest_s]
 
     def bound_s(self, microbatches: int) -> float:
         """Return a lower bound of any step with this count of microbatches: without sharing, and with all work divided
@@ -268,7 +262,7 @@ class DivisionSearch:
         order = np.flatnonzero(fits & (step_s <= self.until_s))
         order = order[np.argsort(step_s[order], kind="stable")]
         if place == 1:
-            at_once = max(1, PAIRS // before[0].size)
+            at_once = max(1, DIVISION_BUDGET.combined_layouts // before[0].size)
             for start in range(0, len(order), at_once):
                 if step_s[order[start]] > self.until_s:
                     break

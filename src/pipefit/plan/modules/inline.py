@@ -22,22 +22,10 @@ from numpy.typing import NDArray
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
 from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.options import LayoutOptions, filter_fixed, options_of
-from pipefit.plan.modules.orchestrate import NEAR, ModuleArrangement, ModuleLayout, OrchestrationResult, backbone_of
+from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout, OrchestrationResult, backbone_of
 from pipefit.plan.modules.profile import ModuleProfile, ModuleVariant
-
-SHORT = 16
-"""Number of layouts returned by each of three measures: the closed form; the closed form with all reductions hidden
-(the simulator decides how much they are); and the least work on the busiest lane, which an order without idle lanes
-would make the best, with at most ALIKE of them for the same grid and stages of the backbone. The same again for layouts
-in which all modules have the same shards and recomputation: these need least memory at the ends, where the closed form
-is least accurate."""
-
-ALIKE = 2
-
-EVERY = 64
-"""Number of devices up to which every module chooses its shards and recomputation freely. On more, all modules but the
-backbone have the same shards, and the same recomputation if all modules have the choice."""
 
 
 def inline_layouts(
@@ -52,11 +40,15 @@ def inline_layouts(
 ) -> OrchestrationResult:
     """Return the layouts with the shortest closed-form step whose other modules are all inline with the backbone.
 
-    Every other module must be adjacent to the backbone. Returns SHORT layouts by each measure. The arguments are those
-    of `orchestrate_modules`.
+    Every other module must be adjacent to the backbone. The arguments are those of `orchestrate_modules`.
+
+    There are `DIVISION_BUDGET.inline_layouts` by each of three measures: the closed form; the closed form with all
+    reductions hidden (the simulator decides how much they are); and the least work on the busiest lane, which an order
+    without idle lanes would make the best. The same again for layouts in which all modules have the same shards and
+    recomputation: these need least memory at the ends, where the closed form is least accurate.
     """
     free = all(len({variant.recompute for variant in profile.ways}) > 1 for profile in profiles)
-    joined = join_modules(profiles, passes, alike=devices > EVERY, free=free)
+    joined = join_modules(profiles, passes, alike=devices > DIVISION_BUDGET.free_inline_devices, free=free)
     replicas = {
         name: replica_fixed["replicas"] for name, replica_fixed in (fixed or {}).items() if "replicas" in replica_fixed
     }
@@ -69,7 +61,7 @@ def inline_layouts(
     options_by_count: list[tuple[int, LayoutOptions]] = []
     best_s = np.inf
     for bound_s, count in sorted((joined.least_s(count, batch, devices), count) for count in count_choices):
-        if bound_s > best_s * (1 + NEAR):
+        if bound_s > best_s * (1 + DIVISION_BUDGET.step_slack):
             break
         samples = batch // count
         for replica_fixed in joined.replica_choices(backbone_fixed, replicas):
@@ -88,7 +80,8 @@ def inline_layouts(
     chosen = set[int]()
     for candidates in (np.arange(len(plain)), np.flatnonzero(plain)):
         for seconds in (step_s, step_s - reduce_s):
-            chosen |= {*candidates[np.argsort(seconds[candidates], kind="stable")[:SHORT]].tolist()}
+            fastest = np.argsort(seconds[candidates], kind="stable")[: DIVISION_BUDGET.inline_layouts]
+            chosen |= {*candidates[fastest].tolist()}
         chosen |= {*_least_busy(busy_s, candidates, options_by_count)}
     best: list[ModuleArrangement] = []
     for index in sorted(chosen, key=lambda index: (step_s[index], index)):
@@ -106,8 +99,8 @@ def _step_times_s(microbatches: int, options: LayoutOptions) -> Array:
 
 
 def _least_busy(seconds: Array, some: Ints, found: Sequence[tuple[int, LayoutOptions]]) -> list[int]:
-    """Return the indices among `some` of the SHORT smallest `seconds`, ALIKE for each (microbatches, replicas, stages,
-    devices)."""
+    """Return the indices among `some` of the smallest `seconds`, `equal_inline_layouts` for each (microbatches,
+    replicas, stages, devices)."""
     grids = [
         np.column_stack((np.full(options.size, count), options.replicas, options.stages, options.devices))
         for count, options in found
@@ -116,9 +109,9 @@ def _least_busy(seconds: Array, some: Ints, found: Sequence[tuple[int, LayoutOpt
     grid_rows = np.concatenate([np.zeros((0, 4), dtype=np.int64), *grids])
     for index in some[np.argsort(seconds[some], kind="stable")].tolist():
         seen[grid_rows[index].tobytes()] += 1
-        if seen[grid_rows[index].tobytes()] <= ALIKE:
+        if seen[grid_rows[index].tobytes()] <= DIVISION_BUDGET.equal_inline_layouts:
             chosen.append(index)
-            if len(chosen) == SHORT:
+            if len(chosen) == DIVISION_BUDGET.inline_layouts:
                 break
     return chosen
 

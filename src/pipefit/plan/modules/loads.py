@@ -13,9 +13,7 @@ import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.plan.bounds.step_bounds import Ints
-
-KNOWN = 1 << 22
-"""Maximum number of cached values of filled bins: 32 MiB."""
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 
 
 class SampleDealer:
@@ -52,7 +50,7 @@ class SampleDealer:
     def _fill_bins(self, bins: int, each: int) -> tuple[Array, float]:
         """Return ([sampled batch, bin] with `each` samples in every bin, the emptiest first; the fullest of all)."""
         if (bins, each) not in self._bins:
-            if len(self._bins) * self.heaviest_first.size > KNOWN:
+            if len(self._bins) * self.heaviest_first.size > DIVISION_BUDGET.cached_loads:
                 self._bins.clear()
             batches, samples = self.heaviest_first.shape
             row = np.zeros((batches, each * bins))

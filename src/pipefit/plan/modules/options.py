@@ -12,16 +12,11 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.profile import AllCuts, ModuleProfile
 
 UNBOUNDED = 1 << 30
 """Any number of stages may follow."""
-
-FEW = 8
-"""Number of replicas up to which every count is considered."""
-
-COMPARED = 512
-"""Number of layouts that are compared with each other at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +72,12 @@ class LayoutOptions:
 def replica_counts(samples: int, devices: int) -> list[int]:
     """Return the counts of replicas to consider.
 
-    They are all counts up to FEW (more replicas shard the optimizer state further, even if no replica gets fewer
-    samples), and larger counts that reduce the samples of a replica.
+    They are all counts up to `every_replica_count` (more replicas shard the optimizer state further, even if no replica
+    gets fewer samples), and larger counts that reduce the samples of a replica.
     """
     spared = {-(-samples // divisor) for divisor in range(1, samples + 1)}
-    return sorted(count for count in {*spared, *range(1, min(FEW, samples) + 1)} if count <= devices)
+    first_counts = range(1, min(DIVISION_BUDGET.every_replica_count, samples) + 1)
+    return sorted(count for count in {*spared, *first_counts} if count <= devices)
 
 
 def options_of(
@@ -167,8 +163,9 @@ def drop_dominated(options: LayoutOptions, ways_differ: bool = False) -> LayoutO
     order = np.lexsort(keys)
     options = options.select_rows(order)
     undominated = np.ones(options.size, dtype=np.bool_)
-    for start in range(0, options.size, COMPARED):  # sorted: a dominating layout comes first, with no more devices
-        rows = np.arange(start, min(start + COMPARED, options.size))
+    # Sorted: a dominating layout comes first, with no more devices.
+    for start in range(0, options.size, DIVISION_BUDGET.compared_layouts):
+        rows = np.arange(start, min(start + DIVISION_BUDGET.compared_layouts, options.size))
         before = np.concatenate((np.flatnonzero(undominated[:start]), rows))
         a, b = options.select_rows(before), options.select_rows(rows)
         beaten = (

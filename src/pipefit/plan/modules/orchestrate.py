@@ -25,12 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.work import Recompute
-from pipefit.plan.modules.device_division import NEAR as NEAR
 from pipefit.plan.modules.device_division import DivisionProblem, DivisionSearch, Kept, OptionCache
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.profile import ModuleProfile
-
-FEW = 12
-"""Length of the short list for a choice of sharing modules that is slower than another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +86,7 @@ class OrchestrationResult:
     """Result of the search."""
 
     best: tuple[ModuleArrangement, ...]
-    "The fastest first, within NEAR of the first one; empty: nothing fits."
+    "The fastest first, close to the first one; empty: nothing fits."
     considered: int
     "Number of layouts of single modules that were compared."
     combined: int
@@ -110,7 +107,7 @@ def orchestrate_modules(
 ) -> OrchestrationResult:
     """Return the layouts with the shortest closed-form step, for modules in the order of the chain.
 
-    There are `top` layouts for each choice of modules that share the devices of the module with the most work, or FEW
+    There are `top` layouts for each choice of modules that share the devices of the module with the most work, or fewer
     if another choice is faster. Exact: the first one of every choice is its optimum.
 
     `counts`: the numbers of microbatches to consider, by default all that divide the batch. `passes[i]` [variant of
@@ -128,7 +125,7 @@ def orchestrate_modules(
         assert guests <= can_share(profiles), "sharing is for modules that can"
         modules = DivisionProblem(profiles, backbone, devices, batch, limit_bytes, passes, fixed or {}, guests)
         fastest_s = min((layout.step_s for layout in best), default=math.inf)
-        search = DivisionSearch(modules, known, top, min(FEW, top), fastest_s)
+        search = DivisionSearch(modules, known, top, min(DIVISION_BUDGET.slower_sharing_layouts, top), fastest_s)
         search.run(count_choices)
         if search.cut_short:  # it became the fastest after some layouts had been dropped
             search = DivisionSearch(modules, known, top, top, fastest_s)

@@ -14,24 +14,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.modules.costing import CostedModule
+from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
-
-ROUNDS = 8
-
-PAIRS = 1024
-"""Maximum of devices squared for which images are divided: any two may meet in some step, and NCCL has a communicator
-for each pair."""
 
 
 def polish_plan(start: EvaluatedPlan, around: Callable[[EvaluatedPlan], Sequence[EvaluatedPlan]]) -> EvaluatedPlan:
     """Return the plan reached from `start` by moving to the fastest of `around` while that is faster."""
     best = start
-    for _ in range(ROUNDS):
+    for _ in range(MODULE_SEARCH_BUDGET.polishing_rounds):
         faster = min(around(best), key=lambda one: one.rank_key, default=best)
         if faster.rank_key[0] >= best.rank_key[0]:
             break
@@ -44,22 +39,24 @@ def neighbour_layouts(
     costed: Sequence[CostedModule],
     samples: int,
     images: Mapping[str, float],
-    pins: Mapping[str, Any],
+    constraints: Constraints,
 ) -> Iterator[MultiModuleConfig]:
     """Yield every layout that differs in one thing; constraints are kept.
 
     A microbatch has `samples` samples, and a sample has `images` of each module that can divide them.
     """
-    if "zero1" not in pins:
+    if constraints.zero1 is None:
         modules = tuple((name, replace(config, zero1=not decisions.zero1)) for name, config in decisions.modules)
         yield replace(decisions, zero1=not decisions.zero1, modules=modules)
     for index, (name, config) in enumerate(decisions.modules):
         layers = len(costed[index].profile.ways[0].sample_s)
-        free = not {f"{name}.shards", f"{name}.replicas"} & {*pins}
-        for changed in (*_cut_elsewhere(config, layers), *_toggle_recompute(config, f"{name}.recompute" in pins)):
+        fixed = constraints.of_module(name)
+        free = fixed.shards is None and fixed.replicas is None
+        for changed in (*_cut_elsewhere(config, layers), *_toggle_recompute(config, fixed.recompute is not None)):
             yield from _run_as(decisions, costed, index, changed)
-        able = images.get(name, 0.0) if (len(config.replicas) * len(config.shards)) ** 2 <= PAIRS else 0.0
-        for divided in _division_choices(name in decisions.divided, able, f"{name}.divide" in pins):
+        squared_devices = (len(config.replicas) * len(config.shards)) ** 2
+        able = images.get(name, 0.0) if squared_devices <= MODULE_SEARCH_BUDGET.squared_devices else 0.0
+        for divided in _division_choices(name in decisions.divided, able, fixed.divide is not None):
             redivided = _with_division(decisions, name, divided)
             pieces_per_microbatch = samples * decisions.multiple_of(name) * (images[name] if divided else 1.0)
             if redivided != decisions and 1 < len(config.replicas) <= pieces_per_microbatch:
@@ -71,7 +68,7 @@ def neighbour_layouts(
                 ):
                     yield from _run_as(redivided, costed, index, changed)
         packed = costed[index].ways[0].load.space != "samples"
-        if name in decisions.guests and packed and f"{name}.multiple" not in pins:
+        if name in decisions.guests and packed and fixed.multiple is None:
             pieces = samples * (images[name] if name in decisions.divided else 1.0)
             for multiple, changed in _guest_multiples(decisions, name, config, pieces):
                 if changed == config or free:

@@ -18,9 +18,7 @@ from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
 from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.modules.loads import SampleDealer
-
-COMPARED = 3
-"""Number of smaller counts of stages that a count is compared with."""
+from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 
 NEARLY = 1 - 1e-12
 """Tolerance for rounding in comparisons of sizes."""
@@ -184,7 +182,8 @@ class StageCuts:
         may_be_worse = np.logical_and.reduce(largest[:, :, None] >= largest[:, None, :] * NEARLY)
         cut_indices: list[int] = []
         for index, cut_stages in enumerate(stages_by_cut):
-            smaller_counts = (smaller for smaller in cut_indices[: -1 - COMPARED : -1] if may_be_worse[index, smaller])
+            last = cut_indices[: -1 - DIVISION_BUDGET.compared_stage_counts : -1]
+            smaller_counts = (smaller for smaller in last if may_be_worse[index, smaller])
             if not any(_no_better(cut_stages, stages_by_cut[smaller]) for smaller in smaller_counts):
                 cut_indices.append(index)
         self.bounds = tuple(cuts[index] for index in cut_indices)

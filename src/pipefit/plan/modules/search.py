@@ -19,9 +19,15 @@ from pipefit.cluster.topology import device_count
 from pipefit.plan.assemble.module_parts import host_order, within_hosts
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.modules.constraints_check import allows_inline, check_constraints, sharing_choices
+from pipefit.plan.modules.constraints_check import (
+    allows_inline,
+    check_constraints,
+    inline_requests,
+    sharing_choices,
+)
 from pipefit.plan.modules.costing import CostedModule, can_pass_hidden
 from pipefit.plan.modules.inline import inline_layouts
+from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
 from pipefit.plan.modules.notes import arranging_note, placement_notes, shares_note
 from pipefit.plan.modules.orchestrate import (
     ModuleArrangement,
@@ -32,29 +38,12 @@ from pipefit.plan.modules.orchestrate import (
 )
 from pipefit.plan.modules.polish import neighbour_layouts, polish_plan
 from pipefit.plan.modules.trials import ModuleTrials, best_of_each, best_of_grids, busiest_s, plain_decisions
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
 from pipefit.plan.types import Job, SampleArrangement
 from pipefit.units import format_seconds
-
-SHORT, ACTIONS = 60, 120_000
-"""Maximum number of layouts that are simulated, and of their actions together."""
-
-EACH = 12
-"""Minimum number of simulated layouts for every choice of modules that share devices."""
-
-ORDERED, BEST, TRIED = 12, 4, 24
-"""Number of layouts that are also simulated with the orders of OTHERS; of plans that fit on every sampled batch; and of
-plans tried for the latter, or as many as it takes to find one."""
-
-TIGHTER, SPARE, MISSES, FEWER = 6, 0.02, 20, 5
-"""Number of times the short list is computed again with more memory reserved, if none of it fits in one of the
-placements; the smallest fraction of the memory reserved then; and the number of layouts that do not fit before giving
-up: MISSES, or FEWER for a placement if another one has layouts that fit."""
-
-AROUND = 4_000
-"""Number of actions of a layout up to which its neighbours are simulated as well (`polish.py`)."""
 
 OTHERS = ("eager-1f1b", "zb-h1")
 """Families that are tried besides 1F1B; their placement is one stage per lane."""
@@ -91,9 +80,9 @@ class ModuleSearchResult:
 
 
 def search_modules(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
-    pins: Mapping[str, Any],
+    constraints: Constraints,
     samples: SampledBatches,
     arrange: Arrange,
     progress: Any = None,
@@ -102,22 +91,23 @@ def search_modules(
 
     Raises PlanError for constraints that do not apply here, and DoesNotFitError.
     """
-    check_constraints(bench.model, job, pins, samples, device_count(bench.cluster))
-    finder = ModuleSearch(bench, job, pins, samples, arrange)
+    check_constraints(context.model, job, constraints, samples, device_count(context.cluster))
+    finder = ModuleSearch(context, job, constraints, samples, arrange)
     finder.run_search(progress)
     if not finder.trials.fitting:
-        raise finder.trials.no_plan_error(pinned=bool(pins))
+        raise finder.trials.no_plan_error(pinned=constraints != NO_CONSTRAINTS)
     return finder.build_result()
 
 
 class ModuleSearch:
     def __init__(
-        self, bench: PlannerContext, job: Job, pins: Mapping[str, Any], samples: SampledBatches, arrange: Arrange
+        self, context: PlannerContext, job: Job, constraints: Constraints, samples: SampledBatches, arrange: Arrange
     ) -> None:
-        constraints = {module.name: _module_constraints(pins, module.name) for module in bench.model.modules}
-        self.bench, self.job, self.pins = bench, job, pins
-        self.trials = ModuleTrials(bench, job, constraints, samples, arrange, pins.get("balance", True))
-        self.orders_tried = (pins["order"],) if "order" in pins else (False, True)
+        per_module = {module.name: constraints.of_module(module.name) for module in context.model.modules}
+        self.context, self.job, self.constraints = context, job, constraints
+        self.budget = MODULE_SEARCH_BUDGET
+        self.trials = ModuleTrials(context, job, per_module, samples, arrange, constraints.balance is not False)
+        self.orders_tried = (constraints.order,) if constraints.order is not None else (False, True)
         "Values to try for reordering the microbatches of a pipeline."
         self.settled: dict[int, SettledPlan] = {}
         "Results of plans that were simulated on all sampled batches, by identity."
@@ -126,37 +116,37 @@ class ModuleSearch:
         self.fixed = {
             name: {
                 key: len(value) if key == "replicas" else value
-                for key, value in module_constraints.items()
+                for key, value in module_constraints.to_mapping().items()
                 if key in FIXED
             }
-            for name, module_constraints in constraints.items()
+            for name, module_constraints in per_module.items()
         }
-        image_counts = {module.name: samples.images_per_sample(module.space) for module in bench.model.modules}
+        image_counts = {module.name: samples.images_per_sample(module.space) for module in context.model.modules}
         self.images = {name: count for name, count in image_counts.items() if count}
         "Mean number of images of a sample, for modules whose images are known."
         profiles = [costed.profile for costed in self.trials.costed]
         self.backbone = profiles[backbone_of(profiles)].name
         able = can_share(profiles)
-        self.inline = allows_inline(pins, list(constraints), able)
+        self.inline = allows_inline(constraints, list(per_module), able)
         "True if layouts with the other modules inline with the backbone are considered."
-        alone = "inline" in pins.values()
-        self.sharing = [] if alone else sharing_choices(pins, list(constraints), able)
+        alone = bool(inline_requests(constraints))
+        self.sharing = [] if alone else sharing_choices(constraints, list(per_module), able)
 
     def run_search(self, progress: Any) -> None:
         """Simulate the short list, then the best of it in other orders, and on every batch.
 
         The short list is computed with more memory reserved as long as none of it fits in one of the placements.
         """
-        limit = min(float(kind.memory_bytes) for kind in self.bench.network.kinds)
+        limit = min(float(kind.memory_bytes) for kind in self.context.network.kinds)
         spare = 0.0
-        for _ in range(TIGHTER):
+        for _ in range(self.budget.short_lists):
             known = len(self.trials.misfits)
             self.simulate_all(self.short_list(limit - spare), progress)
             lacking = [plan.peak_bytes - plan.limit_bytes for plan in self.trials.misfits[known:]]
             fit = {frozenset(plain_decisions(plan).shared_modules) for plan in self.trials.fitting}
             if not lacking or all(frozenset(choice.items()) in fit for choice in self.placement_choices()):
                 break
-            spare = max(2 * spare, min(lacking), SPARE * limit)
+            spare = max(2 * spare, min(lacking), self.budget.reserved_fraction * limit)
         self.try_orders()
         for start in best_of_each(best_of_grids(self.trials.fitting), 1):
             polish_plan(start, self.fitting_neighbours)
@@ -168,26 +158,26 @@ class ModuleSearch:
     def fitting_neighbours(self, one: EvaluatedPlan) -> list[EvaluatedPlan]:
         """Return the fitting plans that differ from this one in one thing; none if it has too many actions."""
         decisions = plain_decisions(one)
-        if 2 * decisions.lane_count * decisions.microbatches > AROUND:
+        if 2 * decisions.lane_count * decisions.microbatches > self.budget.polished_actions:
             return []
         samples = self.job.batch // decisions.microbatches
-        neighbours = neighbour_layouts(decisions, self.trials.costed, samples, self.images, self.pins)
+        neighbours = neighbour_layouts(decisions, self.trials.costed, samples, self.images, self.constraints)
         return [fitting for neighbour in neighbours if (fitting := self.trials.simulate_plan(neighbour)) is not None]
 
     def try_orders(self) -> None:
         """Simulate the best layouts in other orders.
 
         Layouts without guests whose busiest lane has less work than the best step follow, the least busy first, until
-        their actions reach ACTIONS.
+        their actions reach the budget.
         """
         known = list(self.trials.fitting)
-        best = {id(plan): plan for plan in best_of_each(known, ORDERED)}
+        best = {id(plan): plan for plan in best_of_each(known, self.budget.reordered_layouts)}
         alone = [plan for plan in known if not plain_decisions(plan).guests]
         rest = sorted((plan for plan in alone if id(plan) not in best), key=busiest_s)
         actions = 0
         for plan in (*best.values(), *rest):
             fastest_s = min(fitting.step_s for fitting in self.trials.fitting)
-            if id(plan) not in best and (busiest_s(plan) >= fastest_s or actions > ACTIONS):
+            if id(plan) not in best and (busiest_s(plan) >= fastest_s or actions > self.budget.total_actions):
                 break
             reordered = self.other_orders(plain_decisions(plan))
             actions += 2 * plan.decisions.lane_count * plan.decisions.microbatches * len(reordered)
@@ -197,32 +187,32 @@ class ModuleSearch:
     def other_orders(self, decisions: MultiModuleConfig) -> list[MultiModuleConfig]:
         """Return the same layout in other orders, unless the order is constrained."""
         if not decisions.guests:
-            names = OTHERS if "schedule" not in self.pins else ()
+            names = OTHERS if self.constraints.schedule is None else ()
             return [replace(decisions, schedule=name) for name in names]
         return [reordered for reordered in self.with_orders(decisions, BESIDE_OTHERS) if reordered != decisions]
 
     def with_orders(self, decisions: MultiModuleConfig, of: Sequence[tuple[str, int]]) -> list[MultiModuleConfig]:
         """Return the layout, which has guests, in these orders; constraints replace their values."""
         orders = {
-            (self.pins.get("schedule", name), self.pins.get("ahead", ahead)): None for name, ahead in of
+            (self.constraints.schedule or name, self.constraints.ahead or ahead): None for name, ahead in of
         }  # distinct, in order
         return [replace(decisions, schedule=name, ahead=ahead) for name, ahead in orders]
 
     def short_list(self, limit_bytes: float) -> tuple[ModuleArrangement, ...]:
         """Return the best layouts by the closed form, within this memory."""
-        count = device_count(self.bench.cluster)
+        count = device_count(self.context.cluster)
         asked: dict[str, Any] = {
-            "counts": [self.pins["microbatches"]] if "microbatches" in self.pins else None,
+            "counts": [self.constraints.microbatches] if self.constraints.microbatches is not None else None,
             "passes": [can_pass_hidden(before, behind) for before, behind in pairwise(self.trials.costed)],
             "fixed": self.fixed,
         }
         common = (
             [costed.profile for costed in self.trials.costed],
-            min(self.pins.get("devices", count), count),
+            min(self.constraints.devices or count, count),
             self.job.batch,
             limit_bytes,
         )
-        divided = orchestrate_modules(*common, top=SHORT, sharing=self.sharing, **asked)
+        divided = orchestrate_modules(*common, top=self.budget.layouts, sharing=self.sharing, **asked)
         inline = inline_layouts(*common, **asked) if self.inline else None
         for result in filter(None, (divided, inline)):
             self.considered += result.considered
@@ -232,15 +222,15 @@ class ModuleSearch:
         chosen = []
         for index, entry in enumerate(divided.best):
             counts[entry.guest_names] += 1
-            if index < SHORT or counts[entry.guest_names] <= EACH:
+            if index < self.budget.layouts or counts[entry.guest_names] <= self.budget.layouts_per_sharing:
                 chosen.append(entry)
         chosen += inline.best if inline else ()
         return tuple(sorted(chosen, key=lambda entry: entry.step_s))
 
     def simulate_all(self, layouts: Sequence[ModuleArrangement], progress: Any) -> None:
-        """Simulate the layouts until their actions reach ACTIONS.
+        """Simulate the layouts until their actions reach the budget.
 
-        For placements without a fitting plan it continues until one fits or MISSES (FEWER) do not. If the list was
+        For placements without a fitting plan it continues until one fits or too many do not. If the list was
         computed again, only these placements are simulated.
         """
         actions, misses = 0, Counter[object]()
@@ -251,8 +241,10 @@ class ModuleSearch:
             if decisions is None:
                 continue
             placement = frozenset(decisions.shared_modules)
-            lacking = misses[placement] < FEWER if fit else misses.total() < MISSES
-            if placement in again or not (actions <= ACTIONS if placement in fit else lacking):
+            lacking = misses.total() < self.budget.misfits
+            if fit:
+                lacking = misses[placement] < self.budget.misfits_per_placement
+            if placement in again or not (actions <= self.budget.total_actions if placement in fit else lacking):
                 continue
             actions += 2 * (decisions.lane_count + len(decisions.guests)) * decisions.microbatches
             tried = self.with_orders(decisions, BESIDE) if decisions.guests else [decisions]
@@ -272,11 +264,12 @@ class ModuleSearch:
         """
         settled = [plan for plan in self.trials.fitting if id(plan) in self.settled]
         tried = {id(plan) for plan in settled}
-        while len(tried) < TRIED or not settled:
+        while len(tried) < self.budget.settling_trials or not settled:
             rest = [plan for plan in self.trials.fitting if id(plan) not in tried]
             best_s = min((self.settled[id(plan)].step_s for plan in settled), default=float("inf"))
             faster = [plan for plan in sorted(rest, key=lambda plan: plan.rank_key)[:1] if plan.step_s < best_s]
-            left = best_of_each(rest, BEST - len(settled)) if len(settled) < BEST else faster
+            open_plans = self.budget.settled_plans - len(settled)
+            left = best_of_each(rest, open_plans) if open_plans > 0 else faster
             if not left:
                 break
             for plan in left:
@@ -301,15 +294,15 @@ class ModuleSearch:
     def decisions_for(self, arrangement: ModuleArrangement) -> MultiModuleConfig | None:
         """Return the decisions of a layout; None if its shard groups do not fit into the hosts."""
         device_holders = [layout for layout in arrangement.modules if not layout.shared and not layout.inline]
-        hosts = [host.devices for host in self.bench.cluster.hosts]
+        hosts = [host.devices for host in self.context.cluster.hosts]
         devices = host_order([(layout.device_count, layout.shards) for layout in device_holders], hosts)
         if not devices:
             return None
         placed = dict(zip([layout.module for layout in device_holders], devices, strict=True))
-        common = {
+        common: dict[str, Any] = {
             "microbatches": arrangement.microbatches,
-            "schedule": self.pins.get("schedule", "1f1b"),
-            "zero1": self.pins.get("zero1", True),
+            "schedule": self.constraints.schedule or "1f1b",
+            "zero1": self.constraints.zero1 is not False,
         }
         modules = tuple(
             (
@@ -320,7 +313,7 @@ class ModuleSearch:
         )
         guests = tuple(layout.module for layout in arrangement.modules if layout.shared)
         multiples = tuple((layout.module, layout.multiple) for layout in arrangement.modules if layout.multiple > 1)
-        divided = tuple(name for name in self.images if self.pins.get(f"{name}.divide") == "images")
+        divided = tuple(name for name in self.images if self.constraints.of_module(name).divide == "images")
         decisions = MultiModuleConfig(
             **common, modules=modules, backbone=self.backbone, guests=guests, inline=arrangement.inline_names,
             multiples=multiples, divided=divided,
@@ -357,8 +350,9 @@ class ModuleSearch:
                 )
             ),
             f"modules: {self.considered} layouts of single modules, {self.combined} of all together, the best by the "
-            f"closed form simulated: {SHORT}, and {EACH} at least of every choice of modules that share devices, until "
-            f"their actions come to {ACTIONS:,} and something of every placement fits",
+            f"closed form simulated: {self.budget.layouts}, and {self.budget.layouts_per_sharing} at least of every "
+            "choice of modules that share devices, until "
+            f"their actions come to {self.budget.total_actions:,} and something of every placement fits",
             f"step: {format_seconds(best.step_s)} for the batch shown, {format_seconds(mean_s)} on average over "
             f"all {samples.batch_count} of them; the closed form says {format_seconds(self.closed_s)} at best",
         )
@@ -376,11 +370,6 @@ class ModuleSearch:
 
 
 FIXED = ("replicas", "stages", "devices", "multiple")
-
-
-def _module_constraints(pins: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the constraints of one module."""
-    return {key.partition(".")[2]: value for key, value in pins.items() if key.startswith(f"{module}.")}
 
 
 def _plan_key(one: EvaluatedPlan) -> tuple[object, ...]:

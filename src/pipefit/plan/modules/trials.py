@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.assemble.module_parts import module_skeleton
@@ -18,14 +17,13 @@ from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.modules.costing import CostedModule, ModuleCosting
+from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
 from pipefit.plan.types import Job, SampleArrangement, SampleLoad
 from pipefit.schedule.actions import Schedule
 from pipefit.units import format_bytes
-
-FEW = 2
-"""Minimum number of the best plans with separate devices, with guests, and with inline modules."""
 
 
 class ModuleTrials:
@@ -33,17 +31,17 @@ class ModuleTrials:
 
     def __init__(
         self,
-        bench: PlannerContext,
+        context: PlannerContext,
         job: Job,
-        own: Mapping[str, Mapping[str, Any]],
+        own: Mapping[str, Constraints],
         samples: SampledBatches,
         arrange: Arrange,
         balance: bool = True,
     ) -> None:
-        self.bench, self.job, self.samples, self.arrange, self.balance = bench, job, samples, arrange, balance
-        costing = ModuleCosting(bench.programs, bench.network, bench.layers, job, samples)
+        self.context, self.job, self.samples, self.arrange, self.balance = context, job, samples, arrange, balance
+        costing = ModuleCosting(context.programs, context.network, context.layers, job, samples)
         self.costed: list[CostedModule] = [
-            costing.profile_module(module, own[module.name]) for module in bench.model.modules
+            costing.profile_module(module, own[module.name]) for module in context.model.modules
         ]
         self.fitting: list[EvaluatedPlan] = []
         self.misfits: list[InfeasiblePlan] = []
@@ -80,11 +78,11 @@ class ModuleTrials:
     ) -> EvaluatedPlan | None:
         shares, count = decisions.shares_of_stages, decisions.microbatches
         order = self.arrange(self.samples, batch, arranging, shares, count, schedule)
-        names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
+        names = dict.fromkeys(["samples", *(module.space for module in self.context.model.modules)])
         spaces = [self.samples.to_space(name, self.job, batch, order) for name in names]
         try:
-            parts = module_skeleton(self.bench.model, self.bench.programs, self.job, decisions, spaces)
-            plan = evaluate_candidate(self.bench, decisions, parts, schedule)
+            parts = module_skeleton(self.context.model, self.context.programs, self.job, decisions, spaces)
+            plan = evaluate_candidate(self.context, decisions, parts, schedule)
         except (FormsError, ScheduleError):
             return None
         self.simulated += 1
@@ -122,15 +120,15 @@ class ModuleTrials:
         fixed_s = sum(
             min(float(variant.fixed_s.sum()) for variant in costed_module.profile.ways) for costed_module in self.costed
         )
-        return max(total_s / self.bench.network.devices, fixed_s)
+        return max(total_s / self.context.network.devices, fixed_s)
 
     def no_plan_error(self, pinned: bool) -> PlanError:
         """Return the error for a search without a plan; `pinned` if there were constraints."""
         if not self.misfits:
-            devices = self.bench.network.devices
+            devices = self.context.network.devices
             return DoesNotFitError(
                 "No layout of the modules fits: by the closed form every one needs more memory or devices.",
-                where=", ".join(module.name for module in self.bench.model.modules),
+                where=", ".join(module.name for module in self.context.model.modules),
                 seen=f"{devices} devices for {len(self.costed)} modules, batch {self.job.batch}",
                 allowed="every module within the memory of its devices, and no more replicas than samples in a "
                 "microbatch or stages than layers",
@@ -149,12 +147,13 @@ class ModuleTrials:
 
 
 def best_of_each(some: Sequence[EvaluatedPlan], count: int) -> list[EvaluatedPlan]:
-    """Return the fastest plans, at least FEW for each placement of modules: with guests, inline, or neither."""
+    """Return the fastest plans, at least `plans_per_placement` with guests, with inline modules, and with neither."""
     ranked = sorted(some, key=lambda plan: plan.rank_key)
     few: dict[tuple[bool, bool], list[EvaluatedPlan]] = {}
     for plan in ranked:
         few.setdefault((bool(plain_decisions(plan).guests), bool(plain_decisions(plan).inline)), []).append(plan)
-    chosen = {id(plan) for plan in (*ranked[:count], *(plan for plans in few.values() for plan in plans[:FEW]))}
+    least = MODULE_SEARCH_BUDGET.plans_per_placement
+    chosen = {id(plan) for plan in (*ranked[:count], *(plan for plans in few.values() for plan in plans[:least]))}
     return [plan for plan in ranked if id(plan) in chosen]
 
 

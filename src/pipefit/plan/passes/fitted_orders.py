@@ -8,9 +8,9 @@ the lowered lanes, as for families. The budget counts moves, not seconds, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from pipefit.cost.memory.lanes import lane_limits
 from pipefit.cost.memory.order_limits import order_limits
@@ -27,62 +27,72 @@ from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import TIE, Progress, search_plans
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute
 from pipefit.simulate import simulate_schedule
 
 FIT = "fit"
 
-HOPE = 0.1
-"""A layout gets a fitted order if its family's step is at most this fraction longer than the best one."""
 
-REFINED = 3
-"""Number of placements whose best plan is cut again if `schedule=fit` is constrained."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittingBudget:
+    """Budgets of fitted orders. Actions are those of an order; they stand for the time of evaluating it."""
 
-POOL = 10
-"""Number of layouts whose bounds are computed."""
+    step_slack: float = 0.1
+    "A layout gets a fitted order if its family's step is at most this fraction longer than the best one."
+    recut_placements: int = 3
+    "Placements whose best plan is cut again if `schedule=fit` is constrained."
+    bounded_layouts: int = 10
+    "Layouts whose bounds are computed."
+    layouts: int = 4
+    "Maximum number of layouts that get fitted orders."
+    total_actions: int = 5_000
+    "Maximum number of actions of these layouts together."
+    layout_actions: int = 3_000
+    "Actions of a layout above which an order is fitted only if `schedule=fit` is constrained: with more of them, the"
+    " moves affordable in planning gain next to nothing."
+    stage_recompute_actions: int = 1_000
+    "Actions of a layout above which all stages keep the layout's recomputation instead of choosing their own."
+    least_moves: int = 2_000
+    "Minimum number of moves of a fit."
+    most_moves: int = 20_000
+    "Maximum number of moves of a fit."
+    moved_actions: int = 15_000_000
+    "Moves of a fit times its actions, between these limits. The time of a move grows with the actions."
+    trial_divisor: int = 10
+    "Every layout of the short list first gets the moves of a fit divided by this."
+    trial_slack: float = 0.01
+    "Layouts whose trial is at most this fraction longer than the best trial get all moves."
+    refits: int = 4
+    "Number of times an order is fitted again because lowering took memory that the fit did not count."
 
-LAYOUTS, ACTIONS = 4, 5_000
-"""Maximum number of layouts that get fitted orders, and of their actions together."""
 
-MANY = 3_000
-"""Actions of a layout above which an order is fitted only if `schedule=fit` is constrained: with more of them, the
-moves affordable in planning gain next to nothing."""
-
-CHOOSING = 1_000
-"""Actions of a layout above which all stages keep the layout's recomputation instead of choosing their own."""
-
-MOVES, WORK = (2_000, 20_000), 15_000_000
-"""Moves of one fit: WORK over the actions, within these limits. The time of a move grows with the actions."""
-
-LOOK, NEAR = 10, 0.01
-"""Every layout of the short list gets a tenth of the moves first; only those within 1 % of the best get all of them."""
-
-TIGHTER = 4
-"""Number of times an order is fitted again because lowering took memory that the fit did not count."""
+FITTING_BUDGET = FittingBudget()
 
 
 def best_plans(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
-    pins: Mapping[str, Any],
+    constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
     progress: Progress | None = None,
-    layouts: int = LAYOUTS,
+    layouts: int = FITTING_BUDGET.layouts,
 ) -> SearchResult:
     """Return the result of the search, with the fitted orders that beat it. With `schedule=fit`, all plans are named
     so."""
-    first = search_plans(bench, job, pins, top, progress)
-    resliced = reslice_best(bench, job, pins, _recut_best(bench, job, pins, first, min(layouts, REFINED)))
-    pinned = pins.get("schedule") == FIT
-    if pins.get("schedule", FIT) != FIT:
+    first = search_plans(context, job, constraints, top, progress)
+    recut = _recut_best(context, job, constraints, first, min(layouts, FITTING_BUDGET.recut_placements))
+    resliced = reslice_best(context, job, constraints, recut)
+    pinned = constraints.schedule == FIT
+    if constraints.schedule not in (None, FIT):
         return resliced
     fitted: list[EvaluatedPlan] = []
     before = [plan.decisions for plan in first.fitting[:1] if plan not in resliced.fitting]
-    listed = _short_list(bench, job, pins, resliced, layouts, before)
-    for tables, look in _promising_choices(bench, listed):
+    listed = _short_list(context, job, constraints, resliced, layouts, before)
+    for tables, look in _promising_choices(context, listed):
         best_s = min((plan.step_s for plan in (*resliced.fitting[:1], *fitted)), default=float("inf"))
-        fits = (look, fit_layout(bench, tables))
+        fits = (look, fit_layout(context, tables))
         plan = min((plan for plan in fits if plan is not None), key=lambda plan: plan.rank_key, default=None)
         if plan is not None and (pinned or plan.step_s < best_s * (1 - TIE)):
             fitted.append(plan)
@@ -92,11 +102,11 @@ def best_plans(
 
 
 def _promising_choices(
-    bench: PlannerContext, listed: Sequence[Listed]
+    context: PlannerContext, listed: Sequence[Listed]
 ) -> Sequence[tuple[list[FittingChoice], EvaluatedPlan | None]]:
     """Return the layouts of a short list that deserve the full number of moves.
 
-    A fit with few moves and the layout's own recomputation ranks them: the best is kept, and those within NEAR of it.
+    A fit with few moves and the layout's own recomputation ranks them: the best is kept, and those close to it.
     The plan of that fit is returned as well: with contention between transfers it is sometimes the better order,
     because a fit asks the plain simulator.
     """
@@ -106,20 +116,21 @@ def _promising_choices(
     for tables, own_choice in listed:
         best_s = min((step_s for step_s, _, _ in looks), default=float("inf"))
         if tables[0].bound_s < best_s:
-            plan = fit_layout(bench, [own_choice], moves=moves_for(_action_count(own_choice.parts)) // LOOK)
+            moves = moves_for(_action_count(own_choice.parts)) // FITTING_BUDGET.trial_divisor
+            plan = fit_layout(context, [own_choice], moves=moves)
             looks.append((plan.step_s if plan is not None else float("inf"), tables, plan))
     best_s = min(step_s for step_s, _, _ in looks)
-    return [(tables, plan) for step_s, tables, plan in looks if step_s <= best_s * (1 + NEAR)]
+    return [(tables, plan) for step_s, tables, plan in looks if step_s <= best_s * (1 + FITTING_BUDGET.trial_slack)]
 
 
 def _recut_best(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult, most: int
+    context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult, most: int
 ) -> SearchResult:
     """Return the result with a better cut of the best plan, where one is found for lanes of several stages.
 
     With `schedule=fit`, the best plan of `most` placements is cut again: orders are fitted to these cuts.
     """
-    if "cuts" in pins:
+    if constraints.cuts is not None:
         return found
     seen: set[tuple[int, ...]] = set()
     fitting = list(found.fitting)
@@ -127,19 +138,19 @@ def _recut_best(
         if (placement := plan.decisions.lane_of_stage) in seen or len(seen) >= most:
             continue
         seen.add(placement)
-        fitting[index] = _refine_cuts(bench, job, plan)
-        if pins.get("schedule") != FIT:
+        fitting[index] = _refine_cuts(context, job, plan)
+        if constraints.schedule != FIT:
             break
     return replace(found, fitting=tuple(sorted(fitting, key=lambda plan: plan.rank_key)))
 
 
-def _refine_cuts(bench: PlannerContext, job: Job, one: EvaluatedPlan) -> EvaluatedPlan:
+def _refine_cuts(context: PlannerContext, job: Job, one: EvaluatedPlan) -> EvaluatedPlan:
     """Return the plan with a better cut, or the plan itself if there is none."""
     free = replace(one.decisions, stages=one.decisions.stage_count, cuts=())
-    parts = bench.refine_skeleton(job, free, one.parts)
+    parts = context.refine_skeleton(job, free, one.parts)
     if parts is one.parts:
         return one
-    again = evaluate_candidate(bench, one.decisions, parts)
+    again = evaluate_candidate(context, one.decisions, parts)
     return again if again.simulation.fits_in_memory and again.step_s < one.step_s else one
 
 
@@ -149,10 +160,10 @@ def _distinct_plans(ranked: Sequence[EvaluatedPlan]) -> list[EvaluatedPlan]:
     return sorted(plans.values(), key=lambda plan: plan.rank_key)
 
 
-def recompute_choices(pins: Mapping[str, Any], layout: ParallelConfig) -> list[tuple[Recompute, ...]]:
+def recompute_choices(constraints: Constraints, layout: ParallelConfig) -> list[tuple[Recompute, ...]]:
     """Return the kinds of recomputation a layout may choose from; a choice that varies by stage is kept."""
-    if "recompute" in pins:
-        return [pins["recompute"]]
+    if constraints.recompute is not None:
+        return [constraints.recompute]
     return [layout.recompute, *(recompute for recompute in RECOMPUTE if recompute != layout.recompute)]
 
 
@@ -173,15 +184,15 @@ Listed = tuple[list[FittingChoice], FittingChoice]
 
 
 def tables_of(
-    bench: PlannerContext, job: Job, layout: ParallelConfig, recomputes: Sequence[tuple[Recompute, ...]]
+    context: PlannerContext, job: Job, layout: ParallelConfig, recomputes: Sequence[tuple[Recompute, ...]]
 ) -> list[FittingChoice]:
     """Return the choices of a layout with cuts, sorted by their bounds."""
     choices = []
     for recompute in recomputes:
         decisions = replace(layout, schedule=FIT, recompute=recompute)
-        parts = bench.make_skeleton(job, decisions)
-        work = pipeline_work(parts, bench.programs)
-        costs = cost_table(work, bench.network, bench.layers)
+        parts = context.make_skeleton(job, decisions)
+        work = pipeline_work(parts, context.programs)
+        costs = cost_table(work, context.network, context.layers)
         choices.append(
             FittingChoice(table_bound_s(costs, parts.placement, parts.microbatches, FIT), decisions, parts, work, costs)
         )
@@ -189,7 +200,7 @@ def tables_of(
 
 
 def fit_layout(
-    bench: PlannerContext,
+    context: PlannerContext,
     tables: Sequence[FittingChoice],
     limits: Sequence[float] | None = None,
     moves: int | None = None,
@@ -200,18 +211,18 @@ def fit_layout(
     the bytes of every lane, by default those of its devices.
     """
     if limits is None:
-        least = lane_limits(tables[0].work, bench.network)
+        least = lane_limits(tables[0].work, context.network)
         limits = order_limits(tables[0].costs, tables[0].parts.placement, least)
     count = moves_for(_action_count(tables[0].parts)) if moves is None else moves
-    plan = _fit_order(bench, tables, limits, count)
+    plan = _fit_order(context, tables, limits, count)
     if plan is None and len(tables) > 1:
-        alone = [fitted for table in tables if (fitted := _fit_order(bench, [table], limits, count)) is not None]
+        alone = [fitted for table in tables if (fitted := _fit_order(context, [table], limits, count)) is not None]
         plan = min(alone, key=lambda fitted: fitted.rank_key, default=None)
     return plan
 
 
 def _fit_order(
-    bench: PlannerContext, tables: Sequence[FittingChoice], limits: Sequence[float], moves: int
+    context: PlannerContext, tables: Sequence[FittingChoice], limits: Sequence[float], moves: int
 ) -> EvaluatedPlan | None:
     """Return one order over all these choices of recomputation, fitted again with less memory if its transfers need
     some."""
@@ -220,13 +231,13 @@ def _fit_order(
     room = list(limits)
     by_name: dict[str, CostTable] = {plan.decisions.recompute[0]: plan.costs for plan in tables}
     options = by_name if len(tables) > 1 else None
-    for _ in range(TIGHTER):
+    for _ in range(FITTING_BUDGET.refits):
         try:
             fitted = fit_schedule(order_problem(tables[0].parts, tables[0].costs, room), moves=moves, options=options)
         except ScheduleError:
             return None
-        choice = _choose_recompute(bench, tables, fitted.recompute)
-        plan = simulate_candidate(bench, choice.decisions, choice.parts, choice.work, choice.costs, fitted.schedule)
+        choice = _choose_recompute(context, tables, fitted.recompute)
+        plan = simulate_candidate(context, choice.decisions, choice.parts, choice.work, choice.costs, fitted.schedule)
         over = [float(peak) - limit for peak, limit in zip(plan.simulation.timeline.peak_bytes, limits, strict=True)]
         if max(over) <= 0:
             return plan
@@ -235,7 +246,7 @@ def _fit_order(
 
 
 def _choose_recompute(
-    bench: PlannerContext, tables: Sequence[FittingChoice], recompute: Sequence[str]
+    context: PlannerContext, tables: Sequence[FittingChoice], recompute: Sequence[str]
 ) -> FittingChoice:
     """Return the layout with the recomputation every stage chose."""
     if len(tables) == 1:
@@ -244,18 +255,19 @@ def _choose_recompute(
         if {*recompute} == {*choice.decisions.recompute}:
             return choice
     stage_recompute = cast(tuple[Recompute, ...], tuple(recompute))
-    return tables_of(bench, tables[0].parts.job, tables[0].decisions, [stage_recompute])[0]
+    return tables_of(context, tables[0].parts.job, tables[0].decisions, [stage_recompute])[0]
 
 
 def moves_for(actions: int) -> int:
     """Return the number of moves of a fit with this number of actions."""
-    return max(MOVES[0], min(MOVES[1], WORK // max(actions, 1)))
+    moves = FITTING_BUDGET.moved_actions // max(actions, 1)
+    return max(FITTING_BUDGET.least_moves, min(FITTING_BUDGET.most_moves, moves))
 
 
 def _short_list(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
-    pins: Mapping[str, Any],
+    constraints: Constraints,
     found: SearchResult,
     most: int,
     before: Sequence[ParallelConfig],
@@ -266,8 +278,10 @@ def _short_list(
     than a family's. The rest are layouts of the next families, and plans that would be faster but lack memory, ranked
     behind by the fraction they lack.
     """
+    budget = FITTING_BUDGET
     best_s = found.fitting[0].step_s if found.fitting else float("inf")
-    scored = [(entry.step_s, 1.0, entry.decisions) for entry in found.fitting if entry.step_s <= best_s * (1 + HOPE)]
+    longest_s = best_s * (1 + budget.step_slack)
+    scored = [(entry.step_s, 1.0, entry.decisions) for entry in found.fitting if entry.step_s <= longest_s]
     sure = [*(entry.decisions for entry in found.fitting[:1]), *before]
     scored += [(best_s, 1.0, decisions) for decisions in before]
     for misfit in found.misfits:
@@ -278,24 +292,28 @@ def _short_list(
     for step_s, lack, decisions in sorted(scored, key=lambda entry: (entry[1] > 1, entry[0] * entry[1])):
         key = replace(decisions, schedule=FIT, recompute=("none",), stages=decisions.stage_count, cuts=())
         key = replace(key, cuts=decisions.cuts) if decisions in before else key
-        if key in seen or len(seen) >= POOL or (decisions.lane_count == 1 and pins.get("schedule") != FIT):
+        if (
+            key in seen
+            or len(seen) >= budget.bounded_layouts
+            or (decisions.lane_count == 1 and constraints.schedule != FIT)
+        ):
             continue
         seen.add(key)
-        if _least_actions(decisions) > MANY and pins.get("schedule") != FIT:
+        if _least_actions(decisions) > budget.layout_actions and constraints.schedule != FIT:
             continue
-        tables = tables_of(bench, job, decisions, recompute_choices(pins, decisions))
+        tables = tables_of(context, job, decisions, recompute_choices(constraints, decisions))
         own_choice = next(entry for entry in tables if entry.decisions.recompute == decisions.recompute)
         score = max(step_s, own_choice.bound_s) * lack
-        if _action_count(own_choice.parts) > CHOOSING:
+        if _action_count(own_choice.parts) > budget.stage_recompute_actions:
             tables = [own_choice]
-        if tables[0].bound_s < best_s and score <= best_s * (1 + HOPE):
+        if tables[0].bound_s < best_s and score <= longest_s:
             ready.append((0.0 if decisions in sure else score, len(ready), (tables, own_choice)))
     result: list[Listed] = []
     actions = 0
     for _, _, entry in sorted(ready, key=lambda entry: entry[:2]):
         result.append(entry)
         actions += _action_count(entry[1].parts)
-        if len(result) >= most or actions >= ACTIONS:
+        if len(result) >= most or actions >= budget.total_actions:
             break
     return result
 

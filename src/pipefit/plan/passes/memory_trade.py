@@ -6,9 +6,8 @@ fits is the plan. A single lane has one order, so only recomputation differs the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipefit.cost.memory.order_limits import order_limits
 from pipefit.errors import ScheduleError
@@ -18,17 +17,26 @@ from pipefit.plan.cutting.rows import scale_need
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.fitted_orders import CHOOSING, FIT, MANY, MOVES, fit_layout, recompute_choices, tables_of
+from pipefit.plan.passes.fitted_orders import FIT, FITTING_BUDGET, fit_layout, recompute_choices, tables_of
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute, TradePoint
 from pipefit.schedule.families import FAMILIES
 
-BELOW, BEYOND = 2, 2
-"""Number of limits to fit orders to, below the device's limit and beyond it. Fits with many actions use the device's
-only."""
 
-SAME = 1e-9
-"""Relative difference below which step times count as equal."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeBudget:
+    """Budgets of the trade of memory against time."""
+
+    lower_limits: int = 2
+    "Limits below the device's to fit orders to. Fits with many actions use the device's limit only."
+    higher_limits: int = 2
+    "Limits beyond the device's to fit orders to."
+    step_tolerance: float = 1e-9
+    "Relative difference below which step times count as equal."
+
+
+TRADE_BUDGET = TradeBudget()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class TradeCurve:
     "Sorted by memory."
 
 
-def trade_memory(bench: PlannerContext, job: Job, pins: Mapping[str, Any], best: EvaluatedPlan) -> TradeCurve:
+def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan) -> TradeCurve:
     """Return the points of the chosen plan's layout (its replicas, lanes, microbatches, ZeRO-1, device order), and the
     plan.
 
@@ -49,19 +57,18 @@ def trade_memory(bench: PlannerContext, job: Job, pins: Mapping[str, Any], best:
     the plan. Fitted orders are points only if they are faster than every fitted order with less memory.
     """
     layout = best.decisions
-    has_many_actions = 3 * layout.stage_count * layout.unit_count > MANY
-    family_plans = list(_evaluate_families(bench, job, pins, layout, has_many_actions))
+    has_many_actions = 3 * layout.stage_count * layout.unit_count > FITTING_BUDGET.layout_actions
+    family_plans = list(_evaluate_families(context, job, constraints, layout, has_many_actions))
     own_fit = best if layout.schedule == FIT else None
     fitted: list[EvaluatedPlan] = []
     if layout.lane_count > 1:
-        fitted = _fit_levels(
-            bench, job, pins, layout, _limit_levels(best, family_plans, has_many_actions), own_fit, _lane_limits(best)
-        )
+        levels = _limit_levels(best, family_plans, has_many_actions)
+        fitted = _fit_levels(context, job, constraints, layout, levels, own_fit, _lane_limits(best))
     for plan in (*family_plans, *fitted):
         if (
             plan.simulation.fits_in_memory
-            and plan.step_s < best.step_s * (1 - SAME)
-            and _obeys_constraints(plan.decisions, pins)
+            and plan.step_s < best.step_s * (1 - TRADE_BUDGET.step_tolerance)
+            and _obeys_constraints(plan.decisions, constraints)
         ):
             best = plan
     points = {_trade_point(plan) for plan in (*family_plans, *fitted)} - {_trade_point(best)}
@@ -80,8 +87,9 @@ def _limit_levels(best: EvaluatedPlan, found: Sequence[EvaluatedPlan], many: boo
         return full_level
     fills = [plan.peak_bytes / plan.limit_bytes for plan in (best, *found)]
     highest, lowest = min(1.5, max([1.0, *fills])), min(fills)
-    below = [lowest + (1.0 - lowest) * index / BELOW for index in range(BELOW)] if lowest < 1.0 else []
-    beyond = [1.0 + (highest - 1.0) * (index + 1) / BEYOND for index in range(BEYOND)] if highest > 1.0 else []
+    lower, higher = TRADE_BUDGET.lower_limits, TRADE_BUDGET.higher_limits
+    below = [lowest + (1.0 - lowest) * index / lower for index in range(lower)] if lowest < 1.0 else []
+    beyond = [1.0 + (highest - 1.0) * (index + 1) / higher for index in range(higher)] if highest > 1.0 else []
     return [*below, *full_level, *beyond]
 
 
@@ -91,28 +99,30 @@ def _lane_limits(one: EvaluatedPlan) -> tuple[float, ...]:
     return order_limits(simulation.costs, simulation.timeline.schedule.placement, simulation.least_bytes)
 
 
-def _obeys_constraints(decisions: ParallelConfig, pins: Mapping[str, Any]) -> bool:
+def _obeys_constraints(decisions: ParallelConfig, constraints: Constraints) -> bool:
     """Return whether a point of a layout that obeys the constraints also obeys those on the choices in which points
     differ."""
-    differ = {"schedule": decisions.schedule, "stages": decisions.stage_count}
-    return all(pins.get(key, value) == value for key, value in differ.items())
+    same_schedule = constraints.schedule in (None, decisions.schedule)
+    return same_schedule and constraints.stages in (None, decisions.stage_count)
 
 
 def _evaluate_families(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], layout: ParallelConfig, many: bool
+    context: PlannerContext, job: Job, constraints: Constraints, layout: ParallelConfig, many: bool
 ) -> Iterator[EvaluatedPlan]:
     """Yield every family and kind of recomputation on these lanes, whether it fits or not."""
-    layers = len(bench.only_module.layers)
-    recomputes: Sequence[tuple[Recompute, ...]] = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
+    layers = len(context.only_module.layers)
+    recomputes: Sequence[tuple[Recompute, ...]] = (
+        [constraints.recompute] if constraints.recompute is not None else RECOMPUTE
+    )
     if many and layout.recompute in recomputes:
         recomputes = [layout.recompute]
     for name in sorted({*FAMILIES} - {FIT, "gpipe"}) if layout.lane_count > 1 else [_single_lane_family(layout)]:
         placement = FAMILIES[name].placement(layout.lane_count)
         if len(placement) > layers or layout.unit_count < FAMILIES[name].least_units(layout.lane_count):
             continue
-        if "placement" in pins and placement != layout.lane_of_stage:
+        if constraints.placement is not None and placement != layout.lane_of_stage:
             continue
-        if "cuts" in pins and len(placement) != len(pins["cuts"]) + 1:
+        if constraints.cuts is not None and len(placement) != len(constraints.cuts) + 1:
             continue
         for recompute in recomputes:
             if len(recompute) not in (1, len(placement)):
@@ -122,11 +132,11 @@ def _evaluate_families(
                 schedule=name,
                 stages=len(placement),
                 placement=() if placement == tuple(range(layout.lane_count)) else placement,
-                cuts=pins.get("cuts", ()),
+                cuts=constraints.cuts or (),
                 recompute=recompute,
             )
             try:
-                yield evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions))
+                yield evaluate_candidate(context, decisions, context.make_skeleton(job, decisions))
             except (ScheduleError, FormsError):  # some forms of the hidden state cannot be sent back between groups
                 continue
 
@@ -137,9 +147,9 @@ def _single_lane_family(layout: ParallelConfig) -> str:
 
 
 def _fit_levels(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
-    pins: Mapping[str, Any],
+    constraints: Constraints,
     layout: ParallelConfig,
     levels: Sequence[float],
     own: EvaluatedPlan | None,
@@ -147,14 +157,15 @@ def _fit_levels(
 ) -> list[EvaluatedPlan]:
     """Return orders fitted to each of these fractions of the lanes' limits, rising; `own` is already fitted."""
     recomputes = recompute_choices(
-        pins, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",))
+        constraints, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",))
     )
-    if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.unit_count > CHOOSING:
+    actions = 3 * layout.stage_count * layout.unit_count
+    if len(layout.recompute) == 1 and actions > FITTING_BUDGET.stage_recompute_actions:
         recomputes = [layout.recompute]
-    tables = tables_of(bench, job, layout, recomputes)
+    tables = tables_of(context, job, layout, recomputes)
     plans = [] if own is None else [own]
     for level in levels:
-        plan = fit_layout(bench, tables, [level * limit for limit in limits], moves=MOVES[0])
+        plan = fit_layout(context, tables, [level * limit for limit in limits], moves=FITTING_BUDGET.least_moves)
         if plan is not None:
             plans.append(plan)
     frontier: list[EvaluatedPlan] = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.errors import PlanError
@@ -18,20 +16,28 @@ from pipefit.plan.placement.links import links_differ
 from pipefit.plan.placement.lowered import LoweredPlacement, place_lowered
 from pipefit.plan.placement.search import PlacementBudget, PlacementResult, search_placement
 from pipefit.plan.placement.shape import build_problem
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import check_config
 from pipefit.plan.types import Job
 from pipefit.schedule.actions import Schedule
 from pipefit.units import format_seconds
 
-SHORT_LIST = 4
-"""Number of candidates to place: the fastest of each grid of replicas and lanes, the fastest grids first."""
 
-FIRST_MOVES, FINAL_MOVES = 8_000, 40_000
-"""Maximum moves for each of the short list, and for the best of them again."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacingBudget:
+    """Budgets of device placement."""
+
+    candidates: int = 4
+    "Candidates to place: the fastest of each grid of replicas and lanes, the fastest grids first."
+    first_moves: int = 8_000
+    "Maximum number of moves for each of these candidates."
+    final_moves: int = 40_000
+    "Maximum number of moves for the best of them again."
+    compiled_moves: int = 8_000
+    "Total moves from which numba is loaded: an interpreted move takes a quarter of a millisecond."
 
 
-COMPILED_FROM = 8_000
-"""Total moves from which numba is loaded: an interpreted move takes a quarter of a millisecond."""
+PLACING_BUDGET = PlacingBudget()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +49,27 @@ class PlacingResult:
     "Text for the plan; '' if nothing was searched."
 
 
-def place_candidates(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> PlacingResult:
+def place_candidates(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> PlacingResult:
     """Return the search result with the devices of its best candidates placed.
 
     Nothing changes if all links and devices are alike, or if hostname order is constrained. Deterministic: the budget
     counts moves.
     """
-    mapping = pins.get("mapping", "search")
+    mapping = constraints.mapping or "search"
     if isinstance(mapping, tuple) and found.fitting:
-        return _as_given(bench, job, mapping, found)
-    if not found.fitting or mapping == "hostname" or not links_differ(bench.cluster):
+        return _as_given(context, job, mapping, found)
+    if not found.fitting or mapping == "hostname" or not links_differ(context.cluster):
         return PlacingResult(found, "")
     listed = _short_list(found)
     if not listed:
         return PlacingResult(found, "")
     slots = [found.fitting[index].decisions.device_count for index in listed]
-    total = sum(moves_for(count, FIRST_MOVES) for count in slots) + moves_for(max(slots), FINAL_MOVES)
-    compiled = total >= COMPILED_FROM or None
-    placed = {index: _place_candidate(bench, job, found.fitting[index], compiled) for index in listed}
+    budget = PLACING_BUDGET
+    total = sum(moves_for(count, budget.first_moves) for count in slots) + moves_for(max(slots), budget.final_moves)
+    compiled = total >= budget.compiled_moves or None
+    placed = {index: _place_candidate(context, job, found.fitting[index], compiled) for index in listed}
     first = min(placed, key=lambda index: placed[index].rank_key)
-    again = _place_longer(bench, job, placed[first], compiled)
+    again = _place_longer(context, job, placed[first], compiled)
     placed[first] = min((placed[first], again), key=lambda plan: plan.rank_key)
     fitting = [placed.get(index, plan) for index, plan in enumerate(found.fitting)]
     fitting.sort(key=lambda plan: plan.rank_key)
@@ -73,7 +80,7 @@ def place_candidates(bench: PlannerContext, job: Job, pins: Mapping[str, Any], f
     return PlacingResult(replace(found, fitting=tuple(fitting)), _placement_note(best, unplaced, before, len(listed)))
 
 
-def _as_given(bench: PlannerContext, job: Job, devices: tuple[int, ...], found: SearchResult) -> PlacingResult:
+def _as_given(context: PlannerContext, job: Job, devices: tuple[int, ...], found: SearchResult) -> PlacingResult:
     """Return the candidates that use this number of devices, on these devices."""
     alike = [plan for plan in found.fitting if plan.decisions.device_count == len(devices)]
     if not alike:
@@ -86,9 +93,9 @@ def _as_given(bench: PlannerContext, job: Job, devices: tuple[int, ...], found: 
         )
     for plan in alike:
         check_config(
-            replace(plan.decisions, devices=devices), job, len(bench.only_module.layers), bench.network.devices
+            replace(plan.decisions, devices=devices), job, len(context.only_module.layers), context.network.devices
         )
-    fitting = [moved for plan in alike if (moved := _move_to(bench, job, plan, devices)).simulation.fits_in_memory]
+    fitting = [moved for plan in alike if (moved := _move_to(context, job, plan, devices)).simulation.fits_in_memory]
     if not fitting:
         raise PlanError(
             "No plan fits on these devices in this order.",
@@ -106,7 +113,7 @@ def _short_list(found: SearchResult) -> list[int]:
     for index, plan in enumerate(found.fitting):
         if plan.decisions.device_count > 1:
             grids.setdefault((len(plan.decisions.replicas), plan.decisions.lane_count), index)
-    return list(grids.values())[:SHORT_LIST]
+    return list(grids.values())[: PLACING_BUDGET.candidates]
 
 
 def moves_for(slots: int, most: int) -> int:
@@ -114,53 +121,53 @@ def moves_for(slots: int, most: int) -> int:
     return min(25 * slots * slots, most)
 
 
-def _place_candidate(bench: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
+def _place_candidate(context: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
     """Return the candidate on the best devices found; itself if none are better or the better ones do not fit."""
-    start, moves = _lower_candidate(bench, one), moves_for(one.decisions.device_count, FIRST_MOVES)
+    start, moves = _lower_candidate(context, one), moves_for(one.decisions.device_count, PLACING_BUDGET.first_moves)
     return _if_better(
-        bench,
+        context,
         job,
         one,
         search_placement(start.question, start.timeline, PlacementBudget(moves=moves), compiled=compiled),
     )
 
 
-def _place_longer(bench: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
+def _place_longer(context: PlannerContext, job: Job, one: EvaluatedPlan, compiled: bool | None) -> EvaluatedPlan:
     """Return the candidate after a longer search, which continues with the order of each placement it finds."""
-    budget = PlacementBudget(moves=moves_for(one.decisions.device_count, FINAL_MOVES), seed=1)
+    budget = PlacementBudget(moves=moves_for(one.decisions.device_count, PLACING_BUDGET.final_moves), seed=1)
     placement = place_lowered(
-        _lower_candidate(bench, one),
-        lambda devices: _lower_candidate(bench, _move_to(bench, job, one, devices)),
+        _lower_candidate(context, one),
+        lambda devices: _lower_candidate(context, _move_to(context, job, one, devices)),
         budget,
         compiled=compiled,
     )
-    return _if_better(bench, job, one, placement)
+    return _if_better(context, job, one, placement)
 
 
-def _lower_candidate(bench: PlannerContext, one: EvaluatedPlan) -> LoweredPlacement:
+def _lower_candidate(context: PlannerContext, one: EvaluatedPlan) -> LoweredPlacement:
     """Return the start of a placement search. A plan that does not fit has an infinite step time."""
     timeline = without_contention(one).simulation.timeline
-    question = build_problem(one.simulation.work, bench.network, bench.layers, timeline)
+    question = build_problem(one.simulation.work, context.network, context.layers, timeline)
     return LoweredPlacement(
         question=question, timeline=timeline, step_s=one.step_s if one.simulation.fits_in_memory else math.inf
     )
 
 
-def _if_better(bench: PlannerContext, job: Job, one: EvaluatedPlan, found: PlacementResult) -> EvaluatedPlan:
+def _if_better(context: PlannerContext, job: Job, one: EvaluatedPlan, found: PlacementResult) -> EvaluatedPlan:
     """Return the candidate on the devices found, or itself."""
     if found.step_s >= found.given_s:
         return one
-    better = _move_to(bench, job, one, found.devices)
+    better = _move_to(context, job, one, found.devices)
     return better if better.simulation.fits_in_memory and better.rank_key < one.rank_key else one
 
 
-def _move_to(bench: PlannerContext, job: Job, one: EvaluatedPlan, devices: tuple[int, ...]) -> EvaluatedPlan:
+def _move_to(context: PlannerContext, job: Job, one: EvaluatedPlan, devices: tuple[int, ...]) -> EvaluatedPlan:
     """Return the candidate on other devices: the same order of its actions, lowered and simulated under their times."""
     decisions = replace(one.decisions, devices=devices)
-    parts = bench.make_skeleton(job, decisions)
-    work = pipeline_work(parts, bench.programs)
-    costs = cost_table(work, bench.network, bench.layers)
-    return simulate_candidate(bench, decisions, parts, work, costs, _compute_order(one.simulation.timeline.schedule))
+    parts = context.make_skeleton(job, decisions)
+    work = pipeline_work(parts, context.programs)
+    costs = cost_table(work, context.network, context.layers)
+    return simulate_candidate(context, decisions, parts, work, costs, _compute_order(one.simulation.timeline.schedule))
 
 
 def _compute_order(lowered: Schedule) -> Schedule:

@@ -9,9 +9,8 @@ the schedule's own order, transfers and memory; the cut of the layers is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds.estimates import sliced_guess_s
@@ -21,6 +20,7 @@ from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.search import TIE
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.slicing.batch import best_batch
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf
@@ -29,34 +29,41 @@ from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 
-LOOKS, ACTIONS = 24, 60_000
-"""Maximum number of slicings that are simulated, and of actions of their orders together."""
 
-LONGEST = 30_000
-"""Maximum number of actions of a start's order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReslicingBudget:
+    """Budgets of the second search for slices. Actions are those of the simulated orders."""
 
-SIZES = 4
-"""Number of microbatch sizes, in rows, that are sliced: the most promising ones."""
+    slicings: int = 24
+    "Maximum number of slicings that are simulated around a start."
+    total_actions: int = 60_000
+    "Maximum number of actions of these slicings together, and of the starts together."
+    start_actions: int = 30_000
+    "Maximum number of actions of one start."
+    microbatch_sizes: int = 4
+    "Number of microbatch sizes, in rows, that are sliced: the most promising ones."
+    step_slack: float = 0.1
+    "Slicings around a start are tried if its step is at most this fraction longer than the best plan's."
 
-NEAR = 0.1
-"""Slicings around a start are tried if its step is at most this fraction longer than the best plan's."""
+
+RESLICING_BUDGET = ReslicingBudget()
 
 
-def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> SearchResult:
+def reslice_best(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> SearchResult:
     """Return the search result, preceded by the best plan with other slices if they are faster.
 
     Constrained slices are kept, and so is a constrained number of slices.
     """
-    pinned = pins.get("slices")
+    pinned = constraints.slices
     if not found.fitting or pinned == 1 or isinstance(pinned, tuple):
         return found
-    slicer, best = slicer_of(bench.layer_cutter, job, pins), found.fitting[0]
+    slicer, best = slicer_of(context.layer_cutter, job, constraints), found.fitting[0]
     if slicer.obstacle is not None:
         return found
-    tried = _simulate_starts(bench, job, pins, slicer, best) if pinned is None else []
+    tried = _simulate_starts(context, job, constraints, slicer, best) if pinned is None else []
     start = min([best, *(plan for plan in tried if plan.simulation.fits_in_memory)], key=lambda plan: plan.step_s)
     if not start.decisions.slices:
-        near = [plan for plan in tried if _plan_value(plan) <= (0.0, best.step_s * (1 + NEAR))]
+        near = [plan for plan in tried if _plan_value(plan) <= (0.0, best.step_s * (1 + RESLICING_BUDGET.step_slack))]
         start = min(near, key=_plan_value, default=start)
     looked = {start.decisions.slices: start}
 
@@ -65,7 +72,7 @@ def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
             if len(slices) == 1 or (pinned is not None and len(slices) != pinned):
                 return float("inf"), float("inf")
             try:
-                looked[slices] = _evaluate_decisions(bench, job, replace(start.decisions, slices=slices))
+                looked[slices] = _evaluate_decisions(context, job, replace(start.decisions, slices=slices))
             except ScheduleError:
                 return float("inf"), float("inf")
         return _plan_value(looked[slices])
@@ -73,7 +80,8 @@ def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
     refined = start
     if start.decisions.slices:
         order = 3 * start.decisions.stage_count * start.decisions.unit_count
-        evaluations, multiple = max(4, min(LOOKS, ACTIONS // order)), slicer.token_multiple(len(start.decisions.slices))
+        evaluations = max(4, min(RESLICING_BUDGET.slicings, RESLICING_BUDGET.total_actions // order))
+        multiple = slicer.token_multiple(len(start.decisions.slices))
         refined = looked[
             refine_slices([start.decisions.slices], evaluate_slices, multiple=multiple, evaluations=evaluations).slices
         ]
@@ -84,23 +92,23 @@ def reslice_best(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found
 
 
 def _simulate_starts(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan
+    context: PlannerContext, job: Job, constraints: Constraints, slicer: SequenceSlicer, best: EvaluatedPlan
 ) -> list[EvaluatedPlan]:
     """Return the simulated starts whose estimate is below the best plan's time, the most promising first."""
     simulated: list[EvaluatedPlan] = []
     guessed: list[tuple[float, int, ParallelConfig]] = []
-    left, least_s = ACTIONS, best.step_s
-    for index, decisions in enumerate(_iter_starts(job, pins, slicer, best)):
-        cut = bench.layer_cutter.cut_layers(job, decisions)
+    left, least_s = RESLICING_BUDGET.total_actions, best.step_s
+    for index, decisions in enumerate(_iter_starts(job, constraints, slicer, best)):
+        cut = context.layer_cutter.cut_layers(job, decisions)
         if cut is not None and cut.may_fit:
             laid = replace(decisions, cuts=cut.cuts)
             guessed.append((sliced_guess_s(*slicer.slice_times(laid), laid), index, laid))
     for guess_s, _, decisions in sorted(guessed, key=lambda guess: guess[:2]):
         actions = 3 * decisions.stage_count * decisions.unit_count
-        if guess_s >= least_s or (actions > left and simulated) or actions > LONGEST:
+        if guess_s >= least_s or (actions > left and simulated) or actions > RESLICING_BUDGET.start_actions:
             continue
         try:
-            simulated.append(_evaluate_decisions(bench, job, decisions))
+            simulated.append(_evaluate_decisions(context, job, decisions))
         except ScheduleError:
             continue
         left -= actions
@@ -110,7 +118,7 @@ def _simulate_starts(
 
 
 def _iter_starts(
-    job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan
+    job: Job, constraints: Constraints, slicer: SequenceSlicer, best: EvaluatedPlan
 ) -> Iterator[ParallelConfig]:
     """Yield the best plan's layout with TeraPipe's microbatches and slices, in all schedules of its placement; not cut
     yet.
@@ -122,13 +130,13 @@ def _iter_starts(
         return
     rows = job.batch // len(layout.replicas)
     placement, turns = layout.lane_of_stage, max(map(layout.lane_of_stage.count, layout.lane_of_stage))
-    uncut = replace(layout, stages=layout.stage_count, cuts=pins.get("cuts", ()), slices=())
-    sizes = _row_counts(job, pins, slicer, best)
+    uncut = replace(layout, stages=layout.stage_count, cuts=constraints.cuts or (), slices=())
+    sizes = _row_counts(job, constraints, slicer, best)
     if not sizes:
         return
     fill, times = 1 + (layout.lane_count - 1) / turns, _SliceTimes(slicer, uncut, rows, turns)
     parts = best_batch(job.sequence, rows, fill, times, multiple=slicer.finest_multiple, sizes=sizes).parts
-    names = [pins["schedule"]] if "schedule" in pins else sorted(FAMILIES)
+    names = [constraints.schedule] if constraints.schedule is not None else sorted(FAMILIES)
     for size in dict.fromkeys(part.rows for part in parts):
         count = rows // size
         program = best_slicing(job.sequence, fill, times(size), multiple=slicer.finest_multiple, sequences=count)
@@ -137,7 +145,7 @@ def _iter_starts(
         sliced = replace(uncut, microbatches=count, slices=program.slices)
         for name in names:
             family = FAMILIES.get(name)
-            if family is None or not ("schedule" in pins or family.searched_with_slices):
+            if family is None or not (constraints.schedule is not None or family.searched_with_slices):
                 continue
             if family.placement(layout.lane_count) == placement and sliced.unit_count >= family.least_units(
                 layout.lane_count
@@ -145,7 +153,7 @@ def _iter_starts(
                 yield replace(sliced, schedule=name)
 
 
-def _row_counts(job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best: EvaluatedPlan) -> list[int]:
+def _row_counts(job: Job, constraints: Constraints, slicer: SequenceSlicer, best: EvaluatedPlan) -> list[int]:
     """Return microbatch sizes, in rows of a replica, whose slices may beat the best plan.
 
     They have the smallest closed-form time, assuming the short pipeline bubble of split backwards.
@@ -155,14 +163,14 @@ def _row_counts(job: Job, pins: Mapping[str, Any], slicer: SequenceSlicer, best:
     turns, sizes = max(map(placement.count, placement)), []
     for size in range(1, rows + 1):
         count = rows // size
-        if rows % size or ("microbatches" in pins and count != pins["microbatches"]):
+        if rows % size or (constraints.microbatches is not None and count != constraints.microbatches):
             continue
         stage = slicer.slowest_stage(replace(layout, microbatches=count))
         steps_s = slicer.closed_form_s(stage, layout.lane_count, turns, count, SPLIT_IDLE)
         least_s = float(steps_s[1:].min(initial=float("inf")))
         if least_s < best.step_s:
             sizes.append((least_s, size))
-    return [size for _, size in sorted(sizes)[:SIZES]]
+    return [size for _, size in sorted(sizes)[: RESLICING_BUDGET.microbatch_sizes]]
 
 
 class _SliceTimes:
@@ -183,8 +191,8 @@ class _SliceTimes:
         return time_of
 
 
-def _evaluate_decisions(bench: PlannerContext, job: Job, decisions: ParallelConfig) -> EvaluatedPlan:
-    return evaluate_candidate(bench, decisions, bench.make_skeleton(job, decisions))
+def _evaluate_decisions(context: PlannerContext, job: Job, decisions: ParallelConfig) -> EvaluatedPlan:
+    return evaluate_candidate(context, decisions, context.make_skeleton(job, decisions))
 
 
 def _plan_value(one: EvaluatedPlan) -> Value:

@@ -14,11 +14,10 @@ says so.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import le
-from typing import Any
 
 from pipefit.cluster.topology import device_count
 from pipefit.cost.memory.lanes import lane_limits
@@ -45,6 +44,7 @@ from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchR
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.port_contention import slowest_pipeline_bound_s
 from pipefit.plan.passes.search_budget import SearchBudget
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import check_sliceable, document_obstacles
@@ -65,9 +65,9 @@ Progress = Callable[[int, int, float | None], None]
 
 
 def search_plans(
-    bench: PlannerContext,
+    context: PlannerContext,
     job: Job,
-    pins: Mapping[str, Any] | None = None,
+    constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
     progress: Progress | None = None,
 ) -> SearchResult:
@@ -75,52 +75,51 @@ def search_plans(
 
     Raises PlanError if the constraints leave nothing to consider.
     """
-    pins = pins or {}
-    searcher = LayoutSearch(bench, job, pins, top, progress)
-    return searcher.run(_base_grids(bench, job, pins))
+    searcher = LayoutSearch(context, job, constraints, top, progress)
+    return searcher.run(_base_grids(context, job, constraints))
 
 
-def some_plan_fits(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> bool:
+def some_plan_fits(context: PlannerContext, job: Job, constraints: Constraints) -> bool:
     """Return whether `search_plans` would find a plan.
 
     It tries the leanest candidates first, until one fits or the budget of simulations is spent. Raises PlanError as
     `search_plans` does.
     """
-    searcher = LayoutSearch(bench, job, pins, 1, None)
-    space = _base_grids(bench, job, pins)
+    searcher = LayoutSearch(context, job, constraints, 1, None)
+    space = _base_grids(context, job, constraints)
     searcher.find_any_fit([*searcher.unsliced_grids(space), *searcher.promising_sliced(space)])
     return bool(searcher.fitting)
 
 
-def _base_grids(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> list[CandidateGrid]:
+def _base_grids(context: PlannerContext, job: Job, constraints: Constraints) -> list[CandidateGrid]:
     """Return the space before sequences are sliced, after checks of the job and the constraints."""
-    count, layers = device_count(bench.cluster), len(bench.only_module.layers)
-    check_space(job, layers, count, pins)
-    check_length(bench.only_module, bench.model, job.sequence, "--seq")
-    if pins.get("slices", 1) not in (1, (job.sequence,)):
-        check_sliceable(bench.model, "--fix slices")
-    for error in document_obstacles(bench.model, "--documents") if job.documents == "apart" else ():
+    count, layers = device_count(context.cluster), len(context.only_module.layers)
+    check_space(job, layers, count, constraints)
+    check_length(context.only_module, context.model, job.sequence, "--seq")
+    if constraints.slices not in (None, 1, (job.sequence,)):
+        check_sliceable(context.model, "--fix slices")
+    for error in document_obstacles(context.model, "--documents") if job.documents == "apart" else ():
         raise error
-    return list(iter_base_grids(job, layers, count, len(bench.cluster.hosts), pins, bench.layer_cutter))
+    return list(iter_base_grids(job, layers, count, len(context.cluster.hosts), constraints, context.layer_cutter))
 
 
 class LayoutSearch:
     def __init__(
-        self, bench: PlannerContext, job: Job, pins: Mapping[str, Any], top: int, progress: Progress | None
+        self, context: PlannerContext, job: Job, constraints: Constraints, top: int, progress: Progress | None
     ) -> None:
-        self.bench = bench
+        self.context = context
         self.job = job
-        self.pins = pins
+        self.constraints = constraints
         self.top = top
         self.progress = progress
-        self.slicer = slicer_of(bench.layer_cutter, job, pins)
-        self.floors = LowerBounds(bench.layer_cutter, job, self.slicer)
+        self.slicer = slicer_of(context.layer_cutter, job, constraints)
+        self.floors = LowerBounds(context.layer_cutter, job, self.slicer)
         self.budget = SEARCH_BUDGET
         self.share = max(
-            self.budget.mixed_kinds_factor if bench.layer_cutter.fleet.is_mixed else 1.0,
-            bench.network.devices / self.budget.scaling_devices,
+            self.budget.mixed_kinds_factor if context.layer_cutter.fleet.is_mixed else 1.0,
+            context.network.devices / self.budget.scaling_devices,
         )
-        self.few = min(1.0, self.budget.full_slicing_devices * len(pins.get("shards", (1,))) / bench.network.devices)
+        self.few = min(1.0, self.budget.full_slicing_devices * constraints.shard_count / context.network.devices)
         self.fitting: list[EvaluatedPlan] = []
         self.misfits: list[InfeasiblePlan] = []
         self.unfit: list[tuple[float, int, ParallelConfig]] = []
@@ -146,8 +145,8 @@ class LayoutSearch:
             check_config(
                 (*plain, *sliced)[0].decisions_at(0),
                 self.job,
-                len(self.bench.only_module.layers),
-                self.bench.network.devices,
+                len(self.context.only_module.layers),
+                self.context.network.devices,
             )
         budget = self.budget.sliced_actions * self.few / self.share
         bounds += [self.explore_grids(sliced, budget, budget)] if sliced else []
@@ -169,12 +168,15 @@ class LayoutSearch:
 
     def unsliced_grids(self, space: Sequence[CandidateGrid]) -> list[CandidateGrid]:
         """Return the grids without slices."""
-        return [unsliced for panel in space if (unsliced := unsliced_grid(panel, families_only(self.pins))) is not None]
+        unsliced_grids = (unsliced_grid(panel, families_only(self.constraints)) for panel in space)
+        return [unsliced for unsliced in unsliced_grids if unsliced is not None]
 
     def promising_sliced(self, space: Sequence[CandidateGrid]) -> list[CandidateGrid]:
         """Return the sliced grids that may beat the best plan so far."""
-        if not self.fitting or self.pins.get("slices") is not None:
-            sliced_grids = (slice_grid(panel, self.job, families_only(self.pins), self.slicer) for panel in space)
+        if not self.fitting or self.constraints.slices is not None:
+            sliced_grids = (
+                slice_grid(panel, self.job, families_only(self.constraints), self.slicer) for panel in space
+            )
             return [sliced for sliced in sliced_grids if sliced is not None]
         hope = PruningThreshold(self.floors, self.fitting[0].step_s)
         return best_sliced_grids(most_promising(space, hope, self.few), self.slicer, hope, self.few)
@@ -231,7 +233,7 @@ class LayoutSearch:
     def find_any_fit(self, space: Sequence[CandidateGrid]) -> None:
         """Look for any plan that fits: the leanest candidates first, within the budget."""
         for decisions in leanest_first(self.floors, space):
-            if least_missing_bytes(self.bench.layer_cutter, self.job, decisions) > 0:
+            if least_missing_bytes(self.context.layer_cutter, self.job, decisions) > 0:
                 continue
             candidate = SearchCandidate(decisions)
             while self.raise_level(candidate, 0.0) is not None:
@@ -246,7 +248,7 @@ class LayoutSearch:
     def _improve_kinds(self) -> None:
         """Rearrange kinds of devices step by step, from the best plans of a few grids, while the simulated step gets
         shorter."""
-        if not self.bench.layer_cutter.fleet.is_mixed or self.pins.get("mapping", "search") != "search":
+        if not self.context.layer_cutter.fleet.is_mixed or self.constraints.mapping not in (None, "search"):
             return
         grids: dict[tuple[int, int], EvaluatedPlan] = {}
         for plan in self.fitting:
@@ -264,7 +266,7 @@ class LayoutSearch:
                 )
 
     def _unseen_neighbours(self, decisions: ParallelConfig) -> Iterator[ParallelConfig]:
-        near = rearrange_kinds(self.bench.layer_cutter, self.job, decisions, self.pins)
+        near = rearrange_kinds(self.context.layer_cutter, self.job, decisions, self.constraints)
         return (neighbour for neighbour in near if neighbour not in self.seen)
 
     def _simulate_if_faster(self, than_s: float, decisions: ParallelConfig) -> EvaluatedPlan | None:
@@ -303,7 +305,7 @@ class LayoutSearch:
         Among the fastest ones these are the leanest of each grid of devices; if nothing fits, the candidate that lacks
         least.
         """
-        cutter = self.bench.layer_cutter
+        cutter = self.context.layer_cutter
         if not self.fitting:
             known = self.unfit or ([] if self.misfits else list(self._unseen_candidates()))
             closest = find_closest(cutter, self.job, [decisions for _, _, decisions in known])
@@ -339,7 +341,7 @@ class LayoutSearch:
 
     def _cut_candidate(self, candidate: SearchCandidate, bound_s: float) -> float | None:
         self.spent += self.budget.actions_per_cut_stage * candidate.decisions.stage_count
-        cut = self.bench.layer_cutter.cut_layers(self.job, candidate.decisions)
+        cut = self.context.layer_cutter.cut_layers(self.job, candidate.decisions)
         if cut is None or not cut.may_fit:
             self.unfit.append((bound_s, len(self.unfit), candidate.decisions))
             return None
@@ -365,16 +367,16 @@ class LayoutSearch:
         return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, lanes, count, fused))
 
     def _tabulate_costs(self, candidate: SearchCandidate, bound_s: float) -> float | None:
-        cut = self.bench.layer_cutter.leanest_cut(self.job, candidate.decisions)
+        cut = self.context.layer_cutter.leanest_cut(self.job, candidate.decisions)
         held = self._lane_memory(candidate.decisions, cut)
         if not all(map(le, held, cut.limit_bytes)):
             lane_memory = zip(held, cut.limit_bytes, cut.needs, strict=True)
             needs = [(scale_need(need, limit, has), has) for need, limit, (_, has) in lane_memory]
             return self._retry_leaner(candidate, cut, needs, bound_s)
         self.spent += self.budget.actions_per_table_device * candidate.decisions.device_count
-        candidate.parts = self.bench.make_skeleton(self.job, candidate.decisions)
-        candidate.work = pipeline_work(candidate.parts, self.bench.programs)
-        network, layers = self.bench.network, self.bench.layers
+        candidate.parts = self.context.make_skeleton(self.job, candidate.decisions)
+        candidate.work = pipeline_work(candidate.parts, self.context.programs)
+        network, layers = self.context.network, self.context.layers
         candidate.costs = cost_table(candidate.work, network, layers)
         candidate.alone = split_pipelines(candidate.costs, candidate.work, network, layers)
         placement, count = candidate.parts.placement, candidate.decisions.microbatches
@@ -395,18 +397,18 @@ class LayoutSearch:
             return None
         actions = sum(map(len, computed.lanes))
         self.spent += actions // self.budget.order_fraction
-        needs, decisions = order_needs(computed, costs, lane_limits(work, self.bench.network)), candidate.decisions
+        needs, decisions = order_needs(computed, costs, lane_limits(work, self.context.network)), candidate.decisions
         if all(need <= has for need, has in needs):
             self.simulated += 1
             self.spent += actions - actions // self.budget.order_fraction
-            simulated = simulate_candidate(self.bench, decisions, parts, work, costs, computed, alone)
+            simulated = simulate_candidate(self.context, decisions, parts, work, costs, computed, alone)
             if simulated.simulation.fits_in_memory:
                 self.fitting.append(simulated)
                 self.fitting.sort(key=lambda plan: plan.rank_key)
                 return None
             needs = [(lane[0].peak_bytes, lane[0].limit_bytes) for lane in simulated.simulation.device_peaks]
             bound_s = max(bound_s, simulated.step_s)
-        return self._retry_leaner(candidate, self.bench.layer_cutter.leanest_cut(self.job, decisions), needs, bound_s)
+        return self._retry_leaner(candidate, self.context.layer_cutter.leanest_cut(self.job, decisions), needs, bound_s)
 
     def _retry_leaner(
         self, candidate: SearchCandidate, cut: LayerCut, needs: Sequence[Need], bound_s: float
@@ -417,11 +419,11 @@ class LayoutSearch:
         retries were used.
         """
         decisions = candidate.decisions
-        if "cuts" not in self.pins and candidate.leaner < self.budget.leaner_cuts:
+        if self.constraints.cuts is None and candidate.leaner < self.budget.leaner_cuts:
             uncut = replace(decisions, stages=decisions.stage_count, cuts=())
             lane_memory = zip(needs, cut.limit_bytes, cut.floor_bytes, strict=True)
             spare = [max(0.0, scale_need(need, has, limit) - floor) for (need, has), limit, floor in lane_memory]
-            leaner = self.bench.layer_cutter.cut_layers(self.job, uncut, spare)
+            leaner = self.context.layer_cutter.cut_layers(self.job, uncut, spare)
             if leaner is not None and leaner.cuts != cut.cuts:
                 candidate.leaner += 1
                 candidate.level = CUT

@@ -6,9 +6,8 @@ replicas, stages, microbatches and cuts, with the schedule, recomputation and Ze
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pipefit.cluster.measured import ClusterMeasurements, PortSharing
 from pipefit.cluster.types import Cluster, Link, Rail
@@ -20,30 +19,44 @@ from pipefit.errors import PlanError
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.fitted_orders import best_plans
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import ClusterSensitivity, Job
 from pipefit.simulate import simulate_schedule
 
-FASTER = 2.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityBudget:
+    """The better clusters that are compared, and the work on planning for one of them again."""
+
+    link_speedup: float = 2.0
+    "Factor by which all links are faster."
+    fitted_layouts: int = 1
+    "Layouts that get fitted orders on the larger cluster."
+
+
+SENSITIVITY_BUDGET = SensitivityBudget()
 
 
 def analyse_sensitivity(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], best: EvaluatedPlan
+    context: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan
 ) -> tuple[ClusterSensitivity, ...]:
     """Return the step times on the better clusters, without the changes that do not apply to this cluster."""
     changes = []
     if best.decisions.device_count > 1:
         changes.append(
             ClusterSensitivity(
-                change="links twice as fast", step_s=_on_faster_links(bench, best), how="the same plan, simulated again"
+                change="links twice as fast",
+                step_s=_on_faster_links(context, best),
+                how="the same plan, simulated again",
             )
         )
-    if "devices" not in pins:
-        words, cluster = extend_cluster(bench.cluster)
+    if constraints.devices is None:
+        words, cluster = extend_cluster(context.cluster)
         chosen = best.decisions
-        held = {"schedule": chosen.schedule, "recompute": chosen.recompute, "zero1": chosen.zero1, **pins}
+        held = constraints.with_defaults(schedule=chosen.schedule, recompute=chosen.recompute, zero1=chosen.zero1)
         try:
-            grown = bench.with_cluster(cluster)
-            better = best_plans(grown, job, held, top=1, layouts=1).fitting
+            grown = context.with_cluster(cluster)
+            better = best_plans(grown, job, held, top=1, layouts=SENSITIVITY_BUDGET.fitted_layouts).fitting
         except PlanError:
             better = ()
         step_s = min((best.step_s, *(plan.step_s for plan in better)))
@@ -55,7 +68,7 @@ def analyse_sensitivity(
     return tuple(changes)
 
 
-def faster_links(cluster: Cluster, factor: float = FASTER) -> Cluster:
+def faster_links(cluster: Cluster, factor: float = SENSITIVITY_BUDGET.link_speedup) -> Cluster:
     """Return the cluster with every message `factor` times as fast: latency, bandwidth, and the measured curves."""
     measured = cluster.measured
     return replace(
@@ -117,11 +130,11 @@ def _copy_name(name: str) -> str:
     return f"{name} again"
 
 
-def _on_faster_links(bench: PlannerContext, best: EvaluatedPlan) -> float:
+def _on_faster_links(context: PlannerContext, best: EvaluatedPlan) -> float:
     simulation = best.simulation
-    network = Network(faster_links(bench.cluster))
+    network = Network(faster_links(context.cluster))
     # The context's layer costs cache collectives by their devices, at the speed of the original links.
-    layers = best_costs(network.cluster, graphs=bench.model.graphs.values())
+    layers = best_costs(network.cluster, graphs=context.model.graphs.values())
     costs = cost_table(simulation.work, network, layers)
     costs = with_contention(costs, simulation.work, network, layers)
     return simulate_schedule(simulation.timeline.schedule, costs).makespan_s

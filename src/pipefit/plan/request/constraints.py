@@ -1,15 +1,22 @@
-"""Constraints of a plan: `--fix KEY=VALUE`. Every key states its values, and every error the allowed ones."""
+"""Constraints of a plan, `Constraints(stages=4)` in Python and `--fix stages=4` on the command line.
+
+Every key of `--fix` is a field that states its values, and every error names the allowed ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from pipefit.errors import PlanError, most_like
-from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.types import Divide, Recompute
 from pipefit.schedule.families import FAMILIES
+
+ModulePlacement = Literal["disjoint", "shared", "inline"]
+"""A module on separate devices, on those of the largest module, or on its first or last lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +125,110 @@ KEYS: Mapping[str, ConstraintKey] = {
         "hostname, search, or the device of every lane, replica and shard, with commas", _parse_mapping
     ),
 }
+"""Keys of `--fix`, in the order of the fields of `Constraints`."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Choices that the user fixed; None leaves a choice to the planner. Every field but the last is a key of `--fix`.
+
+    `Constraints(stages=4, recompute=("full",))` equals `--fix stages=4 --fix recompute=full`.
+    """
+
+    replicas: tuple[int, ...] | None = None
+    "Shares of the replicas: (1, 1) is two even ones, (2, 1) assigns two thirds of the rows to the first."
+    stages: int | None = None
+    "Number of pipeline stages."
+    shards: tuple[int, ...] | None = None
+    "Shares of the devices among which each layer is split."
+    sharding: Sharding | None = None
+    "The SPMD program over the shards."
+    microbatches: int | None = None
+    "Number of microbatches of a step."
+    schedule: str | None = None
+    "A name of `schedule.families.FAMILIES`."
+    recompute: tuple[Recompute, ...] | None = None
+    "Activation recomputation: one entry for all stages, or one per stage."
+    zero1: bool | None = None
+    "Shard the optimizer state over the replicas."
+    inner: Inner | None = None
+    "Rank order: adjacent ranks are the replicas of a stage, or the stages of a pipeline."
+    devices: int | None = None
+    "Number of devices that take part."
+    cuts: tuple[int, ...] | None = None
+    "First layer of every stage but the first."
+    slices: int | tuple[int, ...] | None = None
+    "Number of slices of equal cost (1: sequences are not sliced), or the tokens of each slice."
+    slice_multiple: int | None = None
+    "Tokens that every slice is a multiple of; the last slice also takes the remainder."
+    placement: ModulePlacement | tuple[int, ...] | None = None
+    "Lane of every stage; for one of several modules, its placement."
+    modules: ModulePlacement | None = None
+    "Placement of all modules beside the largest."
+    multiple: int | None = None
+    "Microbatches per call of a module on shared devices."
+    divide: Divide | None = None
+    "The part of a microbatch that the replicas of a module divide."
+    ahead: int | None = None
+    "Units that a module on shared devices may run ahead."
+    balance: bool | None = None
+    "Balance unequal samples over replicas and microbatches."
+    order: bool | None = None
+    "Reorder unequal microbatches within their pipeline."
+    groups: bool | None = None
+    "Also search groups of devices with searched programs."
+    mapping: Literal["hostname", "search"] | tuple[int, ...] | None = None
+    "Devices in hostname order, searched, or given for every (lane, replica, shard), the last fastest."
+    per_module: Mapping[str, Constraints] = field(default_factory=dict)
+    "Constraints of single modules by name, for models of several: `--fix vision.replicas=2`."
+
+    @property
+    def replica_count(self) -> int:
+        """Fixed number of replicas; 1 if it is free."""
+        return len(self.replicas or (1,))
+
+    @property
+    def shard_count(self) -> int:
+        """Fixed number of shards; 1 if it is free."""
+        return len(self.shards or (1,))
+
+    @property
+    def stage_count(self) -> int | None:
+        """Number of stages that `stages` or `cuts` fix."""
+        return self.stages if self.stages is not None or self.cuts is None else len(self.cuts) + 1
+
+    @property
+    def lane_of_stage(self) -> tuple[int, ...] | None:
+        """Lane of every stage, if `placement` fixes it."""
+        return self.placement if isinstance(self.placement, tuple) else None
+
+    def of_module(self, name: str) -> Constraints:
+        """Return the constraints of one of several modules; those for all modules are not repeated in it."""
+        return self.per_module.get(name, NO_CONSTRAINTS)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fixed values by their `--fix` key; keys of single modules have their name in front."""
+        fixed = {key: value for key in KEYS if (value := getattr(self, key)) is not None}
+        for name, constraints in self.per_module.items():
+            fixed.update({f"{name}.{key}": value for key, value in constraints.to_mapping().items()})
+        return fixed
+
+    def with_defaults(self, **values: Any) -> Constraints:
+        """Return the constraints with these values in the fields that are free."""
+        return replace(self, **{key: value for key, value in values.items() if getattr(self, key) is None})
+
+
+NO_CONSTRAINTS = Constraints()
+"""Every choice is left to the planner."""
 
 MODULES_ALONE = ("modules", "ahead", "multiple", "divide", "balance", "order")
 """Keys that apply only to models of several modules."""
 
 
-def parse_constraints(texts: Iterable[str]) -> dict[str, Any]:
+def parse_constraints(texts: Iterable[str]) -> Constraints:
     """Return the constraints of the `--fix` options. Raises PlanError for an unknown key, a bad value, or a repeated
     key."""
-    pins: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts:
         name, separator, value = text.partition("=")
         name = name.strip()
@@ -141,21 +242,33 @@ def parse_constraints(texts: Iterable[str]) -> dict[str, Any]:
                 allowed=", ".join(f"{key} ({entry.help})" for key, entry in KEYS.items()),
                 next_step=f"did you mean {near[0]}?" if near else None,
             )
-        if name in pins:
+        if name in values:
             raise PlanError("The same key is fixed twice.", where="--fix", seen=repr(text))
         try:
-            pins[name] = KEYS[key].parse(value.strip())
+            values[name] = KEYS[key].parse(value.strip())
         except (ValueError, KeyError):
             raise PlanError(
                 f"This is not a valid value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[key].help
             ) from None
-    _check_together(pins)
-    return pins
+    constraints = _group_by_module(values)
+    check_agreement(constraints)
+    return constraints
 
 
-def check_one_module(pins: Mapping[str, Any]) -> None:
-    """Raise PlanError for a constraint that applies only to models of several modules."""
-    for key, value in pins.items():
+def _group_by_module(values: Mapping[str, Any]) -> Constraints:
+    """Return the constraints of values by their `--fix` key, those of single modules apart."""
+    shared: dict[str, Any] = {}
+    per_module: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        module, dot, key = name.rpartition(".")
+        (per_module.setdefault(module, {}) if dot else shared)[key] = value
+    return Constraints(**shared, per_module={name: Constraints(**fixed) for name, fixed in per_module.items()})
+
+
+def check_one_module(constraints: Constraints) -> None:
+    """Raise PlanError for constraints that contradict each other, or apply only to models of several modules."""
+    check_agreement(constraints)
+    for key, value in constraints.to_mapping().items():
         if "." in key or key in MODULES_ALONE or (key == "placement" and isinstance(value, str)):
             raise PlanError(
                 "This can be fixed only for a model of several modules, and this one has no modules.",
@@ -168,10 +281,12 @@ def check_one_module(pins: Mapping[str, Any]) -> None:
             )
 
 
-def _check_together(pins: Mapping[str, Any]) -> None:
-    stages = {len(pins["cuts"]) + 1} if "cuts" in pins else set()
-    stages |= {pins["stages"]} if "stages" in pins else set()
-    stages |= {len(pins["placement"])} if isinstance(pins.get("placement"), tuple) else set()
+def check_agreement(constraints: Constraints) -> None:
+    """Raise PlanError for constraints that contradict each other."""
+    shards, sharding = constraints.shards, constraints.sharding
+    stages = {len(constraints.cuts) + 1} if constraints.cuts is not None else set()
+    stages |= {constraints.stages} if constraints.stages is not None else set()
+    stages |= {len(constraints.lane_of_stage)} if constraints.lane_of_stage is not None else set()
     if len(stages) > 1:
         raise PlanError(
             "These constraints mean different numbers of stages.",
@@ -179,19 +294,18 @@ def _check_together(pins: Mapping[str, Any]) -> None:
             seen=", ".join(map(str, sorted(stages))),
             next_step="cuts name one layer fewer than there are stages; a placement names a lane for each stage",
         )
-    sharded = pins.get("sharding", "megatron-sp") != "none"
-    if "shards" in pins and (len(pins["shards"]) > 1) != sharded and "sharding" in pins:
+    if shards is not None and sharding is not None and (len(shards) > 1) != (sharding != "none"):
         raise PlanError(
             "More than one shard needs a sharding, and a sharding more than one shard.",
             where="--fix shards, sharding",
-            seen=f"shards={len(pins['shards'])}, sharding={pins['sharding']}",
+            seen=f"shards={len(shards)}, sharding={sharding}",
             allowed="shards=2 with sharding=megatron, megatron-sp or searched",
         )
-    if pins.get("sharding", "none") != "none" and "shards" not in pins:
+    if sharding not in (None, "none") and shards is None:
         raise PlanError(
             "A sharding needs the number of shards.",
             where="--fix sharding",
-            seen=pins["sharding"],
+            seen=sharding,
             next_step="add --fix shards=2",
         )
 

@@ -1,4 +1,4 @@
-"""Groups of devices as stages, found by the planner: which cluster calls for which, floors, pins, memory."""
+"""Groups of devices as stages, found by the planner: which cluster calls for which, floors, constraints, memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pipefit.plan.passes.device_groups.layouts import iter_layouts
 from pipefit.plan.passes.device_groups.program_costs import GroupRequest, ProgramOracle
 from pipefit.plan.passes.device_groups.search import GroupSearch
 from pipefit.plan.passes.memory_trade import trade_memory
-from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, parse_constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 
@@ -111,17 +111,17 @@ def test_a_pipeline_of_groups_of_different_sizes_where_the_network_is_slow() -> 
 def test_a_pipeline_of_groups_is_filled_by_slices() -> None:
     """A fast device and two slow ones behind a slow network, two rows: without slices half of a pipeline waits."""
     model, cluster, job = toy_model(3), cluster_of([("fast", 1), ("slow", 2)], 1e4), replace(JOB, sequence=96)
-    bench = PlannerContext(model, cluster)
-    made = GroupSearch(bench, job, {}, NOTHING).run()
+    context = PlannerContext(model, cluster)
+    made = GroupSearch(context, job, NO_CONSTRAINTS, NOTHING).run()
     best, whole = made[0], next(one for one in made if not one.decisions.slices)
     assert len(best.decisions.slices) > 1 and sum(best.decisions.slices) == 96
     assert sorted(map(len, best.decisions.lane_shards)) == [1, 2]
     assert best.step_s < 0.8 * whole.step_s
-    plan = bench.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     check_plan(plan)
     assert load_text(Plan, dump_text(plan), "plan") == plan
     assert simulate_plan(plan, model, cluster).timeline.makespan_s == pytest.approx(best.step_s)
-    assert not any(one.decisions.slices for one in GroupSearch(bench, job, {"slices": 1}, NOTHING).run())
+    assert not any(one.decisions.slices for one in GroupSearch(context, job, Constraints(slices=1), NOTHING).run())
 
 
 def test_groups_hold_what_no_device_holds_alone() -> None:
@@ -139,8 +139,8 @@ def test_groups_hold_what_no_device_holds_alone() -> None:
 
 def test_no_plan_is_faster_than_its_floor() -> None:
     for hosts, between in (([("fast", 1), ("slow", 3)], 1e6), ([("fast", 2), ("slow", 2)], 1e5)):
-        bench = PlannerContext(toy_model(2), cluster_of(hosts, between))
-        looker = GroupSearch(bench, JOB, {}, NOTHING)
+        context = PlannerContext(toy_model(2), cluster_of(hosts, between))
+        looker = GroupSearch(context, JOB, NO_CONSTRAINTS, NOTHING)
         floors = {
             (
                 hope.layout.device_order,
@@ -167,7 +167,7 @@ def test_no_plan_is_faster_than_its_floor() -> None:
         (["recompute=full", "microbatches=2"], True),
     ],
 )
-def test_pins_are_kept(fixes: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constraints_are_kept(fixes: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[GroupSearch] = []
     run = GroupSearch.run
 
@@ -255,7 +255,9 @@ def test_groups_for_few_layers_that_hand_on_different_shapes() -> None:
     shapes = [model.layer_graph(layer).find_tensor(model.layer_graph(layer).outputs[0]).shape for layer in model.layers]
     assert shapes == [("B", 16), ()]
     job = Job(batch=8, sequence=1, precision="float32")
-    looker = GroupSearch(PlannerContext(model, cluster_of([("fast", 2), ("slow", 2)], 1e5)), job, {}, NOTHING)
+    looker = GroupSearch(
+        PlannerContext(model, cluster_of([("fast", 2), ("slow", 2)], 1e5)), job, NO_CONSTRAINTS, NOTHING
+    )
     assert looker.hidden_shape(4) == (4, 16)
     hopes = [hope for hope in looker.promising_candidates() if [len(lane[0]) for lane in hope.layout.lanes] == [2, 2]]
     assert hopes and all(map(looker.build_decisions, hopes))
@@ -263,10 +265,10 @@ def test_groups_for_few_layers_that_hand_on_different_shapes() -> None:
 
 def test_the_order_in_which_a_cluster_names_its_hosts_decides_nothing() -> None:
     """The fast group computes the front and holds what is under way there, wherever its host stands in the file."""
-    job, pins = replace(JOB, batch=4), parse_constraints(["stages=2", "replicas=1", "slices=1"])
+    job, constraints = replace(JOB, batch=4), parse_constraints(["stages=2", "replicas=1", "slices=1"])
     hosts = [("fast", 2), ("slow", 3)]
     one, two = (
-        GroupSearch(PlannerContext(toy_model(3), cluster_of(order, 5e5)), job, pins, NOTHING).run()[0]
+        GroupSearch(PlannerContext(toy_model(3), cluster_of(order, 5e5)), job, constraints, NOTHING).run()[0]
         for order in (hosts, hosts[::-1])
     )
     assert one.decisions.lane_shards == two.decisions.lane_shards == ((1, 1), (1, 1, 1))
@@ -278,7 +280,7 @@ def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() ->
     all costs."""
     job = Job(batch=8, sequence=1024, precision="bfloat16")
     looker = GroupSearch(
-        PlannerContext(open_model("tiny-gpt2"), open_cluster("2xH100")), job, {"shards": (1, 1)}, NOTHING
+        PlannerContext(open_model("tiny-gpt2"), open_cluster("2xH100")), job, Constraints(shards=(1, 1)), NOTHING
     )
     hope = next(hope for hope in looker.promising_candidates() if len(hope.layout.lanes) == hope.microbatches == 1)
     (ask,) = looker.lane_requests(hope)
@@ -288,23 +290,23 @@ def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() ->
     assert best.cost_s < 0.995 * min(one.cost_s for one in looker.oracle.programs_by_form(ask).values())
     chosen = looker.build_decisions(hope)
     assert chosen is not None
-    recipes = looker.bench.programs.recipes_in({*chosen.recipes})
+    recipes = looker.context.programs.recipes_in({*chosen.recipes})
     assert {*recipes.values()} == {link.layer_recipe.recipe_text for link in best.links}
 
 
 def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> None:
     """The first group holds the hidden state whole, the second in tokens: it can go on, but not come back, as it would
     in families whose lanes hold several stages."""
-    bench = PlannerContext(toy_model(3), cluster_of([("fast", 2), ("slow", 2)], 1e5))
-    oracle = ProgramOracle(bench, JOB)
+    context = PlannerContext(toy_model(3), cluster_of([("fast", 2), ("slow", 2)], 1e5))
+    oracle = ProgramOracle(context, JOB)
     shares, recipes = [], []
     for devices, form in (((0, 1), IDENTITY), ((2, 3), shard_form(1))):
         found = oracle.programs_by_form(
             GroupRequest(lane=(devices,), rows=1, microbatches=2, part=0.5, tied_whole=False)
         )[form]
-        links = zip(bench.only_module.layers, found.links, strict=True)
+        links = zip(context.only_module.layers, found.links, strict=True)
         recipes.append(
-            bench.programs.add_recipes({layer.graph: link.layer_recipe.recipe_text for layer, link in links})
+            context.programs.add_recipes({layer.graph: link.layer_recipe.recipe_text for layer, link in links})
         )
         shares.append(found.shares)
     decisions = ParallelConfig(
@@ -318,10 +320,10 @@ def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> 
         schedule="1f1b",
         devices=(0, 1, 2, 3),
     )
-    best = evaluate_candidate(bench, decisions, bench.make_skeleton(JOB, decisions))
+    best = evaluate_candidate(context, decisions, context.make_skeleton(JOB, decisions))
     with pytest.raises(FormsError, match="incompatible forms"):
-        bench.make_skeleton(JOB, replace(decisions, stages=4, placement=(0, 1, 0, 1)))
-    families = {point.schedule for point in trade_memory(bench, JOB, {}, best).points}
+        context.make_skeleton(JOB, replace(decisions, stages=4, placement=(0, 1, 0, 1)))
+    families = {point.schedule for point in trade_memory(context, JOB, NO_CONSTRAINTS, best).points}
     assert {"1f1b", "zb-h1"} < families and not families & {"interleaved-1f1b", "v-half"}
 
 

@@ -18,7 +18,8 @@ from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_sca
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES
 from pipefit.model.graph import element_count
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.device_groups.layouts import FEW, Devices, GroupLayout
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
+from pipefit.plan.passes.device_groups.layouts import Devices, GroupLayout
 from pipefit.plan.types import Job, Recompute
 
 FILLING = 1 / 3
@@ -42,22 +43,22 @@ class LaneLoads:
 class GroupLowerBounds:
     """Lower bounds for one search; results are cached by kinds of devices."""
 
-    def __init__(self, bench: PlannerContext, job: Job) -> None:
-        self.bench, self.job = bench, job
+    def __init__(self, context: PlannerContext, job: Job) -> None:
+        self.context, self.job = context, job
         self._groups: dict[object, float] = {}
         self._alike: dict[tuple[Devices, ...], object] = {}
         self._distinct: dict[GroupLayout, list[tuple[tuple[Devices, ...], int]]] = {}
         "Distinct lanes of a layout, with their number."
         self._times = {
-            recompute: bench.layer_cutter.row_time(job, recompute) for recompute in ("none", "selective", "full")
+            recompute: context.layer_cutter.row_time(job, recompute) for recompute in ("none", "selective", "full")
         }
-        layers = bench.only_module.layers
+        layers = context.only_module.layers
         self._layers = Counter(layer.graph for layer in layers)
         self._block, self._blocks = self._layers.most_common(1)[0]
 
     def whole_s(self, device: int, rows: int, recompute: Recompute = "none") -> float:
         """Return the time of all layers of a microbatch of `rows` rows on one device."""
-        return self._times[recompute](int(self.bench.layer_cutter.fleet.kind[device]), rows)
+        return self._times[recompute](int(self.context.layer_cutter.fleet.kind[device]), rows)
 
     def group_s(self, lane: tuple[Devices, ...], rows: int, microbatches: int, recompute: Recompute = "none") -> float:
         """Return the time of all layers of a microbatch on the slowest group of a lane."""
@@ -75,8 +76,8 @@ class GroupLowerBounds:
         """
         if lane not in self._alike:
             key: object = lane
-            if self.bench.network.devices > FEW:
-                network, kind = self.bench.network, self.bench.layer_cutter.fleet.kind
+            if self.context.network.devices > GROUP_BUDGET.exhaustive_devices:
+                network, kind = self.context.network, self.context.layer_cutter.fleet.kind
                 groups = {(tuple(kind[list(g)].tolist()), len({network.host[device] for device in g})) for g in lane}
                 key = (len(lane), frozenset(groups))
             self._alike[lane] = key
@@ -111,28 +112,28 @@ class GroupLowerBounds:
     def has_room(self, layout: GroupLayout, zero1: bool) -> bool:
         """Return whether the static memory, divided perfectly, fits on the devices of one replica."""
         share = 1 / layout.replica_count if zero1 else 1.0
-        stays = self.bench.layer_cutter.static_bytes(self.job, share, "none", (1,))
-        kinds = self.bench.network.kinds
+        stays = self.context.layer_cutter.static_bytes(self.job, share, "none", (1,))
+        kinds = self.context.network.kinds
         return stays <= sum(kinds[device].memory_bytes - WORKSPACE_BYTES for lane in layout.lanes for device in lane[0])
 
     @cached_property
     def _layer_fraction(self) -> float:
         """One of the most common layers as a fraction of all layers, on the kind of device where it is smallest."""
-        names = [layer.graph for layer in self.bench.only_module.layers]
+        names = [layer.graph for layer in self.context.only_module.layers]
         parts = []
-        for kind in self.bench.layer_cutter.fleet.names:
-            row = self.bench.layer_cutter.layer_row(self.job, frozenset({(kind, 1)}), "none", 1.0)
+        for kind in self.context.layer_cutter.fleet.names:
+            row = self.context.layer_cutter.layer_row(self.job, frozenset({(kind, 1)}), "none", 1.0)
             times = row.forward_s + row.backward_s
             parts.append(float(times[names.index(self._block)] / times.sum()))
         return min(parts)
 
     def _moved_s(self, lane: tuple[Devices, ...], rows: int, microbatches: int) -> float:
         """Return a lower bound of the communication of dividing all layers, for one microbatch."""
-        network, precision = self.bench.network, self.job.precision
+        network, precision = self.context.network, self.job.precision
         symbols = {"B": rows, "T": self.job.sequence, "P": 0}
         total = 0.0
         for name, count in self._layers.items():
-            graph = self.bench.model.graphs[name]
+            graph = self.context.model.graphs[name]
             trained = sum(element_count(parameter.shape, {}) for parameter in graph.parameters if parameter.trainable)
             gradient_s = all_reduce_s(network, lane, float(count * trained * GRADIENT_BYTES[precision])) / microbatches
             shapes = [tensor.shape for tensor in graph.inputs if tensor.role == "activation"]

@@ -13,24 +13,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from pipefit.cost.comm.network import Network
-
-FEW = 8
-"""Number of devices up to which every cut of a row of them is tried."""
-
-ROWS = 24
-"""Number of host orders that are tried."""
-
-WIDE = 64
-"""Number of devices up to which all of them form one group."""
-
-BLOCKS = (2, 4, 8, 16)
-"""Sizes of groups inside hosts on many devices."""
-
-TURNED, ORDERS = 4, 120
-"""Maximum number of other lane orders of a layout, and of the orders examined."""
-
-LANES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
-"""Numbers of lanes of blocks on many devices."""
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
 
 Devices = tuple[int, ...]
 
@@ -63,7 +46,8 @@ def iter_layouts(network: Network, batch: int, most_lanes: int, devices: int | N
     With `devices`, exactly this number of devices is used.
     """
     seen: set[object] = set()
-    for layout in _row_cuts(network) if network.devices <= FEW else _block_layouts(network, batch, most_lanes):
+    few = network.devices <= GROUP_BUDGET.exhaustive_devices
+    for layout in _row_cuts(network) if few else _block_layouts(network, batch, most_lanes):
         key = frozenset(layout.lanes)
         able = layout.is_grouped and len(layout.lanes) <= most_lanes and layout.replica_count <= batch
         if able and key not in seen and devices in (None, len(layout.device_order)):
@@ -77,9 +61,10 @@ def reorder_lanes(network: Network, layout: GroupLayout) -> Iterator[GroupLayout
     The order matters: earlier lanes hold more activations, and first and last layers are unlike the rest.
     """
     lanes, seen = layout.lanes, set[object]()
-    for order in (lanes, lanes[::-1], *itertools.islice(itertools.permutations(lanes), 1, ORDERS)):
+    permuted = itertools.islice(itertools.permutations(lanes), 1, GROUP_BUDGET.examined_lane_orders)
+    for order in (lanes, lanes[::-1], *permuted):
         key = tuple(tuple(network.kinds[device].name for group in lane for device in group) for lane in order)
-        if key not in seen and order is not lanes and len(seen) <= TURNED:
+        if key not in seen and order is not lanes and len(seen) <= GROUP_BUDGET.lane_orders:
             yield GroupLayout(order)
         seen.add(key)
 
@@ -105,12 +90,12 @@ def _with_replicas(groups: Sequence[Devices], replicas: int) -> Iterator[GroupLa
 
 
 def _device_rows(network: Network) -> Iterator[Devices]:
-    """Yield devices in a row: hosts in any order (up to ROWS of them), and without the devices of each kind."""
+    """Yield devices in a row: hosts in any order, up to `host_orders` of them, and without the devices of each kind."""
     names = [kind.name for kind in network.kinds]
     hosts: dict[int, list[int]] = {}
     for device, host in enumerate(network.host):
         hosts.setdefault(host, []).append(device)
-    for order in itertools.islice(itertools.permutations(hosts.values()), ROWS):
+    for order in itertools.islice(itertools.permutations(hosts.values()), GROUP_BUDGET.host_orders):
         row = tuple(itertools.chain.from_iterable(order))
         yield row
         for left_out in sorted({*names}) if len({*names}) > 1 else ():
@@ -120,20 +105,21 @@ def _device_rows(network: Network) -> Iterator[Devices]:
 def _block_layouts(network: Network, batch: int, most_lanes: int) -> Iterator[GroupLayout]:
     """Yield grids of equal blocks inside hosts, and groups of all devices of a kind, or of all devices."""
     sizes = [network.host.count(host) for host in {*network.host}]
-    for size in sorted({*(size for size in BLOCKS if size <= max(sizes)), *({*sizes} if len({*sizes}) == 1 else ())}):
+    blocks = {size for size in GROUP_BUDGET.block_devices if size <= max(sizes)}
+    for size in sorted(blocks | ({*sizes} if len({*sizes}) == 1 else set())):
         for groups in _block_orders(network, size):
-            for lanes in (lanes for lanes in LANES if lanes <= min(len(groups), most_lanes)):
+            for lanes in (lanes for lanes in GROUP_BUDGET.block_lanes if lanes <= min(len(groups), most_lanes)):
                 replicas = max(r for r in range(1, min(len(groups) // lanes, batch) + 1) if batch % r == 0)
                 for inner in ("replica", "stage")[: 1 + (lanes > 1 and replicas > 1)]:
                     yield GroupLayout(tuple(_block_grid(groups, lanes, replicas, inner)))
-    if network.devices <= WIDE:
+    if network.devices <= GROUP_BUDGET.widest_group_devices:
         everyone = tuple(range(network.devices))
         yield GroupLayout(((everyone,),))
         kinds: dict[str, list[int]] = {}
         for device in everyone:
             kinds.setdefault(network.kinds[device].name, []).append(device)
         kind_groups = [tuple(members) for members in kinds.values()]
-        for order in itertools.islice(itertools.permutations(kind_groups), ROWS):
+        for order in itertools.islice(itertools.permutations(kind_groups), GROUP_BUDGET.host_orders):
             yield GroupLayout(tuple((group,) for group in order))
             common = gcd(*map(len, order))
             for replicas in (r for r in (2, 4, 8) if common % r == 0):

@@ -16,7 +16,8 @@ from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, TensorForm, shard_form
 from pipefit.plan.assemble.shard_recipes import shard_setting
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.device_groups.layouts import FEW, Devices
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
+from pipefit.plan.passes.device_groups.layouts import Devices
 from pipefit.plan.types import Job
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.segments import segment_shares
@@ -26,7 +27,7 @@ STREAMS: tuple[TensorForm, ...] = (IDENTITY, shard_form(0), shard_form(1), shard
 """Forms of the hidden state on a group: replicated, sharded by rows, by tokens, by features. The last form, which heads
 mostly rule out, is tried on few devices only."""
 
-SIZES = (4096.0, 2.0**20, 2.0**28)
+COMPARED_BYTES = (4096.0, 2.0**20, 2.0**28)
 """Bytes at which the times of collectives are compared to tell whether groups are alike."""
 
 
@@ -59,9 +60,9 @@ class _KnownPrograms:
 class ProgramOracle:
     """The programs of groups."""
 
-    def __init__(self, bench: PlannerContext, job: Job, shares: tuple[int, ...] = ()) -> None:
+    def __init__(self, context: PlannerContext, job: Job, shares: tuple[int, ...] = ()) -> None:
         """`shares` are those of every group, if constrained."""
-        self.bench, self.job, self.shares = bench, job, shares
+        self.context, self.job, self.shares = context, job, shares
         self._known: dict[object, _KnownPrograms] = {}
 
     @property
@@ -87,7 +88,7 @@ class ProgramOracle:
         answer, best = self._search_programs(ask), self.best_programs(ask)
         if best is None:
             return {}
-        for form in STREAMS if self.bench.network.devices <= FEW else STREAMS[:3]:
+        for form in STREAMS if self.context.network.devices <= GROUP_BUDGET.exhaustive_devices else STREAMS[:3]:
             if form not in answer.forms:
                 free, answer.chains.streams = answer.chains.streams, (form,)
                 answer.forms[form] = self._leanest_programs(answer.chains, best.shares)
@@ -100,18 +101,18 @@ class ProgramOracle:
         Parts of the model get different shares if that is cheaper; not if shares are constrained, or on many devices.
         """
         programs = self.best_programs(ask)
-        if programs is None or self.shares or self.bench.network.devices > FEW:
+        if programs is None or self.shares or self.context.network.devices > GROUP_BUDGET.exhaustive_devices:
             return programs
-        return segment_shares(self._search_programs(ask).chains, self.bench.only_module.layers, programs)
+        return segment_shares(self._search_programs(ask).chains, self.context.only_module.layers, programs)
 
     def _search_programs(self, ask: GroupRequest) -> _KnownPrograms:
         key = self._request_key(ask)
         if key not in self._known:
-            bench, job = self.bench, self.job
+            context, job = self.context, self.job
             setting = shard_setting(
-                bench.model,
-                bench.network,
-                bench.layers,
+                context.model,
+                context.network,
+                context.layers,
                 devices=ask.lane[0],
                 rows=ask.rows,
                 tokens=job.sequence,
@@ -120,13 +121,13 @@ class ProgramOracle:
                 lanes=_estimate_lanes(ask),
                 beside=ask.lane[1:],
             )
-            chains = ChainSearch(bench.model, setting, tied_whole=ask.tied_whole)
-            if bench.network.devices > FEW:
+            chains = ChainSearch(context.model, setting, tied_whole=ask.tied_whole)
+            if context.network.devices > GROUP_BUDGET.exhaustive_devices:
                 chains.streams = STREAMS[:3]
             alike = len(setting.distinct_kinds) == 1
             shares = self.shares or ((1,) * len(setting.kinds) if alike else ())
             self._known[key] = _KnownPrograms(
-                chains, shares, cheapest_program(chains, bench.only_module.layers, shares)
+                chains, shares, cheapest_program(chains, context.only_module.layers, shares)
             )
         return self._known[key]
 
@@ -134,15 +135,17 @@ class ProgramOracle:
         self, chains: ChainSearch, shares: tuple[int, ...], found: SynthesizedProgram | None = None
     ) -> SynthesizedProgram | None:
         try:
-            return leanest_program(chains, self.bench.only_module.layers, shares, found)
+            return leanest_program(chains, self.context.only_module.layers, shares, found)
         except PlanError:
             return None
 
     def _request_key(self, ask: GroupRequest) -> object:
-        network = self.bench.network
+        network = self.context.network
         kinds = tuple(network.kinds[device].name for device in ask.lane[0])
         prices = tuple(
-            price(network, ask.lane, size) for price in (all_gather_s, reduce_scatter_s, all_reduce_s) for size in SIZES
+            price(network, ask.lane, size)
+            for price in (all_gather_s, reduce_scatter_s, all_reduce_s)
+            for size in COMPARED_BYTES
         )
         return kinds, prices, ask.rows, ask.microbatches, _estimate_lanes(ask), ask.tied_whole
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PipefitError, PlanError
@@ -24,39 +23,20 @@ from pipefit.plan.candidates.space import RECOMPUTE
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.device_groups.group_bounds import GroupLowerBounds, LaneLoads, step_bound_s, step_guess_s
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
 from pipefit.plan.passes.device_groups.hidden_forms import LaneForms, cheapest_forms, single_device_lane
-from pipefit.plan.passes.device_groups.layouts import FEW, Devices, GroupLayout, iter_layouts, reorder_lanes
+from pipefit.plan.passes.device_groups.layouts import Devices, GroupLayout, iter_layouts, reorder_lanes
 from pipefit.plan.passes.device_groups.program_costs import GroupRequest, ProgramOracle
 from pipefit.plan.passes.device_groups.sliced_layouts import with_slices
-from pipefit.plan.passes.fitted_orders import FIT, HOPE, fit_layout, recompute_choices, tables_of
+from pipefit.plan.passes.fitted_orders import FIT, FITTING_BUDGET, fit_layout, recompute_choices, tables_of
 from pipefit.plan.passes.search import TIE, LayoutSearch
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sliceable import document_obstacles
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
 from pipefit.shard.synthesize import SynthesizedProgram
 from pipefit.units import format_seconds
-
-PROGRAMS = (24, 4)
-"""Maximum number of distinct groups or requests whose programs are searched: on few devices, and on many."""
-
-ALIKE = 0.95
-"""A group's ratio of program cost to lower bound, times this, is assumed for its other rows and microbatches."""
-
-LOOKS = 12
-"""Number of layouts that are cut and simulated."""
-
-ACTIONS = 6_000
-"""Number of simulated actions after which no further layout is simulated."""
-
-PATIENCE = 4
-"""ACTIONS is multiplied by this as long as nothing fits."""
-
-BEST = 2
-"""Number of layouts that get the orders of other families and fitted ones; one more if its lanes were reordered."""
-
-UNFIT_PINS = ("placement", "cuts", "inner")
-"""Constraints under which groups are not searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +58,11 @@ class GroupCandidate:
     microbatches: int
 
 
-def search_groups(bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> GroupingResult:
+def search_groups(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> GroupingResult:
     """Return the search result, with the plans of groups that beat it."""
-    if not _groups_apply(bench, job, pins):
+    if not _groups_apply(context, job, constraints):
         return GroupingResult(found, "")
-    looker = GroupSearch(bench, job, pins, found)
+    looker = GroupSearch(context, job, constraints, found)
     group_plans = looker.run()
     best = found.fitting[0].step_s if found.fitting else float("inf")
     fitting = sorted((*found.fitting, *group_plans), key=lambda one: one.rank_key)
@@ -98,33 +78,34 @@ def search_groups(bench: PlannerContext, job: Job, pins: Mapping[str, Any], foun
     return GroupingResult(replace(found, fitting=tuple(fitting)) if group_plans else found, note)
 
 
-def _groups_apply(bench: PlannerContext, job: Job, pins: Mapping[str, Any]) -> bool:
+def _groups_apply(context: PlannerContext, job: Job, constraints: Constraints) -> bool:
     """Return whether groups are enabled, the constraints leave room for them, and the cluster has several devices."""
-    if not pins.get("groups", True):
+    if constraints.groups is False:
         return False
-    if bench.network.devices < 2 or any(key in pins for key in UNFIT_PINS) or pins.get("slices", 1) != 1:
+    excluding = (constraints.placement, constraints.cuts, constraints.inner)
+    if context.network.devices < 2 or excluding != (None, None, None) or constraints.slices not in (None, 1):
         return False
-    if pins.get("mapping", "search") not in ("search", "hostname"):
+    if constraints.mapping not in (None, "search", "hostname"):
         return False
-    if len(pins.get("shards", (1, 1))) < 2 or pins.get("sharding", "searched") != "searched":
+    if len(constraints.shards or (1, 1)) < 2 or constraints.sharding not in (None, "searched"):
         return False
-    return not (job.documents == "apart" and any(document_obstacles(bench.model, "--documents")))
+    return not (job.documents == "apart" and any(document_obstacles(context.model, "--documents")))
 
 
 class GroupSearch:
-    def __init__(self, bench: PlannerContext, job: Job, pins: Mapping[str, Any], found: SearchResult) -> None:
-        self.bench, self.job, self.pins = bench, job, pins
+    def __init__(self, context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> None:
+        self.context, self.job, self.constraints = context, job, constraints
         self.found = found
         self.best_s = next((plan.step_s for plan in found.fitting if not plan.decisions.slices), float("inf"))
         "Step of the best plan without slices: groups get slices afterwards."
-        self.floors = GroupLowerBounds(bench, job)
-        self.oracle = ProgramOracle(bench, job, pins.get("shards", ()))
-        self.searcher = LayoutSearch(bench, job, pins, 1, None)
+        self.floors = GroupLowerBounds(context, job)
+        self.oracle = ProgramOracle(context, job, constraints.shards or ())
+        self.searcher = LayoutSearch(context, job, constraints, 1, None)
         self.looked = 0
         self.spent = 0
         self.over: dict[object, float] = {}
         "Ratio of program cost to lower bound, by the key of groups that are alike."
-        self.tied = _has_tied_layers(bench)
+        self.tied = _has_tied_layers(context)
         self.divisors = [count for count in range(1, job.batch + 1) if job.batch % count == 0]
 
     @property
@@ -135,27 +116,27 @@ class GroupSearch:
         """Return the plans found, the fastest first, including plans no faster than the known ones."""
         hopes = sorted(self.promising_candidates(), key=lambda hope: hope.step_s)
         guessed = sorted(self.search_programs(hopes), key=lambda hope: hope.step_s)
-        evaluated = self.evaluate_candidates(guessed[:LOOKS])
+        evaluated = self.evaluate_candidates(guessed[: GROUP_BUDGET.layouts])
         best = {hope.layout: hope for hope in (*(hope for _, hope in evaluated[:1]), *guessed[:1])}.values()
-        network = self.bench.network
+        network = self.context.network
         evaluated += self.evaluate_candidates(
             replace(hope, layout=plan) for hope in best for plan in reorder_lanes(network, hope.layout)
         )
-        first = [plan for plan, _ in evaluated[:BEST]]
+        first = [plan for plan, _ in evaluated[: GROUP_BUDGET.fitted_layouts]]
         ranked = [plan for plan, _ in sorted(evaluated, key=lambda plan: plan[0].rank_key)]
         first += [plan for plan in ranked[:1] if plan not in first]
         fitted_plans = [fitted for plan in first for fitted in self.other_orders(plan)]
         least_s = min((plan.step_s for plan in (*self.found.fitting[:1], *ranked[:1])), default=float("inf"))
-        sliced, simulated = with_slices(self.bench, self.job, self.pins, ranked, least_s)
+        sliced, simulated = with_slices(self.context, self.job, self.constraints, ranked, least_s)
         self.searcher.simulated += simulated
         return sorted((*ranked, *fitted_plans, *sliced), key=lambda plan: plan.rank_key)
 
     def promising_candidates(self) -> Iterator[GroupCandidate]:
         """Yield layouts and numbers of microbatches whose lower bound is below the best known plan."""
-        layers = len(self.bench.only_module.layers)
-        recompute: Recompute = self.pins["recompute"][0] if "recompute" in self.pins else "none"
-        zero1 = self.pins.get("zero1", True)
-        for layout in iter_layouts(self.bench.network, self.job.batch, layers, self.pins.get("devices")):
+        layers = len(self.context.only_module.layers)
+        recompute: Recompute = self.constraints.recompute[0] if self.constraints.recompute is not None else "none"
+        zero1 = self.constraints.zero1 is not False
+        for layout in iter_layouts(self.context.network, self.job.batch, layers, self.constraints.devices):
             if not self.obeys_constraints(layout) or not self.floors.has_room(layout, zero1):
                 continue
             self.looked += 1
@@ -167,16 +148,16 @@ class GroupSearch:
 
     def obeys_constraints(self, layout: GroupLayout) -> bool:
         """Return whether the layout obeys the constraints."""
-        replicas, stages = self.pins.get("replicas"), self.pins.get("stages")
+        replicas, stages, shards = self.constraints.replicas, self.constraints.stages, self.constraints.shards
         if replicas is not None and (len(replicas) != layout.replica_count or len({*replicas}) > 1):
             return False
-        if "shards" in self.pins and any(len(lane[0]) != len(self.pins["shards"]) for lane in layout.lanes):
+        if shards is not None and any(len(lane[0]) != len(shards) for lane in layout.lanes):
             return False
         return stages is None or stages == len(layout.lanes)
 
     def microbatch_counts(self, layout: GroupLayout) -> list[int]:
         """Return numbers of microbatches with the same number of rows on every replica."""
-        pinned = self.pins.get("microbatches")
+        pinned = self.constraints.microbatches
         counts = [pinned] if pinned else self.divisors
         return [count for count in counts if self.job.batch % (count * layout.replica_count) == 0]
 
@@ -185,7 +166,8 @@ class GroupSearch:
 
         The most promising ones come first, until enough programs were searched.
         """
-        limit = PROGRAMS[self.bench.network.devices > FEW]
+        is_large = self.context.network.devices > GROUP_BUDGET.exhaustive_devices
+        limit = GROUP_BUDGET.programs_on_many if is_large else GROUP_BUDGET.programs
         for hope in hopes:
             lanes, count = len(hope.layout.lanes), hope.microbatches
             if step_bound_s(self.lane_loads(hope, self.expected_cost_s), lanes, count) >= self.best_s * (1 - TIE):
@@ -224,7 +206,7 @@ class GroupSearch:
             return floor_s
         cost_s = self.oracle.least_s(ask)
         key = self.floors.lane_key(lane)
-        self.over[key] = min(self.over.get(key, float("inf")), max(1.0, ALIKE * cost_s / floor_s))
+        self.over[key] = min(self.over.get(key, float("inf")), max(1.0, GROUP_BUDGET.ratio_discount * cost_s / floor_s))
         return cost_s
 
     def known_cost_s(self, lane: tuple[Devices, ...], ask: GroupRequest | None, floor_s: float) -> float:
@@ -256,9 +238,10 @@ class GroupSearch:
         """Return the evaluated candidates, the fastest first, stopping when none can win or the budget is spent."""
         evaluated: list[tuple[EvaluatedPlan, GroupCandidate]] = []
         for hope in hopes:
-            if self.spent > (ACTIONS if self.best_s < float("inf") else PATIENCE * ACTIONS):
+            patience = 1 if self.best_s < float("inf") else GROUP_BUDGET.infeasible_factor
+            if self.spent > GROUP_BUDGET.simulated_actions * patience:
                 break
-            if hope.step_s > self.best_s * (1 + HOPE):
+            if hope.step_s > self.best_s * (1 + FITTING_BUDGET.step_slack):
                 break
             new = self.evaluate_candidate(hope)
             self.best_s = min((self.best_s, *(plan.step_s for plan in new)))
@@ -277,7 +260,7 @@ class GroupSearch:
             candidate = SearchCandidate(decisions)
             again: float | None = 0.0
             try:
-                while again is not None and again < self.best_s * (1 + HOPE):
+                while again is not None and again < self.best_s * (1 + FITTING_BUDGET.step_slack):
                     again = self.searcher.raise_level(candidate, again)
             except FormsError:  # the layers at a cut have incompatible forms
                 return []
@@ -288,8 +271,9 @@ class GroupSearch:
 
     def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], bool]]:
         """Yield choices of recomputation and ZeRO-1, the fastest first."""
-        recomputes = [self.pins["recompute"]] if "recompute" in self.pins else RECOMPUTE
-        zeros = [self.pins["zero1"]] if "zero1" in self.pins else [False, True][: 1 + (layout.replica_count > 1)]
+        recomputes = [self.constraints.recompute] if self.constraints.recompute is not None else RECOMPUTE
+        zeros = [False, True][: 1 + (layout.replica_count > 1)]
+        zeros = zeros if self.constraints.zero1 is None else [self.constraints.zero1]
         for recompute in recomputes:
             if len(recompute) in (1, len(layout.lanes)):
                 yield from ((recompute, zero1) for zero1 in zeros)
@@ -318,7 +302,7 @@ class GroupSearch:
             sets.append(forms)
         placement = tuple(range(len(layout.lanes)))
         width = COMPUTE_BYTES[self.job.precision]
-        chosen = cheapest_forms(self.bench.network, held, placement, self.hidden_shape(rows), width)
+        chosen = cheapest_forms(self.context.network, held, placement, self.hidden_shape(rows), width)
         if chosen is None:
             return None
         lane_programs = [forms[form] if forms else None for forms, form in zip(sets, chosen, strict=True)]
@@ -345,11 +329,13 @@ class GroupSearch:
 
     def register_recipes(self, found: SynthesizedProgram) -> str:
         """Add a set of recipes to the planner's programs and return its name."""
-        links = dict(zip((layer.graph for layer in self.bench.only_module.layers), found.links, strict=True))
-        return self.bench.programs.add_recipes({graph: link.layer_recipe.recipe_text for graph, link in links.items()})
+        links = dict(zip((layer.graph for layer in self.context.only_module.layers), found.links, strict=True))
+        return self.context.programs.add_recipes(
+            {graph: link.layer_recipe.recipe_text for graph, link in links.items()}
+        )
 
     def schedule_name(self, lanes: int, count: int) -> str:
-        pinned = self.pins.get("schedule", "1f1b")
+        pinned = self.constraints.schedule or "1f1b"
         return "1f1b" if pinned == FIT else str(pinned)
 
     def is_valid(self, decisions: ParallelConfig) -> bool:
@@ -360,7 +346,7 @@ class GroupSearch:
         ):
             return False
         try:
-            check_config(decisions, self.job, len(self.bench.only_module.layers), self.bench.network.devices)
+            check_config(decisions, self.job, len(self.context.only_module.layers), self.context.network.devices)
         except PlanError:
             return False
         return True
@@ -370,7 +356,7 @@ class GroupSearch:
 
         Only layers whose output has the maximum number of dimensions are considered.
         """
-        graphs = [self.bench.model.layer_graph(layer) for layer in self.bench.only_module.layers[:-1]]
+        graphs = [self.context.model.layer_graph(layer) for layer in self.context.only_module.layers[:-1]]
         shapes = [graph.find_tensor(graph.outputs[0]).shape for graph in graphs]
         dimensions = max(map(len, shapes), default=0)
         able = [index for index, shape in enumerate(shapes) if len(shape) == dimensions]
@@ -382,18 +368,18 @@ class GroupSearch:
 
     def other_orders(self, one: EvaluatedPlan) -> Iterator[EvaluatedPlan]:
         """Yield the layout of a plan with an order fitted to its memory, if that is faster."""
-        if one.decisions.lane_count == 1 or self.pins.get("schedule", FIT) != FIT:
+        if one.decisions.lane_count == 1 or self.constraints.schedule not in (None, FIT):
             return
-        recomputes = recompute_choices(self.pins, one.decisions)
+        recomputes = recompute_choices(self.constraints, one.decisions)
         try:
-            fitted = fit_layout(self.bench, tables_of(self.bench, self.job, one.decisions, recomputes))
+            fitted = fit_layout(self.context, tables_of(self.context, self.job, one.decisions, recomputes))
         except PipefitError:
             return
         if fitted is not None and fitted.step_s < one.step_s * (1 - TIE):
             yield fitted
 
 
-def _has_tied_layers(bench: PlannerContext) -> bool:
+def _has_tied_layers(context: PlannerContext) -> bool:
     """Return whether layers share parameters."""
-    names = [name for layer in bench.only_module.layers for name in layer.parameters.values()]
+    names = [name for layer in context.only_module.layers for name in layer.parameters.values()]
     return len({*names}) < len(names)

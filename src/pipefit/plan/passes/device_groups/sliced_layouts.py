@@ -6,42 +6,37 @@ microbatches are kept; the slices are those of `plan/passes/reslice.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
 from pipefit.plan.passes.reslice import reslice_best
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job
-
-LAYOUTS = 2
-"""Number of layouts that get slices: those with the smallest step time excluding the pipeline bubble."""
-
-DEVICES = 128
-"""On more devices than this groups get no slices: every evaluation costs more."""
 
 NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
 
 
 def with_slices(
-    bench: PlannerContext, job: Job, pins: Mapping[str, Any], made: Sequence[EvaluatedPlan], best_s: float
+    context: PlannerContext, job: Job, constraints: Constraints, made: Sequence[EvaluatedPlan], best_s: float
 ) -> tuple[list[EvaluatedPlan], int]:
     """Return (the layouts of `made` with slices that are faster than without, number of simulations).
 
     Layouts whose step time excluding the pipeline bubble is not below `best_s` are left out.
     """
-    if bench.network.devices > DEVICES:
+    if context.network.devices > GROUP_BUDGET.slicing_devices:
         return [], 0
     promising = [plan for plan in made if plan.decisions.lane_count > 1 and _full_s(plan) < best_s]
     faster, simulated = [], 0
     layouts: set[tuple[int, ...]] = set()
     for plan in sorted(promising, key=_full_s):
-        if plan.decisions.devices in layouts or len(layouts) == LAYOUTS:
+        if plan.decisions.devices in layouts or len(layouts) == GROUP_BUDGET.sliced_layouts:
             continue
         layouts.add(plan.decisions.devices)
-        fixed = {"microbatches": plan.decisions.microbatches, "shards": max(_lane_shards(plan), key=sum)}
-        again = reslice_best(bench, job, {**pins, **fixed}, replace(NOTHING, fitting=(plan,)))
+        fixed = replace(constraints, microbatches=plan.decisions.microbatches, shards=max(_lane_shards(plan), key=sum))
+        again = reslice_best(context, job, fixed, replace(NOTHING, fitting=(plan,)))
         simulated += again.simulated
         faster += [again.fitting[0]] if again.fitting[0] is not plan else []
     return faster, simulated
