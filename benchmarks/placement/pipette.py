@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.placement.instances import Instance
-from pipefit.plan.placement.kernels.arena import DEVICE
 from pipefit.plan.placement.search import PlacementSearch
 
 Ints = NDArray[np.int64]
@@ -149,9 +148,8 @@ def pipette_on_estimate(
     servers = np.random.default_rng(seed).permutation(instance.hosts).astype(np.int64)
     other, best = servers.copy(), servers.copy()
     seed_numba(seed)
-    arena = searcher.arena
     control = np.array([1.0, np.inf, np.inf])
-    arguments = (servers, other, best, pipelines, stages, int(arena.at[DEVICE]), arena.whole, arena.real, arena.at)
+    arguments = (servers, other, best, pipelines, stages, searcher.tables)
     loop(0, control, *arguments)
     began, moves = clock(), 0
     while clock() - began < seconds:
@@ -171,13 +169,13 @@ def estimate_loop() -> Callable[..., None]:
         recompute = kernel_functions(True)["recompute"]
 
         @numba.njit
-        def loop(moves, control, servers, other, best, pipelines, stages, first, whole, real, at):  # type: ignore[no-untyped-def]
+        def loop(moves, control, servers, other, best, pipelines, stages, tables):  # type: ignore[no-untyped-def]
             for _ in range(moves):
                 changed(servers, other)
                 for pipeline in range(pipelines):
                     for stage in range(stages):
-                        whole[first + stage * pipelines + pipeline] = other[pipeline * stages + stage]
-                cost = recompute(whole, real, at) * 1e-12
+                        tables.state.device[stage * pipelines + pipeline] = other[pipeline * stages + stage]
+                cost = recompute(tables) * 1e-12
                 if accept(cost - control[1], control[0]):
                     control[1] = cost
                     servers[:] = other

@@ -62,7 +62,8 @@ def _one(rows: int, tokens: int, width: int, vocabulary: int, slices: int, dtype
     import torch
 
     from pipefit.cluster import parse_spec
-    from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+    from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+    from pipefit.cost.compute.roofline import RooflineCosts
     from pipefit.cost.memory.stage import stage_memory
     from pipefit.run.stage.memory_audit import AllocationAudit
     from pipefit.run.stage.program import StageLayer, StageProgram
@@ -87,7 +88,7 @@ def _one(rows: int, tokens: int, width: int, vocabulary: int, slices: int, dtype
             program.backward(0, index, {})
     kind = parse_spec("1xA100-80").kinds["A100-80"]
     place = MicrobatchShape(rows, part, 0, part)
-    memory = stage_memory([RooflineCosts().layer_cost(layer.graph, place, kind, dtype, "none") for layer in layers])
+    memory = stage_memory([RooflineCosts().layer_cost(LayerQuery(layer.graph, place, kind, dtype)) for layer in layers])
     counted = memory.saved_bytes + max(memory.passing["F"], memory.passing["B"]) - x.nbytes  # x is made outside
     return {
         "slices": slices,

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.cost.compute.roofline import CollectiveTime, LayerCost, MicrobatchShape, Recompute, RooflineCosts
-from pipefit.cost.static_memory import Precision
+from pipefit.cost.compute.layer_query import LayerQuery
+from pipefit.cost.compute.roofline import LayerCost, RooflineCosts
 from pipefit.model.graph import Graph, Model
 
 DATA = Path(__file__).parents[1] / "data" / "terapipe.json"
@@ -261,31 +261,21 @@ class V100Costs:
     _known: dict[object, LayerCost] = field(default_factory=dict)
     _blocks: dict[int, tuple[Graph, bool]] = field(default_factory=dict)
 
-    def layer_cost(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerCost:
-        """The cost of `graph`: no time where it has no attention, because it is no layer of their model."""
-        key = (id(graph), place, recompute)
+    def layer_cost(self, query: LayerQuery) -> LayerCost:
+        """The cost of the layer: no time where it has no attention, because it is no layer of their model."""
+        key = (id(query.graph), query.shape, query.recompute)
         if key not in self._known:
-            self._known[key] = self._layer(graph, place, kind, precision, recompute)
+            self._known[key] = self._layer(query._replace(collective=_free, collective_key=None))
         return self._known[key]
 
-    def _layer(
-        self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision, recompute: Recompute
-    ) -> LayerCost:
-        guess = self._roofline.layer_cost(graph, place, kind, precision, recompute, _free)
+    def _layer(self, query: LayerQuery) -> LayerCost:
+        graph, shape, recompute = query.graph, query.shape, query.recompute
+        guess = self._roofline.layer_cost(query)
         if id(graph) not in self._blocks:
             self._blocks[id(graph)] = graph, any(op.kind == "attention" for op in graph.operators)
-        if not self._blocks[id(graph)][1] or place.rows == 0:
+        if not self._blocks[id(graph)][1] or shape.rows == 0:
             return replace(guess, forward_s=0.0, input_s=0.0, weight_s=0.0, fused_s=0.0)
-        rows, tokens, past = place.rows, place.tokens, place.past
+        rows, tokens, past = shape.rows, shape.tokens, shape.past
         time = LayerTime(self.row, self.constants)
         summed_s = time.collectives_s(tokens, rows)
         waits_s = time.message_s(tokens, rows) / self.layers_per_stage
@@ -294,7 +284,7 @@ class V100Costs:
         if recompute == "full":
             again_s = forward_s
         elif recompute == "selective":
-            plain = self._roofline.layer_cost(graph, place, kind, precision, "none", _free)
+            plain = self._roofline.layer_cost(query._replace(recompute="none"))
             again_s = guess.input_s - plain.input_s
         backward_s = time.backward_s(tokens, past, rows)
         input_s = time.half_s(tokens, past, rows, with_scores=True)

@@ -16,7 +16,8 @@ from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s
 from pipefit.cost.comm.lowerings import DIRECT, CollectiveLowerings
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import digest_graph
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.errors import ClusterError, FormatError
 from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 from pipefit.profile.assemble import (
@@ -220,7 +221,7 @@ def test_efficiency_is_the_share_at_which_the_roofline_meets_the_measured_layers
     graph = product_graph(1024)
     kind = replace(local_cluster(1).kinds["cpu"], efficiency=1.0)
     place = MicrobatchShape(4, 512, 0, 512)
-    truth = RooflineCosts().layer_cost(graph, place, replace(kind, efficiency=0.3), "float32", "none")
+    truth = RooflineCosts().layer_cost(LayerQuery(graph, place, replace(kind, efficiency=0.3), "float32"))
 
     def flat(time_s: float) -> ActionCurve:
         return ActionCurve(tokens=(16.0, 2048.0), time_s=(time_s, time_s))

@@ -20,7 +20,7 @@ import pytest
 from pipefit import codec
 from pipefit.cluster import load_cluster, parse_spec
 from pipefit.cost.compute import curves
-from pipefit.cost.compute.roofline import MicrobatchShape
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.errors import RunError
 from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, TensorSpec
 from pipefit.model.graph import Layer as ModelLayer
@@ -102,7 +102,7 @@ def test_three_local_processes_make_a_cluster_file(tmp_path: Path) -> None:
     assert measured.memory["cpu"].process_bytes > 0
     costs = curves.MeasuredCosts(cluster)
     cost = costs.layer_cost(
-        model.graphs["block"], MicrobatchShape(4, 32, 0, 32), cluster.kinds["cpu"], "float32", "none"
+        LayerQuery(model.graphs["block"], MicrobatchShape(4, 32, 0, 32), cluster.kinds["cpu"], "float32")
     )
     assert 0 < cost.forward_s < 1
     assert any("together (3 processes)" in note for note in costs.notes)

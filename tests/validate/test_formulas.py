@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.roofline import MicrobatchShape
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.model.analysis.totals import graph_flops
 from pipefit.schedule import ScheduleProblem, find_family, uniform_costs
 from pipefit.simulate import simulate_schedule
@@ -107,7 +107,8 @@ def test_recomputation_costs_what_it_runs_again() -> None:
 
     def cost(recompute: str, again: bool = False):  # type: ignore[no-untyped-def]
         costs = KernelCosts(GpuRates(), TABLE, attention_again=again)
-        return costs.layer_cost(graph, place, None, "bfloat16", recompute, None, key)  # type: ignore[arg-type]
+        query = LayerQuery(graph, place, None, "bfloat16", recompute, None, key)  # type: ignore[arg-type]
+        return costs.layer_cost(query)
 
     none, full, selective = cost("none"), cost("full"), cost("none", again=True)
     assert full.input_s == pytest.approx(none.input_s + none.forward_s)
@@ -122,10 +123,8 @@ def test_sequence_parallelism_moves_what_tensor_parallelism_moves_and_gathers_ag
     times = {}
     for parallel in (False, True):
         graph = layer_graphs(GPT3, 8, parallel)[0]
-        with_, without = (
-            KernelCosts(GpuRates(), table).layer_cost(graph, place, None, "bfloat16", "none", None, key)  # type: ignore[arg-type]
-            for table in (TABLE, free)
-        )
+        query = LayerQuery(graph, place, None, "bfloat16", "none", None, key)  # type: ignore[arg-type]
+        with_, without = (KernelCosts(GpuRates(), table).layer_cost(query) for table in (TABLE, free))
         times[parallel] = with_, without
     size = 2048 * 12288 * 2
     once = all_reduce_s(TABLE.points[8], size)

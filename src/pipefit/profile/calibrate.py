@@ -15,7 +15,8 @@ from pipefit.cost.comm.direct import LEAST
 from pipefit.cost.comm.lowerings import DIRECT, CollectiveLowerings, direct_curve
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import digest_graph, layer_times
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.model.graph import Graph
 from pipefit.profile.points import sizes_at
 
@@ -102,7 +103,7 @@ def add_ratios(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[Layer
 def _roofline_ratios(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> dict[str, float]:
     point = _largest_point(curve)
     measured = layer_times(curve, point.rows, point.tokens)
-    guess = RooflineCosts().layer_cost(graph, _point_place(point), kind, curve.dtype, "none")  # type: ignore[arg-type]
+    guess = RooflineCosts().layer_cost(_point_query(graph, point, kind, curve))
     pairs = {
         "F": (measured.forward_s, guess.forward_s),
         "I": (measured.input_s, guess.input_s),
@@ -122,22 +123,17 @@ def _best_share(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> float:
     shares = np.geomspace(0.02, 1.0, 60)
 
     def roofline_error(share: float) -> float:
-        guess = RooflineCosts().layer_cost(
-            graph,
-            _point_place(point),
-            replace(kind, efficiency=share),
-            curve.dtype,  # type: ignore[arg-type]
-            "none",
-        )
+        guess = RooflineCosts().layer_cost(_point_query(graph, point, replace(kind, efficiency=share), curve))
         return float(abs(np.log((guess.forward_s + guess.input_s + guess.weight_s) / whole_s)))
 
     return float(min(shares, key=roofline_error))
 
 
-def _point_place(point: LayerPoint) -> MicrobatchShape:
-    """Return the microbatch shape at which a layer was measured."""
+def _point_query(graph: Graph, point: LayerPoint, kind: DeviceKind, curve: LayerCurve) -> LayerQuery:
+    """Return the query of a layer at the sizes of one of its measured points."""
     symbols = sizes_at(point.rows, point.tokens)
-    return MicrobatchShape(symbols.pop("B"), symbols.pop("T"), 0, point.tokens, symbols=tuple(symbols.items()))
+    shape = MicrobatchShape(symbols.pop("B"), symbols.pop("T"), 0, point.tokens, symbols=tuple(symbols.items()))
+    return LayerQuery(graph, shape, kind, curve.dtype)  # type: ignore[arg-type]
 
 
 def _has_products(graph: Graph) -> bool:

@@ -13,13 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.operator_times import CollectiveTime
-from pipefit.cost.compute.roofline import LayerCost, MicrobatchShape, Recompute
-from pipefit.cost.static_memory import Precision
+from pipefit.cost.compute.layer_query import LayerQuery
+from pipefit.cost.compute.roofline import LayerCost
 from pipefit.cost.types import Array, CostTable
-from pipefit.model.graph import Graph
 from pipefit.validate.collectives import MeasuredAllReduces
 from pipefit.validate.fitting import fit_constants, log_jacobian
 from pipefit.validate.gpt import GptSizes
@@ -190,19 +187,11 @@ class _ScaledCosts:
         self.body, self.ends = body, ends
         self._known: dict[int, LayerCost] = {}
 
-    def layer_cost(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerCost:
-        """Return the scaled cost of `graph`. One object serves one shape, so the cache key is the graph alone."""
+    def layer_cost(self, query: LayerQuery) -> LayerCost:
+        """Return the scaled cost of the layer. One object serves one shape, so the cache key is the graph alone."""
+        graph = query.graph
         if id(graph) not in self._known:
-            cost = self.costs.layer_cost(graph, place, kind, precision, recompute, collective, collective_key)
+            cost = self.costs.layer_cost(query)
             factor = self.body if any(op.kind == "attention" for op in graph.operators) else self.ends
             self._known[id(graph)] = replace(
                 cost,

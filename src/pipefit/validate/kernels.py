@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipefit.cluster.types import DeviceKind
-from pipefit.cost.compute.operator_times import CollectiveTime
-from pipefit.cost.compute.roofline import LayerCost, MicrobatchShape, Recompute
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import LayerCost
 from pipefit.cost.compute.shard_exchanges import BACKWARD
-from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
-from pipefit.model.analysis.saved import kept_values, operator_call, saved_bytes
+from pipefit.cost.static_memory import COMPUTE_BYTES
+from pipefit.model.analysis.saved import Recompute, kept_values, operator_call, saved_bytes
 from pipefit.model.graph import Graph
 from pipefit.model.ops.kind import OperatorCall
 from pipefit.validate.collectives import MeasuredAllReduces
@@ -92,32 +91,22 @@ class KernelCosts:
         self._known: dict[object, LayerCost] = {}
         self._graphs: dict[int, Graph] = {}
 
-    def layer_cost(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerCost:
-        """Return the cost of `graph`; transient memory is not modelled. `collective_key` is the groups that run a
+    def layer_cost(self, query: LayerQuery) -> LayerCost:
+        """Return the cost of the layer; transient memory is not modelled. `collective_key` is the groups that run a
         collective at the same time. Their size decides its time here, and `collective` is ignored."""
-        devices = len(collective_key[0]) if isinstance(collective_key, tuple) and collective_key else 1
+        graph, groups = query.graph, query.collective_key
+        devices = len(groups[0]) if isinstance(groups, tuple) and groups else 1
         self._graphs[id(graph)] = graph  # kept alive, so that its id is not reused
-        key = (id(graph), place, precision, recompute, devices)
+        key = (id(graph), query.shape, query.precision, query.recompute, devices)
         if key not in self._known:
-            self._known[key] = self._sum_cost(graph, place, precision, recompute, devices)
+            self._known[key] = self._sum_cost(query, devices)
         return self._known[key]
 
-    def _sum_cost(
-        self, graph: Graph, place: MicrobatchShape, precision: Precision, recompute: Recompute, devices: int
-    ) -> LayerCost:
-        facts = _layer_facts(graph, place, COMPUTE_BYTES[precision], recompute)
+    def _sum_cost(self, query: LayerQuery, devices: int) -> LayerCost:
+        facts = _layer_facts(query.graph, query.shape, COMPUTE_BYTES[query.precision], query.recompute)
         passes = [self._operator_times(kind, call, devices) for kind, call in facts.calls]
         again = sum(passes[index].forward_s for index in facts.again)
-        if self.attention_again and recompute == "none":
+        if self.attention_again and query.recompute == "none":
             again = sum(p.forward_s for p, (kind, _) in zip(passes, facts.calls, strict=True) if kind == "attention")
         return LayerCost(
             forward_s=sum(p.forward_s for p in passes),
@@ -224,11 +213,11 @@ class _LayerFacts(NamedTuple):
 _known: dict[object, tuple[Graph, _LayerFacts]] = {}
 
 
-def _layer_facts(graph: Graph, place: MicrobatchShape, width: int, recompute: Recompute) -> _LayerFacts:
+def _layer_facts(graph: Graph, shape: MicrobatchShape, width: int, recompute: Recompute) -> _LayerFacts:
     """Compute the facts once per graph object and shape. The cache holds the graph, so that its id is not reused."""
-    key = (id(graph), place, width, recompute)
+    key = (id(graph), shape, width, recompute)
     if key not in _known:
-        symbols = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
+        symbols = {"B": shape.rows, "T": shape.tokens, "P": shape.past, "S": shape.own_tokens}
         calls = tuple((op.kind, operator_call(graph, op, symbols, width)) for op in graph.operators)
         saved = saved_bytes(graph, symbols, width, recompute)
         again = kept_values(graph, recompute, width).again

@@ -18,7 +18,8 @@ from pipefit.codec import dump_text, load_text
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute import curves
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 from pipefit.profile.fit import fit_action, fit_layer
 from pipefit.profile.points import MOST_POINTS, WorkPoint, attention_points, first_points, refine_points, token_counts
@@ -224,7 +225,7 @@ def test_the_roofline_counts_the_kernels_of_every_earlier_slice() -> None:
     base = local_cluster(1).kinds["cpu"]
     kind = replace(base, peak_flops_per_s={"float32": 1e30}, memory_bandwidth_bytes_per_s=1e30, overhead_s=1.0)
     none, one, four, unsaid = (
-        RooflineCosts().layer_cost(layer_graph(), place, kind, "float32", "none")
+        RooflineCosts().layer_cost(LayerQuery(layer_graph(), place, kind, "float32"))
         for place in (
             MicrobatchShape(1, 8, 0, 8),
             MicrobatchShape(1, 8, 32, 8, 1),
@@ -313,18 +314,18 @@ def test_measured_costs_use_the_curve_of_the_layer_and_the_roofline_elsewhere() 
     cluster = measured_cluster(graph)
     kind, place = cluster.kinds["cpu"], MicrobatchShape(1, 520, 0, 520)
     costs = curves.MeasuredCosts(cluster)
-    found = costs.layer_cost(layer_graph("renamed_"), place, kind, "float32", "none")
+    found = costs.layer_cost(LayerQuery(layer_graph("renamed_"), place, kind, "float32"))
     assert found.forward_s == pytest.approx(6e-3)
     assert found.weight_s == pytest.approx(6e-3)
-    roof = RooflineCosts().layer_cost(graph, place, kind, "float32", "none")
+    roof = RooflineCosts().layer_cost(LayerQuery(graph, place, kind, "float32"))
     assert found.saved_bytes == roof.saved_bytes
     assert curves.MeasuredCosts(cluster, "alone").layer_cost(
-        graph, place, kind, "float32", "none"
+        LayerQuery(graph, place, kind, "float32")
     ).forward_s == pytest.approx(1.5e-3)
     assert any("measured, 0 points, together (2 processes)" in note for note in costs.notes)
     assert not any("not measured" in note for note in costs.notes)
-    other = costs.layer_cost(layer_graph(width=16), place, kind, "float32", "none")
-    assert other == RooflineCosts().layer_cost(layer_graph(width=16), place, kind, "float32", "none")
+    other = costs.layer_cost(LayerQuery(layer_graph(width=16), place, kind, "float32"))
+    assert other == RooflineCosts().layer_cost(LayerQuery(layer_graph(width=16), place, kind, "float32"))
     assert any(note.endswith("on cpu in float32: not measured") for note in costs.notes)
     assert any("roofline" in note for note in costs.notes)
 
@@ -336,14 +337,16 @@ def test_layers_that_were_not_measured_are_corrected_by_what_measured_ones_showe
     cluster = replace(cluster, measured=replace(cluster.measured, layers=layers))
     kind, place = cluster.kinds["cpu"], MicrobatchShape(1, 520, 0, 520)
     costs = curves.MeasuredCosts(cluster)
-    guess = RooflineCosts().layer_cost(layer_graph(width=16), place, kind, "float32", "none")
-    found = costs.layer_cost(layer_graph(width=16), place, kind, "float32", "none")
+    guess = RooflineCosts().layer_cost(LayerQuery(layer_graph(width=16), place, kind, "float32"))
+    found = costs.layer_cost(LayerQuery(layer_graph(width=16), place, kind, "float32"))
     assert (found.forward_s, found.input_s, found.weight_s) == pytest.approx(
         (2 * guess.forward_s, 3 * guess.input_s, 0.5 * guess.weight_s)
     )
     assert any("not measured; roofline x 2.00 (F), 3.00 (I), 0.50 (W)" in note for note in costs.notes)
-    other = costs.layer_cost(layer_graph(width=16), place, kind, "float64", "none")
-    assert other == RooflineCosts().layer_cost(layer_graph(width=16), place, kind, "float64", "none"), "another dtype"
+    other = costs.layer_cost(LayerQuery(layer_graph(width=16), place, kind, "float64"))
+    assert other == RooflineCosts().layer_cost(LayerQuery(layer_graph(width=16), place, kind, "float64")), (
+        "another dtype"
+    )
 
 
 def test_full_recomputation_adds_about_a_measured_forward() -> None:
@@ -358,8 +361,8 @@ def test_full_recomputation_adds_about_a_measured_forward() -> None:
     cluster = measured_cluster(both)
     kind, place = cluster.kinds["cpu"], MicrobatchShape(1, 520, 0, 520)
     costs = curves.MeasuredCosts(cluster)
-    plain = costs.layer_cost(both, place, kind, "float32", "none")
-    full = costs.layer_cost(both, place, kind, "float32", "full")
+    plain = costs.layer_cost(LayerQuery(both, place, kind, "float32"))
+    full = costs.layer_cost(LayerQuery(both, place, kind, "float32", "full"))
     assert full.input_s - plain.input_s == pytest.approx(plain.forward_s, rel=0.05)
 
 

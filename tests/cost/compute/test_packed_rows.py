@@ -12,8 +12,9 @@ from pipefit.cluster import parse_spec
 from pipefit.cluster.measured import ActionCurve, ClusterMeasurements, LayerCurve
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import MeasuredCosts, action_time_s, digest_graph
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.packed_rows import equivalent_rows, with_equal_rows
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.cost.memory.lanes import lane_limits
 from pipefit.cost.pipeline.contention import split_pipelines, with_contention
 from pipefit.cost.pipeline.table import cost_table, stage_cost
@@ -177,7 +178,7 @@ def test_a_part_of_a_packed_layer_is_corrected_by_its_images_too() -> None:
     place = MicrobatchShape(1, 1024, 0, 1024, symbols=(("squares", 4 * 256**2),))
     cluster, whole = parse_spec("4xA100-80"), layer()
     kind = next(iter(cluster.kinds.values()))
-    expected_s = RooflineCosts().layer_durations(whole, place, kind, "bfloat16", "none").forward_s
+    expected_s = RooflineCosts().layer_durations(LayerQuery(whole, place, kind, "bfloat16")).forward_s
     attention_s = expected_s / (4 * 256**2 / 2)
     curve = ActionCurve(tokens=(16.0, 4096.0), time_s=(expected_s, expected_s), attention_s=(attention_s, *(0.0,) * 8))
     measured = LayerCurve(
@@ -193,7 +194,7 @@ def test_a_part_of_a_packed_layer_is_corrected_by_its_images_too() -> None:
     )
     part = replace(whole, parameters=(ParameterSpec(name="w", shape=(WIDTH, WIDTH), trainable=False),))
     costs = MeasuredCosts(replace(cluster, measured=ClusterMeasurements(layers=(measured,))), graphs=[whole])
-    found = costs.layer_durations(part, place, kind, "bfloat16", "none")
+    found = costs.layer_durations(LayerQuery(part, place, kind, "bfloat16"))
     assert found.forward_s == pytest.approx(2 * expected_s)
 
 

@@ -17,7 +17,8 @@ from tests.support.plan_toys import (
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S, cost_table, lane_parts
 from pipefit.cost.static_memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.layout import Mesh, MeshAxis
@@ -42,7 +43,7 @@ def kind(*, flops: float = 1e12, bandwidth: float = 1e30, overhead_s: float = 0.
 
 
 def test_where_compute_binds_time_is_flops_over_the_reached_rate() -> None:
-    cost = RooflineCosts().layer_cost(block_graph(), PLACE, kind(), "float32", "none")
+    cost = RooflineCosts().layer_cost(LayerQuery(block_graph(), PLACE, kind(), "float32"))
     forward = 2 * 2 * ROWS * TOKENS * WIDTH * INNER
     assert cost.forward_s == pytest.approx(forward / 0.5e12)
     assert cost.input_s == pytest.approx(forward / 0.5e12)
@@ -50,7 +51,7 @@ def test_where_compute_binds_time_is_flops_over_the_reached_rate() -> None:
 
 
 def test_where_memory_binds_time_is_bytes_over_bandwidth() -> None:
-    cost = RooflineCosts().layer_cost(block_graph(), PLACE, kind(flops=1e30, bandwidth=1e9), "float32", "none")
+    cost = RooflineCosts().layer_cost(LayerQuery(block_graph(), PLACE, kind(flops=1e30, bandwidth=1e9), "float32"))
     x, h, weight = ROWS * TOKENS * WIDTH, ROWS * TOKENS * INNER, WIDTH * INNER
     linears = (x + weight + h) + (h + weight + x)
     pointwise = 2 * h + 3 * x
@@ -60,19 +61,19 @@ def test_where_memory_binds_time_is_bytes_over_bandwidth() -> None:
 
 
 def test_the_overhead_counts_once_for_each_operator() -> None:
-    cost = RooflineCosts().layer_cost(block_graph(), PLACE, kind(flops=1e30, overhead_s=1.0), "float32", "none")
+    cost = RooflineCosts().layer_cost(LayerQuery(block_graph(), PLACE, kind(flops=1e30, overhead_s=1.0), "float32"))
     assert (cost.forward_s, cost.input_s, cost.weight_s) == pytest.approx((4.0, 4.0, 2.0))
 
 
 def test_no_gradient_flows_into_tokens() -> None:
-    cost = RooflineCosts().layer_cost(embed_graph(), PLACE, kind(overhead_s=1.0), "float32", "none")
+    cost = RooflineCosts().layer_cost(LayerQuery(embed_graph(), PLACE, kind(overhead_s=1.0), "float32"))
     assert (cost.forward_s, cost.input_s, cost.weight_s) == pytest.approx((1.0, 0.0, 1.0), abs=1e-6)
 
 
 def test_full_recomputation_adds_the_forward_and_keeps_only_the_input() -> None:
     roofline = RooflineCosts()
-    none = roofline.layer_cost(block_graph(), PLACE, kind(overhead_s=1e-6), "float32", "none")
-    full = roofline.layer_cost(block_graph(), PLACE, kind(overhead_s=1e-6), "float32", "full")
+    none = roofline.layer_cost(LayerQuery(block_graph(), PLACE, kind(overhead_s=1e-6), "float32"))
+    full = roofline.layer_cost(LayerQuery(block_graph(), PLACE, kind(overhead_s=1e-6), "float32", "full"))
     assert full.input_s == pytest.approx(none.input_s + none.forward_s)
     assert (full.forward_s, full.weight_s) == (none.forward_s, none.weight_s)
     assert full.saved_bytes == 4 * ROWS * TOKENS * WIDTH
@@ -82,12 +83,14 @@ def test_full_recomputation_adds_the_forward_and_keeps_only_the_input() -> None:
 
 
 def test_no_rows_cost_nothing() -> None:
-    cost = RooflineCosts().layer_cost(block_graph(), MicrobatchShape(0, TOKENS, 0, TOKENS), kind(), "float32", "none")
+    cost = RooflineCosts().layer_cost(
+        LayerQuery(block_graph(), MicrobatchShape(0, TOKENS, 0, TOKENS), kind(), "float32")
+    )
     assert cost.forward_s == cost.input_s == cost.weight_s == cost.saved_bytes == 0
 
 
 def test_logits_count_in_the_precision_of_the_run() -> None:
-    cost = RooflineCosts().layer_cost(loss_graph(), PLACE, kind(), "bfloat16", "none")
+    cost = RooflineCosts().layer_cost(LayerQuery(loss_graph(), PLACE, kind(), "bfloat16"))
     assert cost.saved_bytes >= 2 * ROWS * TOKENS * VOCABULARY
 
 

@@ -12,7 +12,8 @@ from pipefit.cluster import local_cluster
 from pipefit.cluster.measured import ClusterMeasurements, LayerCurve, LayerPoint, Setting
 from pipefit.cluster.types import Cluster
 from pipefit.cost.compute import curves
-from pipefit.cost.compute.roofline import LayerCost, MicrobatchShape
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import LayerCost
 from pipefit.cost.compute.roofline_correction import LayerLookup, product_kinds, unsharded_shape
 from pipefit.lab.pace import layer_facts
 from pipefit.lab.tables import KINDS, DeviceTable
@@ -63,7 +64,8 @@ def measured(setting: Setting = "together") -> Cluster:
 
 def cost(cluster: Cluster, graph: Graph, graphs: Iterable[Graph] = ()) -> tuple[LayerCost, tuple[str, ...]]:
     found = curves.best_costs(cluster, graphs=graphs)
-    return found.layer_cost(graph, LONG, cluster.kinds["cpu"], "float32", "none", lambda *_: 0.0, "none"), found.notes
+    query = LayerQuery(graph, LONG, cluster.kinds["cpu"], "float32", "none", lambda *_: 0.0, "none")
+    return found.layer_cost(query), found.notes
 
 
 def error(found: LayerCost, graph: Graph) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 
@@ -72,7 +73,7 @@ def test_blocking_gathers_add_their_whole_time() -> None:
         return {"all_gather": 1.0, "reduce_scatter": 100.0}[name]
 
     one, two = (
-        RooflineCosts().layer_cost(graph, place, kind, "float32", "none", collective, "here")
+        RooflineCosts().layer_cost(LayerQuery(graph, place, kind, "float32", "none", collective, "here"))
         for graph in (plain(), gathered())
     )
     assert two.forward_s - one.forward_s == pytest.approx(1.0, abs=1e-6)

@@ -12,7 +12,8 @@ from tests.cost.compute.test_roofline import kind
 from tests.support.plan_toys import block_graph
 
 from pipefit.cost.compute import operator_times
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.cost.compute.symbol_memo import SymbolMemo
 from pipefit.model.graph import Graph, Operator, TensorSpec
 
@@ -62,12 +63,15 @@ def test_one_roofline_answers_for_all_places_as_one_of_its_own_does_for_each(mon
     device = kind(bandwidth=1e10, overhead_s=1e-6)
     kinds = [device, replace(device, name="slow", memory_bandwidth_bytes_per_s=1e9)]
     graphs = [attending_graph(), block_graph()]
-    places = [
+    shapes = [
         MicrobatchShape(rows, tokens, past, tokens, earlier, later=later)
         for rows, tokens, (past, earlier), later in product((1, 2), (16, 32), ((0, 0), (16, 1), (48, 2)), (0, 8))
     ]
-    cases = [*product(graphs, places, kinds, ("none", "full"))]
-    alone = [RooflineCosts().layer_cost(graph, place, each, "bfloat16", way) for graph, place, each, way in cases]
+    queries = [
+        LayerQuery(graph, shape, kind, "bfloat16", recompute)
+        for graph, shape, kind, recompute in product(graphs, shapes, kinds, ("none", "full"))
+    ]
+    alone = [RooflineCosts().layer_cost(query) for query in queries]
     worked: Counter[str] = Counter()
     work = operator_times.operator_work
 
@@ -77,7 +81,7 @@ def test_one_roofline_answers_for_all_places_as_one_of_its_own_does_for_each(mon
 
     monkeypatch.setattr(operator_times, "operator_work", counted)
     together = RooflineCosts()
-    assert [together.layer_cost(graph, place, each, "bfloat16", way) for graph, place, each, way in cases] == alone
+    assert [together.layer_cost(query) for query in queries] == alone
     sizes = 2 * 2  # rows, tokens
     assert worked == {"attention": 3 * sizes * len(kinds), "silu": 2 * sizes * len(kinds)} | {
         "linear": 2 * sizes * len(kinds),

@@ -9,6 +9,7 @@ import pytest
 from tests.support.plan_toys import toy_model
 
 from pipefit.cluster import Cluster, parse_spec
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.pipeline.overlap import BUCKET_BYTES, bucket_finish_times, hidden_s
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.bounds.step_bounds import table_bound_s
@@ -74,22 +75,17 @@ def test_a_plan_hides_what_the_closed_form_says_times_the_share_of_its_devices(m
     none = simulate_plan(plan, model, cluster(0.0))
     assert none.costs.reduce_hidden_s["B"].tolist() == [0.0]
     context = PlannerContext(model, cluster(0.5))
-    place = [context.layers.layer_cost(model.layer_graph(layer), _place(4, 4096), context.network.kinds[0], "float32",
-    "none") for layer in model.layers]  # fmt: skip
+    kind, shape = context.network.kinds[0], MicrobatchShape(4, 4096, 0, 4096)
+    queries = [LayerQuery(model.layer_graph(layer), shape, kind, "float32") for layer in model.layers]
+    layer_costs = [context.layers.layer_cost(query) for query in queries]
     sizes = [4.0 * sum(p.shape[0] * p.shape[1] for p in model.layer_graph(layer).parameters) for layer in model.layers]
-    seconds = [cost.input_s + cost.weight_s for cost in place]
+    seconds = [cost.input_s + cost.weight_s for cost in layer_costs]
     expected = 0.5 * hidden_s(float(costs.reduce_s[0]), list(zip(sizes, seconds, strict=True)), 1.0)
     assert expected > 0
     assert costs.reduce_hidden_s["B"][0] == pytest.approx(expected)
     faster = simulate_plan(plan, model, cluster(0.5)).timeline.makespan_s
     assert none.timeline.makespan_s - faster == pytest.approx(expected)
     assert table_bound_s(costs, (0,), 1, "1f1b") <= faster * (1 + 1e-12)
-
-
-def _place(rows: int, tokens: int):  # type: ignore[no-untyped-def]
-    from pipefit.cost.compute.roofline import MicrobatchShape
-
-    return MicrobatchShape(rows, tokens, 0, tokens)
 
 
 def test_buckets_are_as_large_as_the_runtime_makes_them() -> None:

@@ -9,7 +9,8 @@ import torch
 from tests.support.stage_toys import HEAD, WIDTH, block_graph, fill, toy_feed
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.model.analysis.saved import saved_bytes
 from pipefit.run.stage.memory_audit import AllocationAudit, StorageAudit
@@ -65,7 +66,7 @@ def test_the_worst_moment_of_every_action(recompute, dtype, back):
     program.bind_gradients({name: torch.zeros_like(p) for name, p in program.parameters.items()})
     kind = parse_spec("1xA100-80").kinds["A100-80"]
     place = MicrobatchShape(ROWS, TOKENS, 0, TOKENS)
-    memory = stage_memory([RooflineCosts().layer_cost(graph, place, kind, dtype, recompute)] * 2)
+    memory = stage_memory([RooflineCosts().layer_cost(LayerQuery(graph, place, kind, dtype, recompute))] * 2)
     x, dy = (torch.randn(ROWS, TOKENS, WIDTH, dtype=wanted) for _ in range(2))
     run_back = program.backward if back == "B" else program.backward_input
     with AllocationAudit() as audit:

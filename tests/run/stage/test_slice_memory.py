@@ -12,7 +12,8 @@ from tests.support.stage_toys import WIDTH, block_graph, cut_feed, fill, toy_fee
 from torch.utils._pytree import tree_leaves
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.compute.roofline import MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.model.analysis.saved import kv_gradient_bytes, saved_bytes
 from pipefit.run.ops.attention import KeyValueCache
@@ -148,7 +149,9 @@ def test_the_worst_moment_of_every_slice(recompute, dtype):
         stage_memory(
             [
                 RooflineCosts().layer_cost(
-                    graph, MicrobatchShape(rows, t, p, t, i, rows, sum(lengths) - p - t), kind, dtype, recompute
+                    LayerQuery(
+                        graph, MicrobatchShape(rows, t, p, t, i, rows, sum(lengths) - p - t), kind, dtype, recompute
+                    )
                 )
             ]
             * LAYERS

@@ -24,11 +24,11 @@ from pipefit.cluster.measured import (
     RailCurve,
     Setting,
 )
-from pipefit.cluster.types import Cluster, DeviceKind
+from pipefit.cluster.types import Cluster
 from pipefit.codec import content_digest
-from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free_collective
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.packed_rows import equivalent_rows
-from pipefit.cost.compute.roofline import LayerCost, LayerCosts, LayerSeconds, MicrobatchShape, Recompute, RooflineCosts
+from pipefit.cost.compute.roofline import LayerCost, LayerCosts, LayerSeconds, RooflineCosts
 from pipefit.cost.compute.roofline_correction import (
     LayerLookup,
     RooflineRatios,
@@ -38,7 +38,6 @@ from pipefit.cost.compute.roofline_correction import (
     unsharded_shape,
 )
 from pipefit.cost.portable import geometric_mean
-from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
 
@@ -215,10 +214,10 @@ def collective_curves(
     return tuple(curve for curve in alike if size_distance(curve) == nearest)
 
 
-def times_at(curve: LayerCurve, place: MicrobatchShape) -> LayerTimes:
+def times_at(curve: LayerCurve, shape: MicrobatchShape) -> LayerTimes:
     """Return `layer_times` of a shape; a packed row counts by its images."""
-    rows, tokens = equivalent_rows(place)
-    return layer_times(curve, rows, tokens, place.past, place.earlier)
+    rows, tokens = equivalent_rows(shape)
+    return layer_times(curve, rows, tokens, shape.past, shape.earlier)
 
 
 def stage_overhead_s(cluster: Cluster) -> float:
@@ -264,85 +263,45 @@ class MeasuredCosts:
         if overhead_s:
             self._add_note(f"overhead of a stage beside its layers: {overhead_s * 1e6:.0f} us, measured")
 
-    def measured_times(
-        self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision
-    ) -> LayerTimes | None:
+    def measured_times(self, query: LayerQuery) -> LayerTimes | None:
         """Return measured times of one layer, or None if it was not measured."""
-        curve = find_layer(self.measured, self._digest_of(graph), kind.name, precision, self.setting)
+        curve = self._find_curve(query.graph, query)
         if curve is None:
             return None
         self._add_note(
-            f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
+            f"layer {curve.name} on {query.kind.name} in {query.precision}: measured, {len(curve.points)} points, "
             f"{curve.setting} ({curve.processes} processes), curves within {curve.fit_error:.1%} of them"
         )
-        return times_at(curve, place)
+        return times_at(curve, query.shape)
 
-    def layer_cost(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerCost:
-        """Return the cost of `graph`; the arguments are those of `RooflineCosts.layer_cost`."""
-        key = (self._digest_of(graph), place, kind.name, precision, recompute, collective_key)
+    def layer_cost(self, query: LayerQuery) -> LayerCost:
+        """Return the cost of the layer."""
+        key = self._cache_key(query)
         if key not in self._known:
-            self._known[key] = self._work_out_cost(graph, place, kind, precision, recompute, collective, collective_key)
+            self._known[key] = replace(self.roofline.layer_cost(query), **self.layer_durations(query)._asdict())
         return self._known[key]
 
-    def layer_durations(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerSeconds:
-        """Return the times of `layer_cost`; the arguments are the same."""
-        key = (self._digest_of(graph), place, kind.name, precision, recompute, collective_key)
+    def layer_durations(self, query: LayerQuery) -> LayerSeconds:
+        """Return the times of `layer_cost`."""
+        key = self._cache_key(query)
         if key not in self._seconds:
-            self._seconds[key] = self._lookup_times(
-                graph, place, kind, precision, recompute, collective, collective_key
-            )
+            self._seconds[key] = self._lookup_times(query)
         return self._seconds[key]
 
-    def _work_out_cost(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None,
-        collective_key: object,
-    ) -> LayerCost:
-        guess = self.roofline.layer_cost(graph, place, kind, precision, recompute, collective, collective_key)
-        times = self.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
-        return replace(guess, **times._asdict())
+    def _cache_key(self, query: LayerQuery) -> object:
+        graph, shape, kind, precision, recompute, _, collective_key = query
+        return self._digest_of(graph), shape, kind.name, precision, recompute, collective_key
 
-    def _lookup_times(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None,
-        collective_key: object,
-    ) -> LayerSeconds:
-        guess = self.roofline.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
-        times = self.measured_times(graph, place, kind, precision)
-        if place.rows == 0:
+    def _lookup_times(self, query: LayerQuery) -> LayerSeconds:
+        guess = self.roofline.layer_durations(query)
+        times = self.measured_times(query)
+        if query.shape.rows == 0:
             return guess
-        silent = self.roofline.layer_durations(graph, place, kind, precision, recompute, free_collective, SILENT)
+        silent_query = query.without_collectives()
+        silent = self.roofline.layer_durations(silent_query)
         if times is None:
-            return apply_ratios(guess, silent, self._correction_ratios(graph, place, kind, precision))
-        plain = self.roofline.layer_durations(graph, place, kind, precision, "none", free_collective, SILENT)
+            return apply_ratios(guess, silent, self._correction_ratios(query))
+        plain = self.roofline.layer_durations(silent_query._replace(recompute="none"))
         ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
         more_s = guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio
         return LayerSeconds(
@@ -352,18 +311,19 @@ class MeasuredCosts:
             fused_s=times.fused_s + more_s + guess.weight_s - silent.weight_s,
         )
 
-    def _correction_ratios(
-        self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision
-    ) -> RooflineRatios:
+    def _correction_ratios(self, query: LayerQuery) -> RooflineRatios:
         """Return the roofline correction for a layer that was not measured."""
+        graph, kind, precision = query.graph, query.kind, query.precision
         what = f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: not measured"
         for layer in self._whole.similar_layers(graph):
-            curve = find_layer(self.measured, self._digest_of(layer), kind.name, precision, self.setting)
+            curve = self._find_curve(layer, query)
             if curve is not None:
-                full_shape = unsharded_shape(graph, place)
+                full_shape = unsharded_shape(graph, query.shape)
                 times = LayerSeconds(*astuple(times_at(curve, full_shape)))
                 self._add_note(f"{what}; roofline, corrected by the measurement of {curve.name} at the same sizes")
-                return measured_ratios(times, self.roofline.layer_durations(layer, full_shape, kind, precision, "none"))
+                return measured_ratios(
+                    times, self.roofline.layer_durations(LayerQuery(layer, full_shape, kind, precision))
+                )
         curves = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]
         ratios = mean_ratios([curve for curve in curves if curve.setting == self.setting] or curves)
         if ratios != (1.0, 1.0, 1.0, 1.0):
@@ -371,6 +331,10 @@ class MeasuredCosts:
             what += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), the mean of measured layers"
         self._add_note(what)
         return ratios
+
+    def _find_curve(self, graph: Graph, query: LayerQuery) -> LayerCurve | None:
+        """Return the curve of `graph` on the device kind and in the precision of the query."""
+        return find_layer(self.measured, self._digest_of(graph), query.kind.name, query.precision, self.setting)
 
     def _digest_of(self, graph: Graph) -> str:
         if id(graph) not in self._signatures:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipefit.cost.compute.roofline import MicrobatchShape
+from pipefit.cost.compute.layer_query import MicrobatchShape
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.model.ops.packed_attention import SQUARES
@@ -34,15 +34,15 @@ def packed_costs(stage: StageWork, costs_at: CostsAt) -> list[Mapping[str, tuple
     return [grid.interpolate_at(max(t for t, _ in row), max(s for _, s in row)) for row in stage.packed]
 
 
-def equivalent_rows(place: MicrobatchShape) -> tuple[float, float]:
-    """Return (rows, tokens of each row) with the same cost as `place`.
+def equivalent_rows(shape: MicrobatchShape) -> tuple[float, float]:
+    """Return (rows, tokens of each row) with the same cost as `shape`.
 
     A packed row becomes rows of equal length with the same sum of tokens and of squared tokens.
     """
-    squares = dict(place.symbols).get(SQUARES, 0)
-    total_tokens = place.rows * place.tokens
+    squares = dict(shape.symbols).get(SQUARES, 0)
+    total_tokens = shape.rows * shape.tokens
     if not squares or not total_tokens:
-        return place.rows, place.tokens
+        return shape.rows, shape.tokens
     return total_tokens**2 / squares, squares / total_tokens
 
 

@@ -10,50 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from pipefit.cluster.types import DeviceKind, is_processor
-from pipefit.cost.compute.operator_times import CollectiveTime, Times, operator_times, with_merging
+from pipefit.cluster.types import is_processor
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.operator_times import Times, operator_times, with_merging
 from pipefit.cost.compute.symbol_memo import SymbolMemo
-from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.model.analysis.passing import TransientMemory, transient_bytes
 from pipefit.model.analysis.saved import kept_values, kv_gradient_bytes, saved_bytes
 from pipefit.model.graph import LOCAL, Graph
-
-Recompute = Literal["none", "selective", "full"]
-
-
-class MicrobatchShape(NamedTuple):
-    """The sizes of one microbatch and slice on one device."""
-
-    rows: int
-    "Symbol B."
-    tokens: int
-    "Symbol T: of the slice."
-    past: int
-    "Symbol P: tokens of earlier slices, to which attention attends."
-    own_tokens: int
-    "Symbol S: this device's part of the tokens if a shard program splits them."
-    earlier: int | None = None
-    "Number of slices that form the past; None: past / tokens, rounded."
-    own_rows: int = 0
-    "Symbol R: this device's part of the rows if a shard program splits them."
-    later: int = 0
-    "Tokens of later slices."
-    symbols: tuple[tuple[str, int], ...] = ()
-    "Other sizes named in graphs."
-
-    @property
-    def is_sliced(self) -> bool:
-        """Return whether the microbatch has several slices."""
-        return self.past + self.later > 0
-
-    @property
-    def earlier_chunks(self) -> int:
-        """The number of earlier slices that attention processes one by one."""
-        if not self.past:
-            return 0
-        return max(1, round(self.past / max(1, self.tokens)) if self.earlier is None else self.earlier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,34 +79,16 @@ class LayerCosts(Protocol):
 
     notes: tuple[str, ...]
 
-    def layer_cost(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerCost:
-        """Return the cost of `graph` for these sizes."""
+    def layer_cost(self, query: LayerQuery) -> LayerCost:
+        """Return the cost of the layer."""
         ...
 
 
-def layer_seconds(
-    layers: LayerCosts,
-    graph: Graph,
-    place: MicrobatchShape,
-    kind: DeviceKind,
-    precision: Precision,
-    recompute: Recompute,
-    collective: CollectiveTime | None = None,
-    collective_key: object = None,
-) -> LayerSeconds:
+def layer_seconds(layers: LayerCosts, query: LayerQuery) -> LayerSeconds:
     """Return the times of `LayerCosts.layer_cost`; the memory is not computed if the source allows that."""
     if isinstance(layers, LayerTimeSource):
-        return layers.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
-    cost = layers.layer_cost(graph, place, kind, precision, recompute, collective, collective_key)
+        return layers.layer_durations(query)
+    cost = layers.layer_cost(query)
     return LayerSeconds(cost.forward_s, cost.input_s, cost.weight_s, cost.fused_s)
 
 
@@ -148,17 +96,8 @@ def layer_seconds(
 class LayerTimeSource(Protocol):
     """A source of layer costs that can compute times without memory."""
 
-    def layer_durations(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerSeconds:
-        """Return the times of `graph` for these sizes, equal to those of its `LayerCost`."""
+    def layer_durations(self, query: LayerQuery) -> LayerSeconds:
+        """Return the times of the layer, equal to those of its `LayerCost`."""
         ...
 
 
@@ -180,108 +119,82 @@ class RooflineCosts:
         "Memos of every operator of a graph for all shapes; attention without the merging of earlier slices."
         self._graphs: dict[int, Graph] = {}
 
-    def layer_cost(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerCost:
-        """Return the cost of `graph`. A graph with collectives needs `collective`, with cache key `collective_key`."""
+    def layer_cost(self, query: LayerQuery) -> LayerCost:
+        """Return the cost of the layer."""
+        graph, shape, kind, precision, recompute, _, collective_key = query
         self._graphs[id(graph)] = graph  # kept alive, so that its id stays unique
-        key = (id(graph), place, kind.name, precision, recompute, collective_key)
+        key = (id(graph), shape, kind.name, precision, recompute, collective_key)
         if key not in self._known:
-            times = self.layer_durations(graph, place, kind, precision, recompute, collective, collective_key)
-            self._known[key] = replace(self._memory_of(graph, place, kind, precision, recompute), **times._asdict())
+            self._known[key] = replace(self._memory_of(query), **self.layer_durations(query)._asdict())
         return self._known[key]
 
-    def _memory_of(
-        self, graph: Graph, place: MicrobatchShape, kind: DeviceKind, precision: Precision, recompute: Recompute
-    ) -> LayerCost:
+    def _memory_of(self, query: LayerQuery) -> LayerCost:
         """Return the memory of a layer, as a cost without times."""
-        widens = is_processor(kind) and GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
-        key = (id(graph), place, widens, precision, recompute)
+        precision = query.precision
+        widens = is_processor(query.kind) and GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
+        key = (id(query.graph), query.shape, widens, precision, query.recompute)
         if key not in self._memory:
-            self._memory[key] = _layer_memory(graph, place, precision, recompute, widens)
+            self._memory[key] = _layer_memory(query, widens)
         return self._memory[key]
 
-    def layer_durations(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        recompute: Recompute,
-        collective: CollectiveTime | None = None,
-        collective_key: object = None,
-    ) -> LayerSeconds:
-        """Return the times of `layer_cost`; the arguments are the same."""
+    def layer_durations(self, query: LayerQuery) -> LayerSeconds:
+        """Return the times of `layer_cost`."""
+        graph, shape, kind, precision, recompute, _, collective_key = query
         self._graphs[id(graph)] = graph
-        if place.rows == 0:
+        if shape.rows == 0:
             return LayerSeconds(0.0, 0.0, 0.0)
-        key = (id(graph), place, kind.name, precision, collective_key)
+        key = (id(graph), shape, kind.name, precision, collective_key)
         if key not in self._operators:
-            self._operators[key] = self._times_by_operator(graph, place, kind, precision, collective, collective_key)
+            self._operators[key] = self._times_by_operator(query)
         times = self._operators[key]
         sums = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
         forward_s, input_s, weight_s = sums
         again_s = sum(times[index][0] for index in kept_values(graph, recompute, COMPUTE_BYTES[precision]).again)
         return LayerSeconds(forward_s, input_s + again_s, weight_s)
 
-    def _times_by_operator(
-        self,
-        graph: Graph,
-        place: MicrobatchShape,
-        kind: DeviceKind,
-        precision: Precision,
-        collective: CollectiveTime | None,
-        collective_key: object,
-    ) -> list[Times]:
+    def _times_by_operator(self, query: LayerQuery) -> list[Times]:
         """Return the times of every operator, cached across earlier slices where they do not matter."""
-        sizes = None if collective is None else place._replace(past=0, earlier=None, later=0)  # distinguishes shares
+        graph, shape, kind, precision, _, collective, collective_key = query
+        sizes = None if collective is None else shape._replace(past=0, earlier=None, later=0)  # distinguishes shares
         key = (id(graph), kind.name, precision, collective_key, sizes)
         if key not in self._times:
             self._times[key] = [SymbolMemo() for _ in graph.operators]
-        symbols = _shape_symbols(place)
+        symbols = _shape_symbols(shape)
         results = []
         for operator, kept_times in zip(graph.operators, self._times[key], strict=True):
             work_out = partial(operator_times, graph, operator, kind, precision, collective)
             times = kept_times.get_or_compute(symbols, work_out)
-            results.append(with_merging(times, place.earlier_chunks, kind) if operator.kind == "attention" else times)
+            results.append(with_merging(times, shape.earlier_chunks, kind) if operator.kind == "attention" else times)
         return results
 
 
-def _shape_symbols(place: MicrobatchShape) -> dict[str, int]:
-    sizes = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
+def _shape_symbols(shape: MicrobatchShape) -> dict[str, int]:
+    sizes = {"B": shape.rows, "T": shape.tokens, "P": shape.past, "S": shape.own_tokens, "R": shape.own_rows}
     parts = {
-        str(LOCAL[symbol]): -(-count * place.own_tokens // max(1, place.tokens))
-        for symbol, count in place.symbols
+        str(LOCAL[symbol]): -(-count * shape.own_tokens // max(1, shape.tokens))
+        for symbol, count in shape.symbols
         if symbol in LOCAL
     }
-    return {**sizes, **parts, **dict(place.symbols)}
+    return {**sizes, **parts, **dict(shape.symbols)}
 
 
-def _layer_memory(
-    graph: Graph, place: MicrobatchShape, precision: Precision, recompute: Recompute, widens: bool
-) -> LayerCost:
+def _layer_memory(query: LayerQuery, widens: bool) -> LayerCost:
     """Return a layer's cost without its times."""
-    symbols = _shape_symbols(place)
-    width = COMPUTE_BYTES[precision]
-    if place.rows == 0:
+    graph, shape, recompute = query.graph, query.shape, query.recompute
+    symbols = _shape_symbols(shape)
+    width = COMPUTE_BYTES[query.precision]
+    if shape.rows == 0:
         return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
-    saved = saved_bytes(graph, symbols, width, recompute, place.is_sliced)
+    saved = saved_bytes(graph, symbols, width, recompute, shape.is_sliced)
     return LayerCost(
         forward_s=0.0,
         input_s=0.0,
         weight_s=0.0,
         saved_bytes=saved.after_forward,
         pending_bytes=saved.after_input_gradient,
-        passing=transient_bytes(graph, symbols, width, recompute, widens, place.is_sliced),
-        owed_before=kv_gradient_bytes(graph, {**symbols, "T": place.past + place.tokens}, width)
-        if place.later
+        passing=transient_bytes(graph, symbols, width, recompute, widens, shape.is_sliced),
+        owed_before=kv_gradient_bytes(graph, {**symbols, "T": shape.past + shape.tokens}, width)
+        if shape.later
         else 0.0,
-        owed_behind=kv_gradient_bytes(graph, {**symbols, "T": place.past}, width) if place.past else 0.0,
+        owed_behind=kv_gradient_bytes(graph, {**symbols, "T": shape.past}, width) if shape.past else 0.0,
     )

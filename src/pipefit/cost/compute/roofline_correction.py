@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipefit.cluster.measured import LayerCurve
-from pipefit.cost.compute.roofline import LayerSeconds, MicrobatchShape
+from pipefit.cost.compute.layer_query import MicrobatchShape
+from pipefit.cost.compute.roofline import LayerSeconds
 from pipefit.cost.portable import geometric_mean
 from pipefit.model.analysis.totals import operator_flops
 from pipefit.model.graph import Graph, size_factors
@@ -79,11 +80,11 @@ def product_kinds(graph: Graph) -> tuple[str, ...]:
     return tuple(sorted(WHOLE.get(kind, kind) for kind in kinds))
 
 
-def unsharded_shape(graph: Graph, place: MicrobatchShape) -> MicrobatchShape:
+def unsharded_shape(graph: Graph, shape: MicrobatchShape) -> MicrobatchShape:
     """Return the shape for the lookup of the full layer: full tokens, and the rows of one device of the shard."""
     split = any("R" in _symbol_letters(size) for tensor in graph.tensors for size in tensor.shape)
-    rows = place.own_rows if split else place.rows
-    return place._replace(rows=rows, own_rows=rows, own_tokens=place.tokens)
+    rows = shape.own_rows if split else shape.rows
+    return shape._replace(rows=rows, own_rows=rows, own_tokens=shape.tokens)
 
 
 def measured_ratios(measured: LayerSeconds, roofline: LayerSeconds) -> RooflineRatios:

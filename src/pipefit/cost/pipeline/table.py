@@ -18,9 +18,10 @@ from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_sca
 from pipefit.cost.comm.lowerings import shard_collective
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import stage_overhead_s
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free_collective
 from pipefit.cost.compute.packed_rows import packed_costs
-from pipefit.cost.compute.roofline import LayerCost, LayerCosts, MicrobatchShape, without_backward
+from pipefit.cost.compute.roofline import LayerCost, LayerCosts, without_backward
 from pipefit.cost.memory.lanes import lane_limits, lane_parts, lanes_differ, state_shares
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, state_share
@@ -312,7 +313,8 @@ def _costs_by_place(
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
-            cost = layers.layer_cost(graph, shape, kind, precision, stage.recompute, collectives[shares], key)
+            query = LayerQuery(graph, shape, kind, precision, stage.recompute, collectives[shares], key)
+            cost = layers.layer_cost(query)
             costs.append(without_backward(cost) if index < stage.frozen else cost)
         yield kind.name, costs
 

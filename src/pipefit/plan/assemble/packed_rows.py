@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -78,6 +78,20 @@ def edge_sizes(
         yield total, (sent, received)
 
 
+def sample_runs(starts: Sequence[int], shares: Sequence[int]) -> list[Run]:
+    """Return the run of tokens of each replica, for consecutive samples of one call divided by shares.
+
+    `starts` are the first token of every sample, and the end of the last; the runs count from the first.
+    """
+    samples = split_by_shares(len(starts) - 1, shares)
+    return [(starts[first] - starts[0], starts[stop] - starts[0]) for first, stop in samples]
+
+
+def runs_within(runs: Sequence[Run], start: int, total: int) -> tuple[Run, ...]:
+    """Return the parts of a call's runs in its microbatch of `total` tokens that begins at token `start`."""
+    return tuple((min(max(0, first - start), total), min(max(0, stop - start), total)) for first, stop in runs)
+
+
 def packed_symbols(spaces: Sequence[SampleSpace], microbatches: int, share: float) -> tuple[tuple[str, int], ...]:
     """Return the symbols of packed rows attached to a sequence, with their mean tokens per microbatch on a replica of
     this share. Empty for a text model."""
@@ -105,7 +119,7 @@ def frozen_layers(model: Model) -> dict[str, int]:
 def _by_replica(counts: Sequence[int], microbatches: int, shares: Sequence[int]) -> Ints:
     """Return [microbatch, replica]: sums over the positions of each."""
     table = np.asarray(counts, dtype=np.int64).reshape(microbatches, -1)
-    sums = np.concatenate([np.zeros((microbatches, 1), np.int64), table.cumsum(axis=1)], axis=1)
+    sums = _running_sums(table)
     starts, stops = np.array(split_by_shares(table.shape[1], shares)).T
     per_replica: Ints = sums[:, stops] - sums[:, starts]
     return per_replica
@@ -130,13 +144,18 @@ def _runs_of(
     """Yield, for every microbatch, the run of its tokens on each replica: the overlap of the replica's run of the call
     with the microbatch."""
     units = microbatches // how.multiple
-    totals = np.asarray(space.counts, dtype=np.int64).reshape(units, how.multiple, -1).sum(axis=2)
+    counts = np.asarray(space.counts, dtype=np.int64).reshape(units, -1)
+    totals = counts.reshape(units, how.multiple, -1).sum(axis=2)
     if how.divide == "images":
-        held = [[stop - start for start, stop in token_runs(tokens, shares)] for tokens in _image_tokens(space, units)]
+        held = [token_runs(tokens, shares) for tokens in _image_tokens(space, units)]
     else:
-        held = _by_replica(space.counts, units, shares).tolist()
-    for replica_tokens, unit_totals in zip(held, totals.tolist(), strict=True):
-        bounds = list(accumulate(replica_tokens, initial=0))
+        held = [sample_runs(starts, shares) for starts in _running_sums(counts).tolist()]
+    for runs, unit_totals in zip(held, totals.tolist(), strict=True):
         for start, total in zip(accumulate(unit_totals, initial=0), unit_totals, strict=False):
-            inside = [min(max(0, bound - start), total) for bound in bounds]
-            yield list(pairwise(inside))
+            yield list(runs_within(runs, start, total))
+
+
+def _running_sums(table: Ints) -> Ints:
+    """Return the sums of the columns before each column, and of all of them."""
+    sums: Ints = np.concatenate([np.zeros((len(table), 1), np.int64), table.cumsum(axis=1)], axis=1)
+    return sums

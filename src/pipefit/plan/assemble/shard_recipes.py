@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import EVEN, lowerings_over, shard_collective
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.roofline import LayerCosts, MicrobatchShape, RooflineCosts
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import LayerCosts, RooflineCosts
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Model, ModelModule
 from pipefit.plan.request.constraints import Constraints
@@ -114,7 +115,7 @@ def shard_setting(
     shape = MicrobatchShape(rows, tokens, 0, tokens)
 
     def whole_s(source: LayerCosts, kind: DeviceKind) -> float:
-        costs = [source.layer_cost(graph, shape, kind, precision, "none") for graph in model.graphs.values()]
+        costs = [source.layer_cost(LayerQuery(graph, shape, kind, precision)) for graph in model.graphs.values()]
         return sum(cost.forward_s + cost.input_s + cost.weight_s for cost in costs)
 
     slowness = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipefit.plan.placement.kernels import arena as names
+from pipefit.plan.placement.kernels.tables import ChainTable
 from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.shape import PlacementProblem
 
@@ -13,8 +13,8 @@ MOST_REPLICAS = 64
 replicas ten seconds over sets found less."""
 
 
-def chain_arrays(question: PlacementProblem) -> dict[int, Ints] | None:
-    """Return the arrays of a chain by their names in the arena; None if the candidate is not a chain.
+def chain_arrays(question: PlacementProblem) -> ChainTable | None:
+    """Return the arrays of a chain; None if the candidate is not a chain.
 
     In a chain every flow goes from the devices of a lane, with equal messages, to those of the same pipelines on a
     neighbouring lane, and every device is alone on its host and its lane's shard. Otherwise the pipelines cannot be
@@ -48,23 +48,23 @@ def chain_arrays(question: PlacementProblem) -> dict[int, Ints] | None:
         matrices.setdefault(tuple((size[flow], forward[flow]) for flow in edge_flows), len(matrices))
         for edge_flows in edges
     ]
-    return {
-        names.EDGE_START: np.cumsum([0, *(len(edge_flows) for edge_flows in edges)]),
-        names.EDGE_FLOWS: np.array([flow for edge_flows in edges for flow in edge_flows], dtype=np.int64),
-        names.EDGE_OF: np.array(edge_of, dtype=np.int64),
-        names.FORWARD: np.array(forward, dtype=np.int64),
-        names.PAIR_OF: np.array(pair_of, dtype=np.int64),
-        names.PAIR: np.stack([_pair_ticks(question, flows) for flows in matrices]),
-        names.PARTNER: np.zeros((shape.lanes - 1) * shape.replicas, dtype=np.int64),
-        names.BACK: np.zeros((shape.lanes - 1) * shape.replicas, dtype=np.int64),
-        names.DISTANCE: np.zeros(shape.replicas, dtype=np.int64),
-        names.PARENT: np.zeros(shape.replicas, dtype=np.int64),
-        names.AHEAD: np.zeros(shape.replicas, dtype=np.int64),
-        names.TOUCHED_EDGE: np.zeros(4, dtype=np.int64),
-        names.KEPT_EDGE: np.zeros(4, dtype=np.int64),
-        names.KEPT_PAIRS: np.zeros(4 * shape.replicas, dtype=np.int64),
-        names.LAYOUT: np.zeros(len(question.devices), dtype=np.int64),
-    }
+    return ChainTable(
+        edge_start=np.cumsum([0, *(len(edge_flows) for edge_flows in edges)], dtype=np.int64),
+        edge_flows=np.array([flow for edge_flows in edges for flow in edge_flows], dtype=np.int64),
+        edge_of=np.array(edge_of, dtype=np.int64),
+        forward=np.array(forward, dtype=np.int64),
+        pair_of=np.array(pair_of, dtype=np.int64),
+        pair=np.concatenate([_pair_ticks(question, flows).reshape(-1) for flows in matrices]),
+        partner=np.zeros((shape.lanes - 1) * shape.replicas, dtype=np.int64),
+        back=np.zeros((shape.lanes - 1) * shape.replicas, dtype=np.int64),
+        distance=np.zeros(shape.replicas, dtype=np.int64),
+        parent=np.zeros(shape.replicas, dtype=np.int64),
+        ahead=np.zeros(shape.replicas, dtype=np.int64),
+        touched_edge=np.zeros(4, dtype=np.int64),
+        kept_edge=np.zeros(4, dtype=np.int64),
+        kept_pairs=np.zeros(4 * shape.replicas, dtype=np.int64),
+        layout=np.zeros(len(question.devices), dtype=np.int64),
+    )
 
 
 def _pair_ticks(question: PlacementProblem, flows: tuple[tuple[int, int], ...]) -> Ints:

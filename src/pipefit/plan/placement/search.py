@@ -18,9 +18,9 @@ import numpy as np
 
 from pipefit.cost.portable import portable_log, portable_power
 from pipefit.plan.placement.chains import chain_arrays
-from pipefit.plan.placement.kernels.arena import CONSTANT, DEVICE, LEADING, USED, VALUE, WEIGHT, X
 from pipefit.plan.placement.kernels.compile import kernel_functions
-from pipefit.plan.placement.kernels.state import CUTS, new_state, set_moves
+from pipefit.plan.placement.kernels.state import CUTS, new_tables, with_moves
+from pipefit.plan.placement.kernels.tables import LEADING, USED
 from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.moves import improve_placement
 from pipefit.plan.placement.paths import CriticalPaths
@@ -132,7 +132,7 @@ class PlacementSearch:
         self.run = kernel_functions(compiled)
         chain = chain_arrays(question)
         self.way = DEVICES_WAY if chain is None or len(question.devices) <= FEW_DEVICES else SETS_WAY
-        self.arena = new_state(question, chain)
+        self.tables = new_tables(question, chain)
         self.known: set[bytes] = set()
         self.step_s: dict[bytes, float] = {}
         "Simulated times by placement."
@@ -144,12 +144,12 @@ class PlacementSearch:
     @property
     def entry_ticks(self) -> Ints:
         """A copy of the times of the current placement."""
-        return self.arena.array_view(X).copy()
+        return self.tables.state.x.copy()
 
     def estimate_ticks(self, device: Ints) -> int:
         """Return the estimate of a placement in ticks; it becomes the current placement."""
-        self.arena.fill_array(DEVICE, device)
-        return int(self.run["recompute"](self.arena.whole, self.arena.real, self.arena.at))
+        self.tables.state.device[:] = device
+        return int(self.run["recompute"](self.tables))
 
     def simulate_placement(self, device: Ints) -> float:
         """Return the simulated time of a placement, and add its critical path to the estimate."""
@@ -169,11 +169,12 @@ class PlacementSearch:
         if name in self.known:
             return
         self.known.add(name)
-        used = int(self.arena.at[USED])
-        cut = used if used < CUTS else int(self.arena.array_view(VALUE).argmin())
-        self.arena.at[USED] = max(used, cut + 1)
-        self.arena.array_view(WEIGHT).reshape(-1, CUTS)[:, cut] = weight
-        self.arena.array_view(CONSTANT)[cut] = constant
+        state = self.tables.state
+        used = int(state.counters[USED])
+        cut = used if used < CUTS else int(state.value.argmin())
+        state.counters[USED] = max(used, cut + 1)
+        state.weight[:, cut] = weight
+        state.constant[cut] = constant
 
     def probe_entries(self, device: Ints) -> None:
         """Add paths that would be critical if one flow or term were slow."""
@@ -188,8 +189,8 @@ class PlacementSearch:
 
     def placed_ticks(self) -> float:
         """Return the time of transfers and collectives on the largest cut of the current placement."""
-        leading = self.arena.array_view(WEIGHT).reshape(-1, CUTS)[:, self.arena.at[LEADING]]
-        return float((leading * self.arena.array_view(X)).sum())
+        state = self.tables.state
+        return float((state.weight[:, state.counters[LEADING]] * state.x).sum())
 
     def run_annealing(
         self, start: Ints, start_s: float, racks: Sequence[Sequence[int]], course: AnnealingRun
@@ -199,23 +200,23 @@ class PlacementSearch:
         After every chunk of moves the best placement since the last simulation is simulated and updates the estimate.
         """
         question = self.question
-        set_moves(self.arena, block_moves(start, question.shape, question.links, racks))
+        self.tables = with_moves(self.tables, block_moves(start, question.shape, question.links, racks))
         self.estimate_ticks(start)
         hot = max(course.heat * self.placed_ticks(), 2.0)
         span = max(self.way.cold, 1.0 / hot)
         factor = 1.0 if course.seconds is not None else portable_power(span, 1.0 / max(1, course.moves))
-        arrays, moves_done, began = (self.arena.whole, self.arena.real, self.arena.at), 0, course.clock()
+        moves_done, began = 0, course.clock()
         best_placement, found_s, progress, chunk = start, start_s, 0.0, self.chunk
         while moves_done < course.moves and progress < 1.0:
             count = min(chunk, course.moves - moves_done)
             best, control = start.copy(), np.array([hot * portable_power(span, progress), factor, np.inf])
-            self.run[self.way.loop](count, control, course.random, EXPONENTIAL, best, *arrays)
+            self.run[self.way.loop](count, control, course.random, EXPONENTIAL, best, self.tables)
             moves_done += count
             progress = moves_done / course.moves
             if course.seconds is not None:
                 progress = max(progress, (course.clock() - began) / max(course.seconds, 1e-9))
             if np.isfinite(control[2]):
-                now, known = self.arena.array_view(DEVICE).copy(), len(self.known)
+                now, known = self.tables.state.device.copy(), len(self.known)
                 step_s = self.simulate_placement(best)
                 chunk = self.chunk if len(self.known) > known else min(2 * chunk, LONGER * self.chunk)
                 if step_s < found_s:

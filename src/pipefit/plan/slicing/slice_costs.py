@@ -11,7 +11,8 @@ import numpy as np
 
 from pipefit.cost.comm.lowerings import shard_collective
 from pipefit.cost.comm.network import Network
-from pipefit.cost.compute.roofline import LayerCosts, MicrobatchShape, layer_seconds
+from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
+from pipefit.cost.compute.roofline import LayerCosts, layer_seconds
 from pipefit.cost.pipeline.table import shard_rings, slice_places
 from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array
@@ -99,7 +100,8 @@ class SliceRows:
             shape = MicrobatchShape(rows, tokens, past, stop - start, earlier)
             collective = shard_collective(self.network, rings, shares) if rings else None
             name = (rings, shares) if stage.shares else rings
-            times = layer_seconds(self.layers, graph, shape, kind, precision, stage.recompute, collective, name)
+            query = LayerQuery(graph, shape, kind, precision, stage.recompute, collective, name)
+            times = layer_seconds(self.layers, query)
             seconds.append((times.forward_s, times.least_backward_s))
         return np.array(seconds).T[:, index]
 

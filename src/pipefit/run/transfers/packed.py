@@ -18,6 +18,7 @@ from pipefit.data.stepplan import batch_shape
 from pipefit.errors import PlanError
 from pipefit.layout import Run
 from pipefit.plan.assemble.image_split import token_runs
+from pipefit.plan.assemble.packed_rows import runs_within, sample_runs
 from pipefit.plan.types import Edge, Plan
 
 Counts = Mapping[str, Sequence[int] | Sequence[Sequence[int]]]
@@ -42,11 +43,6 @@ class TokenRuns:
         self._shape = batch_shape(plan)
         self._spaces = [stage.space for stage in plan.stages]
         self._rows = self._shape.batch // self._shape.microbatches
-        self._runs = [
-            [self._shape.batch_run(stage, 0, replica) for replica in range(len(shares))]
-            for stage, shares in enumerate(self._shape.shares)
-        ]
-        "[stage][replica] -> run of the rows of the microbatches that the stage takes together."
         self._found: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self._any = False
         self.spaces = tuple(sorted({space.name for space in plan.spaces if not space.tokens}))
@@ -120,35 +116,21 @@ class TokenRuns:
         """Return the run of a microbatch's tokens on each replica of a stage. If the stage takes several microbatches
         together, it is the part of the replica's rows that belongs to this microbatch."""
         key = (space, stage, microbatch)
-        if key not in self._found and self._shape.divides_images(stage):
-            self._found[key] = self._image_runs(space, stage, microbatch)
         if key not in self._found:
-            starts, first = self._starts[space], microbatch * self._rows
-            ahead = microbatch % self._shape.multiples[stage] * self._rows
-            base = starts[first]
-            self._found[key] = tuple(
-                (
-                    starts[first + self._place_within(start - ahead)] - base,
-                    starts[first + self._place_within(stop - ahead)] - base,
-                )
-                for start, stop in self._runs[stage]
-            )
+            self._found[key] = self._overlap_runs(space, stage, microbatch)
         return self._found[key]
 
-    def _image_runs(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
-        """Return the replicas' runs for a stage that divides images: its runs over all tokens that it takes together,
-        restricted to this microbatch."""
+    def _overlap_runs(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
+        """Return the replicas' runs over all tokens that the stage takes together, restricted to this microbatch."""
         shares, multiple = self._shape.shares[stage], self._shape.multiples[stage]
-        total = self.token_count(space, microbatch)
-        if self._any:
+        total, divides_images = self.token_count(space, microbatch), self._shape.divides_images(stage)
+        if divides_images and self._any:
             return ((0, total),) * len(shares)
         first = microbatch // multiple * multiple * self._rows
-        rows = self._images[space][first : first + multiple * self._rows]
-        ahead = self._starts[space][microbatch * self._rows] - self._starts[space][first]
-        runs = token_runs([*chain.from_iterable(rows)], shares)
-        return tuple(
-            (min(max(0, start - ahead), total), min(max(0, stop - ahead), total)) for start, stop in runs
-        )  # fmt: skip
-
-    def _place_within(self, row: int) -> int:
-        return min(max(row, 0), self._rows)
+        stop = first + multiple * self._rows
+        starts = self._starts[space]
+        if divides_images:
+            runs = token_runs([*chain.from_iterable(self._images[space][first:stop])], shares)
+        else:
+            runs = sample_runs(starts[first : stop + 1], shares)
+        return runs_within(runs, starts[microbatch * self._rows] - starts[first], total)

@@ -18,24 +18,27 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.layout import Mesh
 from pipefit.plan.types import Edge, Plan
-from pipefit.run.transfers.cells import JointMessage, Operation, TensorCell
+from pipefit.run.transfers.cells import Operation, TensorCell
 from pipefit.run.transfers.comms import Channel, CommGroups
 from pipefit.run.transfers.packed import Counts, TokenRuns, packed_space
-from pipefit.run.transfers.packed_wires import (
+from pipefit.run.transfers.pieces import IncomingPieces, OutgoingPieces, ReplicaRuns, incoming_pieces, outgoing_pieces
+from pipefit.run.transfers.wires import (
+    BufferKind,
     LongestBuffer,
     SettledTransfer,
-    exchange_pieces,
-    packed_receive,
-    packed_send,
+    exchange_tensor,
+    receive_tensor,
+    send_tensor,
 )
-from pipefit.run.transfers.pieces import IncomingPieces, OutgoingPieces, ReplicaRuns, incoming_pieces, outgoing_pieces
 from pipefit.schedule.actions import Action
 from pipefit.schedule.lowering.messages import channel_of, receive_windows
+
+TransferKey = tuple[int, int, str, str]
+"""Source stage, target stage, tensor, and "F" or "B"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class EdgeDirection:
         return lambda device: direction.pieces_sent(full_shape, device, runs)
 
 
-def edge_directions(plan: Plan) -> dict[tuple[int, int, str, str], EdgeDirection]:
+def edge_directions(plan: Plan) -> dict[TransferKey, EdgeDirection]:
     """Return (source stage, target stage, tensor, "F" or "B") -> direction. Tags are 2 * edge, plus 1 for gradients."""
     result = {}
     for index, edge in enumerate(plan.edges):
@@ -111,7 +114,7 @@ def edge_directions(plan: Plan) -> dict[tuple[int, int, str, str], EdgeDirection
     return result
 
 
-def transfer_key(action: Action) -> tuple[int, int, str, str]:
+def transfer_key(action: Action) -> TransferKey:
     """Return the key into `edge_directions` of a SEND or RECV: forward edges run from source to target, gradients
     back."""
     sends, forward = action.kind.startswith("SEND"), action.kind.endswith("F")
@@ -171,7 +174,7 @@ class TransferWiring:
     ) -> None:
         self.plan, self.lane, self.device = plan, lane, device
         self.comms, self.ranks = comms, ranks
-        self.torch_device, self.dtype = torch_device, dtype
+        self.buffers = BufferKind(dtype, torch_device)
         self.cells: dict[tuple[object, ...], TensorCell] = {}
         self.queues: list[deque[tuple[Any, Tensor]]] = []
         self._shape_of = shape_of
@@ -191,7 +194,7 @@ class TransferWiring:
         for settled in self._settled:
             settled.settle_again()
 
-    def tensor_cell(self, key: tuple[int, int, str, str], microbatch: int, slice_: int) -> TensorCell:
+    def tensor_cell(self, key: TransferKey, microbatch: int, slice_: int) -> TensorCell:
         """Return the cell of one tensor of one edge in one direction."""
         return self.cells.setdefault((key, microbatch, slice_), TensorCell())
 
@@ -204,65 +207,26 @@ class TransferWiring:
         if queue is None:
             queue = self._queues[key] = deque()
             self.queues.append(queue)
-        own_rank = self.ranks[self.device]
-        if direction.space:
-            settled = self._settle_transfer(
-                key, lambda: self._transfer_half(direction.pieces_sent, direction, key, action.microbatch, action.slice)
-            )
-            reach = partial(self._channel_to, direction.tag)
-            return packed_send(
-                cell, queue, self._send_window(action), settled, reach, self._summing_group(direction, settled.now)
-            )
-        out = direction.pieces_sent(self._edge_shape(key, action.slice), self.device)
-        pieces = []
-        for piece in out.pieces:
-            channel = self.comms.open_channel(own_rank, self.ranks[piece.peer], direction.tag)
-            box = None if piece.whole else tuple(slice(start, stop) for start, stop in piece.box)
-            pieces.append((channel[0].send, channel[1], channel[2], box))
-        window = max(1, len(pieces)) * self._send_window(action)
-        summed = self._summing_group(direction, out)
-        if summed is None and len(pieces) == 1 and pieces[0][3] is None:
-            return _plain_send(cell, queue, window, *pieces[0][:3])
-        return _general_send(cell, queue, window, pieces, summed)
+        settled = self._settle_sends(key, action.microbatch, action.slice)
+        summed = self._summing_group(direction, settled.now)
+        return send_tensor(cell, queue, self._send_window(action), settled, summed)
 
     def receive_operation(self, action: Action) -> Operation:
         """Return the operation of a RECV into a buffer of its own."""
         key = transfer_key(action)
-        direction = self._directions[key]
         cell = self.tensor_cell(key, action.microbatch, action.slice)
-        own_rank = self.ranks[self.device]
-        if direction.space:
-            settled = self._settle_transfer(
-                key,
-                lambda: self._transfer_half(direction.pieces_received, direction, key, action.microbatch, action.slice),
-            )
-            reach = partial(self._channel_from, direction.tag)
-            return packed_receive(cell, settled, reach, self.dtype, self.torch_device)
-        got = direction.pieces_received(self._edge_shape(key, action.slice), self.device)
-        channels = [self.comms.open_channel(self.ranks[piece.peer], own_rank, direction.tag) for piece in got.pieces]
-        if not got.zero and len(got.pieces) == 1 and got.pieces[0].whole:
-            return self._plain_receive(cell, got.shape, *channels[0])
-        return self._general_receive(cell, got, channels)
+        return receive_tensor(cell, self._settle_receives(key, action.microbatch, action.slice), self.buffers)
 
-    def is_regridded(self, key: tuple[int, int, str, str]) -> bool:
+    def is_regridded(self, key: TransferKey) -> bool:
         """Return True if `exchange_operation` must follow when the tensor is put into its cell."""
         return changes_grid(self.plan, self._edges[key[:3]])
 
-    def exchange_operation(self, key: tuple[int, int, str, str], microbatch: int, slice_: int) -> Operation:
+    def exchange_operation(self, key: TransferKey, microbatch: int, slice_: int) -> Operation:
         """Return the operation that moves a tensor in its cell from the mesh of the producing stage to that of the
         consuming stage, on the same devices. All devices of the lane run it at the same position of their order."""
-        direction = self._directions[key]
-
-        def settle_sends() -> OutgoingPieces:
-            return self._transfer_half(direction.pieces_sent, direction, key, microbatch, slice_)
-
-        def settle_receives() -> IncomingPieces:
-            return self._transfer_half(direction.pieces_received, direction, key, microbatch, slice_)
-
-        out, got = self._settle_transfer((*key, "sent"), settle_sends), self._settle_transfer(key, settle_receives)
-        channels = partial(self._channel_to, direction.tag), partial(self._channel_from, direction.tag)
-        cell, summed = self.tensor_cell(key, microbatch, slice_), self._summing_group(direction, out.now)
-        return exchange_pieces(cell, out, got, self.device, channels, summed, self.dtype, self.torch_device)
+        out, got = self._settle_sends(key, microbatch, slice_), self._settle_receives(key, microbatch, slice_)
+        cell, summed = self.tensor_cell(key, microbatch, slice_), self._summing_group(self._directions[key], out.now)
+        return exchange_tensor(cell, out, got, summed, self.buffers)
 
     def own_tokens(self, stage: int, microbatch: int) -> int:
         """Return the number of a microbatch's tokens on this device's replica of a stage in a packed space."""
@@ -283,54 +247,40 @@ class TransferWiring:
                 work.wait()
             queue.clear()
 
-    def _plain_receive(self, cell: TensorCell, shape: Sequence[int], group: Any, peer: int, tag: int) -> Operation:
-        call, empty, size, dtype, device = group.recv, torch.empty, tuple(shape), self.dtype, self.torch_device
+    def _settle_sends(self, key: TransferKey, microbatch: int, slice_: int) -> SettledTransfer[OutgoingPieces]:
+        direction = self._directions[key]
+        find = partial(self._transfer_half, direction.pieces_sent, key, microbatch, slice_)
+        return self._keep_settled(direction, SettledTransfer(find, partial(self._channel_to, direction.tag)))
 
-        def receive_tensor() -> None:
-            buffer = empty(size, dtype=dtype, device=device)
-            cell.work = call([buffer], peer, tag)
-            cell.tensor = buffer
+    def _settle_receives(self, key: TransferKey, microbatch: int, slice_: int) -> SettledTransfer[IncomingPieces]:
+        direction = self._directions[key]
+        find = partial(self._transfer_half, direction.pieces_received, key, microbatch, slice_)
+        longest = self._longest.setdefault(key, LongestBuffer()) if direction.space else LongestBuffer()
+        return self._keep_settled(direction, SettledTransfer(find, partial(self._channel_from, direction.tag), longest))
 
-        return receive_tensor
-
-    def _general_receive(self, cell: TensorCell, got: IncomingPieces, channels: Sequence[Channel]) -> Operation:
-        boxes = [tuple(slice(start, stop) for start, stop in piece.box) for piece in got.pieces]
-        dtype, device = self.dtype, self.torch_device
-
-        def receive_tensor() -> None:
-            buffer = torch.zeros(got.shape, dtype=dtype, device=device)
-            works, copies = [], []
-            for box, (group, peer, tag) in zip(boxes, channels, strict=True):
-                part = buffer[box]
-                if not part.is_contiguous():
-                    scratch = torch.empty(part.shape, dtype=dtype, device=device)
-                    copies.append((part, scratch))
-                    part = scratch
-                works.append(group.recv([part], peer, tag))
-            cell.work = JointMessage(works, copies) if works else None
-            cell.tensor = buffer
-
-        return receive_tensor
-
-    def _settle_transfer(self, key: object, find: Callable[[], Any]) -> SettledTransfer[Any]:
-        settled = SettledTransfer(find, self._longest.setdefault(key, LongestBuffer()))
-        self._settled.append(settled)
+    def _keep_settled(self, direction: EdgeDirection, settled: Any) -> Any:
+        """Keep a transfer whose pieces change with the step's counts, and return it."""
+        if direction.space:
+            self._settled.append(settled)
         return settled
 
-    def _transfer_half(
-        self, half: Callable[..., Any], way: EdgeDirection, key: tuple[int, int, str, str], microbatch: int, slice_: int
-    ) -> Any:
+    def _transfer_half(self, half: Callable[..., Any], key: TransferKey, microbatch: int, slice_: int) -> Any:
         """Return this device's half of a transfer; for a packed tensor by the current counts."""
-        shape = self._edge_shape(key, slice_)
-        if not way.space:
+        shape, direction = self._edge_shape(key, slice_), self._directions[key]
+        if not direction.space:
             return half(shape, self.device)
-        shape, runs = way.packed_extent(shape, self._tokens, microbatch)
+        shape, runs = direction.packed_extent(shape, self._tokens, microbatch)
         return half(shape, self.device, runs)
 
-    def _channel_to(self, tag: int, device: int) -> Channel:
+    def _channel_to(self, tag: int, device: int) -> Channel | None:
+        """Return the channel to a device; None to this one."""
+        if device == self.device:
+            return None
         return self.comms.open_channel(self.ranks[self.device], self.ranks[device], tag)
 
-    def _channel_from(self, tag: int, device: int) -> Channel:
+    def _channel_from(self, tag: int, device: int) -> Channel | None:
+        if device == self.device:
+            return None
         return self.comms.open_channel(self.ranks[device], self.ranks[self.device], tag)
 
     def _send_window(self, action: Action) -> int:
@@ -341,35 +291,5 @@ class TransferWiring:
             self._windows[lane] = receive_windows(self._schedule.lanes[lane], self._schedule.turns)
         return self._windows[lane][channel_of(action)]
 
-    def _edge_shape(self, key: tuple[int, int, str, str], slice_: int) -> Sequence[int]:
+    def _edge_shape(self, key: TransferKey, slice_: int) -> Sequence[int]:
         return self._shape_of(self._edges[key[:3]], slice_)
-
-
-def _plain_send(cell: TensorCell, queue: deque[Any], window: int, call: Any, peer: int, tag: int) -> Operation:
-    append, popleft = queue.append, queue.popleft
-
-    def send_tensor() -> None:
-        tensor = cell.tensor.contiguous()  # type: ignore[union-attr]
-        cell.tensor = None
-        append((call([tensor], peer, tag), tensor))
-        if len(queue) > window:
-            popleft()[0].wait()
-
-    return send_tensor
-
-
-def _general_send(cell: TensorCell, queue: deque[Any], window: int, pieces: Sequence[Any], summed: Any) -> Operation:
-    def send_pieces() -> None:
-        tensor = cell.tensor
-        cell.tensor = None
-        assert tensor is not None
-        if summed is not None:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(tensor, group=summed)
-        for call, peer, tag, box in pieces:
-            part = (tensor if box is None else tensor[box]).contiguous()
-            queue.append((call([part], peer, tag), part))
-        while len(queue) > window:
-            queue.popleft()[0].wait()
-
-    return send_pieces

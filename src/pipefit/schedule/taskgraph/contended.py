@@ -9,6 +9,7 @@ shape of the lanes' graph, so that every reader of a timeline can use them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,14 +17,17 @@ from pipefit.cost.types import CostTable, PortContention, PortFlow
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.problem import Edge
+from pipefit.schedule.taskgraph import fluid
 from pipefit.schedule.taskgraph.compile import TaskGraph, task_graph
-from pipefit.schedule.taskgraph.fluid import share_ports
-from pipefit.schedule.taskgraph.kernel import choose_loop
+from pipefit.schedule.taskgraph.fluid import ActiveTransfers, SharedFlows, SharedTasks
+from pipefit.schedule.taskgraph.kernel import compile_modules, pays_to_compile
 from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, Floats, I, Ints, W
 from pipefit.schedule.taskgraph.times import TaskTimes, run_graph, task_durations
 
 COMPILED_FROM = 15_000
 """Number of dependencies from which importing numba pays: an event costs more than an entry of the plain sweep."""
+
+Group = TypeVar("Group", SharedTasks, SharedFlows, ActiveTransfers)
 
 ALONE = PortFlow((), (), 1.0)
 """The flow of a transfer that shares no port."""
@@ -76,7 +80,8 @@ def run_contended(graph: TaskGraph, costs: CostTable, compiled: bool | None = No
     rank = np.empty(copies.size, dtype=np.int64)
     for pipeline in range(len(shared.pipelines)):
         rank[copies.pipeline_copies(pipeline)] = graph.row * len(shared.pipelines) + pipeline
-    start, moment = _run_shared(copies, shared, flow, flows, duration, transit, rank, compiled)
+    tasks = _shared_tasks(copies, flow, duration, transit, rank)
+    start, moment = _run_shared(tasks, _shared_flows(shared, flows), compiled)
     last = _last_pipeline(graph, copies, moment, len(shared.pipelines))
     seen = copies.pipeline_copies(last)
     stop, arrival = moment[0::2][seen], moment[1::2][seen]
@@ -161,49 +166,80 @@ def _task_slices(graph: TaskGraph) -> int:
     return graph.schedule.slices
 
 
-def _run_shared(
-    copies: TaskCopies,
-    shared: PortContention,
-    flow: Ints,
-    flows: list[PortFlow],
-    duration: Floats,
-    transit: Floats,
-    rank: Ints,
-    compiled: bool | None,
-) -> tuple[Floats, Floats]:
-    size, ports, queues = copies.size, max(1, shared.ports), max(1, shared.queues)
-    first_port = np.cumsum([0, *(len(port_flow.ports) for port_flow in flows)])
-    port = np.array([number for port_flow in flows for number in port_flow.ports] or [0], dtype=np.int64)
-    use = np.array([value for port_flow in flows for value in port_flow.use] or [0.0])
-    weight = np.array([1.0 / port_flow.bytes_per_s for port_flow in flows])
-    queue = np.array([port_flow.queue for port_flow in flows], dtype=np.int64)
+def _shared_tasks(copies: TaskCopies, flow: Ints, duration: Floats, transit: Floats, rank: Ints) -> SharedTasks:
+    size = copies.size
+    return SharedTasks(
+        first=copies.first,
+        then=copies.then,
+        waits=copies.waits.copy(),
+        duration=duration,
+        transit=transit,
+        rank=rank,
+        flow=flow,
+        start=np.zeros(size),
+        moment=np.zeros(2 * size),
+        ready=np.zeros(size),
+        left=np.zeros(size),
+        rate=np.ones(size),
+        since=np.zeros(size),
+        finish=np.full(size, -1.0),
+        fresh=np.zeros(size),
+        behind=_filled_integers(size, -1),
+        stack=_filled_integers(size),
+        pending=_filled_integers(size),
+    )
 
-    def zero_floats(count: int) -> Floats:
-        return np.zeros(count)
 
-    def filled_integers(count: int, value: int = 0) -> Ints:
-        return np.full(count, value, dtype=np.int64)
-
-    start, moment = zero_floats(size), zero_floats(2 * size)
-    arrays = [
-        copies.first, copies.then, copies.waits.copy(), duration, transit, rank, flow, first_port, port, use, weight,
-        queue, start, moment, zero_floats(size), zero_floats(size), np.ones(size), zero_floats(size), np.full(size,
-        -1.0), zero_floats(size), filled_integers(size, -1), filled_integers(size), filled_integers(size),
-        filled_integers(size), zero_floats(size), filled_integers(size), filled_integers(size), filled_integers(ports),
-        zero_floats(ports), zero_floats(ports), filled_integers(queues, -1), filled_integers(queues, -1),
-        filled_integers(ports),
-    ]  # fmt: skip
-    heavy = len(copies.then) >= COMPILED_FROM
-    function = choose_loop(share_ports, len(copies.then), True if compiled is None and heavy else compiled)
-    if function is share_ports:
-        lists = [array.tolist() for array in arrays]
-        done = share_ports(*lists)
-        start, moment = np.array(lists[12]), np.array(lists[13])
+def _run_shared(tasks: SharedTasks, ports: SharedFlows, compiled: bool | None) -> tuple[Floats, Floats]:
+    """Return (start of every copy, its moments)."""
+    size, dependencies = len(tasks.flow), len(tasks.then)
+    active = _active_transfers(size)
+    if compiled is None and dependencies >= COMPILED_FROM:
+        compiled = True
+    if pays_to_compile(dependencies, compiled):
+        done = compile_modules((fluid,))["share_ports"](tasks, ports, active)
     else:
-        done = function(*arrays)
+        tasks = _as_lists(tasks)
+        done = fluid.share_ports(tasks, _as_lists(ports), _as_lists(active))
     if done < size:
         raise ScheduleError("The lanes wait for each other in a circle: no order of the actions satisfies all waits.")
-    return start, moment
+    return np.array(tasks.start), np.array(tasks.moment)
+
+
+def _as_lists(group: Group) -> Group:
+    """Return the arrays as lists, which plain Python reads faster."""
+    return type(group)(*(array.tolist() for array in group))
+
+
+def _shared_flows(shared: PortContention, flows: list[PortFlow]) -> SharedFlows:
+    ports, queues = max(1, shared.ports), max(1, shared.queues)
+    return SharedFlows(
+        first_port=np.cumsum([0, *(len(port_flow.ports) for port_flow in flows)]),
+        port=np.array([number for port_flow in flows for number in port_flow.ports] or [0], dtype=np.int64),
+        use=np.array([value for port_flow in flows for value in port_flow.use] or [0.0]),
+        weight=np.array([1.0 / port_flow.bytes_per_s for port_flow in flows]),
+        queue=np.array([port_flow.queue for port_flow in flows], dtype=np.int64),
+        busy=_filled_integers(queues, -1),
+        tail=_filled_integers(queues, -1),
+        marked=_filled_integers(ports),
+        room=np.zeros(ports),
+        asked=np.zeros(ports),
+        users=_filled_integers(ports),
+    )
+
+
+def _active_transfers(size: int) -> ActiveTransfers:
+    return ActiveTransfers(
+        task=_filled_integers(size),
+        ends_at=np.zeros(size),
+        group=_filled_integers(size),
+        spot=_filled_integers(size),
+        joined=_filled_integers(size),
+    )
+
+
+def _filled_integers(count: int, value: int = 0) -> Ints:
+    return np.full(count, value, dtype=np.int64)
 
 
 def _last_pipeline(graph: TaskGraph, copies: TaskCopies, moment: Floats, pipelines: int) -> int:

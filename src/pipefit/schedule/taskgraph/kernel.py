@@ -7,9 +7,12 @@ fast-math, so that plain and compiled code give the same bits.
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 COMPILED_FROM = 60_000
@@ -72,11 +75,16 @@ def topological_order(pointer: Any, after: Any, order: Any, cursor: Any, stack: 
     return done
 
 
+def pays_to_compile(entries: int, compiled: bool | None = None) -> bool:
+    """Return `compiled`, or if it is None whether compiling pays for this number of predecessor entries."""
+    if compiled is None:
+        return entries >= COMPILED_FROM or (entries >= 2_000 and "numba" in sys.modules)
+    return compiled
+
+
 def choose_loop(function: Callable[..., Any], entries: int, compiled: bool | None = None) -> Callable[..., Any]:
     """Return `function`, compiled if requested, or if that pays for this number of predecessor entries."""
-    if compiled is None:
-        compiled = entries >= COMPILED_FROM or (entries >= 2_000 and "numba" in sys.modules)
-    return _compile_loop(function) if compiled else function
+    return _compile_loop(function) if pays_to_compile(entries, compiled) else function
 
 
 @lru_cache(maxsize=32)
@@ -84,4 +92,31 @@ def _compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
     compiled: Callable[..., Any] = numba.njit(cache=True)(function)
+    return compiled
+
+
+@lru_cache(maxsize=4)
+def compile_modules(
+    modules: tuple[ModuleType, ...], inlined: Collection[str] = (), allocates: bool = False
+) -> Mapping[str, Callable[..., Any]]:
+    """Return the compiled functions of the modules by name: copies that call each other's compiled copies.
+
+    A module may call functions of earlier ones. numba caches by the name and file of a function. The name contains a
+    digest of all files, because a function includes others. Unless `allocates`, no function may allocate
+    or copy a slice: without reference counts (`_nrt`) on the arrays passed in each call, they run twice as fast. The
+    functions in `inlined` are inlined: for them, a call that passes many arrays costs more than their work.
+    """
+    import numba
+
+    text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    digest = hashlib.sha256(text).hexdigest()[:12]
+    compiled: dict[str, Callable[..., Any]] = {}
+    for module in modules:
+        space: dict[str, Any] = {**module.__dict__, **compiled}
+        for name, function in vars(module).items():
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                copy = FunctionType(function.__code__, space, name)
+                copy.__module__, copy.__qualname__ = module.__name__, f"{name}_{digest}"
+                inline = "always" if name in inlined else "never"
+                compiled[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=allocates)(copy)
     return compiled

@@ -13,7 +13,6 @@ from tests.support.placement_toys import Candidate, candidate, skewed_cluster
 
 from pipefit.plan.placement import chains
 from pipefit.plan.placement.chains import chain_arrays
-from pipefit.plan.placement.kernels.arena import DEVICE, PAIR, PAIR_OF
 from pipefit.plan.placement.kernels.transfer_times import link_ticks
 from pipefit.plan.placement.search import (
     DEVICES_WAY,
@@ -37,18 +36,17 @@ def searcher_of(made: Candidate) -> PlacementSearch:
 
 def annealed(searcher: PlacementSearch, moves: int, heat: float, seed: int = 0) -> tuple[int, np.ndarray, int]:
     """(best estimate, its placement, the estimate where it ends)."""
-    best, control = searcher.arena.array_view(DEVICE).copy(), np.array([heat, 1.0, np.inf])
+    best, control = searcher.tables.state.device.copy(), np.array([heat, 1.0, np.inf])
     random = np.array([12345 + seed, 67890 + seed], dtype=np.int64)
-    arena = searcher.arena
-    end = searcher.run["anneal_sets"](moves, control, random, EXPONENTIAL, best, arena.whole, arena.real, arena.at)
+    end = searcher.run["anneal_sets"](moves, control, random, EXPONENTIAL, best, searcher.tables)
     return (int(control[2]) if np.isfinite(control[2]) else -1), best, end
 
 
 def pairs(searcher: PlacementSearch, edge: int, replicas: int) -> np.ndarray:
     """[left, right] ticks of the messages both ways between the devices that stand at a boundary, by the kernel's own
     look-up of one message."""
-    arena, shape = searcher.arena, searcher.question.shape
-    device = arena.array_view(DEVICE).reshape(-1)[: shape.slots].reshape(shape.lanes, replicas)
+    tables, shape = searcher.tables, searcher.question.shape
+    device = tables.state.device[: shape.slots].reshape(shape.lanes, replicas)
     found = np.zeros((replicas, replicas), dtype=np.int64)
     for flow in range(searcher.question.flow_count):
         message = int(shape.flow_start[flow])
@@ -57,7 +55,7 @@ def pairs(searcher: PlacementSearch, edge: int, replicas: int) -> np.ndarray:
             for i, j in itertools.product(range(replicas), repeat=2):
                 ends = (device[edge, i], device[edge + 1, j])
                 a, b = ends if lanes[0] == edge else ends[::-1]
-                found[i, j] += sum(link_ticks(int(a), int(b), int(shape.size[message]), arena.whole, arena.at))
+                found[i, j] += sum(link_ticks(int(a), int(b), int(shape.size[message]), tables.links))
     return found
 
 
@@ -68,11 +66,11 @@ def test_the_pipelines_are_matched_as_well_as_all_permutations(seed: int) -> Non
     searcher = searcher_of(made)
     for move in range(4):
         annealed(searcher, move, 1e12, seed)
-        shape = made.question.shape
-        device = searcher.arena.array_view(DEVICE)[: shape.slots].reshape(3, 5)
+        shape, table = made.question.shape, searcher.tables.chain
+        device = searcher.tables.state.device[: shape.slots].reshape(3, 5)
         for edge in range(2):
             ticks = pairs(searcher, edge, 5)
-            matrix = searcher.arena.array_view(PAIR).reshape(-1, 15, 15)[searcher.arena.array_view(PAIR_OF)[edge]]
+            matrix = table.pair.reshape(-1, 15, 15)[table.pair_of[edge]]
             assert (matrix[np.ix_(device[edge], device[edge + 1])] == ticks).all()
             least = min(max(ticks[i, j] for i, j in enumerate(order)) for order in itertools.permutations(range(5)))
             assert np.diag(ticks).max() == least
@@ -85,7 +83,7 @@ def test_its_steps_give_what_working_out_anew_gives(hosts: int, stages: int, rep
     searcher = searcher_of(made)
     for heat in (1e12, 1e9, 1e7, 1.0):
         value, best, end = annealed(searcher, 300, heat)
-        stands, x = searcher.arena.array_view(DEVICE).copy(), searcher.entry_ticks
+        stands, x = searcher.tables.state.device.copy(), searcher.entry_ticks
         assert sorted(stands.tolist()) == sorted(best.tolist()) == list(range(hosts))
         assert searcher.estimate_ticks(stands) == end and (searcher.entry_ticks == x).all()
         if value >= 0:

@@ -11,8 +11,8 @@ from tests.support.placement_toys import Candidate, candidate, skewed_cluster, s
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.cluster.measured import ClusterMeasurements, LinkCurve, RailCurve
 from pipefit.cost.comm.network import Network
-from pipefit.plan.placement.kernels.arena import ARRIVED, DEVICE, LOAD, USED, VALUE, X
-from pipefit.plan.placement.kernels.state import set_moves
+from pipefit.plan.placement.kernels.state import with_moves
+from pipefit.plan.placement.kernels.tables import ARRIVED, USED
 from pipefit.plan.placement.links import TICK_S, link_arrays, links_differ
 from pipefit.plan.placement.search import PlacementSearch
 from pipefit.plan.placement.starts import block_moves
@@ -21,7 +21,7 @@ from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.taskgraph.times import left_to_reduce_s
 from pipefit.simulate import simulate_schedule
 
-FIELDS = (DEVICE, X, VALUE)
+FIELDS = ("device", "x", "value")
 
 
 def chain(stages: int, replicas: int | tuple[int, ...], microbatches: int = 8, **more: object) -> ParallelConfig:
@@ -115,7 +115,7 @@ def test_the_estimate_is_a_lower_bound_and_exact_where_it_was_simulated(name: st
     for device in places:
         simulated = searcher.simulate_placement(device)
         assert searcher.estimate_ticks(device) * TICK_S == pytest.approx(simulated, rel=1e-7)
-    assert int(searcher.arena.at[USED]) > 3, "one path is not enough for all of them"
+    assert int(searcher.tables.state.counters[USED]) > 3, "one path is not enough for all of them"
     for device in made.permutations(20, seed=2):
         estimate = searcher.estimate_ticks(device) * TICK_S
         assert estimate <= searcher.paths.step_s(searcher.entry_ticks) * (1 + 1e-7)
@@ -156,37 +156,39 @@ def test_changing_step_by_step_is_exactly_working_out_anew(name: str) -> None:
     for device in made.permutations(3):
         searcher.simulate_placement(device)
     searcher.probe_entries(question.devices)
-    run, arrays = searcher.run, (searcher.arena.whole, searcher.arena.real, searcher.arena.at)
+    run = searcher.run
     random = np.array([11, 12], dtype=np.int64)
     racks = [[0, 1], [2, 3]]
-    set_moves(searcher.arena, block_moves(question.devices, question.shape, question.links, racks))
+    blocks = block_moves(question.devices, question.shape, question.links, racks)
+    searcher.tables = with_moves(searcher.tables, blocks)
+    links, plan, moves, state, _ = searcher.tables
     searcher.estimate_ticks(question.devices)
     changed = 0
     for number in range(200):
-        before = [searcher.arena.array_view(field).copy() for field in FIELDS]
-        count = run["propose"](random, *arrays)
-        run["exchange"](0, count, arrays[0], arrays[2])
-        if arrays[2][ARRIVED]:
-            count = run["repair_both"](count, random, arrays[0], arrays[2])
-        run["refresh"](count, *arrays)
+        before = [getattr(state, field).copy() for field in FIELDS]
+        count = run["propose"](random, links, plan, moves, state)
+        run["exchange"](0, count, links, plan, state)
+        if state.counters[ARRIVED]:
+            count = run["repair_both"](count, random, links, plan, state)
+        run["refresh"](count, links, plan, state)
         if number % 3 == 0:
-            run["would_be"](0, arrays[0], arrays[2])
-            run["exchange_back"](count, arrays[0], arrays[2])
+            run["would_be"](0, state)
+            run["exchange_back"](count, links, plan, state)
             for field, values in zip(FIELDS, before, strict=True):
-                assert (searcher.arena.array_view(field) == values).all(), "taking back leaves nothing behind"
+                assert (getattr(state, field) == values).all(), "taking back leaves nothing behind"
             continue
-        estimate = run["would_be"](np.inf, arrays[0], arrays[2])
-        run["commit"](arrays[0], arrays[2])
-        after = [searcher.arena.array_view(field).copy() for field in FIELDS]
+        estimate = run["would_be"](np.inf, state)
+        run["commit"](state)
+        after = [getattr(state, field).copy() for field in FIELDS]
         assert sorted(after[0].tolist()) == sorted(question.devices.tolist())
         changed += bool((after[0] != before[0]).any())
         if number % 3 == 1:
             assert searcher.estimate_ticks(after[0]) == estimate
             for field, values in zip(FIELDS, after, strict=True):
-                used = int(searcher.arena.at[USED]) if field == VALUE else len(values)
-                assert (searcher.arena.array_view(field)[:used] == values[:used]).all()
+                used = int(state.counters[USED]) if field == "value" else len(values)
+                assert (getattr(state, field)[:used] == values[:used]).all()
     assert changed > 100
-    assert not searcher.arena.array_view(LOAD).any(), "scratch is left clean"
+    assert not state.load.any(), "scratch is left clean"
 
 
 def measured_cluster() -> Cluster:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipefit.plan.placement.kernels import anneal, matching, rings, sets
 from pipefit.plan.placement.kernels import transfer_times as kernel
+from pipefit.plan.placement.kernels.tables import GROUPS
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -26,7 +27,8 @@ def kernel_functions(compiled: bool) -> Functions:
     """Return every function of MODULES.
 
     Numba keeps compiled functions on disk; the first call on a machine takes some seconds. A function refers to others
-    as globals, so its compiled twin needs globals in which these names are compiled functions.
+    as globals, so its compiled twin needs globals in which these names are compiled functions. Inner functions are
+    inlined: a call passes every field of the tables, which takes longer than most functions do.
     """
     scope: dict[str, Any] = {name: value for module in MODULES for name, value in vars(module).items()}
     module_names = {module.__name__ for module in MODULES}
@@ -45,19 +47,25 @@ def kernel_functions(compiled: bool) -> Functions:
         twin.__module__, twin.__qualname__ = function.__module__, f"{name}_{edition}"
         inner = name not in OUTER
         scope[name] = numba.njit(
-            cache=not inner, _nrt=False, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=inner
+            cache=not inner,
+            _nrt=False,
+            error_model="numpy",
+            no_cfunc_wrapper=True,
+            no_cpython_wrapper=inner,
+            forceinline=inner,
         )(twin)
     return {name: scope[name] for name in plain}
 
 
 def _kernel_digest(plain: Functions, scope: Mapping[str, Any]) -> str:
-    """Return a digest of all functions and the numbers they refer to.
+    """Return a digest of all functions, the numbers they refer to and the fields of their tables.
 
     Numba's own cache checks one file only, and a changed function is often in another one.
     """
     numbers = sorted(
         (name, value) for name, value in scope.items() if name.isupper() and isinstance(value, int | float)
     )
+    fields = [group._fields for group in GROUPS]
     codes = [(name, function.__code__) for name, function in sorted(plain.items())]
-    text = repr([numbers, [(name, code.co_code, code.co_names, code.co_consts) for name, code in codes]])
+    text = repr([numbers, fields, [(name, code.co_code, code.co_names, code.co_consts) for name, code in codes]])
     return sha256(text.encode()).hexdigest()[:12]

@@ -1,14 +1,19 @@
-"""The arena of one placement search: its links and shape, space for cuts and moves, scratch arrays."""
+"""The arrays of one placement search: its links and shape, space for cuts and moves, scratch arrays."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan.placement.kernels import arena as names
-from pipefit.plan.placement.kernels.arena import KernelArena, make_arena
+from pipefit.plan.placement.kernels.tables import (
+    COUNTERS,
+    ChainTable,
+    HostLinks,
+    MoveTable,
+    PlanTable,
+    SearchState,
+    SearchTables,
+)
 from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.plan.placement.starts import MoveSet
@@ -29,127 +34,142 @@ AIMED = 500
 """Number of 1,000 swaps that involve a slow slot."""
 
 
-def new_state(question: PlacementProblem, chain: Mapping[int, Ints] | None = None) -> KernelArena:
-    """Return the arena of a problem, with `chains.chain_arrays` if it is a chain: no cuts yet, and no moves
-    (`set_moves`)."""
-    links, shape = question.links, question.shape
-    devices, hosts = len(question.devices), len(links.inside_latency)
-    numbers = {
-        names.DEVICES: devices,
-        names.HOSTS: hosts,
-        names.MATRICES: len(links.latency),
-        names.RAILS: links.rails,
-        names.SINGLE: links.single,
-        names.KINDS: shape.allowed.shape[1],
-        names.LANE_COUNT: shape.lanes,
-        names.REPLICAS: shape.replicas,
-        names.SHARDS: shape.shards,
-        names.SLOTS: shape.slots,
-        names.FLOWS: question.flow_count,
-        names.MESSAGES: len(shape.source),
-        names.TERMS: len(shape.passes),
-        names.ENTRIES: question.entry_count,
-        names.CUT_ROOM: CUTS,
-        names.FIRST_LEVEL: FIRST_LEVEL,
-        names.AIMED: AIMED,
-    }
-    return make_arena(
-        numbers, {**_fact_arrays(question), **_scratch_arrays(question), **(chain or {})}, _real_arrays(question)
+def new_tables(question: PlacementProblem, chain: ChainTable | None = None) -> SearchTables:
+    """Return the arrays of a problem, with `chains.chain_arrays` if it is a chain: no cuts yet, and no moves
+    (`with_moves`)."""
+    return SearchTables(
+        links=_link_table(question),
+        plan=_plan_table(question),
+        moves=_move_table((), np.zeros((0, 0)), np.zeros(0)),
+        state=_search_state(question),
+        chain=chain or ChainTable(*(_zeros(0) for _ in ChainTable._fields)),
     )
 
 
-def set_moves(arena: KernelArena, moves: MoveSet) -> None:
-    """Set the blocks and racks that the next moves may permute."""
-    arena.at[names.LEVELS] = len(moves.levels)
-    arena.at[names.RACK_COUNT], arena.at[names.RACK_SIZE] = moves.racks.shape
-    arena.fill_array(names.BLOCK_START, np.cumsum([0, *(level.size for level in moves.levels[:-1])]))
-    arena.fill_array(names.BLOCKS, np.array([len(level) for level in moves.levels]))
-    arena.fill_array(names.BLOCK_WIDTH, np.array([level.shape[1] for level in moves.levels]))
-    arena.fill_array(names.BLOCK_SLOTS, np.concatenate([level.reshape(-1) for level in moves.levels]))
-    arena.fill_array(names.BLOCK_OF, moves.block_of)
-    arena.fill_array(names.RACK_DEVICES, moves.racks)
+def with_moves(tables: SearchTables, moves: MoveSet) -> SearchTables:
+    """Return the tables with the blocks and racks that the next moves may permute."""
+    return tables._replace(moves=_move_table(moves.levels, moves.racks, moves.block_of))
 
 
-def _fact_arrays(question: PlacementProblem) -> dict[int, Ints]:
-    links, shape = question.links, question.shape
-    return {
-        names.HOST: links.host,
-        names.RAIL: links.rail,
-        names.MATRIX: links.matrix,
-        names.HOP: (links.matrix[links.rail] * len(links.inside_latency) + links.host) * len(links.inside_latency),
-        names.SHARED: links.shared,
-        names.LATENCY: links.latency,
-        names.BUSY: links.busy,
-        names.INSIDE_LATENCY: links.inside_latency,
-        names.INSIDE_BUSY: links.inside_busy,
-        names.KIND: shape.kind,
-        names.FLOW_START: shape.flow_start,
-        names.SOURCE: shape.source,
-        names.TARGET: shape.target,
-        names.SIZE: shape.size,
-        names.FLOW_OF: shape.flow_of,
-        names.SLOT_START: shape.slot_start,
-        names.SLOT_MESSAGES: shape.slot_messages,
-        names.TERM_START: shape.term_start,
-        names.PASSES: shape.passes,
-        names.MORE: shape.more,
-        names.LINE_START: shape.line_start,
-        names.ROW_START: shape.row_start,
-        names.ROW_TIME: shape.row_time,
-        names.ALLOWED: shape.allowed,
-        names.UNTIL: np.array(UNTIL),
-    }
+def _move_table(levels: tuple[Ints, ...], racks: Array | Ints, block_of: Array | Ints) -> MoveTable:
+    rack_count, rack_size = racks.shape
+    return MoveTable(
+        levels=len(levels),
+        rack_count=rack_count,
+        rack_size=rack_size,
+        first_level=FIRST_LEVEL,
+        aimed=AIMED,
+        until=_flat(UNTIL),
+        block_start=_flat(np.cumsum([0, *(level.size for level in levels[:-1])])),
+        blocks=_flat([len(level) for level in levels]),
+        block_width=_flat([level.shape[1] for level in levels]),
+        block_slots=_flat(np.concatenate([_zeros(0), *(level.reshape(-1) for level in levels)])),
+        block_of=_flat(block_of),
+        rack_devices=_flat(racks),
+    )
 
 
-def _scratch_arrays(question: PlacementProblem) -> dict[int, Ints]:
-    shape, devices = question.shape, len(question.devices)
+def _link_table(question: PlacementProblem) -> HostLinks:
+    links, hosts = question.links, len(question.links.inside_latency)
+    sizes = len(links.busy)
+    return HostLinks(
+        devices=len(question.devices),
+        hosts=hosts,
+        rails=links.rails,
+        single=links.single,
+        kinds=question.shape.allowed.shape[1],
+        kind=_flat(question.shape.kind),
+        host=_flat(links.host),
+        rail=_flat(links.rail),
+        hop=_flat((links.matrix[links.rail] * hosts + links.host) * hosts),
+        shared=_flat(links.shared),
+        latency=_flat(links.latency),
+        busy=_flat(links.busy).reshape(sizes, links.latency.size),
+        inside_latency=_flat(links.inside_latency),
+        inside_busy=_flat(links.inside_busy).reshape(sizes, hosts),
+        per_byte=_flat_floats(links.per_byte),
+        inside_per_byte=_flat_floats(links.inside_per_byte),
+    )
+
+
+def _plan_table(question: PlacementProblem) -> PlanTable:
+    shape = question.shape
+    return PlanTable(
+        lanes=shape.lanes,
+        replicas=shape.replicas,
+        shards=shape.shards,
+        slots=shape.slots,
+        flows=question.flow_count,
+        messages=len(shape.source),
+        terms=len(shape.passes),
+        entries=question.entry_count,
+        flow_start=_flat(shape.flow_start),
+        source=_flat(shape.source),
+        target=_flat(shape.target),
+        size=_flat(shape.size),
+        flow_of=_flat(shape.flow_of),
+        slot_start=_flat(shape.slot_start),
+        slot_messages=_flat(shape.slot_messages),
+        term_start=_flat(shape.term_start),
+        passes=_flat(shape.passes),
+        more=_flat(shape.more),
+        line_start=_flat(shape.line_start),
+        row_start=_flat(shape.row_start),
+        row_time=_flat(shape.row_time),
+        allowed=_flat(shape.allowed),
+        latency_factor=_flat_floats(shape.latency_factor),
+        byte_factor=_flat_floats(shape.byte_factor),
+        bytes=_flat_floats(shape.bytes),
+        share=_flat_floats(shape.share),
+        line_share=_flat_floats(shape.line_share),
+        line_beside=_flat_floats(shape.line_beside),
+    )
+
+
+def _search_state(question: PlacementProblem) -> SearchState:
+    shape, devices, flows = question.shape, len(question.devices), question.flow_count
+    entries, messages, ports = question.entry_count, len(shape.source), _port_count(question)
     order = np.arange(shape.slots).reshape(shape.lanes, shape.replicas, shape.shards).transpose(0, 2, 1)
-    sizes = {
-        names.BLOCK_START: 2,
-        names.BLOCKS: 2,
-        names.BLOCK_WIDTH: 2,
-        names.BLOCK_SLOTS: 2 * devices,
-        names.BLOCK_OF: 2 * devices,
-        names.RACK_DEVICES: devices,
-        names.WEIGHT: question.entry_count * CUTS,
-        names.CONSTANT: CUTS,
-        names.SLOT_OF: devices,
-        names.MESSAGE_BUSY: len(shape.source),
-        names.MESSAGE_LATENCY: len(shape.source),
-        names.X: question.entry_count,
-        names.VALUE: CUTS,
-        names.TOP: 4 * question.flow_count,
-        names.LOAD: _port_count(question),
-        names.MOVED_SLOT: devices + 8,
-        names.MOVED_DEVICE: devices + 8,
-        names.SEEN_FLOW: question.flow_count,
-        names.SEEN_LANE: shape.lanes,
-        names.FLOW_LIST: question.flow_count,
-        names.LANE_LIST: shape.lanes,
-        names.CHANGED_ENTRY: question.entry_count,
-        names.CHANGED_BY: question.entry_count,
-        names.NEW_VALUE: CUTS,
-        names.NEW_TOP: 4 * question.flow_count,
-        names.RESCAN: question.flow_count,
-    }
-    empty = {name: np.zeros(size, dtype=np.int64) for name, size in sizes.items()}
-    return {names.DEVICE: question.devices, names.ORDER: order, **empty}
+    return SearchState(
+        counters=_zeros(COUNTERS),
+        device=_flat(question.devices),
+        slot_of=_zeros(devices),
+        message_busy=_zeros(messages),
+        message_latency=_zeros(messages),
+        order=_flat(order),
+        x=_zeros(entries),
+        value=_zeros(CUTS),
+        top=_zeros(flows, 4),
+        weight=_zeros(entries, CUTS),
+        constant=_zeros(CUTS),
+        load=_zeros(ports),
+        load_per_byte=np.zeros(ports),
+        ring=np.zeros(10),
+        moved_slot=_zeros(devices + 8),
+        moved_device=_zeros(devices + 8),
+        seen_flow=_zeros(flows),
+        seen_lane=_zeros(shape.lanes),
+        flow_list=_zeros(flows),
+        lane_list=_zeros(shape.lanes),
+        changed_entry=_zeros(entries),
+        changed_by=_zeros(entries),
+        new_value=_zeros(CUTS),
+        new_top=_zeros(flows, 4),
+        rescan=_zeros(flows),
+    )
 
 
-def _real_arrays(question: PlacementProblem) -> dict[int, Array]:
-    links, shape = question.links, question.shape
-    return {
-        names.PER_BYTE: links.per_byte,
-        names.INSIDE_PER_BYTE: links.inside_per_byte,
-        names.LATENCY_FACTOR: shape.latency_factor,
-        names.BYTE_FACTOR: shape.byte_factor,
-        names.BYTES: shape.bytes,
-        names.SHARE: shape.share,
-        names.LINE_SHARE: shape.line_share,
-        names.LINE_BESIDE: shape.line_beside,
-        names.RING: np.zeros(10),
-        names.LOAD_PER_BYTE: np.zeros(_port_count(question)),
-    }
+def _zeros(*shape: int) -> Ints:
+    return np.zeros(shape, dtype=np.int64)
+
+
+def _flat(values: object) -> Ints:
+    """Return a flat copy: the types of all tables are equal, so that one compilation serves all searches."""
+    return np.array(values, dtype=np.int64, order="C").reshape(-1)
+
+
+def _flat_floats(values: Array) -> Array:
+    return np.array(values, dtype=np.float64, order="C").reshape(-1)
 
 
 def _port_count(question: PlacementProblem) -> int:

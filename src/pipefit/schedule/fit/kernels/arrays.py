@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +16,7 @@ from pipefit.schedule.fit.kernels import greedy, moves
 from pipefit.schedule.fit.kernels import sweep as kernel
 from pipefit.schedule.fit.kernels.greedy import ConstructionScratch
 from pipefit.schedule.fit.kernels.sweep import InstanceTables, OrderState, OrderTrial
+from pipefit.schedule.taskgraph.kernel import compile_modules
 
 
 def make_tables(instance: FitInstance) -> InstanceTables:
@@ -190,26 +187,8 @@ class SearchLoops:
 PLAIN = SearchLoops(kernel.sweep, moves.anneal, greedy.construct, pattern_kernel.patterns)
 
 
-@lru_cache(maxsize=1)
 def compile_loops() -> SearchLoops:
-    """Return the compiled loops: copies of the functions that call each other's compiled copies.
-
-    numba caches by the name and file of a function. The name contains a digest of all files, because a function
-    includes others. No function allocates: without reference counts (`_nrt`) on the arrays passed in each call, they
-    run twice as fast.
-    """
-    import numba
-
+    """Return the compiled loops."""
     modules = (kernel, moves, greedy, pattern_passes, pattern_kernel)
-    text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
-    digest = hashlib.sha256(text).hexdigest()[:12]
-    compiled: dict[str, Callable[..., Any]] = {}
-    for module in modules:
-        space: dict[str, Any] = {**module.__dict__, **compiled}
-        for name, function in vars(module).items():
-            if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
-                copy = types.FunctionType(function.__code__, space, name)
-                copy.__module__, copy.__qualname__ = module.__name__, f"{name}_{digest}"
-                inline = "always" if name in INLINE else "never"
-                compiled[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=False)(copy)
+    compiled = compile_modules(modules, INLINE)
     return SearchLoops(compiled["sweep"], compiled["anneal"], compiled["construct"], compiled["patterns"])

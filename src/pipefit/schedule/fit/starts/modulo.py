@@ -12,16 +12,13 @@ can be quicker, so `bound_s` bounds steady states of this kind, not all schedule
 
 from __future__ import annotations
 
-import types
-from functools import lru_cache
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.schedule.fit.instance import B, FitInstance, Floats, I, W
 from pipefit.schedule.fit.kernels import steady_state as modulo_kernel
 from pipefit.schedule.fit.kernels.unit_cycle import Orders, SteadyState, UnitCycle, cycle_of, steady_state_of
+from pipefit.schedule.taskgraph.kernel import compile_modules
 
 STARTS = 12
 STRETCHES = (1.0, 1.1, 1.3, 1.0, 1.6, 1e9)
@@ -62,7 +59,7 @@ def _anneal_cycle(cycle: UnitCycle, moves: int, random: np.random.Generator) -> 
 
     Their initial orders are those of an unlimited number of devices with slowed-down hops.
     """
-    run = _compile_anneal()
+    run = compile_modules((modulo_kernel,), allocates=True)["anneal"]
     size = len(cycle.time)
     best: Orders | None = None
     best_cost = np.inf
@@ -109,17 +106,3 @@ def _orders_of_starts(
     order = order[cycle.present[order]]
     first = np.searchsorted(cycle.lane[order], np.arange(len(cycle.limit) + 1))
     return order, first, turn
-
-
-@lru_cache(maxsize=1)
-def _compile_anneal() -> Any:
-    """Compile the annealing with numba: copies of the kernel's functions that call each other's compiled copies."""
-    import numba
-
-    space: dict[str, Any] = dict(modulo_kernel.__dict__)
-    for name, function in vars(modulo_kernel).items():
-        if isinstance(function, types.FunctionType):
-            copy = types.FunctionType(function.__code__, space, name)
-            copy.__module__, copy.__qualname__ = modulo_kernel.__name__, name
-            space[name] = numba.njit(cache=True)(copy)
-    return space["anneal"]
