@@ -16,8 +16,8 @@ from itertools import product
 from typing import Any
 
 from pipefit.schedule.families import find_family
-from pipefit.schedule.families.interleaved_1f1b import placement as looped
 from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs, vee_placement
+from pipefit.schedule.problem import looped_placement as looped
 from pipefit.simulate import simulate_schedule
 from provenance import provenance, write_result
 from token_slices_targets import at_most

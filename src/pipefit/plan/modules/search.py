@@ -36,6 +36,7 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
 from pipefit.plan.types import Job, SampleArrangement
+from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
 from pipefit.units import format_seconds
 
 SHORT, ACTIONS = 60, 120_000
@@ -45,7 +46,7 @@ EACH = 12
 """Minimum number of simulated layouts for every choice of modules that share devices."""
 
 ORDERED, BEST, TRIED = 12, 4, 24
-"""Number of layouts that are also simulated with the orders of OTHERS; of plans that fit on every sampled batch; and of
+"""Number of layouts that are also simulated with other orders; of plans that fit on every sampled batch; and of
 plans tried for the latter, or as many as it takes to find one."""
 
 TIGHTER, SPARE, MISSES, FEWER = 6, 0.02, 20, 5
@@ -55,16 +56,6 @@ up: MISSES, or FEWER for a placement if another one has layouts that fit."""
 
 AROUND = 4_000
 """Number of actions of a layout up to which its neighbours are simulated as well (`polish.py`)."""
-
-OTHERS = ("eager-1f1b", "zb-h1")
-"""Families that are tried besides 1F1B; their placement is one stage per lane."""
-
-BESIDE = (("eager-1f1b", 2), ("1f1b", 1))
-"""(family, units ahead) for layouts with guests: the first one that fits. Guests fit into a pipeline with idle time
-between its forwards and backwards."""
-
-BESIDE_OTHERS = (("1f1b", 4), ("eager-1f1b", 4), ("zb-h1", 2), ("zb-h1", 4))
-"""Orders that are also tried with the best layouts with guests."""
 
 
 class SettledPlan(NamedTuple):
@@ -197,9 +188,9 @@ class ModuleSearch:
     def other_orders(self, decisions: MultiModuleConfig) -> list[MultiModuleConfig]:
         """Return the same layout in other orders, unless the order is constrained."""
         if not decisions.guests:
-            names = OTHERS if "schedule" not in self.pins else ()
+            names = other_families() if "schedule" not in self.pins else ()
             return [replace(decisions, schedule=name) for name in names]
-        return [reordered for reordered in self.with_orders(decisions, BESIDE_OTHERS) if reordered != decisions]
+        return [reordered for reordered in self.with_orders(decisions, more_guest_orders()) if reordered != decisions]
 
     def with_orders(self, decisions: MultiModuleConfig, of: Sequence[tuple[str, int]]) -> list[MultiModuleConfig]:
         """Return the layout, which has guests, in these orders; constraints replace their values."""
@@ -255,7 +246,7 @@ class ModuleSearch:
             if placement in again or not (actions <= ACTIONS if placement in fit else lacking):
                 continue
             actions += 2 * (decisions.lane_count + len(decisions.guests)) * decisions.microbatches
-            tried = self.with_orders(decisions, BESIDE) if decisions.guests else [decisions]
+            tried = self.with_orders(decisions, first_guest_orders()) if decisions.guests else [decisions]
             if any(self.trials.simulate_plan(candidate) is not None for candidate in tried):
                 fit.add(placement)
             else:
@@ -308,7 +299,7 @@ class ModuleSearch:
         placed = dict(zip([layout.module for layout in device_holders], devices, strict=True))
         common = {
             "microbatches": arrangement.microbatches,
-            "schedule": self.pins.get("schedule", "1f1b"),
+            "schedule": self.pins.get("schedule", DEFAULT_FAMILY),
             "zero1": self.pins.get("zero1", True),
         }
         modules = tuple(
@@ -376,6 +367,25 @@ class ModuleSearch:
 
 
 FIXED = ("replicas", "stages", "devices", "multiple")
+
+
+def other_families() -> list[str]:
+    """Return the families that are tried besides the default one; their placement is one stage per lane."""
+    return sorted(name for name, family in FAMILIES.items() if family.searched_with_modules)
+
+
+def first_guest_orders() -> list[tuple[str, int]]:
+    """Return (family, units ahead) for layouts with guests, to try until one fits: more units first.
+
+    Guests fit into a pipeline with idle time between its forwards and backwards.
+    """
+    orders = [(name, ahead) for name in sorted(FAMILIES) for ahead in FAMILIES[name].guest_units_ahead]
+    return sorted(orders, key=lambda order: -order[1])
+
+
+def more_guest_orders() -> list[tuple[str, int]]:
+    """Return (family, units ahead) that are also tried with the best layouts with guests."""
+    return [(name, ahead) for name in sorted(FAMILIES) for ahead in FAMILIES[name].more_guest_units_ahead]
 
 
 def _module_constraints(pins: Mapping[str, Any], module: str) -> dict[str, Any]:

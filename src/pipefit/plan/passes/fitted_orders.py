@@ -29,9 +29,8 @@ from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import TIE, Progress, search_plans
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute
+from pipefit.schedule.fit.family import FIT
 from pipefit.simulate import simulate_schedule
-
-FIT = "fit"
 
 HOPE = 0.1
 """A layout gets a fitted order if its family's step is at most this fraction longer than the best one."""
