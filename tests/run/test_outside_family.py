@@ -28,6 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "plan"))
 from plan_toys import toy_cluster, toy_model
 
 JOB = Job(batch=2, sequence=65536)
+LONG_JOB = Job(batch=2, sequence=2**20)
+TWO_LANES = {"devices": 2, "replicas": (1,), "recompute": ("none",), "placement": looped_stages(2)}
+"""Three stages on each of two lanes, a placement that GPipe and interleaved 1F1B also take."""
 
 
 @pytest.fixture
@@ -46,6 +49,18 @@ def test_it_is_planned_on_request(family: str) -> None:
     assert plan.order.name == family
     page = render_report(make_subject(plan, model=model, cluster=cluster))
     assert family in page
+
+
+def test_it_wins_the_search_unasked() -> None:
+    def fastest() -> tuple[str, float]:
+        best = search_plans(PlannerContext(toy_model(45), toy_cluster()), LONG_JOB, TWO_LANES, top=1).fitting[0]
+        return best.decisions.schedule, best.step_s
+
+    name_before, before_s = fastest()
+    with temporary_family(BREADTH_FIRST):
+        name, step_s = fastest()
+    assert (name_before, name) == ("gpipe", BREADTH_FIRST.name) and step_s < before_s
+    assert fastest() == (name_before, before_s), "nothing of the family is left"
 
 
 def test_it_is_drawn(family: str) -> None:
