@@ -107,6 +107,11 @@ def test_the_table_of_rooms_names_what_stands() -> None:
     assert standing == set(rooms()), "docs/design/architecture.md and src/pipefit name different rooms"
 
 
+def test_no_room_imports_the_conformance_suites() -> None:
+    users = [path for path in MODULES if any(name.startswith("pipefit.testing") for name, _, _ in imports(path))]
+    assert {room_of(path) for path in users} == {"testing"}
+
+
 def test_imports_go_one_way() -> None:
     order, faults = rooms(), []
     for path in MODULES:

@@ -48,7 +48,7 @@ from pipefit.plan.slicing.cuts import equal_cost, uniform_slices
 from pipefit.plan.slicing.refine import refine_slices
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job, Plan
-from pipefit.schedule.families.interleaved_1f1b import placement as looped
+from pipefit.schedule.problem import looped_placement as looped
 
 LAB = "token-slices"
 LANES, BLOCKS, SEQUENCE = 8, 16, 768

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.token_slices.targets import at_most
 from pipefit.schedule.families import find_family
-from pipefit.schedule.families.interleaved_1f1b import placement as looped
 from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs, vee_placement
+from pipefit.schedule.problem import looped_placement as looped
 from pipefit.simulate import simulate_schedule
 
 Shape = tuple[int, int, int, int]

@@ -32,7 +32,7 @@ from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.slicing.cuts import equal_cost
 from pipefit.plan.types import Job, Plan
-from pipefit.schedule.families.interleaved_1f1b import placement as looped
+from pipefit.schedule.problem import looped_placement as looped
 
 STAGES = SEQUENCES = 2
 LIMIT_S = 1200.0

@@ -18,9 +18,9 @@ Placement = Callable[[int], tuple[int, ...]]
 
 def named_placements() -> dict[str, Placement]:
     """Return the named placements. Each maps a number of devices to the lane of every stage."""
-    from pipefit.schedule import find_family, linear_placement, vee_placement
+    from pipefit.schedule.problem import linear_placement, looped_placement, vee_placement
 
-    return {"linear": linear_placement, "looped": find_family("interleaved-1f1b").placement, "v": vee_placement}
+    return {"linear": linear_placement, "looped": looped_placement, "v": vee_placement}
 
 
 def placement_named(name: str) -> Placement:

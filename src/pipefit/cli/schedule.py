@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from pipefit.schedule.fit.result import FitResult
     from pipefit.simulate import Timeline
 
-FIT = "fit"
-"""The name of a schedule fitted to times and memory; every other name is a family's."""
-
 LONGEST_S = 1e9
 """Longest time of a search, in seconds: about 30 years."""
 
@@ -120,20 +117,27 @@ def _check_given(context: typer.Context, name: str, block: bool) -> None:
                 allowed="--devices and --interval beside --block",
                 next_step=f"leave out {option}, or the block: pipefit schedule {name}",
             )
-        if parameter in OF_FIT and name != FIT:
+        if parameter in OF_FIT and not _is_fitted(name):
             raise ScheduleError(
                 "Only fit searches; the order of a family is fixed.",
                 where=option,
                 seen=f"{option} with {name}",
-                allowed=f"{option} with {FIT}",
+                allowed=f"{option} with fit",
             )
+
+
+def _is_fitted(name: str) -> bool:
+    """Return whether this family searches its order."""
+    from pipefit.schedule import FAMILIES
+
+    return name in FAMILIES and FAMILIES[name].is_fitted
 
 
 def _choose_placement(name: str, asked: str | None, devices: int) -> tuple[int, ...]:
     from pipefit.cli._schedule_problem import placement_named
     from pipefit.schedule import find_family, vee_placement
 
-    default = vee_placement if name == FIT else find_family(name).placement
+    default = vee_placement if _is_fitted(name) else find_family(name).placement
     return (default if asked is None else placement_named(asked))(devices)
 
 
@@ -143,7 +147,7 @@ def _make_schedule(
     """Return the schedule and, if it was fitted, the result of the fit."""
     from pipefit.schedule import find_family
 
-    if options.name != FIT:
+    if not _is_fitted(options.name):
         return find_family(options.name)(problem), None
     from dataclasses import replace
 
@@ -188,7 +192,7 @@ def _block_text(name: str, devices: int, interval: int | None) -> str:
     from pipefit.schedule import FAMILIES, find_family
     from pipefit.schedule.blocks.building_block import check_block, describe_block
 
-    build = None if name == FIT else find_family(name).block
+    build = find_family(name).block
     if build is None:
         raise ScheduleError(
             f"{name} is not made of a building block.",

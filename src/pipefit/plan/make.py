@@ -25,7 +25,7 @@ from pipefit.plan.explain.slice_notes import slice_note
 from pipefit.plan.explain.unused_kinds import unused_kind_notes
 from pipefit.plan.modules.search import ModuleSearchResult, search_modules
 from pipefit.plan.passes.device_groups.search import search_groups
-from pipefit.plan.passes.fitted_orders import FIT, best_plans
+from pipefit.plan.passes.fitted_orders import best_plans
 from pipefit.plan.passes.memory_trade import trade_memory
 from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.search import Progress
@@ -40,6 +40,7 @@ from pipefit.plan.request.sampled_batches import (
 )
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.types import Job, Plan, TradePoint
+from pipefit.schedule.fit.family import FIT
 from pipefit.shard.apart import check_row_independence
 from pipefit.units import format_seconds
 

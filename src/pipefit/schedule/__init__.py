@@ -3,7 +3,7 @@
 from pipefit.schedule.actions import Action, Schedule, format_lanes, parse_lanes
 from pipefit.schedule.check.deadlock import check_deadlock, find_deadlock
 from pipefit.schedule.check.rules import check_schedule
-from pipefit.schedule.families import FAMILIES, find_family, register_family
+from pipefit.schedule.families import FAMILIES, ScheduleFamily, find_family, register_family, remove_family
 from pipefit.schedule.fit import family as _fit_family
 from pipefit.schedule.lowering.lower import lower_schedule
 from pipefit.schedule.problem import Edge, ScheduleProblem, chain_edges, linear_placement, uniform_costs, vee_placement
@@ -13,6 +13,7 @@ __all__ = [
     "Action",
     "Edge",
     "Schedule",
+    "ScheduleFamily",
     "ScheduleProblem",
     "chain_edges",
     "check_deadlock",
@@ -24,6 +25,7 @@ __all__ = [
     "lower_schedule",
     "parse_lanes",
     "register_family",
+    "remove_family",
     "uniform_costs",
     "vee_placement",
 ]

@@ -103,6 +103,12 @@ def vee_placement(devices: int) -> tuple[int, ...]:
     return (*range(devices), *reversed(range(devices)))
 
 
+def looped_placement(devices: int, turns: int = 2) -> tuple[int, ...]:
+    """Return the placement of interleaved stages: stages 0 to d-1 on lanes 0 to d-1, and again from the first lane,
+    `turns` times (Narayanan et al. 2021, arXiv 2104.04473)."""
+    return tuple(range(devices)) * turns
+
+
 def uniform_costs(
     placement: Sequence[int],
     edges: Sequence[Edge] | None = None,

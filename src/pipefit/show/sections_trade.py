@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipefit.plan.types import PlanPrediction, TradePoint
+from pipefit.schedule.fit.family import FIT
 from pipefit.show.html import escape_text, html_table
 from pipefit.show.labels import CHARACTER, PlacedLabel, place_labels
 from pipefit.show.sections import section_card
@@ -106,7 +107,7 @@ def _trade_drawing(points: Sequence[TradePoint], limit: float | None) -> str:
     x = _LinearScale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
     y = _LinearScale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
     fitted = " ".join(
-        f"{x(point.memory_bytes):.1f},{y(point.step_s):.1f}" for _, point in shown if point.schedule == "fit"
+        f"{x(point.memory_bytes):.1f},{y(point.step_s):.1f}" for _, point in shown if point.schedule == FIT
     )
     parts = [
         _draw_axes(x, y, low, high, fastest, slow),
@@ -122,7 +123,7 @@ def _trade_drawing(points: Sequence[TradePoint], limit: float | None) -> str:
     named: set[str] = set()
     names, best = [], float("inf")
     for _, point in shown:
-        leads = point.step_s < best and point.schedule != "fit" and point.schedule not in named
+        leads = point.step_s < best and point.schedule != FIT and point.schedule not in named
         best = min(best, point.step_s)
         named |= {point.schedule} if leads else set()
         names.append("this plan" if point.chosen else point.schedule if leads else "")
@@ -152,7 +153,7 @@ def _point_mark(index: int, point: TradePoint, x: float, y: float, label: Placed
     pale."""
     colour = f"var({COLOURS.get(point.recompute, CURVE)})"
     pale = "" if point.fits else ' fill-opacity="0.4"'
-    if point.schedule == "fit":
+    if point.schedule == FIT:
         shape = f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"{pale}/>'
     else:
         shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"{pale}/>'

@@ -22,7 +22,7 @@ from pipefit.layout import Mesh, MeshAxis
 from pipefit.model.graph import Graph, element_count
 from pipefit.schedule import ScheduleProblem, find_family, lower_schedule, uniform_costs
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.families.interleaved_1f1b import placement as looped
+from pipefit.schedule.problem import looped_placement
 from pipefit.simulate import Timeline, simulate_schedule
 from pipefit.validate.collectives import MeasuredAllReduces
 from pipefit.validate.gpt import GptSizes, embedding_graph, head_graph, layer_graphs
@@ -89,7 +89,7 @@ def schedule_of(lanes: int, turns: int, microbatches: int) -> Schedule:
     """Return the lowered 1F1B schedule, interleaved if a lane holds several stages, with transfers, reductions and the
     optimizer step."""
     name = "1f1b" if turns == 1 else "interleaved-1f1b"
-    placement = looped(lanes, turns)
+    placement = looped_placement(lanes, turns)
     costs = uniform_costs(placement, forward_s=1.0, input_s=1.0, weight_s=1.0)
     return lower_schedule(
         find_family(name)(ScheduleProblem(placement=placement, microbatches=microbatches)), costs=costs

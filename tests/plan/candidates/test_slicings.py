@@ -14,7 +14,7 @@ from pipefit.cluster import Cluster
 from pipefit.cost.types import Array, CostTable
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.plan.bounds.sliced_bounds import min_sliced_in_flight, sliced_bound_s
-from pipefit.plan.bounds.step_bounds import schedule_facts, table_bound_s
+from pipefit.plan.bounds.step_bounds import table_bound_s
 from pipefit.plan.candidates.slicings import SequenceSlicer
 from pipefit.plan.candidates.space import check_space, iter_candidates, iter_grids
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
@@ -82,7 +82,7 @@ def test_no_sliced_bound_exceeds_the_simulated_time(name: str) -> None:
         bound = table_bound_s(costs, placement, microbatches, name)
         assert bound <= simulated * (1 + 1e-9), (placement, microbatches, slices)
         tight.append(bound / simulated)
-    assert len(tight) > 5 and max(tight) > (0.8 if schedule_facts(name).fused else 0.5), "a bound of nothing would pass"
+    assert len(tight) > 5 and max(tight) > (0.8 if FAMILIES[name].fused else 0.5), "a bound of nothing would pass"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -115,7 +115,7 @@ def test_lanes_hold_no_less_than_the_closed_form_of_slices_says(name: str) -> No
                     most = float(np.cumsum(steps).max())
                     assert floor <= most + 1e-9, (lanes, microbatches, slices)
                     ratios.append(floor / most)
-    assert np.mean(ratios) > (0.9 if schedule_facts(name).fused and name != "1f1b-v" else 0.5)
+    assert np.mean(ratios) > (0.9 if FAMILIES[name].fused and name != "1f1b-v" else 0.5)
 
 
 def everything(context: PlannerContext, job: Job, constraints: Constraints) -> list[EvaluatedPlan]:

@@ -18,7 +18,7 @@ from pipefit.cluster import parse_spec
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout
-from pipefit.plan.modules.search import BESIDE, OTHERS, ModuleSearch
+from pipefit.plan.modules.search import ModuleSearch, first_guest_orders, other_families
 from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import deal_samples
@@ -53,7 +53,7 @@ def apart(search: ModuleSearch, recompute: str) -> Iterator[MultiModuleConfig]:
         if sum(one.device_count for one in layouts) <= DEVICES and all(one.replicas * count <= 8 for one in layouts):
             made = search.decisions_for(ModuleArrangement(microbatches=count, modules=layouts, step_s=0.0))
             if made is not None:
-                yield from (replace(made, schedule=name) for name in ("1f1b", *OTHERS))
+                yield from (replace(made, schedule=name) for name in ("1f1b", *other_families()))
 
 
 def shared(search: ModuleSearch, recompute: str) -> Iterator[MultiModuleConfig]:
@@ -74,7 +74,7 @@ def shared(search: ModuleSearch, recompute: str) -> Iterator[MultiModuleConfig]:
                 continue
             made = search.decisions_for(ModuleArrangement(microbatches=count, modules=layouts, step_s=0.0))
             if made is not None:
-                yield from search.with_orders(made, BESIDE)
+                yield from search.with_orders(made, first_guest_orders())
 
 
 @pytest.mark.slow

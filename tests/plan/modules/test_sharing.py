@@ -26,7 +26,7 @@ from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.explain.text import forecast_lines
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout
-from pipefit.plan.modules.search import BESIDE, BESIDE_OTHERS, ModuleSearch
+from pipefit.plan.modules.search import ModuleSearch, first_guest_orders, more_guest_orders
 from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.request.sampled_batches import deal_samples
 from pipefit.plan.types import Job, Plan
@@ -151,7 +151,7 @@ def test_no_layout_that_shares_on_a_small_cluster_is_faster_in_the_simulator() -
         arrangement = ModuleArrangement(microbatches=count, modules=(guests[0], grid, guests[1]), step_s=0.0)
         decisions = finder.decisions_for(arrangement)
         assert decisions is not None
-        for one in finder.with_orders(decisions, (*BESIDE, *BESIDE_OTHERS)):
+        for one in finder.with_orders(decisions, (*first_guest_orders(), *more_guest_orders())):
             finder.trials.simulate_plan(one)
     assert len(finder.trials.fitting) > 20
     plan = make_plan(model, cluster, JOB, constraints, samples=finder.trials.samples)

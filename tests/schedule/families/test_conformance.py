@@ -1,87 +1,69 @@
-"""The conformance suite of schedule families: every file in families/ runs through all of this unasked."""
+"""The conformance suite of `pipefit.testing` over every built-in schedule family, and orders as papers draw them."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import pipefit
 from pipefit.errors import ScheduleError
 from pipefit.schedule import (
     FAMILIES,
     ScheduleProblem,
     check_schedule,
-    find_deadlock,
     find_family,
     format_lanes,
     linear_placement,
-    lower_schedule,
     vee_placement,
 )
-from pipefit.schedule.actions import parse_lanes
+from pipefit.testing import (
+    check_family_facts,
+    check_family_graphs,
+    check_family_orders,
+    check_family_placements,
+    check_family_text,
+    check_family_times,
+)
+from pipefit.testing.schedules import PLACEMENTS, SHAPES
 
-SHAPES = [
-    (1, 1, 1),
-    (1, 5, 2),
-    (2, 1, 1),
-    (2, 7, 1),
-    (3, 2, 3),
-    (4, 4, 1),
-    (4, 9, 2),
-    (7, 3, 1),
-    (8, 16, 1),
-    (16, 5, 4),
-]
+every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@every_family
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_family_makes_valid_schedules(name: str, shape: tuple[int, int, int]) -> None:
-    devices, microbatches, slices = shape
-    made = FAMILIES[name]
-    problem = ScheduleProblem(placement=made.placement(devices), microbatches=microbatches, slices=slices)
-    if microbatches * slices < made.least_units(devices):
-        with pytest.raises(
-            ScheduleError, match=rf"(?s)microbatches.*seen: {microbatches} microbatches.*allowed: at le"
-        ):
-            made(problem)
-        return
-    schedule = made(problem)
-    assert schedule.name == name
-    assert (schedule.placement, schedule.microbatches, schedule.slices) == (problem.placement, microbatches, slices)
-    assert made(problem) == schedule
-    check_schedule(schedule)
-    assert parse_lanes(format_lanes(schedule.lanes)) == schedule.lanes
-    lowered = lower_schedule(schedule)
-    check_schedule(lowered)
-    assert find_deadlock(lowered) is None
-    assert parse_lanes(format_lanes(lowered.lanes)) == lowered.lanes
+    check_family_orders(FAMILIES[name], shape)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@every_family
 def test_a_family_follows_the_dag(name: str) -> None:
-    """Two modules: stages 0-1 and 2-3 both feed stage 4, and a skip from 0 to 5."""
-    edges = ((0, 1, ""), (1, 4, ""), (2, 3, ""), (3, 4, "image"), (4, 5, ""), (0, 5, "skip"))
-    made = FAMILIES[name]
-    devices = next(devices for devices in range(1, 7) if len(made.placement(devices)) == 6)
-    schedule = made(ScheduleProblem(placement=made.placement(devices), microbatches=7, edges=edges))
-    check_schedule(schedule, edges)
-    assert find_deadlock(lower_schedule(schedule, edges)) is None
+    assert 6 in {len(FAMILIES[name].placement(devices)) for devices in range(1, 7)}, "the check would skip it"
+    check_family_graphs(FAMILIES[name])
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-@pytest.mark.parametrize(
-    "placement", [linear_placement(3), vee_placement(3), (0, 1, 2, 0, 1, 2), (0, 0, 1, 2, 1), (2, 1, 0)]
-)
-def test_a_family_refuses_what_it_is_not_written_for(name: str, placement: tuple[int, ...]) -> None:
-    """Any placement: a valid schedule, or an error that says which ones it is written for and what takes any."""
-    try:
-        schedule = FAMILIES[name](ScheduleProblem(placement=placement, microbatches=6))
-    except ScheduleError as error:
-        text = error.full_text()
-        assert "is written for" in text and "where: placement" in text and "use gpipe, which takes any" in text
-        assert placement != FAMILIES[name].placement(3)
-    else:
-        check_schedule(schedule)
-        assert schedule.placement == placement
+@every_family
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_family_refuses_unsupported_placements(name: str, placement: tuple[int, ...]) -> None:
+    check_family_placements(FAMILIES[name], placement)
+
+
+@every_family
+def test_a_family_holds_to_its_facts(name: str) -> None:
+    check_family_facts(FAMILIES[name])
+
+
+@every_family
+def test_a_family_survives_text_and_drawing(name: str) -> None:
+    check_family_text(FAMILIES[name])
+
+
+@every_family
+@pytest.mark.parametrize("devices", [1, 2, 5])
+@pytest.mark.parametrize("transfer_s", [0.0, 0.4])
+def test_lowering_a_family_costs_no_time(name: str, devices: int, transfer_s: float) -> None:
+    check_family_times(FAMILIES[name], devices, transfer_s)
 
 
 def test_gpipe_and_1f1b_as_the_papers_draw_them() -> None:
@@ -109,6 +91,16 @@ def test_gpipe_takes_a_v_placement() -> None:
 def test_1f1b_refuses_a_lane_with_two_stages() -> None:
     with pytest.raises(ScheduleError, match=r"(?s)one stage per lane.*lane 0 holds stages 0, 3.*use gpipe"):
         FAMILIES["1f1b"](ScheduleProblem(placement=vee_placement(2), microbatches=2))
+
+
+def test_no_other_file_names_a_family() -> None:
+    """The facts of a family are in its file. Only the runs that others published name their schedules."""
+    source = Path(pipefit.__file__).parent
+    quoted = re.compile("|".join(f"[\"']{name}[\"']" for name in sorted({*FAMILIES} - {"fit"})))
+    files = [path for path in sorted(source.rglob("*.py")) if quoted.search(path.read_text(encoding="utf-8"))]
+    names = {path.relative_to(source).as_posix() for path in files}
+    assert len([name for name in names if name.startswith("schedule/families/")]) > 12, "this test must see the names"
+    assert not {name for name in names if not name.startswith(("schedule/families/", "validate/"))}
 
 
 def test_an_unknown_family_lists_the_known() -> None:

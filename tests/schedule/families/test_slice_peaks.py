@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipefit.schedule import FAMILIES, Schedule, ScheduleProblem, check_schedule, linear_placement, uniform_costs
-from pipefit.schedule.families.interleaved_1f1b import placement as looped
+from pipefit.schedule.problem import looped_placement as looped
 from pipefit.simulate import simulate_schedule
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -101,18 +101,6 @@ def _sent(timeline, receive) -> float:
     raise AssertionError(receive)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-@pytest.mark.parametrize("devices", [1, 2, 5])
-@pytest.mark.parametrize("transfer_s", [0.0, 0.4])
-def test_lowering_costs_no_time(name: str, devices: int, transfer_s: float) -> None:
-    family = FAMILIES[name]
-    placement = family.placement(devices)
-    costs = uniform_costs(placement, transfer_s=transfer_s, port_s=transfer_s / 2)
-    computed = family(ScheduleProblem(placement=placement, microbatches=11, costs=costs))
-    lowered = lower_schedule(computed, costs=costs)
-    assert simulate_schedule(lowered, costs).makespan_s == simulate_schedule(computed, costs).makespan_s
-
-
 def test_a_lane_reads_as_expected() -> None:
     schedule = lower_schedule(
         FAMILIES["1f1b"](ScheduleProblem(placement=linear_placement(2), microbatches=2)),

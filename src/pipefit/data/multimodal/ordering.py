@@ -14,7 +14,7 @@ import numpy as np
 from pipefit.data.multimodal.loads import Ints
 from pipefit.data.permutation import make_key
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.families import FAMILIES
+from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
 from pipefit.schedule.problem import ScheduleProblem, linear_placement
 from pipefit.schedule.taskgraph.compile import TaskGraph, compile_graph
 from pipefit.schedule.taskgraph.table import B, F, I, W
@@ -36,7 +36,7 @@ class PipelineTimes:
         """`schedule`: computed or lowered; None is 1F1B with a lane for every stage. `tries`: the expected number of
         makespan evaluations for one batch, to decide if compiling pays off."""
         if schedule is None:
-            schedule = FAMILIES["1f1b"].build(
+            schedule = FAMILIES[DEFAULT_FAMILY].build(
                 ScheduleProblem(placement=linear_placement(stages), microbatches=microbatches)
             )
         graph = compile_graph(schedule)

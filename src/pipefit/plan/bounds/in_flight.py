@@ -14,7 +14,7 @@ from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds.step_bounds import Ints, order_floor_bytes
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.families import FAMILIES
+from pipefit.schedule.families import FAMILIES, ScheduleFamily
 from pipefit.schedule.problem import ScheduleProblem
 
 PERIODS = 4
@@ -29,7 +29,7 @@ def in_flight_bytes(
     Memory kept by a postponed W is not counted. Zero if the schedule cannot be built; building it raises the error.
     """
     lanes = max(placement) + 1
-    peaks = in_flight_peaks(schedule, tuple(placement), min(microbatches, PERIODS * lanes))
+    peaks = in_flight_peaks(FAMILIES[schedule], tuple(placement), min(microbatches, PERIODS * lanes))
     if peaks is None:
         return [0.0] * lanes
     saved = np.asarray(saved_bytes)
@@ -52,13 +52,13 @@ def order_needs(schedule: Schedule, costs: CostTable, least_bytes: Sequence[floa
 
 
 @lru_cache(maxsize=4096)
-def in_flight_peaks(schedule: str, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
+def in_flight_peaks(family: ScheduleFamily, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
     """Return, for each lane, the maximal counts of microbatches held at one time, [moment, stage of the lane].
 
     At every other moment no stage holds more than in one of these rows. None if the schedule cannot be built.
     """
     try:
-        order = FAMILIES[schedule](ScheduleProblem(placement=placement, microbatches=microbatches))
+        order = family(ScheduleProblem(placement=placement, microbatches=microbatches))
     except ScheduleError:
         return None
     peaks = []

@@ -15,7 +15,6 @@ With one slice these are the bounds of `plan/bounds/step_bounds.py`. Tests compa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -23,16 +22,7 @@ import numpy as np
 
 from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
-
-HOPS = {
-    "1f1b": (1, 1),
-    "eager-1f1b": (2, 2),
-    "interleaved-1f1b": (1, 2),
-    "svpp": (1, 1),
-    "zb-h1": (1, 1),
-    "zb-h2": (2, 2),
-}
-"""Forwards that a lane runs ahead per lane after it: (with one stage a lane, with several)."""
+from pipefit.schedule.families import family_facts
 
 
 def sliced_bound_s(
@@ -95,22 +85,10 @@ def min_sliced_in_flight(
     in_flight = []
     for lane in range(lanes):
         turns = list(placement).count(lane)
-        units = _warm_units(schedule, lane, lanes, turns, microbatches, count)
+        units = family_facts(schedule).warm_up(lane, lanes, turns, microbatches, count)
         full, rest = divmod(units, count)
         in_flight.append(max(float(turns), full + shares[rest]))
     return tuple(in_flight)
-
-
-def _warm_units(schedule: str, lane: int, lanes: int, turns: int, microbatches: int, slices: int) -> int:
-    """Return the forward units of a lane before its first backward, microbatches in turn; 0 if unknown."""
-    all_units = microbatches * slices * turns
-    if schedule == "gpipe":
-        return all_units
-    if schedule not in HOPS:
-        return 0
-    groups = max(1, microbatches // math.ceil(lanes / slices))
-    around = HOPS[schedule][turns > 1] * (lanes - 1 - lane)
-    return min(all_units, (turns - 1) * math.ceil(microbatches / groups) * slices + around + slices)
 
 
 def first_share_bound_s(whole_s: Array, first_share: Array, microbatches: Array, lanes: int | Array) -> Array:

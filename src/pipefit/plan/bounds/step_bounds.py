@@ -12,8 +12,7 @@ For a chain of stages where stage j takes f_j forward and b_j backward per micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -22,58 +21,15 @@ from numpy.typing import NDArray
 from pipefit.cost.types import Array, CostTable
 from pipefit.plan.bounds.sliced_bounds import sliced_bound_s
 from pipefit.schedule.actions import Schedule
+from pipefit.schedule.families import family_facts
 
 Ints = NDArray[np.int64]
-
-InFlight = Callable[[int, int, int, int], int]
-"""(lane, lanes, stages per lane, microbatches) -> least number of stage-microbatches that the lane holds at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleFacts:
-    """Proven properties of a schedule family on its placement."""
-
-    in_flight: InFlight
-    fused: bool = False
-    "True if every backward is a B, so that a lane's last action is one."
-
-
-FACTS: Mapping[str, ScheduleFacts] = {
-    "gpipe": ScheduleFacts(lambda lane, lanes, turns, m: m * turns, fused=True),
-    "1f1b": ScheduleFacts(lambda lane, lanes, turns, m: min(m, lanes - lane), fused=True),
-    "eager-1f1b": ScheduleFacts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - 1 - lane) + 1), fused=True),
-    "interleaved-1f1b": ScheduleFacts(
-        lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + 2 * (lanes - 1 - lane) + 1),
-        fused=True,
-    ),
-    "svpp": ScheduleFacts(
-        lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + (lanes - 1 - lane) + 1), fused=True
-    ),
-    "1f1b-v": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 4 * lanes // 3), fused=True),
-    "zb-h1": ScheduleFacts(lambda lane, lanes, turns, m: min(m, lanes - lane)),
-    "zb-h2": ScheduleFacts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - lane) - 1)),
-    "zb-v": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
-    "v-zb": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
-    "v-half": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, lanes)),
-    "v-min": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, -(-2 * lanes // 3) + 1)),
-    "dualpipe-v": ScheduleFacts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
-}
-"""Sources: Narayanan et al. 2021, arXiv 2104.04473; Zhuang et al. 2022, arXiv 2211.05322; Qi et al. 2023 and 2024,
-arXiv 2401.10241 and 2405.15362. A test compares each entry with the orders of its family. Families that are not listed
-use the bound for any order."""
-
-_ANY = ScheduleFacts(lambda lane, lanes, turns, m: 1)
-
-
-def schedule_facts(schedule: str) -> ScheduleFacts:
-    """Return the properties of a schedule family; for a family that is not listed, those of any order."""
-    return FACTS.get(schedule, _ANY)
 
 
 def min_in_flight(schedule: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
     """Return the least number of stage-microbatches whose activations each lane holds at once."""
     lanes = max(placement) + 1
-    rule = schedule_facts(schedule).in_flight
+    rule = family_facts(schedule).in_flight
     return tuple(rule(lane, lanes, placement.count(lane), microbatches) for lane in range(lanes))
 
 
@@ -102,17 +58,17 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
     slices = max(table.time_s.shape[2] for table in costs.actions.values())
     fused = _per_slice(costs, "B", stages, slices)
     parted = _per_slice(costs, "I", stages, slices) + _per_slice(costs, "W", stages, slices)
-    facts, hidden = schedule_facts(schedule), costs.reduce_hidden_s
+    family, hidden = family_facts(schedule), costs.reduce_hidden_s
     left = costs.reduce_s
     if hidden:
-        left = left - (hidden["B"] if facts.fused else np.maximum(hidden["B"], hidden["W"]))
+        left = left - (hidden["B"] if family.fused else np.maximum(hidden["B"], hidden["W"]))
     ahead, back = _transfer_times(costs, placement, slices)
     bound = sliced_bound_s(
         _per_slice(costs, "F", stages, slices),
-        fused if facts.fused else np.minimum(fused, parted),
+        fused if family.fused else np.minimum(fused, parted),
         placement,
         microbatches,
-        facts.fused,
+        family.fused,
         ahead_s=ahead,
         back_s=back,
         left_s=np.asarray(left),

@@ -17,7 +17,7 @@ import numpy as np
 from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
-from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, idle_s, peak_in_flight
+from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_figures import BoundsStack, GridBounds, LayerBounds, fill_lanes, stack_bounds
@@ -28,6 +28,7 @@ from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
 from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
+from pipefit.schedule.families import family_facts
 
 Class = tuple[LayerRow, ...]
 """Layer costs of the stages of a lane. Lanes of one class are alike."""
@@ -196,7 +197,8 @@ class LowerBounds:
         f, i = floor.lane_forward_s / parts, floor.lane_backward_s / parts - w
         held = self._held_microbatches(floor)
         idle = [
-            idle_s(name, floor.lane_count, held[:, which], f, i, w) for which, name in enumerate(floor.panels[0].names)
+            family_facts(name).idle_s(floor.lane_count, held[:, which], f, i, w)
+            for which, name in enumerate(floor.panels[0].names)
         ]
         filled_s, lack = fill_lanes(floor, self._memory_demand(floor))
         guess: Array = (floor.count[:, :, None] * filled_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)

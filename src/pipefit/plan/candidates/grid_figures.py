@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan.bounds.step_bounds import schedule_facts
 from pipefit.plan.candidates.grid import CandidateGrid
+from pipefit.schedule.families import family_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class GridBounds:
     @property
     def is_fused(self) -> bool:
         """True if every backward of the schedules is a B."""
-        return schedule_facts(self.panels[0].names[0]).fused
+        return family_facts(self.panels[0].names[0]).fused
 
     @property
     def lane_count(self) -> Array:

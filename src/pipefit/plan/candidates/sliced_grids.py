@@ -15,7 +15,6 @@ import numpy as np
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.plan.bounds.estimates import OVER
-from pipefit.plan.bounds.step_bounds import schedule_facts
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.candidates.grid_figures import GridBounds
@@ -24,6 +23,7 @@ from pipefit.plan.candidates.slicings import SequenceSlicer
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.slicing.cuts import uniform_slices
 from pipefit.plan.types import Job
+from pipefit.schedule.families import family_facts
 
 CHEAPER = 0.9
 """Assumed lower bound of a sliced sequence's time relative to an unsliced one, for pruning before slices are costed: a
@@ -151,7 +151,7 @@ def promising_slicings(
             least_s[:, recompute_indices],
         )
     options: list[SlicingOption] = []
-    idle = (panel.lanes - 1) / panel.stages_per_lane if schedule_facts(panel.names[0]).fused else 0.0
+    idle = (panel.lanes - 1) / panel.stages_per_lane if family_facts(panel.names[0]).fused else 0.0
     for which, stage in zip(count_indices, slicer.stages_for(panel, count_indices), strict=True):
         count = panel.counts[which]
         for number in slicer.slice_counts(stage, panel.lanes, panel.stages_per_lane, count[0]):

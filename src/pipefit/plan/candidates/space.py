@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
-from pipefit.plan.bounds.step_bounds import schedule_facts
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
 from pipefit.plan.candidates.slicings import SequenceSlicer
@@ -33,7 +32,8 @@ from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.slicing.cuts import check_number
 from pipefit.plan.types import Job, Recompute
-from pipefit.schedule.families import FAMILIES
+from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES, family_facts
+from pipefit.schedule.fit.family import FIT
 
 RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
 
@@ -73,7 +73,7 @@ def iter_base_grids(
 ) -> Iterator[CandidateGrid]:
     """Yield a grid for every device grid and placement, in a fixed order, before sequences are sliced.
 
-    It covers all schedules that are searched with or without slices. `schedule=fit` is not a family: it gets the
+    It covers all schedules that are searched with or without slices. `schedule=fit` is not searched here: it gets the
     layouts of all families (see `plan/passes/fitted_orders.py`).
     """
     constraints = families_only(constraints)
@@ -137,7 +137,7 @@ def unsliced_grid(panel: CandidateGrid, constraints: Constraints) -> CandidateGr
 
 def families_only(constraints: Constraints) -> Constraints:
     """Return the constraints of a search over families: all but `schedule=fit`."""
-    return replace(constraints, schedule=None) if constraints.schedule == "fit" else constraints
+    return replace(constraints, schedule=None) if constraints.schedule == FIT else constraints
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +263,13 @@ def _schedules_by_placement(
     and 1F1B needs the least memory.
     """
     searched = [name for name in sorted(FAMILIES) if FAMILIES[name].searched_with_slices]
-    names = searched if lanes > 1 else ["1f1b"]
+    names = searched if lanes > 1 else [DEFAULT_FAMILY]
     stages = constraints.stage_count
     schedules: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in [constraints.schedule] if constraints.schedule is not None else names:
         placement = constraints.lane_of_stage or FAMILIES[name].placement(lanes)
         if max(placement) + 1 == lanes and len(placement) <= layers and stages in (None, len(placement)):
-            schedules.setdefault((placement, schedule_facts(name).fused), []).append(name)
+            schedules.setdefault((placement, family_facts(name).fused), []).append(name)
     return schedules
 
 

@@ -18,7 +18,6 @@ from pipefit.cost.types import Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
 from pipefit.plan.assemble.order import computed_schedule, edge_keys
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton
-from pipefit.plan.bounds.step_bounds import FACTS
 from pipefit.plan.cutting.balance import balance_lanes
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.cutting.layer_cut import cut_at
@@ -27,6 +26,7 @@ from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.schedule.actions import Schedule
+from pipefit.schedule.families import family_facts
 from pipefit.schedule.taskgraph.compile import task_graph
 from pipefit.schedule.taskgraph.table import CODE, SEND_B, SEND_F
 from pipefit.schedule.taskgraph.times import run_sweep, task_durations
@@ -73,7 +73,7 @@ def refine_cuts(
     start_cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
     placement = decisions.lane_of_stage
     one_each = max(map(placement.count, placement)) == 1
-    if decisions.cuts or decisions.slices or one_each or decisions.schedule not in FACTS:
+    if decisions.cuts or decisions.slices or one_each or family_facts(decisions.schedule).is_fitted:
         return start_cuts
     try:
         computed = computed_schedule(decisions.schedule, parts, costs_of(start_cuts))

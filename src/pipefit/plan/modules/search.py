@@ -43,17 +43,8 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.sampled_batches import Arrange, SampledBatches
 from pipefit.plan.types import Job, SampleArrangement
+from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
 from pipefit.units import format_seconds
-
-OTHERS = ("eager-1f1b", "zb-h1")
-"""Families that are tried besides 1F1B; their placement is one stage per lane."""
-
-BESIDE = (("eager-1f1b", 2), ("1f1b", 1))
-"""(family, units ahead) for layouts with guests: the first one that fits. Guests fit into a pipeline with idle time
-between its forwards and backwards."""
-
-BESIDE_OTHERS = (("1f1b", 4), ("eager-1f1b", 4), ("zb-h1", 2), ("zb-h1", 4))
-"""Orders that are also tried with the best layouts with guests."""
 
 
 class SettledPlan(NamedTuple):
@@ -187,9 +178,9 @@ class ModuleSearch:
     def other_orders(self, decisions: MultiModuleConfig) -> list[MultiModuleConfig]:
         """Return the same layout in other orders, unless the order is constrained."""
         if not decisions.guests:
-            names = OTHERS if self.constraints.schedule is None else ()
+            names = other_families() if self.constraints.schedule is None else ()
             return [replace(decisions, schedule=name) for name in names]
-        return [reordered for reordered in self.with_orders(decisions, BESIDE_OTHERS) if reordered != decisions]
+        return [reordered for reordered in self.with_orders(decisions, more_guest_orders()) if reordered != decisions]
 
     def with_orders(self, decisions: MultiModuleConfig, of: Sequence[tuple[str, int]]) -> list[MultiModuleConfig]:
         """Return the layout, which has guests, in these orders; constraints replace their values."""
@@ -247,7 +238,7 @@ class ModuleSearch:
             if placement in again or not (actions <= self.budget.total_actions if placement in fit else lacking):
                 continue
             actions += 2 * (decisions.lane_count + len(decisions.guests)) * decisions.microbatches
-            tried = self.with_orders(decisions, BESIDE) if decisions.guests else [decisions]
+            tried = self.with_orders(decisions, first_guest_orders()) if decisions.guests else [decisions]
             if any(self.trials.simulate_plan(candidate) is not None for candidate in tried):
                 fit.add(placement)
             else:
@@ -301,7 +292,7 @@ class ModuleSearch:
         placed = dict(zip([layout.module for layout in device_holders], devices, strict=True))
         common: dict[str, Any] = {
             "microbatches": arrangement.microbatches,
-            "schedule": self.constraints.schedule or "1f1b",
+            "schedule": self.constraints.schedule or DEFAULT_FAMILY,
             "zero1": self.constraints.zero1 is not False,
         }
         modules = tuple(
@@ -370,6 +361,25 @@ class ModuleSearch:
 
 
 FIXED = ("replicas", "stages", "devices", "multiple")
+
+
+def other_families() -> list[str]:
+    """Return the families that are tried besides the default one; their placement is one stage per lane."""
+    return sorted(name for name, family in FAMILIES.items() if family.searched_with_modules)
+
+
+def first_guest_orders() -> list[tuple[str, int]]:
+    """Return (family, units ahead) for layouts with guests, to try until one fits: more units first.
+
+    Guests fit into a pipeline with idle time between its forwards and backwards.
+    """
+    orders = [(name, ahead) for name in sorted(FAMILIES) for ahead in FAMILIES[name].guest_units_ahead]
+    return sorted(orders, key=lambda order: -order[1])
+
+
+def more_guest_orders() -> list[tuple[str, int]]:
+    """Return (family, units ahead) that are also tried with the best layouts with guests."""
+    return [(name, ahead) for name in sorted(FAMILIES) for ahead in FAMILIES[name].more_guest_units_ahead]
 
 
 def _plan_key(one: EvaluatedPlan) -> tuple[object, ...]:

@@ -30,9 +30,8 @@ from pipefit.plan.passes.search import TIE, Progress, search_plans
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute
+from pipefit.schedule.fit.family import FIT
 from pipefit.simulate import simulate_schedule
-
-FIT = "fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

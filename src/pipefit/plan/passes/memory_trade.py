@@ -17,11 +17,12 @@ from pipefit.plan.cutting.rows import scale_need
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.fitted_orders import FIT, FITTING_BUDGET, fit_layout, recompute_choices, tables_of
+from pipefit.plan.passes.fitted_orders import FITTING_BUDGET, fit_layout, recompute_choices, tables_of
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute, TradePoint
-from pipefit.schedule.families import FAMILIES
+from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
+from pipefit.schedule.fit.family import FIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,8 @@ def _evaluate_families(
     )
     if many and layout.recompute in recomputes:
         recomputes = [layout.recompute]
-    for name in sorted({*FAMILIES} - {FIT, "gpipe"}) if layout.lane_count > 1 else [_single_lane_family(layout)]:
+    shown = sorted(name for name, family in FAMILIES.items() if family.shown_in_trade)
+    for name in shown if layout.lane_count > 1 else [_single_lane_family(layout)]:
         placement = FAMILIES[name].placement(layout.lane_count)
         if len(placement) > layers or layout.unit_count < FAMILIES[name].least_units(layout.lane_count):
             continue
@@ -143,7 +145,7 @@ def _evaluate_families(
 
 def _single_lane_family(layout: ParallelConfig) -> str:
     """Return the family that represents all on a single lane."""
-    return "1f1b" if layout.schedule == FIT else layout.schedule
+    return DEFAULT_FAMILY if layout.schedule == FIT else layout.schedule
 
 
 def _fit_levels(

@@ -29,7 +29,7 @@ from pipefit.plan.assemble.pipeline_work import pipeline_work
 from pipefit.plan.bounds.estimates import sliced_guess_s
 from pipefit.plan.bounds.in_flight import in_flight_bytes, order_needs
 from pipefit.plan.bounds.sliced_bounds import sliced_bound_s
-from pipefit.plan.bounds.step_bounds import chain_bound_s, schedule_facts
+from pipefit.plan.bounds.step_bounds import chain_bound_s
 from pipefit.plan.candidates.closest_misfit import find_closest, least_missing_bytes, misfit_of
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_bounds import LowerBounds
@@ -49,6 +49,7 @@ from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import check_sliceable, document_obstacles
 from pipefit.plan.types import Job
+from pipefit.schedule.families import family_facts
 
 EVEN, CUT, TABLE, SIMULATED = range(4)
 """Levels of evaluation of a candidate."""
@@ -136,7 +137,7 @@ class LayoutSearch:
     def run(self, space: list[CandidateGrid]) -> SearchResult:
         """Search plans without slices, then plans with slices, which have to beat the former."""
         plain = self.unsliced_grids(space)
-        parts = [[grid for grid in plain if schedule_facts(grid.names[0]).fused == fused] for fused in (False, True)]
+        parts = [[grid for grid in plain if family_facts(grid.names[0]).fused == fused] for fused in (False, True)]
         parts = [part for part in parts if part]
         bounds = [self.explore_grids(part, self.budget.order_actions, patient=part is parts[-1]) for part in parts]
         sliced = self.promising_sliced(space)
@@ -349,7 +350,7 @@ class LayoutSearch:
 
     def _lane_memory(self, decisions: ParallelConfig, cut: LayerCut) -> list[float]:
         """Return the minimum memory of every lane with this cut, by the activations the schedule's own order holds."""
-        if decisions.slices or schedule_facts(decisions.schedule).fused:
+        if decisions.slices or family_facts(decisions.schedule).fused:
             return list(cut.floor_bytes)
         lanes, count = decisions.lane_of_stage, decisions.microbatches
         held = in_flight_bytes(decisions.schedule, lanes, count, cut.saved_bytes)
@@ -358,7 +359,7 @@ class LayoutSearch:
     def _apply_cut(self, candidate: SearchCandidate, cut: LayerCut, bound_s: float) -> float:
         """Return the bound of the candidate with this cut."""
         decisions = candidate.decisions = replace(candidate.decisions, cuts=cut.cuts)
-        fused = schedule_facts(decisions.schedule).fused
+        fused = family_facts(decisions.schedule).fused
         lanes, count = decisions.lane_of_stage, decisions.microbatches
         if decisions.slices:
             times = self.slicer.slice_times(decisions)

@@ -23,8 +23,13 @@ ModulePlacement = Literal["disjoint", "shared", "inline"]
 class ConstraintKey:
     """A key of `--fix`, with its help text and parser."""
 
-    help: str
+    text: str | Callable[[], str]
     parse: Callable[[str], Any]
+
+    @property
+    def help(self) -> str:
+        """The values that the key takes."""
+        return self.text if isinstance(self.text, str) else self.text()
 
 
 def _parse_shares(text: str) -> tuple[int, ...]:
@@ -62,6 +67,15 @@ def _choice_parser(*values: str) -> Callable[[str], str]:
     return parse_choice
 
 
+def _family_names() -> str:
+    """Return the names of all schedule families, those of plug-ins included."""
+    return ", ".join(sorted(FAMILIES))
+
+
+def _parse_family(text: str) -> str:
+    return _choice_parser(*FAMILIES)(text)
+
+
 def _parse_placement(text: str) -> str | tuple[int, ...]:
     """Parse `shared`, `inline` or `disjoint` for a module, or the lanes of all stages."""
     return text if text in ("shared", "inline", "disjoint") else _parse_numbers(text)
@@ -87,7 +101,7 @@ KEYS: Mapping[str, ConstraintKey] = {
         "none, megatron, megatron-sp or searched", _choice_parser("none", "megatron", "megatron-sp", "searched")
     ),
     "microbatches": ConstraintKey("a count that divides the batch", _parse_count),
-    "schedule": ConstraintKey(", ".join(sorted(FAMILIES)), _choice_parser(*FAMILIES)),
+    "schedule": ConstraintKey(_family_names, _parse_family),
     "recompute": ConstraintKey("none, selective or full; or one of them for each stage, with commas", _parse_recompute),
     "zero1": ConstraintKey("true or false", _parse_switch),
     "inner": ConstraintKey(

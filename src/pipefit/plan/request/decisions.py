@@ -13,6 +13,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job, Recompute
+from pipefit.schedule.families import DEFAULT_FAMILY
 
 Sharding = Literal["none", "megatron", "megatron-sp", "searched"]
 Inner = Literal["replica", "stage"]
@@ -41,7 +42,7 @@ class ParallelConfig:
     recipes: tuple[str, ...] = ()
     "For each lane, the name of its recipe set (`plan/assemble/shard_programs.py`); empty: one unnamed set for all."
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_FAMILY
     "A name of `schedule.families.FAMILIES`."
     slices: tuple[int, ...] = ()
     "Tokens of each slice; empty: sequences are not sliced."

@@ -20,6 +20,7 @@ from pipefit.schedule.problem import ScheduleProblem, vee_placement
 name = "dualpipe-v"
 placement = vee_placement
 searched = False
+searched_with_slices = False
 
 
 def least_units(lanes: int) -> int:
@@ -42,6 +43,11 @@ def build(problem: ScheduleProblem) -> Schedule:
             next_step="use more microbatches, or v-zb, which takes any number",
         )
     return make_schedule(name, problem, _lane_orders(depth, problem.microbatches, problem.slices))
+
+
+def in_flight(lane: int, lanes: int, stages_per_lane: int, microbatches: int) -> int:
+    """Return the least number of stage-microbatches that a lane holds at once."""
+    return min(microbatches + 1, 2 * lanes)
 
 
 @lru_cache(maxsize=64)

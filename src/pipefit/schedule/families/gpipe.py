@@ -15,6 +15,8 @@ from pipefit.schedule.problem import ScheduleProblem
 
 name = "gpipe"
 knows_turns = True
+fused = True
+shown_in_trade = False
 
 
 def build(problem: ScheduleProblem) -> Schedule:
@@ -29,3 +31,13 @@ def build(problem: ScheduleProblem) -> Schedule:
     return Schedule(
         name=name, placement=problem.placement, microbatches=m, slices=s, lanes=tuple(lanes), turns=problem.turns
     )
+
+
+def in_flight(lane: int, lanes: int, stages_per_lane: int, microbatches: int) -> int:
+    """Return the least number of stage-microbatches that a lane holds at once."""
+    return microbatches * stages_per_lane
+
+
+def warm_up(lane: int, lanes: int, stages_per_lane: int, microbatches: int, slices: int) -> int:
+    """Return the forward units before the first backward: all of them."""
+    return microbatches * slices * stages_per_lane

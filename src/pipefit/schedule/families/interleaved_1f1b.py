@@ -20,20 +20,31 @@ from itertools import pairwise
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
+from pipefit.schedule.families._units import warm_up_units
 from pipefit.schedule.families.one_f_one_b import build as build_1f1b
-from pipefit.schedule.problem import ScheduleProblem
+from pipefit.schedule.problem import ScheduleProblem, looped_placement
 
 name = "interleaved-1f1b"
-
-
-def placement(devices: int, turns: int = 2) -> tuple[int, ...]:
-    """Return the looped placement: stages 0 to d-1 on lanes 0 to d-1, and again from the first lane, `turns` times."""
-    return tuple(range(devices)) * turns
+placement = looped_placement
+fused = True
 
 
 def build(problem: ScheduleProblem) -> Schedule:
     """Build the computed schedule. Raises ScheduleError unless the stages lie on the lanes in turn."""
     return build_interleaved(name, problem, hop=2, title="Interleaved 1F1B")
+
+
+def in_flight(lane: int, lanes: int, stages_per_lane: int, microbatches: int) -> int:
+    """Return the least number of stage-microbatches that a lane holds at once."""
+    return min(
+        microbatches * stages_per_lane,
+        (stages_per_lane - 1) * min(microbatches, lanes) + 2 * (lanes - 1 - lane) + 1,
+    )
+
+
+def warm_up(lane: int, lanes: int, stages_per_lane: int, microbatches: int, slices: int) -> int:
+    """Return the forward units before the first backward, with the hop of `build`."""
+    return warm_up_units(2 if stages_per_lane > 1 else 1, lane, lanes, stages_per_lane, microbatches, slices)
 
 
 def build_interleaved(name: str, problem: ScheduleProblem, hop: int, title: str) -> Schedule:

@@ -10,15 +10,28 @@ from __future__ import annotations
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
-from pipefit.schedule.families._units import backward_actions, forward_actions
+from pipefit.schedule.families._units import backward_actions, forward_actions, warm_up_units
 from pipefit.schedule.problem import ScheduleProblem
 
 name = "1f1b"
+fused = True
+guest_units_ahead = (1,)
+more_guest_units_ahead = (4,)
 
 
 def build(problem: ScheduleProblem) -> Schedule:
     """Build the computed schedule. Raises ScheduleError if a lane holds several stages."""
     return build_ahead(name, problem, hop=1)
+
+
+def in_flight(lane: int, lanes: int, stages_per_lane: int, microbatches: int) -> int:
+    """Return the least number of stage-microbatches that a lane holds at once."""
+    return min(microbatches, lanes - lane)
+
+
+def warm_up(lane: int, lanes: int, stages_per_lane: int, microbatches: int, slices: int) -> int:
+    """Return the forward units before the first backward: one forward ahead for every following lane."""
+    return warm_up_units(1, lane, lanes, stages_per_lane, microbatches, slices)
 
 
 def build_ahead(name: str, problem: ScheduleProblem, hop: int) -> Schedule:

@@ -14,13 +14,20 @@ from pipefit.schedule.problem import ScheduleProblem, vee_placement
 
 name = "1f1b-v"
 placement = vee_placement
+fused = True
 searched = False
+searched_with_slices = False
 
 
 def build(problem: ScheduleProblem) -> Schedule:
     """Build the computed schedule. Raises ScheduleError for another placement than the V."""
     lanes = require_vee("1F1B-V", problem)
     return make_schedule(name, problem, pull_actions(block(lanes), problem.microbatches, problem.slices))
+
+
+def in_flight(lane: int, lanes: int, stages_per_lane: int, microbatches: int) -> int:
+    """Return the least number of stage-microbatches that a lane holds at once."""
+    return min(microbatches + 1, 4 * lanes // 3)
 
 
 def block(lanes: int) -> BuildingBlock:

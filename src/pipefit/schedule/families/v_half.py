@@ -23,6 +23,11 @@ def build(problem: ScheduleProblem) -> Schedule:
     return make_schedule(name, problem, control_actions(block(lanes), problem.microbatches, problem.slices))
 
 
+def in_flight(lane: int, lanes: int, stages_per_lane: int, microbatches: int) -> int:
+    """Return the least number of stage-microbatches that a lane holds at once."""
+    return min(microbatches + 1, lanes)
+
+
 def block(lanes: int) -> BuildingBlock:
     """Return the block: hops of 2 slots on the way down and in the second half of the backward, 1 elsewhere.
 

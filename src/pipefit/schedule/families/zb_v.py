@@ -27,6 +27,11 @@ def build(problem: ScheduleProblem) -> Schedule:
     )
 
 
+def in_flight(lane: int, lanes: int, stages_per_lane: int, microbatches: int) -> int:
+    """Return the least number of stage-microbatches that a lane holds at once."""
+    return min(microbatches + 1, 2 * lanes)
+
+
 @lru_cache(maxsize=64)
 def _lane_orders(depth: int, microbatches: int, slices: int) -> Named:
     units = microbatches * slices

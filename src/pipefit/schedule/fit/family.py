@@ -10,8 +10,14 @@ from dataclasses import replace
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.problem import ScheduleProblem, uniform_costs
 
-name = "fit"
+FIT = "fit"
+"""The name of this family, and of every order that was fitted."""
+
+name = FIT
 searched = False
+searched_with_slices = False
+shown_in_trade = False
+is_fitted = True
 
 
 def build(problem: ScheduleProblem) -> Schedule:

@@ -20,7 +20,7 @@ from pipefit.cost.types import Array
 from pipefit.errors import FormatError
 from pipefit.model.graph import Graph
 from pipefit.schedule import ScheduleProblem, find_family, uniform_costs
-from pipefit.schedule.families.interleaved_1f1b import placement as looped
+from pipefit.schedule.problem import looped_placement
 from pipefit.simulate import simulate_schedule
 from pipefit.validate.collectives import MeasuredAllReduces
 from pipefit.validate.files import check_positive, shipped_collectives, shipped_text
@@ -241,7 +241,7 @@ def _memory_rows(case: PublishedCase) -> list[ValidationRow]:
 
 def peak_bytes(case: PublishedCase, mode: str) -> float:
     """Return the activation bytes at the peak of the first lane, simulated on the published schedule."""
-    placement = looped(case.pp, case.interleaving)
+    placement = looped_placement(case.pp, case.interleaving)
     costs = uniform_costs(placement)
     held = float(layer_bytes(case, mode) * case.layers // len(placement))
     actions = {key: replace(table, held_bytes=table.held_bytes * held) for key, table in costs.actions.items()}

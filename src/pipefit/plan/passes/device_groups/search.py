@@ -28,13 +28,14 @@ from pipefit.plan.passes.device_groups.hidden_forms import LaneForms, cheapest_f
 from pipefit.plan.passes.device_groups.layouts import Devices, GroupLayout, iter_layouts, reorder_lanes
 from pipefit.plan.passes.device_groups.program_costs import GroupRequest, ProgramOracle
 from pipefit.plan.passes.device_groups.sliced_layouts import with_slices
-from pipefit.plan.passes.fitted_orders import FIT, FITTING_BUDGET, fit_layout, recompute_choices, tables_of
+from pipefit.plan.passes.fitted_orders import FITTING_BUDGET, fit_layout, recompute_choices, tables_of
 from pipefit.plan.passes.search import TIE, LayoutSearch
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sliceable import document_obstacles
 from pipefit.plan.types import Job, Recompute
-from pipefit.schedule.families import FAMILIES
+from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
+from pipefit.schedule.fit.family import FIT
 from pipefit.shard.synthesize import SynthesizedProgram
 from pipefit.units import format_seconds
 
@@ -335,8 +336,8 @@ class GroupSearch:
         )
 
     def schedule_name(self, lanes: int, count: int) -> str:
-        pinned = self.constraints.schedule or "1f1b"
-        return "1f1b" if pinned == FIT else str(pinned)
+        pinned = self.constraints.schedule or DEFAULT_FAMILY
+        return DEFAULT_FAMILY if FAMILIES[pinned].is_fitted else pinned
 
     def is_valid(self, decisions: ParallelConfig) -> bool:
         """Return whether the job and the schedule allow the decisions."""

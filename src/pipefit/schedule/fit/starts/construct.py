@@ -101,7 +101,7 @@ def family_starts(
     from pipefit.schedule.families import FAMILIES
 
     for family in FAMILIES.values():
-        if family.name == "fit" or instance.num_units < family.least_units(instance.lanes):
+        if family.is_fitted or instance.num_units < family.least_units(instance.lanes):
             continue
         try:
             schedule = family(problem)

@@ -1,0 +1,26 @@
+"""Conformance suites for plug-ins: the checks that the built-in schedule families pass, as plain functions.
+
+A check raises AssertionError that names the failed requirement. The suites need neither pytest nor hypothesis.
+"""
+
+from pipefit.testing.schedules import (
+    check_family_facts,
+    check_family_graphs,
+    check_family_orders,
+    check_family_placements,
+    check_family_text,
+    check_family_times,
+    check_schedule_family,
+    temporary_family,
+)
+
+__all__ = [
+    "check_family_facts",
+    "check_family_graphs",
+    "check_family_orders",
+    "check_family_placements",
+    "check_family_text",
+    "check_family_times",
+    "check_schedule_family",
+    "temporary_family",
+]
