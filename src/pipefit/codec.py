@@ -20,16 +20,31 @@ from pipefit.errors import FormatError, PipefitError, most_like
 
 T = TypeVar("T")
 
+_LATER = "added later"
+
 
 def to_data(value: Any) -> Any:
-    """Return plain JSON data of a dataclass, nested values included. Fields with default values are kept."""
+    """Return plain JSON data of a dataclass, nested values included. Fields with default values are kept, except those
+    of `added_later`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: to_data(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if not (field.metadata.get(_LATER) and getattr(value, field.name) == field.default)
+        }
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): to_data(item) for key, item in value.items()}
     return value
+
+
+def added_later(default: T) -> T:
+    """Return a dataclass field that JSON data lack while it has its default.
+
+    Data written before the field existed load, and keep their hash.
+    """
+    return dataclasses.field(default=default, metadata={_LATER: True})
 
 
 def from_data(kind: type[T], data: Any, where: str) -> T:

@@ -244,7 +244,7 @@ def pytorchs_adamw(name: str, steps: int, max_norm: float):
     """(norms before clipping, parameters) of the plain modules under torch's own clipping and AdamW."""
     import torch
 
-    job, config = plans.JOB, cases.OPTIMIZER
+    job, config = plans.JOB, cases.ADAMW_OPTIONS
     layers = plans.plain_layers(name, job)
     named = {layer.parameter_names[k]: v for layer in layers for k, v in layer.named_parameters()}
     groups = [

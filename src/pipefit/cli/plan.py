@@ -47,6 +47,7 @@ def command(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON instead of tables."),
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    optimizer: str = typer.Option("adamw", help="The optimizer, from which memory follows; a wrong name lists them."),
     documents: Annotated[
         str, typer.Option(help="Attention across documents packed into one sequence: joined, or apart.")
     ] = "joined",
@@ -79,8 +80,9 @@ def command(
     constraints = parse_constraints(fix or [])
     opened_model = open_model(model)
     job = _build_job(
-        batch, resolve_length(opened_model, seq), precision or ("float32" if local else "bfloat16"), seed, documents
-    )
+        batch, resolve_length(opened_model, seq), precision or ("float32" if local else "bfloat16"), seed, documents,
+        optimizer,
+    )  # fmt: skip
     make = _plan_maker(memory, risk)
     source = None if data is None else _open_source(opened_model, data, job, held_out, pack, on_long)
     if source is not None:
@@ -188,9 +190,10 @@ def _preparation_words(source: SampleSource, plan: Plan, model: Model, step_s: f
     return cores_needed(source.index, source.rows, plan.job.batch, step_s, rate, decoding_copies(plan, model)).to_text()
 
 
-def _build_job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:
+def _build_job(batch: int, seq: int, precision: str, seed: int, documents: str, optimizer: str) -> Job:
     from pipefit.codec import from_data
     from pipefit.errors import PlanError
+    from pipefit.optimizers import find_optimizer
     from pipefit.plan.types import Documents, Job
 
     for name, value in (("--batch", batch), ("--seq", seq)):
@@ -201,6 +204,7 @@ def _build_job(batch: int, seq: int, precision: str, seed: int, documents: str) 
             "Documents are joined or kept apart.", where="--documents", seen=documents, allowed="joined, apart"
         )
     data = {"batch": batch, "sequence": seq, "precision": precision, "seed": seed, "documents": documents}
+    data["optimizer"] = find_optimizer(optimizer, "--optimizer").name
     return from_data(Job, data, "--precision")
 
 

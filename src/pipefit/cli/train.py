@@ -35,11 +35,14 @@ def command(
     weights: str = typer.Option(
         "", help="Start from Hugging Face safetensors in this folder, or in those of modules: vision=DIR,language=DIR."
     ),
-    lr: float = typer.Option(3e-4, help="Peak learning rate."),
-    beta1: float = typer.Option(0.9, help="Decay of AdamW's first moment."),
-    beta2: float = typer.Option(0.95, help="Decay of AdamW's second moment."),
-    eps: float = typer.Option(1e-8, help="AdamW's epsilon."),
-    weight_decay: float = typer.Option(0.1, help="Decoupled weight decay; not applied to norms and biases."),
+    lr: float | None = typer.Option(None, help="Peak learning rate. Default: the optimizer's, for AdamW 3e-4."),
+    weight_decay: float | None = typer.Option(
+        None, help="Weight decay, not applied to norms and biases. Default: the optimizer's, for AdamW 0.1."
+    ),
+    optimizer_option: Annotated[
+        list[str] | None,
+        typer.Option(help="Another option of the plan's optimizer, such as beta1=0.9; repeatable."),
+    ] = None,
     max_norm: float = typer.Option(1.0, help="Clip gradients to this global norm; 0 turns it off."),
     warmup: int = typer.Option(0, help="Steps of linear warm-up."),
     decay: str = typer.Option("cosine", help="After the warm-up: cosine, linear or constant."),
@@ -61,13 +64,14 @@ def command(
     # Set before torch is imported: its C++ warnings about lost connections would hide our error message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from pipefit.data.sources import STDLIB
+    from pipefit.optimizers import find_optimizer
     from pipefit.plan.check.rules import load_plan
     from pipefit.run.config import TrainConfig, check_train_config
     from pipefit.run.session.launch import launch_lines, launch_run
-    from pipefit.run.update.optimizer import OptimizerConfig
+    from pipefit.run.update.optimizer import OptimizerConfig, optimizer_options, parse_options
 
     optimizer = OptimizerConfig(
-        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
+        lr=lr, weight_decay=weight_decay, options=parse_options(optimizer_option or ()), max_norm=max_norm,
         warmup=warmup, decay=decay, min_lr_ratio=min_lr_ratio, steps=steps,
     )  # fmt: skip
     config = check_train_config(
@@ -81,6 +85,7 @@ def command(
         )
     )  # fmt: skip
     loaded = load_plan(plan)
+    optimizer_options(optimizer, find_optimizer(loaded.job.optimizer))
     arguments = [argument for argument in sys.argv[1:] if argument != "--print-launch"]
     if print_launch:
         ranks = len(loaded.used_devices)

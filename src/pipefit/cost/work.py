@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipefit.cost.static_memory import Precision
 from pipefit.layout import Mesh
 from pipefit.model.graph import Graph
+from pipefit.optimizers import DEFAULT, Optimizer, find_optimizer
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -26,6 +27,8 @@ class ParameterCounts:
     frozen: tuple[int, ...]
     whole: tuple[int, ...]
     "Trainable elements that are replicated over the shard axis: their gradients are summed over it."
+    shared_state_bytes: float = 0.0
+    "Bytes of optimizer state that every device keeps, whatever part of a parameter it stores."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,8 @@ class TiedWork:
     "(source device, target device, bytes): every stage sends its gradient to each other stage."
     elements: int = 0
     "Elements of the shared parameters on one device."
+    shared_state_bytes: float = 0.0
+    "Bytes of their optimizer state that every device keeps."
     rings: tuple[tuple[int, ...], ...] = ()
     "For stages that take turns: the device groups that sum their gradients, instead of messages."
 
@@ -103,6 +108,7 @@ class PipelineWork:
     edges: tuple[EdgeWork, ...]
     tied: tuple[TiedWork, ...] = ()
     precision: Precision
+    optimizer: Optimizer = field(default_factory=lambda: find_optimizer(DEFAULT))
     bucket_bytes: float = BUCKET_BYTES
     "Bytes of gradients reduced together."
 

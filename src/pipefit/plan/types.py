@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipefit.codec import content_digest
+from pipefit.codec import added_later, content_digest
 from pipefit.layout import Mesh, MeshAxis
+from pipefit.optimizers import DEFAULT
 from pipefit.schedule.actions import EVERY, RoundRobin, Schedule, parse_lanes
 
 Recompute = Literal["none", "selective", "full"]
@@ -162,6 +163,8 @@ class Job:
     "Tokens of one sequence."
     precision: Precision = "float32"
     seed: int = 0
+    optimizer: str = added_later(DEFAULT)
+    "A name of `optimizers.OPTIMIZERS`."
     documents: Documents = "joined"
     "`joined`: attention crosses the documents packed into one sequence; `apart`: it does not."
 

@@ -78,7 +78,13 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
         positions = {position for _, holding in stages for position in holding.positions} or range(num_positions)
         places = [
             [
-                static_parts(*_stored_elements(stage, position), holding.share, work.precision)
+                static_parts(
+                    *_stored_elements(stage, position),
+                    holding.share,
+                    work.precision,
+                    work.optimizer,
+                    stage.parameters.shared_state_bytes,
+                )
                 for stage, holding in stages
             ]
             for position in positions
@@ -118,7 +124,9 @@ def _tied_parts(work: PipelineWork, lane: int, held: Sequence[StageHolding]) -> 
         num_peers = len({work.stages[index].lane for index in tied.stages}) - 1
         changes["gradients"] += num_peers * tied.elements * GRADIENT_BYTES[work.precision]
         for index in lane_stages[1:]:
-            once = static_parts(tied.elements, 0, held[index].share, work.precision)
+            once = static_parts(
+                tied.elements, 0, held[index].share, work.precision, work.optimizer, tied.shared_state_bytes
+            )
             for name in changes:
                 changes[name] -= once[name]
     return changes

@@ -3,7 +3,8 @@
 PyTorch's gloo reduce-scatter sums a copy, and a bucket's copy lives until all buckets have been waited for
 (`run/update/reduce.py`); NCCL needs no copy. After the activations are freed, lanes that share a parameter each send a
 copy of their gradient and add it to another (`run/update/tied.py`). The norm and the update process a run of elements
-at a time (`run/update/optimizer.py`), with at most 8 bytes each. These bytes are the peak only if activations are few.
+at a time (`optimizers/base.py`), with at most 8 bytes each, or the optimizer's temporary tensors. These bytes are the
+peak only if activations are few.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = N
     for index, stage in enumerate(work.stages):
         shared = [tied.elements for tied in work.tied if index in tied.stages]
         largest = _largest_bucket(stage, shared) * (state_share(stage) if shares is None else shares[index])
-        run[stage.lane] = max(run[stage.lane], 8.0 * min(largest, RUN_ELEMENTS["cpu" if gloo else "gpu"]))
+        per_element = max(8.0, work.optimizer.temporaries * width)
+        statistics = stage.parameters.shared_state_bytes  # an update adds up new values of them
+        size = per_element * min(largest, RUN_ELEMENTS["cpu" if gloo else "gpu"]) + statistics
+        run[stage.lane] = max(run[stage.lane], size)
     for tied in work.tied:
         lanes = {work.stages[index].lane for index in tied.stages}
         for lane in lanes if len(lanes) > 1 and not tied.rings else ():

@@ -419,7 +419,8 @@ def _step_s(lane: int, work: PipelineWork, network: Network) -> float:
     for stage in work.stages:
         if stage.lane == lane:
             slowest = min(network.kinds[device].memory_bandwidth_bytes_per_s for device in stage.group.devices)
-            moved = optimizer_traffic_bytes(max(stage.parameters.trainable), state_share(stage), work.precision)
+            elements = max(stage.parameters.trainable)
+            moved = optimizer_traffic_bytes(elements, state_share(stage), work.precision, work.optimizer)
             total += moved / slowest
     return total
 

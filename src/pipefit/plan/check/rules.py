@@ -15,6 +15,7 @@ from pipefit.cluster.types import Cluster
 from pipefit.codec import content_digest, dump_text, load_file, write_file
 from pipefit.errors import PipefitError, PlanError, StalePlanError
 from pipefit.model.graph import Model
+from pipefit.optimizers import find_optimizer
 from pipefit.plan.assemble.order import order_problems
 from pipefit.plan.check.forms import edge_problems, parameter_problems
 from pipefit.plan.check.rows import placement_problems
@@ -101,6 +102,10 @@ def _job_problems(plan: Plan) -> Iterator[PlanError]:
     for name, value in (("batch", plan.job.batch), ("sequence", plan.job.sequence)):
         if value < 1:
             yield PlanError("A whole number above zero is needed.", where=f"job.{name}", seen=value)
+    try:
+        find_optimizer(plan.job.optimizer)
+    except PlanError as error:
+        yield error
 
 
 def _group_problems(plan: Plan) -> Iterator[PlanError]:

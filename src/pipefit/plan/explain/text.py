@@ -37,8 +37,9 @@ def plan_headline(plan: Plan) -> str:
     """Return the model, job and devices of the plan, in one line."""
     job = plan.job
     return (
-        f"{plan.model.name}: batch {job.batch} x {job.sequence} tokens, {job.precision}, on {len(plan.used_devices)} "
-        f"device{'s' if len(plan.used_devices) > 1 else ''}" + (f" of {plan.cluster}" if plan.cluster else "")
+        f"{plan.model.name}: batch {job.batch} x {job.sequence} tokens, {job.precision}, {job.optimizer}, on "
+        f"{len(plan.used_devices)} device{'s' if len(plan.used_devices) > 1 else ''}"
+        + (f" of {plan.cluster}" if plan.cluster else "")
     )
 
 

@@ -71,7 +71,8 @@ class TrainingRun:
         world.require_agreement("corpus", self.feeding.digest, corpus_mismatch)
         value = weights_value(plan, self.model, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, CommGroups(world.device), world.device, optimizer, value=value)
-        self.worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets))
+        elements = sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets)
+        self.worker.pace = pace.step_pacer(elements, self.worker.optimizer)
         self.flops = model_flops(self.model, plan, self.feeding.rows)
         self.start = resume_run(self.worker, plan, config, self.feeding, world) if config.resume else 0
         self._save_group = world.own_group() if config.async_save else world.cpu_group

@@ -9,13 +9,14 @@ run of the flat elements (`Gflat`: the parameters of the bucket concatenated).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pipefit.layout import AxisName, Box, Run
+from pipefit.optimizers import FlatPiece, ParameterPart
 
 ALIGN = 32
 """Elements: every parameter starts at a multiple, so that flat kernels read aligned vectors."""
@@ -114,6 +115,21 @@ class GradientBucket:
             if start < stop:
                 runs.append((entry, (start - offset, stop - offset), (start - low, stop - low)))
         return runs
+
+
+def flat_piece(bucket: GradientBucket, master_dtype: torch.dtype, sum_parts: Callable[[Tensor], None]) -> FlatPiece:
+    """Return the elements of a bucket whose state this rank holds, for its optimizer."""
+    return FlatPiece(
+        parameter=bucket.parameters[slice(*bucket.owned)],
+        master_dtype=master_dtype,
+        decays=bucket.entries[0].decays,
+        shapes={entry.name: entry.shape for entry in bucket.entries},
+        parts=tuple(
+            ParameterPart(entry.name, entry.shape, entry.box, local, place)
+            for entry, local, place in bucket.owned_runs()
+        ),
+        sum_parts=sum_parts,
+    )
 
 
 def make_buckets(

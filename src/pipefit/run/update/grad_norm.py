@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pipefit.layout import Mesh
+from pipefit.optimizers import update_elements
 from pipefit.run.update.buckets import GradientBucket
-from pipefit.run.update.optimizer import update_elements
 
 
 def counts_in_norm(bucket: GradientBucket, group: Mesh, device: int) -> bool:
