@@ -60,7 +60,7 @@ def pins(row: Setting, turns: int) -> Mapping[str, Any]:
         "stages": stages,
         "shards": (1,) * row.shards,
         "inner": "stage",
-        "zero1": False,
+        "sharded_state": "none",
         "cuts": tuple(1 + each * index for index in range(1, stages)),
         "devices": row.replicas * row.stages * row.shards,
         "mapping": "hostname",

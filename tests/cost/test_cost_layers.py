@@ -148,7 +148,7 @@ def test_b_is_i_and_w_together_and_memory_returns_to_zero() -> None:
 def test_reductions_and_gathers_go_over_the_replicas_of_the_stage() -> None:
     """Two replicas inside a host: a ring of two over the stage's gradients; under ZeRO-1 half of it and a gather."""
     bench, work, plain = table(ParallelConfig(stages=2, cuts=(3,), replicas=(1, 1)))
-    _, _, zero = table(ParallelConfig(stages=2, cuts=(3,), replicas=(1, 1), zero1=True))
+    _, _, zero = table(ParallelConfig(stages=2, cuts=(3,), replicas=(1, 1), sharded_state="optimizer"))
     size = 4 * (VOCABULARY * WIDTH + 4 * WIDTH * INNER)
     link = bench.cluster.links["inside"]
     one_pass = link.latency_s + size / 2 / link.bandwidth_bytes_per_s

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from pipefit.plan.check.rules import check_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.explain.text import plan_headline
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, LanePrediction, Plan
 
@@ -33,7 +36,9 @@ JOB = Job(batch=8, sequence=64, precision="bfloat16")
 def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that the code of the how-to defines; its optimizer is registered during the test."""
     known = dict(base._optimizers)
-    names: dict[str, Any] = {"__name__": "how_to"}
+    module = ModuleType("how_to_module")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = vars(module)
     for block in re.findall(r"^```python\n(.*?)^```", HOW_TO.read_text(encoding="utf-8"), flags=re.M | re.S):
         exec(block, names)
     yield names
@@ -49,14 +54,14 @@ def lanes(optimizer: str, **decisions: Any) -> tuple[Plan, tuple[LanePrediction,
     return plan, plan.prediction.lanes
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_memory_follows_the_optimizer(named: dict[str, Any], zero1: bool) -> None:
+@pytest.mark.parametrize("state", ["none", "optimizer"])
+def test_memory_follows_the_optimizer(named: dict[str, Any], state: str) -> None:
     """Under bfloat16 AdamW keeps 12 bytes an element, SGD and sign SGD 8, Adafactor 4 and the means of its matrices."""
-    layout = {"stages": 2, "microbatches": 2, "replicas": (1, 1), "zero1": zero1}
+    layout = {"stages": 2, "microbatches": 2, "replicas": (1, 1), "sharded_state": state}
     plans = {name: lanes(name, **layout) for name in ("adamw", "sgd", "sign", "adafactor")}
     for lane in range(2):
         parts = {name: predicted[lane].parts for name, (_, predicted) in plans.items()}
-        elements = parts["adamw"]["parameters"] / 2 / (2 if zero1 else 1)
+        elements = parts["adamw"]["parameters"] / 2 / (2 if state == "optimizer" else 1)
         assert parts["adamw"]["optimizer"] == 12 * elements
         assert parts["sgd"]["optimizer"] == parts["sign"]["optimizer"] == 8 * elements
         shapes = [p.shape for p in plans["adafactor"][0].parameters if lane in p.uses]
@@ -74,9 +79,10 @@ def test_the_time_of_the_update_follows_the_optimizer(named: dict[str, Any]) -> 
     assert steps_s["sgd"].step_s == steps_s["sign"].step_s < steps_s["adamw"].step_s  # type: ignore[union-attr]
 
 
-def test_less_state_fits_where_adamw_does_not() -> None:
+def test_a_search_plans_for_the_optimizer() -> None:
     model, cluster = toy_model(6), parse_spec("4xA100-80")
-    made = [make_plan(model, cluster, replace(JOB, optimizer=name)) for name in ("adamw", "adafactor")]
+    pins = parse_constraints(["stages=2", "replicas=1", "microbatches=4", "schedule=1f1b", "recompute=none"])
+    made = [make_plan(model, cluster, replace(JOB, optimizer=name), pins) for name in ("adamw", "adafactor")]
     assert [plan.job.optimizer for plan in made] == ["adamw", "adafactor"]
     adamw, adafactor = (max(lane.peak_bytes for lane in plan.prediction.lanes) for plan in made if plan.prediction)
     assert adafactor < adamw
@@ -104,6 +110,19 @@ def test_a_plan_of_an_unknown_optimizer_is_refused() -> None:
     assert "job.optimizer" in text and "adafactor, adamw, sgd" in text and "register_optimizer" in text
     with pytest.raises(FormatError):
         load_text(Plan, dump_text(plan).replace('"sgd"', "1"), "plan")
+
+
+def test_tied_copies_on_unequal_meshes_are_refused_if_means_are_summed() -> None:
+    import worker_plans as plans
+
+    unequal = plans.with_groups(
+        plans.plan("tied", stages=3, microbatches=2), [((1, 1), (1,)), ((1,), (1,)), ((1,), (1,))]
+    )
+    check_plan(unequal)
+    with pytest.raises(PlanError) as error:
+        check_plan(replace(unequal, job=replace(unequal.job, optimizer="adafactor")))
+    text = error.value.full_text()
+    assert "adafactor needs equal meshes" in text and "2 different meshes" in text and "adamw" in text
 
 
 def test_it_trains(named: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def half_small() -> tuple[Cluster, dict[str, Any]]:
         "microbatches": 4,
         "cuts": (2,),
         "recompute": ("none",),
-        "zero1": False,
+        "sharded_state": "none",
     }
     free = make_plan(toy_model(6), cluster, JOB, {**pins, "mapping": "hostname"})
     assert free.prediction is not None

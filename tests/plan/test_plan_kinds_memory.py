@@ -69,7 +69,7 @@ def test_a_kind_needs_what_it_needs_alone(schedule: str, recompute: str, shares:
 def test_parts_of_a_split_state_are_counted_by_shares() -> None:
     """By hand: 1/4 and 3/4 of twelve bytes for each parameter element."""
     whole = simulation(replicas=(3, 1), devices=BY_REPLICA)
-    split = simulation(replicas=(3, 1), devices=BY_REPLICA, zero1=True)
+    split = simulation(replicas=(3, 1), devices=BY_REPLICA, sharded_state="optimizer")
     for lane in range(3):
         state_bytes = 12  # of AdamW: a float32 master and two moments
         shares = {"big": 3 / 4, "small": 1 / 4}
@@ -104,7 +104,7 @@ def test_limits_for_orders_keep_every_kind_within_its_memory() -> None:
 
 def test_a_small_device_with_few_rows_takes_part() -> None:
     """A device that would not hold the rows of the large one, and holds its own."""
-    model, job, pins = toy_model(1), replace(JOB, batch=8, sequence=2048), {"schedule": "1f1b", "zero1": False}
+    model, job, pins = toy_model(1), replace(JOB, batch=8, sequence=2048), {"schedule": "1f1b", "sharded_state": "none"}
     pins |= {"recompute": ("none",), "microbatches": 1, "stages": 1}
 
     def need(rows: int) -> int:
@@ -133,7 +133,7 @@ def test_a_small_device_with_few_rows_takes_part() -> None:
 def test_the_search_finds_the_best_where_memory_is_scarce(memory: float) -> None:
     """Against every choice of devices and division of the rows, on a fast large device and two slow small ones."""
     model, job = toy_model(3), replace(JOB, batch=4, sequence=2048)
-    pins = {"schedule": "1f1b", "recompute": ("none",), "zero1": False, "stages": 1}
+    pins = {"schedule": "1f1b", "recompute": ("none",), "sharded_state": "none", "stages": 1}
     large = cluster((BIG, 1))
     whole = build_plan(model, large, job, ParallelConfig(stages=1, microbatches=1, schedule="1f1b"))
     most = simulate_plan(whole, model, large).peaks_bytes[0]

@@ -37,7 +37,7 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan, PlanPrediction
 
 JOB = Job(batch=8, sequence=2048, precision="bfloat16")
-PINS = {"schedule": "1f1b", "recompute": ("none",), "zero1": False}
+PINS = {"schedule": "1f1b", "recompute": ("none",), "sharded_state": "none"}
 
 
 def kind(name: str, times: float = 1.0, memory_bytes: int | None = None) -> DeviceKind:
@@ -258,7 +258,7 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
     """Bounds and guesses of all panels, those with slices among them, and the order of a queue that is opened late."""
     bench = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
     floors = LowerBounds(bench.layer_cutter, JOB)
-    every = list(iter_grids(JOB, 6, 4, 2, {"zero1": False}, bench.layer_cutter))
+    every = list(iter_grids(JOB, 6, 4, 2, {"sharded_state": "none"}, bench.layer_cutter))
     together = {place: (floor, at) for places, floor in floors.bound_batches(every) for at, place in enumerate(places)}
     assert sorted(together) == list(range(len(every)))
     assert max(len(floor.panels) for floor, _ in together.values()) > 1 and any(panel.slices for panel in every)
@@ -290,7 +290,9 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
 def test_pins_are_obeyed_on_several_kinds(pins: dict[str, object]) -> None:
     bench = PlannerContext(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
     found = (
-        search_plans(bench, replace(JOB, batch=12), {"schedule": "1f1b", "zero1": False, **pins}).fitting[0].decisions
+        search_plans(bench, replace(JOB, batch=12), {"schedule": "1f1b", "sharded_state": "none", **pins})
+        .fitting[0]
+        .decisions
     )
     for key, value in pins.items():
         if key == "mapping":

@@ -46,7 +46,7 @@ def in_step_s(one: EvaluatedPlan) -> float:
     return simulate_schedule(one.simulation.timeline.schedule, costs).makespan_s
 
 
-CROWDED = {"recompute": ("none",), "devices": 4, "zero1": False}
+CROWDED = {"recompute": ("none",), "devices": 4, "sharded_state": "none"}
 
 
 @pytest.mark.parametrize(("sequence", "rate"), [(512, 1e9), (2048, 3e9)])

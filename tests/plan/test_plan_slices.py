@@ -142,7 +142,7 @@ def slow(count: int, memory_bytes: int = 10**10) -> Cluster:
 
 @pytest.mark.parametrize("cluster", [slow(3), slow(3, 160_000_000)], ids=["free", "little memory"])
 def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Cluster) -> None:
-    bench, pins = PlannerContext(toy_model(3), cluster), {"slice_multiple": 4096, "zero1": False}
+    bench, pins = PlannerContext(toy_model(3), cluster), {"slice_multiple": 4096, "sharded_state": "none"}
     every = everything(bench, LONG, pins)
     found = search_plans(bench, LONG, pins)
     names = {one.decisions.schedule for one in every if one.decisions.slices}
@@ -167,7 +167,7 @@ def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
     bench, looked = PlannerContext(toy_model(2), slow(3)), 0
     searcher = LayoutSearch(bench, LONG, {"slice_multiple": 4096}, 1, None)
     for panel in iter_grids(
-        LONG, len(bench.only_module.layers), 3, 1, {"zero1": False}, bench.layer_cutter, searcher.slicer
+        LONG, len(bench.only_module.layers), 3, 1, {"sharded_state": "none"}, bench.layer_cutter, searcher.slicer
     ):
         if not panel.slices:
             continue
@@ -237,7 +237,7 @@ def test_pinned_slices_are_obeyed() -> None:
 
 def note_of(job: Job, pins: dict[str, object], cluster: Cluster | None = None) -> str:
     """What a plan says of slices; the same stands in its headlines."""
-    plan = make_plan(toy_model(3), cluster or slow(3), job, {"slice_multiple": 4096, "zero1": False, **pins})
+    plan = make_plan(toy_model(3), cluster or slow(3), job, {"slice_multiple": 4096, "sharded_state": "none", **pins})
     assert plan.prediction is not None
     [note] = [one for one in plan.prediction.assumptions if one.startswith("slices: ")]
     assert note in forecast_lines(plan)
@@ -257,7 +257,7 @@ def test_a_plan_with_slices_says_which_and_what_they_gain() -> None:
 
 
 def test_alternatives_are_told_apart_by_their_slices() -> None:
-    pins = {"slice_multiple": 4096, "zero1": False, "schedule": "1f1b", "stages": 3, "recompute": ("none",)}
+    pins = {"slice_multiple": 4096, "sharded_state": "none", "schedule": "1f1b", "stages": 3, "recompute": ("none",)}
     plan = make_plan(toy_model(3), slow(3), LONG, pins, top=24)
     table = alternative_table(plan)
     place = table.columns.index("slices")
@@ -284,7 +284,9 @@ def test_a_plan_without_slices_says_why() -> None:
 
 def test_the_best_plan_with_slices_that_lost_is_told() -> None:
     bench = PlannerContext(toy_model(3), slow(3))
-    found = search_plans(bench, LONG, {"slice_multiple": 4096, "stages": 3, "schedule": "1f1b", "zero1": False})
+    found = search_plans(
+        bench, LONG, {"slice_multiple": 4096, "stages": 3, "schedule": "1f1b", "sharded_state": "none"}
+    )
     turned = replace(found, fitting=tuple(sorted(found.fitting, key=lambda one: bool(one.decisions.slices))))
     note = slice_note(bench, LONG, {}, turned)
     assert re.match(r"slices: not used: the best plan with slices, \d+ slices of [\d, .]+ tokens in 1 rep", note)
@@ -294,7 +296,7 @@ def test_the_best_plan_with_slices_that_lost_is_told() -> None:
 def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
     """Never slower, in its memory, and what is fixed stays."""
     bench = PlannerContext(toy_model(3), slow(3))
-    pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "schedule": "1f1b", "zero1": False}
+    pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "schedule": "1f1b", "sharded_state": "none"}
     first = search_plans(bench, LONG, pins)
     again = reslice_best(bench, LONG, pins, first)
     assert again.fitting[0].step_s < first.fitting[0].step_s and again.fitting[0].simulation.fits_in_memory
@@ -309,7 +311,7 @@ def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
 def test_a_best_plan_without_slices_gets_those_of_terapipes_program() -> None:
     """In a schedule that fits, faster than the program itself, which runs all forwards first."""
     bench = PlannerContext(toy_model(3), slow(3))
-    pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "zero1": False, "recompute": ("none",)}
+    pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "sharded_state": "none", "recompute": ("none",)}
     whole = search_plans(bench, LONG, {**pins, "slices": 1})
     again = reslice_best(bench, LONG, pins, whole)
     best = again.fitting[0]

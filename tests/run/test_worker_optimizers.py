@@ -27,9 +27,10 @@ TORCH: dict[str, Any] = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {"microbatches": 2},
-    "2 stages x 2 replicas, zero-1": {"stages": 2, "microbatches": 2, "replicas": (1, 1), "zero1": True},
+    "2 stages x 2 replicas, zero-1": {"stages": 2, "microbatches": 2, "replicas": (1, 1), "sharded_state": "optimizer"},
     "2 stages x 2 shards x 2 replicas, zero-1": {
-        "stages": 2, "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron-sp", "zero1": True,
+        "stages": 2, "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron-sp",
+            "sharded_state": "optimizer",
     },
     "3 uneven replicas x 2 shards": {
         "microbatches": 2, "replicas": (2, 1, 1), "shards": (1, 1), "sharding": "megatron",

@@ -206,7 +206,7 @@ def test_buckets_keep_values_come_last_layer_first_and_respect_their_size():
 def test_zero_gives_every_element_to_exactly_one_rank(ways):
     owned: dict[str, list[tuple[int, int]]] = {}
     for place in range(ways):
-        entries = [entry(f"{i}", (5 + i, 7), i, scatter_over=("replica",)) for i in range(4)]
+        entries = [entry(f"{i}", (5 + i, 7), i, state_axes=("replica",)) for i in range(4)]
         for bucket in make_buckets(entries, torch.float32, 1 << 20, {(0, ("replica",)): (place, ways)}):
             assert len(bucket.parameters) % ways == 0
             for e, local, piece in bucket.owned_runs():
@@ -223,7 +223,7 @@ def test_the_norm_counts_replicated_gradients_once_and_split_ones_everywhere():
     group = grid((1, 1), (1, 1))
     whole = make_buckets([entry("a", (4, 4), 0, sum_over=("replica", "shard"))], torch.float32, 1 << 20, {})[0]
     split = make_buckets([entry("b", (4, 4), 0, sum_over=("replica",))], torch.float32, 1 << 20, {})[0]
-    zero = make_buckets([entry("c", (4, 4), 0, scatter_over=("replica",))], torch.float32, 1 << 20, {})[0]
+    zero = make_buckets([entry("c", (4, 4), 0, state_axes=("replica",))], torch.float32, 1 << 20, {})[0]
     other = make_buckets([entry("d", (4, 4), 0, counted=False)], torch.float32, 1 << 20, {})[0]
     assert [counts_in_norm(whole, group, d) for d in group.devices] == [True, False, False, False]
     assert [counts_in_norm(split, group, d) for d in group.devices] == [True, True, False, False]

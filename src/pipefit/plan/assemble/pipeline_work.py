@@ -24,6 +24,7 @@ from pipefit.layout import (
 )
 from pipefit.model.graph import Layer, size_value
 from pipefit.optimizers import find_optimizer
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.assemble.packed_rows import edge_sizes, frozen_layers, packed_sizes, packed_symbols, stage_grouping
 from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
@@ -55,8 +56,8 @@ class PlanSkeleton:
     placement: tuple[int, ...]
     microbatches: int
     slices: tuple[int, ...]
-    split_state: tuple[bool, ...]
-    "For each stage: True if ZeRO-1 shards its optimizer state."
+    sharded_state: tuple[ShardedState, ...]
+    "For each stage, what its replicas shard."
 
 
 def skeleton_from_plan(plan: Plan) -> PlanSkeleton:
@@ -70,8 +71,10 @@ def skeleton_from_plan(plan: Plan) -> PlanSkeleton:
         placement=plan.order.placement,
         microbatches=plan.order.microbatches,
         slices=plan.order.slices,
-        split_state=tuple(
-            any("Gflat" in parameter.state for parameter in plan.parameters if index in parameter.uses)
+        sharded_state=tuple(
+            "optimizer"
+            if any("Gflat" in parameter.state for parameter in plan.parameters if index in parameter.uses)
+            else "none"
             for index in range(len(plan.stages))
         ),
     )
@@ -101,7 +104,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 slices=_space_slices(space, parts),
                 recompute=stage.recompute,
                 parameters=programs.parameter_counts(layers, sharding_key(stage), shares, parts.job),
-                split_state=parts.split_state[index],
+                sharded_state=parts.sharded_state[index],
                 shares=layer_shares(layer_programs, shares),
                 symbols=packed_symbols(
                     parts.spaces, parts.microbatches // stage.microbatch_multiple, max(replicas) / sum(replicas)

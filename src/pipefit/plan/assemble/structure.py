@@ -9,6 +9,7 @@ from itertools import pairwise
 from pipefit.errors import PlanError
 from pipefit.layout import TensorForm
 from pipefit.model.graph import ModelModule
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.assemble.shard_programs import ProgramCache, program_hash, sharding_key, whole_shape
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import AxisPlan, Edge, EdgeTransfer, MeshPlan, ParameterPlan, Stage
@@ -109,7 +110,11 @@ def shard_shares(group: MeshPlan) -> tuple[int, ...]:
 
 
 def make_parameters(
-    module: ModelModule, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache, zero1: bool
+    module: ModelModule,
+    stages: Sequence[Stage],
+    groups: Sequence[MeshPlan],
+    programs: ProgramCache,
+    sharded_state: ShardedState,
 ) -> tuple[ParameterPlan, ...]:
     """Return every parameter once, in order of first use. A tied parameter lists all stages that use it; the first owns
     it.
@@ -140,7 +145,7 @@ def make_parameters(
             trainable=facts[name][1],
             uses=tuple(uses[name]),
             stored=("I", facts[name][2]),
-            state=("Gflat" if zero1 else "I", facts[name][2]),
+            state=("Gflat" if sharded_state != "none" else "I", facts[name][2]),
             owner=uses[name][0],
         )
         for name in uses

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
+from pipefit.optimizers.sharded_state import IMPLEMENTED
 from pipefit.plan.bounds.step_bounds import schedule_facts
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
@@ -114,7 +115,7 @@ def _build_grid(
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
-        zero1=(pins["zero1"],) if "zero1" in pins else (False, True)[: 1 + is_replicated],
+        sharded_state=(pins["sharded_state"],) if "sharded_state" in pins else IMPLEMENTED[: 1 + is_replicated],
         inner=grid.inner,
         shards=shards,
         sharding=_sharding_style(shards, pins),

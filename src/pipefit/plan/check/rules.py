@@ -108,6 +108,21 @@ def _job_problems(plan: Plan) -> Iterator[PlanError]:
         yield error
 
 
+def _tied_state_problems(plan: Plan) -> Iterator[PlanError]:
+    """Find tied parameters whose copies would drift apart: their optimizer sums over a mesh, and the meshes differ, so
+    the sums are rounded in different orders."""
+    optimizer = find_optimizer(plan.job.optimizer)
+    for parameter in plan.parameters:
+        grids = {plan.stage_mesh(use).axes for use in parameter.uses}
+        if parameter.trainable and len(grids) > 1 and optimizer.shared_state(parameter.shape):
+            yield PlanError(
+                f"The optimizer {optimizer.name} needs equal meshes for all stages that use a tied parameter.",
+                where=f"parameters ({parameter.name}).uses",
+                seen=f"{len(grids)} different meshes",
+                allowed="one mesh for all of them, or an element-wise optimizer such as adamw",
+            )
+
+
 def _group_problems(plan: Plan) -> Iterator[PlanError]:
     if not plan.groups:
         yield PlanError("A plan needs at least one group.", where="groups")
@@ -306,6 +321,7 @@ RULES: tuple[Rule, ...] = (
     placement_problems,
     turn_problems,
     shard_problems,
+    _tied_state_problems,
     order_problems,
     _prediction_problems,
 )

@@ -15,7 +15,7 @@ from pipefit.cost.memory.lanes import stage_holdings
 from pipefit.cost.pipeline.table import layer_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES, state_bytes
 from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute, StageWork
+from pipefit.cost.work import Recompute, StageWork, state_share
 from pipefit.layout import Mesh, split_by_shares
 from pipefit.optimizers import find_optimizer
 from pipefit.plan.assemble.shard_programs import ProgramCache, kept_state_bytes, layer_shares
@@ -101,7 +101,7 @@ class LayerCutter:
 
     def stage_rows(self, job: Job, decisions: ParallelConfig) -> list[LayerRow]:
         """Return the costs of every layer on the devices of every stage."""
-        share = max(decisions.replicas) / sum(decisions.replicas) if decisions.zero1 else 1.0
+        share = state_share(decisions.sharded_state, decisions.replicas)
         if decisions.is_sharded:
             groups = [group.to_mesh() for group in make_groups(decisions)]
             return [
@@ -247,7 +247,7 @@ class LayerCutter:
             slices=(job.sequence,),
             recompute=recompute,
             parameters=self.programs.parameter_counts(layers, sharding, shards),
-            split_state=False,
+            sharded_state="none",
         )
 
     def _make_row(self, probe: StageWork, job: Job) -> LayerRow:

@@ -170,7 +170,7 @@ def _corrected_cells(memory: MemoryRisk | None) -> tuple[str, str, str]:
 def alternative_table(plan: Plan) -> TextTable:
     """Return the table of runners-up, with the reason why each lost or did not fit. It has slices if any plan has
     some."""
-    keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "zero1")
+    keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "sharded_state")
     if names := module_names(plan.decisions):
         keys = (*names, "microbatches", "schedule")
     if any(

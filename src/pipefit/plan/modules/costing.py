@@ -159,7 +159,7 @@ class ModuleCosting:
                 slices=(self.job.sequence,),
                 recompute=recompute,
                 parameters=NO_PARAMETERS,
-                split_state=False,
+                sharded_state="none",
                 symbols=tuple(
                     (symbol, round(samples * self.means[name]))
                     for symbol, name in CONDITIONS.items()

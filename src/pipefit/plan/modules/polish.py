@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.modules.costing import CostedModule
 from pipefit.plan.request.decisions import ParallelConfig
@@ -50,9 +51,10 @@ def neighbour_layouts(
 
     A microbatch has `samples` samples, and a sample has `images` of each module that can divide them.
     """
-    if "zero1" not in pins:
-        modules = tuple((name, replace(config, zero1=not decisions.zero1)) for name, config in decisions.modules)
-        yield replace(decisions, zero1=not decisions.zero1, modules=modules)
+    if "sharded_state" not in pins:
+        other: ShardedState = "none" if decisions.sharded_state == "optimizer" else "optimizer"
+        modules = tuple((name, replace(config, sharded_state=other)) for name, config in decisions.modules)
+        yield replace(decisions, sharded_state=other, modules=modules)
     for index, (name, config) in enumerate(decisions.modules):
         layers = len(costed[index].profile.ways[0].sample_s)
         free = not {f"{name}.shards", f"{name}.replicas"} & {*pins}

@@ -309,7 +309,7 @@ class ModuleSearch:
         common = {
             "microbatches": arrangement.microbatches,
             "schedule": self.pins.get("schedule", "1f1b"),
-            "zero1": self.pins.get("zero1", True),
+            "sharded_state": self.pins.get("sharded_state", "optimizer"),
         }
         modules = tuple(
             (

@@ -40,7 +40,12 @@ def analyse_sensitivity(
     if "devices" not in pins:
         words, cluster = extend_cluster(bench.cluster)
         chosen = best.decisions
-        held = {"schedule": chosen.schedule, "recompute": chosen.recompute, "zero1": chosen.zero1, **pins}
+        held = {
+            "schedule": chosen.schedule,
+            "recompute": chosen.recompute,
+            "sharded_state": chosen.sharded_state,
+            **pins,
+        }
         try:
             grown = bench.with_cluster(cluster)
             better = best_plans(grown, job, held, top=1, layouts=1).fitting

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipefit.errors import PlanError, most_like
+from pipefit.optimizers.sharded_state import LEGACY_KEY, check_sharded_state, decode_decisions
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.schedule.families import FAMILIES
@@ -82,7 +83,10 @@ KEYS: Mapping[str, ConstraintKey] = {
     "microbatches": ConstraintKey("a count that divides the batch", _parse_count),
     "schedule": ConstraintKey(", ".join(sorted(FAMILIES)), _choice_parser(*FAMILIES)),
     "recompute": ConstraintKey("none, selective or full; or one of them for each stage, with commas", _parse_recompute),
-    "zero1": ConstraintKey("true or false", _parse_switch),
+    "sharded_state": ConstraintKey(
+        "none, or optimizer: what the replicas shard (ZeRO-1)",
+        lambda text: check_sharded_state(text, "--fix sharded_state"),
+    ),
     "inner": ConstraintKey(
         "replica or stage: adjacent ranks are the replicas of a stage, or the stages of a pipeline",
         _choice_parser("replica", "stage"),
@@ -131,6 +135,8 @@ def parse_constraints(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         name, separator, value = text.partition("=")
         name = name.strip()
+        if name == LEGACY_KEY:
+            name, value = next(iter(decode_decisions({name: value.strip().lower()}).items()))
         key = name.rpartition(".")[2]  # `vision.replicas`: of one module
         if not separator or key not in KEYS:
             near = most_like(key, KEYS)
@@ -145,6 +151,8 @@ def parse_constraints(texts: Iterable[str]) -> dict[str, Any]:
             raise PlanError("The same key is fixed twice.", where="--fix", seen=repr(text))
         try:
             pins[name] = KEYS[key].parse(value.strip())
+        except PlanError:
+            raise
         except (ValueError, KeyError):
             raise PlanError(
                 f"This is not a valid value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[key].help
@@ -205,5 +213,5 @@ def describe_choices(decisions: ParallelConfig) -> str:
     return (
         f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{shards}, "
         f"{decisions.microbatches} microbatches{slices}, {decisions.schedule}, "
-        f"recompute {','.join(decisions.recompute)}, ZeRO-1 {'on' if decisions.zero1 else 'off'}"
+        f"recompute {','.join(decisions.recompute)}, sharded state {decisions.sharded_state}"
     )

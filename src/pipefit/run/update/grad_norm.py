@@ -19,7 +19,7 @@ from pipefit.run.update.buckets import GradientBucket
 def counts_in_norm(bucket: GradientBucket, group: Mesh, device: int) -> bool:
     """Return True if this device adds the bucket (its owned part) to the global sum of squares."""
     entry = bucket.entries[0]
-    copies = [name for name in (*entry.sum_over, *entry.alike_over) if name not in entry.scatter_over]
+    copies = [name for name in (*entry.sum_over, *entry.alike_over) if name not in entry.state_axes]
     return entry.counted and all(group.axis_position(device, name) == 0 for name in copies)
 
 

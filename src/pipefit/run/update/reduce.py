@@ -121,14 +121,14 @@ class _BucketReduction:
             if bucket.summing_devices
             else axis_members(entry.sum_over)
         )
-        self._scatter = axis_members(entry.scatter_over)
-        copied = {*entry.sum_over, *entry.alike_over} - {*entry.scatter_over}
+        self._scatter = axis_members(entry.state_axes)
+        copied = {*entry.sum_over, *entry.alike_over} - {*entry.state_axes}
         split_axes = [axis.name for axis in group.axes if axis.name not in copied]
         self._parts = axis_members(split_axes)
         self._scatters = (
             self._scatter is not None
             and not (bucket.is_tied or bucket.summing_devices)
-            and set(entry.scatter_over) == set(entry.sum_over)
+            and set(entry.state_axes) == set(entry.sum_over)
         )
         start, stop = bucket.owned
         self._own_gradients = bucket.gradients[start:stop]

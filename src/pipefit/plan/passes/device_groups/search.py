@@ -18,6 +18,7 @@ from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PipefitError, PlanError
 from pipefit.layout import TensorForm
 from pipefit.model.graph import size_value
+from pipefit.optimizers.sharded_state import IMPLEMENTED, ShardedState
 from pipefit.plan.assemble.structure import FormsError
 from pipefit.plan.candidates.queue import SearchCandidate
 from pipefit.plan.candidates.space import RECOMPUTE
@@ -154,9 +155,9 @@ class GroupSearch:
         """Yield layouts and numbers of microbatches whose lower bound is below the best known plan."""
         layers = len(self.bench.only_module.layers)
         recompute: Recompute = self.pins["recompute"][0] if "recompute" in self.pins else "none"
-        zero1 = self.pins.get("zero1", True)
+        sharded_state = self.pins.get("sharded_state", "optimizer")
         for layout in iter_layouts(self.bench.network, self.job.batch, layers, self.pins.get("devices")):
-            if not self.obeys_constraints(layout) or not self.floors.has_room(layout, zero1):
+            if not self.obeys_constraints(layout) or not self.floors.has_room(layout, sharded_state):
                 continue
             self.looked += 1
             for count in self.microbatch_counts(layout):
@@ -270,8 +271,8 @@ class GroupSearch:
         laid = self.build_decisions(hope)
         if laid is None:
             return []
-        for recompute, zero1 in self.leaner_choices(hope.layout):
-            decisions = replace(laid, recompute=recompute, zero1=zero1)
+        for recompute, sharded_state in self.leaner_choices(hope.layout):
+            decisions = replace(laid, recompute=recompute, sharded_state=sharded_state)
             known = {id(plan) for plan in self.searcher.fitting}
             self.spent += 3 * decisions.stage_count * decisions.microbatches
             candidate = SearchCandidate(decisions)
@@ -286,13 +287,15 @@ class GroupSearch:
                 return new
         return []
 
-    def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], bool]]:
-        """Yield choices of recomputation and ZeRO-1, the fastest first."""
+    def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], ShardedState]]:
+        """Yield choices of recomputation and sharded state, the fastest first."""
         recomputes = [self.pins["recompute"]] if "recompute" in self.pins else RECOMPUTE
-        zeros = [self.pins["zero1"]] if "zero1" in self.pins else [False, True][: 1 + (layout.replica_count > 1)]
+        states = IMPLEMENTED[: 1 + (layout.replica_count > 1)]
+        if "sharded_state" in self.pins:
+            states = (self.pins["sharded_state"],)
         for recompute in recomputes:
             if len(recompute) in (1, len(layout.lanes)):
-                yield from ((recompute, zero1) for zero1 in zeros)
+                yield from ((recompute, state) for state in states)
 
     def build_decisions(self, hope: GroupCandidate) -> ParallelConfig | None:
         """Return the decisions of a layout, its programs with the cheapest combination of forms; None if there are
