@@ -9,7 +9,7 @@ import torch
 
 from pipefit.cost.static_memory import GRADIENT_BYTES, has_master
 from pipefit.errors import PlanError, RunError
-from pipefit.optimizers import OPTIMIZERS, FlatPiece, Optimizer, ParameterPart, find_optimizer, read_options
+from pipefit.optimizers import OPTIMIZERS, FlatPiece, OptimizerKind, ParameterPart, find_optimizer, read_options
 from pipefit.optimizers.base import register_optimizer
 
 SHAPES = {"matrix": (7, 12), "bias": (12,), "experts": (3, 4, 5), "scale": ()}
@@ -59,7 +59,7 @@ def piece_of(tensors: dict[str, torch.Tensor]) -> FlatPiece:
     )
 
 
-def state_of(kind: Optimizer, tensors: dict[str, torch.Tensor], options: dict[str, float]) -> Any:
+def state_of(kind: OptimizerKind, tensors: dict[str, torch.Tensor], options: dict[str, float]) -> Any:
     return kind.state(kind, piece_of(tensors), read_options(kind, options))
 
 
@@ -128,7 +128,7 @@ def test_an_unknown_optimizer_and_a_taken_name_are_refused() -> None:
     assert "adafactor, adamw, sgd" in text and "did you mean 'adamw'?" in text and "--optimizer" in text
     kind = find_optimizer("sgd")
     assert register_optimizer(kind) is kind
-    other = Optimizer(name="sgd", summary="another", options=kind.options, state=kind.state)
+    other = OptimizerKind(name="sgd", summary="another", options=kind.options, state=kind.state)
     with pytest.raises(PlanError, match="Two optimizers have one name"):
         register_optimizer(other)
     assert find_optimizer("sgd") is kind

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pipefit.optimizers import Optimizer
+from pipefit.optimizers import OptimizerKind
 
 Precision = Literal["float64", "float32", "bfloat16"]
 
@@ -24,7 +24,7 @@ WORKSPACE_BYTES = 64 * 2**20
 """Assumed workspace of libraries (matrix product workspaces, communication buffers)."""
 
 
-def state_bytes(optimizer: Optimizer, precision: Precision) -> int:
+def state_bytes(optimizer: OptimizerKind, precision: Precision) -> int:
     """Return the bytes of optimizer state per parameter element that ZeRO-1 shards, master weights included."""
     return optimizer.element_state_bytes(GRADIENT_BYTES[precision], has_master(precision))
 
@@ -34,7 +34,7 @@ def has_master(precision: Precision) -> bool:
     return GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
 
 
-def shared_state_bytes(optimizer: Optimizer, shape: tuple[int, ...], precision: Precision) -> int:
+def shared_state_bytes(optimizer: OptimizerKind, shape: tuple[int, ...], precision: Precision) -> int:
     """Return the bytes of optimizer state that every device with a part of this parameter keeps."""
     return optimizer.shared_state_bytes(shape, GRADIENT_BYTES[precision])
 
@@ -44,7 +44,7 @@ def static_parts(
     frozen: float,
     state_share: float,
     precision: Precision,
-    optimizer: Optimizer,
+    optimizer: OptimizerKind,
     shared_bytes: float = 0.0,
 ) -> Mapping[str, float]:
     """Return the bytes by part on a device that stores `elements` trainable and `frozen` other parameter elements.
@@ -60,7 +60,9 @@ def static_parts(
     }
 
 
-def optimizer_traffic_bytes(elements: float, state_share: float, precision: Precision, optimizer: Optimizer) -> float:
+def optimizer_traffic_bytes(
+    elements: float, state_share: float, precision: Precision, optimizer: OptimizerKind
+) -> float:
     """Return the bytes read and written by the norm and the update.
 
     The norm reads the gradients. The update reads them again, reads and writes the state, and writes the parameters.

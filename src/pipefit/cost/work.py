@@ -9,7 +9,7 @@ from typing import Literal
 from pipefit.cost.static_memory import Precision
 from pipefit.layout import Mesh
 from pipefit.model.graph import Graph
-from pipefit.optimizers import DEFAULT, Optimizer, find_optimizer
+from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState
 
 Recompute = Literal["none", "selective", "full"]
@@ -48,7 +48,7 @@ class StageWork:
     recompute: Recompute
     parameters: ParameterCounts
     sharded_state: ShardedState
-    "What the replicas shard, by their shares."
+    "The state that the replicas shard, by their shares."
     shares: tuple[tuple[int, ...], ...] = ()
     "Shares of every layer along the shard axis, where they differ from the mesh's; empty: the mesh's."
 
@@ -120,7 +120,7 @@ class PipelineWork:
     edges: tuple[EdgeWork, ...]
     tied: tuple[TiedWork, ...] = ()
     precision: Precision
-    optimizer: Optimizer = field(default_factory=lambda: find_optimizer(DEFAULT))
+    optimizer: OptimizerKind = field(default_factory=lambda: find_optimizer(DEFAULT))
     bucket_bytes: float = BUCKET_BYTES
     "Bytes of gradients reduced together."
 

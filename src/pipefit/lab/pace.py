@@ -29,7 +29,7 @@ from pipefit.lab.layer_work import stage_layer_s as stage_layer_s
 from pipefit.lab.tables import DeviceTable, LayerFacts
 from pipefit.model.graph import LOCAL
 from pipefit.model.ops.packed_attention import SQUARES
-from pipefit.optimizers import Optimizer
+from pipefit.optimizers import OptimizerKind
 
 T = TypeVar("T")
 
@@ -314,7 +314,7 @@ def pace_program(program: T) -> T:
     return program if device is None else PacedStage(program, device)  # type: ignore[return-value]
 
 
-def step_pacer(elements: int, optimizer: Optimizer) -> Callable[[Any, float], None] | None:
+def step_pacer(elements: int, optimizer: OptimizerKind) -> Callable[[Any, float], None] | None:
     """Return a callback for `Worker.pace` that gives the optimizer step over `elements` float32 numbers the time of the
     emulated device."""
     device = emulated_device()

@@ -12,7 +12,7 @@ from pipefit.optimizers.base import (
     DEFAULT,
     OPTIMIZERS,
     FlatPiece,
-    Optimizer,
+    OptimizerKind,
     OptimizerOptions,
     OptimizerState,
     ParameterPart,
@@ -27,6 +27,6 @@ for _entry in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_entry.name}")
 
 __all__ = [
-    "DEFAULT", "OPTIMIZERS", "FlatPiece", "Optimizer", "OptimizerOptions", "OptimizerState", "ParameterPart",
+    "DEFAULT", "OPTIMIZERS", "FlatPiece", "OptimizerKind", "OptimizerOptions", "OptimizerState", "ParameterPart",
     "find_optimizer", "option_text", "read_options", "register_optimizer", "update_elements",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipefit.layout import Box, flat_boxes
 from pipefit.optimizers.base import (
     FlatPiece,
-    Optimizer,
+    OptimizerKind,
     OptimizerOptions,
     OptimizerState,
     Shape,
@@ -46,9 +46,9 @@ class AdafactorOptions(OptimizerOptions):
     clip: float = 1.0
     "Upper bound of the update's root mean square."
 
-    def limits(self) -> Mapping[str, tuple[bool, str]]:
+    def option_limits(self) -> Mapping[str, tuple[bool, str]]:
         return {
-            **OptimizerOptions.limits(self),
+            **OptimizerOptions.option_limits(self),
             "beta2_decay": (self.beta2_decay <= 0, "a number, 0 or less"),
             "eps": (self.eps > 0, "a number above 0"),
             "eps_scale": (self.eps_scale > 0, "a number above 0"),
@@ -79,7 +79,7 @@ class AdafactorState(OptimizerState):
 
     options: AdafactorOptions
 
-    def __init__(self, optimizer: Optimizer, piece: FlatPiece, options: Any) -> None:
+    def __init__(self, optimizer: OptimizerKind, piece: FlatPiece, options: Any) -> None:
         OptimizerState.__init__(self, optimizer, piece, options)
         self._shapes, self._sum_parts = dict(piece.shapes), piece.sum_parts
         self._chunks = list(_piece_chunks(piece, update_elements(piece.parameter.device)))
@@ -176,7 +176,7 @@ def _split_box(box: Box, limit: int) -> Iterator[Box]:
 
 
 ADAFACTOR = register_optimizer(
-    Optimizer(
+    OptimizerKind(
         name="adafactor",
         summary="Adafactor: means of the squared gradient by row and by column",
         options=AdafactorOptions,

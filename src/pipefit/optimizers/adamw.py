@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipefit.optimizers.base import Optimizer, OptimizerOptions, OptimizerState, register_optimizer
+from pipefit.optimizers.base import OptimizerKind, OptimizerOptions, OptimizerState, register_optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +28,9 @@ class AdamWOptions(OptimizerOptions):
     eps: float = 1e-8
     "Added to the root of the second moment."
 
-    def limits(self) -> Mapping[str, tuple[bool, str]]:
+    def option_limits(self) -> Mapping[str, tuple[bool, str]]:
         return {
-            **OptimizerOptions.limits(self),
+            **OptimizerOptions.option_limits(self),
             "beta1": (0 <= self.beta1 < 1, "from 0 up to but not 1"),
             "beta2": (0 <= self.beta2 < 1, "from 0 up to but not 1"),
             "eps": (self.eps > 0, "a number above 0"),
@@ -53,7 +53,7 @@ class AdamWState(OptimizerState):
 
 
 ADAMW = register_optimizer(
-    Optimizer(
+    OptimizerKind(
         name="adamw",
         summary="AdamW: two moments per element",
         options=AdamWOptions,

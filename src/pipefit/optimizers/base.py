@@ -37,7 +37,7 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     "Parameters with one dimension (norms, biases) are not decayed."
 
-    def limits(self) -> Mapping[str, tuple[bool, str]]:
+    def option_limits(self) -> Mapping[str, tuple[bool, str]]:
         """Return option -> (True if its value is allowed, the allowed values in words)."""
         return {
             "lr": (self.lr > 0, "a number above 0"),
@@ -46,7 +46,7 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class OptimizerKind:
     """The facts of one optimizer, from which memory, times and runs follow."""
 
     name: str
@@ -54,7 +54,7 @@ class Optimizer:
     summary: str
     "One line for the help and the report."
     options: type[OptimizerOptions]
-    state: Callable[[Optimizer, FlatPiece, Any], OptimizerState]
+    state: Callable[[OptimizerKind, FlatPiece, Any], OptimizerState]
     "Builds the state of one flat piece: a subclass of `OptimizerState`."
     moments: tuple[str, ...] = ()
     "Names of the state tensors with one element per parameter element. ZeRO-1 shards them evenly over the replicas."
@@ -123,7 +123,7 @@ class OptimizerState:
     is the piece itself.
     """
 
-    def __init__(self, optimizer: Optimizer, piece: FlatPiece, options: Any) -> None:
+    def __init__(self, optimizer: OptimizerKind, piece: FlatPiece, options: Any) -> None:
         assert piece.parameter.dim() == 1 and piece.parameter.is_contiguous()
         self.options = options
         self.decay = options.weight_decay if piece.decays else 0.0
@@ -172,13 +172,13 @@ def update_elements(device: torch.device) -> int:
     return 1 << (24 if device.type == "cuda" else 18)
 
 
-_optimizers: dict[str, Optimizer] = {}
+_optimizers: dict[str, OptimizerKind] = {}
 
-OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(_optimizers)
+OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(_optimizers)
 """Every registered optimizer by its name."""
 
 
-def register_optimizer(optimizer: Optimizer) -> Optimizer:
+def register_optimizer(optimizer: OptimizerKind) -> OptimizerKind:
     """Add an optimizer to `OPTIMIZERS`, and return it. Raises PlanError if another one has its name."""
     if _optimizers.setdefault(optimizer.name, optimizer) != optimizer:
         raise PlanError(
@@ -190,7 +190,7 @@ def register_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def find_optimizer(name: str, where: str = "job.optimizer") -> Optimizer:
+def find_optimizer(name: str, where: str = "job.optimizer") -> OptimizerKind:
     """Return the optimizer of this name. Raises PlanError that lists the known names."""
     if name not in OPTIMIZERS:
         near = most_like(name, OPTIMIZERS)
@@ -206,7 +206,7 @@ def find_optimizer(name: str, where: str = "job.optimizer") -> Optimizer:
     return OPTIMIZERS[name]
 
 
-def read_options(optimizer: Optimizer, values: Mapping[str, float]) -> OptimizerOptions:
+def read_options(optimizer: OptimizerKind, values: Mapping[str, float]) -> OptimizerOptions:
     """Return the optimizer's options with these values in place of the defaults. A switch takes 0 or 1.
 
     Raises RunError for an option that the optimizer does not have, and for a value outside its limits.
@@ -224,7 +224,7 @@ def read_options(optimizer: Optimizer, values: Mapping[str, float]) -> Optimizer
             )
     typed = {name: type(defaults[name])(value) for name, value in values.items()}
     options = optimizer.options(**typed)
-    for name, (good, allowed) in options.limits().items():
+    for name, (good, allowed) in options.option_limits().items():
         value = getattr(options, name)
         if not good or not math.isfinite(value):
             raise RunError("The optimizer cannot run with this.", where=option_text(name), seen=value, allowed=allowed)
@@ -232,6 +232,6 @@ def read_options(optimizer: Optimizer, values: Mapping[str, float]) -> Optimizer
 
 
 def option_text(name: str) -> str:
-    """Return how an option is given on the command line."""
+    """Return the spelling of an option on the command line."""
     common = {field.name for field in dataclasses.fields(OptimizerOptions)}
     return f"--{name.replace('_', '-')}" if name in common else f"--optimizer-option {name}"

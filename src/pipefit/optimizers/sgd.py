@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipefit.optimizers.base import Optimizer, OptimizerOptions, OptimizerState, register_optimizer
+from pipefit.optimizers.base import OptimizerKind, OptimizerOptions, OptimizerState, register_optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +27,9 @@ class SGDOptions(OptimizerOptions):
     nesterov: bool = False
     "Look ahead by one step (Nesterov)."
 
-    def limits(self) -> Mapping[str, tuple[bool, str]]:
+    def option_limits(self) -> Mapping[str, tuple[bool, str]]:
         return {
-            **OptimizerOptions.limits(self),
+            **OptimizerOptions.option_limits(self),
             "momentum": (0 <= self.momentum < 1, "from 0 up to but not 1"),
             "dampening": (0 <= self.dampening <= 1, "0 to 1"),
             "nesterov": (
@@ -55,7 +55,7 @@ class SGDState(OptimizerState):
 
 
 SGD = register_optimizer(
-    Optimizer(
+    OptimizerKind(
         name="sgd",
         summary="SGD with momentum: one momentum per element",
         options=SGDOptions,

@@ -1,4 +1,4 @@
-"""How the replicas shard what training keeps of the parameters: the stages of ZeRO (Rajbhandari et al., 2020)."""
+"""Sharding of the training state over the replicas: the stages of ZeRO (Rajbhandari et al., 2020)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from pipefit.errors import PlanError
 
 ShardedState = Literal["none", "optimizer", "gradients", "parameters"]
-"""What the replicas shard: nothing, the optimizer state (ZeRO-1), also the gradients (ZeRO-2), or also the parameters
+"""The state that the replicas shard: none, the optimizer's (ZeRO-1), also gradients (ZeRO-2), also parameters
 (ZeRO-3)."""
 
 IMPLEMENTED: tuple[ShardedState, ...] = ("none", "optimizer")

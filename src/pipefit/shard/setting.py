@@ -13,7 +13,7 @@ from pipefit.cost.compute.operator_times import CollectiveTime
 from pipefit.cost.static_memory import Precision, optimizer_traffic_bytes, shared_state_bytes, static_parts
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.model.graph import ParameterSpec
-from pipefit.optimizers import DEFAULT, Optimizer, find_optimizer
+from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
 from pipefit.shard.template import AxisMembers
 
 Found = TypeVar("Found")
@@ -32,7 +32,7 @@ class ShardSetting:
     precision: Precision
     microbatches: int
     "Microbatches per iteration: gradients are reduced and parameters updated once per iteration."
-    optimizer: Optimizer = field(default_factory=lambda: find_optimizer(DEFAULT))
+    optimizer: OptimizerKind = field(default_factory=lambda: find_optimizer(DEFAULT))
     slowness: Mapping[str, float] = field(default_factory=dict)
     "Device kind -> measured compute time / roofline time, if measured."
     lowered: Callable[[str, float], tuple[LoweredCollective, ...]] | None = None

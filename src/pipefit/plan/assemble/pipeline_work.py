@@ -57,7 +57,7 @@ class PlanSkeleton:
     microbatches: int
     slices: tuple[int, ...]
     sharded_state: tuple[ShardedState, ...]
-    "For each stage, what its replicas shard."
+    "For each stage, the state that its replicas shard."
 
 
 def skeleton_from_plan(plan: Plan) -> PlanSkeleton:

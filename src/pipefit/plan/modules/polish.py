@@ -52,9 +52,9 @@ def neighbour_layouts(
     A microbatch has `samples` samples, and a sample has `images` of each module that can divide them.
     """
     if "sharded_state" not in pins:
-        other: ShardedState = "none" if decisions.sharded_state == "optimizer" else "optimizer"
-        modules = tuple((name, replace(config, sharded_state=other)) for name, config in decisions.modules)
-        yield replace(decisions, sharded_state=other, modules=modules)
+        toggled: ShardedState = "none" if decisions.sharded_state == "optimizer" else "optimizer"
+        modules = tuple((name, replace(config, sharded_state=toggled)) for name, config in decisions.modules)
+        yield replace(decisions, sharded_state=toggled, modules=modules)
     for index, (name, config) in enumerate(decisions.modules):
         layers = len(costed[index].profile.ways[0].sample_s)
         free = not {f"{name}.shards", f"{name}.replicas"} & {*pins}

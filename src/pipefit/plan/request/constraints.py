@@ -84,7 +84,7 @@ KEYS: Mapping[str, ConstraintKey] = {
     "schedule": ConstraintKey(", ".join(sorted(FAMILIES)), _choice_parser(*FAMILIES)),
     "recompute": ConstraintKey("none, selective or full; or one of them for each stage, with commas", _parse_recompute),
     "sharded_state": ConstraintKey(
-        "none, or optimizer: what the replicas shard (ZeRO-1)",
+        "none or optimizer: the state that the replicas shard (ZeRO-1)",
         lambda text: check_sharded_state(text, "--fix sharded_state"),
     ),
     "inner": ConstraintKey(

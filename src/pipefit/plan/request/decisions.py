@@ -49,7 +49,7 @@ class ParallelConfig:
     recompute: tuple[Recompute, ...] = ("none",)
     "One entry per stage, or one for all."
     sharded_state: ShardedState = "none"
-    "What the replicas shard: nothing, or the optimizer state (ZeRO-1)."
+    "The state that the replicas shard: none, or the optimizer's (ZeRO-1)."
     inner: Inner = "replica"
     "Rank order within a host: the replicas of a stage are adjacent, or the stages of a pipeline."
     devices: tuple[int, ...] = ()

@@ -125,8 +125,8 @@ def flat_piece(bucket: GradientBucket, master_dtype: torch.dtype, sum_parts: Cal
         decays=bucket.entries[0].decays,
         shapes={entry.name: entry.shape for entry in bucket.entries},
         parts=tuple(
-            ParameterPart(entry.name, entry.shape, entry.box, local, place)
-            for entry, local, place in bucket.owned_runs()
+            ParameterPart(entry.name, entry.shape, entry.box, local, owned)
+            for entry, local, owned in bucket.owned_runs()
         ),
         sum_parts=sum_parts,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.errors import RunError
-from pipefit.optimizers import Optimizer, OptimizerOptions, read_options
+from pipefit.optimizers import OptimizerKind, OptimizerOptions, read_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def check_config(config: OptimizerConfig) -> OptimizerConfig:
     return config
 
 
-def optimizer_options(config: OptimizerConfig, optimizer: Optimizer) -> OptimizerOptions:
+def optimizer_options(config: OptimizerConfig, optimizer: OptimizerKind) -> OptimizerOptions:
     """Return the optimizer's options: those of the configuration, else its defaults. Raises RunError as `read_options`
     does."""
     common = {"lr": config.lr, "weight_decay": config.weight_decay}
