@@ -210,8 +210,8 @@ class _LayerPricing:
             ]
             lines = tuple(((0.0, s) if form.kind == "G" else (s, 0.0),) for s in seconds)
             nothing: tuple[Lines, ...] = ((),) * len(seconds)
-            kept, size = self.setting.stored_bytes(elements, spec)
-            held = (kept, size) if form.kind == "G" else (size + kept, 0.0)
+            shared_bytes, size = self.setting.stored_bytes(elements, spec)
+            held = (shared_bytes, size) if form.kind == "G" else (size + shared_bytes, 0.0)
             options.append(OpenOption((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
             picks.append(OptionPick())
             if form == IDENTITY and spec.name in self.factored_parameters:

@@ -92,8 +92,8 @@ class ShardSetting:
         and of everything that is sharded with the parameter."""
         counts = (elements, 0) if spec.trainable else (0, elements)
         parts = static_parts(*counts, 1.0, self.precision, self.optimizer)
-        kept = float(shared_state_bytes(self.optimizer, spec.shape, self.precision)) if spec.trainable else 0.0
-        return kept, sum(parts.values()) - parts["workspace"]
+        shared_bytes = float(shared_state_bytes(self.optimizer, spec.shape, self.precision)) if spec.trainable else 0.0
+        return shared_bytes, sum(parts.values()) - parts["workspace"]
 
     @property
     def symbol_sizes(self) -> dict[str, int]:

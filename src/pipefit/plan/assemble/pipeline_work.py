@@ -137,8 +137,8 @@ def _tied_work(
         if len(stage_elements) > 1:
             stages = tuple(stage for stage, _ in stage_elements)
             elements[stages] = elements.get(stages, 0) + max(max(stored.elements) for _, stored in stage_elements)
-            kept = kept_state_bytes(parts.job, stage_elements[0][1])
-            state_bytes[stages] = state_bytes.get(stages, 0.0) + kept
+            state_size = kept_state_bytes(parts.job, stage_elements[0][1])
+            state_bytes[stages] = state_bytes.get(stages, 0.0) + state_size
     width = GRADIENT_BYTES[parts.job.precision]
     result = []
     for stages, count in elements.items():

@@ -302,12 +302,12 @@ class LayerCutter:
         first layer."""
         key = (job.optimizer, job.precision, sharding, shards)
         if key not in self._shared_state:
-            kept, seen = [], set[str]()
+            sizes, seen = [], set[str]()
             for layer in self.programs.modules[self.module].layers:
                 named = self.programs.named_parameters((layer,), sharding, shards)
-                kept.append(sum(kept_state_bytes(job, stored) for name, stored in named.items() if name not in seen))
+                sizes.append(sum(kept_state_bytes(job, stored) for name, stored in named.items() if name not in seen))
                 seen |= named.keys()
-            self._shared_state[key] = np.array(kept, dtype=float)
+            self._shared_state[key] = np.array(sizes, dtype=float)
         return self._shared_state[key]
 
     def _element_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:

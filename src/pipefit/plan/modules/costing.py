@@ -198,13 +198,13 @@ class ModuleCosting:
         counts = [self.programs.parameter_counts([layer], sharding, (1,) * shards, self.job) for layer in module.layers]
         precision, optimizer = self.job.precision, find_optimizer(self.job.optimizer)
         parts = [static_parts(max(entry.trainable), max(entry.frozen), 1.0, precision, optimizer) for entry in counts]
-        kept = np.array([entry.shared_state_bytes for entry in counts])
+        shared_bytes = np.array([entry.shared_state_bytes for entry in counts])
         return ModuleVariant(
             shards=shards,
             recompute=recompute,
             fixed_s=np.maximum(one_s - sample_s, 0.0),
             sample_s=sample_s,
-            static_bytes=np.array([entry["parameters"] + entry["gradients"] for entry in parts]) + kept,
+            static_bytes=np.array([entry["parameters"] + entry["gradients"] for entry in parts]) + shared_bytes,
             state_bytes=np.array([entry["optimizer"] for entry in parts]),
             saved_bytes=np.array([float(cost.saved_bytes) for cost in each[0]]),
             passing_bytes=np.array([_transient_bytes(cost) for cost in each[0]]),
