@@ -1,7 +1,8 @@
 """For all tests: one thread, so that measured bytes do not depend on the machine's cores; property tests have no
 deadline, because a busy machine is not a failure; the tier of a run, and what it leaves out; which tests keep together
 where several processes run them, in which order, and which have the machine to themselves; what earlier files left
-behind is not searched for garbage again and again; and the command line."""
+behind is not searched for garbage again and again; the command line; and one pool of eight gloo processes for all
+tests that want one."""
 
 from __future__ import annotations
 
@@ -104,3 +105,38 @@ def pipefit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return code, out.out, out.err
 
     return run
+
+
+_POOLS: list[Any] = []
+
+
+@pytest.fixture
+def gloo_pool() -> Iterator[Any]:
+    """A living pool of 8 processes; made when first asked for, and again after a case broke it."""
+    from tests.support.pool import Pool
+
+    if not _POOLS or not _POOLS[-1].alive:
+        _POOLS.append(Pool(8))
+    yield _POOLS[-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_groups() -> Iterator[None]:
+    """Destroy the process groups that the tests of a file made: later files pay for their threads."""
+    yield
+    if _POOLS and _POOLS[-1].alive:
+        from tests.support.worker_cases import forget_groups
+
+        _POOLS[-1].run(forget_groups, ranks=_POOLS[-1].size)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher: the run is one process, this one."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def pytest_sessionfinish() -> None:
+    for pool in _POOLS:
+        pool.close()

@@ -38,8 +38,10 @@ TORCH_AT_IMPORT = (
 )
 """Where torch may be imported with the module: doing the work, measuring it, and the models as nn.Module layers."""
 
-TORCH_INSIDE_FUNCTIONS = ("model/capture/", "model/weights/", "model/families/build", "model/user", "cli/")
-"""Where functions may import torch: they capture, build, load or save a model, or start a run."""
+TORCH_INSIDE_FUNCTIONS = (
+    "model/capture/", "model/weights/", "model/families/build", "model/user", "optimizers/", "cli/",
+)  # fmt: skip
+"""Where functions may import torch: they capture, build, load or save a model, or start a run; optimizers for types."""
 
 PARTS_OF = {"pipefit.run.worker.evaluation": {"pipefit.run.worker.worker"}}
 """Modules that are a part of another one, in a file of their own, and may know it."""

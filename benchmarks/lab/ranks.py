@@ -86,7 +86,8 @@ def steps_of(plan: Plan, model: Model, comms: CommGroups, task: dict[str, Any], 
     most bytes that it had alive, in a run of its own, as `pipefit verify` counts them."""
     warm, steps, trace = task["warm"], task["steps"], task["trace"]
     worker = build_worker(plan, model, comms, torch.device("cpu"), OPTIMIZER, bucket_bytes=bucket_bytes)
-    worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in worker.buckets))
+    elements = sum(bucket.owned[1] - bucket.owned[0] for bucket in worker.buckets)
+    worker.pace = pace.step_pacer(elements, worker.optimizer)
     feeding = feeding_of(plan, model, worker.device, task["index"])
     times = []
     before: dict[str, Any] = {}

@@ -263,7 +263,7 @@ def plan_of(case: Case) -> tuple[Any, Any, Any]:
         microbatches=case.microbatches,
         schedule=case.schedule,
         recompute=(case.recompute,),
-        zero1=case.zero1,
+        sharded_state="optimizer" if case.zero1 else "none",
         slices=() if case.slices == 1 else (case.sequence // case.slices,) * case.slices,
     )
     batch = case.rows * case.replicas * case.microbatches

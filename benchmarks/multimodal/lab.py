@@ -80,7 +80,7 @@ ARRANGED_SIGMA = 1.0
 ARRANGED = (
     "modules=disjoint", "vision.replicas=8", "vision.shards=1", "vision.recompute=none", "vision.divide=samples",
     "language.stages=3", "language.replicas=8", "language.shards=1", "language.recompute=none", "microbatches=16",
-    "schedule=1f1b", "zero1=true",
+    "schedule=1f1b", "sharded_state=optimizer",
 )  # fmt: skip
 ARRANGED_JOB = replace(JOB, batch=128)
 """The layout under which arrangements are compared: that of the first of the reference's settings."""
@@ -89,7 +89,7 @@ TOGETHER = (
     "modules=shared", "language.replicas=2", "language.stages=2", "language.shards=2", "language.recompute=full",
     "vision.replicas=4", "vision.shards=1", "vision.recompute=full", "vision.divide=samples", "generator.replicas=2",
     "generator.shards=2", "generator.recompute=none", "generator.divide=samples", "microbatches=8", "schedule=1f1b",
-    "zero1=true",
+    "sharded_state=optimizer",
 )  # fmt: skip
 MULTIPLES = (1, 2, 4)
 """The layout under which an encoder takes so many microbatches at a time, whole on every device of the two lanes of the

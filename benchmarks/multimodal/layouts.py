@@ -57,7 +57,7 @@ class Layout:
     microbatches: int
     recompute: str
     schedule: str = "1f1b"
-    zero1: bool = True
+    sharded_state: str = "optimizer"
 
     @property
     def lanes(self) -> int:
@@ -140,7 +140,7 @@ class Monolithic:
         for ends in ("apart", "merged"):
             own = sorted((one for one in found if one.layout.ends == ends and one.fits), key=lambda one: one.step_s)
             for one in own[:AGAIN]:
-                ways = [{"schedule": name} for name in SCHEDULES[1:]] + [{"zero1": False}]
+                ways = [{"schedule": name} for name in SCHEDULES[1:]] + [{"sharded_state": "none"}]
                 others = (self._rated(replace(one.layout, **way)) for way in ways)
                 found += [other for other in others if other is not None]
         return found
@@ -195,7 +195,7 @@ class Monolithic:
         common: dict[str, Any] = {
             "microbatches": layout.microbatches,
             "schedule": layout.schedule,
-            "zero1": layout.zero1,
+            "sharded_state": layout.sharded_state,
         }
         modules, first = [], 0
         for place, costed in enumerate(self.costed):

@@ -110,7 +110,7 @@ def plans_for(cluster: Cluster, model: Model, name: str, quick: bool) -> list[Pl
         laid(2, 4, 4, inner="stage"), laid(4, 2, 8, "zb-h1", inner="stage"),
     ]  # fmt: skip
     if name == "uniform":
-        choices.append(laid(1, 8, 1, zero1=True))
+        choices.append(laid(1, 8, 1, sharded_state="optimizer"))
     else:
         choices.append(laid(4, 2, 4, "interleaved-1f1b", devices=(0, 4, 2, 6, 1, 5, 3, 7)))
     choices.append(laid(1, 8, 2))
@@ -157,7 +157,7 @@ def row(
 
 def words(plan: Plan) -> str:
     """The plan in a line."""
-    keys = ("schedule", "stages", "replicas", "microbatches", "inner", "zero1", "cuts", "mapping")
+    keys = ("schedule", "stages", "replicas", "microbatches", "inner", "sharded_state", "cuts", "mapping")
     return ", ".join(f"{key} {plan.decisions[key]}" for key in keys if key in plan.decisions)
 
 

@@ -38,6 +38,7 @@ from typing import Any
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from pipefit.cluster import Cluster, load_cluster
 from pipefit.model.registry import open_model
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.check.rules import load_plan, save_plan
 from pipefit.plan.evaluate.planner_context import build_plan
@@ -150,18 +151,18 @@ def others(devices: int) -> list[ParallelConfig]:
     every = (1,) * devices
 
     def staged(
-        stages: int, schedule: str, microbatches: int, recompute: str = "none", zero1: bool = False
+        stages: int, schedule: str, microbatches: int, recompute: str = "none", sharded_state: ShardedState = "none"
     ) -> ParallelConfig:
         lanes = max(FAMILIES[schedule].placement(stages)) + 1
         placement = FAMILIES[schedule].placement(stages)
         return ParallelConfig(
             stages=len(placement), placement=placement, replicas=(1,) * (devices // lanes), schedule=schedule,
-            microbatches=microbatches, recompute=(recompute,), zero1=zero1,
+            microbatches=microbatches, recompute=(recompute,), sharded_state=sharded_state,
         )  # fmt: skip
 
     return [
         staged(devices, "1f1b", 8),
-        ParallelConfig(stages=1, replicas=every, microbatches=4, zero1=True),
+        ParallelConfig(stages=1, replicas=every, microbatches=4, sharded_state="optimizer"),
         staged(max(2, half), "gpipe", 4),
         staged(devices, "zb-h1", 8),
         staged(max(2, half), "interleaved-1f1b", 4, "full"),
@@ -171,7 +172,7 @@ def others(devices: int) -> list[ParallelConfig]:
 
 
 def words(plan: Plan) -> str:
-    keys = ("replicas", "stages", "microbatches", "schedule", "recompute", "zero1")
+    keys = ("replicas", "stages", "microbatches", "schedule", "recompute", "sharded_state")
     return ", ".join(f"{key} {plan.decisions[key]}" for key in keys)
 
 

@@ -42,6 +42,7 @@ from pipefit.model.analysis.totals import graph_flops
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
 from pipefit.model.registry import build_layers, resolve_model
+from pipefit.optimizers import FlatPiece, find_optimizer
 from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.request.decisions import ParallelConfig
@@ -49,7 +50,6 @@ from pipefit.plan.types import Job
 from pipefit.run.session.metrics import find_peak
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.stage_inputs import StageInputs
-from pipefit.run.update.optimizer import AdamW, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -224,13 +224,26 @@ def initialise(parameters: dict[str, Any]) -> None:
 
 def optimizers(parameters: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Callable[[int], None]]:
     """(float32 gradient buffers, the update of step n) for all parameters."""
-    config = OptimizerConfig()
+    adamw = find_optimizer("adamw")
+    options = adamw.options()
     buffers = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-    states = {name: AdamW(p.data.view(-1), torch.float32, config, p.dim() > 1) for name, p in parameters.items()}
+    states = {
+        name: adamw.state(
+            adamw,
+            FlatPiece(
+                parameter=p.data.view(-1),
+                master_dtype=torch.float32,
+                decays=p.dim() > 1,
+                shapes={name: tuple(p.shape)},
+            ),
+            options,
+        )
+        for name, p in parameters.items()
+    }
 
     def update(count: int) -> None:
         for name, state in states.items():
-            state.step(buffers[name].view(-1), config.lr, count)
+            state.step(buffers[name].view(-1), options.lr, count)
             buffers[name].zero_()
 
     return buffers, update

@@ -60,7 +60,7 @@ def published_constraints(row: Setting, turns: int) -> Constraints:
         shards=(1,) * row.shards,
         sharding="megatron" if row.shards > 1 else None,
         inner="stage",
-        zero1=False,
+        sharded_state="none",
         cuts=tuple(1 + each * index for index in range(1, stages)),
         devices=row.replicas * row.stages * row.shards,
         mapping="hostname",

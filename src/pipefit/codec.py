@@ -11,7 +11,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,16 +20,37 @@ from pipefit.errors import FormatError, PipefitError, most_like
 
 T = TypeVar("T")
 
+_LATER, _ENCODE, _DECODE = "added later", "encode", "decode"
+
 
 def to_data(value: Any) -> Any:
-    """Return plain JSON data of a dataclass, nested values included. Fields with default values are kept."""
+    """Return plain JSON data of a dataclass, nested values included. Fields with default values are kept, except those
+    of `added_later`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: to_data(field.metadata.get(_ENCODE, _unchanged)(getattr(value, field.name)))
+            for field in dataclasses.fields(value)
+            if not (field.metadata.get(_LATER) and getattr(value, field.name) == field.default)
+        }
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): to_data(item) for key, item in value.items()}
     return value
+
+
+def added_later(default: T) -> T:
+    """Return a dataclass field that JSON data lack while it has its default.
+
+    Data written before the field existed load, and keep their hash.
+    """
+    return dataclasses.field(default=default, metadata={_LATER: True})
+
+
+def translated(encode: Callable[[T], T], decode: Callable[[T], T]) -> Mapping[str, Any]:
+    """Return the metadata of a dataclass field whose JSON data are `encode` of its value: an older form that files and
+    hashes keep."""
+    return {_ENCODE: encode, _DECODE: decode}
 
 
 def from_data(kind: type[T], data: Any, where: str) -> T:
@@ -103,6 +124,10 @@ def content_digest(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+def _unchanged(value: Any) -> Any:
+    return value
+
+
 def _build_value(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
         return data
@@ -140,9 +165,8 @@ def _build_dataclass(kind: type, data: Any, where: str) -> Any:
     values = {}
     for name, field in fields.items():
         if name in data:
-            values[name] = _build_value(
-                hints[name], data[name], f"{where}: {name}" if ":" not in where else f"{where}.{name}"
-            )
+            inner = f"{where}: {name}" if ":" not in where else f"{where}.{name}"
+            values[name] = field.metadata.get(_DECODE, _unchanged)(_build_value(hints[name], data[name], inner))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise FormatError(f"The field {name!r} is missing.", where=where, allowed=", ".join(fields))
     return kind(**values)

@@ -212,6 +212,28 @@ def box_size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
+def flat_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield boxes whose concatenated elements are the elements start to stop of a tensor in row-major order."""
+    if start >= stop:
+        return
+    if not sizes:
+        yield ()
+        return
+    rest = sizes[1:]
+    inner = math.prod(rest)
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if first == last:
+        yield from (((first, first + 1), *box) for box in flat_boxes(rest, head, tail))
+        return
+    if head:
+        yield from (((first, first + 1), *box) for box in flat_boxes(rest, head, inner))
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, length) for length in rest))
+    yield from (((last, last + 1), *box) for box in flat_boxes(rest, 0, tail))
+
+
 @dataclass(frozen=True, slots=True)
 class TransferMove:
     """One message of a transfer: the global box that `source` sends to `target`."""

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from pipefit.cli import build_app
 from pipefit.cli._options import field_texts, flag_names, takes_options
 from pipefit.run.config import TrainConfig
-from pipefit.run.update.optimizer_config import OptimizerConfig
+from pipefit.run.update.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def test_flags_follow_from_the_names_of_fields() -> None:
 def test_the_options_of_train_are_the_fields_of_its_configuration() -> None:
     command = typer.main.get_command(build_app()).commands["train"]  # type: ignore[attr-defined]
     texts = {parameter.name: parameter.help for parameter in command.params}
-    hidden = {"optimizer", "transfer_timeout_s", "decay_one_dimensional"}
+    hidden = {"optimizer", "transfer_timeout_s", "options"}
     expected = field_texts(OptimizerConfig) | field_texts(TrainConfig)
     assert len(expected) > 35
     for name in expected.keys() - hidden:

@@ -83,7 +83,7 @@ def test_json_is_the_plan_itself(pipefit, model: str, tmp_path: Path) -> None:  
 
 def test_local_plans_for_this_machine(pipefit, model: str) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = pipefit("plan", "--model", model, "--local", "2", *JOB)
-    assert code == 0 and "float32, on" in out and "of local:2" in out and "assumed" in out
+    assert code == 0 and "float32, adamw, on" in out and "of local:2" in out and "assumed" in out
 
 
 def test_planning_from_a_saved_model_needs_no_torch(model: str, tmp_path: Path) -> None:
@@ -118,8 +118,16 @@ MISTAKES = {
     ),
     "no fix": (["--cluster", "2xH100", *JOB, "--fix", "stages"], ["written KEY=VALUE", "replicas (a count"]),
     "value of a fix": (
-        ["--cluster", "2xH100", *JOB, "--fix", "zero1=maybe"],
-        ["valid value for 'zero1'", "true or false"],
+        ["--cluster", "2xH100", *JOB, "--fix", "sharded_state=maybe"],
+        ["not a kind of sharded state", "--fix sharded_state", "none, optimizer"],
+    ),
+    "unknown optimizer": (
+        ["--cluster", "2xH100", *JOB, "--optimizer", "adam"],
+        ["optimizer is unknown", "--optimizer", "adafactor, adamw, sgd", "did you mean 'adamw'?"],
+    ),
+    "state that is not sharded": (
+        ["--cluster", "2xH100", *JOB, "--fix", "sharded_state=gradients"],
+        ["Replicas cannot shard gradients yet", "none, optimizer"],
     ),
     "fix twice": (["--cluster", "2xH100", *JOB, "--fix", "stages=1", "--fix", "stages=2"], ["fixed twice"]),
     "fixes that differ": (

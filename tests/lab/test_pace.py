@@ -21,6 +21,7 @@ from pipefit.lab import pace
 from pipefit.lab.tables import DeviceTable, LayerFacts
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.registry import open_model, resolve_model
+from pipefit.optimizers import find_optimizer
 from pipefit.profile.device import describe_rank, measure_rates
 from pipefit.profile.layers import LayerBench, PointSamples, ProfiledLayer, typical_times
 from pipefit.profile.points import WorkPoint
@@ -198,7 +199,7 @@ def test_packed_rows_are_paced_by_the_squares_of_their_images_and_seams_by_their
 def test_nothing_is_paced_outside_a_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = Program()
     monkeypatch.delenv("PIPEFIT_LAB", raising=False)
-    assert pace.pace_program(program) is program and pace.step_pacer(1) is None
+    assert pace.pace_program(program) is program and pace.step_pacer(1, find_optimizer("adamw")) is None
     assert pace.pace_collective(lambda: 5) == 5
     emulate(monkeypatch, tmp_path)
     monkeypatch.setenv("PIPEFIT_DEVICE_KIND", "another")
@@ -372,7 +373,9 @@ def test_the_optimizer_step_takes_the_time_of_the_devices_memory(
 ) -> None:
     emulate(monkeypatch, tmp_path, seed=3)
     clock = Clock(monkeypatch)
-    pacer = pace.step_pacer(int(0.06 * TABLE.memory_bytes_per_s / pace.OPTIMIZER_BYTES))
+    bytes_per_parameter = 28  # AdamW in float32 reads four numbers and writes three
+    elements = int(0.06 * TABLE.memory_bytes_per_s / bytes_per_parameter)
+    pacer = pace.step_pacer(elements, find_optimizer("adamw"))
     assert pacer is not None
     pacer(SimpleNamespace(kind="F"), 0.01)
     assert clock.now == 100.0

@@ -16,6 +16,7 @@ from pipefit.cluster.types import DeviceKind
 from pipefit.cost.static_memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.errors import PlanError
 from pipefit.layout import TensorForm
+from pipefit.optimizers import find_optimizer
 from pipefit.shard import pricing
 from pipefit.shard import setting as setting_module
 from pipefit.shard.chain import ChainSearch
@@ -163,7 +164,10 @@ def test_what_tied_parameters_cost_once_is_counted_once():
         place = next(n for n, step in enumerate(template.steps) if link.layer.values[step.output] == name)
         ways.append(template.steps[place].ways[link.choice.ways[place]])
     elements, fractions = 31 * 24, held_fractions(links[0].choice.template.cuts, (1, 1), where.axis_members)
-    assert sum(ways[0].held) == sum(static_parts(elements, 0, 1.0, "float32").values()) - WORKSPACE_BYTES
+    assert (
+        sum(ways[0].held)
+        == sum(static_parts(elements, 0, 1.0, "float32", find_optimizer("adamw")).values()) - WORKSPACE_BYTES
+    )
     assert ways[0].cost_s(fractions, 1) > 0
     assert ways[1].held == (0.0, 0.0) and ways[1].cost_s(fractions, 1) == 0
     chains = ChainSearch(model, where)
@@ -173,7 +177,7 @@ def test_what_tied_parameters_cost_once_is_counted_once():
         )
         for counted in (True, False)
     )
-    once_s = (4 * elements / 1e9 + optimizer_traffic_bytes(elements, 1.0, "float32") / 1e9) / 4
+    once_s = (4 * elements / 1e9 + optimizer_traffic_bytes(elements, 1.0, "float32", find_optimizer("adamw")) / 1e9) / 4
     for gives, link in here.items():
         assert link.cost_s - there[gives].cost_s == pytest.approx(once_s, rel=1e-6)
 

@@ -32,7 +32,7 @@ def gathering(shares) -> StageWork:
         slices=(40,),
         recompute="none",
         parameters=nothing,
-        split_state=False,
+        sharded_state="none",
     )
 
 

@@ -14,7 +14,7 @@ SHAPES = [
     {"stages": 4, "microbatches": 8},
     {"stages": 2, "microbatches": 4, "schedule": "gpipe", "replicas": (1, 1)},
     {"stages": 4, "microbatches": 4, "placement": (0, 1, 1, 0), "replicas": (1, 1), "schedule": "gpipe"},
-    {"stages": 1, "microbatches": 2, "replicas": (1, 1, 1, 1), "zero1": True},
+    {"stages": 1, "microbatches": 2, "replicas": (1, 1, 1, 1), "sharded_state": "optimizer"},
 ]
 
 
@@ -41,7 +41,7 @@ def test_predicted_parts_add_up_to_the_step_and_agree_with_sampling(shape):
 
 
 def test_reductions_that_nothing_hides_are_exposed():
-    plan, cluster = toy_plan(stages=1, microbatches=2, replicas=(1, 1, 1, 1), zero1=True)
+    plan, cluster = toy_plan(stages=1, microbatches=2, replicas=(1, 1, 1, 1), sharded_state="optimizer")
     simulation = simulate_plan(plan, toy_model(9), cluster)
     (part,) = predicted_breakdown(simulation.timeline)
     reduce_s = float(simulation.costs.reduce_s[0] + simulation.costs.gather_s[0])

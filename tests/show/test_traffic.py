@@ -40,8 +40,8 @@ def test_replicas_each_send_their_rows_and_reduce_in_a_ring():
     assert dict(traffic.bytes[0, 1]) == {"reduction": gradients} == dict(traffic.bytes[1, 0])
 
 
-def test_zero1_halves_the_reduction_and_gathers_parameters():
-    _, work, _, traffic = traffic_of(stages=2, microbatches=4, replicas=(1, 1), zero1=True)
+def test_sharded_state_halves_the_reduction_and_gathers_parameters():
+    _, work, _, traffic = traffic_of(stages=2, microbatches=4, replicas=(1, 1), sharded_state="optimizer")
     size = work.stages[1].parameters.trainable[0] * 4
     assert dict(traffic.bytes[2, 3]) == {"reduction": size / 2, "parameters": size / 2}
 

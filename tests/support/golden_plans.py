@@ -80,7 +80,13 @@ def split_state() -> Golden:
     """ZeRO-1 over two replicas, of parameters that lie over two shards with split tokens."""
     model, cluster = toy_model(2), toy_cluster(1, 8)
     decisions = ParallelConfig(
-        stages=2, cuts=(2,), microbatches=4, replicas=(1, 1), shards=(1, 1), sharding="megatron-sp", zero1=True
+        stages=2,
+        cuts=(2,),
+        microbatches=4,
+        replicas=(1, 1),
+        shards=(1, 1),
+        sharding="megatron-sp",
+        sharded_state="optimizer",
     )
     return Golden(model, cluster, build_plan(model, cluster, JOB, decisions))
 

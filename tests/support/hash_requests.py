@@ -172,7 +172,13 @@ REQUESTS: Mapping[str, Request] = {
     "built zero1 and shards": Request(
         cluster="2x4xA100-80:25GB/s",
         decisions=built(
-            stages=2, microbatches=4, replicas=(1, 1), shards=(1, 1), sharding="megatron-sp", zero1=True, inner="stage"
+            stages=2,
+            microbatches=4,
+            replicas=(1, 1),
+            shards=(1, 1),
+            sharding="megatron-sp",
+            sharded_state="optimizer",
+            inner="stage",
         ),
     ),
     "built recomputed by stage": Request(

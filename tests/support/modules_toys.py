@@ -20,6 +20,7 @@ from pipefit.data.stepplan import batch_shape
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
 from pipefit.model.registry import build_layers, describe_config, typed_config
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.assemble.image_split import token_runs
 from pipefit.plan.assemble.order import edge_keys, find_frozen_stages, lower_for_plan, make_schedule_plan
 from pipefit.plan.assemble.shard_programs import ProgramCache, sharding_key
@@ -103,7 +104,7 @@ def plan(
     *,
     microbatches: int = 3,
     order: str = "1f1b",
-    zero1: bool = False,
+    sharded_state: ShardedState = "none",
     recompute: str = "none",
     job: Job = JOB,
     together: bool = False,
@@ -147,7 +148,7 @@ def plan(
     lanes = [known.setdefault(frozenset(groups[stage.group].devices), len(known)) for stage in stages]
     programs = ProgramCache(the_model)
     edges = [_edge(*ends, stages, groups, programs) for ends in _chain(stages)]
-    parameters = _parameters(the_model, stages, groups, programs, zero1)
+    parameters = _parameters(the_model, stages, groups, programs, sharded_state)
     problem = ScheduleProblem(
         placement=tuple(lanes), microbatches=microbatches, edges=edge_keys(edges), turns=collect_turns(stages)
     )
@@ -222,13 +223,17 @@ def _edge(
 
 
 def _parameters(
-    the_model: Model, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache, zero1: bool
+    the_model: Model,
+    stages: Sequence[Stage],
+    groups: Sequence[MeshPlan],
+    programs: ProgramCache,
+    sharded_state: ShardedState,
 ) -> Any:
     """Those of every module, numbered by the stages of the whole plan."""
     found = []
     for module in the_model.modules:
         own = [index for index, stage in enumerate(stages) if stage.module == module.name]
-        split = zero1 and len(groups[stages[own[0]].group].axes[0].shares) > 1
+        split = sharded_state if len(groups[stages[own[0]].group].axes[0].shares) > 1 else "none"
         turns = stages[own[0]].turns > 1
         for one in make_parameters(
             module, [stages[index] for index in own[: 1 if turns else None]], groups, programs, split

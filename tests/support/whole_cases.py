@@ -74,7 +74,7 @@ class Whole:
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(torch.from_numpy(self.state[name]))
-        own = cases.OPTIMIZER
+        own = cases.ADAMW_OPTIONS
         groups = [
             {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": own.weight_decay},
             {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0},

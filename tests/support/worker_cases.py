@@ -14,12 +14,13 @@ from torch.distributed import distributed_c10d
 
 from pipefit.data.stepplan import StepPlan, batch_shape
 from pipefit.model.graph import Model
+from pipefit.optimizers import find_optimizer
 from pipefit.plan.types import Plan
 from pipefit.run.checkpoint import checkpoint
 from pipefit.run.checkpoint.gather import gather_full
 from pipefit.run.inputs.feeds import make_inputs
 from pipefit.run.transfers.comms import CommGroups
-from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.update.optimizer import OptimizerConfig, optimizer_options
 from pipefit.run.worker.build import build_worker, make_groups
 from pipefit.run.worker.state import all_pieces, gradient_pieces, model_pieces
 from pipefit.run.worker.worker import Worker
@@ -28,6 +29,7 @@ _COMMS: list[CommGroups] = []
 _ALONE: list[Any] = []
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_norm=0.0, steps=0, weight_decay=0.1)
+ADAMW_OPTIONS: Any = optimizer_options(OPTIMIZER, find_optimizer("adamw"))
 
 
 SEPARATOR = 7

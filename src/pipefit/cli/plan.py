@@ -52,6 +52,8 @@ class PlanOptions:
     "Print the plan as JSON instead of tables."
     output: Path | None = None
     "Write the plan to this file."
+    optimizer: str = "adamw"
+    "The optimizer, from which memory follows; a wrong name lists them."
     documents: str = "joined"
     "Attention across documents packed into one sequence: joined, or apart."
     data: Path | None = None
@@ -198,6 +200,7 @@ def _preparation_words(source: SampleSource, plan: Plan, model: Model, step_s: f
 def _build_job(options: PlanOptions, sequence: int) -> Job:
     from pipefit.codec import from_data
     from pipefit.errors import PlanError
+    from pipefit.optimizers import find_optimizer
     from pipefit.plan.types import Documents, Job
 
     for name, value in (("--batch", options.batch), ("--seq", sequence)):
@@ -213,6 +216,7 @@ def _build_job(options: PlanOptions, sequence: int) -> Job:
         "precision": options.precision or ("float32" if options.local else "bfloat16"),
         "seed": options.seed,
         "documents": options.documents,
+        "optimizer": find_optimizer(options.optimizer, "--optimizer").name,
     }
     return from_data(Job, data, "--precision")
 

@@ -13,12 +13,14 @@ from pipefit.run.config import TrainConfig, check_train_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """Options of `pipefit train` for the start of the ranks."""
+    """Options of `pipefit train` beside the configuration of the run."""
 
     local: int = 0
     "Start this many ranks on this machine."
     print_launch: bool = False
     "Print the torchrun and sbatch lines, and stop."
+    optimizer_option: tuple[str, ...] = ()
+    "Another option of the plan's optimizer, such as beta1=0.9; repeatable."
     per_host: int = 0
     "Ranks per host for --print-launch; 0: 8, or all where they are fewer."
 
@@ -28,18 +30,23 @@ class LaunchOptions:
     LaunchOptions,
     arguments=("plan",),
     flags={"run_dir": ("-o", "--output")},
-    hidden=("decay_one_dimensional", "transfer_timeout_s"),
+    hidden=("options", "transfer_timeout_s"),
 )
 def command(config: TrainConfig, launch: LaunchOptions) -> None:
     """Train the plan's model on text, or a whole model on its data: metrics, checkpoints, weights as safetensors."""
     # Set before torch is imported: its C++ warnings about lost connections would hide our error message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from pipefit.optimizers import find_optimizer
     from pipefit.plan.check.rules import load_plan
     from pipefit.run.session.launch import launch_lines, launch_run
+    from pipefit.run.update.optimizer import optimizer_options, parse_options
 
     plan = Path(config.plan)
-    config = check_train_config(replace(config, plan=str(plan), run_dir=str(Path(config.run_dir))))
+    optimizer = replace(config.optimizer, options=parse_options(launch.optimizer_option))
+    config = replace(config, plan=str(plan), run_dir=str(Path(config.run_dir)), optimizer=optimizer)
+    check_train_config(config)
     loaded = load_plan(plan)
+    optimizer_options(optimizer, find_optimizer(loaded.job.optimizer))
     arguments = [argument for argument in sys.argv[1:] if argument != "--print-launch"]
     if launch.print_launch:
         per_host = launch.per_host or min(8, len(loaded.used_devices))

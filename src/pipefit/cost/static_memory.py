@@ -1,13 +1,16 @@
 """Memory that stays allocated for the whole run, by parts: parameters, gradients, optimizer state, workspace.
 
-Mixed precision follows Megatron and torchtitan: bfloat16 parameters, float32 gradients, and float32 master weights
-with AdamW's two moments (2 + 4 + 12 bytes a parameter). Without mixed precision all parts have one type.
+Mixed precision follows Megatron and torchtitan: bfloat16 parameters, float32 gradients, float32 master weights and
+optimizer state (with AdamW 2 + 4 + 12 bytes a parameter). Without mixed precision all parts have one type. The state of
+an optimizer follows from its file in `optimizers/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Literal
+
+from pipefit.optimizers import OptimizerKind
 
 Precision = Literal["float64", "float32", "bfloat16"]
 
@@ -17,34 +20,56 @@ COMPUTE_BYTES: Mapping[Precision, int] = {"float64": 8, "float32": 4, "bfloat16"
 GRADIENT_BYTES: Mapping[Precision, int] = {"float64": 8, "float32": 4, "bfloat16": 4}
 """Bytes of one entry of the gradient buffer into which all microbatches are accumulated."""
 
-STATE_BYTES: Mapping[Precision, int] = {"float64": 16, "float32": 8, "bfloat16": 12}
-"""Bytes of AdamW's state per parameter: two moments, and the float32 master weight under bfloat16."""
-
 WORKSPACE_BYTES = 64 * 2**20
 """Assumed workspace of libraries (matrix product workspaces, communication buffers)."""
 
 
-def static_parts(elements: float, frozen: float, state_share: float, precision: Precision) -> Mapping[str, float]:
+def state_bytes(optimizer: OptimizerKind, precision: Precision) -> int:
+    """Return the bytes of optimizer state per parameter element that ZeRO-1 shards, master weights included."""
+    return optimizer.element_state_bytes(GRADIENT_BYTES[precision], has_master(precision))
+
+
+def has_master(precision: Precision) -> bool:
+    """Return True if the optimizer updates a wider copy of the parameters."""
+    return GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
+
+
+def shared_state_bytes(optimizer: OptimizerKind, shape: tuple[int, ...], precision: Precision) -> int:
+    """Return the bytes of optimizer state that every device with a part of this parameter keeps."""
+    return optimizer.shared_state_bytes(shape, GRADIENT_BYTES[precision])
+
+
+def static_parts(
+    elements: float,
+    frozen: float,
+    state_share: float,
+    precision: Precision,
+    optimizer: OptimizerKind,
+    shared_bytes: float = 0.0,
+) -> Mapping[str, float]:
     """Return the bytes by part on a device that stores `elements` trainable and `frozen` other parameter elements.
 
     `state_share` is the part of the optimizer state on this device: 1, or its share of the replicas under ZeRO-1.
+    `shared_bytes` are the bytes of state that are not sharded.
     """
     return {
         "parameters": (elements + frozen) * COMPUTE_BYTES[precision],
         "gradients": elements * GRADIENT_BYTES[precision],
-        "optimizer": elements * state_share * STATE_BYTES[precision],
+        "optimizer": elements * state_share * state_bytes(optimizer, precision) + shared_bytes,
         "workspace": float(WORKSPACE_BYTES),
     }
 
 
-def optimizer_traffic_bytes(elements: float, state_share: float, precision: Precision) -> float:
-    """Return the bytes read and written by the norm and AdamW.
+def optimizer_traffic_bytes(
+    elements: float, state_share: float, precision: Precision, optimizer: OptimizerKind
+) -> float:
+    """Return the bytes read and written by the norm and the update.
 
-    The gradients are read twice, the state is read and written, and the parameters are written.
+    The norm reads the gradients. The update reads them again, reads and writes the state, and writes the parameters.
     """
     owned_elements = elements * state_share
     return (
         elements * GRADIENT_BYTES[precision]
-        + owned_elements * (GRADIENT_BYTES[precision] + 2 * STATE_BYTES[precision])
+        + owned_elements * optimizer.update_bytes(GRADIENT_BYTES[precision], has_master(precision))
         + owned_elements * COMPUTE_BYTES[precision]
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipefit.cost.static_memory import Precision
 from pipefit.layout import Mesh
 from pipefit.model.graph import Graph
+from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
+from pipefit.optimizers.sharded_state import ShardedState
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -26,6 +29,8 @@ class ParameterCounts:
     frozen: tuple[int, ...]
     whole: tuple[int, ...]
     "Trainable elements that are replicated over the shard axis: their gradients are summed over it."
+    shared_state_bytes: float = 0.0
+    "Bytes of optimizer state that every device keeps, whatever part of a parameter it stores."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +47,8 @@ class StageWork:
     "Tokens of each slice of one row."
     recompute: Recompute
     parameters: ParameterCounts
-    split_state: bool
-    "ZeRO-1: the optimizer state is split over the replicas by their shares."
+    sharded_state: ShardedState
+    "The state that the replicas shard, by their shares."
     shares: tuple[tuple[int, ...], ...] = ()
     "Shares of every layer along the shard axis, where they differ from the mesh's; empty: the mesh's."
 
@@ -59,6 +64,11 @@ class StageWork:
     " are summed over all of them at once (`TiedWork.rings`)."
 
     @property
+    def shards_state(self) -> bool:
+        """Return whether the replicas shard the optimizer state."""
+        return self.sharded_state != "none"
+
+    @property
     def has_equal_shards(self) -> bool:
         """Return whether all positions of the shard axis have equal parts of every layer."""
         return all(len({*shares}) <= 1 for shares in (*self.shares, self.group.find_axis("shard").shares))
@@ -66,6 +76,11 @@ class StageWork:
     def shares_of(self, layer: int) -> tuple[int, ...]:
         """Return the shares of a layer along the shard axis."""
         return self.shares[layer] if self.shares else self.group.find_axis("shard").shares
+
+
+def state_share(sharded_state: ShardedState, shares: Sequence[int]) -> float:
+    """Return the largest part of the optimizer state on a replica of these shares."""
+    return max(shares) / sum(shares) if sharded_state != "none" else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +106,8 @@ class TiedWork:
     "(source device, target device, bytes): every stage sends its gradient to each other stage."
     elements: int = 0
     "Elements of the shared parameters on one device."
+    shared_state_bytes: float = 0.0
+    "Bytes of their optimizer state that every device keeps."
     rings: tuple[tuple[int, ...], ...] = ()
     "For stages that take turns: the device groups that sum their gradients, instead of messages."
 
@@ -103,6 +120,7 @@ class PipelineWork:
     edges: tuple[EdgeWork, ...]
     tied: tuple[TiedWork, ...] = ()
     precision: Precision
+    optimizer: OptimizerKind = field(default_factory=lambda: find_optimizer(DEFAULT))
     bucket_bytes: float = BUCKET_BYTES
     "Bytes of gradients reduced together."
 

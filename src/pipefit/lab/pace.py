@@ -22,12 +22,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipefit.cost.static_memory import optimizer_traffic_bytes
 from pipefit.lab.layer_work import exchange_count
 from pipefit.lab.layer_work import layer_facts as layer_facts
 from pipefit.lab.layer_work import stage_layer_s as stage_layer_s
 from pipefit.lab.tables import DeviceTable, LayerFacts
 from pipefit.model.graph import LOCAL
 from pipefit.model.ops.packed_attention import SQUARES
+from pipefit.optimizers import OptimizerKind
 
 T = TypeVar("T")
 
@@ -40,9 +42,6 @@ wait for the layer behind it, so a small layer cannot start earlier. The toleran
 
 AT_ONCE_S = 5e-4
 """An action that starts within this time after the last one did not wait."""
-
-OPTIMIZER_BYTES = 28
-"""Bytes per parameter: AdamW in float32 reads four numbers and writes three."""
 
 
 @dataclass(slots=True)
@@ -315,13 +314,13 @@ def pace_program(program: T) -> T:
     return program if device is None else PacedStage(program, device)  # type: ignore[return-value]
 
 
-def step_pacer(elements: int) -> Callable[[Any, float], None] | None:
-    """Return a callback for `Worker.pace` that gives the optimizer step over `elements` numbers the time of the
+def step_pacer(elements: int, optimizer: OptimizerKind) -> Callable[[Any, float], None] | None:
+    """Return a callback for `Worker.pace` that gives the optimizer step over `elements` float32 numbers the time of the
     emulated device."""
     device = emulated_device()
     if device is None:
         return None
-    seconds = elements * OPTIMIZER_BYTES / device.table.memory_bytes_per_s
+    seconds = optimizer_traffic_bytes(elements, 1.0, "float32", optimizer) / device.table.memory_bytes_per_s
 
     def pace_step(action: Any, duration_s: float) -> None:
         if action.kind == "STEP":

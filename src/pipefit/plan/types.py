@@ -11,14 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipefit.codec import content_digest
+from pipefit.codec import added_later, content_digest, translated
 from pipefit.layout import Mesh, MeshAxis
+from pipefit.optimizers import DEFAULT
+from pipefit.optimizers.sharded_state import decode_decisions, encode_decisions
 from pipefit.schedule.actions import EVERY, RoundRobin, Schedule, parse_lanes
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["float64", "float32", "bfloat16"]
 Documents = Literal["joined", "apart"]
 Divide = Literal["samples", "images"]
+
+AS_BEFORE = translated(encode_decisions, decode_decisions)
+"""Plan files hold `zero1` for `sharded_state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +167,8 @@ class Job:
     "Tokens of one sequence."
     precision: Precision = "float32"
     seed: int = 0
+    optimizer: str = added_later(DEFAULT)
+    "A name of `optimizers.OPTIMIZERS`."
     documents: Documents = "joined"
     "`joined`: attention crosses the documents packed into one sequence; `apart`: it does not."
 
@@ -300,7 +307,7 @@ class PlanPrediction:
 class AlternativePlan:
     """A runner-up, with the reason why it lost or did not fit."""
 
-    decisions: Mapping[str, str]
+    decisions: Mapping[str, str] = field(metadata=AS_BEFORE)
     step_s: float
     peak_bytes: float
     limit_bytes: float
@@ -341,7 +348,7 @@ class Plan:
     prediction: PlanPrediction | None = None
     alternatives: tuple[AlternativePlan, ...] = ()
     hashes: InputHashes
-    decisions: Mapping[str, str] = field(default_factory=dict)
+    decisions: Mapping[str, str] = field(default_factory=dict, metadata=AS_BEFORE)
     "The choices in words (replicas, stages, schedule, ...), under the keys of `--fix`."
     cluster: str = ""
     "The text that the user typed for the cluster: a file, a text such as `8xH100`, or `local:4`; '' if unknown."

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pipefit.data.sources import STDLIB
 from pipefit.errors import RunError
-from pipefit.run.update.optimizer_config import OptimizerConfig, check_config
+from pipefit.run.update.optimizer import OptimizerConfig, check_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.layout import IDENTITY, PARTIAL, TensorForm, shard_form
 from pipefit.model.analysis.saved import kept_values
@@ -203,16 +203,15 @@ class _LayerPricing:
             if form == IDENTITY and spec.trainable:
                 gradient = elements * GRADIENT_BYTES[self.setting.precision]
                 once_s = self.setting.bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches  # in full buckets
-            update = optimizer_traffic_bytes(elements, 1.0, self.setting.precision) if spec.trainable else 0.0
+            update = self.setting.update_bytes(elements) if spec.trainable else 0.0
             seconds = [
                 update / kind.memory_bandwidth_bytes_per_s / self.setting.microbatches
                 for kind in self.setting.distinct_kinds
             ]
             lines = tuple(((0.0, s) if form.kind == "G" else (s, 0.0),) for s in seconds)
             nothing: tuple[Lines, ...] = ((),) * len(seconds)
-            parts = static_parts(*((elements, 0) if spec.trainable else (0, elements)), 1.0, self.setting.precision)
-            size = sum(parts.values()) - parts["workspace"]
-            held = (0.0, size) if form.kind == "G" else (size, 0.0)
+            shared_bytes, size = self.setting.stored_bytes(elements, spec)
+            held = (shared_bytes, size) if form.kind == "G" else (size + shared_bytes, 0.0)
             options.append(OpenOption((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
             picks.append(OptionPick())
             if form == IDENTITY and spec.name in self.factored_parameters:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar, cast
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import LoweredCollective
 from pipefit.cost.compute.operator_times import CollectiveTime
-from pipefit.cost.static_memory import Precision
+from pipefit.cost.static_memory import Precision, optimizer_traffic_bytes, shared_state_bytes, static_parts
 from pipefit.cost.work import BUCKET_BYTES
+from pipefit.model.graph import ParameterSpec
+from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
 from pipefit.shard.template import AxisMembers
 
 Found = TypeVar("Found")
@@ -30,6 +32,7 @@ class ShardSetting:
     precision: Precision
     microbatches: int
     "Microbatches per iteration: gradients are reduced and parameters updated once per iteration."
+    optimizer: OptimizerKind = field(default_factory=lambda: find_optimizer(DEFAULT))
     slowness: Mapping[str, float] = field(default_factory=dict)
     "Device kind -> measured compute time / roofline time, if measured."
     lowered: Callable[[str, float], tuple[LoweredCollective, ...]] | None = None
@@ -79,6 +82,18 @@ class ShardSetting:
         if key not in self._made_values:
             self._made_values[key] = made()
         return cast(Found, self._made_values[key])
+
+    def update_bytes(self, elements: float) -> float:
+        """Return the bytes that the norm and the update of these parameter elements move."""
+        return optimizer_traffic_bytes(elements, 1.0, self.precision, self.optimizer)
+
+    def stored_bytes(self, elements: int, spec: ParameterSpec) -> tuple[float, float]:
+        """Return the bytes of a parameter of this many elements: of state that every device keeps whatever its part,
+        and of everything that is sharded with the parameter."""
+        counts = (elements, 0) if spec.trainable else (0, elements)
+        parts = static_parts(*counts, 1.0, self.precision, self.optimizer)
+        shared_bytes = float(shared_state_bytes(self.optimizer, spec.shape, self.precision)) if spec.trainable else 0.0
+        return shared_bytes, sum(parts.values()) - parts["workspace"]
 
     @property
     def symbol_sizes(self) -> dict[str, int]:

@@ -118,6 +118,7 @@ def _page_head(subject: ReportSubject) -> str:
         *([("Slices", str(len(plan.order.slices)))] if len(plan.order.slices) > 1 else []),
         ("Schedule", plan.order.name),
         ("Precision", plan.job.precision),
+        ("Optimizer", plan.job.optimizer),
     ]
     listed = "".join(f"<span>{name} <b>{escape_text(value)}</b></span>" for name, value in facts)
     extra = []

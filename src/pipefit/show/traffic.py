@@ -140,9 +140,9 @@ def _add_reductions(traffic: StepTraffic, stage: StageWork, work: PipelineWork, 
         _add_ring(traffic, ring, 2 * max(parameters.whole) * width, "reduction", network, "all_reduce")
     for ring in replica_rings(stage):
         gradients = max(parameters.trainable) * width
-        passes, kind = (1, "reduce_scatter") if stage.split_state and not network.over_gloo else (2, "all_reduce")
+        passes, kind = (1, "reduce_scatter") if stage.shards_state and not network.over_gloo else (2, "all_reduce")
         _add_ring(traffic, ring, gradients * passes, "reduction", network, kind)
-        if stage.split_state:
+        if stage.shards_state:
             gathered = max(parameters.trainable) * COMPUTE_BYTES[work.precision]
             _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
 

@@ -188,7 +188,7 @@ def _stage_work(run: MegatronRun, index: int, layers: Sequence[tuple[Graph, ...]
         slices=(run.model.sequence,),
         recompute=run.recompute,
         parameters=ParameterCounts(trainable=(counts,) * run.shards, frozen=(0,) * run.shards, whole=(0,) * run.shards),
-        split_state=False,
+        sharded_state="none",
     )
 
 

@@ -69,7 +69,7 @@ def stage(lane: int, devices: tuple[int, ...], sizes: tuple[tuple[tuple[int, int
         slices=(512,),
         recompute="none",
         parameters=counts,
-        split_state=False,
+        sharded_state="none",
         packed=sizes,
     )
 

@@ -270,7 +270,7 @@ def test_a_collective_in_two_levels_loads_ports_as_its_levels_do() -> None:
     lanes = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
     cluster = parse_spec("2x8xA100-80:1GB/s")
     decisions = ParallelConfig(
-        stages=2, replicas=(1,) * 8, microbatches=2, devices=tuple(lanes[0] + lanes[1]), zero1=False
+        stages=2, replicas=(1,) * 8, microbatches=2, devices=tuple(lanes[0] + lanes[1]), sharded_state="none"
     )
     context = PlannerContext(toy_model(4), cluster)
     parts = context.make_skeleton(Job(batch=64, sequence=64, precision="float32"), decisions)

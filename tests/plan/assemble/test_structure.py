@@ -53,7 +53,7 @@ def decisions(draw: st.DrawFn) -> tuple[Job, ParallelConfig]:
         schedule=schedule,
         slices=(9, 7) if len(shards) == 1 and draw(st.booleans()) else (),
         recompute=tuple(recompute),
-        zero1=draw(st.booleans()),
+        sharded_state=draw(st.sampled_from(("none", "optimizer"))),
         inner=draw(st.sampled_from(["replica", "stage"])),
     )
 
@@ -130,7 +130,7 @@ def test_cuts_follow_the_costs_of_the_layers() -> None:
 
 
 def test_building_twice_gives_the_same_plan() -> None:
-    choice = ParallelConfig(stages=3, replicas=(1, 1), microbatches=4, zero1=True)
+    choice = ParallelConfig(stages=3, replicas=(1, 1), microbatches=4, sharded_state="optimizer")
     job = Job(batch=16, sequence=16)
     one, two = (build_plan(toy_model(4), toy_cluster(1, 8), job, choice) for _ in range(2))
     assert dump_text(one) == dump_text(two) and one.content_hash == two.content_hash

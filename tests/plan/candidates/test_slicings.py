@@ -130,6 +130,9 @@ def everything(context: PlannerContext, job: Job, constraints: Constraints) -> l
     return found
 
 
+UNSHARDED = Constraints(sharded_state="none")
+
+
 def slow(count: int, memory_bytes: int = 10**10) -> Cluster:
     """Devices on which these toys take long beside what an operator costs anew."""
     cluster = toy_cluster(1, count)
@@ -142,7 +145,7 @@ def slow(count: int, memory_bytes: int = 10**10) -> Cluster:
 
 @pytest.mark.parametrize("cluster", [slow(3), slow(3, 160_000_000)], ids=["free", "little memory"])
 def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Cluster) -> None:
-    context, constraints = PlannerContext(toy_model(3), cluster), Constraints(slice_multiple=4096, zero1=False)
+    context, constraints = PlannerContext(toy_model(3), cluster), Constraints(slice_multiple=4096, sharded_state="none")
     every = everything(context, LONG, constraints)
     found = search_plans(context, LONG, constraints)
     names = {one.decisions.schedule for one in every if one.decisions.slices}
@@ -167,7 +170,13 @@ def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
     context, looked = PlannerContext(toy_model(2), slow(3)), 0
     searcher = LayoutSearch(context, LONG, Constraints(slice_multiple=4096), 1, None)
     for panel in iter_grids(
-        LONG, len(context.only_module.layers), 3, 1, Constraints(zero1=False), context.layer_cutter, searcher.slicer
+        LONG,
+        len(context.only_module.layers),
+        3,
+        1,
+        Constraints(sharded_state="none"),
+        context.layer_cutter,
+        searcher.slicer,
     ):
         if not panel.slices:
             continue
@@ -239,7 +248,9 @@ def test_pinned_slices_are_obeyed() -> None:
 
 def note_of(job: Job, constraints: Constraints, cluster: Cluster | None = None) -> str:
     """What a plan says of slices; the same stands in its headlines."""
-    plan = make_plan(toy_model(3), cluster or slow(3), job, replace(constraints, slice_multiple=4096, zero1=False))
+    plan = make_plan(
+        toy_model(3), cluster or slow(3), job, replace(constraints, slice_multiple=4096, sharded_state="none")
+    )
     assert plan.prediction is not None
     [note] = [one for one in plan.prediction.assumptions if one.startswith("slices: ")]
     assert note in forecast_lines(plan)
@@ -259,7 +270,7 @@ def test_a_plan_with_slices_says_which_and_what_they_gain() -> None:
 
 
 def test_alternatives_are_told_apart_by_their_slices() -> None:
-    constraints = Constraints(slice_multiple=4096, zero1=False, schedule="1f1b", stages=3, recompute=("none",))
+    constraints = Constraints(slice_multiple=4096, sharded_state="none", schedule="1f1b", stages=3, recompute=("none",))
     plan = make_plan(toy_model(3), slow(3), LONG, constraints, top=24)
     table = alternative_table(plan)
     place = table.columns.index("slices")
@@ -286,7 +297,9 @@ def test_a_plan_without_slices_says_why() -> None:
 
 def test_the_best_plan_with_slices_that_lost_is_told() -> None:
     context = PlannerContext(toy_model(3), slow(3))
-    found = search_plans(context, LONG, Constraints(slice_multiple=4096, stages=3, schedule="1f1b", zero1=False))
+    found = search_plans(
+        context, LONG, Constraints(slice_multiple=4096, stages=3, schedule="1f1b", sharded_state="none")
+    )
     turned = replace(found, fitting=tuple(sorted(found.fitting, key=lambda one: bool(one.decisions.slices))))
     note = slice_note(context, LONG, NO_CONSTRAINTS, turned)
     assert re.match(r"slices: not used: the best plan with slices, \d+ slices of [\d, .]+ tokens in 1 rep", note)
@@ -296,7 +309,7 @@ def test_the_best_plan_with_slices_that_lost_is_told() -> None:
 def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
     """Never slower, in its memory, and what is fixed stays."""
     context = PlannerContext(toy_model(3), slow(3))
-    constraints = Constraints(slice_multiple=1024, stages=3, schedule="1f1b", zero1=False)
+    constraints = Constraints(slice_multiple=1024, stages=3, schedule="1f1b", sharded_state="none")
     first = search_plans(context, LONG, constraints)
     again = reslice_best(context, LONG, constraints, first)
     assert again.fitting[0].step_s < first.fitting[0].step_s and again.fitting[0].simulation.fits_in_memory
@@ -311,7 +324,7 @@ def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
 def test_a_best_plan_without_slices_gets_those_of_terapipes_program() -> None:
     """In a schedule that fits, faster than the program itself, which runs all forwards first."""
     context = PlannerContext(toy_model(3), slow(3))
-    constraints = Constraints(slice_multiple=1024, stages=3, zero1=False, recompute=("none",))
+    constraints = Constraints(slice_multiple=1024, stages=3, sharded_state="none", recompute=("none",))
     whole = search_plans(context, LONG, replace(constraints, slices=1))
     again = reslice_best(context, LONG, constraints, whole)
     best = again.fitting[0]

@@ -24,7 +24,13 @@ PLAN = build_plan(
     CLUSTER,
     Job(batch=8, sequence=16),
     ParallelConfig(
-        stages=2, cuts=(2,), replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=4, zero1=True
+        stages=2,
+        cuts=(2,),
+        replicas=(1, 1),
+        shards=(1, 1),
+        sharding="megatron",
+        microbatches=4,
+        sharded_state="optimizer",
     ),
 )
 

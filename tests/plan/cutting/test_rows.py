@@ -13,7 +13,7 @@ from tests.plan.devices.test_device_kinds import cluster, every_way, kind
 from tests.support.plan_toys import toy_model
 
 from pipefit.cost.memory.order_limits import order_limits
-from pipefit.cost.static_memory import STATE_BYTES, WORKSPACE_BYTES
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.plan.assemble.predict import PlanSimulation, simulate_plan
 from pipefit.plan.cutting.layer_cut import some_cut_fits
 from pipefit.plan.cutting.partition import partition_layers
@@ -70,16 +70,17 @@ def test_a_kind_needs_what_it_needs_alone(schedule: str, recompute: str, shares:
 def test_parts_of_a_split_state_are_counted_by_shares() -> None:
     """By hand: 1/4 and 3/4 of twelve bytes for each parameter element."""
     whole = simulation(replicas=(3, 1), devices=BY_REPLICA)
-    split = simulation(replicas=(3, 1), devices=BY_REPLICA, zero1=True)
+    split = simulation(replicas=(3, 1), devices=BY_REPLICA, sharded_state="optimizer")
     for lane in range(3):
+        state_bytes = 12  # of AdamW: a float32 master and two moments
         shares = {"big": 3 / 4, "small": 1 / 4}
         for kind_ in ("big", "small"):
             before, after = (
                 next(one for one in each.device_peaks[lane] if one.kind == kind_) for each in (whole, split)
             )
             elements = before.static["parameters"] / 2
-            assert after.static["optimizer"] == shares[kind_] * elements * STATE_BYTES["bfloat16"]
-            assert before.static["optimizer"] == elements * STATE_BYTES["bfloat16"]
+            assert after.static["optimizer"] == shares[kind_] * elements * state_bytes
+            assert before.static["optimizer"] == elements * state_bytes
 
 
 def test_limits_for_orders_keep_every_kind_within_its_memory() -> None:
@@ -105,7 +106,7 @@ def test_limits_for_orders_keep_every_kind_within_its_memory() -> None:
 def test_a_small_device_with_few_rows_takes_part() -> None:
     """A device that would not hold the rows of the large one, and holds its own."""
     model, job = toy_model(1), replace(JOB, batch=8, sequence=2048)
-    constraints = Constraints(schedule="1f1b", zero1=False, recompute=("none",), microbatches=1, stages=1)
+    constraints = Constraints(schedule="1f1b", sharded_state="none", recompute=("none",), microbatches=1, stages=1)
 
     def need(rows: int) -> int:
         one = cluster((BIG, 1))
@@ -133,7 +134,7 @@ def test_a_small_device_with_few_rows_takes_part() -> None:
 def test_the_search_finds_the_best_where_memory_is_scarce(memory: float) -> None:
     """Against every choice of devices and division of the rows, on a fast large device and two slow small ones."""
     model, job = toy_model(3), replace(JOB, batch=4, sequence=2048)
-    constraints = Constraints(schedule="1f1b", recompute=("none",), zero1=False, stages=1)
+    constraints = Constraints(schedule="1f1b", recompute=("none",), sharded_state="none", stages=1)
     large = cluster((BIG, 1))
     whole = build_plan(model, large, job, ParallelConfig(stages=1, microbatches=1, schedule="1f1b"))
     most = simulate_plan(whole, model, large).peaks_bytes[0]

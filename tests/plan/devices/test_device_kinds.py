@@ -38,7 +38,7 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan, PlanPrediction
 
 JOB = Job(batch=8, sequence=2048, precision="bfloat16")
-FIXED = Constraints(schedule="1f1b", recompute=("none",), zero1=False)
+FIXED = Constraints(schedule="1f1b", recompute=("none",), sharded_state="none")
 
 
 def kind(name: str, times: float = 1.0, memory_bytes: int | None = None) -> DeviceKind:
@@ -260,7 +260,7 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
     """Bounds and guesses of all panels, those with slices among them, and the order of a queue that is opened late."""
     context = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
     floors = LowerBounds(context.layer_cutter, JOB)
-    every = list(iter_grids(JOB, 6, 4, 2, Constraints(zero1=False), context.layer_cutter))
+    every = list(iter_grids(JOB, 6, 4, 2, Constraints(sharded_state="none"), context.layer_cutter))
     together = {place: (floor, at) for places, floor in floors.bound_batches(every) for at, place in enumerate(places)}
     assert sorted(together) == list(range(len(every)))
     assert max(len(floor.panels) for floor, _ in together.values()) > 1 and any(panel.slices for panel in every)
@@ -291,7 +291,7 @@ def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
 )
 def test_constraints_are_obeyed_on_several_kinds(constraints: Constraints) -> None:
     context = PlannerContext(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
-    all_fixed = constraints.with_defaults(schedule="1f1b", zero1=False)
+    all_fixed = constraints.with_defaults(schedule="1f1b", sharded_state="none")
     found = search_plans(context, replace(JOB, batch=12), all_fixed).fitting[0].decisions
     for key, value in constraints.to_mapping().items():
         if key == "mapping":

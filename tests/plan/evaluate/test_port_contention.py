@@ -47,7 +47,7 @@ def in_step_s(one: EvaluatedPlan) -> float:
     return simulate_schedule(one.simulation.timeline.schedule, costs).makespan_s
 
 
-CROWDED = Constraints(recompute=("none",), devices=4, zero1=False)
+CROWDED = Constraints(recompute=("none",), devices=4, sharded_state="none")
 
 
 @pytest.mark.parametrize(("sequence", "rate"), [(512, 1e9), (2048, 3e9)])

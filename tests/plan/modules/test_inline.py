@@ -98,7 +98,7 @@ def monolithic(
         fits = (several + ends) * each * shards <= devices and count * each <= JOB.batch
         every = itertools.combinations(range(1, layers), several - 1) if fits else ()
         for cuts, again in itertools.product(every, ("none", "full")):
-            common: dict[str, Any] = {"microbatches": count, "zero1": True}
+            common: dict[str, Any] = {"microbatches": count, "sharded_state": "optimizer"}
             own: dict[str, Any] = {"replicas": (1,) * each, "shards": (1,) * shards, "recompute": (again,)}
             modules, first = [], 0
             for costed in finder.trials.costed:

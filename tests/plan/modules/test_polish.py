@@ -33,7 +33,7 @@ def finder(batches: int = 1) -> ModuleSearch:
 
 def in_line(cuts: tuple[int, ...], recompute: str = "none") -> MultiModuleConfig:
     """All modules on two lanes of two devices, whose shards the language model splits."""
-    common = {"microbatches": 4, "zero1": True}
+    common = {"microbatches": 4, "sharded_state": "optimizer"}
     split = {"replicas": (1,), "shards": (1, 1), "sharding": "megatron-sp", "recompute": (recompute,)}
     language = ParallelConfig(**common, **split, stages=2, cuts=cuts, devices=(0, 1, 2, 3))
     ends = ParallelConfig(**common, **split)
@@ -52,18 +52,26 @@ def changes(one: MultiModuleConfig, other: MultiModuleConfig) -> list[tuple[str,
 
 def test_everything_next_to_a_layout_differs_in_one_thing() -> None:
     own, costed = in_line((1,)), finder().trials.costed
-    found = [tuple(changes(own, other)) for other in neighbour_layouts(own, costed, 2, {}, Constraints(zero1=True))]
+    found = [
+        tuple(changes(own, other))
+        for other in neighbour_layouts(own, costed, 2, {}, Constraints(sharded_state="optimizer"))
+    ]
     again = [((name, "recompute"),) for name in ("vision", "language", "generator")]
     grids = [((name, "replicas"), (name, "shards")) for name in ("vision", "generator")]
     assert sorted(found) == sorted([*again, *grids, (("language", "cuts"),)]), "before layer 1 there is no cut"
     per_module = {"vision": Constraints(recompute=("none",)), "generator": Constraints(shards=(1, 1))}
-    kept = Constraints(zero1=True, per_module=per_module)
+    kept = Constraints(sharded_state="optimizer", per_module=per_module)
     pinned = [tuple(changes(own, other)) for other in neighbour_layouts(own, costed, 2, {}, kept)]
     assert {*found} - {*pinned} == {again[0], grids[1]}
-    few = [tuple(changes(own, other)) for other in neighbour_layouts(own, costed, 1, {}, Constraints(zero1=True))]
+    few = [
+        tuple(changes(own, other))
+        for other in neighbour_layouts(own, costed, 1, {}, Constraints(sharded_state="optimizer"))
+    ]
     assert {*found} - {*few} == {*grids}, "a sample for every replica"
-    whole = next(other for other in neighbour_layouts(own, costed, 2, {}, NO_CONSTRAINTS) if not other.zero1)
-    assert not changes(own, whole) and not any(one.zero1 for _, one in whole.modules), (
+    whole = next(
+        other for other in neighbour_layouts(own, costed, 2, {}, NO_CONSTRAINTS) if other.sharded_state == "none"
+    )
+    assert not changes(own, whole) and all(one.sharded_state == "none" for _, one in whole.modules), (
         "optimizer state on every replica"
     )
     some = [other for other in neighbour_layouts(own, costed, 2, {}, NO_CONSTRAINTS) if changes(own, other)]
@@ -97,7 +105,7 @@ def test_next_to_a_layout_replicas_divide_images_where_samples_have_several() ->
 
 def test_next_to_a_module_on_shared_lanes_it_takes_more_or_fewer_microbatches_together() -> None:
     """Two lanes of two devices, eight microbatches of a sample: two replicas need two of them."""
-    common = {"microbatches": 8, "zero1": True}
+    common = {"microbatches": 8, "sharded_state": "optimizer"}
     language = ParallelConfig(**common, stages=2, cuts=(2,), replicas=(1,), shards=(1, 1), sharding="megatron-sp",
                          devices=(0, 1, 2, 3))  # fmt: skip
     own = MultiModuleConfig(

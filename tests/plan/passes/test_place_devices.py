@@ -75,7 +75,7 @@ def half_small() -> tuple[Cluster, dict[str, Any]]:
     where hostname order puts the leaner lane."""
     cluster = skewed_cluster(4, seed=5)
     constraints = Constraints(
-        stages=2, replicas=(1, 1), schedule="1f1b", microbatches=4, cuts=(2,), recompute=("none",), zero1=False
+        stages=2, replicas=(1, 1), schedule="1f1b", microbatches=4, cuts=(2,), recompute=("none",), sharded_state="none"
     )
     free = make_plan(toy_model(6), cluster, JOB, replace(constraints, mapping="hostname"))
     assert free.prediction is not None

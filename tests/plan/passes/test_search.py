@@ -52,7 +52,7 @@ def mixed() -> Cluster:
     return replace(both, kinds={**fast.kinds, **slow.kinds}, links=links, hosts=hosts)
 
 
-NARROW = Constraints(recompute=("none",), zero1=False, inner="replica")
+NARROW = Constraints(recompute=("none",), sharded_state="none", inner="replica")
 """Enough of the space of a mixed cluster to try everything."""
 
 CLUSTERS = {"uniform": toy_cluster, "slow links": slow_links, "little memory": little_memory, "mixed": mixed}

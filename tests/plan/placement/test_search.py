@@ -82,7 +82,7 @@ def test_compiled_and_plain_find_the_same_placement() -> None:
     for made in (
         candidate(skewed_cluster(10, seed=1), chain(3, 3)),
         candidate(skewed_cluster(5, 2, seed=1), chain(3, 3)),
-        candidate(skewed_cluster(3, 4, seed=2, rails=2), chain(3, 4, zero1=True)),
+        candidate(skewed_cluster(3, 4, seed=2, rails=2), chain(3, 4, sharded_state="optimizer")),
         candidate(two_kinds(), chain(3, 2)),
     ):
         assert placed(made, 1_200, compiled=True) == placed(made, 1_200)

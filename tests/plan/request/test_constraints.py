@@ -19,9 +19,14 @@ def test_words_become_values_of_the_fields() -> None:
     words = ["replicas=2:1", "stages=3", "recompute=none,full,none", "zero1=no", "mapping=hostname", "cuts=1,4"]
     parsed = parse_constraints(words)
     assert parsed == Constraints(
-        replicas=(2, 1), stages=3, recompute=("none", "full", "none"), zero1=False, mapping="hostname", cuts=(1, 4)
+        replicas=(2, 1),
+        stages=3,
+        recompute=("none", "full", "none"),
+        sharded_state="none",
+        mapping="hostname",
+        cuts=(1, 4),
     )
-    assert list(parsed.to_mapping()) == ["replicas", "stages", "recompute", "zero1", "cuts", "mapping"]
+    assert list(parsed.to_mapping()) == ["replicas", "stages", "recompute", "sharded_state", "cuts", "mapping"]
     assert Constraints(**parsed.to_mapping()) == parsed
 
 
@@ -34,8 +39,8 @@ def test_words_of_a_module_become_its_own_constraints() -> None:
 
 
 def test_defaults_fill_only_what_is_free() -> None:
-    fixed = Constraints(schedule="gpipe", zero1=False)
-    assert fixed.with_defaults(schedule="1f1b", zero1=True, stages=2) == replace(fixed, stages=2)
+    fixed = Constraints(schedule="gpipe", sharded_state="none")
+    assert fixed.with_defaults(schedule="1f1b", sharded_state="optimizer", stages=2) == replace(fixed, stages=2)
 
 
 def test_counts_follow_from_shares_cuts_and_placement() -> None:

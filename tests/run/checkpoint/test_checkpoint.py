@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoint_toys import put_together, random_pieces, random_tensors, save_by_ranks
 
 from pipefit.errors import CheckpointError
+from pipefit.layout import flat_boxes
 from pipefit.run.checkpoint.checkpoint import (
     CheckpointPiece,
     latest_checkpoint,
@@ -27,7 +28,6 @@ from pipefit.run.checkpoint.checkpoint import (
     save_in_thread,
 )
 from pipefit.run.checkpoint.checkpoint import files as checkpoint_files
-from pipefit.run.checkpoint.pieces import flat_boxes
 from pipefit.run.checkpoint.storage import ManifestReader
 
 

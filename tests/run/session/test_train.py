@@ -97,7 +97,12 @@ def test_a_plan_for_two_devices_needs_two_processes(tmp_path, monkeypatch):
         (("--steps", "2", "--lr", "nan"), ("--lr", "seen: nan", "above 0")),
         (("--steps", "2", "--lr", "inf"), ("--lr", "seen: inf", "a number above 0")),
         (("--steps", "2", "--weight-decay", "inf"), ("--weight-decay", "seen: inf", "0 or more")),
-        (("--steps", "2", "--eps", "inf"), ("--eps", "seen: inf", "above 0")),
+        (("--steps", "2", "--optimizer-option", "eps=inf"), ("--optimizer-option eps", "seen: inf", "above 0")),
+        (("--steps", "2", "--optimizer-option", "eps"), ("--optimizer-option", "NAME=VALUE", "seen: 'eps'")),
+        (
+            ("--steps", "2", "--optimizer-option", "beta3=0"),
+            ("no such option", "seen: beta3", "beta1=0.9"),
+        ),
         (("--steps", "2", "--max-norm", "nan"), ("--max-norm", "seen: nan", "0 (off) or more")),
         (("--steps", "2", "--held-out", "nan"), ("--held-out", "seen: nan", "a fraction from 0 up to 1")),
         (("--steps", "2", "--held-out", "inf"), ("--held-out", "seen: inf", "a fraction from 0 up to 1")),

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from pipefit.errors import PlanError, RunError
 from pipefit.layout import Mesh, MeshAxis, held_box, parse_form
+from pipefit.optimizers import FlatPiece, OptimizerState, find_optimizer
 from pipefit.run.session.metrics import PeakFlops, RunLog, device_memory, find_peak, format_step, step_metrics
 from pipefit.run.stage.initial_values import initial_value
 from pipefit.run.transfers.pieces import incoming_pieces, outgoing_pieces
 from pipefit.run.update.buckets import BucketEntry, make_buckets
 from pipefit.run.update.grad_norm import clip_factor, counts_in_norm, sum_of_squares
-from pipefit.run.update.optimizer import AdamW, learning_rate
-from pipefit.run.update.optimizer_config import OptimizerConfig, check_config
+from pipefit.run.update.optimizer import OptimizerConfig, check_config, learning_rate, optimizer_options
 from pipefit.schedule.actions import parse_lanes
 from pipefit.schedule.lowering.messages import post_ahead, receive_windows
 
@@ -109,19 +109,25 @@ def test_receives_are_posted_one_message_ahead():
     assert text == "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F9 1RECV_B0 1F1 1RECV_B1 1B0 1F8 1B1"
 
 
+def adamw(parameter: torch.Tensor, master_dtype: torch.dtype, config: OptimizerConfig, decays: bool) -> OptimizerState:
+    kind = find_optimizer("adamw")
+    piece = FlatPiece(parameter=parameter, master_dtype=master_dtype, decays=decays, shapes={})
+    return kind.state(kind, piece, optimizer_options(config, kind))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_adamw_equals_pytorchs(dtype):
     """Over six steps with a changing learning rate and clipping-sized gradients, cut in uneven pieces."""
-    config = OptimizerConfig(lr=3e-3, weight_decay=0.07, beta1=0.87, beta2=0.93, warmup=3, steps=6)
+    config = OptimizerConfig(lr=3e-3, weight_decay=0.07, options={"beta1": 0.87, "beta2": 0.93}, warmup=3, steps=6)
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(1000, generator=generator, dtype=dtype)
     theirs = start.clone().requires_grad_()
     other = torch.optim.AdamW([theirs], lr=1.0, betas=(0.87, 0.93), eps=1e-8, weight_decay=0.07)
     mine = start.clone()
-    pieces = [AdamW(mine[a:b], dtype, config, decays=True) for a, b in ((0, 1), (1, 640), (640, 1000))]
+    pieces = [adamw(mine[a:b], dtype, config, decays=True) for a, b in ((0, 1), (1, 640), (640, 1000))]
     for step in range(6):
         gradient = torch.randn(1000, generator=generator, dtype=dtype)
-        lr = learning_rate(config, step)
+        lr = learning_rate(config, 3e-3, step)
         theirs.grad = gradient.clone()
         other.param_groups[0]["lr"] = lr
         other.step()
@@ -135,30 +141,38 @@ def test_bfloat16_parameters_follow_float32_masters():
     """A hundred steps, each far below bfloat16's resolution, must add up; without masters they would vanish."""
     config = OptimizerConfig(lr=1e-4, weight_decay=0.0, decay="constant")
     parameter = torch.full((4,), 1.0, dtype=torch.bfloat16)
-    optimizer = AdamW(parameter, torch.float32, config, decays=False)
+    optimizer = adamw(parameter, torch.float32, config, decays=False)
     for step in range(100):
-        optimizer.step(torch.ones(4), config.lr, step + 1)
+        optimizer.step(torch.ones(4), 1e-4, step + 1)
     assert torch.allclose(optimizer.master, torch.full((4,), 0.99), atol=1e-4)
     assert torch.equal(parameter, optimizer.master.to(torch.bfloat16)) and parameter[0] != 1.0
 
 
 def test_learning_rate_warms_up_and_decays():
-    config = OptimizerConfig(lr=1.0, warmup=4, steps=14, min_lr_ratio=0.1)
-    assert [learning_rate(config, step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert learning_rate(config, 4) == 1.0 and learning_rate(config, 14) == pytest.approx(0.1)
-    assert learning_rate(config, 9) == pytest.approx(0.55)
+    config = OptimizerConfig(warmup=4, steps=14, min_lr_ratio=0.1)
+    assert [learning_rate(config, 1.0, step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert learning_rate(config, 1.0, 4) == 1.0 and learning_rate(config, 1.0, 14) == pytest.approx(0.1)
+    assert learning_rate(config, 1.0, 9) == pytest.approx(0.55)
     linear = dataclasses.replace(config, decay="linear")
-    assert learning_rate(linear, 6) == pytest.approx(0.1 + 0.9 * 0.8)
-    assert learning_rate(dataclasses.replace(config, decay="constant"), 13) == 1.0
+    assert learning_rate(linear, 1.0, 6) == pytest.approx(0.1 + 0.9 * 0.8)
+    assert learning_rate(dataclasses.replace(config, decay="constant"), 1.0, 13) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "option"), [("lr", 0.0, "--lr"), ("beta2", 1.0, "--beta2"), ("decay", "step", "--decay")]
+    ("field", "value", "option"),
+    [
+        ("lr", 0.0, "--lr"),
+        ("options", {"beta2": 1.0}, "--optimizer-option beta2"),
+        ("decay", "step", "--decay"),
+        ("min_lr_ratio", 2.0, "--min-lr-ratio"),
+    ],
 )
 def test_an_impossible_optimizer_is_refused_by_name(field, value, option):
     with pytest.raises(RunError, match=option) as error:
-        check_config(dataclasses.replace(OptimizerConfig(), **{field: value}))
-    assert "allowed:" in error.value.full_text() and str(value) in error.value.full_text()
+        config = check_config(dataclasses.replace(OptimizerConfig(), **{field: value}))
+        optimizer_options(config, find_optimizer("adamw"))
+    shown = value["beta2"] if isinstance(value, dict) else value
+    assert "allowed:" in error.value.full_text() and str(shown) in error.value.full_text()
 
 
 def entry(name: str, shape: tuple[int, ...], layer: int, **fields) -> BucketEntry:
@@ -192,7 +206,7 @@ def test_buckets_keep_values_come_last_layer_first_and_respect_their_size():
 def test_zero_gives_every_element_to_exactly_one_rank(ways):
     owned: dict[str, list[tuple[int, int]]] = {}
     for place in range(ways):
-        entries = [entry(f"{i}", (5 + i, 7), i, scatter_over=("replica",)) for i in range(4)]
+        entries = [entry(f"{i}", (5 + i, 7), i, state_axes=("replica",)) for i in range(4)]
         for bucket in make_buckets(entries, torch.float32, 1 << 20, {(0, ("replica",)): (place, ways)}):
             assert len(bucket.parameters) % ways == 0
             for e, local, piece in bucket.owned_runs():
@@ -209,7 +223,7 @@ def test_the_norm_counts_replicated_gradients_once_and_split_ones_everywhere():
     group = grid((1, 1), (1, 1))
     whole = make_buckets([entry("a", (4, 4), 0, sum_over=("replica", "shard"))], torch.float32, 1 << 20, {})[0]
     split = make_buckets([entry("b", (4, 4), 0, sum_over=("replica",))], torch.float32, 1 << 20, {})[0]
-    zero = make_buckets([entry("c", (4, 4), 0, scatter_over=("replica",))], torch.float32, 1 << 20, {})[0]
+    zero = make_buckets([entry("c", (4, 4), 0, state_axes=("replica",))], torch.float32, 1 << 20, {})[0]
     other = make_buckets([entry("d", (4, 4), 0, counted=False)], torch.float32, 1 << 20, {})[0]
     assert [counts_in_norm(whole, group, d) for d in group.devices] == [True, False, False, False]
     assert [counts_in_norm(split, group, d) for d in group.devices] == [True, True, False, False]

@@ -23,13 +23,16 @@ V = (0, 1, 2, 3, 3, 2, 1, 0)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "v-half": ("deep", {"stages": 8, "placement": V, "schedule": "v-half"}),
     "tied": ("tied", {"stages": 4, "schedule": "zb-h1"}),
-    "replicas that split the state": ("llama", {"stages": 2, "replicas": (1, 1), "zero1": True, "schedule": "1f1b"}),
+    "replicas that split the state": (
+        "llama",
+        {"stages": 2, "replicas": (1, 1), "sharded_state": "optimizer", "schedule": "1f1b"},
+    ),
     "sharded": ("llama", {"stages": 2, "shards": (1, 1), "sharding": "megatron", "schedule": "1f1b"}),
     "sequence-sharded": ("llama", {"stages": 2, "shards": (1, 1), "sharding": "megatron-sp", "schedule": "1f1b"}),
     "slices": ("llama", {"stages": 4, "schedule": "1f1b", "slices": (40, 24), "recompute": ("full",)}),
     "experts": ("mixtral", {"stages": 4, "schedule": "1f1b"}),
     "uneven replicas": ("wide", {"stages": 2, "replicas": (2, 1), "schedule": "1f1b"}),
-    "eight": ("deep", {"stages": 4, "replicas": (1, 1), "schedule": "1f1b", "zero1": True}),
+    "eight": ("deep", {"stages": 4, "replicas": (1, 1), "schedule": "1f1b", "sharded_state": "optimizer"}),
 }
 
 

@@ -45,13 +45,17 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts run again": ("experts", 2, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
     "narrow experts": ("narrow experts", 1, {"stages": 4, "schedule": "1f1b"}),
     "shards": ("tied", 0, {"stages": 2, "shards": (1, 1), "sharding": "megatron", "schedule": "1f1b"}),
-    "few activations, split state": ("wide", 0, {"replicas": (1, 1), "zero1": True, "recompute": ("full",)}),
+    "few activations, split state": (
+        "wide",
+        0,
+        {"replicas": (1, 1), "sharded_state": "optimizer", "recompute": ("full",)},
+    ),
     "few activations, shared": ("wide", 0, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
     "few activations": ("wide untied", 0, {"replicas": (1, 1), "recompute": ("full",)}),
-    "split state": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "schedule": "1f1b"}),
+    "split state": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "sharded_state": "optimizer", "schedule": "1f1b"}),
     "a message left": ("wide untied", 1, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
     "bfloat16, last": ("gpt2", 3, {"stages": 4, "schedule": "1f1b", "recompute": ("selective",)}),
-    "bfloat16, first": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "schedule": "1f1b"}),
+    "bfloat16, first": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "sharded_state": "optimizer", "schedule": "1f1b"}),
     "bfloat16, weight gradients put off": ("gpt2", 3, {"stages": 4, "schedule": "zb-h1", "recompute": ("full",)}),
     "bfloat16, experts": ("experts", 3, {"stages": 4, "schedule": "1f1b"}),
     "slices, run again": ("tied", 1, {"stages": 2, "slices": (64, 64), "recompute": ("full",)}),
@@ -59,7 +63,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "bfloat16, slices of few heads": ("few heads", 1, {"stages": 2, "slices": (32, 48, 48), "schedule": "1f1b"}),
     "bfloat16, slices, run again": ("gpt2", 1, {"stages": 2, "slices": (64, 64), "recompute": ("full",)}),
     "bfloat16, slices, parts run again": ("gpt2", 1, {"stages": 2, "slices": (64, 64), "recompute": ("selective",)}),
-    "split state, shared": ("tied", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "recompute": ("full",)}),
+    "split state, shared": (
+        "tied",
+        0,
+        {"stages": 2, "replicas": (1, 1), "sharded_state": "optimizer", "recompute": ("full",)},
+    ),
 }
 
 

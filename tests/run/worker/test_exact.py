@@ -65,11 +65,13 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
         lambda: plan("llama", stages=2, microbatches=2, replicas=(1, 1), shards=(1, 1), sharding="megatron-sp"),
     ),
     "megatron-sp x 4 stages, zero-1": (
-        "llama", lambda: plan("llama", stages=4, microbatches=4, shards=(1, 1), sharding="megatron-sp", zero1=True),
+        "llama", lambda: plan("llama", stages=4, microbatches=4, shards=(1, 1), sharding="megatron-sp",
+            sharded_state="optimizer"),
     ),
     "megatron-sp, zero-1, uneven replicas": (
         "llama",
-        lambda: plan("llama", microbatches=2, replicas=(2, 1, 1), shards=(1, 1), sharding="megatron-sp", zero1=True),
+        lambda: plan("llama", microbatches=2, replicas=(2, 1, 1), shards=(1, 1), sharding="megatron-sp",
+            sharded_state="optimizer"),
     ),
     "searched": ("llama", lambda: plan("llama", microbatches=2, shards=(1, 1), sharding="searched")),
     "searched, 3 uneven shards": (
@@ -80,7 +82,8 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     ),
     "searched x stages x replicas, tied, zero-1": (
         "tied",
-        lambda: plan("tied", stages=2, microbatches=2, replicas=(1, 1), shards=(1, 1), sharding="searched", zero1=True),
+        lambda: plan("tied", stages=2, microbatches=2, replicas=(1, 1), shards=(1, 1), sharding="searched",
+            sharded_state="optimizer"),
     ),
     "searched, mixtral, full recomputation": (
         "mixtral", lambda: plan("mixtral", microbatches=2, shards=(1, 1), sharding="searched", recompute=("full",)),
@@ -94,22 +97,24 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "tied, one stage": ("tied", lambda: plan("tied", microbatches=2, replicas=(1, 1))),
     "tied over 2 stages": ("tied", lambda: plan("tied", stages=2, microbatches=4)),
     "tied over 4 stages x 2 replicas, zero-1": (
-        "tied", lambda: plan("tied", stages=4, microbatches=4, replicas=(1, 1), zero1=True),
+        "tied", lambda: plan("tied", stages=4, microbatches=4, replicas=(1, 1), sharded_state="optimizer"),
     ),
     "tied, megatron-sp x 2 stages x 2 replicas": (
         "tied", lambda: plan("tied", stages=2, microbatches=2, replicas=(1, 1), shards=(1, 1), sharding="megatron-sp"),
     ),
     "tied, megatron, zero-1": (
         "tied",
-        lambda: plan("tied", stages=2, microbatches=2, replicas=(1, 1), shards=(1, 1), sharding="megatron", zero1=True),
+        lambda: plan("tied", stages=2, microbatches=2, replicas=(1, 1), shards=(1, 1), sharding="megatron",
+            sharded_state="optimizer"),
     ),
     "tied between unequal grids": ("tied", _tied_uneven),
     "tied, V placement": (
         "tied", lambda: with_order(plan("tied", stages=4, placement=(0, 1, 1, 0), microbatches=2, schedule="gpipe"),
                                    "v", plans.V_LANES),
     ),
-    "zero-1": ("llama", lambda: plan("llama", microbatches=2, replicas=(1, 1, 1), zero1=True)),
-    "zero-1 x stages": ("llama", lambda: plan("llama", stages=2, microbatches=4, replicas=(1, 1), zero1=True)),
+    "zero-1": ("llama", lambda: plan("llama", microbatches=2, replicas=(1, 1, 1), sharded_state="optimizer")),
+    "zero-1 x stages": ("llama", lambda: plan("llama", stages=2, microbatches=4, replicas=(1, 1),
+        sharded_state="optimizer")),
     "selective recomputation": ("llama", lambda: plan("llama", stages=2, microbatches=4, recompute=("selective",))),
     "full recomputation": ("llama", lambda: plan("llama", stages=2, microbatches=4, recompute=("full",))),
     "full recomputation, megatron-sp": (
@@ -122,7 +127,8 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     ),
     "I and W apart": ("llama", lambda: plans.zero_bubble_like(plan("llama", stages=4, microbatches=8))),
     "I and W apart, tied, zero-1": (
-        "tied", lambda: plans.zero_bubble_like(plan("tied", stages=3, microbatches=4, replicas=(1, 1), zero1=True)),
+        "tied", lambda: plans.zero_bubble_like(plan("tied", stages=3, microbatches=4, replicas=(1, 1),
+            sharded_state="optimizer")),
     ),
     "I and W apart, megatron-sp": (
         "llama",
@@ -146,7 +152,8 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "qwen3, tied": ("qwen3", lambda: plan("qwen3", stages=2, microbatches=2, replicas=(1, 1))),
     "mixtral": (
         "mixtral",
-        lambda: plans.zero_bubble_like(plan("mixtral", stages=2, microbatches=4, replicas=(1, 1), zero1=True)),
+        lambda: plans.zero_bubble_like(plan("mixtral", stages=2, microbatches=4, replicas=(1, 1),
+            sharded_state="optimizer")),
     ),
     "mixtral, megatron-sp": (
         "mixtral", lambda: plan("mixtral", stages=2, microbatches=2, shards=(1, 1), sharding="megatron-sp"),
@@ -244,7 +251,7 @@ def pytorchs_adamw(name: str, steps: int, max_norm: float):
     """(norms before clipping, parameters) of the plain modules under torch's own clipping and AdamW."""
     import torch
 
-    job, config = plans.JOB, cases.OPTIMIZER
+    job, config = plans.JOB, cases.ADAMW_OPTIONS
     layers = plans.plain_layers(name, job)
     named = {layer.parameter_names[k]: v for layer in layers for k, v in layer.named_parameters()}
     groups = [

@@ -82,7 +82,7 @@ RESUMES = {
     "split, other shares": ("wide", lambda: gathered("wide")[0], lambda: gathered("wide", shares=(1, 2))[0]),
     "split, then one process": ("wide", lambda: gathered("wide")[0], lambda: plans.plan("wide", microbatches=1)),
     "replicas, then split": (
-        "wide", lambda: plans.plan("wide", microbatches=2, replicas=(2, 1), zero1=True),
+        "wide", lambda: plans.plan("wide", microbatches=2, replicas=(2, 1), sharded_state="optimizer"),
         lambda: gathered("wide", shares=(1, 1, 1))[0],
     ),
     "split, then heads and columns": (

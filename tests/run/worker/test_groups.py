@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "rows to tokens, groups of one size": ("wide", lambda: grouped("wide", [(UNEVEN, "G0"), (TWO, "G1")])),
     "whole to tokens to one": ("wide", lambda: grouped("wide", [(TWO, "I"), (THREE, "G1"), (ONE, "I")])),
     "whole to whole, replicas, zero-1": (
-        "wide", lambda: grouped("wide", [(TWO, "I"), (TWO, "I")], replicas=2, zero1=True),
+        "wide", lambda: grouped("wide", [(TWO, "I"), (TWO, "I")], replicas=2, sharded_state="optimizer"),
     ),
     "rows to tokens, I and W apart": (
         "wide", lambda: plans.zero_bubble_like(grouped("wide", [(THREE, "G0"), (UNEVEN, "G1")], microbatches=2)),

@@ -31,7 +31,7 @@ LAYOUTS = {
     "3, 2, 1": (layouts(Layout((1,) * 3), Layout((1,) * 2), Layout()), {}),
     "1, 3, 4": (layouts(Layout(), Layout((1,) * 3), Layout((1,) * 4)), {"microbatches": 2}),
     "uneven 2:1, 3, 1:2": (layouts(Layout((2, 1)), Layout((1,) * 3), Layout((1, 2))), {"microbatches": 2}),
-    "4, 2, 2, zero-1": (layouts(Layout((1,) * 4), Layout((1, 1)), Layout((1, 1))), {"zero1": True}),
+    "4, 2, 2, zero-1": (layouts(Layout((1,) * 4), Layout((1, 1)), Layout((1, 1))), {"sharded_state": "optimizer"}),
     "2, 2 x 2 stages, 2": (layouts(Layout((1, 1)), Layout((1, 1), (2,)), Layout((1, 1))), {"order": "gpipe"}),
     "2 stages, 2 x 2 stages, 2 stages": (layouts(Layout((1,), (1,)), Layout((1, 1), (2,)), Layout((1,), (2,))), {}),
     "2, 3 x 2 stages": (layouts(Layout((1, 1)), Layout((1,) * 3, (2,))), {"microbatches": 4}),
@@ -151,7 +151,7 @@ def test_the_first_step_leaves_replicas_without_tokens():
 
 TIED = {
     "2 stages x 2 replicas": (layouts(Layout((1, 1)), Layout((1, 1), (2,)), Layout((1, 1))), {}),
-    "zero-1": (layouts(Layout((1, 1)), Layout((1, 1), (2,)), Layout((1, 1))), {"zero1": True}),
+    "zero-1": (layouts(Layout((1, 1)), Layout((1, 1), (2,)), Layout((1, 1))), {"sharded_state": "optimizer"}),
     "one stage": (layouts(Layout(), Layout((1, 1)), Layout()), {}),
     "2 stages, no image encoder": ({"language": Layout((1, 1), (2,)), "generator": Layout((1, 1))}, {}),
     "2 stages of 2 shards, no generator": (layouts(Layout((1, 1)), Layout((1,), (2,), (1, 1))), {}),

@@ -34,7 +34,7 @@ SHARED = {
     "vision, one device a lane": (lying(Layout((1,), CUT)), {"vision": (ONE, ONE)}, {}),
     "vision 2 replicas on language 2 shards": (lying(Layout((1,), CUT, (1, 1))), {"vision": (PAIR, PAIR)}, {}),
     "vision 2 shards on language 2 replicas, zero-1": (
-        lying(Layout((1, 1), CUT)), {"vision": (SHARDS, SHARDS)}, {"zero1": True},
+        lying(Layout((1, 1), CUT)), {"vision": (SHARDS, SHARDS)}, {"sharded_state": "optimizer"},
     ),
     "vision on one lane in another grid": (lying(Layout(shards=(1, 1))), {"vision": (PAIR,)}, {}),
     "generator 2 replicas on language 2 shards": (lying(Layout((1,), CUT, (1, 1))), {"generator": (PAIR, PAIR)}, {}),
@@ -53,7 +53,8 @@ SHARED = {
         lying(Layout((1,), CUT, (1, 1))), {"vision": (SPLIT, SHARDS), "generator": (SPLIT, SPLIT)}, {},
     ),
     "generator, vision elsewhere": (
-        lying(Layout((1,), CUT, (1, 1)), vision=Layout((1,) * 3)), {"generator": (PAIR, SHARDS)}, {"zero1": True},
+        lying(Layout((1,), CUT, (1, 1)), vision=Layout((1,) * 3)), {"generator": (PAIR, SHARDS)},
+            {"sharded_state": "optimizer"},
     ),
     "4 turns on lanes of 2": (
         lying(Layout((1, 1), (1, 2, 3))),
@@ -117,7 +118,7 @@ DIVIDED = {
     "one grid, vision alone": (lying(PAIR), {"vision": (PAIR,)}, {"divided": ("vision",)}),
     "split tokens, generator on devices of its own": (
         lying(Layout((1, 1), CUT), generator=Layout((1, 2, 1))), {"vision": (SPLIT, SPLIT)},
-        {"divided": ("vision", "generator"), "zero1": True},
+        {"divided": ("vision", "generator"), "sharded_state": "optimizer"},
     ),
 }  # fmt: skip
 
@@ -195,12 +196,14 @@ def test_four_turns_beside_four_lanes(gloo_pool, microbatches):
 
 
 INLINE = {
-    "2 replicas": (lying(Layout((1, 1), CUT)), {"vision": (PAIR,), "generator": (PAIR,)}, {"zero1": True}),
+    "2 replicas": (lying(Layout((1, 1), CUT)), {"vision": (PAIR,), "generator": (PAIR,)},
+        {"sharded_state": "optimizer"}),
     "2 shards, split tokens": (
         lying(Layout((1,), CUT, (1, 1), "megatron-sp")), {"vision": (SPLIT,), "generator": (SPLIT,)}, {},
     ),
     "grids of their own": (
-        lying(Layout((1,), CUT, (1, 1), "megatron-sp")), {"vision": (PAIR,), "generator": (PAIR,)}, {"zero1": True},
+        lying(Layout((1,), CUT, (1, 1), "megatron-sp")), {"vision": (PAIR,), "generator": (PAIR,)},
+            {"sharded_state": "optimizer"},
     ),
     "one grid of its own, 4 devices a lane": (
         lying(Layout((1, 1), CUT, (1, 1), "megatron-sp")),
@@ -249,7 +252,7 @@ def test_messages_need_no_tags_training_goes_on_alike_and_an_evaluation_takes_tu
 def test_a_checkpoint_goes_from_one_placement_to_the_other(gloo_pool, tmp_path, ways):
     """A parameter is saved once, with its moments, and every lane of the next plan has it."""
     model, shared = made("vision 2 shards on language 2 replicas, zero-1")
-    apart = toys.plan(model, layouts(Layout((1, 1)), Layout((1, 1), CUT), Layout((1,))), zero1=True)
+    apart = toys.plan(model, layouts(Layout((1, 1)), Layout((1, 1), CUT), Layout((1,))), sharded_state="optimizer")
     plans = [{"shared": shared, "apart": apart}[way] for way in ways]
     gloo_pool.run(prepare, [(one, model) for one in plans], True, ranks=8)
     ranks = max(len(one.used_devices) for one in plans)

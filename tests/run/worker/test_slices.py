@@ -67,7 +67,7 @@ CASES = {
     "zb-v": case("llama", "zb-v", UNEVEN, 2, stages=4, placement=V),
     "dualpipe-v": case("llama", "dualpipe-v", UNIFORM, 2, stages=4, placement=V),
     "svpp": case("llama", "svpp", UNIFORM, 2, stages=4, placement=(0, 1, 0, 1)),
-    "uneven replicas, zero-1": case("llama", "1f1b", UNEVEN, stages=2, replicas=(2, 1, 1), zero1=True),
+    "uneven replicas, zero-1": case("llama", "1f1b", UNEVEN, stages=2, replicas=(2, 1, 1), sharded_state="optimizer"),
     "tensor shards": case("llama", "zb-h1", UNEVEN, stages=2, shards=(1, 1), sharding="megatron"),
     "uneven heads": case("wide", "1f1b", TAIL, shards=(2, 1), sharding="megatron", recompute=("full",)),
     "sequence shards": case("llama", "1f1b", (4, 6, 2), stages=2, **SEQUENCE_PARALLEL),
@@ -75,7 +75,14 @@ CASES = {
         "llama", "zb-v", (5, 4, 3), stages=4, placement=V, recompute=("selective",), **SEQUENCE_PARALLEL
     ),
     "sequence shards x replicas x stages, zero-1": case(
-        "tied", "1f1b", (6, 6), stages=2, replicas=(1, 1), zero1=True, recompute=("full",), **SEQUENCE_PARALLEL
+        "tied",
+        "1f1b",
+        (6, 6),
+        stages=2,
+        replicas=(1, 1),
+        sharded_state="optimizer",
+        recompute=("full",),
+        **SEQUENCE_PARALLEL,
     ),
     "tied, v-half": case("tied", "v-half", UNEVEN, 2, stages=4, placement=V),
     "window": case("mistral", "zb-h1", (1, 4, 7), stages=3),
@@ -133,7 +140,7 @@ APART = replace(JOB, documents="apart")
 DOCUMENTS = {
     "uncut": case("llama", "1f1b", (12,), stages=2, recompute=("selective",)),
     "uncut, window, full": case("mistral", "zb-h1", (12,), stages=3, recompute=("full",)),
-    "uneven replicas, zero-1": case("llama", "1f1b", UNEVEN, stages=2, replicas=(2, 1, 1), zero1=True),
+    "uneven replicas, zero-1": case("llama", "1f1b", UNEVEN, stages=2, replicas=(2, 1, 1), sharded_state="optimizer"),
     "sequence shards, zb-v": case("llama", "zb-v", UNEVEN, stages=4, placement=V, **SEQUENCE_PARALLEL),
     "window": case("mistral", "v-min", (3, 2, 7), stages=4, placement=V, recompute=("selective",)),
     "learned positions, one-token slices": case("gpt2", "gpipe", ONES, 1, stages=2, recompute=("full",)),
@@ -160,7 +167,7 @@ def test_float32_is_near_the_uncut_sequence(gloo_pool, name):
 
 LAYOUTS: list[dict[str, Any]] = [
     {"stages": 3},
-    {"stages": 2, "replicas": (1, 1), "zero1": True},
+    {"stages": 2, "replicas": (1, 1), "sharded_state": "optimizer"},
     {"stages": 2, "shards": (1, 1), "sharding": "megatron"},
     {"stages": 4, "placement": V},
 ]

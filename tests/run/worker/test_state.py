@@ -42,10 +42,11 @@ SAME = {
     "tied, megatron-sp, zero-1": (
         "tied",
         {"stages": 2, "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron-sp"}
-        | {"zero1": True},
+        | {"sharded_state": "optimizer"},
         DROP,
     ),
-    "bfloat16 masters, zero-1": ("llama", {"stages": 2, "microbatches": 2, "replicas": (2, 1), "zero1": True}, HALF),
+    "bfloat16 masters, zero-1": ("llama", {"stages": 2, "microbatches": 2, "replicas": (2, 1),
+        "sharded_state": "optimizer"}, HALF),
 }  # fmt: skip
 
 
@@ -61,15 +62,18 @@ def test_a_resume_under_the_same_plan_continues_bit_equal(gloo_pool, tmp_path, c
 
 
 OTHER = {
-    "to one process": ({"stages": 2, "microbatches": 4, "replicas": (1, 1), "zero1": True}, {"microbatches": 1}),
-    "to more replicas": ({"microbatches": 2}, {"microbatches": 2, "replicas": (2, 1, 1), "zero1": True}),
+    "to one process": (
+        {"stages": 2, "microbatches": 4, "replicas": (1, 1), "sharded_state": "optimizer"},
+        {"microbatches": 1},
+    ),
+    "to more replicas": ({"microbatches": 2}, {"microbatches": 2, "replicas": (2, 1, 1), "sharded_state": "optimizer"}),
     "to shards and stages": (
         {"stages": 3, "microbatches": 4, "replicas": (1, 1)},
-        {"stages": 2, "microbatches": 2, "shards": (1, 1), "sharding": "megatron-sp", "zero1": False},
+        {"stages": 2, "microbatches": 2, "shards": (1, 1), "sharding": "megatron-sp", "sharded_state": "none"},
     ),
     "from shards to another zero-1": (
-        {"microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron", "zero1": True},
-        {"stages": 2, "microbatches": 2, "replicas": (1, 1, 1), "zero1": True, "cuts": (3,)},
+        {"microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron", "sharded_state": "optimizer"},
+        {"stages": 2, "microbatches": 2, "replicas": (1, 1, 1), "sharded_state": "optimizer", "cuts": (3,)},
     ),
 }
 

@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "untied": ("wide", lambda: by_words("wide", [Lane((3, 2))])),
     "tied": ("tied", lambda: by_words("tied", [Lane((2, 1, 1))], recompute=("selective",))),
     "tied over 2 stages, 2 replicas, zero-1": (
-        "tied", lambda: by_words("tied", [Lane((1, 2)), Lane((2, 1))], replicas=(1, 1), zero1=True),
+        "tied", lambda: by_words("tied", [Lane((1, 2)), Lane((2, 1))], replicas=(1, 1), sharded_state="optimizer"),
     ),
 }  # fmt: skip
 

@@ -28,7 +28,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "stages": 2, "replicas": (2, 1), "microbatches": 1, "recompute": ("full",),
     },
     "2 stages x 2 replicas x uneven searched shards, zero-1": {
-        "stages": 2, "replicas": (1, 1), "shards": (2, 1), "sharding": "searched", "microbatches": 2, "zero1": True,
+        "stages": 2, "replicas": (1, 1), "shards": (2, 1), "sharding": "searched", "microbatches": 2,
+            "sharded_state": "optimizer",
     },
 }  # fmt: skip
 

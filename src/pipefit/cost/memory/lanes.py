@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipefit.cost.comm.network import Network
-from pipefit.cost.memory.step_end import state_share
+from pipefit.cost.memory.step_end import stage_state_share
 from pipefit.cost.static_memory import GRADIENT_BYTES, static_parts
 from pipefit.cost.work import PipelineWork, StageWork
 
@@ -39,7 +39,7 @@ def stage_holdings(stage: StageWork, network: Network) -> Mapping[str, StageHold
     for device, coordinates in zip(stage.group.devices, places, strict=True):
         replica = coordinates[names.index("replica")] if "replica" in names else 0
         position = () if even else (coordinates[names.index("shard")],)
-        share = shares[replica] / sum(shares) if stage.split_state else 1.0
+        share = shares[replica] / sum(shares) if stage.shards_state else 1.0
         known = holdings.get(network.kinds[device].name, StageHolding(0, (), 0.0))
         positions = known.positions if {*position} <= {*known.positions} else (*known.positions, *position)
         holdings[network.kinds[device].name] = StageHolding(
@@ -78,7 +78,13 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
         positions = {position for _, holding in stages for position in holding.positions} or range(num_positions)
         places = [
             [
-                static_parts(*_stored_elements(stage, position), holding.share, work.precision)
+                static_parts(
+                    *_stored_elements(stage, position),
+                    holding.share,
+                    work.precision,
+                    work.optimizer,
+                    stage.parameters.shared_state_bytes,
+                )
                 for stage, holding in stages
             ]
             for position in positions
@@ -98,7 +104,7 @@ def state_shares(work: PipelineWork, network: Network, kind: str) -> list[float]
 
 
 def _kind_holding(stage: StageWork, network: Network | None, kind: str) -> StageHolding:
-    everything = StageHolding(max(stage.rows), (), state_share(stage))
+    everything = StageHolding(max(stage.rows), (), stage_state_share(stage))
     if network is None or not kind:
         return everything
     return stage_holdings(stage, network).get(kind, everything)
@@ -118,7 +124,9 @@ def _tied_parts(work: PipelineWork, lane: int, held: Sequence[StageHolding]) -> 
         num_peers = len({work.stages[index].lane for index in tied.stages}) - 1
         changes["gradients"] += num_peers * tied.elements * GRADIENT_BYTES[work.precision]
         for index in lane_stages[1:]:
-            once = static_parts(tied.elements, 0, held[index].share, work.precision)
+            once = static_parts(
+                tied.elements, 0, held[index].share, work.precision, work.optimizer, tied.shared_state_bytes
+            )
             for name in changes:
                 changes[name] -= once[name]
     return changes

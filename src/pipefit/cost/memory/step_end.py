@@ -3,7 +3,8 @@
 PyTorch's gloo reduce-scatter sums a copy, and a bucket's copy lives until all buckets have been waited for
 (`run/update/reduce.py`); NCCL needs no copy. After the activations are freed, lanes that share a parameter each send a
 copy of their gradient and add it to another (`run/update/tied.py`). The norm and the update process a run of elements
-at a time (`run/update/optimizer.py`), with at most 8 bytes each. These bytes are the peak only if activations are few.
+at a time (`optimizers/base.py`), with at most 8 bytes each, or the optimizer's temporary tensors. These bytes are the
+peak only if activations are few.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipefit.cost.static_memory import GRADIENT_BYTES
-from pipefit.cost.work import PipelineWork, StageWork
+from pipefit.cost.work import PipelineWork, StageWork, state_share
 
 RUN_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 24}
 """Elements that the norm and the update process at a time."""
@@ -25,7 +26,7 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     width = GRADIENT_BYTES[work.precision]
     copy_bytes = []
     for index, stage in enumerate(work.stages):
-        copies = gloo and stage.split_state and stage.group.find_axis("replica").size > 1 and stage.turns == 1
+        copies = gloo and stage.shards_state and stage.group.find_axis("replica").size > 1 and stage.turns == 1
         tied_groups = [tied for tied in work.tied if index in tied.stages and stage.group.find_axis("shard").size == 1]
         shared = sum(
             tied.elements for tied in tied_groups if len({work.stages[member].lane for member in tied.stages}) > 1
@@ -34,10 +35,9 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     return tuple(copy_bytes)
 
 
-def state_share(stage: StageWork) -> float:
+def stage_state_share(stage: StageWork) -> float:
     """Return the largest part of the optimizer state on one replica."""
-    shares = stage.group.find_axis("replica").shares
-    return max(shares) / sum(shares) if stage.split_state else 1.0
+    return state_share(stage.sharded_state, stage.group.find_axis("replica").shares)
 
 
 def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = None) -> tuple[float, ...]:
@@ -49,8 +49,11 @@ def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = N
     run, exchanged = ([0.0] * work.num_lanes for _ in range(2))
     for index, stage in enumerate(work.stages):
         shared = [tied.elements for tied in work.tied if index in tied.stages]
-        largest = _largest_bucket(stage, shared) * (state_share(stage) if shares is None else shares[index])
-        run[stage.lane] = max(run[stage.lane], 8.0 * min(largest, RUN_ELEMENTS["cpu" if gloo else "gpu"]))
+        largest = _largest_bucket(stage, shared) * (stage_state_share(stage) if shares is None else shares[index])
+        per_element = max(8.0, work.optimizer.temporaries * width)
+        statistics = stage.parameters.shared_state_bytes  # an update adds up new values of them
+        size = per_element * min(largest, RUN_ELEMENTS["cpu" if gloo else "gpu"]) + statistics
+        run[stage.lane] = max(run[stage.lane], size)
     for tied in work.tied:
         lanes = {work.stages[index].lane for index in tied.stages}
         for lane in lanes if len(lanes) > 1 and not tied.rings else ():

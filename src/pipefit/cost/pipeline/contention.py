@@ -248,9 +248,9 @@ def _reduction_flows(
         return {}
     count = float(max(stage.parameters.trainable))
     sums = count * GRADIENT_BYTES[work.precision]
-    jobs = [("REDUCE", "reduce_scatter", 1, sums) if stage.split_state else ("REDUCE", "all_reduce", 2, sums)]
+    jobs = [("REDUCE", "reduce_scatter", 1, sums) if stage.shards_state else ("REDUCE", "all_reduce", 2, sums)]
     once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}
-    if stage.split_state:
+    if stage.shards_state:
         jobs.append(("GATHER", "all_gather", 1, count * COMPUTE_BYTES[work.precision]))
     flows: dict[FlowKey, _UnnumberedFlow] = {}
     for kind, operation, passes, total in jobs:

@@ -24,7 +24,7 @@ from pipefit.cost.compute.packed_rows import packed_costs
 from pipefit.cost.compute.roofline import LayerCost, LayerCosts, without_backward
 from pipefit.cost.memory.lanes import lane_limits, lane_parts, lanes_differ, state_shares
 from pipefit.cost.memory.stage import stage_memory
-from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, state_share
+from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, stage_state_share
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
 from pipefit.cost.pipeline.overlap import Piece, hidden_s
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
@@ -42,7 +42,7 @@ NOTES = (
     "links: latency + bytes / bandwidth of the very link; messages that leave one port together share it",
     "reductions: ring or two-level all-reduce over the very group, bucket by bucket",
     f"interpreter overhead {ACTION_OVERHEAD_S * 1e6:.0f} us an action: assumed",
-    "static memory: parameters, gradients, AdamW state and 64 MiB of workspace (assumed) per device",
+    "static memory: parameters, gradients, {optimizer} state and 64 MiB of workspace (assumed) per device",
 )
 
 
@@ -72,7 +72,11 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         reduce_copy_bytes=np.array(reduce_copy_bytes(work, network.over_gloo)),
         overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
         receives_ahead=network.over_gloo,
-        notes=(*_cost_provenance(network), *layers.notes, *NOTES),
+        notes=(
+            *_cost_provenance(network),
+            *layers.notes,
+            *(note.format(optimizer=work.optimizer.title) for note in NOTES),
+        ),
     )
     costs = add_turn_costs(costs, work, network)
     if not lanes_differ(work, network):
@@ -194,7 +198,7 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     if stage.group.find_axis("shard").size > 1:
         total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * width)
     if stage.group.find_axis("replica").size > 1:
-        collective = reduce_scatter_s if stage.split_state else all_reduce_s
+        collective = reduce_scatter_s if stage.shards_state else all_reduce_s
         total += collective(network, replica_rings(stage), max(stage.parameters.trainable) * width)
     return total
 
@@ -236,7 +240,7 @@ def overlap_share(
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Return the seconds to all-gather the updated parameters under ZeRO-1."""
-    if not stage.split_state or stage.group.find_axis("replica").size == 1:
+    if not stage.shards_state or stage.group.find_axis("replica").size == 1:
         return 0.0
     return all_gather_s(network, replica_rings(stage), max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
 
@@ -421,7 +425,8 @@ def _step_s(lane: int, work: PipelineWork, network: Network) -> float:
     for stage in work.stages:
         if stage.lane == lane:
             slowest = min(network.kinds[device].memory_bandwidth_bytes_per_s for device in stage.group.devices)
-            moved = optimizer_traffic_bytes(max(stage.parameters.trainable), state_share(stage), work.precision)
+            elements = max(stage.parameters.trainable)
+            moved = optimizer_traffic_bytes(elements, stage_state_share(stage), work.precision, work.optimizer)
             total += moved / slowest
     return total
 

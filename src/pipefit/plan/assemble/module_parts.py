@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipefit.model.graph import Model
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton
 from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache, sharding_key
 from pipefit.plan.assemble.structure import (
@@ -35,7 +36,7 @@ def module_skeleton(
     incompatible forms."""
     groups: list[MeshPlan] = []
     stages: list[Stage] = []
-    split_state: list[bool] = []
+    sharded_state: list[ShardedState] = []
     modules = {module.name: module for module in model.modules}
     runs: list[list[int]] = []
     first, lies = _first_group(decisions), dict(decisions.modules)
@@ -47,7 +48,7 @@ def module_skeleton(
             end = decisions.inline_lane(name)
             grid = first + end if decisions.in_grid(name) else len(groups)
             stages.append(replace(stage, group=grid, divide=decisions.divide_of(name)))
-            split_state.append(decisions.zero1 and len(config.replicas) > 1)
+            sharded_state.append(decisions.sharded_state if len(config.replicas) > 1 else "none")
             if not decisions.in_grid(name):
                 groups += make_groups(replace(config, devices=lies[decisions.backbone].lane_devices()[end]))
             continue
@@ -64,7 +65,7 @@ def module_skeleton(
                         divide=decisions.divide_of(name),
                     )
                 )
-                split_state.append(decisions.zero1 and len(config.replicas) > 1)
+                sharded_state.append(decisions.sharded_state if len(config.replicas) > 1 else "none")
             groups += make_groups(placed)
     return PlanSkeleton(
         job=job,
@@ -83,7 +84,7 @@ def module_skeleton(
         placement=decisions.lane_of_stage,
         microbatches=decisions.microbatches,
         slices=(job.sequence,),
-        split_state=tuple(split_state),
+        sharded_state=tuple(sharded_state),
     )
 
 
@@ -164,7 +165,8 @@ def module_parameters(model: Model, parts: PlanSkeleton, programs: ProgramCache)
     for module in model.modules:
         stage_indices = [index for index, stage in enumerate(parts.stages) if stage.module == module.name]
         stages = [parts.stages[index] for index in stage_indices]
-        split = any(parts.split_state[index] for index in stage_indices)
+        states = [parts.sharded_state[index] for index in stage_indices]
+        split: ShardedState = next((state for state in states if state != "none"), "none")
         for parameter in make_parameters(module, stages, parts.groups, programs, split):
             parameters.append(
                 replace(

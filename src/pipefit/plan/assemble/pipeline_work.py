@@ -23,8 +23,17 @@ from pipefit.layout import (
     transfer_moves,
 )
 from pipefit.model.graph import Layer, size_value
+from pipefit.optimizers import find_optimizer
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.assemble.packed_rows import edge_sizes, frozen_layers, packed_sizes, packed_symbols, stage_grouping
-from pipefit.plan.assemble.shard_programs import ProgramCache, check_layer_shares, layer_shares, sharding_key
+from pipefit.plan.assemble.shard_programs import (
+    ProgramCache,
+    StoredParameter,
+    check_layer_shares,
+    kept_state_bytes,
+    layer_shares,
+    sharding_key,
+)
 from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, Plan, SampleSpace, Stage
 from pipefit.schedule.actions import RoundRobin
 
@@ -47,8 +56,8 @@ class PlanSkeleton:
     placement: tuple[int, ...]
     microbatches: int
     slices: tuple[int, ...]
-    split_state: tuple[bool, ...]
-    "For each stage: True if ZeRO-1 shards its optimizer state."
+    sharded_state: tuple[ShardedState, ...]
+    "For each stage, the state that its replicas shard."
 
 
 def skeleton_from_plan(plan: Plan) -> PlanSkeleton:
@@ -62,8 +71,10 @@ def skeleton_from_plan(plan: Plan) -> PlanSkeleton:
         placement=plan.order.placement,
         microbatches=plan.order.microbatches,
         slices=plan.order.slices,
-        split_state=tuple(
-            any("Gflat" in parameter.state for parameter in plan.parameters if index in parameter.uses)
+        sharded_state=tuple(
+            "optimizer"
+            if any("Gflat" in parameter.state for parameter in plan.parameters if index in parameter.uses)
+            else "none"
             for index in range(len(plan.stages))
         ),
     )
@@ -76,7 +87,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
     spaces = {space.name: space for space in parts.spaces}
     frozen = frozen_layers(programs.model)
     stages = []
-    uses: dict[str, list[tuple[int, int]]] = {}
+    uses: dict[str, list[tuple[int, StoredParameter]]] = {}
     for index, stage in enumerate(parts.stages):
         group, space = groups[stage.group], spaces[stage.space]
         layers = programs.module_layers(stage.module, stage.layers)
@@ -92,8 +103,8 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 rows=_replica_rows(stage, space, parts.microbatches, group),
                 slices=_space_slices(space, parts),
                 recompute=stage.recompute,
-                parameters=programs.parameter_counts(layers, sharding_key(stage), shares),
-                split_state=parts.split_state[index],
+                parameters=programs.parameter_counts(layers, sharding_key(stage), shares, parts.job),
+                sharded_state=parts.sharded_state[index],
                 shares=layer_shares(layer_programs, shares),
                 symbols=packed_symbols(
                     parts.spaces, parts.microbatches // stage.microbatch_multiple, max(replicas) / sum(replicas)
@@ -105,31 +116,39 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
         )
         for name, count in programs.named_parameters(layers, sharding_key(stage), shares).items():
             if count.trainable:
-                uses.setdefault(name, []).append((index, max(count.elements)))
+                uses.setdefault(name, []).append((index, count))
     return PipelineWork(
         stages=tuple(stages),
         edges=tuple(_edge_work(edge, parts, groups, programs) for edge in parts.edges),
         tied=_tied_work(uses, parts, groups),
         precision=parts.job.precision,
+        optimizer=find_optimizer(parts.job.optimizer),
     )
 
 
 def _tied_work(
-    uses: Mapping[str, Sequence[tuple[int, int]]], parts: PlanSkeleton, groups: Sequence[Mesh]
+    uses: Mapping[str, Sequence[tuple[int, StoredParameter]]], parts: PlanSkeleton, groups: Sequence[Mesh]
 ) -> tuple[TiedWork, ...]:
-    """Return the exchange of every set of stages that share parameters; `uses` maps names to (stage, elements on a
-    device)."""
+    """Return the exchange of every set of stages that share parameters; `uses` maps names to (stage, the parameter
+    there)."""
     elements: dict[tuple[int, ...], int] = {}
+    state_bytes: dict[tuple[int, ...], float] = {}
     for stage_elements in uses.values():
         if len(stage_elements) > 1:
             stages = tuple(stage for stage, _ in stage_elements)
-            elements[stages] = elements.get(stages, 0) + max(count for _, count in stage_elements)
+            elements[stages] = elements.get(stages, 0) + max(max(stored.elements) for _, stored in stage_elements)
+            state_size = kept_state_bytes(parts.job, stage_elements[0][1])
+            state_bytes[stages] = state_bytes.get(stages, 0.0) + state_size
     width = GRADIENT_BYTES[parts.job.precision]
     result = []
     for stages, count in elements.items():
         if all(parts.stages[stage].turns > 1 for stage in stages):
             rings = _shard_rings([groups[parts.stages[stage].group] for stage in stages])
-            result.append(TiedWork(stages=stages, messages=(), elements=count, rings=rings))
+            result.append(
+                TiedWork(
+                    stages=stages, messages=(), elements=count, shared_state_bytes=state_bytes[stages], rings=rings
+                )
+            )
             continue
         held = [groups[parts.stages[stage].group] for stage in stages]
         messages = [
@@ -139,7 +158,9 @@ def _tied_work(
                 (1,), sender, (IDENTITY,) * len(sender.axes), receiver, (IDENTITY,) * len(receiver.axes)
             )
         ]
-        result.append(TiedWork(stages=stages, messages=tuple(messages), elements=count))
+        result.append(
+            TiedWork(stages=stages, messages=tuple(messages), elements=count, shared_state_bytes=state_bytes[stages])
+        )
     return tuple(result)
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from math import prod
 
 from pipefit.codec import content_digest
+from pipefit.cost.static_memory import shared_state_bytes
 from pipefit.cost.work import ParameterCounts
 from pipefit.errors import PlanError
 from pipefit.layout import TensorForm
 from pipefit.model.graph import Graph, Layer, Model, ModelModule
 from pipefit.model.ops.linear_factors import reduced_nowhere
-from pipefit.plan.types import Stage
+from pipefit.optimizers import find_optimizer
+from pipefit.plan.types import Job, Stage
 from pipefit.shard.program import ShardedGraph
 
 
@@ -47,6 +49,8 @@ class StoredParameter:
     trainable: bool
     whole: bool
     "True if every position stores all of it, and its gradient is summed over them."
+    shape: tuple[int, ...]
+    "Global shape."
 
 
 class ProgramCache:
@@ -122,15 +126,37 @@ class ProgramCache:
                 named[layer.parameters[local]] = count
         return named
 
-    def parameter_counts(self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]) -> ParameterCounts:
-        """Return the elements that the devices of a stage with these layers store."""
+    def parameter_counts(
+        self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...], job: Job | None = None
+    ) -> ParameterCounts:
+        """Return the elements that the devices of a stage with these layers store.
+
+        With a job, the bytes of its optimizer's state that is not sharded are included.
+        """
         stored = list(self.named_parameters(layers, sharding, shares).values())
         places = range(len(shares))
         return ParameterCounts(
             trainable=tuple(sum(c.elements[p] for c in stored if c.trainable) for p in places),
             frozen=tuple(sum(c.elements[p] for c in stored if not c.trainable) for p in places),
             whole=tuple(sum(c.elements[p] for c in stored if c.trainable and c.whole) for p in places),
+            shared_state_bytes=sum(kept_state_bytes(job, c) for c in stored) if job else 0.0,
         )
+
+
+def kept_state_bytes(job: Job, parameter: StoredParameter) -> float:
+    """Return the bytes of optimizer state that every device with a part of the parameter keeps."""
+    if not parameter.trainable:
+        return 0.0
+    return float(shared_state_bytes(find_optimizer(job.optimizer), parameter.shape, job.precision))
+
+
+def whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:
+    """Return the global shape: the sum of the local sizes along the sharded dimension."""
+    shape = list(program.graphs[0].find_parameter(name).shape)
+    form = program.parameters[name]
+    if form.kind == "G" and form.dim is not None:
+        shape[form.dim] = sum(graph.find_parameter(name).shape[form.dim] for graph in program.graphs)
+    return tuple(shape)
 
 
 def sharding_key(stage: Stage) -> str:
@@ -150,6 +176,7 @@ def _stored_parameters(program: LayerProgram) -> Mapping[str, StoredParameter]:
             elements=tuple(prod(graph.find_parameter(spec.name).shape) for graph in program.graphs),
             trainable=spec.trainable,
             whole=program.parameters[spec.name].kind == "I" and spec.name not in alike,
+            shape=whole_shape(program, spec.name),
         )
         for spec in program.graphs[0].parameters
     }

@@ -18,6 +18,7 @@ from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.roofline import LayerCosts, RooflineCosts
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Model, ModelModule
+from pipefit.optimizers import DEFAULT, find_optimizer
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Precision
@@ -87,6 +88,7 @@ def searched_recipes(
         rows=asked.rows,
         tokens=job.sequence,
         precision=job.precision,
+        optimizer=job.optimizer,
         microbatches=asked.microbatches,
         lanes=asked.lanes,
     )
@@ -106,6 +108,7 @@ def shard_setting(
     microbatches: int,
     lanes: int = 1,
     beside: Sequence[tuple[int, ...]] = (),
+    optimizer: str = DEFAULT,
 ) -> ShardSetting:
     """Return the devices of a shard axis with the costs of their links and measured layers. `beside` are groups that
     run at the same time."""
@@ -131,6 +134,7 @@ def shard_setting(
         tokens=tokens,
         precision=precision,
         microbatches=microbatches,
+        optimizer=find_optimizer(optimizer),
         slowness=slowness,
         lanes=lanes,
     )

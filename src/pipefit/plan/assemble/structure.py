@@ -9,7 +9,8 @@ from itertools import pairwise
 from pipefit.errors import PlanError
 from pipefit.layout import TensorForm
 from pipefit.model.graph import ModelModule
-from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache, program_hash, sharding_key
+from pipefit.optimizers.sharded_state import ShardedState
+from pipefit.plan.assemble.shard_programs import ProgramCache, program_hash, sharding_key, whole_shape
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import AxisPlan, Edge, EdgeTransfer, MeshPlan, ParameterPlan, Stage
 
@@ -109,7 +110,11 @@ def shard_shares(group: MeshPlan) -> tuple[int, ...]:
 
 
 def make_parameters(
-    module: ModelModule, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache, zero1: bool
+    module: ModelModule,
+    stages: Sequence[Stage],
+    groups: Sequence[MeshPlan],
+    programs: ProgramCache,
+    sharded_state: ShardedState,
 ) -> tuple[ParameterPlan, ...]:
     """Return every parameter once, in order of first use. A tied parameter lists all stages that use it; the first owns
     it.
@@ -123,7 +128,7 @@ def make_parameters(
             program = programs.layer_program(layer, sharding_key(stage), shard_shares(groups[stage.group]))
             for spec in program.graphs[0].parameters:
                 name = layer.parameters[spec.name]
-                fact = (_whole_shape(program, spec.name), spec.trainable, str(program.parameters[spec.name]))
+                fact = (whole_shape(program, spec.name), spec.trainable, str(program.parameters[spec.name]))
                 if facts.setdefault(name, fact) != fact:
                     raise FormsError(
                         "A tied parameter is stored differently by its two uses.",
@@ -140,20 +145,11 @@ def make_parameters(
             trainable=facts[name][1],
             uses=tuple(uses[name]),
             stored=("I", facts[name][2]),
-            state=("Gflat" if zero1 else "I", facts[name][2]),
+            state=("Gflat" if sharded_state != "none" else "I", facts[name][2]),
             owner=uses[name][0],
         )
         for name in uses
     )
-
-
-def _whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:
-    """Return the global shape: the sum of the local sizes along the sharded dimension."""
-    shape = list(program.graphs[0].find_parameter(name).shape)
-    form = program.parameters[name]
-    if form.kind == "G" and form.dim is not None:
-        shape[form.dim] = sum(graph.find_parameter(name).shape[form.dim] for graph in program.graphs)
-    return tuple(shape)
 
 
 def _make_transfer(sent: str, received: str) -> EdgeTransfer:

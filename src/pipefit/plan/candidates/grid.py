@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.work import Recompute
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.devices.device_kinds import Pattern, assign_devices
 from pipefit.plan.devices.fleet import DeviceFleet, Runs
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
@@ -39,7 +40,7 @@ class CandidateGrid:
     least: tuple[int, ...]
     "Minimum number of microbatches of every schedule."
     recompute: tuple[tuple[Recompute, ...], ...]
-    zero1: tuple[bool, ...]
+    sharded_state: tuple[ShardedState, ...]
     inner: tuple[Inner, ...]
     shards: tuple[int, ...] = (1,)
     sharding: Sharding = "none"
@@ -54,7 +55,7 @@ class CandidateGrid:
     @property
     def grid_shape(self) -> tuple[int, int, int, int]:
         """Number of candidates along every dimension but the schedule."""
-        return len(self.counts), len(self.recompute), len(self.zero1), len(self.inner)
+        return len(self.counts), len(self.recompute), len(self.sharded_state), len(self.inner)
 
     @property
     def replica_count(self) -> int:
@@ -69,7 +70,7 @@ class CandidateGrid:
     def candidate_count(self) -> int:
         """Number of candidates, each schedule counted separately."""
         able = sum(units >= least for units in self.unit_counts for least in self.least)
-        return able * len(self.recompute) * len(self.zero1) * len(self.inner)
+        return able * len(self.recompute) * len(self.sharded_state) * len(self.inner)
 
     @property
     def unit_counts(self) -> tuple[int, ...]:
@@ -84,7 +85,7 @@ class CandidateGrid:
 
     def decisions_at(self, index: int) -> ParallelConfig:
         """Return the candidate with this flat index, with the first of its schedules."""
-        which, recompute_index, zero1, inner = (int(position) for position in np.unravel_index(index, self.grid_shape))
+        which, recompute_index, state, inner = (int(position) for position in np.unravel_index(index, self.grid_shape))
         microbatches, shares = self.counts[which]
         chosen = ParallelConfig(
             stages=len(self.placement),
@@ -97,7 +98,7 @@ class CandidateGrid:
             schedule=self.feasible_schedules(microbatches * (len(self.slices[which]) if self.slices else 1))[0],
             slices=self.slices[which] if self.slices else (),
             recompute=self.recompute[recompute_index],
-            zero1=self.zero1[zero1],
+            sharded_state=self.sharded_state[state],
             inner=self.inner[inner],
         )
         if self.pattern is None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute, StageWork
+from pipefit.cost.work import Recompute, StageWork, state_share
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
 from pipefit.plan.candidates.grid import CandidateGrid
@@ -65,7 +65,7 @@ class LowerBounds:
         stacks = [self._lane_stack(panel) for panel in space]
         alike: dict[object, list[int]] = {}
         for index, (panel, (stack, _)) in enumerate(zip(space, stacks, strict=True)):
-            key = (id(stack), panel.names, panel.zero1, panel.slices, panel.shards, panel.sharding)
+            key = (id(stack), panel.names, panel.sharded_state, panel.slices, panel.shards, panel.sharding)
             alike.setdefault(key, []).append(index)
         for places in alike.values():
             lanes = [stacks[index][1] for index in places]
@@ -79,7 +79,7 @@ class LowerBounds:
             speeds += stack.rates[:, number][:, None] * lane_counts[:, number][:, None, None]
         lane_s, forward, backward = stack.even[:, None] / speeds
         static = [
-            [[self._static_bytes(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
+            [[self._static_bytes(state_share(state, shares), panel) for state in panel.sharded_state]]
             for _, shares in panel.counts
         ]
         return GridBounds(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
+from pipefit.optimizers.sharded_state import IMPLEMENTED
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
 from pipefit.plan.candidates.slicings import SequenceSlicer
@@ -113,7 +114,9 @@ def _build_grid(
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
-        zero1=(constraints.zero1,) if constraints.zero1 is not None else (False, True)[: 1 + is_replicated],
+        sharded_state=(constraints.sharded_state,)
+        if constraints.sharded_state is not None
+        else IMPLEMENTED[: 1 + is_replicated],
         inner=grid.inner,
         shards=shards,
         sharding=_sharding_style(shards, constraints),

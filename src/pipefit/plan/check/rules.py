@@ -15,6 +15,7 @@ from pipefit.cluster.types import Cluster
 from pipefit.codec import content_digest, dump_text, load_file, write_file
 from pipefit.errors import PipefitError, PlanError, StalePlanError
 from pipefit.model.graph import Model
+from pipefit.optimizers import find_optimizer
 from pipefit.plan.assemble.order import order_problems
 from pipefit.plan.check.forms import edge_problems, parameter_problems
 from pipefit.plan.check.rows import placement_problems
@@ -101,6 +102,25 @@ def _job_problems(plan: Plan) -> Iterator[PlanError]:
     for name, value in (("batch", plan.job.batch), ("sequence", plan.job.sequence)):
         if value < 1:
             yield PlanError("A whole number above zero is needed.", where=f"job.{name}", seen=value)
+    try:
+        find_optimizer(plan.job.optimizer)
+    except PlanError as error:
+        yield error
+
+
+def _tied_state_problems(plan: Plan) -> Iterator[PlanError]:
+    """Find tied parameters whose copies would drift apart: their optimizer sums over a mesh, and the meshes differ, so
+    the sums are rounded in different orders."""
+    optimizer = find_optimizer(plan.job.optimizer)
+    for parameter in plan.parameters:
+        grids = {plan.stage_mesh(use).axes for use in parameter.uses}
+        if parameter.trainable and len(grids) > 1 and optimizer.shared_state(parameter.shape):
+            yield PlanError(
+                f"The optimizer {optimizer.name} needs equal meshes for all stages that use a tied parameter.",
+                where=f"parameters ({parameter.name}).uses",
+                seen=f"{len(grids)} different meshes",
+                allowed="one mesh for all of them, or an element-wise optimizer such as adamw",
+            )
 
 
 def _group_problems(plan: Plan) -> Iterator[PlanError]:
@@ -301,6 +321,7 @@ RULES: tuple[Rule, ...] = (
     placement_problems,
     turn_problems,
     shard_problems,
+    _tied_state_problems,
     order_problems,
     _prediction_problems,
 )

@@ -13,11 +13,12 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.memory.lanes import stage_holdings
 from pipefit.cost.pipeline.table import layer_costs
-from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, STATE_BYTES, WORKSPACE_BYTES
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES, state_bytes
 from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute, StageWork
+from pipefit.cost.work import Recompute, StageWork, state_share
 from pipefit.layout import Mesh, split_by_shares
-from pipefit.plan.assemble.shard_programs import ProgramCache, layer_shares
+from pipefit.optimizers import find_optimizer
+from pipefit.plan.assemble.shard_programs import ProgramCache, kept_state_bytes, layer_shares
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.cutting.layer_cut import LayerCut, best_cut, lanes_in_flight, measure_cut, stages_in_flight
 from pipefit.plan.cutting.partition import partition_layers
@@ -47,6 +48,7 @@ class LayerCutter:
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
+        self._shared_state: dict[object, Array] = {}
         self._cuts: dict[object, LayerCut | None] = {}
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
@@ -99,7 +101,7 @@ class LayerCutter:
 
     def stage_rows(self, job: Job, decisions: ParallelConfig) -> list[LayerRow]:
         """Return the costs of every layer on the devices of every stage."""
-        share = max(decisions.replicas) / sum(decisions.replicas) if decisions.zero1 else 1.0
+        share = state_share(decisions.sharded_state, decisions.replicas)
         if decisions.is_sharded:
             groups = [group.to_mesh() for group in make_groups(decisions)]
             return [
@@ -122,7 +124,7 @@ class LayerCutter:
         Equal arguments return the same object.
         """
         plain = (job.precision, job.sequence, pairs, recompute)
-        key = (*plain, share)
+        key = (*plain, share, job.optimizer)
         if key not in self._rows:
             if plain not in self._plain:
                 group, rows = self.fleet.sample_group(pairs)
@@ -217,7 +219,8 @@ class LayerCutter:
         rows = _replica_rows(job.batch // decisions.microbatches, decisions.replicas)
         recompute = decisions.recompute_of(stage)
         program = (decisions.sharding_key(lane), decisions.shards_of(lane))
-        key = (job.precision, job.sequence, rows, decisions.replicas, share, program, recompute, group.devices)
+        plain = (job.precision, job.sequence, rows, decisions.replicas, program, recompute, group.devices)
+        key = (*plain, share, job.optimizer)
         if key not in self._rows:
             probe = self.probe_stage(job, group, rows, recompute, *program)
             self._rows[key] = self._with_statics(self._make_row(probe, job), job, share, *program)
@@ -244,7 +247,7 @@ class LayerCutter:
             slices=(job.sequence,),
             recompute=recompute,
             parameters=self.programs.parameter_counts(layers, sharding, shards),
-            split_state=False,
+            sharded_state="none",
         )
 
     def _make_row(self, probe: StageWork, job: Job) -> LayerRow:
@@ -288,10 +291,24 @@ class LayerCutter:
     ) -> Array:
         """Return the static bytes of each layer, on the shard position that stores most of it."""
         width = COMPUTE_BYTES[job.precision]
-        per_element = width + GRADIENT_BYTES[job.precision] + STATE_BYTES[job.precision] * share
+        per_state = state_bytes(find_optimizer(job.optimizer), job.precision)
+        per_element = width + GRADIENT_BYTES[job.precision] + per_state * share
         trainable, frozen = self._element_counts(sharding, shards)
         fullest: Array = (trainable * per_element + frozen * width).max(axis=1)
-        return fullest
+        return fullest + self._shared_state_bytes(job, sharding, shards)
+
+    def _shared_state_bytes(self, job: Job, sharding: str, shards: tuple[int, ...]) -> Array:
+        """Return the bytes of optimizer state of each layer that every device keeps. A shared parameter counts at its
+        first layer."""
+        key = (job.optimizer, job.precision, sharding, shards)
+        if key not in self._shared_state:
+            sizes, seen = [], set[str]()
+            for layer in self.programs.modules[self.module].layers:
+                named = self.programs.named_parameters((layer,), sharding, shards)
+                sizes.append(sum(kept_state_bytes(job, stored) for name, stored in named.items() if name not in seen))
+                seen |= named.keys()
+            self._shared_state[key] = np.array(sizes, dtype=float)
+        return self._shared_state[key]
 
     def _element_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
         """Return [layer, shard position]: trainable and frozen elements. A shared parameter counts at its first

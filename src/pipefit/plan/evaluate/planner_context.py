@@ -77,7 +77,7 @@ class PlannerContext:
         cut = self.layer_cutter.cut_layers(job, decisions)
         cuts = decisions.cuts or (cut or self.layer_cutter.leanest_cut(job, decisions)).cuts
         stages, groups = make_stages(module, decisions, cuts, self.programs), make_groups(decisions)
-        zero1 = decisions.zero1 and len(decisions.replicas) > 1
+        sharded_state = decisions.sharded_state if len(decisions.replicas) > 1 else "none"
         return PlanSkeleton(
             job=job,
             groups=groups,
@@ -87,7 +87,7 @@ class PlannerContext:
             placement=decisions.lane_of_stage,
             microbatches=decisions.microbatches,
             slices=decisions.slices or (job.sequence,),
-            split_state=(zero1,) * len(stages),
+            sharded_state=(sharded_state,) * len(stages),
         )
 
     def refine_skeleton(self, job: Job, decisions: ParallelConfig, parts: PlanSkeleton) -> PlanSkeleton:

@@ -37,8 +37,9 @@ def plan_headline(plan: Plan) -> str:
     """Return the model, job and devices of the plan, in one line."""
     job = plan.job
     return (
-        f"{plan.model.name}: batch {job.batch} x {job.sequence} tokens, {job.precision}, on {len(plan.used_devices)} "
-        f"device{'s' if len(plan.used_devices) > 1 else ''}" + (f" of {plan.cluster}" if plan.cluster else "")
+        f"{plan.model.name}: batch {job.batch} x {job.sequence} tokens, {job.precision}, {job.optimizer}, on "
+        f"{len(plan.used_devices)} device{'s' if len(plan.used_devices) > 1 else ''}"
+        + (f" of {plan.cluster}" if plan.cluster else "")
     )
 
 
@@ -169,7 +170,7 @@ def _corrected_cells(memory: MemoryRisk | None) -> tuple[str, str, str]:
 def alternative_table(plan: Plan) -> TextTable:
     """Return the table of runners-up, with the reason why each lost or did not fit. It has slices if any plan has
     some."""
-    keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "zero1")
+    keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "sharded_state")
     if names := module_names(plan.decisions):
         keys = (*names, "microbatches", "schedule")
     if any(

@@ -15,7 +15,7 @@ from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import linear_placement
 
-COMMON = ("microbatches", "schedule", "zero1", "devices", "modules", "ahead", "balance", "order")
+COMMON = ("microbatches", "schedule", "sharded_state", "devices", "modules", "ahead", "balance", "order")
 """Constraints for all modules together."""
 
 OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple", "divide")

@@ -23,6 +23,7 @@ from pipefit.cost.work import ParameterCounts, Recompute, StageWork
 from pipefit.errors import PlanError
 from pipefit.layout import Mesh, MeshAxis, TensorForm
 from pipefit.model.graph import ModelModule
+from pipefit.optimizers import find_optimizer
 from pipefit.plan.assemble.packed_rows import CONDITIONS, frozen_layers
 from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache
 from pipefit.plan.assemble.structure import can_transfer
@@ -159,7 +160,7 @@ class ModuleCosting:
                 slices=(self.job.sequence,),
                 recompute=recompute,
                 parameters=NO_PARAMETERS,
-                split_state=False,
+                sharded_state="none",
                 symbols=tuple(
                     (symbol, round(samples * self.means[name]))
                     for symbol, name in CONDITIONS.items()
@@ -195,15 +196,16 @@ class ModuleCosting:
     ) -> ModuleVariant:
         one_s, two_s = (np.array([cost.forward_s + cost.backward_s for cost in costs]) for costs in each)
         sample_s = np.maximum(two_s - one_s, 0.0)
-        counts = [self.programs.parameter_counts([layer], sharding, (1,) * shards) for layer in module.layers]
-        precision = self.job.precision
-        parts = [static_parts(max(entry.trainable), max(entry.frozen), 1.0, precision) for entry in counts]
+        counts = [self.programs.parameter_counts([layer], sharding, (1,) * shards, self.job) for layer in module.layers]
+        precision, optimizer = self.job.precision, find_optimizer(self.job.optimizer)
+        parts = [static_parts(max(entry.trainable), max(entry.frozen), 1.0, precision, optimizer) for entry in counts]
+        shared_bytes = np.array([entry.shared_state_bytes for entry in counts])
         return ModuleVariant(
             shards=shards,
             recompute=recompute,
             fixed_s=np.maximum(one_s - sample_s, 0.0),
             sample_s=sample_s,
-            static_bytes=np.array([entry["parameters"] + entry["gradients"] for entry in parts]),
+            static_bytes=np.array([entry["parameters"] + entry["gradients"] for entry in parts]) + shared_bytes,
             state_bytes=np.array([entry["optimizer"] for entry in parts]),
             saved_bytes=np.array([float(cost.saved_bytes) for cost in each[0]]),
             passing_bytes=np.array([_transient_bytes(cost) for cost in each[0]]),

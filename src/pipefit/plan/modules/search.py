@@ -293,7 +293,7 @@ class ModuleSearch:
         common: dict[str, Any] = {
             "microbatches": arrangement.microbatches,
             "schedule": self.constraints.schedule or DEFAULT_FAMILY,
-            "zero1": self.constraints.zero1 is not False,
+            "sharded_state": self.constraints.sharded_state or "optimizer",
         }
         modules = tuple(
             (

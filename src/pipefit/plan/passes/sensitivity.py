@@ -53,7 +53,9 @@ def analyse_sensitivity(
     if constraints.devices is None:
         words, cluster = extend_cluster(context.cluster)
         chosen = best.decisions
-        held = constraints.with_defaults(schedule=chosen.schedule, recompute=chosen.recompute, zero1=chosen.zero1)
+        held = constraints.with_defaults(
+            schedule=chosen.schedule, recompute=chosen.recompute, sharded_state=chosen.sharded_state
+        )
         try:
             grown = context.with_cluster(cluster)
             better = best_plans(grown, job, held, top=1, layouts=SENSITIVITY_BUDGET.fitted_layouts).fitting

@@ -226,9 +226,9 @@ def _collect_terms(
             more_s = all_reduce_s(network, shard_rings(stage), whole_bytes)
         share, pieces = overlap_share(stage, work, network, layers)
         lines = tuple(remaining_lines(pieces["W" if index in parted else "B"], work.bucket_bytes)) if share else ()
-        operation = "reduce_scatter" if stage.split_state else "all_reduce"
+        operation = "reduce_scatter" if stage.shards_state else "all_reduce"
         terms.append(CollectiveTerm(stage.lane, index, operation, size, more_s, share if lines else 0.0, lines))
-        if stage.split_state:
+        if stage.shards_state:
             gathered = float(max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
             terms.append(CollectiveTerm(stage.lane, index, "all_gather", gathered, 0.0, 0.0, ()))
     return sorted(terms, key=lambda term: term.lane)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipefit.errors import PlanError, most_like
+from pipefit.optimizers.sharded_state import LEGACY_KEY, ShardedState, check_sharded_state
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.types import Divide, Recompute
@@ -67,6 +68,11 @@ def _choice_parser(*values: str) -> Callable[[str], str]:
     return parse_choice
 
 
+def _parse_legacy_state(text: str) -> ShardedState:
+    """Parse the value of `zero1`, the key in place of `sharded_state` in earlier versions."""
+    return "optimizer" if _parse_switch(text) else "none"
+
+
 def _family_names() -> str:
     """Return the names of all schedule families, those of plug-ins included."""
     return ", ".join(sorted(FAMILIES))
@@ -103,7 +109,10 @@ KEYS: Mapping[str, ConstraintKey] = {
     "microbatches": ConstraintKey("a count that divides the batch", _parse_count),
     "schedule": ConstraintKey(_family_names, _parse_family),
     "recompute": ConstraintKey("none, selective or full; or one of them for each stage, with commas", _parse_recompute),
-    "zero1": ConstraintKey("true or false", _parse_switch),
+    "sharded_state": ConstraintKey(
+        "none or optimizer: the state that the replicas shard (ZeRO-1)",
+        lambda text: check_sharded_state(text, "--fix sharded_state"),
+    ),
     "inner": ConstraintKey(
         "replica or stage: adjacent ranks are the replicas of a stage, or the stages of a pipeline",
         _choice_parser("replica", "stage"),
@@ -163,8 +172,8 @@ class Constraints:
     "A name of `schedule.families.FAMILIES`."
     recompute: tuple[Recompute, ...] | None = None
     "Activation recomputation: one entry for all stages, or one per stage."
-    zero1: bool | None = None
-    "Shard the optimizer state over the replicas."
+    sharded_state: ShardedState | None = None
+    "The training state that the replicas shard: none, or the optimizer's (ZeRO-1)."
     inner: Inner | None = None
     "Rank order: adjacent ranks are the replicas of a stage, or the stages of a pipeline."
     devices: int | None = None
@@ -245,7 +254,7 @@ def parse_constraints(texts: Iterable[str]) -> Constraints:
     values: dict[str, Any] = {}
     for text in texts:
         name, separator, value = text.partition("=")
-        name = name.strip()
+        name = "sharded_state" if name.strip() == LEGACY_KEY else name.strip()
         key = name.rpartition(".")[2]  # `vision.replicas`: of one module
         if not separator or key not in KEYS:
             near = most_like(key, KEYS)
@@ -259,7 +268,11 @@ def parse_constraints(texts: Iterable[str]) -> Constraints:
         if name in values:
             raise PlanError("The same key is fixed twice.", where="--fix", seen=repr(text))
         try:
-            values[name] = KEYS[key].parse(value.strip())
+            legacy = text.partition("=")[0].strip() == LEGACY_KEY
+            parse = _parse_legacy_state if legacy else KEYS[key].parse
+            values[name] = parse(value.strip())
+        except PlanError:
+            raise
         except (ValueError, KeyError):
             raise PlanError(
                 f"This is not a valid value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[key].help
@@ -333,5 +346,5 @@ def describe_choices(decisions: ParallelConfig) -> str:
     return (
         f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{shards}, "
         f"{decisions.microbatches} microbatches{slices}, {decisions.schedule}, "
-        f"recompute {','.join(decisions.recompute)}, ZeRO-1 {'on' if decisions.zero1 else 'off'}"
+        f"recompute {','.join(decisions.recompute)}, sharded state {decisions.sharded_state}"
     )

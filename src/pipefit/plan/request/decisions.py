@@ -11,6 +11,7 @@ from typing import Literal
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
+from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY
@@ -48,8 +49,8 @@ class ParallelConfig:
     "Tokens of each slice; empty: sequences are not sliced."
     recompute: tuple[Recompute, ...] = ("none",)
     "One entry per stage, or one for all."
-    zero1: bool = False
-    "Shard the optimizer state over the replicas."
+    sharded_state: ShardedState = "none"
+    "The state that the replicas shard: none, or the optimizer's (ZeRO-1)."
     inner: Inner = "replica"
     "Rank order within a host: the replicas of a stage are adjacent, or the stages of a pipeline."
     devices: tuple[int, ...] = ()
@@ -134,7 +135,7 @@ class ParallelConfig:
             "microbatches": str(self.microbatches),
             "schedule": self.schedule,
             "recompute": ",".join(self.recompute),
-            "zero1": "true" if self.zero1 else "false",
+            "sharded_state": self.sharded_state,
             "inner": self.inner,
             "cuts": ",".join(map(str, cuts)),
         }
@@ -153,6 +154,7 @@ def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int)
     count = decisions.stage_count
     _check_positive("stages", count)
     _check_positive("microbatches", decisions.microbatches)
+    check_sharded_state(decisions.sharded_state, "sharded_state")
     if count > layers:
         raise PlanError("There are more stages than layers.", where="stages", seen=count, allowed=f"1 to {layers}")
     if decisions.cuts and list(decisions.cuts) != sorted({*decisions.cuts} & {*range(1, layers)}):

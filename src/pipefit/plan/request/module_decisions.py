@@ -150,7 +150,7 @@ class MultiModuleConfig(ParallelConfig):
                 constraints[f"{name}.divide"] = "images"
             if name in self.guests:
                 constraints[f"{name}.multiple"] = str(self.multiple_of(name))
-        common = {"microbatches": self.microbatches, "schedule": self.schedule, "zero1": str(self.zero1).lower()}
+        common = {"microbatches": self.microbatches, "schedule": self.schedule, "sharded_state": self.sharded_state}
         if self.guests:
             common["ahead"] = self.ahead
         common["modules"] = "shared" if self.guests else "inline" if self.inline else "disjoint"

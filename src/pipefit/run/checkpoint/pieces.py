@@ -7,12 +7,11 @@ tail in every dimension, and one full block between them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pipefit.layout import Box, Run
+from pipefit.layout import Box, Run, flat_boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,25 +71,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as one-dimensional uint8 on the CPU, in row-major order: a view if they are stored so."""
     data = tensor.detach().cpu().contiguous()
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
-
-
-def flat_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes whose concatenated elements are the elements start to stop of a tensor in row-major order."""
-    if start >= stop:
-        return
-    if not sizes:
-        yield ()
-        return
-    rest = sizes[1:]
-    inner = math.prod(rest)
-    first, head = divmod(start, inner)
-    last, tail = divmod(stop, inner)
-    if first == last:
-        yield from (((first, first + 1), *box) for box in flat_boxes(rest, head, tail))
-        return
-    if head:
-        yield from (((first, first + 1), *box) for box in flat_boxes(rest, head, inner))
-        first += 1
-    if first < last:
-        yield ((first, last), *((0, length) for length in rest))
-    yield from (((last, last + 1), *box) for box in flat_boxes(rest, 0, tail))

@@ -210,7 +210,7 @@ def out_of_memory(plan: Plan, device: int, lane: int, step: int, error: BaseExce
         where=f"lane {lane}, step {step + 1}",
         seen=f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; {predicted}",
         next_step="plan again with less memory in use: --fix recompute=full, smaller microbatches, more stages, "
-        "or --fix zero1=true",
+        "or --fix sharded_state=optimizer",
     )
 
 

@@ -20,6 +20,7 @@ from pipefit import __version__, codec
 from pipefit.data.multimodal.images import decoder_versions
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES
 from pipefit.errors import ClusterError, PipefitError, RunError
+from pipefit.optimizers import find_optimizer
 from pipefit.plan.types import Plan
 from pipefit.run.config import TrainConfig
 from pipefit.run.session.faults import (
@@ -34,6 +35,7 @@ from pipefit.run.session.faults import (
     verify_ranks,
 )
 from pipefit.run.session.rendezvous import World, choose_device, run_id, under_torchrun
+from pipefit.run.update.optimizer import optimizer_options
 from pipefit.run.worker.worker import device_lane
 
 START_TIMEOUT_S = 300.0
@@ -176,6 +178,8 @@ def rank_token(plan: Plan, config: TrainConfig, rank: int) -> str:
     odd = "-other" if fault is not None and fault.kind == "plan" and fault.rank == rank else ""
     options = {key: value for key, value in codec.to_data(config).items() if key not in _LOCAL}
     options |= options.pop("optimizer")
+    del options["options"]
+    options |= codec.to_data(optimizer_options(config.optimizer, find_optimizer(plan.job.optimizer)))
     options |= {"steps": config.steps, "resumes": bool(config.resume), "with weights": bool(config.weights)}
     words = [f"{key.replace('_', ' ')} {value}" for key, value in sorted(options.items())]
     software = [f"pipefit {__version__}", f"torch {torch.__version__}"]

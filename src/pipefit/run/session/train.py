@@ -40,7 +40,7 @@ from pipefit.run.session.write_errors import write_errors
 from pipefit.run.stage.initial_values import Value, initial_values
 from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, user_samples
 from pipefit.run.transfers.comms import CommGroups
-from pipefit.run.update.optimizer_config import OptimizerConfig
+from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.state import MODEL, all_pieces, model_pieces, stored_pieces
 from pipefit.run.worker.worker import StepResult, Worker
@@ -71,7 +71,8 @@ class TrainingRun:
         world.require_agreement("corpus", self.feeding.digest, corpus_mismatch)
         value = weights_value(plan, self.model, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, CommGroups(world.device), world.device, optimizer, value=value)
-        self.worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets))
+        elements = sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets)
+        self.worker.pace = pace.step_pacer(elements, self.worker.optimizer)
         self.flops = model_flops(self.model, plan, self.feeding.rows)
         self.start = resume_run(self.worker, plan, config, self.feeding, world) if config.resume else 0
         self._save_group = world.own_group() if config.async_save else world.cpu_group

@@ -9,13 +9,14 @@ run of the flat elements (`Gflat`: the parameters of the bucket concatenated).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pipefit.layout import AxisName, Box, Run
+from pipefit.optimizers import FlatPiece, ParameterPart
 
 ALIGN = 32
 """Elements: every parameter starts at a multiple, so that flat kernels read aligned vectors."""
@@ -40,8 +41,8 @@ class BucketEntry:
     "Axes along which it is replicated, so that its gradient is summed."
     alike_over: tuple[AxisName, ...] = ()
     "Axes along which it is replicated with equal gradients, so that no sum is needed."
-    scatter_over: tuple[AxisName, ...] = ()
-    "Axes over which its optimizer state is split (ZeRO-1)."
+    state_axes: tuple[AxisName, ...] = ()
+    "Axes over which its optimizer state is sharded (ZeRO-1)."
     decays: bool = True
     counted: bool = True
     "True if this lane counts it in the global norm and saves it; False if another stage owns a tied parameter."
@@ -59,7 +60,7 @@ class BucketEntry:
         """Key of entries that may share a bucket."""
         alone = self.tied or self.twin is not None
         where = (self.name,) if alone else (self.stage, self.across, self.state)
-        return (*where, self.sum_over, self.alike_over, self.scatter_over, self.decays, self.counted, self.tensor.dtype)
+        return (*where, self.sum_over, self.alike_over, self.state_axes, self.decays, self.counted, self.tensor.dtype)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +117,21 @@ class GradientBucket:
         return runs
 
 
+def flat_piece(bucket: GradientBucket, master_dtype: torch.dtype, sum_parts: Callable[[Tensor], None]) -> FlatPiece:
+    """Return the elements of a bucket whose state this rank holds, for its optimizer."""
+    return FlatPiece(
+        parameter=bucket.parameters[slice(*bucket.owned)],
+        master_dtype=master_dtype,
+        decays=bucket.entries[0].decays,
+        shapes={entry.name: entry.shape for entry in bucket.entries},
+        parts=tuple(
+            ParameterPart(entry.name, entry.shape, entry.box, local, owned)
+            for entry, local, owned in bucket.owned_runs()
+        ),
+        sum_parts=sum_parts,
+    )
+
+
 def make_buckets(
     entries: Sequence[BucketEntry],
     gradient_dtype: torch.dtype,
@@ -124,7 +140,7 @@ def make_buckets(
 ) -> list[GradientBucket]:
     """Return the buckets of one lane, in launching order; the entries' storage moves into them.
 
-    `scatter_place[stage, scatter_over]` is (this rank's index, size) of the scatter group.
+    `scatter_place[stage, state_axes]` is (this rank's index, size) of the scatter group.
     """
     runs: list[list[BucketEntry]] = []
     current: dict[object, list[BucketEntry]] = {}
@@ -143,7 +159,7 @@ def make_buckets(
 def _make_bucket(
     entries: Sequence[BucketEntry], gradient_dtype: torch.dtype, scatter_place: Mapping[object, tuple[int, int]]
 ) -> GradientBucket:
-    position, parts = scatter_place.get((entries[0].stage, entries[0].scatter_over), (0, 1))
+    position, parts = scatter_place.get((entries[0].stage, entries[0].state_axes), (0, 1))
     offsets, end = [], 0
     for entry in entries:
         offsets.append(end)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from pipefit.layout import Mesh
+from pipefit.optimizers import update_elements
 from pipefit.run.update.buckets import GradientBucket
-from pipefit.run.update.optimizer import update_elements
 
 
 def counts_in_norm(bucket: GradientBucket, group: Mesh, device: int) -> bool:
     """Return True if this device adds the bucket (its owned part) to the global sum of squares."""
     entry = bucket.entries[0]
-    copies = [name for name in (*entry.sum_over, *entry.alike_over) if name not in entry.scatter_over]
+    copies = [name for name in (*entry.sum_over, *entry.alike_over) if name not in entry.state_axes]
     return entry.counted and all(group.axis_position(device, name) == 0 for name in copies)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from pipefit.layout import AxisName, Mesh
 from pipefit.run.transfers.comms import CommGroups, all_gather, reduce_scatter
@@ -85,6 +86,10 @@ class GradientReducer:
         for exchange, view in exchanges:
             exchange.finish_exchange(view)
 
+    def parts_sum(self, bucket: GradientBucket) -> Callable[[Tensor], None]:
+        """Return the sum, in place, of a tensor over the ranks that together hold the bucket's parameters once."""
+        return next(job.sum_parts for job in self._jobs if job.bucket is bucket)
+
     def start_gathers(self, stage: int) -> None:
         """All-gather the updated parameters of a stage under ZeRO-1; otherwise do nothing."""
         for job in self._jobs:
@@ -116,11 +121,14 @@ class _BucketReduction:
             if bucket.summing_devices
             else axis_members(entry.sum_over)
         )
-        self._scatter = axis_members(entry.scatter_over)
+        self._scatter = axis_members(entry.state_axes)
+        copied = {*entry.sum_over, *entry.alike_over} - {*entry.state_axes}
+        split_axes = [axis.name for axis in group.axes if axis.name not in copied]
+        self._parts = axis_members(split_axes)
         self._scatters = (
             self._scatter is not None
             and not (bucket.is_tied or bucket.summing_devices)
-            and set(entry.scatter_over) == set(entry.sum_over)
+            and set(entry.state_axes) == set(entry.sum_over)
         )
         start, stop = bucket.owned
         self._own_gradients = bucket.gradients[start:stop]
@@ -140,6 +148,10 @@ class _BucketReduction:
             self._work = dist.all_reduce(
                 self.bucket.gradients[: self.bucket.used_elements], group=self._sum, async_op=True
             )
+
+    def sum_parts(self, values: Tensor) -> None:
+        if self._parts is not None:
+            dist.all_reduce(values, group=self._parts)
 
     def start_gather(self) -> None:
         if self._scatter is not None:

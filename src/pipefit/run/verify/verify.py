@@ -33,7 +33,7 @@ from pipefit.run.inputs.random_images import RandomImages
 from pipefit.run.session.faults import is_out_of_memory
 from pipefit.run.stage.memory_audit import AllocationAudit
 from pipefit.run.transfers.comms import CommGroups
-from pipefit.run.update.optimizer_config import OptimizerConfig
+from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.verify.alone import alone_world
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.worker import device_lane

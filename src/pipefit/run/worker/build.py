@@ -33,7 +33,7 @@ from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.wiring import channel_pairs
 from pipefit.run.update.buckets import BucketEntry, make_buckets
-from pipefit.run.update.optimizer_config import OptimizerConfig
+from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.update.reduce import GradientReducer
 from pipefit.run.update.tied import TiedSum, TiedUse, tied_pairs
 from pipefit.run.worker.planned import edge_shapes, side_loss, stage_layers
@@ -310,7 +310,7 @@ def _bucket_entry(
         tensor=tensor,
         sum_over=tuple(name for name in copied if name not in alike),
         alike_over=tuple(name for name in copied if name in alike),
-        scatter_over=tuple(axis.name for axis in axes if state.get(axis.name) == "Gflat"),
+        state_axes=tuple(axis.name for axis in axes if state.get(axis.name) == "Gflat"),
         decays=len(parameter.shape) > 1,
         counted=plan.order.placement[parameter.owner] == place.lane,
         tied=len(lanes) > 1,
@@ -423,7 +423,7 @@ def _scatter_places(entries: Sequence[BucketEntry], place: RankPlace) -> dict[ob
     result: dict[object, tuple[int, int]] = {}
     for entry in entries:
         members = sorted(
-            place.ranks[d] for d in place.groups[entry.stage].devices_along(place.device, entry.scatter_over)
+            place.ranks[d] for d in place.groups[entry.stage].devices_along(place.device, entry.state_axes)
         )
-        result[entry.stage, entry.scatter_over] = (members.index(place.ranks[place.device]), len(members))
+        result[entry.stage, entry.state_axes] = (members.index(place.ranks[place.device]), len(members))
     return result

@@ -1,7 +1,8 @@
 """The state of a run under global names, as stored in checkpoints and final weights.
 
-`model/NAME` is the parameter, `first/NAME` and `second/NAME` are AdamW's moments, `master/NAME` is the float32 copy
-under bfloat16. A piece is a rank's box of the tensor, or the flat run of that box that it owns under ZeRO-1.
+`model/NAME` is the parameter, and `master/NAME` its float32 copy under bfloat16. `STATE/NAME` is a state tensor of the
+optimizer (of AdamW `first/NAME` and `second/NAME`). A piece is a rank's box of the tensor, or the flat run of that box
+that it owns under ZeRO-1.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from pipefit.layout import Run
+from pipefit.optimizers import OptimizerState
 from pipefit.run.checkpoint.pieces import CheckpointPiece
 from pipefit.run.update.buckets import BucketEntry, GradientBucket
-from pipefit.run.update.optimizer import AdamW
 from pipefit.run.worker.worker import Worker
 
-MODEL, FIRST, SECOND, MASTER = "model/", "first/", "second/", "master/"
+MODEL, MASTER = "model/", "master/"
 
 
 def model_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
@@ -42,6 +43,12 @@ def optimizer_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
         for entry, local, owned in bucket.owned_runs():
             if entry.counted or not saving:
                 pieces += _entry_pieces(entry, local, owned, optimizer)
+        saved = {entry.name: entry.counted for entry in bucket.entries}
+        pieces += [
+            CheckpointPiece(name=f"{state}/{name}", shape=tuple(tensor.shape), tensor=tensor)
+            for (state, name), tensor in optimizer.shared.items()
+            if saved[name] or not saving
+        ]
     return pieces
 
 
@@ -82,8 +89,8 @@ def gradient_pieces(worker: Worker) -> list[CheckpointPiece]:
     ]  # fmt: skip
 
 
-def _entry_pieces(entry: BucketEntry, local: Run, owned: Run, optimizer: AdamW) -> list[CheckpointPiece]:
-    parts = {FIRST: optimizer.first, SECOND: optimizer.second}
+def _entry_pieces(entry: BucketEntry, local: Run, owned: Run, optimizer: OptimizerState) -> list[CheckpointPiece]:
+    parts = {f"{name}/": tensor for name, tensor in optimizer.moments.items()}
     if optimizer.has_master:
         parts[MASTER] = optimizer.master
     return [

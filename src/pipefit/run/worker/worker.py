@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipefit.errors import PlanError
 from pipefit.layout import Box, Mesh
+from pipefit.optimizers import find_optimizer
 from pipefit.plan.types import Edge, Plan
 from pipefit.run.stage.program import StageProgram
 from pipefit.run.stage_inputs import StageInputs
@@ -27,10 +28,9 @@ from pipefit.run.transfers.cells import Operation, TensorCell
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.packed import Counts
 from pipefit.run.transfers.wiring import TransferWiring
-from pipefit.run.update.buckets import GradientBucket
+from pipefit.run.update.buckets import GradientBucket, flat_piece
 from pipefit.run.update.grad_norm import clip_factor, counts_in_norm, sum_of_squares
-from pipefit.run.update.optimizer import AdamW, learning_rate
-from pipefit.run.update.optimizer_config import OptimizerConfig
+from pipefit.run.update.optimizer import OptimizerConfig, learning_rate, optimizer_options
 from pipefit.run.update.reduce import GradientReducer
 from pipefit.schedule.actions import EVERY, Action
 from pipefit.schedule.lowering.frozen import with_backward
@@ -98,6 +98,8 @@ class Worker:
         self.frozen = dict(frozen or {})
         "Frozen parameters, by global name."
         self.config = optimizer
+        self.optimizer = find_optimizer(plan.job.optimizer)
+        self.options = optimizer_options(optimizer, self.optimizer)
         self.lane = device_lane(plan, device)
         self.groups: Mapping[int, Mesh] = {stage: plan.stage_mesh(stage) for stage in programs}
         "Stage -> its mesh, for every stage of the lane."
@@ -107,7 +109,8 @@ class Worker:
         self.wiring = TransferWiring(plan, self.lane, device, comms, ranks, torch_device, dtype, shape_of)
         self.ends = ActionTensors(plan, self.wiring, self.trained)
         self._turns = schedule.turns
-        self.optimizers = [_make_optimizer(bucket, master_dtype, optimizer) for bucket in buckets]
+        pieces = [flat_piece(bucket, master_dtype, reducer.parts_sum(bucket)) for bucket in buckets]
+        self.optimizers = [self.optimizer.state(self.optimizer, piece, self.options) for piece in pieces]
         self.pace: Callable[[Action, float], None] | None = None
         "If set, called after every action with its duration without message waits, in seconds; it may sleep (the lab)."
         self.clock: Callable[[], float] = time.perf_counter
@@ -139,7 +142,7 @@ class Worker:
         stage. `divisor` is the number of labels of the step; `counts` are the tokens of every sample of the batch in
         packed spaces."""
         self._feeds = self.inputs_by_stage(feeds)
-        self._lr, self._count = learning_rate(self.config, step), step + 1
+        self._lr, self._count = learning_rate(self.config, self.options.lr, step), step + 1
         self._losses.zero_()
         self._scalars.zero_()
         self.reducer.zero_gradients()
@@ -348,11 +351,6 @@ def last_stage(plan: Plan) -> int:
     """Return the stage that makes the loss: the only one without an edge to another."""
     sources = {edge.source for edge in plan.edges}
     return max(stage for stage in range(len(plan.stages)) if stage not in sources)
-
-
-def _make_optimizer(bucket: GradientBucket, master_dtype: torch.dtype, config: OptimizerConfig) -> AdamW:
-    entry = bucket.entries[0]
-    return AdamW(bucket.parameters[slice(*bucket.owned)], master_dtype, config, entry.decays)
 
 
 def _do_nothing() -> None:

@@ -19,6 +19,7 @@ from pipefit.cost.static_memory import static_parts
 from pipefit.cost.types import Array
 from pipefit.errors import FormatError
 from pipefit.model.graph import Graph
+from pipefit.optimizers import DEFAULT, find_optimizer
 from pipefit.schedule import ScheduleProblem, find_family, uniform_costs
 from pipefit.schedule.problem import looped_placement
 from pipefit.simulate import simulate_schedule
@@ -227,7 +228,8 @@ def memory_result(published: PublishedModels) -> ValidationResult:
 
 
 def _memory_rows(case: PublishedCase) -> list[ValidationRow]:
-    parts = static_parts(case.layers / case.pp * matrix_elements(_device_graph(case, "none")), 0, 1.0, "bfloat16")
+    elements = case.layers / case.pp * matrix_elements(_device_graph(case, "none"))
+    parts = static_parts(elements, 0, 1.0, "bfloat16", find_optimizer(DEFAULT))
     predicted = {
         MEMORY[0]: sum(value for part, value in parts.items() if part != "workspace"),
         MEMORY[1]: peak_bytes(case, "none"),

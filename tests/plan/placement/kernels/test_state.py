@@ -61,7 +61,7 @@ CANDIDATES = {
     "stages in hosts of four, two idle": lambda: candidate(skewed_cluster(3, 4), chain(5, 2, inner="replica")),
     "four rails": lambda: candidate(skewed_cluster(3, 4, rails=4), chain(3, 4)),
     "ports of their own": lambda: candidate(skewed_cluster(3, 4, shared=False), chain(3, 4)),
-    "ZeRO-1": lambda: candidate(skewed_cluster(4, 2), chain(2, 4, zero1=True)),
+    "ZeRO-1": lambda: candidate(skewed_cluster(4, 2), chain(2, 4, sharded_state="optimizer")),
     "tied": lambda: candidate(skewed_cluster(6), chain(3, 2), tied=True),
     "a V": lambda: candidate(skewed_cluster(6), chain(3, 2, schedule="zb-v")),
     "interleaved": lambda: candidate(skewed_cluster(6), chain(3, 2, schedule="interleaved-1f1b", microbatches=6)),

@@ -16,7 +16,9 @@ from functools import cached_property
 
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES
+from pipefit.cost.work import state_share
 from pipefit.model.graph import element_count
+from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
 from pipefit.plan.passes.device_groups.layouts import Devices, GroupLayout
@@ -109,9 +111,9 @@ class GroupLowerBounds:
             cut_s = min((int(cut_s / block_s * EXACT) + 1) * block_s for _, block_s in block_times)
         return LaneLoads(even_s, cut_s)
 
-    def has_room(self, layout: GroupLayout, zero1: bool) -> bool:
+    def has_room(self, layout: GroupLayout, sharded_state: ShardedState) -> bool:
         """Return whether the static memory, divided perfectly, fits on the devices of one replica."""
-        share = 1 / layout.replica_count if zero1 else 1.0
+        share = state_share(sharded_state, (1,) * layout.replica_count)
         stays = self.context.layer_cutter.static_bytes(self.job, share, "none", (1,))
         kinds = self.context.network.kinds
         return stays <= sum(kinds[device].memory_bytes - WORKSPACE_BYTES for lane in layout.lanes for device in lane[0])

@@ -117,6 +117,7 @@ class ProgramOracle:
                 rows=ask.rows,
                 tokens=job.sequence,
                 precision=job.precision,
+                optimizer=job.optimizer,
                 microbatches=ask.microbatches,
                 lanes=_estimate_lanes(ask),
                 beside=ask.lane[1:],

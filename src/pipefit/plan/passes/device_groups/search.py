@@ -17,6 +17,7 @@ from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PipefitError, PlanError
 from pipefit.layout import TensorForm
 from pipefit.model.graph import size_value
+from pipefit.optimizers.sharded_state import IMPLEMENTED, ShardedState
 from pipefit.plan.assemble.structure import FormsError
 from pipefit.plan.candidates.queue import SearchCandidate
 from pipefit.plan.candidates.space import RECOMPUTE
@@ -136,9 +137,9 @@ class GroupSearch:
         """Yield layouts and numbers of microbatches whose lower bound is below the best known plan."""
         layers = len(self.context.only_module.layers)
         recompute: Recompute = self.constraints.recompute[0] if self.constraints.recompute is not None else "none"
-        zero1 = self.constraints.zero1 is not False
+        sharded_state = self.constraints.sharded_state or "optimizer"
         for layout in iter_layouts(self.context.network, self.job.batch, layers, self.constraints.devices):
-            if not self.obeys_constraints(layout) or not self.floors.has_room(layout, zero1):
+            if not self.obeys_constraints(layout) or not self.floors.has_room(layout, sharded_state):
                 continue
             self.looked += 1
             for count in self.microbatch_counts(layout):
@@ -254,8 +255,8 @@ class GroupSearch:
         laid = self.build_decisions(hope)
         if laid is None:
             return []
-        for recompute, zero1 in self.leaner_choices(hope.layout):
-            decisions = replace(laid, recompute=recompute, zero1=zero1)
+        for recompute, sharded_state in self.leaner_choices(hope.layout):
+            decisions = replace(laid, recompute=recompute, sharded_state=sharded_state)
             known = {id(plan) for plan in self.searcher.fitting}
             self.spent += 3 * decisions.stage_count * decisions.microbatches
             candidate = SearchCandidate(decisions)
@@ -270,14 +271,15 @@ class GroupSearch:
                 return new
         return []
 
-    def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], bool]]:
-        """Yield choices of recomputation and ZeRO-1, the fastest first."""
+    def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], ShardedState]]:
+        """Yield choices of recomputation and sharded state, the fastest first."""
         recomputes = [self.constraints.recompute] if self.constraints.recompute is not None else RECOMPUTE
-        zeros = [False, True][: 1 + (layout.replica_count > 1)]
-        zeros = zeros if self.constraints.zero1 is None else [self.constraints.zero1]
+        states = IMPLEMENTED[: 1 + (layout.replica_count > 1)]
+        if self.constraints.sharded_state is not None:
+            states = (self.constraints.sharded_state,)
         for recompute in recomputes:
             if len(recompute) in (1, len(layout.lanes)):
-                yield from ((recompute, zero1) for zero1 in zeros)
+                yield from ((recompute, state) for state in states)
 
     def build_decisions(self, hope: GroupCandidate) -> ParallelConfig | None:
         """Return the decisions of a layout, its programs with the cheapest combination of forms; None if there are

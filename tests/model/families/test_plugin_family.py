@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import train_toys as toys
-import worker_cases as cases
-import worker_plans as plans
+from tests.support import train_toys as toys
+from tests.support import worker_cases as cases
+from tests.support import worker_plans as plans
 from tests.support.plugin_package import installed, package_environment, page_examples, write_package
 
 from pipefit.errors import ModelError, PipefitError
@@ -41,7 +41,7 @@ def load_in_process(folder: str) -> tuple[str, ...]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("decisions", [{"stages": 3}, {"stages": 2, "replicas": (1, 1), "zero1": True}])
+@pytest.mark.parametrize("decisions", [{"stages": 3}, {"stages": 2, "replicas": (1, 1), "sharded_state": "optimizer"}])
 def test_gradients_are_those_of_one_process(toy_site, installed, gloo_pool, monkeypatch, decisions) -> None:
     installed(toy_site, FAMILIES)
     load_plugins()

@@ -1,0 +1,52 @@
+"""Sharding of the training state over the replicas: the stages of ZeRO (Rajbhandari et al., 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from pipefit.errors import PlanError
+
+ShardedState = Literal["none", "optimizer", "gradients", "parameters"]
+"""The state that the replicas shard: none, the optimizer's (ZeRO-1), also gradients (ZeRO-2), also parameters
+(ZeRO-3)."""
+
+IMPLEMENTED: tuple[ShardedState, ...] = ("none", "optimizer")
+
+LEGACY_KEY = "zero1"
+"""The key of plan files and `--fix`, true or false, in place of `sharded_state`."""
+
+_LEGACY: Mapping[str, str] = {"none": "false", "optimizer": "true"}
+
+
+def check_sharded_state(value: str, where: str) -> ShardedState:
+    """Return the value. Raises PlanError if it is unknown or not implemented."""
+    for known in IMPLEMENTED:
+        if value == known:
+            return known
+    known_value = value in get_args(ShardedState)
+    raise PlanError(
+        f"Replicas cannot shard {value} yet." if known_value else "This is not a kind of sharded state.",
+        where=where,
+        seen=value,
+        allowed=", ".join(IMPLEMENTED),
+        next_step="use optimizer (ZeRO-1), or shard the layers with shards=2" if known_value else None,
+    )
+
+
+def encode_decisions(decisions: Mapping[str, str]) -> dict[str, str]:
+    """Return decisions as plan files hold them: with `zero1`, so that plans keep their hashes."""
+    if decisions.get("sharded_state") not in _LEGACY:
+        return dict(decisions)
+    return dict(
+        (LEGACY_KEY, _LEGACY[value]) if key == "sharded_state" else (key, value) for key, value in decisions.items()
+    )
+
+
+def decode_decisions(decisions: Mapping[str, str]) -> dict[str, str]:
+    """Return the decisions of a plan file, with `sharded_state` in place of `zero1`."""
+    states = {text: state for state, text in _LEGACY.items()}
+    return dict(
+        ("sharded_state", states.get(value, value)) if key == LEGACY_KEY else (key, value)
+        for key, value in decisions.items()
+    )
