@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import train_toys as toys
-import worker_cases as cases
-import worker_plans as plans
+from tests.support import train_toys as toys
+from tests.support import worker_cases as cases
+from tests.support import worker_plans as plans
 from tests.support.plugin_package import installed, package_environment, page_examples, write_package
 
 from pipefit.errors import ModelError, PipefitError

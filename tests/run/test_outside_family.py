@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-import worker_cases as cases
-import worker_plans as plans
+from tests.support import worker_cases as cases
+from tests.support import worker_plans as plans
+from tests.support.plan_toys import toy_cluster, toy_model
 from tests.testing.outside_family import BREADTH_FIRST, looped_stages
 from typer.testing import CliRunner
 
@@ -23,9 +22,6 @@ from pipefit.plan.types import Job
 from pipefit.show.page import render_report
 from pipefit.show.subject import make_subject
 from pipefit.testing import temporary_family
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "plan"))
-from plan_toys import toy_cluster, toy_model
 
 JOB = Job(batch=2, sequence=65536)
 LONG_JOB = Job(batch=2, sequence=2**20)

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from show_toys import toy_model, toy_plan, write_toy_run
 from tests.support.plugin_package import installed, page_examples, write_package
+from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.errors import PipefitError
 from pipefit.plugins import load_plugins

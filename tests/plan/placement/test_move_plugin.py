@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from placement_toys import candidate, skewed_cluster
-from plan_toys import toy_model
-from test_placement_estimate import chain, two_kinds
+from tests.plan.placement.kernels.test_state import chain, two_kinds
+from tests.support.placement_toys import candidate, skewed_cluster
+from tests.support.plan_toys import toy_model
 from tests.support.plugin_package import installed, page_examples, write_package
 
 from pipefit.errors import PipefitError, PlanError
