@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from tests.show.test_page import Page
 from tests.support.devtools import CHROMIUM, Browser
+from tests.support.three_modules import skewed_samples, three_modules
 
 from pipefit.cluster import parse_spec
 from pipefit.plan.make import make_plan
@@ -17,9 +17,6 @@ from pipefit.plan.types import Job
 from pipefit.show.page import render_report
 from pipefit.show.subject import ReportSubject, make_subject
 from pipefit.units import format_seconds
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "plan"))
-from tests.support.three_modules import skewed_samples, three_modules
 
 CLUSTER = parse_spec("4xA100-80")
 PLACED = {

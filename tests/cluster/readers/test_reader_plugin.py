@@ -75,5 +75,5 @@ def test_a_second_reader_of_a_name_is_refused() -> None:
 
 
 def test_built_in_readers_are_read_by_the_same_text(tmp_path: Path) -> None:
-    table = Path(__file__).parents[1] / "samples" / "all_reduce_perf_one_host.txt"
+    table = Path(__file__).parent / "samples" / "all_reduce_perf_one_host.txt"
     assert [host.devices for host in open_cluster(f"nccl-tests:{table}").hosts] == [8]
