@@ -24,6 +24,7 @@ from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
+from pipefit.optimizers import update_elements
 from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.check.rules import save_plan
 from pipefit.plan.evaluate.planner_context import build_plan
@@ -31,7 +32,6 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.risk import attach_risk
 from pipefit.plan.types import InputHashes, Job, Plan
 from pipefit.run.transfers.comms import CommGroups, all_gather, reduce_scatter
-from pipefit.run.update.optimizer import update_elements
 from pipefit.run.verify import verify
 from pipefit.run.verify.alone import RECEIVED_STD, alone_world
 from pipefit.run.verify.record import check_kind
