@@ -1,7 +1,7 @@
 """A ratchet on names and words: counts of `tests/support/word_gauge.py` may only fall.
 
-`tests/word_counts.json` holds the share of each fault that the last change left. A higher share fails. So does a share
-that fell clearly: then the file is written again, by `python -m tests.test_words`, and committed with the change.
+`tests/word_counts.json` holds the lowest share of each fault so far. A share that is clearly higher fails. So does a
+share that is clearly lower: then `python -m tests.test_words` writes the lower one, to be committed with the change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.word_gauge import count_names, count_prose, iterate_docstring
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "tests" / "word_counts.json"
 SLACK = 0.02
-"""A share that is lower than the recorded one by this part of it, or by less, need not be written again."""
+"""A share may differ from the recorded one by this part of it: a new page or class moves all shares a little."""
 
 
 def measured_shares() -> dict[str, float]:
@@ -44,7 +44,7 @@ def test_names_and_words_do_not_get_worse() -> None:
     recorded = json.loads(COUNTS.read_text(encoding="utf-8"))
     measured = measured_shares()
     assert measured.keys() == recorded.keys()
-    worse = {name: (recorded[name], share) for name, share in measured.items() if share > recorded[name]}
+    worse = {name: (recorded[name], share) for name, share in measured.items() if share > recorded[name] * (1 + SLACK)}
     assert not worse, f"(recorded, measured) shares that rose, see docs/reference/glossary.md: {worse}"
     better = {name: (recorded[name], share) for name, share in measured.items() if share < recorded[name] * (1 - SLACK)}
     assert not better, f"shares that fell: run `python -m tests.test_words` and commit the file: {better}"
@@ -69,4 +69,6 @@ def test_the_gauge_counts_each_fault(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    COUNTS.write_text(json.dumps(measured_shares(), indent=1) + "\n", encoding="utf-8")
+    earlier = json.loads(COUNTS.read_text(encoding="utf-8"))
+    lowest = {name: min(share, earlier.get(name, share)) for name, share in measured_shares().items()}
+    COUNTS.write_text(json.dumps(lowest, indent=1) + "\n", encoding="utf-8")

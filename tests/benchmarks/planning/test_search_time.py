@@ -13,7 +13,7 @@ import pytest
 from benchmarks.planning.search_time import skewed
 from pipefit.cluster import parse_spec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_mixed_clusters_have_two_kinds_and_links_that_differ() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pipefit.run.verify.record import run_configuration
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from pipefit.schedule.actions import Action, Schedule, parse_lanes
 from pipefit.schedule.lowering.lower import lower_schedule
 from pipefit.simulate import simulate_schedule
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEVICES, MICROBATCHES = 4, 8
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCHMARK = [sys.executable, "-m", "benchmarks.runtime.single_gpu"]
 
 

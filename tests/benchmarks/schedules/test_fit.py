@@ -17,7 +17,7 @@ from pipefit.schedule import FAMILIES, linear_placement, vee_placement
 from pipefit.schedule.fit.search import fit_schedule
 from pipefit.simulate import simulate_schedule
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

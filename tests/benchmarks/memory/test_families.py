@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.gloo

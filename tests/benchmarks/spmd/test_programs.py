@@ -16,7 +16,7 @@ from benchmarks.spmd.bound import no_program_below_s
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.synthesize import synthesize_program
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "results" / "results.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## Several modules, in a lab\n")[1].split("\n## ")[0]
 RESULT = ROOT / "benchmarks" / "results" / "multimodal.json"

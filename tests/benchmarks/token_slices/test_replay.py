@@ -15,7 +15,7 @@ import pytest
 from pipefit.codec import dump_text
 from pipefit.lab.spec import load_lab
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipefit.profile.points import MOST_POINTS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_quick_compares_curves_with_unseen_points(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pipefit.validate.records import ValidationResult
 from pipefit.validate.report import round_to
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
