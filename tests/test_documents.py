@@ -98,6 +98,6 @@ def pipefit_lines(text: str) -> list[list[str]]:
 def test_commands_of_a_tutorial_parse(page: str) -> None:
     commands = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
     lines = pipefit_lines((ROOT / page).read_text(encoding="utf-8"))
-    assert {"profile", "plan", "train", "report"} <= {name for name, *_ in lines}
+    assert {"plan", "train", "report"} <= {name for name, *_ in lines}
     for name, *arguments in lines:
         commands[name].make_context(name, arguments)
