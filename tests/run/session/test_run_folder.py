@@ -100,12 +100,14 @@ def test_a_run_continues_in_another_precision_from_its_float32_values(tmp_path, 
     for optimizer in before.optimizers:
         optimizer.master.normal_(generator=generator)
         optimizer.round_master()
-        optimizer.second.uniform_(generator=generator)
+        optimizer.moments["second"].uniform_(generator=generator)
     folder = checkpoint.save_checkpoint(tmp_path, 1, all_pieces(before, saving=True), {})
     checkpoint.load_checkpoint(folder, stored_pieces(after, checkpoint.read_manifest(folder).tensors))
     for old, new in zip(before.optimizers, after.optimizers, strict=True):
         assert old.master.numel() and torch.equal(old.master, new.master), "every bit of the float32 values"
-        assert torch.equal(new.parameter, old.master.to(new.parameter.dtype)) and torch.equal(old.second, new.second)
+        assert torch.equal(new.parameter, old.master.to(new.parameter.dtype)) and torch.equal(
+            old.moments["second"], new.moments["second"]
+        )
 
 
 def test_the_text_may_stand_in_another_field(tmp_path, alone):
