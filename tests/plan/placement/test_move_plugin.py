@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from pipefit.plan.make import make_plan
 from pipefit.plan.passes import place_devices
 from pipefit.plan.placement.moves import MOVES, register_placement_move
 from pipefit.plan.placement.search import PlacementBudget, search_placement
+from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job, Plan
 from pipefit.plugins import load_plugins
 from pipefit.simulate import simulate_schedule
@@ -56,12 +58,12 @@ def test_a_move_improves_what_one_built_in_move_does_not(swap_package: Path) -> 
 
 
 def test_the_planner_uses_the_move(swap_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place_devices, "FIRST_MOVES", 1)
-    monkeypatch.setattr(place_devices, "FINAL_MOVES", 1)
+    tiny = replace(place_devices.PLACING_BUDGET, first_moves=1, final_moves=1)
+    monkeypatch.setattr(place_devices, "PLACING_BUDGET", tiny)
     cluster = skewed_cluster(8, seed=2)
 
     def planned() -> Plan:
-        choices = {"stages": 4, "replicas": (1, 1), "schedule": "1f1b", "microbatches": 8}
+        choices = Constraints(stages=4, replicas=(1, 1), schedule="1f1b", microbatches=8)
         return make_plan(toy_model(6), cluster, Job(batch=16, sequence=128), choices)
 
     before = planned()
