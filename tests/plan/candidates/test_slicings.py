@@ -261,7 +261,7 @@ def test_a_plan_with_slices_says_which_and_what_they_gain() -> None:
     note = note_of(LONG, Constraints(schedule="1f1b", stages=3))
     assert re.fullmatch(
         r"slices: (\d+) per sequence, of [\d, .]+ tokens; step \d+\.\d% shorter than the best plan without slices, "
-        r"[\d.]+ \w+ \(1 replicas x 3 stages, 2 microbatches, 1f1b, recompute \w+, ZeRO-1 off\)",
+        r"[\d.]+ \w+ \(1 replicas x 3 stages, 2 microbatches, 1f1b, recompute \w+, sharded state none\)",
         note,
     )
     assert "3 per sequence, of 24576, 20480, 20480 tokens, as fixed" in note_of(

@@ -17,7 +17,7 @@ from pipefit.errors import PlanError
 from pipefit.plan.check.rules import check_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.passes.search import search_plans
-from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.constraints import Constraints, parse_constraints
 from pipefit.plan.types import Job
 from pipefit.show.page import render_report
 from pipefit.show.subject import make_subject
@@ -25,7 +25,7 @@ from pipefit.testing import temporary_family
 
 JOB = Job(batch=2, sequence=65536)
 LONG_JOB = Job(batch=2, sequence=2**20)
-TWO_LANES = {"devices": 2, "replicas": (1,), "recompute": ("none",), "placement": looped_stages(2)}
+TWO_LANES = Constraints(devices=2, replicas=(1,), recompute=("none",), placement=looped_stages(2))
 """Three stages on each of two lanes, a placement that GPipe and interleaved 1F1B also take."""
 
 
@@ -37,8 +37,8 @@ def family() -> Iterator[str]:
 
 def test_it_is_planned_on_request(family: str) -> None:
     model, cluster = toy_model(9), toy_cluster()
-    pins = parse_constraints([f"schedule={family}", "devices=2", "replicas=1"])
-    best = search_plans(PlannerContext(model, cluster), JOB, pins, top=1).fitting[0]
+    constraints = parse_constraints([f"schedule={family}", "devices=2", "replicas=1"])
+    best = search_plans(PlannerContext(model, cluster), JOB, constraints, top=1).fitting[0]
     assert best.decisions.schedule == family and best.decisions.lane_of_stage == looped_stages(2)
     plan = build_plan(model, cluster, JOB, best.decisions)
     check_plan(plan)
