@@ -195,7 +195,7 @@ class Side:
         from pipefit.run.worker.build import build_worker
 
         device = torch.device("cpu")
-        still = OptimizerConfig(lr=0.0, weight_decay=0.0)
+        still = OptimizerConfig(lr=1e-30, weight_decay=0.0)  # changes no value
         self.worker = build_worker(plan, model, comms, device, still)
         self.divisor = plan.job.batch * plan.job.sequence
         step_plan = StepPlan(step=0, rows=np.arange(plan.job.batch), divisor=self.divisor, shape=batch_shape(plan))
