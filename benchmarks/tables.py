@@ -9,12 +9,13 @@ A page marks a table with `<!-- table: NAME -->` and `<!-- end -->`; NAME is a k
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import markdown_table, read_result
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = tuple(ROOT / "docs" / "results" / name for name in ("results.md", "validation.md"))
@@ -26,15 +27,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page differs")
     check = parser.parse_args().check
-    stale = [
-        page for page in PAGES if filled_page(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")
-    ]
-    for page in stale:
-        if check:
-            print(f"{page.relative_to(ROOT)} differs from its result files: python -m benchmarks.tables")
-        else:
-            page.write_text(filled_page(page.read_text(encoding="utf-8")), encoding="utf-8")
-    return int(check and bool(stale))
+    code = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        filled = filled_page(text)
+        if filled != text and check:
+            print(f"{page.name} differs from its result files: python -m benchmarks.tables")
+            code = 1
+        elif filled != text:
+            page.write_text(filled, encoding="utf-8")
+    return code
 
 
 def filled_page(text: str) -> str:
@@ -44,17 +46,12 @@ def filled_page(text: str) -> str:
 
 def load_result(name: str) -> Any:
     """Return the data of a result file."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return read_result(ROOT / "benchmarks" / "results" / f"{name}.json")
 
 
 def format_table(columns: str, rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; `columns` holds the titles, with ` | ` between them."""
-    head = columns.split(" | ")
-    lines = [
-        f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
-        for cells in (head, ["---"] * len(head), *rows)
-    ]
-    return "\n".join(lines)
+    return markdown_table(columns.split(" | "), rows).replace("|  |", "| |").replace("|  |", "| |")
 
 
 def planning_table() -> str:

@@ -13,18 +13,16 @@ Problems that PATH already holds are not run again; `--seconds` ends a run early
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import pickle
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.ablation.fit_instances import GROUPS, FitCase
-from benchmarks.harness import write_result
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, earlier_result, run_benchmark, write_result
 from benchmarks.provenance import provenance
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES
@@ -224,7 +222,7 @@ def ablate(case: FitCase) -> Record | None:
     takes_part = recorder.used | recorder.open | ({*LOCAL} if whole.moves else set())
     if case.options.get("options"):
         takes_part |= {"blocks"}
-    if recorder.open or any("B" in table for table in [getattr(case.problem.costs, "actions", {})]):
+    if recorder.open or "B" in getattr(case.problem.costs, "actions", {}):
         takes_part |= {"merging of neighbours", "switches between B and I with W"}
     if recorder.repairs:
         takes_part |= {*recorder.best_s, "pieces in the memory held"}
@@ -274,28 +272,37 @@ def summarise(rows: list[Record]) -> dict[str, Record]:
     return summary
 
 
+SUMMARY = TextTable(
+    ("", "<34"), ("part", ">5"), ("won", ">5"), ("alone", ">6"), ("loses", ">6"), ("gains", ">6"), ("mean", ">9"),
+    ("largest", ">9"), ("CPU", ">6"),
+)  # fmt: skip
+
+
 def print_summary(summary: Mapping[str, Record]) -> None:
-    print(f"{'':<34}{'part':>5}{'won':>5}{'alone':>6}{'loses':>6}{'gains':>6}{'mean':>9}{'largest':>9}{'CPU':>6}")
+    SUMMARY.print_head()
     for label, row in summary.items():
-        share = "" if row["share_of_cpu"] is None else f"{row['share_of_cpu']:.0%}"
-        print(
-            f"{label:<34}{row['takes_part']:>5}{row['won']:>5}{row['best_start_alone']:>6}{row['loses_without']:>6}"
-            f"{row['gains_without']:>6}{row['mean_loss']:>9.3%}{row['largest_loss']:>9.2%}{share:>6}"
+        SUMMARY.print_row(
+            label,
+            *(row[key] for key in ("takes_part", "won", "best_start_alone", "loses_without", "gains_without")),
+            f"{row['mean_loss']:.3%}",
+            f"{row['largest_loss']:.2%}",
+            "" if row["share_of_cpu"] is None else f"{row['share_of_cpu']:.0%}",
         )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three problems of every group")
+    parser = benchmark_parser(__doc__, quick="three problems of every group")
     parser.add_argument("--only", action="append", choices=list(GROUPS), help="only this group; repeatable")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no problem after this time")
-    parser.add_argument("--json", metavar="PATH", help="write the result there")
-    arguments = parser.parse_args()
-    until = time.monotonic() + arguments.seconds
-    result: Record = {"provenance": provenance()}
-    if arguments.json and Path(arguments.json).exists():
-        result = json.loads(Path(arguments.json).read_text(encoding="utf-8")) | result
-    groups: dict[str, list[Record]] = result.setdefault("problems", {})
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Ablate every problem that the file of `--json` does not hold yet, and write it after each."""
+    until, origin = time.monotonic() + arguments.seconds, provenance()
+    result: Record = {"provenance": origin, "runs": [], "problems": {}, **earlier_result(arguments.json)}
+    result["runs"] = [*result["runs"], origin]
+    groups: dict[str, list[Record]] = result["problems"]
     search.fit_schedule(next(GROUPS["merging"]()).problem, moves=200)
     names = arguments.only or [*GROUPS]
     known = {(name, row["name"]) for name in names for row in groups.get(name, [])}
@@ -316,7 +323,7 @@ def main() -> int:
         result["summary"] = summarise([row for rows in groups.values() for row in rows])
         write_result(arguments.json, result)
     print_summary(summarise([row for rows in groups.values() for row in rows]))
-    return 0
+    return Outcome()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ PLANS = (
     "toy fit", "toy fit split in two", "toy free", "llama local free", "llama local", "mixtral on mixed kinds",
     "gpt2 on 4xV100", "built fit",
 )  # fmt: skip
-"""Requests of tests/plan/hash_requests.py whose schedule is not a family's by constraint."""
+"""Requests of tests/support/hash_requests.py whose schedule is not a family's by constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FitCase:
 
 
 def textbook_cases() -> Iterator[FitCase]:
-    """Yield the named problems of benchmarks/schedules.py."""
+    """Yield the named problems of benchmarks/schedules/cases.py."""
     cases = schedule_cases.slow_head()
     for recompute, deltas in (("none", (1.0, -0.171, -0.829)), ("selective", (1.0, 0.476, -1.476))):
         cases += schedule_cases.slow_head(deltas, f", runtime memory, recompute {recompute}")
@@ -48,7 +48,7 @@ def textbook_cases() -> Iterator[FitCase]:
 
 
 def random_cases() -> Iterator[FitCase]:
-    """Yield the random problems of benchmarks/schedules.py, of at most 12 devices."""
+    """Yield the random problems of benchmarks/schedules/cases.py, of at most 12 devices."""
     for seed in schedule_cases.SEEDS:
         case = schedule_cases.random_instance(seed)
         if case.devices <= 12:
@@ -56,7 +56,7 @@ def random_cases() -> Iterator[FitCase]:
 
 
 def throughput_cases() -> Iterator[FitCase]:
-    """Yield the paced devices of benchmarks/schedule_throughput.py, with and without a memory limit."""
+    """Yield the paced devices of benchmarks/runtime/throughput.py, with and without a memory limit."""
     placements = {
         "linear": linear_placement,
         "looped": FAMILIES["interleaved-1f1b"].placement,

@@ -1,4 +1,4 @@
-"""Which models of unmeasured links win: each is left out in turn, on the clusters of benchmarks/link_measurement.py.
+"""Which models of unmeasured links win: each is left out in turn, on the clusters of benchmarks/profiling/links.py.
 
 Two uses are measured. A survey on more than 16 hosts chooses rounds by its predictions: a removal may cost rounds, or
 error of the link times. On fewer hosts all links are measured, and times are shrunk towards the chosen model. A model
@@ -12,16 +12,14 @@ Clusters that PATH already holds are not run again; `--seconds` ends a run early
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from benchmarks.harness import write_result
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, earlier_result, run_benchmark, write_result
 from benchmarks.profiling.links import KINDS, Truth, _truth, chosen, judged, tournament
 from benchmarks.provenance import provenance
 from pipefit.profile import adaptive, completion
@@ -116,7 +114,6 @@ def without_models(names: Iterable[str]) -> list[tuple[Any, str, Any]]:
     return [
         (completion, field, tuple(model for model in getattr(completion, field) if model_name(model) not in names))
         for field in ("WAYS", "SPACES")
-        if hasattr(completion, field)
     ]
 
 
@@ -137,8 +134,7 @@ def ablate(kind: Callable[[int, np.random.Generator], Truth], count: int, seed: 
         "without": {},
     }
     removed = {name: (name,) for name in recorder.used}
-    ranks = tuple(sorted(name for name in recorder.used if name.startswith("rank")))
-    if len(ranks) > 1:
+    if sum(name.startswith("rank") for name in recorder.used) > 1:
         removed["all ranks"] = tuple(name for name in MODELS if name.startswith("rank"))
     for label, names in sorted(removed.items()):
         with ExitStack() as stack:
@@ -171,15 +167,22 @@ def summarise(rows: list[Record]) -> dict[str, Record]:
     return summary
 
 
+SUMMARY = TextTable(
+    ("", "<30"), ("part", ">5"), ("chosen", ">7"), ("worse", ">6"), ("better", ">7"), ("rounds", ">7"), ("most", ">6"),
+    ("error", ">9"), ("largest", ">9"),
+)  # fmt: skip
+
+
 def print_summary(summary: dict[str, Record]) -> None:
-    print(
-        f"{'':<30}{'part':>5}{'chosen':>7}{'worse':>6}{'better':>7}{'rounds':>7}{'most':>6}{'error':>9}{'largest':>9}"
-    )
+    SUMMARY.print_head()
     for name, row in summary.items():
-        print(
-            f"{MODELS.get(name, name):<30}{row['takes_part']:>5}{row['chosen']:>7}{row['worse_without']:>6}"
-            f"{row['better_without']:>7}{row['rounds']:>+7}{row['most_rounds']:>6}{row['mean_error_more']:>9.3%}"
-            f"{row['largest_error_more']:>9.3%}"
+        SUMMARY.print_row(
+            MODELS.get(name, name),
+            *(row[key] for key in ("takes_part", "chosen", "worse_without", "better_without")),
+            f"{row['rounds']:+}",
+            row["most_rounds"],
+            f"{row['mean_error_more']:.3%}",
+            f"{row['largest_error_more']:.3%}",
         )
 
 
@@ -190,16 +193,17 @@ def cases() -> Iterator[tuple[Any, int, int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="32 hosts only")
+    parser = benchmark_parser(__doc__, quick="32 hosts only")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cluster after this time")
-    parser.add_argument("--json", metavar="PATH", help="write the result there")
-    arguments = parser.parse_args()
-    until = time.monotonic() + arguments.seconds
-    result: Record = {"provenance": provenance()}
-    if arguments.json and Path(arguments.json).exists():
-        result = json.loads(Path(arguments.json).read_text(encoding="utf-8")) | result
-    rows: list[Record] = result.setdefault("clusters", [])
+    return run_benchmark(parser, measure_all)
+
+
+def measure_all(arguments: Namespace) -> Outcome:
+    """Ablate every cluster that the file of `--json` does not hold yet, and write it after each."""
+    until, origin = time.monotonic() + arguments.seconds, provenance()
+    result: Record = {"provenance": origin, "runs": [], "clusters": [], **earlier_result(arguments.json)}
+    result["runs"] = [*result["runs"], origin]
+    rows: list[Record] = result["clusters"]
     known = {(row["cluster"], row["hosts"], row["seed"]) for row in rows}
     for kind, count, seed in cases():
         if time.monotonic() > until or (arguments.quick and count != 32):
@@ -214,7 +218,7 @@ def main() -> int:
         result["summary"] = summarise(rows)
         write_result(arguments.json, result)
     print_summary(summarise(rows))
-    return 0
+    return Outcome()
 
 
 if __name__ == "__main__":

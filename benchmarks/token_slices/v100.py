@@ -98,8 +98,8 @@ class Constants:
     backward_floors: float = 1.0
     "Assumed: the least time of a backward, in floors. It has twice the kernels, launched by the engine, not by Python."
     score_bytes: float = 10.0
-    "Assumed: moved for each score of each head: written by the product, read and written by the fused masked softmax"
-    " (float32 inside), read by the next product."
+    """Assumed: moved for each score of each head: written by the product, read and written by the fused masked softmax
+    (float32 inside), read by the next product."""
     memory_bytes_per_s: float = 0.72e12
     "Assumed: 80 % of a V100's 900 GB/s."
     collective_s: float = 40e-6

@@ -58,6 +58,10 @@ class ClusterError(PipefitError):
     """A cluster file that is incomplete or contradicts itself."""
 
 
+class MissingFactsError(ClusterError):
+    """Input of another tool that lacks a fact about the cluster, which an option of `pipefit profile` gives."""
+
+
 class ScheduleError(PipefitError):
     """A schedule that is wrong, or cannot be built for the request. The text draws the bad cell."""
 

@@ -50,16 +50,20 @@ def load_plugins() -> tuple[str, ...]:
 class NamedRegistry(Mapping[str, Entry]):
     """The entries of one kind by name: the built-in entries, then entries of plug-ins in their order."""
 
-    def __init__(self, kind: str, entries: Mapping[str, Entry] | None = None) -> None:
+    def __init__(
+        self, kind: str, entries: Mapping[str, Entry] | None = None, *, error: type[PipefitError] = PipefitError
+    ) -> None:
         self.kind = kind
         "The plural for messages, such as `cluster readers`."
+        self.error = error
+        "The error of a repeated name."
         self._entries: dict[str, Entry] = dict(entries or {})
 
     def add_entry(self, name: str, entry: Entry) -> Entry:
-        """Add an entry and return it; adding an equal one again changes nothing. Raises PipefitError if another entry
-        has the name."""
+        """Add an entry and return it; adding an equal one again changes nothing. Raises `error` if another entry has
+        the name."""
         if self._entries.setdefault(name, entry) != entry:
-            raise PipefitError(
+            raise self.error(
                 f"Two {self.kind} have one name.",
                 seen=repr(name),
                 allowed=f"a name other than {', '.join(sorted(self._entries))}",

@@ -6,17 +6,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+from benchmarks import tables
+from benchmarks.tables import MARKED, PAGES, TABLES, filled_page
 
 
 def test_the_pages_hold_what_the_result_files_give() -> None:
-    from tables import MARKED, PAGES, TABLES, filled_page
-
     marked = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -26,9 +20,21 @@ def test_the_pages_hold_what_the_result_files_give() -> None:
 
 
 def test_a_changed_figure_is_seen_and_put_right() -> None:
-    from tables import PAGES, filled_page
-
     text = PAGES[0].read_text(encoding="utf-8")
     assert "| 4 | 1.67 | 3.08 | 1.85 |" in text
     changed = text.replace("| 4 | 1.67 | 3.08 | 1.85 |", "| 4 | 1.57 | 3.08 | 1.95 |")
     assert filled_page(changed) == text
+
+
+def test_a_check_names_the_page_that_differs_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "results.md"
+    text = PAGES[0].read_text(encoding="utf-8")
+    page.write_text(text.replace("| 4 | 1.67 |", "| 4 | 1.57 |"), encoding="utf-8")
+    monkeypatch.setattr(tables, "PAGES", (page,))
+    monkeypatch.setattr("sys.argv", ["tables", "--check"])
+    assert tables.main() == 1 and "results.md differs from its result files" in capsys.readouterr().out
+    assert page.read_text(encoding="utf-8") != text
+    monkeypatch.setattr("sys.argv", ["tables"])
+    assert tables.main() == 0 and page.read_text(encoding="utf-8") == text

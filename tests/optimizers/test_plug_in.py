@@ -35,15 +35,15 @@ JOB = Job(batch=8, sequence=64, precision="bfloat16")
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that the code of the how-to defines; its optimizer is registered during the test."""
-    known = dict(base._optimizers)
+    known = dict(base.OPTIMIZERS)
     module = ModuleType("how_to_module")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     names = vars(module)
     for block in re.findall(r"^```python\n(.*?)^```", HOW_TO.read_text(encoding="utf-8"), flags=re.M | re.S):
         exec(block, names)
     yield names
-    base._optimizers.clear()
-    base._optimizers.update(known)
+    base.OPTIMIZERS._entries.clear()
+    base.OPTIMIZERS._entries.update(known)
 
 
 def lanes(optimizer: str, **decisions: Any) -> tuple[Plan, tuple[LanePrediction, ...]]:
@@ -81,8 +81,8 @@ def test_the_time_of_the_update_follows_the_optimizer(named: dict[str, Any]) -> 
 
 def test_a_search_plans_for_the_optimizer() -> None:
     model, cluster = toy_model(6), parse_spec("4xA100-80")
-    pins = parse_constraints(["stages=2", "replicas=1", "microbatches=4", "schedule=1f1b", "recompute=none"])
-    made = [make_plan(model, cluster, replace(JOB, optimizer=name), pins) for name in ("adamw", "adafactor")]
+    constraints = parse_constraints(["stages=2", "replicas=1", "microbatches=4", "schedule=1f1b", "recompute=none"])
+    made = [make_plan(model, cluster, replace(JOB, optimizer=name), constraints) for name in ("adamw", "adafactor")]
     assert [plan.job.optimizer for plan in made] == ["adamw", "adafactor"]
     adamw, adafactor = (max(lane.peak_bytes for lane in plan.prediction.lanes) for plan in made if plan.prediction)
     assert adafactor < adamw

@@ -1,4 +1,4 @@
-"""The code of the how-to pages for schedule families and operators runs as it stands."""
+"""The code of the how-to page for schedule families runs as it stands."""
 
 from __future__ import annotations
 

@@ -100,6 +100,7 @@ def build_options(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**chosen)
 
 
+@cache
 def field_texts(kind: type) -> dict[str, str]:
     """Return the string below each field of a dataclass and of its bases, on one line."""
     texts: dict[str, str] = {}
@@ -133,17 +134,12 @@ def _context_parameter() -> inspect.Parameter:
 
 def _option_parameter(field: Any, hint: Any, info: Any) -> inspect.Parameter:
     default = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
+    elif isinstance(default, tuple):
+        default = list(default)
     return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        annotation=Annotated[_typer_type(hint), info],
-        default=inspect.Parameter.empty
-        if default is dataclasses.MISSING
-        else list(default)
-        if isinstance(default, tuple)
-        else default,
+        field.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[_typer_type(hint), info], default=default
     )
 
 

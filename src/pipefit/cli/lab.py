@@ -43,8 +43,8 @@ class LabOptions:
 def command(options: LabOptions) -> None:
     """Emulate the cluster of CLUSTER_FILE on this machine (needs root and iproute2).
 
-    `up` creates the lab and describes it. `run` starts COMMAND on every device as torchrun would. It creates a lab that
-    is not up for this command, and removes it afterwards. `down` removes the lab in any state. `check` measures every
+    `up` creates the lab and describes it. `run` starts COMMAND on every device as torchrun would; a
+    missing lab is created first and removed at the end. `down` removes the lab in any state. `check` measures every
     link and the pace of every device against the file.
     """
     action, file = options.action, options.file

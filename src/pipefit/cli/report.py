@@ -31,19 +31,14 @@ def command(options: ReportOptions) -> None:
     """Write a self-contained report of RUN_DIR, or of a PLAN alone (predicted only); it opens without a network."""
     from pipefit.codec import write_file
     from pipefit.show.page import render_report
-    from pipefit.show.perfetto import write_perfetto
+    from pipefit.show.perfetto import subject_traces, write_perfetto
     from pipefit.show.subject import open_subject
-    from pipefit.show.trace import from_timeline
 
     subject = open_subject(options.path, options.cluster, options.model)
     html = render_report(subject)
-    timeline = subject.simulation.timeline
-    traces = [from_timeline(timeline)]
-    if subject.record is not None and subject.record.trace is not None:
-        traces.append(subject.record.trace)
     write_file(options.output, html, "report")
     if options.trace is not None:
-        write_perfetto(options.trace, traces, timeline)
+        write_perfetto(options.trace, subject_traces(subject), subject.simulation.timeline)
     print(f"report written to {options.output} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")
     if options.trace is not None:
         print(f"trace written to {options.trace}: open it at https://ui.perfetto.dev")

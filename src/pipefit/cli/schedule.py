@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -149,8 +149,6 @@ def _make_schedule(
 
     if not _is_fitted(options.name):
         return find_family(options.name)(problem), None
-    from dataclasses import replace
-
     from pipefit.schedule.fit.search import MOVES, fit_schedule
 
     seconds = options.seconds
@@ -187,8 +185,6 @@ def _check_search(seconds: float | None, solver_seconds: float, seed: int) -> No
 
 def _block_text(name: str, devices: int, interval: int | None) -> str:
     """Return the family's building block as text. Raises ScheduleError, with a drawing, if passes collide."""
-    from dataclasses import replace
-
     from pipefit.schedule import FAMILIES, find_family
     from pipefit.schedule.blocks.building_block import check_block, describe_block
 

@@ -50,7 +50,9 @@ def open_cluster(text: str) -> Cluster:
 
     if looks_like_spec(text):
         cluster = parse_spec(text)
+    elif (read := open_reader_text(text)) is not None:
+        return read  # checked by its reader
     else:
-        cluster = open_reader_text(text) or load_cluster(text)
+        cluster = load_cluster(text)
     check_plausible(cluster, text)
     return cluster

@@ -46,7 +46,6 @@ class DeviceKind:
     overlap: float = 0.0
     """Share of a gradient reduction that overlaps a backward without slowing it down. 0 if the computing cores also
     move the bytes (gloo)."""
-    " compute also move the bytes (gloo)."
     provenance: Provenance = Provenance(source="data-sheet")
 
 

@@ -34,9 +34,11 @@ def has_master(precision: Precision) -> bool:
     return GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
 
 
-def shared_state_bytes(optimizer: OptimizerKind, shape: tuple[int, ...], precision: Precision) -> int:
+def shared_state_bytes(
+    optimizer: OptimizerKind, shape: tuple[int, ...], precision: Precision, trainable: bool = True
+) -> float:
     """Return the bytes of optimizer state that every device with a part of this parameter keeps."""
-    return optimizer.shared_state_bytes(shape, GRADIENT_BYTES[precision])
+    return float(optimizer.shared_state_bytes(shape, GRADIENT_BYTES[precision])) if trainable else 0.0
 
 
 def static_parts(

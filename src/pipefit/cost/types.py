@@ -59,8 +59,8 @@ class EdgeCost:
     "The part of `forward_s` during which the sender's port is busy (no latency)."
     backward_port_s: Array
     forward_bytes: Array
-    "The receive buffer, held from posting the receive until the consumer starts. From then on the consumer's"
-    " memory includes it."
+    """The receive buffer, held from posting the receive until the consumer starts. From then on the consumer's memory
+    includes it."""
     backward_bytes: Array
     forward_sent_bytes: Array = field(default_factory=lambda: np.zeros((1, 1)))
     "Bytes held by the sender from the end of the producer until the tensor is sent (on one lane: until it is used)."
@@ -85,13 +85,13 @@ class CostTable:
     static_bytes: Array
     "Per lane: parameters, gradients, optimizer state, workspace."
     owed_bytes: Array = field(default_factory=lambda: np.zeros((1, 1, 1)))
-    "Gradients that a slice's backward leaves for the keys and values of earlier slices, over [stage, microbatch,"
-    " slice]. Held until the next backward of the microbatch starts, whose memory includes them."
+    """Gradients that a slice's backward leaves for the keys and values of earlier slices, over [stage, microbatch,
+    slice]. Held until the next backward of the microbatch starts, whose memory includes them."""
     reduce_copy_bytes: Array = field(default_factory=lambda: np.zeros(1))
     "Per stage: bytes held by the reduction from the last backward on (gloo reduce-scatter sums a copy)."
     reduce_hidden_s: Mapping[str, Array] = field(default_factory=dict)
-    "Key: kind of the stage's last backward (B or W). Per stage: the part of `reduce_s` that overlaps it. Empty:"
-    " reductions start after the last backward."
+    """Key: kind of the stage's last backward (B or W). Per stage: the part of `reduce_s` that overlaps it. Empty:
+    reductions start after the last backward."""
     overhead_s: float = 0.0
     "Interpreter overhead, added to every compute action."
     receives_ahead: bool = False

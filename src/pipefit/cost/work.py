@@ -55,13 +55,13 @@ class StageWork:
     symbols: tuple[tuple[str, int], ...] = ()
     "Other sizes named in the graphs besides rows and tokens, the same in every microbatch."
     packed: tuple[tuple[tuple[int, int], ...], ...] = ()
-    "[microbatch][replica] of packed rows: tokens, and the sum of the squared tokens of each image. `rows` and"
-    " `slices` then describe an average microbatch. Empty: all microbatches are equal."
+    """[microbatch][replica] of packed rows: tokens, and the sum of the squared tokens of each image. `rows` and
+    `slices` then describe an average microbatch. Empty: all microbatches are equal."""
     frozen: int = 0
     "Number of leading layers without a backward: neither they nor any earlier layer is trained."
     turns: int = 1
-    "Number of stages, this one included, that hold the same layers on different lanes and take turns. Their gradients"
-    " are summed over all of them at once (`TiedWork.rings`)."
+    """Number of stages, this one included, that hold the same layers on different lanes and take turns. Their gradients
+    are summed over all of them at once (`TiedWork.rings`)."""
 
     @property
     def shards_state(self) -> bool:

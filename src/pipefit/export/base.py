@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipefit.plan.types import Plan
 from pipefit.show.record import RunRecord
-from pipefit.show.subject import ReportSubject, open_plan_or_run, open_subject
+from pipefit.show.subject import ReportSubject, open_plan_or_run, resolve_subject
 
 
 class ExportSource:
@@ -27,7 +27,7 @@ class ExportSource:
     @cached_property
     def subject(self) -> ReportSubject:
         """Plan, model, cluster and a new simulation. Raises the errors of `show.subject.open_subject`."""
-        return open_subject(self.path, self._cluster, self._model)
+        return resolve_subject(self.plan, self.record, self.path, self._cluster, self._model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 from pipefit.export.base import ExportSource, PlanExporter
-from pipefit.show.perfetto import perfetto_document
-from pipefit.show.trace import from_timeline
+from pipefit.show.perfetto import perfetto_text, subject_traces
 
 
 def write_traces(source: ExportSource) -> str:
     """Return the traces as JSON in the Chrome trace event format."""
-    timeline, record = source.subject.simulation.timeline, source.record
-    traces = [from_timeline(timeline)]
-    if record is not None and record.trace is not None:
-        traces.append(record.trace)
-    return json.dumps(perfetto_document(traces, timeline), separators=(",", ":")) + "\n"
+    return perfetto_text(subject_traces(source.subject), source.subject.simulation.timeline)
 
 
 EXPORTER = PlanExporter(

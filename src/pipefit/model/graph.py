@@ -111,8 +111,8 @@ class TensorSpec:
     name: str
     shape: Shape
     dtype: str = "compute"
-    "`compute` for the run's floating type, `float32` for float32 or wider (float64 in a float64 run), `int64`,"
-    " `uint8`, `bool`."
+    """`compute` for the run's floating type, `float32` for float32 or wider (float64 in a float64 run), `int64`,
+    `uint8`, `bool`."""
     role: Role = "activation"
     "Only read for graph inputs."
 

@@ -11,6 +11,7 @@ import pkgutil
 from pipefit.optimizers.base import (
     DEFAULT,
     OPTIMIZERS,
+    ElementwiseState,
     FlatPiece,
     OptimizerKind,
     OptimizerOptions,
@@ -27,6 +28,6 @@ for _entry in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_entry.name}")
 
 __all__ = [
-    "DEFAULT", "OPTIMIZERS", "FlatPiece", "OptimizerKind", "OptimizerOptions", "OptimizerState", "ParameterPart",
-    "find_optimizer", "option_text", "read_options", "register_optimizer", "update_elements",
+    "DEFAULT", "OPTIMIZERS", "ElementwiseState", "FlatPiece", "OptimizerKind", "OptimizerOptions", "OptimizerState",
+    "ParameterPart", "find_optimizer", "option_text", "read_options", "register_optimizer", "update_elements",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipefit.optimizers.base import OptimizerKind, OptimizerOptions, OptimizerState, register_optimizer
+from pipefit.optimizers.base import ElementwiseState, OptimizerKind, OptimizerOptions, register_optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class AdamWOptions(OptimizerOptions):
         }
 
 
-class AdamWState(OptimizerState):
+class AdamWState(ElementwiseState):
     """Two moments per element."""
 
     options: AdamWOptions

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PlanError, RunError, most_like
 from pipefit.layout import Box, Run
+from pipefit.plugins import NamedRegistry
 
 if TYPE_CHECKING:
     import torch
@@ -55,12 +56,12 @@ class OptimizerKind:
     "One line for the help and the report."
     options: type[OptimizerOptions]
     state: Callable[[OptimizerKind, FlatPiece, Any], OptimizerState]
-    "Builds the state of one flat piece: a subclass of `OptimizerState`."
+    "Builds the state of one flat piece: a subclass of `ElementwiseState` or `OptimizerState`."
     moments: tuple[str, ...] = ()
     "Names of the state tensors with one element per parameter element. ZeRO-1 shards them evenly over the replicas."
     shared_state: Callable[[Shape], Mapping[str, Shape]] = lambda shape: {}
-    "Global shape of a parameter -> shapes of its other state tensors. Every device that holds a part of the parameter"
-    " keeps all of them."
+    """Global shape of a parameter -> shapes of its other state tensors. Every device that holds a part of the parameter
+    keeps all of them."""
     gradient_reads: int = 1
     "Times that the update reads the gradient."
     temporaries: int = 1
@@ -121,7 +122,7 @@ class FlatPiece:
     "Sums a tensor, in place, over all pieces that together hold these parameters once. All ranks call it together."
 
 
-class OptimizerState:
+class OptimizerState(ABC):
     """The state of one flat piece, and its update in place.
 
     If `piece.master_dtype` differs from the parameter's dtype, `master` is a separate copy in that dtype; else `master`
@@ -149,11 +150,23 @@ class OptimizerState:
         """True if the master copy is separate from the parameter."""
         return self.master is not self.parameter
 
+    @abstractmethod
     def step(self, gradient: Tensor, lr: float, count: int) -> None:
         """Update with `gradient` (flat, of the master's dtype) and the learning rate of this step.
 
         `count` is the number of updates, including this one. The gradient is not changed.
         """
+
+    def round_master(self) -> None:
+        """Round the master copy into the parameter."""
+        if self.has_master:
+            self.parameter.copy_(self.master)
+
+
+class ElementwiseState(OptimizerState):
+    """The state of an optimizer that updates each element by itself: runs of elements, one after the other."""
+
+    def step(self, gradient: Tensor, lr: float, count: int) -> None:
         size = update_elements(self.master.device)
         for start in range(0, self.master.numel(), size):
             run = slice(start, start + size)
@@ -161,14 +174,9 @@ class OptimizerState:
             self.update_run(self.master[run], gradient[run], moments, lr, count)
         self.round_master()
 
+    @abstractmethod
     def update_run(self, value: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], lr: float, count: int) -> None:
-        """Update a run of elements in place, for an optimizer whose update is elementwise."""
-        raise NotImplementedError
-
-    def round_master(self) -> None:
-        """Round the master copy into the parameter."""
-        if self.has_master:
-            self.parameter.copy_(self.master)
+        """Update a run of elements in place, with the same run of the gradient and of each moment."""
 
 
 def update_elements(device: torch.device) -> int:
@@ -177,22 +185,13 @@ def update_elements(device: torch.device) -> int:
     return 1 << (24 if device.type == "cuda" else 18)
 
 
-_optimizers: dict[str, OptimizerKind] = {}
-
-OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(_optimizers)
+OPTIMIZERS: NamedRegistry[OptimizerKind] = NamedRegistry("optimizers", error=PlanError)
 """Every registered optimizer by its name."""
 
 
 def register_optimizer(optimizer: OptimizerKind) -> OptimizerKind:
     """Add an optimizer to `OPTIMIZERS`, and return it. Raises PlanError if another one has its name."""
-    if _optimizers.setdefault(optimizer.name, optimizer) != optimizer:
-        raise PlanError(
-            "Two optimizers have one name.",
-            where="register_optimizer",
-            seen=optimizer.name,
-            allowed=f"a name other than {', '.join(sorted(_optimizers))}",
-        )
-    return optimizer
+    return OPTIMIZERS.add_entry(optimizer.name, optimizer)
 
 
 def find_optimizer(name: str, where: str = "job.optimizer") -> OptimizerKind:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipefit.optimizers.base import OptimizerKind, OptimizerOptions, OptimizerState, register_optimizer
+from pipefit.optimizers.base import ElementwiseState, OptimizerKind, OptimizerOptions, register_optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class SGDOptions(OptimizerOptions):
         }
 
 
-class SGDState(OptimizerState):
+class SGDState(ElementwiseState):
     """One momentum per element."""
 
     options: SGDOptions

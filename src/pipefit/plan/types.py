@@ -22,7 +22,7 @@ Precision = Literal["float64", "float32", "bfloat16"]
 Documents = Literal["joined", "apart"]
 Divide = Literal["samples", "images"]
 
-AS_BEFORE = translated(encode_decisions, decode_decisions)
+LEGACY_DECISIONS = translated(encode_decisions, decode_decisions)
 """Plan files hold `zero1` for `sharded_state`."""
 
 
@@ -307,7 +307,7 @@ class PlanPrediction:
 class AlternativePlan:
     """A runner-up, with the reason why it lost or did not fit."""
 
-    decisions: Mapping[str, str] = field(metadata=AS_BEFORE)
+    decisions: Mapping[str, str] = field(metadata=LEGACY_DECISIONS)
     step_s: float
     peak_bytes: float
     limit_bytes: float
@@ -348,15 +348,13 @@ class Plan:
     prediction: PlanPrediction | None = None
     alternatives: tuple[AlternativePlan, ...] = ()
     hashes: InputHashes
-    decisions: Mapping[str, str] = field(default_factory=dict, metadata=AS_BEFORE)
+    decisions: Mapping[str, str] = field(default_factory=dict, metadata=LEGACY_DECISIONS)
     "The choices in words (replicas, stages, schedule, ...), under the keys of `--fix`."
     cluster: str = ""
     "The text that the user typed for the cluster: a file, a text such as `8xH100`, or `local:4`; '' if unknown."
     recipes: Mapping[str, str] = field(default_factory=dict)
-    "Recipes of searched shardings (`shard/recipe.py`), one for each distinct layer, by the key of its graph. A named"
-    " set has its name and a slash in front of the key."
-    " set has its name and a slash in front of the key."
-    " name of the set and a slash in front where that has one."
+    """Recipes of searched shardings (`shard/recipe.py`), one for each distinct layer, by the key of its graph. A named
+    set has its name and a slash in front of the key."""
     arranging: SampleArrangement | None = None
     "Set if samples differ in cost; None: samples are taken in their order."
 

@@ -75,8 +75,7 @@ class LogTimes:
 
     log_s: Array
     error: Array
-    "Variance of the estimate `log_s`; for an unmeasured link, of its deviation from the prediction of its hosts."
-    "say."
+    """Variance of the estimate `log_s`; for an unmeasured link, of its deviation from the prediction of its hosts."""
     measured: Bools
     between: float
     "Variance between links."
@@ -99,7 +98,6 @@ class PairTimes:
     repeatability: Array
     """[source, target], of the largest size: the correlation of this entry with one more measurement of it; the
     repeatable part of the differences between links."""
-    "the differences between links that comes back."
     error: Array
     "[source, target], of the largest size: relative standard error of the time."
     predicted: Bools

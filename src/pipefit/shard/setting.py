@@ -36,8 +36,8 @@ class ShardSetting:
     slowness: Mapping[str, float] = field(default_factory=dict)
     "Device kind -> measured compute time / roofline time, if measured."
     lowered: Callable[[str, float], tuple[LoweredCollective, ...]] | None = None
-    "(all_gather, reduce_scatter or all_to_all, bytes of the full tensor) -> its lowerings on these devices. None:"
-    " parts are padded, and there is no all_to_all."
+    """(all_gather, reduce_scatter or all_to_all, bytes of the full tensor) -> its lowerings on these devices. None:
+    parts are padded, and there is no all_to_all."""
     reshare_s: Callable[[float, Sequence[float], Sequence[float]], float] | None = None
     "(bytes of the full tensor, old shares, new shares) -> seconds, one direction. None: all layers have equal shares."
     lanes: int = 1
@@ -92,7 +92,7 @@ class ShardSetting:
         and of everything that is sharded with the parameter."""
         counts = (elements, 0) if spec.trainable else (0, elements)
         parts = static_parts(*counts, 1.0, self.precision, self.optimizer)
-        shared_bytes = float(shared_state_bytes(self.optimizer, spec.shape, self.precision)) if spec.trainable else 0.0
+        shared_bytes = shared_state_bytes(self.optimizer, spec.shape, self.precision, spec.trainable)
         return shared_bytes, sum(parts.values()) - parts["workspace"]
 
     @property

@@ -74,13 +74,13 @@ def _figure_cells(figures: Mapping[str, FigurePair], choose_value: Callable[[Fig
 
 
 def _error_cells(figures: Mapping[str, FigurePair]) -> list[str]:
-    return [_error_cell(figures[name], column.share) for name, column in COLUMNS.items()]
+    return [_error_cell(figures[name], column.is_share) for name, column in COLUMNS.items()]
 
 
-def _error_cell(pair: FigurePair, share: bool) -> str:
+def _error_cell(pair: FigurePair, is_share: bool) -> str:
     if pair.predicted is None or pair.measured is None:
         return "-"
-    if share:
+    if is_share:
         return f"{100 * (pair.predicted - pair.measured):+.1f} points"
     return f"{pair.relative_error:+.1%}" if pair.relative_error is not None else "-"
 

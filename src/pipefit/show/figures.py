@@ -45,7 +45,7 @@ class ReportColumn:
     figure: Callable[[Plan, RunRecord | None], FigurePair]
     "The figure of a plan with a prediction and, if it has run, its record."
     format_value: Callable[[float], str]
-    share: bool = False
+    is_share: bool = False
     "True for a share: its error is in percentage points, and its tile follows all tiles of other figures."
 
 
@@ -160,7 +160,7 @@ COLUMNS = NamedRegistry(
                 title="Idle share",
                 figure=_idle_figure,
                 format_value=format_percent,
-                share=True,
+                is_share=True,
             ),
             ReportColumn(
                 name="peak_bytes",
@@ -174,7 +174,7 @@ COLUMNS = NamedRegistry(
                 heading="of limit",
                 figure=_peak_share_figure,
                 format_value=format_percent,
-                share=True,
+                is_share=True,
             ),
         )
     },

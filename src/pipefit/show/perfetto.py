@@ -14,6 +14,7 @@ from typing import Any
 
 from pipefit.codec import write_file
 from pipefit.schedule.actions import TRANSFER, Action
+from pipefit.show.subject import ReportSubject
 from pipefit.show.trace import StepTrace, TraceRow, from_timeline
 from pipefit.simulate.timeline import Timeline
 
@@ -24,8 +25,21 @@ LINK = (*TRANSFER, "REDUCE", "GATHER")
 
 
 def write_perfetto(path: Path, traces: Sequence[StepTrace], timeline: Timeline | None = None) -> None:
-    """Write the traces to one file, with the memory curves of `timeline` (the prediction) as counters."""
-    write_file(path, json.dumps(perfetto_document(traces, timeline), separators=(",", ":")) + "\n", "trace")
+    """Write the text of `perfetto_text` to a file."""
+    write_file(path, perfetto_text(traces, timeline), "trace")
+
+
+def perfetto_text(traces: Sequence[StepTrace], timeline: Timeline | None = None) -> str:
+    """Return the traces as JSON, with the memory curves of `timeline` (the prediction) as counters."""
+    return json.dumps(perfetto_document(traces, timeline), separators=(",", ":")) + "\n"
+
+
+def subject_traces(subject: ReportSubject) -> list[StepTrace]:
+    """Return the predicted trace of a subject, and the measured one if its run was traced."""
+    traces = [from_timeline(subject.simulation.timeline)]
+    if subject.record is not None and subject.record.trace is not None:
+        traces.append(subject.record.trace)
+    return traces
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:

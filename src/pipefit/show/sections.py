@@ -60,7 +60,7 @@ def headline_tiles(
     figures: Mapping[str, FigurePair], record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()
 ) -> str:
     """Return the headline figures, measured and predicted; without a run, the prediction alone."""
-    shown = sorted((column for column in COLUMNS.values() if column.title), key=lambda column: column.share)
+    shown = sorted((column for column in COLUMNS.values() if column.title), key=lambda column: column.is_share)
     entries = [
         *(_figure_tile(column, figures[column.name]) for column in shown),
         *(_plain_tile(*entry) for entry in extra),
@@ -81,7 +81,7 @@ def _figure_tile(column: ReportColumn, pair: FigurePair) -> str:
         return _plain_tile(column.title, value, "predicted")
     if pair.predicted is None:
         return _plain_tile(column.title, show_value(pair.measured), "measured")
-    if column.share:
+    if column.is_share:
         off = f"{100 * (pair.predicted - pair.measured):+.1f} points".replace("-", "−")
     else:
         off = f"{100 * (pair.relative_error or 0.0):+.1f} %".replace("-", "−")

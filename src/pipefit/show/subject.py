@@ -60,6 +60,14 @@ def open_subject(path: Path, cluster: str = "", model: str = "") -> ReportSubjec
     the plan was made for.
     """
     plan, record = open_plan_or_run(path)
+    return resolve_subject(plan, record, path, cluster, model)
+
+
+def resolve_subject(
+    plan: Plan, record: RunRecord | None, path: Path, cluster: str = "", model: str = ""
+) -> ReportSubject:
+    """Return the subject of a plan and run opened from `path`. The other arguments and the errors are those of
+    `open_subject`."""
     opened_cluster = find_cluster(plan, path, cluster)
     opened = find_model(plan, model)
     check_plan(plan, opened, opened_cluster)

@@ -1,4 +1,4 @@
-"""Plans of several modules without any pin against everything that is possible on a small cluster, in the simulator:
+"""Plans of several modules without constraints against all that is possible on a small cluster, in the simulator:
 modules apart, on shared devices and in line, trained and frozen, with much memory and with little. And what the search
 knows of frozen modules."""
 

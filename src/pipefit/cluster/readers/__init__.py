@@ -17,7 +17,7 @@ from pipefit.cluster.files import check_cluster
 from pipefit.cluster.readers.plausible import check_plausible
 from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions
 from pipefit.cluster.types import Cluster
-from pipefit.errors import ClusterError, FormatError, PipefitError
+from pipefit.errors import ClusterError, FormatError, MissingFactsError, PipefitError
 from pipefit.plugins import NamedRegistry
 
 __all__ = [
@@ -61,9 +61,7 @@ def open_reader_text(text: str) -> Cluster | None:
         return None
     try:
         return read_cluster(name, [file])
-    except ClusterError as error:
-        if "--" not in f"{error.allowed} {error.next_step}":
-            raise
+    except MissingFactsError as error:
         raise ClusterError(
             error.what,
             where=error.where,

@@ -23,7 +23,7 @@ from pipefit.cluster.readers.reader import (
     sheet_name,
 )
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.errors import ClusterError, FormatError
+from pipefit.errors import ClusterError, FormatError, MissingFactsError
 from pipefit.units import parse_bandwidth
 
 STEPS = {
@@ -183,7 +183,7 @@ def _build_rails(names: Sequence[str], tables: Sequence[NcclTable], given: Reade
     missing = [f"{a} -- {b}" for a, b in combinations(names, 2) if (a, b) not in pairs]
     if missing and not given.network:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise ClusterError(
+        raise MissingFactsError(
             f"No file measures these hosts with each other: {', '.join(missing[:4])}{more}.",
             where=", ".join(table.where for table in tables),
             next_step="add a file of sendrecv_perf on those two hosts or of all_reduce_perf on all, or give --network",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.errors import ClusterError
+from pipefit.errors import ClusterError, MissingFactsError
 from pipefit.units import format_bandwidth, parse_bandwidth
 
 RAIL_LATENCY_S = 10e-6
@@ -73,7 +73,7 @@ def given_devices(given: ReaderOptions, where: str, count: int | None) -> tuple[
     """
     match = _DEVICES.match(given.devices)
     if match is None:
-        raise ClusterError(
+        raise MissingFactsError(
             "The devices of a host are not known: the input does not say what they are."
             if not given.devices
             else "This does not say what devices a host holds.",
@@ -84,7 +84,7 @@ def given_devices(given: ReaderOptions, where: str, count: int | None) -> tuple[
     kind, link = data_sheet_kind(match["kind"])
     wanted = int(match["count"]) if match["count"] else count
     if wanted is None:
-        raise ClusterError(
+        raise MissingFactsError(
             "The number of devices of a host is not known.",
             where=where,
             next_step=f"say it: --devices 8x{match['kind']}",
@@ -101,7 +101,7 @@ def given_rail(given: ReaderOptions, hosts: int, where: str) -> tuple[Rail, ...]
     if hosts < 2:
         return ()
     if not given.network:
-        raise ClusterError(
+        raise MissingFactsError(
             "Several hosts need the bandwidth between them; the input does not say it, and none is assumed.",
             where=where,
             seen=f"{hosts} hosts",

@@ -114,7 +114,6 @@ class OperatorKind:
     """Input index of a weight -> number of all-gathers that the operator does itself if the weight is stored sharded: 1
     (in the forward) or 2 (again for the input gradient). The gathered weight is freed at once. Weights not listed here
     are gathered once and kept."""
-    " forward, or twice, for the input gradient again. It lets go of them at once; others are gathered once and kept."
     talks: Callable[[OperatorCall], InternalCollectives] | None = None
     "The collectives that the devices of a shard axis run inside the operator."
     pending_values: tuple[int, ...] = ()
@@ -130,7 +129,6 @@ class OperatorKind:
     widened_bytes: Callable[[OperatorCall], int] = _no_bytes
     """Bytes allocated to add the weight gradient if its factors are first converted to a wider dtype. CPUs do this,
     because they do not accumulate products in a wider dtype than their inputs."""
-    " products in a wider type than theirs."
     deferred_extra: Callable[[OperatorCall], int] = _no_bytes
     "Addition to `backward_extra` if weight gradients are deferred."
     boundary: bool = False

@@ -30,6 +30,7 @@ from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
     StoredParameter,
     check_layer_shares,
+    count_parameters,
     kept_state_bytes,
     layer_shares,
     sharding_key,
@@ -95,6 +96,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
         layer_programs = [programs.layer_program(layer, sharding_key(stage), shares) for layer in layers]
         check_layer_shares(layer_programs, shares, f"stages[{index}]")
         replicas = group.find_axis("replica").shares
+        named = programs.named_parameters(layers, sharding_key(stage), shares)
         stages.append(
             StageWork(
                 lane=parts.placement[index],
@@ -103,7 +105,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 rows=_replica_rows(stage, space, parts.microbatches, group),
                 slices=_space_slices(space, parts),
                 recompute=stage.recompute,
-                parameters=programs.parameter_counts(layers, sharding_key(stage), shares, parts.job),
+                parameters=count_parameters(named.values(), len(shares), parts.job),
                 sharded_state=parts.sharded_state[index],
                 shares=layer_shares(layer_programs, shares),
                 symbols=packed_symbols(
@@ -114,7 +116,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 turns=stage.turns,
             )
         )
-        for name, count in programs.named_parameters(layers, sharding_key(stage), shares).items():
+        for name, count in named.items():
             if count.trainable:
                 uses.setdefault(name, []).append((index, count))
     return PipelineWork(
@@ -137,7 +139,7 @@ def _tied_work(
         if len(stage_elements) > 1:
             stages = tuple(stage for stage, _ in stage_elements)
             elements[stages] = elements.get(stages, 0) + max(max(stored.elements) for _, stored in stage_elements)
-            state_size = kept_state_bytes(parts.job, stage_elements[0][1])
+            state_size = kept_state_bytes([stage_elements[0][1]], parts.job)
             state_bytes[stages] = state_bytes.get(stages, 0.0) + state_size
     width = GRADIENT_BYTES[parts.job.precision]
     result = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -133,21 +133,24 @@ class ProgramCache:
 
         With a job, the bytes of its optimizer's state that is not sharded are included.
         """
-        stored = list(self.named_parameters(layers, sharding, shares).values())
-        places = range(len(shares))
-        return ParameterCounts(
-            trainable=tuple(sum(c.elements[p] for c in stored if c.trainable) for p in places),
-            frozen=tuple(sum(c.elements[p] for c in stored if not c.trainable) for p in places),
-            whole=tuple(sum(c.elements[p] for c in stored if c.trainable and c.whole) for p in places),
-            shared_state_bytes=sum(kept_state_bytes(job, c) for c in stored) if job else 0.0,
-        )
+        return count_parameters(self.named_parameters(layers, sharding, shares).values(), len(shares), job)
 
 
-def kept_state_bytes(job: Job, parameter: StoredParameter) -> float:
-    """Return the bytes of optimizer state that every device with a part of the parameter keeps."""
-    if not parameter.trainable:
-        return 0.0
-    return float(shared_state_bytes(find_optimizer(job.optimizer), parameter.shape, job.precision))
+def count_parameters(stored: Collection[StoredParameter], num_shards: int, job: Job | None = None) -> ParameterCounts:
+    """Return the sums of `ProgramCache.parameter_counts` over these parameters."""
+    places = range(num_shards)
+    return ParameterCounts(
+        trainable=tuple(sum(c.elements[p] for c in stored if c.trainable) for p in places),
+        frozen=tuple(sum(c.elements[p] for c in stored if not c.trainable) for p in places),
+        whole=tuple(sum(c.elements[p] for c in stored if c.trainable and c.whole) for p in places),
+        shared_state_bytes=kept_state_bytes(stored, job) if job else 0.0,
+    )
+
+
+def kept_state_bytes(stored: Iterable[StoredParameter], job: Job) -> float:
+    """Return the bytes of optimizer state that every device with a part of these parameters keeps."""
+    optimizer = find_optimizer(job.optimizer)
+    return sum(shared_state_bytes(optimizer, p.shape, job.precision, p.trainable) for p in stored)
 
 
 def whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:

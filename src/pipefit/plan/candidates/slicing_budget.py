@@ -10,8 +10,8 @@ class SlicingBudget:
     """Budgets of sliced candidates (`sliced_grids.py`, `slicings.py`)."""
 
     order_actions: int = 12_000
-    "Largest number of actions of an order with slices. Longer orders take too long to evaluate, and more slices gain"
-    " little."
+    """Largest number of actions of an order with slices. Longer orders take too long to evaluate, and more slices gain
+    little."""
     least_tiles: int = 8
     "Minimum tiles of a slice before tiles are halved: rounding to larger tiles would cost more than they save."
     costed_lengths: int = 8

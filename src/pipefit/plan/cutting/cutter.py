@@ -305,7 +305,7 @@ class LayerCutter:
             sizes, seen = [], set[str]()
             for layer in self.programs.modules[self.module].layers:
                 named = self.programs.named_parameters((layer,), sharding, shards)
-                sizes.append(sum(kept_state_bytes(job, stored) for name, stored in named.items() if name not in seen))
+                sizes.append(kept_state_bytes([stored for name, stored in named.items() if name not in seen], job))
                 seen |= named.keys()
             self._shared_state[key] = np.array(sizes, dtype=float)
         return self._shared_state[key]

@@ -37,8 +37,8 @@ class LayerCut:
     floor_bytes: tuple[float, ...]
     "Lower bound of each lane's memory, workspace included."
     limit_bytes: tuple[float, ...]
-    "Memory of each lane's smallest device. If kinds hold different amounts, the largest memory of the fullest device"
-    " with which all fit."
+    """Memory of each lane's smallest device. If kinds hold different amounts, the largest memory of the fullest device
+    with which all fit."""
     needs: tuple[Need, ...]
     "For each lane, (least memory, memory available) on the device that is fullest relative to its memory."
     static_bytes: tuple[float, ...]

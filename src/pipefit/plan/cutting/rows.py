@@ -55,9 +55,8 @@ class LayerRow:
     passing_bytes: float
     "The largest temporary memory of a layer."
     limit_bytes: float
-    "Memory of the smallest device, without the workspace. If kinds hold different amounts, the largest memory of the"
-    " fullest device with which all fit."
-    " may hold at most for all to fit."
+    """Memory of the smallest device, without the workspace. If kinds hold different amounts, the largest memory of the
+    fullest device with which all fit."""
     layers: tuple[LayerCost, ...]
     "The costs behind the arrays, with the temporary memory of every layer."
     kinds: tuple[KindRow, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivisionBudget:
-    """Budgets of the closed form that divides devices among modules (`orchestrate.py`, `inline.py`)."""
+    """Budgets of the closed form that divides devices among modules."""
 
     step_slack: float = 0.15
     "A layout stays on the short list if its step is at most this fraction longer than the best."
@@ -28,8 +28,8 @@ class DivisionBudget:
     equal_inline_layouts: int = 2
     "Of these, the maximum for the same grid and stages of the backbone in the third measure."
     free_inline_devices: int = 64
-    "Devices up to which every inline module chooses its shards and recomputation freely. On more, all modules but the"
-    " backbone have the same shards, and the same recomputation if all modules have the choice."
+    """Devices up to which every inline module chooses its shards and recomputation freely. On more, all modules but the
+    backbone have the same shards, and the same recomputation if all modules have the choice."""
     cached_loads: int = 1 << 22
     "Maximum number of cached values of filled bins: 32 MiB."
 
@@ -53,8 +53,8 @@ class ModuleSearchBudget:
     plans_per_placement: int = 2
     "Minimum number of the best plans with separate devices, with guests, and with inline modules."
     short_lists: int = 6
-    "Number of times the short list is computed, each time with more memory reserved, if none of it fits in one of the"
-    " placements."
+    """Number of times the short list is computed, each time with more memory reserved, if none of it fits in one of the
+    placements."""
     reserved_fraction: float = 0.02
     "Smallest fraction of the memory reserved then."
     misfits: int = 20
@@ -65,9 +65,9 @@ class ModuleSearchBudget:
     "Actions of a layout up to which its neighbours are simulated as well."
     polishing_rounds: int = 8
     "Moves to a faster neighbour."
-    squared_devices: int = 1024
-    "Maximum of devices squared for which images are divided: any two may meet in some step, and NCCL has a"
-    " communicator for each pair."
+    divided_devices: int = 32
+    """Maximum number of devices over which images are divided: any two may meet in some step, and NCCL has a
+    communicator for each pair."""
 
 
 DIVISION_BUDGET = DivisionBudget()

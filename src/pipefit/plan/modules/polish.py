@@ -56,8 +56,8 @@ def neighbour_layouts(
         free = fixed.shards is None and fixed.replicas is None
         for changed in (*_cut_elsewhere(config, layers), *_toggle_recompute(config, fixed.recompute is not None)):
             yield from _run_as(decisions, costed, index, changed)
-        squared_devices = (len(config.replicas) * len(config.shards)) ** 2
-        able = images.get(name, 0.0) if squared_devices <= MODULE_SEARCH_BUDGET.squared_devices else 0.0
+        devices = len(config.replicas) * len(config.shards)
+        able = images.get(name, 0.0) if devices <= MODULE_SEARCH_BUDGET.divided_devices else 0.0
         for divided in _division_choices(name in decisions.divided, able, fixed.divide is not None):
             redivided = _with_division(decisions, name, divided)
             pieces_per_microbatch = samples * decisions.multiple_of(name) * (images[name] if divided else 1.0)

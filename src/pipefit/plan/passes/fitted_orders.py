@@ -49,8 +49,8 @@ class FittingBudget:
     total_actions: int = 5_000
     "Maximum number of actions of these layouts together."
     layout_actions: int = 3_000
-    "Actions of a layout above which an order is fitted only if `schedule=fit` is constrained: with more of them, the"
-    " moves affordable in planning gain next to nothing."
+    """Actions of a layout above which an order is fitted only if `schedule=fit` is constrained: with more of them, the
+    moves affordable in planning gain next to nothing."""
     stage_recompute_actions: int = 1_000
     "Actions of a layout above which all stages keep the layout's recomputation instead of choosing their own."
     least_moves: int = 2_000

@@ -254,7 +254,8 @@ def parse_constraints(texts: Iterable[str]) -> Constraints:
     values: dict[str, Any] = {}
     for text in texts:
         name, separator, value = text.partition("=")
-        name = "sharded_state" if name.strip() == LEGACY_KEY else name.strip()
+        is_legacy = name.strip() == LEGACY_KEY
+        name = "sharded_state" if is_legacy else name.strip()
         key = name.rpartition(".")[2]  # `vision.replicas`: of one module
         if not separator or key not in KEYS:
             near = most_like(key, KEYS)
@@ -268,8 +269,7 @@ def parse_constraints(texts: Iterable[str]) -> Constraints:
         if name in values:
             raise PlanError("The same key is fixed twice.", where="--fix", seen=repr(text))
         try:
-            legacy = text.partition("=")[0].strip() == LEGACY_KEY
-            parse = _parse_legacy_state if legacy else KEYS[key].parse
+            parse = _parse_legacy_state if is_legacy else KEYS[key].parse
             values[name] = parse(value.strip())
         except PlanError:
             raise

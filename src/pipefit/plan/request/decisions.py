@@ -37,9 +37,8 @@ class ParallelConfig:
     sharding: Sharding = "none"
     "The SPMD program over the shard axis."
     lane_shards: tuple[tuple[int, ...], ...] = ()
-    "For searched programs, the shares of each lane's shard axis, (1,) for a single device; empty: `shards` on all"
-    " lanes."
-    " lanes."
+    """For searched programs, the shares of each lane's shard axis, (1,) for a single device; empty: `shards` on all
+    lanes."""
     recipes: tuple[str, ...] = ()
     "For each lane, the name of its recipe set (`plan/assemble/shard_programs.py`); empty: one unnamed set for all."
     microbatches: int = 1

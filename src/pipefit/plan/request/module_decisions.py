@@ -26,10 +26,8 @@ class MultiModuleConfig(ParallelConfig):
     """
 
     modules: tuple[tuple[str, ParallelConfig], ...] = ()
-    "Name and layout of each module, with its cuts and devices. A guest's layout is that on one lane; an inline"
-    " module's is that on the end of the backbone."
-    " module's is that on the end of the backbone."
-    " one in line, on the backbone's end."
+    """Name and layout of each module, with its cuts and devices. A guest's layout is that on one lane; an inline
+    module's is that on the end of the backbone."""
     backbone: str = ""
     "The module with the most work, whose devices are shared."
     guests: tuple[str, ...] = ()

@@ -50,8 +50,8 @@ class OperatorLabels:
     kinds: Mapping[str, str] = field(default_factory=dict)
     "Labels with dependent parts -> the operator kind that computes a part with collectives inside."
     joint: Mapping[str, tuple[tuple[Labels | None, ...], tuple[Labels, ...]]] = field(default_factory=dict)
-    "Labels with their own tables (inputs, outputs), where different dimensions are split together: tokens and"
-    " experts. Each is cut in its own units; the units of the last input are the program's."
+    """Labels with their own tables (inputs, outputs), where different dimensions are split together: tokens and
+    experts. Each is cut in its own units; the units of the last input are the program's."""
     local: Callable[[Mapping[str, Any], Shape, DevicePart], Mapping[str, Any]] | None = None
     "(attributes, local shape of output 0, its cut) -> attributes on one device, if they contain sizes or positions."
     addend: Callable[[Mapping[str, Any], DevicePart], Mapping[str, Any]] | None = None

@@ -325,7 +325,7 @@ class GroupSearch:
             lane_shards=shards,
             recipes=tuple(recipes),
             microbatches=count,
-            schedule=self.schedule_name(len(layout.lanes), count),
+            schedule=self.schedule_name(),
             devices=layout.device_order,
         )
         return decisions if self.is_valid(decisions) else None
@@ -337,9 +337,10 @@ class GroupSearch:
             {graph: link.layer_recipe.recipe_text for graph, link in links.items()}
         )
 
-    def schedule_name(self, lanes: int, count: int) -> str:
-        pinned = self.constraints.schedule or DEFAULT_FAMILY
-        return DEFAULT_FAMILY if FAMILIES[pinned].is_fitted else pinned
+    def schedule_name(self) -> str:
+        """Return the constrained schedule family; the default one for `fit`, whose orders another pass adds."""
+        name = self.constraints.schedule or DEFAULT_FAMILY
+        return DEFAULT_FAMILY if FAMILIES[name].is_fitted else name
 
     def is_valid(self, decisions: ParallelConfig) -> bool:
         """Return whether the job and the schedule allow the decisions."""
