@@ -16,6 +16,7 @@ from pipefit.codec import from_data, to_data
 from pipefit.cost.compute.curves import digest_graph
 from pipefit.errors import ModelError, PipefitError
 from pipefit.model.graph import Graph
+from pipefit.model.ops import KINDS
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.profile.board import StoreExchange
 from pipefit.profile.fit import fit_layer
@@ -33,9 +34,6 @@ from pipefit.profile.state import ProfileSession
 
 LAYERS_S = 3600.0
 """Time limit for the ranks that measure layers."""
-
-ATTENTION = ("attention", "packed_attention")
-"""Operators whose time grows with the square of the tokens attended to."""
 
 VISIT_S = 600.0
 """Time limit for processes that wait for each other before a visit."""
@@ -189,7 +187,7 @@ def distinct_layers(models: Sequence[str], dtype: str) -> tuple[list[ProfiledLay
         model = open_model(source)
         for layer in model.layers:
             graph = model.layer_graph(layer)
-            if any(operator.kind == "opaque" for operator in graph.operators):
+            if any(KINDS[operator.kind].is_module for operator in graph.operators):
                 skipped.append(f"{layer.name} of {source}")
                 continue
             name = f"{layer.name} of {source}"
@@ -209,7 +207,7 @@ def layer_curve(
     points = [sample.point for sample in samples]
     seen = [typical_times(sample.visits, crowding) for sample in samples]
     varies = not subject.tokens  # at one row length attention grows with the rows, like all operators
-    attention = varies and any(operator.kind in ATTENTION for operator in subject.graph.operators)
+    attention = varies and any(KINDS[operator.kind].is_attention for operator in subject.graph.operators)
     actions, worst = fit_layer(points, [seconds for seconds, _ in seen], attention, costs)
     return LayerCurve(
         signature=digest_graph(subject.graph),

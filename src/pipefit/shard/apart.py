@@ -16,6 +16,7 @@ from typing import Any
 from pipefit.errors import PlanError
 from pipefit.model.analysis.aten_splits import split_labels
 from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
+from pipefit.model.ops import KINDS
 from pipefit.shard.program import labels_at
 from pipefit.shard.rules import OperatorLabels
 
@@ -96,8 +97,8 @@ def _output_state(operator: Operator, shapes: Mapping[str, Shape], states: Seque
     sums = {index for index, state in enumerate(states) if isinstance(state, SummedRows)}
     if not (rows or sums) or str(name).startswith("aten.new_"):  # these read only the type of the value
         return RowIndependence(out.index(ROWS)) if ROWS in out else None
-    if operator.kind in ("put_tokens", "take_tokens"):
-        return states[0] if operator.kind == "put_tokens" else None
+    if KINDS[operator.kind].moves_tokens:
+        return states[0] if ROWS in out else None
     labelled = labels_at(shapes, operator)
     if sums:
         if operator.kind != "cast" and (rows or sums not in [{*linear_set} for linear_set in labelled.linear]):
@@ -167,7 +168,7 @@ def _seen_along(operator: Operator, rank: int) -> frozenset[int]:
 def _is_unknown(operator: Operator, shapes: Mapping[str, Shape]) -> bool:
     if operator.kind == "aten":
         return split_labels(operator.attributes, [shapes[name] for name in operator.inputs if name]) is None
-    return operator.kind == "opaque"
+    return KINDS[operator.kind].is_module
 
 
 def _assumed_state(name: Any, out: Shape, rows: Sequence[RowIndependence]) -> State:

@@ -13,14 +13,10 @@ from collections.abc import Mapping, Sequence
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, shard_form
 from pipefit.model.graph import Graph, Operator
+from pipefit.model.ops import KINDS
 from pipefit.shard.choice import TOKENS, HeldForm, OperatorChoice
 from pipefit.shard.program import ShardedGraph, labels_at, shard_graph
 from pipefit.shard.rules import OperatorLabels
-
-ATTENTION = ("attention", "packed_attention")
-"""Operator kinds that are split by heads and compute from queries, keys and values."""
-
-NORMS = ("rms_norm", "layer_norm")
 
 
 def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) -> ShardedGraph:
@@ -44,8 +40,8 @@ def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) 
         place: int, operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]
     ) -> OperatorChoice | None:
         if place in columns:
-            return OperatorChoice("out", columns[place])
-        if operator.kind in ATTENTION:
+            return OperatorChoice(KINDS[operator.kind].column_label, columns[place])
+        if KINDS[operator.kind].is_attention:
             return OperatorChoice("heads", labelled.units["heads"])
         if sequence_parallel and operator.inputs[:1] and operator.inputs[0] in fed:
             return OperatorChoice("d1") if "d1" in labelled.outputs[0] else None
@@ -83,8 +79,9 @@ def column_linears(graph: Graph) -> dict[int, int]:
     shapes |= {spec.name: spec.shape for spec in graph.parameters}
     columns = {}
     for index, operator in enumerate(graph.operators):
-        if operator.kind == "linear":
-            last = len(shapes[operator.outputs[0]]) - 1
+        label = KINDS[operator.kind].column_label
+        if label:
+            last = labels_at(shapes, operator).outputs[0].index(label)
             units = _units_downstream(graph, operator.outputs[0], last, consumers, shapes)
             if units:
                 columns[index] = units
@@ -115,7 +112,7 @@ def _units_downstream(
             _made_from_whole(graph, partner) for partner in partners if partner != name
         ):
             return 0
-        if label in labelled.outputs[0] and operator.kind not in ATTENTION:
+        if label in labelled.outputs[0] and not KINDS[operator.kind].is_attention:
             units = _units_downstream(graph, operator.outputs[0], labelled.outputs[0].index(label), consumers, shapes)
         else:
             size = shapes[name][dim]
@@ -129,8 +126,8 @@ def _units_downstream(
 def _made_from_whole(graph: Graph, name: str) -> bool:
     """Return whether a value comes from a full one (hidden state, norm result) without a product or attention."""
     maker = next((operator for operator in graph.operators if name in operator.outputs), None)
-    if maker is None or maker.kind in NORMS:
+    if maker is None or KINDS[maker.kind].is_norm:
         return maker is not None or any(tensor.name == name and tensor.role == "activation" for tensor in graph.inputs)
-    if maker.kind in (*ATTENTION, "linear", "matmul", "embedding"):
+    if KINDS[maker.kind].makes_features:
         return False
     return any(_made_from_whole(graph, input_name) for input_name in maker.inputs if input_name)

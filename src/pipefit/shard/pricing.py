@@ -320,7 +320,7 @@ class _LayerPricing:
                 and name not in self.pinned
                 for name in weights
             )
-            if operator.kind == "linear" and free:
+            if KINDS[operator.kind].factors_kind and free:
                 factored |= weights
         return frozenset(factored)
 

@@ -16,7 +16,6 @@ from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, PARTIAL, Run, TensorForm, shard_form, split_by_shares
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec
 from pipefit.model.ops import KINDS
-from pipefit.model.ops.linear_factors import KIND as FACTORS
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.reshare import shares_of
 from pipefit.shard.choice import (
@@ -352,7 +351,7 @@ class ProgramWriter:
         kind = labelled.kinds.get(choice.label or "", operator.kind)
         factors: Mapping[str, Any] = {}
         if choice.factors:
-            kind, factors = FACTORS, self._factor_attributes(operator, choice)
+            kind, factors = KINDS[operator.kind].factors_kind, self._factor_attributes(operator, choice)
         held = self.held[outputs[0]]
         split_inputs = [name for name in inputs if name and self.held[name].form.kind == "G"]
         for position in range(len(self.shares)):
@@ -371,7 +370,7 @@ class ProgramWriter:
     def _factor_attributes(self, operator: Operator, choice: OperatorChoice) -> Mapping[str, Any]:
         """Return the attributes of a linear layer with gathered factors. Raises PlanError for other operators."""
         held = self.held[operator.outputs[0]].form
-        if operator.kind != "linear" or held.kind != "G" or held.dim is None:
+        if not KINDS[operator.kind].factors_kind or held.kind != "G" or held.dim is None:
             raise PlanError(
                 "The factors of this operator cannot be gathered.",
                 where=f"recipe, {operator.kind}",

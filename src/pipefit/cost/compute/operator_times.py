@@ -10,13 +10,8 @@ from pipefit.cost.compute.shard_exchanges import BACKWARD, OperatorExchanges, op
 from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
 from pipefit.model.analysis.totals import made_from_data, operator_flops, operator_traffic_bytes
 from pipefit.model.graph import Graph, Operator, element_count
-from pipefit.model.ops import KINDS
+from pipefit.model.ops import KINDS, OperatorKind
 from pipefit.model.ops.unshard import stored_weights
-
-MERGING = (5, 4)
-"""Additional attention kernels per earlier slice, (forward, backward): attention over the slice's keys, and the merge
-of its result (`run/ops/attention.py`).
-"""
 
 Times = tuple[float, float, float]
 """Seconds of an operator's forward, input gradient and weight gradient."""
@@ -62,9 +57,11 @@ def operator_times(
     return forward_s, input_s, weight_s
 
 
-def with_merging(times: Times, chunks: int, kind: DeviceKind) -> Times:
-    """Return the times of attention with the merging of `chunks` earlier slices."""
-    more_s, back_s = (count * chunks * kind.overhead_s for count in MERGING)
+def with_merging(times: Times, operator: OperatorKind, chunks: int, kind: DeviceKind) -> Times:
+    """Return the times of an operator with the merging of `chunks` earlier slices."""
+    if operator.merging_kernels == (0, 0):
+        return times
+    more_s, back_s = (count * chunks * kind.overhead_s for count in operator.merging_kernels)
     return times[0] + more_s, times[1] + back_s, times[2]
 
 

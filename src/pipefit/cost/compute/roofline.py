@@ -20,6 +20,7 @@ from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.model.analysis.passing import TransientMemory, transient_bytes
 from pipefit.model.analysis.saved import kept_values, kv_gradient_bytes, saved_bytes
 from pipefit.model.graph import LOCAL, Graph
+from pipefit.model.ops import KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class RooflineCosts:
         for operator, kept_times in zip(graph.operators, self._times[key], strict=True):
             work_out = partial(operator_times, graph, operator, kind, precision, collective)
             times = kept_times.get_or_compute(symbols, work_out)
-            results.append(with_merging(times, shape.earlier_chunks, kind) if operator.kind == "attention" else times)
+            results.append(with_merging(times, KINDS[operator.kind], shape.earlier_chunks, kind))
         return results
 
 

@@ -19,9 +19,7 @@ from pipefit.cost.compute.roofline import LayerSeconds
 from pipefit.cost.portable import geometric_mean
 from pipefit.model.analysis.totals import operator_flops
 from pipefit.model.graph import Graph, size_factors
-
-WHOLE = {"linear_factors": "linear"}
-"""Operator kinds that compute a share of another kind's product."""
+from pipefit.model.ops import KINDS
 
 
 class RooflineRatios(NamedTuple):
@@ -77,7 +75,7 @@ def product_kinds(graph: Graph) -> tuple[str, ...]:
     """Return the sorted kinds of all operators that multiply matrices."""
     unit_sizes: defaultdict[str, int] = defaultdict(lambda: 1)
     kinds = (operator.kind for operator in graph.operators if operator_flops(graph, operator, unit_sizes).forward)
-    return tuple(sorted(WHOLE.get(kind, kind) for kind in kinds))
+    return tuple(sorted(KINDS[kind].measured_as or kind for kind in kinds))
 
 
 def unsharded_shape(graph: Graph, shape: MicrobatchShape) -> MicrobatchShape:

@@ -84,13 +84,11 @@ def transient_bytes(
 
 
 def _table_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -> int:
-    """Cos and sin of every distinct rotary embedding: (B, T, dim/2) each."""
-    parts = {
-        repr([operator.attributes.get(name) for name in ("theta", "dim", "scaling")]): operator.attributes["dim"]
-        for operator in graph.operators
-        if operator.kind == "rotary"
-    }
-    return sum(symbols["B"] * symbols["T"] * (int(dim) // 2) * 2 * compute_bytes for dim in parts.values())
+    """Bytes of the distinct tables of positions, such as cos and sin of a rotary embedding."""
+    tables = dict(
+        table(operator.attributes) for operator in graph.operators if (table := KINDS[operator.kind].position_table)
+    )
+    return sum(symbols["B"] * symbols["T"] * features * compute_bytes for features in tables.values())
 
 
 class _StorageHeap:

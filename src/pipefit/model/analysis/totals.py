@@ -76,7 +76,7 @@ def operator_traffic_bytes(graph: Graph, operator: Operator, symbols: Mapping[st
         for size in shape:
             count *= size_value(size, symbols)
         total += count * width
-    if operator.kind == "embedding":
+    if KINDS[operator.kind].is_lookup:
         weight = parameters[operator.inputs[1]]
         rows = operator_call(graph, operator, symbols, compute_bytes).inputs[0]
         assert rows is not None

@@ -74,6 +74,9 @@ def _mask_bytes(call: OperatorCall) -> int:
     return total
 
 
+_MERGING_KERNELS = (5, 4)
+"""Attention over the keys of the earlier slice, and the merge of its result (`run/ops/attention.py`)."""
+
 OPERATORS = (
     OperatorKind(
         kind="attention",
@@ -94,5 +97,8 @@ OPERATORS = (
         backward_extra=_backward_extra,
         boundary=True,
         heavy=True,
+        is_attention=True,
+        makes_features=True,
+        merging_kernels=_MERGING_KERNELS,
     ),
 )

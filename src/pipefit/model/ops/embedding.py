@@ -32,6 +32,8 @@ OPERATORS = (
         pending_gradients=True,
         widened_bytes=_widened_bytes,
         boundary=True,
+        is_lookup=True,
+        makes_features=True,
         output_dtype="compute",
     ),
 )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pipefit.model.graph import Operator, Shape
 
 Sizes = tuple[int, ...]
+
+InitialValue = Literal["normal", "ones", "zeros"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,34 @@ class OperatorKind:
     "Output 0 shares the storage of input 0."
     output_dtype: str | None = None
     "None: the dtype of input 0; else a fixed dtype; `attribute` reads the attribute `dtype`."
+    is_attention: bool = False
+    """Relates queries to keys and values: Megatron splits its heads (label `heads`), and its time grows with the square
+    of the tokens."""
+    is_norm: bool = False
+    "Normalises the last dimension, so its output is replicated wherever its input is."
+    is_lookup: bool = False
+    "Reads rows of a parameter (input 1) by the indices in input 0."
+    is_module: bool = False
+    "Calls a user's module of unknown computation."
+    makes_features: bool = False
+    "Makes new features, which can be split although the input is replicated."
+    mixes_features: bool = False
+    "Combines the elements of the last dimension of input 0."
+    moves_tokens: bool = False
+    "Moves tokens between the rows of a sequence and a packed row."
+    column_label: str = ""
+    "The label of the output features along which Megatron splits the columns of the weight; empty: it splits none."
+    factors_kind: str = ""
+    "The kind that computes the same product with gathered factors of the weight gradient; empty: none does."
+    measured_as: str = ""
+    "The kind with the same product on a whole layer, whose measurements apply; empty: this kind itself."
+    merging_kernels: tuple[int, int] = (0, 0)
+    "Additional kernels per earlier slice of the microbatch, (forward, backward)."
+    initial_values: tuple[InitialValue, ...] = ()
+    "The initial value of a parameter at each input; `normal` beyond the end."
+    position_table: Callable[[Mapping[str, Any]], tuple[str, int]] | None = None
+    """Attributes -> (key, features) of values that depend on the position alone. Operators with one key share them;
+    they stay in memory during a step."""
 
     def check_inputs(self, operator: Operator) -> None:
         """Assert that `operator` has the number of inputs that the kind requires. A captured graph that fails this is a

@@ -47,6 +47,9 @@ _LAYER_NORM = OperatorKind(
     shapes=same_shape,
     saves=save_input,
     own_bytes=_own_bytes,
+    is_norm=True,
+    mixes_features=True,
+    initial_values=("normal", "ones", "zeros"),
 )
 
 OPERATORS = (

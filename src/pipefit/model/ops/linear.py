@@ -49,5 +49,10 @@ OPERATORS = (
         widened_bytes=_widened_bytes,
         boundary=True,
         heavy=True,
+        makes_features=True,
+        mixes_features=True,
+        column_label="out",
+        factors_kind="linear_factors",
+        initial_values=("normal", "normal", "zeros"),
     ),
 )

@@ -90,5 +90,6 @@ OPERATORS = (
         widened_bytes=_widened_bytes,
         boundary=True,
         heavy=True,
+        measured_as="linear",
     ),
 )

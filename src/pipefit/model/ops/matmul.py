@@ -38,5 +38,6 @@ OPERATORS = (
         saves=_saved_values,
         boundary=True,
         heavy=True,
+        makes_features=True,
     ),
 )

@@ -111,6 +111,7 @@ _MOE = OperatorKind(
     deferred_extra=_deferred_extra,
     boundary=True,
     heavy=True,
+    mixes_features=True,
 )
 
 OPERATORS = (

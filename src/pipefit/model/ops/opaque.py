@@ -53,6 +53,7 @@ OPERATORS = (
         own_bytes=_own_bytes,
         boundary=True,
         heavy=True,
+        is_module=True,
         output_dtype="compute",
     ),
 )

@@ -57,5 +57,7 @@ OPERATORS = (
         own_bytes=_own_bytes,
         boundary=True,
         heavy=True,
+        is_attention=True,
+        makes_features=True,
     ),
 )

@@ -50,6 +50,9 @@ _RMS_NORM = OperatorKind(
     own_bytes=_own_bytes,
     forward_extra=_forward_extra,
     backward_extra=_backward_extra,
+    is_norm=True,
+    mixes_features=True,
+    initial_values=("normal", "ones"),
 )
 
 OPERATORS = (

@@ -117,6 +117,12 @@ def _extra_bytes(call: OperatorCall) -> int:
     return math.prod(x[:-1]) * int(call.attributes["dim"]) * call.compute_bytes
 
 
+def _table_of_positions(attributes: Mapping[str, Any]) -> tuple[str, int]:
+    """Cos and sin of `dim / 2` angles."""
+    key = repr([attributes.get(name) for name in ("theta", "dim", "scaling")])
+    return key, 2 * (int(attributes["dim"]) // 2)
+
+
 OPERATORS = (
     OperatorKind(
         kind="rotary",
@@ -131,5 +137,7 @@ OPERATORS = (
         shapes=same_shape,
         forward_extra=_extra_bytes,
         backward_extra=_extra_bytes,
+        mixes_features=True,
+        position_table=_table_of_positions,
     ),
 )

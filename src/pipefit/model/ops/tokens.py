@@ -47,6 +47,7 @@ OPERATORS = (
         forward_extra=_spare_bytes,
         backward_extra=_spare_bytes,
         boundary=True,
+        moves_tokens=True,
     ),
     OperatorKind(
         kind="take_tokens",
@@ -57,5 +58,6 @@ OPERATORS = (
         forward_extra=_spare_bytes,
         backward_extra=_spare_bytes,
         boundary=True,
+        moves_tokens=True,
     ),
 )

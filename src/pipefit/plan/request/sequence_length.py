@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from pipefit.errors import PlanError
 from pipefit.model.graph import Graph, Model, ModelModule
+from pipefit.model.ops import KINDS
 from pipefit.plan.types import Plan
 
 
@@ -88,7 +89,7 @@ def position_tables(graph: Graph) -> dict[str, int]:
         first = operator.inputs[0] if operator.inputs else ""
         if first not in offsets:
             continue
-        if operator.kind == "embedding":
+        if KINDS[operator.kind].is_lookup:
             rows = shapes[operator.inputs[1]][0] - offsets[first]
             tables[operator.inputs[1]] = min(rows, tables.get(operator.inputs[1], rows))
         elif operator.kind == "add" and "scalar" in operator.attributes:

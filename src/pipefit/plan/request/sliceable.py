@@ -14,6 +14,7 @@ from math import prod
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
+from pipefit.model.ops import KINDS
 from pipefit.plan.types import Plan
 from pipefit.shard.choice import SEQUENCES
 
@@ -25,9 +26,6 @@ SPLIT_TOKENS = ("megatron-sp", "searched")
 
 _SOME_ROWS = 7919
 """Value of B in comparisons of distances: a prime that no model size equals."""
-
-OVER_FEATURES = ("linear", "rms_norm", "layer_norm", "moe", "rotary")
-"""Kinds that work along the last dimension of input 0."""
 
 
 def check_sliceable(model: Model, where: str = "order.slices") -> None:
@@ -158,9 +156,9 @@ def _layer_obstacles(graph: Graph, where: str) -> Iterator[PlanError]:
         )
         return
     for operator in graph.operators:
-        if operator.kind == "opaque":
+        if KINDS[operator.kind].is_module:
             yield from _opaque_obstacles(operator, where)
-        elif operator.kind == "attention":
+        elif KINDS[operator.kind].read_later:
             if not operator.attributes.get("causal", True):
                 yield PlanError(
                     "A model whose attention is not causal cannot be cut into slices: a token needs later tokens, "
@@ -197,7 +195,7 @@ def _mixing_reason(operator: Operator, shapes: Mapping[str, Shape]) -> str:
             return "that sums over tokens"
         if _has_tokens(inputs[1][-1]):
             return "of every token with every other"
-    elif kind in OVER_FEATURES and _has_tokens(inputs[0][-1]):
+    elif KINDS[kind].mixes_features and _has_tokens(inputs[0][-1]):
         return "along the tokens"
     elif kind in ("softmax", "concat", "slice") and _has_tokens(inputs[0][int(attributes["dim"])]):
         return "" if kind != "softmax" and shapes[operator.outputs[0]] == inputs[0] else "along the tokens"

@@ -10,30 +10,23 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pipefit.layout import Box
 from pipefit.model.graph import Model
+from pipefit.model.ops import KINDS
+from pipefit.model.ops.kind import InitialValue
 from pipefit.model.registry import USER, build_layers
 from pipefit.plan.types import Plan
 from pipefit.run.stage.user_module import whole_example
-
-Kind = Literal["normal", "ones", "zeros"]
 
 Value = Callable[[str, Sequence[int], Box], Tensor]
 """(global name, global shape, box) -> that part of the parameter, any float type."""
 
 _BLOCK = 1 << 20
 """Approximate number of elements drawn from one generator: rows are never divided."""
-
-_ROLES: Mapping[str, Sequence[Kind]] = {
-    "rms_norm": ("normal", "ones"),
-    "layer_norm": ("normal", "ones", "zeros"),
-    "linear": ("normal", "normal", "zeros"),
-}
 
 
 def initial_values(plan: Plan, model: Model) -> Value:
@@ -72,9 +65,9 @@ def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
     }
 
 
-def parameter_kinds(model: Model) -> dict[str, Kind]:
+def parameter_kinds(model: Model) -> dict[str, InitialValue]:
     """Return global name -> kind of initial value, from the operators that read it."""
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, InitialValue] = {}
     for layer in model.layers:
         graph = model.layer_graph(layer)
         local = {spec.name: layer.parameters[spec.name] for spec in graph.parameters}
@@ -82,13 +75,13 @@ def parameter_kinds(model: Model) -> dict[str, Kind]:
             kinds.setdefault(name, "normal")
         for operator in graph.operators:
             for position, value in enumerate(operator.inputs):
-                roles = _ROLES.get(operator.kind, ())
+                roles = KINDS[operator.kind].initial_values
                 if value in local and position < len(roles) and roles[position] != "normal":
                     kinds[local[value]] = roles[position]
     return kinds
 
 
-def initial_value(name: str, shape: Sequence[int], kind: Kind, std: float, seed: int, box: Box) -> Tensor:
+def initial_value(name: str, shape: Sequence[int], kind: InitialValue, std: float, seed: int, box: Box) -> Tensor:
     """Return the part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
     sizes = [stop - start for start, stop in box]
     if kind != "normal":

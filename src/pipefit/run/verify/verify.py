@@ -24,6 +24,7 @@ from pipefit.data.rows import RowSplit
 from pipefit.data.samples import InputField, UserSamples, field_of
 from pipefit.errors import PlanError, RunError
 from pipefit.model.graph import Model
+from pipefit.model.ops import KINDS
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.types import LanePrediction, Plan
 from pipefit.plugins import load_plugins
@@ -255,7 +256,7 @@ def vocabulary_size(model: Model) -> int:
         tokens = {tensor.name for tensor in graph.inputs if tensor.role == "tokens"}
         tables = {parameter.name: parameter for parameter in graph.parameters}
         for operator in graph.operators:
-            if operator.kind == "embedding" and tokens & {*operator.inputs}:
+            if KINDS[operator.kind].is_lookup and tokens & {*operator.inputs}:
                 return min(int(tables[name].shape[0]) for name in operator.inputs if name in tables)
     return 2
 

@@ -15,6 +15,7 @@ from pipefit.errors import StalePlanError
 from pipefit.lab.pace import pace_program
 from pipefit.layout import AxisName, Box, Mesh, held_box, parse_form
 from pipefit.model.graph import Model
+from pipefit.model.ops import KINDS
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import build_layers
 from pipefit.plan.assemble.shard_programs import (
@@ -233,7 +234,7 @@ def _opaque_modules(
     model: Model, layers: Sequence[StageLayer], device: torch.device
 ) -> dict[str, torch.nn.Module] | None:
     """Return the user's modules for layers that could not be captured, by layer name. Their parameters are not used."""
-    wanted = {layer.name for layer in layers if any(op.kind == "opaque" for op in layer.graph.operators)}
+    wanted = {layer.name for layer in layers if any(KINDS[op.kind].is_module for op in layer.graph.operators)}
     if not wanted:
         return None
     built = build_layers(model.family, model.config, device=str(device))
