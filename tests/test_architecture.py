@@ -31,6 +31,7 @@ def module_id(path: Path) -> str:
 TORCH_AT_IMPORT = (
     "run/",
     "profile/",
+    "testing/operator",
     "model/families/common",
     "model/families/finish",
     "model/families/leaf",

@@ -70,6 +70,10 @@ class NamedRegistry(Mapping[str, Entry]):
             )
         return entry
 
+    def remove_entry(self, name: str) -> None:
+        """Remove an entry, for tests. KeyError if there is none."""
+        del self._entries[name]
+
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tests.support.op_case import OpCase
+from tests.support.op_case import make_example
+
+from pipefit.testing.operator_example import OperatorExample
 
 
 def _conv(attributes: Mapping[str, Any]) -> Callable[..., Any]:
@@ -78,15 +80,15 @@ def _instance_norm(x: Any, weight: Any, bias: Any) -> Any:
     return _group_norm(x.shape[1])(x, weight, bias)
 
 
-def _conv_case(inputs: dict[str, Any], **attributes: Any) -> OpCase:
+def _conv_case(inputs: dict[str, Any], **attributes: Any) -> OperatorExample:
     attributes.setdefault("groups", 1)
     parameters = frozenset(name for name in ("w", "b") if inputs[name] is not None)
-    return OpCase("conv", inputs, _conv(attributes), attributes, parameters)
+    return make_example("conv", inputs, _conv(attributes), attributes, parameters)
 
 
-def _conv_transpose_case(inputs: dict[str, Any], **attributes: Any) -> OpCase:
+def _conv_transpose_case(inputs: dict[str, Any], **attributes: Any) -> OperatorExample:
     parameters = frozenset(name for name in ("w", "b") if inputs[name] is not None)
-    return OpCase("conv_transpose", inputs, _conv_transpose(attributes), attributes, parameters)
+    return make_example("conv_transpose", inputs, _conv_transpose(attributes), attributes, parameters)
 
 
 def _image_case(
@@ -96,7 +98,7 @@ def _image_case(
     *arguments: Any,
     shape: tuple[Any, ...] = (),
     result: Any = None,
-) -> OpCase:
+) -> OperatorExample:
     """A function of an image x, with the other inputs as parameters; `arguments` are those of the call."""
     attributes = {
         "target": f"aten.{target}",
@@ -106,10 +108,10 @@ def _image_case(
         "shape": list(shape or inputs["x"]),
         "dtype": "compute",
     }
-    return OpCase("aten", inputs, plain, attributes, frozenset({*inputs} - {"x"}))
+    return make_example("aten", inputs, plain, attributes, frozenset({*inputs} - {"x"}))
 
 
-CASES: list[OpCase] = [
+CASES: list[OperatorExample] = [
     _conv_case({"x": ("B", 4, 7, 6), "w": (5, 4, 3, 2), "b": (5,)}, stride=[2, 1], padding=[1, 0], dilation=[1, 2]),
     _conv_case({"x": ("B", 4, 7), "w": (5, 4, 3), "b": None}, stride=[1], padding=[2], dilation=[1]),
     _conv_case(
@@ -196,7 +198,7 @@ CASES: list[OpCase] = [
         2,
         shape=("B", 2, 4, 6),
     ),
-    OpCase(
+    make_example(
         "aten",
         {"x": ("B", 3, 4, 4)},
         lambda x: x.unfold(2, 2, 2).unfold(3, 2, 2).amax((-1, -2)),

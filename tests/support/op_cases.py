@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from tests.support import image_cases, packed_cases
-from tests.support.op_case import ROWS, TOKENS, OpCase
+from tests.support.op_case import make_example
+
+from pipefit.testing.operator_example import ROWS, TOKENS, OperatorExample
 
 
 def _linear(x: Any, weight: Any, bias: Any) -> Any:
@@ -111,25 +113,27 @@ _HEADS = {"q": ("B", "T", 6, 4), "k": ("B", "T", 3, 4), "v": ("B", "T", 3, 4)}
 _EXPERTS = {"x": X, "router": (5, 10), "gate_up": (5, 16, 10), "down": (5, 10, 8)}
 
 
-def _rotary_case(style: str, dim: int) -> OpCase:
+def _rotary_case(style: str, dim: int) -> OperatorExample:
     attributes = {"theta": 100.0, "dim": dim, "scaling": None, "style": style}
     inputs = {"x": ("B", "T", 3, 8), "positions": ("B", "T")}
-    return OpCase("rotary", inputs, _rotary(100.0, dim, style), attributes, integers={"positions": 50})
+    places = {"positions": [[*range(3, 3 + TOKENS)]] * ROWS}
+    plain, bounds = _rotary(100.0, dim, style), {"positions": 50}
+    return make_example("rotary", inputs, plain, attributes, integers=bounds, fixed_values=places)
 
 
-def _attention_case(**attributes: Any) -> OpCase:
-    return OpCase("attention", _HEADS, _attention(**attributes), attributes)
+def _attention_case(**attributes: Any) -> OperatorExample:
+    return make_example("attention", _HEADS, _attention(**attributes), attributes)
 
 
-def _moe_case(top: int, normalize: bool, activation: str) -> OpCase:
+def _moe_case(top: int, normalize: bool, activation: str) -> OperatorExample:
     attributes = {"experts": 5, "top_k": top, "normalize": normalize, "activation": activation}
     plain = _moe(top, normalize, _gelu if activation == "gelu" else lambda x: x * torch.sigmoid(x))
-    return OpCase("moe", _EXPERTS, plain, attributes, frozenset(("router", "gate_up", "down")))
+    return make_example("moe", _EXPERTS, plain, attributes, frozenset(("router", "gate_up", "down")))
 
 
 def _aten_case(
     target: str, plain: Callable[..., Any], *arguments: Any, shape: Any = None, result: Any = None
-) -> OpCase:
+) -> OperatorExample:
     attributes = {
         "target": f"aten.{target}",
         "arguments": [{"input": 0}, *arguments],
@@ -138,47 +142,51 @@ def _aten_case(
         "shape": list(X) if shape is None else shape,
         "dtype": "compute",
     }
-    return OpCase("aten", {"x": X}, plain, attributes)
+    return make_example("aten", {"x": X}, plain, attributes)
 
 
-def _unary(kind: str, plain: Callable[[Any], Any], **attributes: Any) -> OpCase:
-    return OpCase(kind, {"x": X}, plain, attributes)
+def _unary(kind: str, plain: Callable[[Any], Any], **attributes: Any) -> OperatorExample:
+    return make_example(kind, {"x": X}, plain, attributes)
 
 
-def _binary(kind: str, plain: Callable[[Any, Any], Any]) -> list[OpCase]:
+def _binary(kind: str, plain: Callable[[Any, Any], Any]) -> list[OperatorExample]:
     def with_scalar(a: Any, b: Any) -> Any:
         return plain(a, 1.75)
 
     return [
-        OpCase(kind, {"a": X, "b": X}, plain),
-        OpCase(kind, {"a": X, "b": ("B", "T", 1)}, plain),
-        OpCase(kind, {"a": X, "b": (10,)}, plain, parameters=frozenset("b")),
-        OpCase(kind, {"a": X, "b": None}, with_scalar, {"scalar": 1.75}),
+        make_example(kind, {"a": X, "b": X}, plain),
+        make_example(kind, {"a": X, "b": ("B", "T", 1)}, plain),
+        make_example(kind, {"a": X, "b": (10,)}, plain, parameters=frozenset("b")),
+        make_example(kind, {"a": X, "b": None}, with_scalar, {"scalar": 1.75}),
     ]
 
 
-CASES: list[OpCase] = [
-    OpCase("linear", {"x": X, "w": (7, 10), "b": (7,)}, _linear, parameters=frozenset(("w", "b"))),
-    OpCase("linear", {"x": X, "w": (7, 10), "b": None}, _linear, parameters=frozenset("w")),
-    OpCase(
+CASES: list[OperatorExample] = [
+    make_example("linear", {"x": X, "w": (7, 10), "b": (7,)}, _linear, parameters=frozenset(("w", "b"))),
+    make_example("linear", {"x": X, "w": (7, 10), "b": None}, _linear, parameters=frozenset("w")),
+    make_example(
         "embedding",
         {"tokens": ("B", "T"), "w": (9, 5)},
         lambda tokens, w: torch.nn.functional.one_hot(tokens, 9).double() @ w,
         parameters=frozenset("w"),
         integers={"tokens": 9},
     ),
-    OpCase(
+    make_example(
         "cross_entropy",
         {"x": X, "labels": ("B", "T")},
         _cross_entropy,
         {"ignore_index": 1},
         integers={"labels": 10},
     ),
-    OpCase("matmul", {"a": ("B", 3, "T", 4), "b": ("B", 3, 4, 5)}, lambda a, b: torch.einsum("bhij,bhjk->bhik", a, b)),
-    OpCase("rms_norm", {"x": X, "w": (10,)}, _rms_norm(1e-3), {"eps": 1e-3}, frozenset("w")),
-    OpCase("rms_norm", {"x": X, "w": None}, _rms_norm(1e-3), {"eps": 1e-3}),
-    OpCase("layer_norm", {"x": X, "w": (10,), "b": (10,)}, _layer_norm(1e-3), {"eps": 1e-3}, frozenset(("w", "b"))),
-    OpCase("layer_norm", {"x": X, "w": None, "b": None}, _layer_norm(1e-3), {"eps": 1e-3}),
+    make_example(
+        "matmul", {"a": ("B", 3, "T", 4), "b": ("B", 3, 4, 5)}, lambda a, b: torch.einsum("bhij,bhjk->bhik", a, b)
+    ),
+    make_example("rms_norm", {"x": X, "w": (10,)}, _rms_norm(1e-3), {"eps": 1e-3}, frozenset("w")),
+    make_example("rms_norm", {"x": X, "w": None}, _rms_norm(1e-3), {"eps": 1e-3}),
+    make_example(
+        "layer_norm", {"x": X, "w": (10,), "b": (10,)}, _layer_norm(1e-3), {"eps": 1e-3}, frozenset(("w", "b"))
+    ),
+    make_example("layer_norm", {"x": X, "w": None, "b": None}, _layer_norm(1e-3), {"eps": 1e-3}),
     _rotary_case("half", 8),
     _rotary_case("half", 4),
     _rotary_case("interleaved", 8),
@@ -207,32 +215,32 @@ CASES: list[OpCase] = [
     _unary("reshape", lambda x: torch.stack((x[..., :5], x[..., 5:]), 2), shape=["B", "T", 2, 5]),
     _unary("transpose", lambda x: torch.einsum("bti->tib", x), dims=[1, 2, 0]),
     _unary("slice", lambda x: x[..., 2:7], dim=2, start=2, stop=7),
-    OpCase("concat", {"a": X, "b": ("B", "T", 3)}, lambda a, b: torch.cat((a, b), 2), {"dim": 2}),
-    OpCase("expand", {"x": ("B", 1, 10)}, lambda x: torch.cat([x] * TOKENS, 1), {"shape": ["B", "T", 10]}),
-    OpCase(
+    make_example("concat", {"a": X, "b": ("B", "T", 3)}, lambda a, b: torch.cat((a, b), 2), {"dim": 2}),
+    make_example("expand", {"x": ("B", 1, 10)}, lambda x: torch.cat([x] * TOKENS, 1), {"shape": ["B", "T", 10]}),
+    make_example(
         "expand",
         {"x": (1, 3, 4)},
         lambda x: torch.stack([x[0]] * ROWS),
         {"shape": ["B", 3, 4]},
         parameters=frozenset("x"),
     ),
-    OpCase("sum", {"x": X}, lambda x: torch.einsum("bti->bi", x), {"dims": [1], "keepdim": False}),
-    OpCase("sum", {"x": X}, lambda x: x @ torch.ones(10, 1).double(), {"dims": [2], "keepdim": True}),
-    OpCase("sum", {"x": X}, lambda x: torch.einsum("bti->", x), {"dims": [0, 1, 2], "keepdim": False}),
-    OpCase(
+    make_example("sum", {"x": X}, lambda x: torch.einsum("bti->bi", x), {"dims": [1], "keepdim": False}),
+    make_example("sum", {"x": X}, lambda x: x @ torch.ones(10, 1).double(), {"dims": [2], "keepdim": True}),
+    make_example("sum", {"x": X}, lambda x: torch.einsum("bti->", x), {"dims": [0, 1, 2], "keepdim": False}),
+    make_example(
         "einsum",
         {"a": ("B", "T", 5), "b": ("B", "T", 3, 4)},
         lambda a, b: (a[:, :, None, None, :] * b[..., None]).sum(1).permute(0, 3, 1, 2),
         {"equation": "bsd,bsec->bdec"},
     ),
-    OpCase(
+    make_example(
         "einsum",
         {"a": ("B", "T", 5), "w": (4, 5, 3)},
         lambda a, w: torch.stack([a @ one for one in w], 2),
         {"equation": "btd,edf->btef"},
         parameters=frozenset("w"),
     ),
-    OpCase("einsum", {"a": ("B", "T", 5), "b": None}, lambda a, b: a.transpose(1, 2), {"equation": "btd->bdt"}),
+    make_example("einsum", {"a": ("B", "T", 5), "b": None}, lambda a, b: a.transpose(1, 2), {"equation": "btd->bdt"}),
     *image_cases.CASES,
     *packed_cases.CASES,
     _aten_case("glu.default", lambda x: x[..., :5] * torch.sigmoid(x[..., 5:]), shape=["B", "T", 5]),
@@ -248,7 +256,7 @@ CASES: list[OpCase] = [
         [0, 0, 1, -1],
     ),
     _aten_case("roll.default", lambda x: torch.cat((x[:, -1:], x[:, :-1]), 1), [1], [1]),
-    OpCase(
+    make_example(
         "aten",
         {"a": X, "b": ("B", 1, 10)},
         lambda a, b: a * (a > b) + b * (a <= b),

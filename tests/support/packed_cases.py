@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from tests.support.op_case import ROWS, TOKENS, OpCase
+from tests.support.op_case import make_example
 
-from pipefit.model.graph import Graph
-
-DATA = {"places", "grid"}
-"""Integer inputs that have no role of their own."""
-
-
-@dataclass(frozen=True)
-class PackedCase(OpCase):
-    """`given`: the numbers of integer inputs, which may not be any."""
-
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-    def graph(self) -> Graph:
-        graph = super().graph()
-        inputs = (replace(one, role="data") if one.name in DATA else one for one in graph.inputs)
-        return replace(graph, inputs=tuple(inputs))
-
-    def values(self, seed: int = 0) -> dict[str, Any]:
-        return {**super().values(seed), **{name: torch.tensor(values) for name, values in self.given.items()}}
+from pipefit.testing.operator_example import ROWS, TOKENS
 
 
 def _packed_attention(scale: float) -> Any:
@@ -93,54 +73,56 @@ _PATCHES = [[[max(0, n) for n in one] for one in row] for row in _GRID]
 _PATCHES[1][3] = [0, 0, 1, 1]
 
 CASES = [
-    PackedCase(
+    make_example(
         "packed_attention",
         {"q": _HEADS, "k": _HEADS, "v": _HEADS, "documents": ("B", "T")},
         _packed_attention(0.4),
         {"scale": 0.4},
         integers={"documents": TOKENS},
-        given={"documents": [[0, 0, 0, 3, 4, 4], [0] * TOKENS]},
+        fixed_values={"documents": [[0, 0, 0, 3, 4, 4], [0] * TOKENS]},
     ),
-    PackedCase(
+    make_example(
         "packed_attention",
         {"q": _HEADS, "k": _HEADS, "v": _HEADS, "documents": ("B", "T")},
         _packed_attention(0.7),
         {"scale": 0.7},
         integers={"documents": TOKENS},
-        given={"documents": [[0, 0, 2, 2, 4, 4], [0, 1, 1, 3, 3, 5]]},
+        fixed_values={"documents": [[0, 0, 2, 2, 4, 4], [0, 1, 1, 3, 3, 5]]},
     ),
-    PackedCase(
+    make_example(
         "put_tokens",
         {"h": ("B", "T", 7), "x": (1, 4, 7), "places": (1, 4)},
         _put,
         integers={"places": ROWS * TOKENS},
-        given={"places": [[7, 0, 2, 11]]},
+        fixed_values={"places": [[7, 0, 2, 11]]},
     ),
-    PackedCase(
+    make_example(
         "take_tokens",
         {"h": ("B", "T", 7), "places": (1, 5)},
         _take,
         integers={"places": ROWS * TOKENS},
-        given={"places": [[3, 4, 11, 6, 3]]},
+        fixed_values={"places": [[3, 4, 11, 6, 3]]},
     ),
-    PackedCase(
+    make_example(
         "image_positions",
         {"x": ("B", "T", 6), "grid": ("B", "T", 4), "table": (10, 6), "start": (6,)},
         _positions(3),
         {"rows": 3, "columns": 3},
         frozenset(("table", "start")),
         integers={"grid": 9},
-        given={"grid": _GRID},
+        fixed_values={"grid": _GRID},
     ),
-    PackedCase(
+    make_example(
         "image_positions",
         {"x": ("B", "T", 6), "grid": ("B", "T", 4), "table": (9, 6), "start": None},
         _positions(3),
         {"rows": 3, "columns": 3},
         frozenset(("table",)),
         integers={"grid": 9},
-        given={"grid": _PATCHES},
+        fixed_values={"grid": _PATCHES},
     ),
-    OpCase("fourier_features", {"time": ("B", "T")}, _features(3), {"frequencies": 3}),
-    OpCase("squared_error", {"prediction": ("B", "T", 5), "target": ("B", "T", 5)}, lambda a, b: ((a - b) ** 2).sum()),
+    make_example("fourier_features", {"time": ("B", "T")}, _features(3), {"frequencies": 3}),
+    make_example(
+        "squared_error", {"prediction": ("B", "T", 5), "target": ("B", "T", 5)}, lambda a, b: ((a - b) ** 2).sum()
+    ),
 ]

@@ -1,6 +1,7 @@
-"""Conformance suites for plug-ins: the checks that the built-in schedule families pass, as plain functions.
+"""Conformance suites for plug-ins: the checks that built-in schedule families and operators pass, as plain functions.
 
-A check raises AssertionError that names the failed requirement. The suites need neither pytest nor hypothesis.
+A check raises AssertionError that names the failed requirement. The suites need neither pytest nor hypothesis. Checks
+of operators need torch: import them from `pipefit.testing.operators`.
 """
 
 from pipefit.testing.schedules import (

@@ -19,6 +19,7 @@ import torch
 
 from pipefit.errors import ModelError
 from pipefit.model.graph import Graph, Operator
+from pipefit.model.ops.table import PLUGINS
 
 
 class OperatorStep(NamedTuple):
@@ -63,7 +64,7 @@ Builder = Callable[[Operator, OperatorContext], OperatorStep]
 
 @cache
 def find_builders() -> dict[str, Builder]:
-    """Return the builders of all executable operator kinds, found by walking this package."""
+    """Return the builders of the built-in operator kinds, found by walking this package."""
     builders: dict[str, Builder] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
@@ -73,15 +74,32 @@ def find_builders() -> dict[str, Builder]:
     return builders
 
 
+def _plugin_builder(operator: Operator) -> Builder:
+    """Return the builder of a plug-in's operator. Raises ModelError if its module cannot be imported."""
+    module = PLUGINS[operator.kind].builder
+    try:
+        builder: Builder = importlib.import_module(module).build
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"The operator {operator.kind!r} of a plug-in cannot be executed.",
+            where=operator.source or operator.kind,
+            seen=f"{type(error).__name__}: {error}",
+            allowed=f"a module {module} with a function build(operator, context)",
+        ) from error
+    return builder
+
+
 def build_step(operator: Operator, context: OperatorContext) -> OperatorStep:
     """Return the step of one operator. Raises ModelError for a kind without a builder."""
-    known = find_builders()
-    if operator.kind not in known:
+    builder = find_builders().get(operator.kind)
+    if builder is None and operator.kind in PLUGINS:
+        builder = _plugin_builder(operator)
+    if builder is None:
         raise ModelError(
             f"The runtime cannot execute the operator {operator.kind!r}.",
             where=operator.source or f"operator {context.operator} of the layer",
             seen=operator.kind,
-            allowed=", ".join(sorted(known)),
+            allowed=", ".join(sorted((*find_builders(), *PLUGINS))),
             next_step="capture the model again with this version of pipefit, or make the part an opaque operator",
         )
-    return known[operator.kind](operator, context)
+    return builder(operator, context)

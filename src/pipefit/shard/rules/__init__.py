@@ -18,6 +18,7 @@ from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.model.graph import Operator, Shape, Size
+from pipefit.model.ops.table import PLUGINS
 
 Labels = tuple[str | None, ...]
 """One label per dimension; None if the dimension must not be split."""
@@ -71,7 +72,7 @@ Rule = Callable[[Operator, tuple[Shape | None, ...], tuple[Shape, ...]], Operato
 
 @cache
 def find_rules() -> Mapping[str, Rule]:
-    """Return the rules of all operator kinds, found by walking this package."""
+    """Return the rules of the built-in operator kinds, found by walking this package."""
     rules: dict[str, Rule] = {}
     for info in pkgutil.iter_modules(__path__):
         for kind, rule in importlib.import_module(f"{__name__}.{info.name}").RULES.items():
@@ -82,15 +83,17 @@ def find_rules() -> Mapping[str, Rule]:
 
 def labels_of(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     """Return the labels of one operator. Raises PlanError for a kind without a rule."""
-    known = find_rules()
-    if operator.kind not in known:
+    rule = find_rules().get(operator.kind)
+    if rule is None and operator.kind in PLUGINS:
+        rule = PLUGINS[operator.kind].rule
+    if rule is None:
         raise PlanError(
             f"There is no rule for splitting the operator {operator.kind!r} over devices.",
             where=operator.source or "shard program",
-            allowed=", ".join(sorted(known)),
+            allowed=", ".join(sorted((*find_rules(), *PLUGINS))),
             next_step="plan without a shard axis: --fix shards=1",
         )
-    return known[operator.kind](operator, inputs, outputs)
+    return rule(operator, inputs, outputs)
 
 
 def leading_labels(rank: int) -> Labels:
