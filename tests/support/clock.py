@@ -51,7 +51,8 @@ def cost_between(before: Reading, after: Reading) -> float:
     if not after.queued:
         return wall_s
     ran_s = max(0.0, after.ran_s - before.ran_s)
-    queued_s = sum(seconds - before.queued.get(pid, 0.0) for pid, seconds in after.queued.items())
+    # Threads that ended take the seconds that they waited with them.
+    queued_s = sum(max(0.0, seconds - before.queued.get(pid, 0.0)) for pid, seconds in after.queued.items())
     if after.ended_s > before.ended_s:
         queued_s = max(queued_s, after.stalled_s - before.stalled_s)
     return ran_s + max(0.0, wall_s - ran_s - queued_s)

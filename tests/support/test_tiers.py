@@ -137,4 +137,6 @@ def test_waiting_for_a_processor_costs_nothing() -> None:
     assert clock.cost_between(before, clock.Reading(10.0, 8.0, 0.0, 9.0, {1: 4.0, 2: 1.0})) == 3.0 + 4.0
     ended = clock.Reading(10.0, 8.0, 1.0, 9.0, {1: 4.0})
     assert clock.cost_between(before, ended) == 3.0, "a child that ended may have waited all the time"
+    fewer_threads = clock.Reading(10.0, 8.0, 0.0, 9.0, {1: 0.5})
+    assert clock.cost_between(before, fewer_threads) == 10.0, "the waiting of threads that ended is unknown"
     assert clock.cost_between(before, clock.Reading(10.0, 0.0, 0.0, 0.0, {})) == 10.0, "where nothing is said"
