@@ -113,7 +113,7 @@ def test_the_example_of_the_page_is_loaded(tmp_path: Path, installed) -> None:
 def test_the_page_names_register_functions_that_exist() -> None:
     page = (ROOT / "docs" / "how-to" / "write-a-plugin-package.md").read_text(encoding="utf-8")
     names = re.findall(r"`(pipefit\.[\w.]+)\.(register_\w+)`", page)
-    assert len(names) == 7 and all(callable(getattr(importlib.import_module(module), name)) for module, name in names)
+    assert len(names) == 8 and all(callable(getattr(importlib.import_module(module), name)) for module, name in names)
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs" / "how-to").glob("add-*.md")))

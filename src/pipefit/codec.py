@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipefit.errors import FormatError, PipefitError, most_like
+from pipefit.errors import FormatError, PipefitError, suggest_name
 
 T = TypeVar("T")
 
@@ -157,8 +157,7 @@ def _build_dataclass(kind: type, data: Any, where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in data:
         if name not in fields:
-            near = most_like(name, fields)
-            hint = f"did you mean {near[0]!r}?" if near else None
+            hint = suggest_name(name, fields)
             raise FormatError(
                 f"Unknown field {name!r}.", where=where, seen=name, allowed=", ".join(fields), next_step=hint
             )

@@ -107,3 +107,9 @@ def most_like(name: str, known: Iterable[str]) -> list[str]:
     import difflib
 
     return difflib.get_close_matches(name, list(known), n=1)
+
+
+def suggest_name(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
+    """Return the next step after an unknown name: the closest known name, or `otherwise` if none is similar."""
+    near = most_like(name, known)
+    return f"did you mean {near[0]!r}?" if near else otherwise

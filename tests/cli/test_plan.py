@@ -114,7 +114,7 @@ MISTAKES = {
     "unknown model": (["--model", "lama", "--cluster", "2xH100", *JOB], ["model is not known", "seen: lama"]),
     "unknown fix": (
         ["--cluster", "2xH100", *JOB, "--fix", "stage=2"],
-        ["no key 'stage'", "did you mean stages"],
+        ["no key 'stage'", "did you mean 'stages'"],
     ),
     "no fix": (["--cluster", "2xH100", *JOB, "--fix", "stages"], ["written KEY=VALUE", "replicas (a count"]),
     "value of a fix": (

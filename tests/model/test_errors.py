@@ -98,7 +98,7 @@ def test_spellings_of_transformers_4_and_5_give_one_configuration() -> None:
 def test_an_unknown_name_suggests_a_near_one() -> None:
     with pytest.raises(ModelError) as error:
         resolve_model("llama-3-80b")
-    assert "did you mean llama-3-" in str(error.value) and "gpt2-xl" in str(error.value)
+    assert "did you mean 'llama-3-" in str(error.value) and "gpt2-xl" in str(error.value)
 
 
 def test_an_unknown_family() -> None:

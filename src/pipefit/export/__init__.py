@@ -3,11 +3,9 @@ and a plug-in calls `register_exporter`."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import cache
 
-from pipefit.errors import PipefitError, most_like
+from pipefit.errors import PipefitError, suggest_name
 from pipefit.export.base import ExportSource, PlanExporter
 from pipefit.plugins import NamedRegistry
 
@@ -18,10 +16,7 @@ __all__ = ["ExportSource", "PlanExporter", "find_exporter", "find_exporters", "r
 def find_exporters() -> NamedRegistry[PlanExporter]:
     """Return all exporters by name: the files of this package, and exporters of plug-ins."""
     exporters: NamedRegistry[PlanExporter] = NamedRegistry("exporters")
-    for info in pkgutil.iter_modules(__path__):
-        exporter = getattr(importlib.import_module(f"{__name__}.{info.name}"), "EXPORTER", None)
-        if isinstance(exporter, PlanExporter):
-            exporters.add_entry(exporter.name, exporter)
+    exporters.add_modules(__name__, "EXPORTER")
     return exporters
 
 
@@ -35,12 +30,11 @@ def find_exporter(name: str) -> PlanExporter:
     """Return the exporter of this name. Raises PipefitError that lists the known names."""
     known = find_exporters()
     if name not in known:
-        near = most_like(name, known)
         raise PipefitError(
             "No exporter has this name.",
             where="--to",
             seen=repr(name),
             allowed="; ".join(f"{exporter.name} ({exporter.summary})" for exporter in known.values()),
-            next_step=f"did you mean {near[0]!r}?" if near else None,
+            next_step=suggest_name(name, known),
         )
     return known[name]

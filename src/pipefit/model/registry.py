@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit import codec
-from pipefit.errors import FormatError, ModelError, most_like
+from pipefit.errors import FormatError, ModelError, suggest_name
 from pipefit.model.families import FAMILIES, family_of_type
 from pipefit.model.families.build import USER, build_layers, typed_config
 from pipefit.model.graph import Model
@@ -69,13 +69,12 @@ def resolve_model(source: str) -> ModelDescription:
         if "graphs" in data and "modules" in data:
             return ModelDescription(source, str(data.get("family", USER)), data.get("config", {}))
         return describe_config(_load_parts(data, path.parent), source, where=source)
-    near = most_like(source, builtin_names())
     raise ModelError(
         "The model is not known.",
         where="--model",
         seen=source,
         allowed=f"a directory or file, FILE.py:FUNCTION, or one of {', '.join(builtin_names())}",
-        next_step=f"did you mean {near[0]}?" if near else None,
+        next_step=suggest_name(source, builtin_names()),
     )
 
 

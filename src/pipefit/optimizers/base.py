@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import PlanError, RunError, most_like
+from pipefit.errors import PlanError, RunError, suggest_name
 from pipefit.layout import Box, Run
 from pipefit.plugins import NamedRegistry
 
@@ -197,15 +197,16 @@ def register_optimizer(optimizer: OptimizerKind) -> OptimizerKind:
 def find_optimizer(name: str, where: str = "job.optimizer") -> OptimizerKind:
     """Return the optimizer of this name. Raises PlanError that lists the known names."""
     if name not in OPTIMIZERS:
-        near = most_like(name, OPTIMIZERS)
         raise PlanError(
             "The optimizer is unknown.",
             where=where,
             seen=repr(name),
             allowed=", ".join(sorted(OPTIMIZERS)),
-            next_step=f"did you mean {near[0]!r}?"
-            if near
-            else "an optimizer from outside the package must call `register_optimizer` in every process",
+            next_step=suggest_name(
+                name,
+                OPTIMIZERS,
+                "an optimizer from outside the package must call `register_optimizer` in every process",
+            ),
         )
     return OPTIMIZERS[name]
 
@@ -218,13 +219,12 @@ def read_options(optimizer: OptimizerKind, values: Mapping[str, float]) -> Optim
     defaults = {field.name: field.default for field in dataclasses.fields(optimizer.options)}
     for name in values:
         if name not in defaults:
-            near = most_like(name, defaults)
             raise RunError(
                 f"The optimizer {optimizer.name} has no such option.",
                 where="--optimizer-option",
                 seen=name,
                 allowed=", ".join(f"{key}={value}" for key, value in defaults.items()),
-                next_step=f"did you mean {near[0]!r}?" if near else None,
+                next_step=suggest_name(name, defaults),
             )
     typed = {name: type(defaults[name])(value) for name, value in values.items()}
     options = optimizer.options(**typed)

@@ -349,6 +349,8 @@ def test_unknown_readers_missing_and_unreadable_files(tmp_path: Path) -> None:
     assert set(find_readers()) == {"nccl-tests", "nvidia-smi-topo", "hostfile", "slurm"}
     with pytest.raises(PipefitError, match=r"No reader has this name(.|\n)*nccl-tests \(output of"):
         read_cluster("ibstat", ["x"])
+    with pytest.raises(PipefitError, match="did you mean 'slurm'"):
+        read_cluster("slrum", ["x"])
     with pytest.raises(PipefitError, match=r"nothing to read(.|\n)*name the hostfile"):
         read_cluster("hostfile", [])
     with pytest.raises(FormatError, match="The file cannot be read"):

@@ -7,8 +7,6 @@ in `ReaderOptions`: nothing is assumed silently.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,7 @@ from pipefit.cluster.files import check_cluster
 from pipefit.cluster.readers.plausible import check_plausible
 from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions
 from pipefit.cluster.types import Cluster
-from pipefit.errors import ClusterError, FormatError, MissingFactsError, PipefitError
+from pipefit.errors import ClusterError, FormatError, MissingFactsError, PipefitError, suggest_name
 from pipefit.plugins import NamedRegistry
 
 __all__ = [
@@ -36,11 +34,7 @@ __all__ = [
 def find_readers() -> NamedRegistry[ClusterReader]:
     """Return all readers by name: the files of this package, and readers of plug-ins."""
     readers: NamedRegistry[ClusterReader] = NamedRegistry("cluster readers")
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        reader = getattr(module, "READER", None)
-        if isinstance(reader, ClusterReader):
-            readers.add_entry(reader.name, reader)
+    readers.add_modules(__name__, "READER")
     return readers
 
 
@@ -84,6 +78,7 @@ def read_cluster(source: str, files: Sequence[str], *, devices: str = "", networ
             where="--from",
             seen=repr(source),
             allowed="; ".join(f"{reader.name} ({reader.summary})" for reader in known.values()),
+            next_step=suggest_name(source, known),
         )
     reader = known[source]
     if not files:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipefit.errors import PlanError, most_like
+from pipefit.errors import PlanError, suggest_name
 from pipefit.optimizers.sharded_state import LEGACY_KEY, ShardedState, check_sharded_state
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.module_decisions import MultiModuleConfig
@@ -258,13 +258,12 @@ def parse_constraints(texts: Iterable[str]) -> Constraints:
         name = "sharded_state" if is_legacy else name.strip()
         key = name.rpartition(".")[2]  # `vision.replicas`: of one module
         if not separator or key not in KEYS:
-            near = most_like(key, KEYS)
             raise PlanError(
                 f"--fix has no key {name!r}." if separator else "A constraint is written KEY=VALUE.",
                 where="--fix",
                 seen=repr(text),
                 allowed=", ".join(f"{key} ({entry.help})" for key, entry in KEYS.items()),
-                next_step=f"did you mean {near[0]}?" if near else None,
+                next_step=suggest_name(key, KEYS),
             )
         if name in values:
             raise PlanError("The same key is fixed twice.", where="--fix", seen=repr(text))

@@ -13,7 +13,7 @@ from types import MappingProxyType, ModuleType
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.errors import ScheduleError, most_like
+from pipefit.errors import ScheduleError, suggest_name
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock
 from pipefit.schedule.problem import ScheduleProblem, linear_placement
@@ -112,12 +112,11 @@ DEFAULT_FAMILY = "1f1b"
 def find_family(name: str) -> ScheduleFamily:
     """Return the family of this name. Raises ScheduleError that lists the known names."""
     if name not in FAMILIES:
-        near = most_like(name, FAMILIES)
         raise ScheduleError(
             "The schedule is unknown.",
             seen=repr(name),
             allowed=", ".join(sorted(FAMILIES)),
-            next_step=f"did you mean {near[0]!r}?" if near else None,
+            next_step=suggest_name(name, FAMILIES),
         )
     return FAMILIES[name]
 

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 
-from pipefit.errors import PipefitError, most_like
+from pipefit.errors import PipefitError, suggest_name
 from pipefit.validate.records import ValidationResult
 
 
@@ -29,12 +29,11 @@ def select_sets(names: list[str]) -> Mapping[str, Callable[[], tuple[ValidationR
     known = find_sets()
     for name in names:
         if name not in known:
-            near = most_like(name, known)
             raise PipefitError(
                 "There is no data set of this name.",
                 where="--set",
                 seen=repr(name),
                 allowed=", ".join(sorted(known)),
-                next_step=f"did you mean {near[0]!r}?" if near else None,
+                next_step=suggest_name(name, known),
             )
     return {name: known[name] for name in names or sorted(known)}
