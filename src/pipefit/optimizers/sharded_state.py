@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 from pipefit.errors import PlanError
@@ -12,6 +12,9 @@ ShardedState = Literal["none", "optimizer", "gradients", "parameters"]
 (ZeRO-3)."""
 
 IMPLEMENTED: tuple[ShardedState, ...] = ("none", "optimizer")
+
+SHARDED_FORM = "Gflat"
+"""Form of an optimizer state that is sharded flat over the replicas (`pipefit.layout`)."""
 
 LEGACY_KEY = "zero1"
 """The key of plan files and `--fix`, true or false, in place of `sharded_state`."""
@@ -32,6 +35,33 @@ def check_sharded_state(value: str, where: str) -> ShardedState:
         allowed=", ".join(IMPLEMENTED),
         next_step="use optimizer (ZeRO-1), or shard the layers with shards=2" if known_value else None,
     )
+
+
+def effective_state(state: ShardedState, replicas: int) -> ShardedState:
+    """Return the state that this number of replicas shards: one replica has nobody to share with."""
+    return state if replicas > 1 else "none"
+
+
+def state_choices(required: ShardedState | None, replicas: int) -> tuple[ShardedState, ...]:
+    """Return the values that a search tries, the fastest first: the required one, if there is one."""
+    if required is not None:
+        return (required,)
+    return IMPLEMENTED if replicas > 1 else ("none",)
+
+
+def leanest_state(required: ShardedState | None) -> ShardedState:
+    """Return the value that needs the least memory, or the required one."""
+    return required if required is not None else IMPLEMENTED[-1]
+
+
+def state_form(state: ShardedState) -> str:
+    """Return the form of the optimizer state along the axis of the replicas, as plan files hold it."""
+    return SHARDED_FORM if state != "none" else "I"
+
+
+def state_of_forms(forms: Iterable[str]) -> ShardedState:
+    """Return the value that these forms of an optimizer state stand for."""
+    return "optimizer" if SHARDED_FORM in forms else "none"
 
 
 def encode_decisions(decisions: Mapping[str, str]) -> dict[str, str]:

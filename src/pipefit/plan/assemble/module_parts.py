@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipefit.model.graph import Model
-from pipefit.optimizers.sharded_state import ShardedState
+from pipefit.optimizers.sharded_state import ShardedState, effective_state
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton
 from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache, sharding_key
 from pipefit.plan.assemble.structure import (
@@ -48,7 +48,7 @@ def module_skeleton(
             end = decisions.inline_lane(name)
             grid = first + end if decisions.in_grid(name) else len(groups)
             stages.append(replace(stage, group=grid, divide=decisions.divide_of(name)))
-            sharded_state.append(decisions.sharded_state if len(config.replicas) > 1 else "none")
+            sharded_state.append(effective_state(decisions.sharded_state, len(config.replicas)))
             if not decisions.in_grid(name):
                 groups += make_groups(replace(config, devices=lies[decisions.backbone].lane_devices()[end]))
             continue
@@ -65,7 +65,7 @@ def module_skeleton(
                         divide=decisions.divide_of(name),
                     )
                 )
-                sharded_state.append(decisions.sharded_state if len(config.replicas) > 1 else "none")
+                sharded_state.append(effective_state(decisions.sharded_state, len(config.replicas)))
             groups += make_groups(placed)
     return PlanSkeleton(
         job=job,

@@ -24,7 +24,7 @@ from pipefit.layout import (
 )
 from pipefit.model.graph import Layer, size_value
 from pipefit.optimizers import find_optimizer
-from pipefit.optimizers.sharded_state import ShardedState
+from pipefit.optimizers.sharded_state import ShardedState, state_of_forms
 from pipefit.plan.assemble.packed_rows import edge_sizes, frozen_layers, packed_sizes, packed_symbols, stage_grouping
 from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
@@ -73,9 +73,7 @@ def skeleton_from_plan(plan: Plan) -> PlanSkeleton:
         microbatches=plan.order.microbatches,
         slices=plan.order.slices,
         sharded_state=tuple(
-            "optimizer"
-            if any("Gflat" in parameter.state for parameter in plan.parameters if index in parameter.uses)
-            else "none"
+            state_of_forms(form for parameter in plan.parameters if index in parameter.uses for form in parameter.state)
             for index in range(len(plan.stages))
         ),
     )

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pipefit.errors import PlanError
 from pipefit.layout import TensorForm
 from pipefit.model.graph import ModelModule
-from pipefit.optimizers.sharded_state import ShardedState
+from pipefit.optimizers.sharded_state import ShardedState, state_form
 from pipefit.plan.assemble.shard_programs import ProgramCache, program_hash, sharding_key, whole_shape
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import AxisPlan, Edge, EdgeTransfer, MeshPlan, ParameterPlan, Stage
@@ -145,7 +145,7 @@ def make_parameters(
             trainable=facts[name][1],
             uses=tuple(uses[name]),
             stored=("I", facts[name][2]),
-            state=("Gflat" if sharded_state != "none" else "I", facts[name][2]),
+            state=(state_form(sharded_state), facts[name][2]),
             owner=uses[name][0],
         )
         for name in uses

@@ -1,8 +1,8 @@
 """A grid of candidates, as arrays: one shape of replicas and lanes with one placement of stages.
 
-Its candidates differ in microbatches (and with them the shares of unlike replicas), recomputation, ZeRO-1, the rank
-order, and the schedule. A large cluster has thousands of grids of a hundred candidates each. The bounds and estimates
-of a grid are therefore computed at once, and a candidate is built only when it is evaluated.
+Its candidates differ in microbatches (and with them the shares of unlike replicas), recomputation, sharded state, the
+rank order, and the schedule. A large cluster has thousands of grids of a hundred candidates each. The bounds and
+estimates of a grid are therefore computed at once, and a candidate is built only when it is evaluated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Count = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateGrid:
-    """Candidates in a fixed order: by microbatches and slices, recomputation, ZeRO-1, `inner`."""
+    """Candidates in a fixed order: by microbatches and slices, recomputation, sharded state, `inner`."""
 
     lanes: int
     counts: tuple[Count, ...]
@@ -142,8 +142,8 @@ def _most_stages_per_lane(placement: tuple[int, ...]) -> int:
 
 
 Cells = NDArray[np.float64]
-"""A value for every candidate of a grid: [microbatches, recomputation, ZeRO-1, inner], or an array that broadcasts to
-it."""
+"""A value for every candidate of a grid: [microbatches, recomputation, sharded state, inner], or an array that
+broadcasts to it."""
 
 
 def broadcast_cells(figure: Any, panel: CandidateGrid) -> Cells:

@@ -181,7 +181,7 @@ class LowerBounds:
 
     def memory_fractions(self, panel: CandidateGrid) -> Array:
         """Return the memory of all layers divided by the memory of all lanes: [schedule, microbatches, recomputation,
-        ZeRO-1].
+        sharded state].
 
         Layers are assumed to be divided evenly, with every lane as full as the fullest.
         """
@@ -191,7 +191,7 @@ class LowerBounds:
 
     def guesses_s(self, floor: GridBounds) -> Array:
         """Return estimates of the steps (`plan/bounds/estimates.py`): [grid, schedule, microbatches, recomputation,
-        ZeRO-1]."""
+        sharded state]."""
         parts = floor.turns * floor.slices
         w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / parts
         f, i = floor.lane_forward_s / parts, floor.lane_backward_s / parts - w
@@ -207,7 +207,7 @@ class LowerBounds:
     def _memory_demand(self, floor: GridBounds) -> Array:
         """Return the bytes of all layers, with every lane as full as the fullest.
 
-        The shape is [grid, schedule, microbatches, recomputation, ZeRO-1].
+        The shape is [grid, schedule, microbatches, recomputation, sharded state].
         """
         saved_bytes = self._held_microbatches(floor) * (floor.stack.saved_bytes / (floor.turns * floor.slices))[:, None]
         demand_bytes: Array = floor.static_bytes + saved_bytes[..., None]

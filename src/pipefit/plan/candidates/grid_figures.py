@@ -70,7 +70,7 @@ class GridBounds:
     lane_forward_s: Array
     lane_backward_s: Array
     static_bytes: Array
-    "[microbatches, 1, ZeRO-1]: of all layers."
+    "[microbatches, 1, sharded state]: of all layers."
     lanes: Array
     "[grid, class]: number of lanes."
     turns: Array

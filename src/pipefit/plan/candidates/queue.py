@@ -66,8 +66,8 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
 class CandidateQueue:
     """The candidates of a grid that have not been built yet, the most promising first.
 
-    `keys` [microbatches, recomputation, ZeRO-1] define the order; `least` holds the smallest key and the smallest
-    bound. Sorting waits until the first candidate is requested: most grids never get that far.
+    `keys` [microbatches, recomputation, sharded state] define the order; `least` holds the smallest key and the
+    smallest bound. Sorting waits until the first candidate is requested: most grids never get that far.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The search space: replicas x stages x microbatches x schedule x recomputation x ZeRO-1 x device order.
+"""The search space: replicas x stages x microbatches x schedule x recomputation x sharded state x device order.
 
 Every number of devices up to all of them is in the space, so leaving devices idle is a choice like any other. On a
 cluster with several kinds of devices, the position of each kind and leaving kinds out are choices too
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
-from pipefit.optimizers.sharded_state import IMPLEMENTED
+from pipefit.optimizers.sharded_state import state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
 from pipefit.plan.candidates.slicings import SequenceSlicer
@@ -105,7 +105,6 @@ def _build_grid(
     counts = grid.counts
     if not recompute_choices or not counts:
         return None
-    is_replicated = len(counts[0][1]) > 1
     return CandidateGrid(
         lanes=grid.lanes,
         counts=counts,
@@ -114,9 +113,7 @@ def _build_grid(
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
-        sharded_state=(constraints.sharded_state,)
-        if constraints.sharded_state is not None
-        else IMPLEMENTED[: 1 + is_replicated],
+        sharded_state=state_choices(constraints.sharded_state, len(counts[0][1])),
         inner=grid.inner,
         shards=shards,
         sharding=_sharding_style(shards, constraints),

@@ -19,6 +19,7 @@ from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model, ModelModule
+from pipefit.optimizers.sharded_state import effective_state
 from pipefit.plan.assemble.module_parts import module_parameters
 from pipefit.plan.assemble.order import computed_schedule, find_frozen_stages, lower_for_plan, make_schedule_plan
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton, pipeline_work
@@ -77,7 +78,7 @@ class PlannerContext:
         cut = self.layer_cutter.cut_layers(job, decisions)
         cuts = decisions.cuts or (cut or self.layer_cutter.leanest_cut(job, decisions)).cuts
         stages, groups = make_stages(module, decisions, cuts, self.programs), make_groups(decisions)
-        sharded_state = decisions.sharded_state if len(decisions.replicas) > 1 else "none"
+        sharded_state = effective_state(decisions.sharded_state, len(decisions.replicas))
         return PlanSkeleton(
             job=job,
             groups=groups,

@@ -1,9 +1,10 @@
 """Orders fitted to memory: for the most promising layouts, the best order within the memory that is left.
 
 The search compares schedule families, each with a fixed memory requirement. Here a short list of its layouts (replicas,
-lanes, microbatches, ZeRO-1, device order, cuts) gets an order fitted to it (`pipefit.schedule.fit`), under its own cost
-tables and the memory limits of its lanes; every stage chooses its activation recomputation. The simulator decides on
-the lowered lanes, as for families. The budget counts moves, not seconds, so the plan is the same on every machine.
+lanes, microbatches, sharded state, device order, cuts) gets an order fitted to it (`pipefit.schedule.fit`), under
+its own cost tables and the memory limits of its lanes; every stage chooses its activation recomputation. The simulator
+decides on the lowered lanes, as for families. The budget counts moves, not seconds, so the plan is the same on every
+machine.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class TradeCurve:
 
 
 def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan) -> TradeCurve:
-    """Return the points of the chosen plan's layout (its replicas, lanes, microbatches, ZeRO-1, device order), and the
-    plan.
+    """Return the points of the chosen plan's layout (its replicas, lanes, microbatches, sharded state, device order),
+    and the plan.
 
     Any point that fits, obeys the constraints and is faster than `best` replaces it, so no such point is faster than
     the plan. Fitted orders are points only if they are faster than every fitted order with less memory.
