@@ -239,6 +239,104 @@ def validation_table() -> str:
     return format_table("set | quantity | fitted constants | reached | target", rows)
 
 
+def local_runs_table() -> str:
+    titles = {
+        "median_s": "median step, wall clock",
+        "fastest_quarter_s": "fastest quarter, wall clock",
+        "with_cores_s": "median step excluding time in which a ready process had no core",
+    }
+    result = load_result("predictions")
+    errors = {title: result["mean_error"][key] for key, title in titles.items()}
+    errors["CPU time over all processes"] = result["mean_error_cpu"]
+    rows = [(title, f"{error:.1%}", "") for title, error in errors.items()]
+    rows[0] = (*rows[0][:2], f"{result['target']:.0%}")
+    return format_table("measured quantity | mean error | target", rows)
+
+
+def scarce_memory_table() -> str:
+    rows = []
+    for lab in load_result("real_clusters")["labs"]:
+        for plan in lab["recommendations"] if len(lab["recommendations"]) > 1 else ():
+            limits, peaks = ([f"{plan[key][kind] / 1e6:.2f}" for kind in ("fast", "slow")]
+                             for key in ("limit_bytes", "peak_bytes"))  # fmt: skip
+            rows.append((str(lab["devices"]), " and ".join(limits), " and ".join(peaks), f"{plan['measured_s']:.2f} s"))
+    return format_table("devices | limits (fast and slow), MB | peak of the fullest device, MB | step", rows)
+
+
+def terapipe_table() -> str:
+    columns = (
+        "setting | model, data/pipeline/operation | published | predicted | slices x rows | cost of a slice | ours | "
+        "ours: schedule, slices x rows | our activations, relative to its own (allowed)"
+    )
+    rows = []
+    for row in load_result("token_slices")["replay"]["rows"]:
+        theirs, ours = row["terapipe"], row["ours"]
+        share = ours["activations_bytes"] / theirs["activations_bytes"]
+        rows.append((
+            str(row["setting"]),
+            f"{row['model']}, {row['layout']}",
+            f"{row['published']:.2f}",
+            f"{theirs['speedup']:.2f}",
+            _slices_and_rows(theirs),
+            f"{row['slice_overhead_s'] * 1e3:.1f} ms",
+            f"{ours['speedup']:.2f}",
+            f"{ours['schedule']}, {_slices_and_rows(ours)}",
+            f"{share:.2f} ({row['allowed_share']:.2f})",
+        ))  # fmt: skip
+    return format_table(columns, rows)
+
+
+def _slices_and_rows(setting: Any) -> str:
+    return f"{max(1, len(setting['slices']))} x {setting['rows']}"
+
+
+def slices_lab_table() -> str:
+    titles = {
+        "ours": "ours: interleaved 1F1B, slices searched with it",
+        "1f1b, equal cost": "slice-1F1B, slices of equal cost",
+        "interleaved-1f1b, 20 equal": "interleaved 1F1B, the best uniform slicing",
+        "terapipe": "TeraPipe: its slices, all forwards first",
+        "interleaved-1f1b": "interleaved 1F1B without slices",
+        "1f1b": "1F1B without slices",
+        "gpipe": "GPipe without slices",
+    }
+    runs = {run["name"]: run for run in load_result("token_slices")["lab"]["two"]}
+    rows = []
+    for name, title in titles.items():
+        run = runs[name]
+        words = title if run["valid"] else f"{title} (the run is invalid)"
+        rows.append((words, str(len(run["slices"])), f"{run['measured_s']:.3f} s", f"{run['speedup']:.2f}"))
+    return format_table("two sequences | slices | step | speed-up over interleaved 1F1B without slices", rows)
+
+
+def program_pipelines_table() -> str:
+    titles = {
+        "ours": "the free choice",
+        "pipeline": "the best without groups",
+        "program": "the best with one stage",
+        "even": "groups of even shares",
+    }
+    plans = load_result("synthesized_stages")["labs"][0]["plans"]
+    ours_s = plans["ours"]["measured_s"]
+    rows = []
+    for name, title in titles.items():
+        plan = plans[name]
+        slices = plan["decisions"].get("slices", "")
+        groups = [":".join(map(str, group["shares"])) for group in plan["groups"]]
+        rows.append((
+            title,
+            plan["decisions"]["stages"],
+            str(len(slices.split(",")) if slices else 1),
+            plan["decisions"]["replicas"],
+            ", ".join(groups) if name in ("ours", "even") else "single devices",
+            f"{plan['measured_s']:.3f} s",
+            f"{plan['predicted_s']:.3f} s",
+            "" if name == "ours" else f"{plan['measured_s'] / ours_s:.2f}x",
+        ))  # fmt: skip
+    columns = "plan | stages | slices | replicas | shares of the groups | step | predicted | speed-up of ours"
+    return format_table(columns, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "planning": planning_table,
     "mixed-clusters": mixed_clusters_table,
@@ -251,6 +349,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "sample-order": sample_order_table,
     "uneven-parts": uneven_parts_table,
     "validation": validation_table,
+    "local-runs": local_runs_table,
+    "scarce-memory": scarce_memory_table,
+    "terapipe": terapipe_table,
+    "slices-lab": slices_lab_table,
+    "program-pipelines": program_pipelines_table,
 }
 
 if __name__ == "__main__":
