@@ -9,17 +9,46 @@ longest paths at a period that is too small run into a cycle, which gives the ne
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 
-def least_period(edges: Any, weight: Any, turns: Any, count: int, x: Any, parent: Any, low: float) -> float:
-    """Return the minimum period, at least `low`, for which the differences have a solution; `x` becomes the earliest
-    one.
+class PeriodState(NamedTuple):
+    """The orders of a search for a steady state, the data of its operations, and scratch space."""
 
-    Edge e says x[edges[e, 1]] >= x[edges[e, 0]] + weight[e] + turns[e] * period, for the first `count` edges. Returns
-    -1 if no period is feasible.
+    order: Any
+    "Lane l runs the nodes `order[first[l] : first[l + 1]]`, cyclically."
+    first: Any
+    turn: Any
+    "[node]."
+    time: Any
+    held: Any
+    peak: Any
+    "[node]: the memory that it needs above the level before it."
+    limit: Any
+    "[lane]."
+    edges: Any
+    "[edge, (source, target)]: the `fixed` dependencies of the data, then those of the orders."
+    weight: Any
+    turns: Any
+    "Edge e says x[edges[e, 1]] >= x[edges[e, 0]] + weight[e] + turns[e] * period."
+    x: Any
+    "[node]: the earliest starts."
+    parent: Any
+    fixed: int
+    low: float
+    "A lower bound on the period."
+    last: int
+    "The last node of a microbatch."
+
+
+def least_period(state: Any, count: int) -> float:
+    """Return the minimum period, at least `low`, for which the first `count` edges have a solution; `x` becomes the
+    earliest one.
+
+    Returns -1 if no period is feasible.
     """
-    period = low
+    edges, weight, turns, x, parent = state.edges, state.weight, state.turns, state.x, state.parent
+    period: float = state.low
     nodes = len(x)
     for _ in range(200):
         for node in range(nodes):
@@ -53,12 +82,11 @@ def least_period(edges: Any, weight: Any, turns: Any, count: int, x: Any, parent
     return -1.0
 
 
-def write_edges(order: Any, first: Any, turn: Any, time: Any, edges: Any, weight: Any, turns: Any, fixed: int) -> int:
-    """Write the differences of the cyclic orders after the `fixed` ones of the data, and return their number.
-
-    Lane l runs `order[first[l] : first[l + 1]]`.
-    """
-    count = fixed
+def write_edges(state: Any) -> int:
+    """Write the edges of the cyclic orders after the fixed ones, and return the number of edges."""
+    order, first, turn = state.order, state.first, state.turn
+    edges, weight, turns, time = state.edges, state.weight, state.turns, state.time
+    count: int = state.fixed
     for lane in range(len(first) - 1):
         for position in range(first[lane], first[lane + 1]):
             here = order[position]
@@ -71,9 +99,10 @@ def write_edges(order: Any, first: Any, turn: Any, time: Any, edges: Any, weight
     return count
 
 
-def fits_limits(order: Any, first: Any, turn: Any, held: Any, most: Any, limit: Any) -> bool:
-    """Return whether no lane exceeds its limit: `most` is the memory that an operation needs above the level before
-    it."""
+def fits_limits(state: Any) -> bool:
+    """Return whether no lane exceeds its limit."""
+    order, first, turn, held = state.order, state.first, state.turn, state.held
+    peak, limit = state.peak, state.limit
     for lane in range(len(first) - 1):
         level = 0.0
         for position in range(first[lane], first[lane + 1]):
@@ -82,43 +111,24 @@ def fits_limits(order: Any, first: Any, turn: Any, held: Any, most: Any, limit: 
         # turns may be counted from any origin.
         for position in range(first[lane], first[lane + 1]):
             node = order[position]
-            if level + most[node] > limit[lane] * (1 + 1e-9):
+            if level + peak[node] > limit[lane] * (1 + 1e-9):
                 return False
             level += held[node]
     return True
 
 
-def anneal(
-    order: Any,
-    first: Any,
-    turn: Any,
-    time: Any,
-    held: Any,
-    most: Any,
-    limit: Any,
-    edges: Any,
-    weight: Any,
-    turns: Any,
-    fixed: int,
-    low: float,
-    last: int,
-    dice: Any,
-    heat: float,
-    x: Any,
-    parent: Any,
-    best_order: Any,
-    best_turn: Any,
-) -> float:
+def anneal(state: Any, dice: Any, heat: float, best_order: Any, best_turn: Any) -> float:
     """Swap neighbours of a lane and shift turns; accept a shorter period, and with decreasing probability a longer one.
 
     `dice` [moves, 4] are uniform numbers. The cost is the period, plus a small share of the time from the first
     operation to node `last`, the latency of a microbatch. Fills the best orders and turns found; returns their cost, or
     -1 if there is none.
     """
+    order, first, turn, x, last = state.order, state.first, state.turn, state.x, state.last
     share = 1e-3
-    count = write_edges(order, first, turn, time, edges, weight, turns, fixed)
-    period = least_period(edges, weight, turns, count, x, parent, low)
-    if period < 0 or not fits_limits(order, first, turn, held, most, limit):
+    count = write_edges(state)
+    period = least_period(state, count)
+    if period < 0 or not fits_limits(state):
         return -1.0
     cost = period + share * x[last]
     best: float = cost
@@ -147,13 +157,13 @@ def anneal(
         else:
             order[position], order[neighbour] = order[neighbour], moved
         accepted = False
-        if fits_limits(order, first, turn, held, most, limit):
-            count = write_edges(order, first, turn, time, edges, weight, turns, fixed)
-            period = least_period(edges, weight, turns, count, x, parent, low)
+        if fits_limits(state):
+            count = write_edges(state)
+            period = least_period(state, count)
             if period >= 0:
                 fresh = period + share * x[last]
                 cooled, luck = 1 - move / moves, dice[move, 3]
-                if fresh <= cost + heat * low * (cooled * cooled) * (luck * luck):
+                if fresh <= cost + heat * state.low * (cooled * cooled) * (luck * luck):
                     cost = fresh
                     accepted = True
                     if cost < best - 1e-12:

@@ -31,7 +31,7 @@ class UnitCycle:
     time: Floats
     "[node], node = kind * stages + stage; a merged W takes no time and is not in any order."
     held: Floats
-    most: Floats
+    peak: Floats
     "[node]: the memory that it needs above the level before it."
     edges: NDArray[np.int64]
     "[index, (source, target)]: first the data dependencies, then space for the orders."
@@ -84,7 +84,7 @@ def cycle_of(instance: FitInstance, merged: NDArray[np.bool_]) -> UnitCycle | No
     cycle = UnitCycle(
         time=flat,
         held=held.ravel(),
-        most=(np.maximum(held, 0.0) + passing).ravel(),
+        peak=(np.maximum(held, 0.0) + passing).ravel(),
         edges=np.array(pairs + [(0, 0)] * room, dtype=np.int64),
         weight=np.array([*(w / scale for w in weight), *([0.0] * room)]),
         fixed=len(pairs),
@@ -134,6 +134,28 @@ def longest_paths(cycle: UnitCycle) -> Floats:
     return longest
 
 
+def period_state(cycle: UnitCycle, order: NDArray[np.int64], turn: NDArray[np.int64]) -> modulo_kernel.PeriodState:
+    """Return the state of a search that begins with these orders, which it changes in place."""
+    size = len(cycle.time)
+    return modulo_kernel.PeriodState(
+        order=order,
+        first=np.searchsorted(cycle.lane[order], np.arange(len(cycle.limit) + 1)),
+        turn=turn,
+        time=cycle.time,
+        held=cycle.held,
+        peak=cycle.peak,
+        limit=cycle.limit,
+        edges=cycle.edges.copy(),
+        weight=cycle.weight.copy(),
+        turns=np.zeros(len(cycle.edges), dtype=np.int64),
+        x=np.zeros(size),
+        parent=np.zeros(size, dtype=np.int64),
+        fixed=cycle.fixed,
+        low=cycle.low,
+        last=size // 3,
+    )
+
+
 def least_period_of(
     cycle: UnitCycle, order: NDArray[np.int64], turn: NDArray[np.int64], x: Floats | None = None
 ) -> float | None:
@@ -141,15 +163,12 @@ def least_period_of(
 
     None if no period is feasible, or if the orders exceed the memory.
     """
-    size = len(cycle.time)
-    first = np.searchsorted(cycle.lane[order], np.arange(len(cycle.limit) + 1))
-    if not modulo_kernel.fits_limits(order, first, turn, cycle.held, cycle.most, cycle.limit):
+    state = period_state(cycle, order, turn)
+    if not modulo_kernel.fits_limits(state):
         return None
-    edges, weight = cycle.edges.copy(), cycle.weight.copy()
-    turns = np.zeros(len(edges), dtype=np.int64)
-    count = modulo_kernel.write_edges(order, first, turn, cycle.time, edges, weight, turns, cycle.fixed)
-    x = np.zeros(size) if x is None else x
-    period = modulo_kernel.least_period(edges, weight, turns, count, x, np.zeros(size, dtype=np.int64), cycle.low)
+    period = modulo_kernel.least_period(state, modulo_kernel.write_edges(state))
+    if x is not None:
+        x[:] = state.x
     return float(period) if period > 0 else None
 
 

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from pipefit.schedule.fit.instance import B, FitInstance, Floats, I, W
 from pipefit.schedule.fit.kernels import steady_state as modulo_kernel
-from pipefit.schedule.fit.kernels.unit_cycle import Orders, SteadyState, UnitCycle, cycle_of, steady_state_of
+from pipefit.schedule.fit.kernels.unit_cycle import (
+    Orders,
+    SteadyState,
+    UnitCycle,
+    cycle_of,
+    period_state,
+    steady_state_of,
+)
 from pipefit.schedule.taskgraph.kernel import compile_modules
 
 STARTS = 12
@@ -60,19 +67,14 @@ def _anneal_cycle(cycle: UnitCycle, moves: int, random: np.random.Generator) -> 
     Their initial orders are those of an unlimited number of devices with slowed-down hops.
     """
     run = compile_modules((modulo_kernel,), allocates=True)["anneal"]
-    size = len(cycle.time)
     best: Orders | None = None
     best_cost = np.inf
     for attempt in range(STARTS):
         slower = random.uniform(1.0, 2.6, 4) if attempt % 2 else np.ones(4)
         stretch = STRETCHES[attempt // 2 % len(STRETCHES)]
-        order, first, turn = _orders_of_starts(cycle, _slowed_starts(cycle, slower), cycle.low * stretch)
+        order, turn = _orders_of_starts(cycle, _slowed_starts(cycle, slower), cycle.low * stretch)
         best_orders = np.zeros_like(order), np.zeros_like(turn)
-        cost = run(
-            order, first, turn, cycle.time, cycle.held, cycle.most, cycle.limit, cycle.edges.copy(),
-            cycle.weight.copy(), np.zeros(len(cycle.edges), dtype=np.int64), cycle.fixed, cycle.low,
-            size // 3, random.random((moves, 4)), HEAT, np.zeros(size), np.zeros(size, dtype=np.int64), *best_orders,
-        )  # fmt: skip
+        cost = run(period_state(cycle, order, turn), random.random((moves, 4)), HEAT, *best_orders)
         if 0 <= cost < best_cost:
             best_cost, best = cost, (*best_orders, cycle.low)
     return best
@@ -97,12 +99,8 @@ def _slowed_starts(cycle: UnitCycle, slower: Floats) -> Floats:
     return x
 
 
-def _orders_of_starts(
-    cycle: UnitCycle, x: Floats, period: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return (order, first, turn) of each lane's nodes, sorted by their position in the period."""
+def _orders_of_starts(cycle: UnitCycle, x: Floats, period: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (order, turn) of all nodes, lane after lane, sorted by their position in the period."""
     turn = np.floor(x / period).astype(np.int64)
     order = np.lexsort((x, x - turn * period, cycle.lane))
-    order = order[cycle.present[order]]
-    first = np.searchsorted(cycle.lane[order], np.arange(len(cycle.limit) + 1))
-    return order, first, turn
+    return order[cycle.present[order]], turn
