@@ -6,9 +6,7 @@ register functions, or a function that calls them. The command line loads all pl
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -71,13 +69,6 @@ class NamedRegistry(Mapping[str, Entry]):
                 allowed=f"a name other than {', '.join(sorted(self._entries))}",
             )
         return entry
-
-    def add_modules(self, package: str, attribute: str) -> None:
-        """Add the named entry that each module of a package defines as `attribute`; modules without it are helpers."""
-        for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
-            entry = getattr(importlib.import_module(f"{package}.{info.name}"), attribute, None)
-            if entry is not None:
-                self.add_entry(entry.name, entry)
 
     def remove_entry(self, name: str) -> None:
         """Remove an entry, for tests. KeyError if there is none."""

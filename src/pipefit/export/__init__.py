@@ -3,6 +3,8 @@ and a plug-in calls `register_exporter`."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from functools import cache
 
 from pipefit.errors import PipefitError, suggest_name
@@ -16,7 +18,10 @@ __all__ = ["ExportSource", "PlanExporter", "find_exporter", "find_exporters", "r
 def find_exporters() -> NamedRegistry[PlanExporter]:
     """Return all exporters by name: the files of this package, and exporters of plug-ins."""
     exporters: NamedRegistry[PlanExporter] = NamedRegistry("exporters")
-    exporters.add_modules(__name__, "EXPORTER")
+    for info in pkgutil.iter_modules(__path__):
+        exporter = getattr(importlib.import_module(f"{__name__}.{info.name}"), "EXPORTER", None)
+        if isinstance(exporter, PlanExporter):
+            exporters.add_entry(exporter.name, exporter)
     return exporters
 
 

@@ -7,6 +7,8 @@ in `ReaderOptions`: nothing is assumed silently.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -34,7 +36,10 @@ __all__ = [
 def find_readers() -> NamedRegistry[ClusterReader]:
     """Return all readers by name: the files of this package, and readers of plug-ins."""
     readers: NamedRegistry[ClusterReader] = NamedRegistry("cluster readers")
-    readers.add_modules(__name__, "READER")
+    for info in pkgutil.iter_modules(__path__):
+        reader = getattr(importlib.import_module(f"{__name__}.{info.name}"), "READER", None)
+        if isinstance(reader, ClusterReader):
+            readers.add_entry(reader.name, reader)
     return readers
 
 
