@@ -259,8 +259,8 @@ def scarce_memory_table() -> str:
         for plan in lab["recommendations"] if len(lab["recommendations"]) > 1 else ():
             limits, peaks = ([f"{plan[key][kind] / 1e6:.2f}" for kind in ("fast", "slow")]
                              for key in ("limit_bytes", "peak_bytes"))  # fmt: skip
-            rows.append((str(lab["devices"]), " and ".join(limits), " and ".join(peaks), f"{plan['measured_s']:.2f} s"))
-    return format_table("devices | limits (fast and slow), MB | peak of the fullest device, MB | step", rows)
+            rows.append((str(lab["devices"]), " and ".join(limits), " and ".join(peaks), f"{plan['measured_s']:.2f}"))
+    return format_table("devices | limits (fast and slow), MB | peak of the fullest device, MB | step, s", rows)
 
 
 def terapipe_table() -> str:
@@ -328,7 +328,7 @@ def program_pipelines_table() -> str:
             plan["decisions"]["stages"],
             str(len(slices.split(",")) if slices else 1),
             plan["decisions"]["replicas"],
-            ", ".join(groups) if name in ("ours", "even") else "single devices",
+            "single devices" if all(len(group["shares"]) == 1 for group in plan["groups"]) else ", ".join(groups),
             f"{plan['measured_s']:.3f} s",
             f"{plan['predicted_s']:.3f} s",
             "" if name == "ours" else f"{plan['measured_s'] / ours_s:.2f}x",

@@ -12,6 +12,7 @@ ShardedState = Literal["none", "optimizer", "gradients", "parameters"]
 (ZeRO-3)."""
 
 IMPLEMENTED: tuple[ShardedState, ...] = ("none", "optimizer")
+"""The values that plans may have, from the fastest to the one that needs the least memory."""
 
 SHARDED_FORM = "Gflat"
 """Form of an optimizer state that is sharded flat over the replicas (`pipefit.layout`)."""
@@ -38,7 +39,7 @@ def check_sharded_state(value: str, where: str) -> ShardedState:
 
 
 def effective_state(state: ShardedState, replicas: int) -> ShardedState:
-    """Return the state that this number of replicas shards: one replica has nobody to share with."""
+    """Return the state that this number of replicas shards: none for one replica."""
     return state if replicas > 1 else "none"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.errors import ModelError
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec
 from pipefit.model.ops import KINDS
 from pipefit.shard.rules import OperatorLabels, labels_of
@@ -50,7 +51,14 @@ class OperatorExample:
         return "-".join([self.kind, *plain])
 
     def make_graph(self) -> Graph:
-        """Return a layer with this operator alone."""
+        """Return a layer with this operator alone. Raises ModelError for a kind that is not registered."""
+        if self.kind not in KINDS:
+            raise ModelError(
+                "The operator kind is not registered.",
+                where="OperatorExample",
+                seen=repr(self.kind),
+                next_step="import the module that calls register_operator, or call pipefit.plugins.load_plugins()",
+            )
         (shape,) = KINDS[self.kind].shapes(tuple(self.inputs.values()), self.attributes)
         values = [
             TensorSpec(
@@ -84,8 +92,6 @@ class OperatorExample:
 
     def draw_values(self, seed: int = 0) -> dict[str, Tensor | None]:
         """Return float64 or int64 numbers for all inputs."""
-        import torch
-
         generator = torch.Generator().manual_seed(seed)
         values: dict[str, Tensor | None] = {}
         for name, shape in self.inputs.items():
@@ -117,6 +123,7 @@ def numeric_sizes(shape: Sequence[int | str] | None) -> list[int]:
 
 
 def as_leaves(values: Values) -> dict[str, Tensor | None]:
+    """Return copies of the operands; those of floating type require a gradient."""
     return {
         name: value.clone().requires_grad_() if value is not None and value.is_floating_point() else value
         for name, value in values.items()
@@ -124,8 +131,7 @@ def as_leaves(values: Values) -> dict[str, Tensor | None]:
 
 
 def draw_output_gradient(shape: Sequence[int]) -> Tensor:
-
-    generator = torch.Generator().manual_seed(7)
-    return (
-        torch.randn(shape, dtype=torch.float64, generator=generator) if shape else torch.ones((), dtype=torch.float64)
-    )
+    """Return a float64 gradient of the result: random numbers, 1 for a loss."""
+    if not shape:
+        return torch.ones((), dtype=torch.float64)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))

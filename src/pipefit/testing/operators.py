@@ -77,7 +77,6 @@ def _check_near(value: Tensor, expected: Tensor, tolerance: float, subject: str)
 
 def _run_stage(example: OperatorExample, mode: Mode, recompute: Recompute) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the result and the gradients by input name of a stage of one layer."""
-
     graph, values = example.make_graph(), example.draw_values()
     layer = StageLayer("layer", graph, {name: name for name in example.parameters})
     program = StageProgram([layer], recompute=recompute, dtype=torch.float64)
@@ -108,5 +107,9 @@ def _run_reference(example: OperatorExample) -> tuple[Tensor, dict[str, Tensor]]
     leaves = as_leaves(example.draw_values())
     result = example.reference(*leaves.values())
     result.backward(draw_output_gradient(result.shape))
-    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf is not None and leaf.grad is not None}
+    gradients = {}
+    for name, leaf in leaves.items():
+        if leaf is not None and leaf.requires_grad:
+            assert leaf.grad is not None, f"{example.id}: the reference has no gradient of {name}"
+            gradients[name] = leaf.grad
     return result.detach(), gradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +32,8 @@ CONFIG = {"model_type": "toy_mlp", "vocab_size": 256, "width": 16, "layers": 4}
 
 
 @pytest.fixture
-def operator_site(tmp_path: Path, installed, monkeypatch) -> Path:
+def operator_site(tmp_path: Path, installed) -> Iterator[Path]:
     """The page's package and a model family whose layers use its operator, installed in this process."""
-    monkeypatch.setattr(table, "_KINDS", table._KINDS)
     family = page_examples("add-a-model-family.md")
     layers = family["toy_mlp/layers.py"].replace("F.gelu(self.up(x))", "self.activation(self.up(x))")
     layers = layers.replace("        self.down =", "        self.activation = SquaredReLU()\n        self.down =")
@@ -65,11 +65,11 @@ def test_the_page_s_example_passes_its_check(operator_site: Path) -> None:
     ids=["stages", "megatron", "megatron-sp, uneven"],
 )
 def test_gradients_are_those_of_one_process(operator_site, gloo_pool, monkeypatch, decisions) -> None:
-    monkeypatch.setitem(plans.CONFIGS, "toy", CONFIG)
-    plan, model = plans.plan("toy", microbatches=2, **decisions), plans.model("toy")
+    monkeypatch.setitem(plans.CONFIGS, "toy-relu", CONFIG)
+    plan, model = plans.plan("toy-relu", microbatches=2, **decisions), plans.model("toy-relu")
     kinds = [operator.kind for layer in model.layers for operator in model.layer_graph(layer).operators]
     assert kinds.count("relu_squared") == CONFIG["layers"]
-    loss, gradients = plans.reference("toy", plans.JOB)
+    loss, gradients = plans.reference("toy-relu", plans.JOB)
     gloo_pool.run(load_in_process, str(operator_site), ranks=gloo_pool.size)
     gloo_pool.run(cases.prepare, [(plan, model)], ranks=gloo_pool.size)
     result = gloo_pool.run(cases.run_steps, plan, model, plans.VOCABULARY, ranks=len(plan.used_devices))[0]
@@ -81,8 +81,8 @@ def test_gradients_are_those_of_one_process(operator_site, gloo_pool, monkeypatc
 
 
 def test_tensor_parallelism_splits_it_between_two_products(operator_site, monkeypatch) -> None:
-    monkeypatch.setitem(plans.CONFIGS, "toy", CONFIG)
-    model = plans.model("toy")
+    monkeypatch.setitem(plans.CONFIGS, "toy-relu", CONFIG)
+    model = plans.model("toy-relu")
     block = next(graph for graph in model.graphs.values() if any(op.kind == "relu_squared" for op in graph.operators))
     for local in shard_program(block, (1, 1), sequence_parallel=False).graphs:
         (operator,) = [operator for operator in local.operators if operator.kind == "relu_squared"]
@@ -98,6 +98,8 @@ def test_commands_plan_and_draw_it(operator_site: Path, pipefit, tmp_path: Path)
     code, _, err = pipefit("report", str(plan), "-o", str(page))
     assert code == 0, err
     assert "(toy-mlp)" in page.read_text(encoding="utf-8")
+    code, out, err = pipefit("shard", "--model", str(tmp_path), "--cluster", "2xH100", "--batch", "8", "--seq", "16")
+    assert code == 0 and "= relu_squared(" in out, err
 
 
 KIND = OperatorKind(kind="toy_double", summary="2 x.", inputs=("x",), shapes=same_shape)
@@ -135,6 +137,11 @@ def test_a_check_finds_wrong_values_and_wrong_splits(doubling: str) -> None:
         temporary_operator(KIND, rule=label_as_sum, builder=doubling),
         pytest.raises(AssertionError, match=wrong_shape),
     ):
+        check_operator(example(2.0))
+
+
+def test_an_example_of_an_unknown_kind_says_what_to_import() -> None:
+    with pytest.raises(ModelError, match=r"kind is not registered(.|\n)*'toy_double'(.|\n)*load_plugins"):
         check_operator(example(2.0))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
+
+from pipefit.model.ops.kind import InitialKind
 
 
 class ModelConfig(Protocol):
@@ -37,7 +39,7 @@ class WeightTensor:
 class InitialValue:
     """The initial value of a parameter."""
 
-    kind: Literal["ones", "zeros", "normal"]
+    kind: InitialKind
     std: float = 0.0
     "Standard deviation of the normal distribution, mean 0."
 

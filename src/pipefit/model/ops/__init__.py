@@ -1,7 +1,7 @@
 """The operator kinds: one file per kind, registered by walking this package. See `docs/reference/operators.md`.
 
-A plug-in calls `register_operator`.
-`KINDS` maps the name of a kind to its OperatorKind. Sums over graphs (FLOPs, saved bytes) are in `model/analysis/`.
+`KINDS` maps the name of a kind to its OperatorKind; a plug-in adds one with `register_operator`. Sums over graphs
+(FLOPs, saved bytes) are in `model/analysis/`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from pipefit.model.graph import Operator, Shape
 
 Sizes = tuple[int, ...]
 
-InitialValue = Literal["normal", "ones", "zeros"]
+InitialKind = Literal["normal", "ones", "zeros"]
+"""How the initial value of a parameter is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class OperatorKind:
     "The kind with the same product on a whole layer, whose measurements apply; empty: this kind itself."
     merging_kernels: tuple[int, int] = (0, 0)
     "Additional kernels per earlier slice of the microbatch, (forward, backward)."
-    initial_values: tuple[InitialValue, ...] = ()
+    initial_values: tuple[InitialKind, ...] = ()
     "The initial value of a parameter at each input; `normal` beyond the end."
     position_table: Callable[[Mapping[str, Any]], tuple[str, int]] | None = None
     """Attributes -> (key, features) of values that depend on the position alone. Operators with one key share them;

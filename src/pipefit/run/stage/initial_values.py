@@ -17,7 +17,7 @@ from torch import Tensor
 from pipefit.layout import Box
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
-from pipefit.model.ops.kind import InitialValue
+from pipefit.model.ops.kind import InitialKind
 from pipefit.model.registry import USER, build_layers
 from pipefit.plan.types import Plan
 from pipefit.run.stage.user_module import whole_example
@@ -65,9 +65,9 @@ def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
     }
 
 
-def parameter_kinds(model: Model) -> dict[str, InitialValue]:
+def parameter_kinds(model: Model) -> dict[str, InitialKind]:
     """Return global name -> kind of initial value, from the operators that read it."""
-    kinds: dict[str, InitialValue] = {}
+    kinds: dict[str, InitialKind] = {}
     for layer in model.layers:
         graph = model.layer_graph(layer)
         local = {spec.name: layer.parameters[spec.name] for spec in graph.parameters}
@@ -81,7 +81,7 @@ def parameter_kinds(model: Model) -> dict[str, InitialValue]:
     return kinds
 
 
-def initial_value(name: str, shape: Sequence[int], kind: InitialValue, std: float, seed: int, box: Box) -> Tensor:
+def initial_value(name: str, shape: Sequence[int], kind: InitialKind, std: float, seed: int, box: Box) -> Tensor:
     """Return the part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
     sizes = [stop - start for start, stop in box]
     if kind != "normal":
