@@ -105,7 +105,9 @@ def test_two_entries_of_one_name_are_refused() -> None:
 
 def test_the_example_of_the_page_is_loaded(tmp_path: Path, installed) -> None:
     examples = page_examples("write-a-plugin-package.md")
-    entries = tomllib.loads(examples["pyproject.toml"])["project"]["entry-points"]["pipefit.plugins"]
+    project = tomllib.loads(examples["pyproject.toml"])["project"]
+    assert project["name"].replace("-", "_") == "toy_plugin", "hatchling ships the module of the package's name"
+    entries = project["entry-points"]["pipefit.plugins"]
     installed(write_package(tmp_path, {"toy_plugin.py": examples["toy_plugin.py"]}, entries["toy"]), MOVES)
     assert load_plugins() == ("toy: toy_plugin:register",) and list(MOVES) == ["reverse"]
 

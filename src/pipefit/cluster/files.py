@@ -95,8 +95,13 @@ def _host_problems(cluster: Cluster, where: str) -> Iterator[ClusterError]:
                 seen=host.kind,
                 allowed=", ".join(cluster.kinds) or "(no kinds in the file)",
             )
-        if host.devices < 1:
-            yield ClusterError("A host has at least one device.", where=f"{host_where}.devices", seen=host.devices)
+        if isinstance(host.devices, bool) or not isinstance(host.devices, int) or host.devices < 1:
+            yield ClusterError(
+                "A host has at least one device.",
+                where=f"{host_where}.devices",
+                seen=repr(host.devices),
+                allowed="a positive integer",
+            )
         if host.devices > 1 and host.link not in cluster.links:
             yield ClusterError(
                 "The link between the devices of this host is missing.",

@@ -8,7 +8,9 @@ import pytest
 from tests.support.plugin_package import installed, page_examples, write_package
 
 from pipefit.cluster import load_cluster, open_cluster, parse_spec
+from pipefit.cluster.files import check_cluster
 from pipefit.cluster.readers import ClusterReader, find_readers, register_reader
+from pipefit.cluster.readers.reader import ReaderOptions, cluster_of_hosts
 from pipefit.errors import ClusterError, PipefitError
 from pipefit.plan.check.rules import load_plan
 from pipefit.plugins import load_plugins
@@ -59,6 +61,12 @@ def test_a_file_that_lacks_facts_leads_to_profile(inventory: Path) -> None:
     with pytest.raises(ClusterError) as error:
         open_cluster(f"toy-inventory:{inventory}")
     assert f"try: pipefit profile --from toy-inventory {inventory} --devices 8xH100 --network" in str(error.value)
+
+
+def test_a_count_that_is_no_number_is_named() -> None:
+    wrong = cluster_of_hosts(["a"], ["4"], ReaderOptions(devices="H100"), "inventory", "toy")  # type: ignore[list-item]
+    with pytest.raises(ClusterError, match=r"at least one device(.|\n)*hosts\[0\] \(a\).devices\n  seen: '4'"):
+        check_cluster(wrong, "inventory")
 
 
 def test_errors_of_the_reader_reach_the_user(inventory: Path, pipefit) -> None:
