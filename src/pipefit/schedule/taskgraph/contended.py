@@ -197,7 +197,7 @@ def _run_shared(tasks: SharedTasks, ports: SharedFlows, compiled: bool | None) -
     if compiled is None and dependencies >= COMPILED_FROM:
         compiled = True
     if pays_to_compile(dependencies, compiled):
-        done = compile_modules((fluid,))["share_ports"](tasks, ports, active)
+        done = compile_modules((fluid,), ("share_ports",))["share_ports"](tasks, ports, active)
     else:
         tasks = _as_lists(tasks)
         done = fluid.share_ports(tasks, _as_lists(ports), _as_lists(active))

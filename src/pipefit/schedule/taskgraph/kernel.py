@@ -91,25 +91,26 @@ def choose_loop(function: Callable[..., Any], entries: int, compiled: bool | Non
 def _compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
-    compiled: Callable[..., Any] = numba.njit(cache=True)(function)
+    compiled: Callable[..., Any] = numba.njit(cache=True, no_cfunc_wrapper=True)(function)
     return compiled
 
 
 @lru_cache(maxsize=4)
 def compile_modules(
-    modules: tuple[ModuleType, ...], inlined: Collection[str] = (), allocates: bool = False
+    modules: tuple[ModuleType, ...], entries: Collection[str], inlined: Collection[str] = (), allocates: bool = False
 ) -> Mapping[str, Callable[..., Any]]:
-    """Return the compiled functions of the modules by name: copies that call each other's compiled copies.
+    """Return the compiled `entries` of the modules by name: copies that call each other's compiled copies.
 
-    A module may call functions of earlier ones. numba caches by the name and file of a function. The name contains a
-    digest of all files, because a function includes others. Unless `allocates`, no function may allocate
-    or copy a slice: without reference counts (`_nrt`) on the arrays passed in each call, they run twice as fast. The
-    functions in `inlined` are inlined: for them, a call that passes many arrays costs more than their work.
+    Only `entries` can be called from Python: the wrappers that this needs take a third of the time to compile. A module
+    may call functions of earlier ones. numba caches by the name and file of a function. The name contains a
+    digest of all files, because a function includes others, and of the entries. Unless `allocates`, no function may
+    allocate or copy a slice: without reference counts (`_nrt`) on the arrays passed in each call, they run twice as
+    fast. The functions in `inlined` are inlined: for them, a call that passes many arrays costs more than their work.
     """
     import numba
 
     text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
-    digest = hashlib.sha256(text).hexdigest()[:12]
+    digest = hashlib.sha256(text + repr(sorted(entries)).encode()).hexdigest()[:12]
     compiled: dict[str, Callable[..., Any]] = {}
     for module in modules:
         space: dict[str, Any] = {**module.__dict__, **compiled}
@@ -118,5 +119,11 @@ def compile_modules(
                 copy = FunctionType(function.__code__, space, name)
                 copy.__module__, copy.__qualname__ = module.__name__, f"{name}_{digest}"
                 inline = "always" if name in inlined else "never"
-                compiled[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=allocates)(copy)
-    return compiled
+                compiled[name] = space[name] = numba.njit(
+                    cache=True,
+                    inline=inline,
+                    _nrt=allocates,
+                    no_cfunc_wrapper=True,
+                    no_cpython_wrapper=name not in entries,
+                )(copy)
+    return {name: compiled[name] for name in entries}

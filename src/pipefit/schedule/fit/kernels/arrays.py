@@ -190,5 +190,5 @@ PLAIN = SearchLoops(kernel.sweep, moves.anneal, greedy.construct, pattern_kernel
 def compile_loops() -> SearchLoops:
     """Return the compiled loops."""
     modules = (kernel, moves, greedy, pattern_passes, pattern_kernel)
-    compiled = compile_modules(modules, INLINE)
+    compiled = compile_modules(modules, ("sweep", "anneal", "construct", "patterns"), INLINE)
     return SearchLoops(compiled["sweep"], compiled["anneal"], compiled["construct"], compiled["patterns"])

@@ -66,7 +66,7 @@ def _anneal_cycle(cycle: UnitCycle, moves: int, random: np.random.Generator) -> 
 
     Their initial orders are those of an unlimited number of devices with slowed-down hops.
     """
-    run = compile_modules((modulo_kernel,), allocates=True)["anneal"]
+    run = compile_modules((modulo_kernel,), ("anneal",), allocates=True)["anneal"]
     best: Orders | None = None
     best_cost = np.inf
     for attempt in range(STARTS):
