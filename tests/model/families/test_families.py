@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ ROWS, TOKENS = 3, 13
 def their_model(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kwargs = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    # transformers writes into the mappings it is given
+    kwargs = {key: value for key, value in deepcopy(config).items() if key not in ("model_type", "architectures")}
     theirs = AutoConfig.for_model(config["model_type"], **kwargs)
     theirs._attn_implementation = "eager"
     theirs._experts_implementation = "eager"
