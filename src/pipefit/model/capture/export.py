@@ -38,6 +38,16 @@ def quiet_torch() -> Iterator[None]:
         logging.disable(before)
 
 
+@contextmanager
+def uncached_shapes() -> Iterator[None]:
+    """Export without torch's cache of shapes: where rows and tokens are symbols, filling it and asking it takes as long
+    as all the rest of the export of a layer."""
+    import torch._dynamo.config as settings
+
+    with settings.patch(fake_tensor_cache_enabled=False):
+        yield
+
+
 def export_reason(error: Exception, layer: nn.Module) -> str:
     """The error message in one line, with the last line of user code in its traceback."""
     import traceback

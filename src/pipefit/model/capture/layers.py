@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipefit.errors import ModelError
 from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.export import MODULE as MODULE
-from pipefit.model.capture.export import export_reason, fold_constant, on_meta, quiet_torch
+from pipefit.model.capture.export import export_reason, fold_constant, on_meta, quiet_torch, uncached_shapes
 from pipefit.model.capture.lift import lift_graph
 from pipefit.model.capture.rewrite import unused_name
 from pipefit.model.capture.source_labels import source_label
@@ -207,7 +207,7 @@ def _export_graph(layer: nn.Module, call: _LayerCall, dtype: str) -> Graph:
         arguments[argument] = torch.empty(sizes, dtype=kind, device="meta")
         dynamic[argument] = {i: dims[size] for i, size in enumerate(tensor.shape) if isinstance(size, str)}
     try:
-        with quiet_torch():
+        with quiet_torch(), uncached_shapes():
             program = torch.export.export(module, (), arguments, dynamic_shapes=dynamic, strict=False)
     except Exception as error:  # user code may raise anything under export
         raise UnconvertibleError(export_reason(error, layer)) from error
