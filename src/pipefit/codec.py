@@ -12,7 +12,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,17 +26,28 @@ _LATER, _ENCODE, _DECODE = "added later", "encode", "decode"
 def to_data(value: Any) -> Any:
     """Return plain JSON data of a dataclass, nested values included. Fields with default values are kept, except those
     of `added_later`."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: to_data(field.metadata.get(_ENCODE, _unchanged)(getattr(value, field.name)))
-            for field in dataclasses.fields(value)
-            if not (field.metadata.get(_LATER) and getattr(value, field.name) == field.default)
-        }
+    kind = type(value)
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is not type and dataclasses.is_dataclass(kind):
+        data = {}
+        for name, encode, later, default in _written_fields(kind):
+            item = getattr(value, name)
+            if not (later and item == default):
+                data[name] = to_data(encode(item) if encode else item)
+        return data
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): to_data(item) for key, item in value.items()}
     return value
+
+
+@cache
+def _written_fields(kind: type) -> tuple[tuple[str, Callable[[Any], Any] | None, bool, Any], ...]:
+    """Of every field of a dataclass: its name, how its value is encoded, whether it was added later, its default."""
+    fields = dataclasses.fields(kind)
+    return tuple((f.name, f.metadata.get(_ENCODE), bool(f.metadata.get(_LATER)), f.default) for f in fields)
 
 
 def added_later(default: T) -> T:
