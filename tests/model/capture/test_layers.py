@@ -80,6 +80,7 @@ def test_every_operator_is_registered_and_its_shapes_are_inferred(name: str) -> 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2", "mixtral", "mistral-window"])
 def test_no_size_of_the_example_is_frozen_into_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipefit.model.capture.layers._EXAMPLE", {"B": 17, "T": 29})
+    monkeypatch.setattr("pipefit.model.capture.layers._REMEMBERED", {})
     described = describe_config(VARIANTS[name], name, name)
     assert capture_family(described.family, described.config) == captured(name)
 
@@ -158,13 +159,29 @@ def test_hashes_are_equal_in_another_process() -> None:
     assert done.stdout.strip() == capture_family(described.family, described.config).hash
 
 
-def test_seventy_billion_parameters_are_captured_in_seconds() -> None:
+def test_seventy_billion_parameters_are_captured_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     captured("llama2")  # the first export of a process is slow
+    monkeypatch.setattr("pipefit.model.capture.layers._REMEMBERED", {})
     described = resolve_model("llama-3-70b")
     start = time.process_time()
     model = capture_family(described.family, described.config)
     assert time.process_time() - start < 8.0
     assert len(model.layers) == 83 and len(model.graphs) == 4
+
+
+def test_a_model_captured_before_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipefit.model.capture.layers._REMEMBERED", {})
+    described = describe_config(VARIANTS["gpt2"], "gpt2", "gpt2")
+    config = {**described.config}
+    model = capture_family(described.family, config)
+    assert capture_family(described.family, described.config) is model
+    config["layers"] = "changed afterwards"
+    assert capture_family(described.family, described.config).config == described.config
+    monkeypatch.setattr("pipefit.model.capture.layers._MOST_REMEMBERED", 1)
+    other = describe_config(VARIANTS["llama2"], "llama2", "llama2")
+    assert capture_family(other.family, other.config).config == other.config
+    again = capture_family(described.family, described.config)
+    assert again == model and again is not model
 
 
 def test_every_builtin_resolves_and_its_description_is_stable() -> None:

@@ -8,9 +8,11 @@ of small operators become operator kinds again (`lift.py`). A layer that cannot 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from pipefit.model.capture.lift import lift_graph
 from pipefit.model.capture.rewrite import unused_name
 from pipefit.model.capture.source_labels import source_label
 from pipefit.model.example import Example
+from pipefit.model.families import FAMILIES
 from pipefit.model.families.build import USER, build_layers, typed_config
 from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, Shape, TensorSpec
 from pipefit.model.ops import KINDS
@@ -34,6 +37,10 @@ _ROLES = ("tokens", "positions", "labels", "documents")
 _EXAMPLE = {"B": 3, "T": 11, "I": 7, "L": 5}
 """Sizes of the example inputs; they appear in no graph. I and L: tokens of a packed row that enters or leaves a
 sequence."""
+
+_REMEMBERED: dict[Any, Model] = {}
+_MOST_REMEMBERED = 16
+"""Models that `capture_family` remembers."""
 
 
 class OpaqueLayerWarning(UserWarning):
@@ -52,7 +59,11 @@ class _LayerCall:
 
 
 def capture_family(family: str, config: Mapping[str, Any]) -> Model:
-    """Return the model of a family as operator graphs. Raises ModelError for bad fields or an unknown family."""
+    """Return the model of a family as operator graphs. Raises ModelError for bad fields or an unknown family.
+
+    The last models captured in this process are remembered by family and configuration, except those with opaque
+    layers (they warn every time) and users' own modules (their files may change).
+    """
     if family == USER:
         source = str(config.get("source", ""))
         user_model = make_user_model(source)
@@ -63,9 +74,20 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
         from pipefit.model.families.finish import finish_layers
 
         return capture_layers(finish_layers(user_model, "meta", None), family=family, config=config)
-    layers = build_layers(family, config)
-    rotary = getattr(typed_config(family, config), "rotary", None)
-    return capture_layers(layers, family=family, config=config, rotary=[rotary] if rotary else [])
+    typed = typed_config(family, config)
+    builder = importlib.import_module(FAMILIES[family].builder)
+    key = (family, repr(config), FAMILIES[family].read, builder.build)
+    if key in _REMEMBERED:
+        return _REMEMBERED[key]
+    rotary = getattr(typed, "rotary", None)
+    model = capture_layers(
+        build_layers(family, config), family=family, config=deepcopy(config), rotary=[rotary] if rotary else []
+    )
+    if not any(operator.kind == "opaque" for graph in model.graphs.values() for operator in graph.operators):
+        while len(_REMEMBERED) >= _MOST_REMEMBERED:
+            del _REMEMBERED[next(iter(_REMEMBERED))]
+        _REMEMBERED[key] = model
+    return model
 
 
 def capture_layers(

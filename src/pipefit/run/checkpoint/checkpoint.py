@@ -3,6 +3,8 @@
 Built on torch.distributed.checkpoint (its planning and its collectives) with planners and storage of our own. `pieces`
 describes a rank's tensors, `planner` assigns reads and writes to ranks, `storage` handles the files, and `manifest` is
 the JSON that makes a folder a checkpoint. Nothing is ever unpickled from a file.
+
+torch.distributed.checkpoint takes half a second to import: it, and what is built on it, is imported where it is used.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from pipefit.errors import CheckpointError, PipefitError
 from pipefit.run.checkpoint import files
@@ -34,8 +34,6 @@ from pipefit.run.checkpoint.manifest import (
     survey_checkpoints,
 )
 from pipefit.run.checkpoint.pieces import CheckpointPiece
-from pipefit.run.checkpoint.planner import PieceLoadPlanner, PieceSavePlanner
-from pipefit.run.checkpoint.storage import ManifestReader, ManifestWriter
 
 __all__ = [
     "CheckpointPiece",
@@ -67,6 +65,11 @@ def save_checkpoint(
     single process if there is none. `keep` deletes all but the newest `keep` checkpoints afterwards. Raises
     CheckpointError on every rank if a file cannot be written; earlier checkpoints are then untouched.
     """
+    import torch.distributed.checkpoint as dcp
+
+    from pipefit.run.checkpoint.planner import PieceSavePlanner
+    from pipefit.run.checkpoint.storage import ManifestWriter
+
     directory = Path(directory)
     hidden, final, serial = _run_on_all(group, lambda: _next_folder(directory, step), from_rank_0=True)
     writer = ManifestWriter(hidden, final, step=step, serial=serial, extra=extra)
@@ -144,6 +147,11 @@ def load_checkpoint(
     compares its SHA-256 (the ranks share the files). Raises CheckpointError on every rank, before any tensor is
     changed, if the folder is no checkpoint, is incomplete or damaged, or lacks a tensor or has it in another shape.
     """
+    import torch.distributed.checkpoint as dcp
+
+    from pipefit.run.checkpoint.planner import PieceLoadPlanner
+    from pipefit.run.checkpoint.storage import ManifestReader
+
     checkpoint = Path(checkpoint)
     rank, size = _group_rank(group), _group_size(group)
 
@@ -282,6 +290,8 @@ def _run_on_all(group: dist.ProcessGroup | None, work: Callable[[], T], from_ran
 
 def _run_dcp(what: str, where: Path, group: dist.ProcessGroup | None, work: Callable[[bool], Any]) -> None:
     """Run `work(alone)` and raise one of DCP's collected exceptions: ours unchanged, an OSError as CheckpointError."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     alone = _group_size(group) == 1
     try:
         with warnings.catch_warnings():
