@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,7 +80,7 @@ def test_three_local_processes_make_a_cluster_file(tmp_path: Path) -> None:
     code, out, err = finish(
         start(
             "--local", "3", "--quick", "--device", "cpu", "--model", str(tmp_path / "toy.json"),
-            "--sequence", "32", "-o", str(output),
+            "--sequence", "32", "--tokens", "128", "-o", str(output),
         )
     )  # fmt: skip
     assert code == 0, err
@@ -165,25 +166,25 @@ def test_all_hosts_are_at_work_while_collectives_of_one_are_measured(monkeypatch
 @pytest.mark.gloo
 def test_a_process_that_dies_is_named_and_what_was_measured_is_kept(tmp_path: Path) -> None:
     output = tmp_path / "cluster.json"
-    process = start("--local", "3", "--link-rounds", "300", "--device", "cpu", "-o", str(output))
+    process = start("--local", "2", "--link-rounds", "600", "--device", "cpu", "-o", str(output))
     try:
         deadline = time.monotonic() + 60
-        while measured_sources(output) != {0, 1, 2}:
+        while measured_sources(output) != {0, 1}:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
-        victim = rank_process(process.pid, 2)
+        victim = rank_process(process.pid, 1)
         os.kill(victim, signal.SIGKILL)
         code, _, err = finish(process)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert code == 2
-    assert "rank 2" in err and str(partial_path(output)) in err
+    assert "rank 1" in err and str(partial_path(output)) in err
     assert not output.exists()
     kept = load_partial(partial_path(output))
     assert kept.phase == "links inside hosts"
-    assert [member.rank for member in kept.members] == [0, 1, 2]
-    assert {sample.source for sample in kept.inside} == {0, 1, 2}
+    assert [member.rank for member in kept.members] == [0, 1]
+    assert {sample.source for sample in kept.inside} == {0, 1}
 
 
 def measured_sources(output: Path) -> set[int]:
@@ -313,11 +314,6 @@ def test_a_store_that_is_gone_means_rank_0() -> None:
     assert StoreExchange(None, 0, [0], 0.1).gather("x") == {0: "x"}
 
 
-def command(*arguments: str) -> tuple[int, str]:
-    code, _, err = finish(start(*arguments))
-    return code, err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -333,17 +329,18 @@ def command(*arguments: str) -> tuple[int, str]:
         (("--model", "no-such-model"), "The model is not known."),
     ],
 )
-def test_mistakes_on_the_command_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    code, err = command(*arguments, "-o", str(tmp_path / "c.json"))
+def test_mistakes_on_the_command_line(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, alone: None, pipefit: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, err = pipefit("profile", *arguments, "-o", str(tmp_path / "c.json"))
     assert code == 2 and message in err, err
     assert not (tmp_path / "c.json").exists()
 
 
-def test_readers_on_the_command_line(tmp_path: Path) -> None:
+def test_readers_on_the_command_line(tmp_path: Path, pipefit: Callable[..., tuple[int, str, str]]) -> None:
     output = tmp_path / "c.json"
-    code, out, err = finish(
-        start("--from", "slurm", "n[1-2]", "--devices", "4xT4", "--network", "25Gbit/s", "-o", str(output), "--json")
-    )
+    words = ("--from", "slurm", "n[1-2]", "--devices", "4xT4", "--network", "25Gbit/s", "-o", str(output), "--json")
+    code, out, err = pipefit("profile", *words)
     assert code == 0, err
     assert json.loads(out)["hosts"][1]["name"] == "n2"
     assert len(load_cluster(output).hosts) == 2

@@ -83,7 +83,7 @@ def test_commands_plan_train_and_draw_it(toy_site: Path) -> None:
     assert made.returncode == 0, made.stderr
     plan = load_plan(folder / "plan.json")
     assert plan.model.family == "toy-mlp" and len(plan.stages) == 2
-    verified = run("verify", "plan.json")
+    verified = run("verify", "plan.json", "--rank", "1")
     assert verified.returncode == 0, verified.stderr
     trained = run("train", "plan.json", "--data", str(text), "--steps", "2", "--held-out", "8", "--device", "cpu",
                   "--local", "2", "-o", "run")  # fmt: skip

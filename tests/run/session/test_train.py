@@ -32,7 +32,7 @@ def invoke(*arguments: str) -> str:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_processes_train_save_and_one_process_goes_on(tmp_path):
+def test_two_processes_train_save_and_one_process_goes_on(tmp_path, alone):
     from transformers import AutoModelForCausalLM
 
     text = toys.write_text(tmp_path)
@@ -69,10 +69,9 @@ def test_two_processes_train_save_and_one_process_goes_on(tmp_path):
     assert model.config.num_hidden_layers == 2
 
     again = tmp_path / "again"
-    second = toys.start(
-        toys.command(one, text, again, "--resume", str(run / "checkpoints" / "step-00000004"), "--lr", "1e-2", steps=8)
-    )
-    assert second.returncode == 0, second.stderr
+    resume = ("--resume", str(run / "checkpoints" / "step-00000004"), "--lr", "1e-2")
+    code, error = toys.train_here(one, text, again, *resume, steps=8)
+    assert code == 0, error
     after = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
     resumed = [record["loss"] for record in after if "loss" in record]
     np.testing.assert_allclose(resumed, losses[4:], rtol=1e-4)

@@ -20,13 +20,16 @@ import pytest
 from tests.run.session.test_train_images import JOB, losses, norms, small_model, write_index
 from tests.support import modules_toys as toys
 from tests.support.modules_toys import Layout
-from tests.support.train_toys import TIME_LIMIT_S, command, environment, start, train_here
+from tests.support.train_toys import TIME_LIMIT_S, command, environment, train_here
 
 from pipefit.data.multimodal.index import make_index, open_index
 from pipefit.data.preparation.ahead import PreparedStep, StepPrefetcher
 from pipefit.plan.check.rules import save_plan
 
 STEPS = 3
+RESUMED = (("one",), ("one", "other"), ("other",))
+"""The plans under which a run goes on that was killed at a step."""
+
 OPTIONS = ("--held-out", "2", "--lr", "0.01", "--workers", "1")
 
 ARRAYS = ("tokens", "labels", "pixels", "grid", "noisy", "target", "time")
@@ -134,7 +137,7 @@ def test_a_run_that_is_killed_at_any_step_goes_on_with_the_same_batches(tmp_path
         code, left = killed(command(tmp_path / "one.json", index, run, *saving, steps=STEPS), f"kill@0,{step}")
         assert (code, left) == (-signal.SIGKILL, [])
         assert checkpoints(run) == [f"step-{done:08d}" for done in range(1, step + 1)]
-        for name in ("one", "other"):
+        for name in RESUMED[step]:
             again = tmp_path / f"{name}-{step}"
             shutil.copytree(run, again)
             resume = ("--resume", str(again)) if step else ()
@@ -157,8 +160,8 @@ def test_a_process_of_several_that_is_killed_takes_all_workers_with_it(tmp_path:
     code, left = killed(command(tmp_path / "apart.json", index, run, *three, steps=STEPS), "kill@0,2")
     assert (code, left) == (2, [])
     assert checkpoints(run) == ["step-00000001", "step-00000002"]
-    done = start(command(tmp_path / "apart.json", index, run, *three, "--resume", str(run), steps=STEPS))
-    assert done.returncode == 0, done.stderr
+    code, error = train_here(tmp_path / "one.json", index, run, *OPTIONS, "--resume", str(run), steps=STEPS)
+    assert code == 0, error
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
 
 
