@@ -233,7 +233,7 @@ def test_hosts_are_joined_by_a_rail_of_measured_pairs_and_of_predicted_ones(tmp_
 @pytest.mark.gloo
 def test_a_host_that_fails_is_named_by_the_others(tmp_path: Path) -> None:
     output = tmp_path / "cluster.json"
-    arguments = ("--link-rounds", "60", "--timeout", "4", "--device", "cpu", "-o", str(output))
+    arguments = ("--link-rounds", "30", "--timeout", "4", "--device", "cpu", "-o", str(output))
     processes = start_hosts(3, *arguments)
     try:
         deadline = time.monotonic() + 60
