@@ -85,6 +85,8 @@ class Network:
         self._alone: dict[tuple[int, int, int, float], TransferTime] = {}
         "Times of single messages, by hosts, rail and bytes."
         self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
+        self._ring_of_class: dict[tuple[int, str], tuple[int, ...]] = {}
+        "The ring inside a host that stands for all rings of a size on hosts with this link."
         self.ways: dict[object, tuple[Any, ...]] = {}
         "Possible levels of the rings of a collective: see `cost/comm/collectives.py`."
         self.hops: dict[object, tuple[float, list[tuple[Port, float]]]] = {}
@@ -176,6 +178,17 @@ class Network:
     def stays_in_hosts(self, rings: Sequence[Sequence[int]]) -> bool:
         """Return whether each of these groups lies on one host."""
         return all(len({self.host[device] for device in ring}) == 1 for ring in rings)
+
+    def representative_rings(self, rings: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        """Return rings with equal collective times, the same ones for equal classes.
+
+        Rings inside hosts use separate ports, so their times depend only on their sizes and the links of their hosts.
+        Other rings are returned unchanged.
+        """
+        if not self.stays_in_hosts(rings):
+            return rings
+        classes = dict.fromkeys((len(ring), self.cluster.hosts[self.host[ring[0]]].link, ring) for ring in rings)
+        return tuple(dict.fromkeys(self._ring_of_class.setdefault((size, link), ring) for size, link, ring in classes))
 
     def _ring_time(self, rings: tuple[tuple[int, ...], ...]) -> RingTime:
         load: dict[Port, float] = defaultdict(float)

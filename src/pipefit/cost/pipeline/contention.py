@@ -207,7 +207,9 @@ def _competing_groups(stage: StageWork, network: Network) -> list[Rings]:
     for k, used in zip(replica, ports, strict=True):
         replica_ports[k] |= used
     return [
-        tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used))
+        network.representative_rings(
+            tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used))
+        )
         for mine in replica_ports
     ]
 

@@ -248,12 +248,15 @@ def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
 def stage_cost_key(stage: StageWork, network: Network) -> object:
     """Return a key that is equal for stages with equal layer costs: equal graphs, device kinds and rows.
 
-    With a shard axis the key holds the devices themselves, because their links matter.
+    With a shard axis the links of its groups matter, and the devices themselves if the groups have unlike devices or
+    leave their hosts.
     """
+    rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else ()
     devices_key: object = stage.group
-    if stage.group.find_axis("shard").size == 1:
+    if not rings or (stage.has_equal_shards and network.stays_in_hosts(rings)):
         places = zip(stage.group.devices, stage.group.axis_positions("replica").values(), strict=True)
-        devices_key = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
+        kinds = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
+        devices_key = (kinds, network.representative_rings(rings))
     more = stage.symbols, stage.packed, stage.frozen
     return tuple(map(id, stage.layers)), devices_key, stage.slices, stage.recompute, stage.shares, *more
 
@@ -299,7 +302,8 @@ def _costs_by_place(
     silent: bool = False,
 ) -> Iterator[tuple[str, list[LayerCost]]]:
     """Yield (kind, the cost of every layer) for each distinct device of the mesh. `silent`: free collectives."""
-    rings = (rings or shard_rings(stage)) if stage.group.find_axis("shard").size > 1 else None
+    sharded = stage.group.find_axis("shard").size > 1
+    rings = network.representative_rings(rings or shard_rings(stage)) if sharded else None
     distinct_shares = {stage.shares_of(index) for index in range(len(stage.layers))}
     collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(distinct_shares)
     if rings:

@@ -62,6 +62,11 @@ class CandidateGrid:
         return len(self.counts[0][1])
 
     @property
+    def program(self) -> tuple[str, tuple[int, ...]]:
+        """(key of the layer programs in `ProgramCache`, shares of the shard axis)."""
+        return self.sharding, self.shards
+
+    @property
     def stages_per_lane(self) -> int:
         """Largest number of stages on a lane."""
         return _most_stages_per_lane(self.placement)
@@ -123,7 +128,7 @@ class CandidateGrid:
         if self.pattern is None:
             if not self.fleet.is_mixed:
                 return [((self.fleet.names[0], self.replica_count),)] * self.lanes
-            return self.fleet.lane_runs((), self.inner[0], self.lanes, self.replica_count)
+            return self.fleet.lane_runs((), self.inner[0], self.lanes, self.replica_count, len(self.shards))
         return self.runs
 
     def all_decisions(self) -> Iterator[ParallelConfig]:

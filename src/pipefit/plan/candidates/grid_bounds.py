@@ -22,7 +22,7 @@ from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_figures import BoundsStack, GridBounds, LayerBounds, fill_lanes, stack_bounds
 from pipefit.plan.candidates.slicings import SequenceSlicer
-from pipefit.plan.cutting.cutter import LayerCutter
+from pipefit.plan.cutting.cutter import LayerCutter, ShardProgram
 from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
 from pipefit.plan.request.constraints import NO_CONSTRAINTS
@@ -43,13 +43,13 @@ class LowerBounds:
         self.slicer = slicer or SequenceSlicer(cutter, job, NO_CONSTRAINTS)
         self._known: dict[tuple[tuple[int, ...], ...], LayerBounds] = {}
         self._stacks: dict[object, BoundsStack] = {}
-        self._statics: dict[float, float] = {}
+        self._statics: dict[tuple[float, ShardProgram], float] = {}
         self._counted: dict[object, tuple[CandidateGrid, Mapping[Runs, int]]] = {}
         "Number of lanes by their kinds of replicas; the grid is kept so that the `id` in the key stays unique."
         self._counts: dict[int, tuple[CandidateGrid, object]] = {}
         "`id` of a grid's counts -> a key by which counts are compared; the grid is kept so that the `id` stays unique."
         self._flights: dict[object, Array] = {}
-        self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
+        self._near: dict[tuple[frozenset[Pair], Recompute, ShardProgram], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
         "Rows of slices; the stage is kept alive because the key holds its `id`."
         self._shares: dict[int, float] = {}
@@ -97,17 +97,21 @@ class LowerBounds:
 
     def _lane_stack(self, panel: CandidateGrid) -> tuple[BoundsStack, Array]:
         """Return the stack of a grid, and its number of lanes of every class."""
-        if len(panel.shards) > 1 or any(len(recompute) > 1 for recompute in panel.recompute):
+        shards = len(panel.shards)
+        in_hosts = shards == 1 or self.cutter.fleet.fills_hosts(shards)
+        if not in_hosts or any(len(recompute) > 1 for recompute in panel.recompute):
             floors, lanes = self._bounds_per_stage(panel)
             return stack_bounds(floors), lanes
         counted = self._lanes_by_runs(panel)
-        key = (panel.recompute, tuple(counted), self._counts_key(panel), panel.slices)
+        key = (panel.recompute, tuple(counted), self._counts_key(panel), panel.slices, panel.program)
         if key not in self._stacks:
             rows_by_count = [self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts]
             even = all(max(shares) == 1 for _, shares in panel.counts)
             floors = [
                 [
-                    self._class_bounds([(self._layer_row(runs, rows, recompute[0], even, cut),) for runs in counted])
+                    self._class_bounds(
+                        [(self._layer_row(runs, rows, recompute[0], even, panel.program, cut),) for runs in counted]
+                    )
                     for recompute in panel.recompute
                 ]
                 for rows, cut in zip(rows_by_count, panel.slices or [()] * len(rows_by_count), strict=True)
@@ -118,7 +122,9 @@ class LowerBounds:
     def _lanes_by_runs(self, panel: CandidateGrid) -> Mapping[Runs, int]:
         """Return the number of lanes with each combination of kinds of replicas."""
         key: object = (
-            id(panel.runs) if panel.pattern is not None else (panel.lanes, panel.replica_count, panel.inner[0])
+            id(panel.runs)
+            if panel.pattern is not None
+            else (panel.lanes, panel.replica_count, panel.inner[0], len(panel.shards))
         )
         if key not in self._counted:
             self._counted[key] = panel, Counter(panel.lane_runs())
@@ -133,15 +139,21 @@ class LowerBounds:
         return self._counts[id(panel.counts)][1]
 
     def _layer_row(
-        self, runs: Runs, rows: tuple[int, ...], recompute: Recompute, even: bool, slices: tuple[int, ...] = ()
+        self,
+        runs: Runs,
+        rows: tuple[int, ...],
+        recompute: Recompute,
+        even: bool,
+        program: ShardProgram,
+        slices: tuple[int, ...] = (),
     ) -> LayerRow:
         pairs = pairs_of(runs, rows)
         if slices:
-            stage = self.slicer.stage_work(pairs, recompute)
-            return self._slice_row(self.cutter.layer_row(self.job, pairs, recompute, 1.0), stage, slices)
+            stage = self.slicer.stage_work(pairs, recompute, program)
+            return self._slice_row(self.cutter.layer_row(self.job, pairs, recompute, 1.0, program), stage, slices)
         if even:
-            return self.cutter.layer_row(self.job, pairs, recompute, 1.0)
-        key = (pairs, recompute)
+            return self.cutter.layer_row(self.job, pairs, recompute, 1.0, program)
+        key = (pairs, recompute, program)
         if key not in self._near:
             self._near[key] = self.cutter.interpolated_row(self.job, *key)
         return self._near[key]
@@ -286,6 +298,7 @@ class LowerBounds:
         return self._known[key]
 
     def _static_bytes(self, share: float, panel: CandidateGrid) -> float:
-        if share not in self._statics:
-            self._statics[share] = self.cutter.static_bytes(self.job, share, panel.sharding, panel.shards)
-        return self._statics[share]
+        key = (share, panel.program)
+        if key not in self._statics:
+            self._statics[key] = self.cutter.static_bytes(self.job, share, *panel.program)
+        return self._statics[key]

@@ -22,8 +22,9 @@ from pipefit.errors import PlanError
 from pipefit.layout import Mesh
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.candidates.grid import CandidateGrid
+from pipefit.plan.candidates.shard_choices import shard_sizes
 from pipefit.plan.candidates.slicing_budget import SLICING_BUDGET
-from pipefit.plan.cutting.cutter import LayerCutter
+from pipefit.plan.cutting.cutter import UNSHARDED, LayerCutter, ShardProgram
 from pipefit.plan.devices.fleet import Pair, pairs_of
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
@@ -57,9 +58,11 @@ class SequenceSlicer:
         self.obstacle: PlanError | None = next(slicing_obstacles(cutter.programs.model), None)
         "The reason why the model's sequences cannot be sliced."
         self.wanted: int | Slices | None = constraints.slices
-        shards: tuple[int, ...] = constraints.shards or (1,)
+        shards = (
+            [constraints.shards] if constraints.shards else [(1,) * size for size in shard_sizes(constraints, cutter)]
+        )
         self._tile = constraints.slice_multiple or (PROCESSOR_TILE if cutter.network.over_gloo else ACCELERATOR_TILE)
-        self._shares = sum(shards)
+        self._shares = slice_grain(1, *map(sum, shards))
         self.finest = slice_grain(constraints.slice_multiple or LEAST_TILE, self._shares)
         "Every slice is a multiple of this number of tokens; the remainder lengthens the last."
         self._stages: dict[object, StageWork] = {}
@@ -181,38 +184,43 @@ class SequenceSlicer:
         forward, backward = self.rows.times_of_slice(stage, tokens, past, self.job.precision)
         return float(forward.sum() + backward.sum())
 
-    def stage_work(self, pairs: frozenset[Pair], recompute: Recompute = "none") -> StageWork:
-        """Return all layers on devices of these kinds with these rows; the same object for equal arguments."""
-        key = (pairs, recompute)
+    def stage_work(
+        self, pairs: frozenset[Pair], recompute: Recompute = "none", program: ShardProgram = UNSHARDED
+    ) -> StageWork:
+        """Return all layers on devices, or shard groups in one host each, of these kinds with these rows; the same
+        object for equal arguments."""
+        key = (pairs, recompute, program)
         if key not in self._stages:
-            group, rows = self.cutter.fleet.sample_group(pairs)
-            self._stages[key] = self.cutter.probe_stage(self.job, group, rows, recompute)
+            group, rows = self.cutter.fleet.sample_group(pairs, program[1])
+            self._stages[key] = self.cutter.probe_stage(self.job, group, rows, recompute, *program)
         return self._stages[key]
 
     def slowest_stage(self, decisions: ParallelConfig) -> StageWork:
         """Return all layers on the slowest devices of a candidate's lanes."""
-        if len(decisions.shards) > 1:
+        if not self.cutter.fleet.has_host_groups(decisions):
             return self.stages_of(decisions)[0]
         rows = self.cutter.rows_of(self.job, decisions.microbatches, decisions.replicas)
         pairs = self.cutter.fleet.lane_pairs(decisions, rows)
-        return self.stage_work(frozenset().union(*pairs), decisions.recompute[0])
+        program = (decisions.sharding_key(0), decisions.shards)
+        return self.stage_work(frozenset().union(*pairs), decisions.recompute[0], program)
 
     def stages_for(self, panel: CandidateGrid, counts: Iterable[int]) -> list[StageWork]:
         """Return all layers on the slowest devices of a grid's lanes, for each of these counts."""
-        if len(panel.shards) > 1:
+        if len(panel.shards) > 1 and not self.cutter.fleet.fills_hosts(len(panel.shards)):
             return [self.stages_of(panel.decisions_at(panel.first_of(which)))[0] for which in counts]
         lanes = {*panel.lane_runs()}
         stages = []
         for which in counts:
             rows = self.cutter.rows_of(self.job, *panel.counts[which])
-            stages.append(self.stage_work(frozenset().union(*(pairs_of(runs, rows) for runs in lanes))))
+            pairs = frozenset().union(*(pairs_of(runs, rows) for runs in lanes))
+            stages.append(self.stage_work(pairs, program=panel.program))
         return stages
 
     def stages_of(self, decisions: ParallelConfig) -> list[StageWork]:
         """Return all layers on the devices of every stage of a candidate, with the stage's recomputation."""
         rows = self.cutter.rows_of(self.job, decisions.microbatches, decisions.replicas)
         recompute_by_stage = [decisions.recompute_of(stage) for stage in range(decisions.stage_count)]
-        if decisions.is_sharded:
+        if not self.cutter.fleet.has_host_groups(decisions):
             groups = [group.to_mesh() for group in make_groups(decisions)]
             return [
                 self._sharded_work(
@@ -222,7 +230,7 @@ class SequenceSlicer:
             ]
         pairs = self.cutter.fleet.lane_pairs(decisions, rows)
         return [
-            self.stage_work(pairs[lane], recompute)
+            self.stage_work(pairs[lane], recompute, (decisions.sharding_key(lane), decisions.shards))
             for lane, recompute in zip(decisions.lane_of_stage, recompute_by_stage, strict=True)
         ]
 

@@ -2,8 +2,8 @@
 
 Every number of devices up to all of them is in the space, so leaving devices idle is a choice like any other. On a
 cluster with several kinds of devices, the position of each kind and leaving kinds out are choices too
-(`plan/devices/device_kinds.py`). A constraint replaces a dimension by one value. The shard axis is a dimension whose
-only value is 1 unless it is constrained.
+(`plan/devices/device_kinds.py`). A constraint replaces a dimension by one value. The shard axis has the sizes that fill
+hosts (`plan/candidates/shard_choices.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
+from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS, shard_constraints
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
 from pipefit.plan.candidates.slicings import SequenceSlicer
-from pipefit.plan.cutting.cutter import LayerCutter
+from pipefit.plan.cutting.cutter import UNSHARDED, LayerCutter
 from pipefit.plan.devices.device_kinds import (
     Pattern,
     assign_devices,
@@ -79,13 +80,14 @@ def iter_base_grids(
     """
     constraints = families_only(constraints)
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
-    for grid in _device_grids(job, layers, devices, hosts, constraints, cutter):
-        if grid.lanes not in known:
-            known[grid.lanes] = _schedules_by_placement(grid.lanes, layers, constraints)
-        for (placement, _), names in known[grid.lanes].items():
-            panel = _build_grid(grid, placement, names, constraints, cutter)
-            if panel is not None:
-                yield panel
+    for fixed in shard_constraints(job, constraints, cutter):
+        for grid in _device_grids(job, layers, devices, hosts, fixed, cutter):
+            if grid.lanes not in known:
+                known[grid.lanes] = _schedules_by_placement(grid.lanes, layers, constraints)
+            for (placement, _), names in known[grid.lanes].items():
+                panel = _build_grid(grid, placement, names, fixed, cutter)
+                if panel is not None:
+                    yield panel
 
 
 def _build_grid(
@@ -116,7 +118,7 @@ def _build_grid(
         sharded_state=state_choices(constraints.sharded_state, len(counts[0][1])),
         inner=grid.inner,
         shards=shards,
-        sharding=_sharding_style(shards, constraints),
+        sharding=constraints.sharding or "none",
         cuts=constraints.cuts or (),
         fleet=cutter.fleet if cutter is not None else None,
         runs=grid.runs,
@@ -171,8 +173,9 @@ def _device_grids(
             continue
         for inner in inners:
             seen: set[Count] = set()
-            if constraints.shard_count == 1:
-                runs = tuple(cutter.fleet.lane_runs((), inner, lanes, len(replicas)))
+            shards = constraints.shard_count
+            if shards == 1 or cutter.fleet.fills_hosts(shards):
+                runs = tuple(cutter.fleet.lane_runs((), inner, lanes, len(replicas), shards))
                 seen = known.get((runs, inner), seen)
             if left := tuple(count for count in counts if count not in seen):
                 yield DeviceGrid(lanes, left, (inner,))
@@ -185,7 +188,10 @@ def _mixed_grids(
     speed."""
     shards = constraints.shard_count
     limit = min(constraints.devices or devices, devices)
-    time_s = cutter.row_time(job, (constraints.recompute or ("none",))[0])
+    program = (
+        (constraints.sharding or "none", constraints.shards or (1,)) if cutter.fleet.fills_hosts(shards) else UNSHARDED
+    )
+    time_s = cutter.row_time(job, (constraints.recompute or ("none",))[0], program)
     kinds = cutter.compare_kinds(job, shards)
     pinned = constraints.replicas
     even = [len(pinned)] if pinned else [count for count in _divisors_of(job.batch) if count * shards <= limit]
@@ -293,7 +299,7 @@ def _batch_divisors(job: Job, constraints: Constraints) -> Iterator[int]:
 def _sharding_style(shards: tuple[int, ...], constraints: Constraints) -> Sharding:
     if len(shards) == 1:
         return "none"
-    return constraints.sharding or "megatron-sp"
+    return constraints.sharding or FIXED_PROGRAMS[0]
 
 
 def _divisors_of(number: int) -> list[int]:

@@ -34,6 +34,12 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
 
+ShardProgram = tuple[str, tuple[int, ...]]
+"""(key of the layer programs in `ProgramCache`, shares of the shard axis)."""
+
+UNSHARDED: ShardProgram = ("none", (1,))
+
+
 class LayerCutter:
     """Cuts of one module on one cluster. The costs of layers on a kind of stage are computed once."""
 
@@ -102,34 +108,37 @@ class LayerCutter:
     def stage_rows(self, job: Job, decisions: ParallelConfig) -> list[LayerRow]:
         """Return the costs of every layer on the devices of every stage."""
         share = state_share(decisions.sharded_state, decisions.replicas)
-        if decisions.is_sharded:
+        if not self.fleet.has_host_groups(decisions):
             groups = [group.to_mesh() for group in make_groups(decisions)]
             return [
                 self._sharded_row(job, decisions, stage, lane, groups[lane], share)
                 for stage, lane in enumerate(decisions.lane_of_stage)
             ]
         pairs = self.fleet.lane_pairs(decisions, _replica_rows(job.batch // decisions.microbatches, decisions.replicas))
-        known: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
+        known: dict[tuple[frozenset[Pair], Recompute, str], LayerRow] = {}
         row_of_stage = []
         for stage, lane in enumerate(decisions.lane_of_stage):
-            key = pairs[lane], decisions.recompute_of(stage)
+            key = pairs[lane], decisions.recompute_of(stage), decisions.sharding_key(lane)
             if key not in known:
-                known[key] = self.layer_row(job, *key, share)
+                known[key] = self.layer_row(job, *key[:2], share, (key[2], decisions.shards))
             row_of_stage.append(known[key])
         return row_of_stage
 
-    def layer_row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float) -> LayerRow:
-        """Return the costs on a stage whose devices have these kinds and rows, and keep `share` of the optimizer state.
+    def layer_row(
+        self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float, program: ShardProgram = UNSHARDED
+    ) -> LayerRow:
+        """Return the costs on a stage whose shard groups lie in one host each, have these kinds and rows, and keep
+        `share` of the optimizer state.
 
         Equal arguments return the same object.
         """
-        plain = (job.precision, job.sequence, pairs, recompute)
+        plain = (job.precision, job.sequence, pairs, recompute, program)
         key = (*plain, share, job.optimizer)
         if key not in self._rows:
             if plain not in self._plain:
-                group, rows = self.fleet.sample_group(pairs)
-                self._plain[plain] = self._make_row(self.probe_stage(job, group, rows, recompute), job)
-            self._rows[key] = self._with_statics(self._plain[plain], job, share)
+                group, rows = self.fleet.sample_group(pairs, program[1])
+                self._plain[plain] = self._make_row(self.probe_stage(job, group, rows, recompute, *program), job)
+            self._rows[key] = self._with_statics(self._plain[plain], job, share, *program)
         return self._rows[key]
 
     def floor_bytes(self, job: Job, decisions: ParallelConfig) -> tuple[float, float, float]:
@@ -151,9 +160,11 @@ class LayerCutter:
         """Return the static memory of all layers on one device, which keeps `share` of the optimizer state."""
         return float(self._layer_static_bytes(job, share, sharding, shards).sum())
 
-    def row_time(self, job: Job, recompute: Recompute) -> Callable[[int, int], float]:
+    def row_time(
+        self, job: Job, recompute: Recompute, program: ShardProgram = UNSHARDED
+    ) -> Callable[[int, int], float]:
         """Return a function (kind, rows) -> seconds of all layers of a microbatch, forward and backward, on one such
-        device.
+        device or shard group.
 
         It is exact for powers of two and linear between them. It guides the division of rows, which the simulator then
         judges.
@@ -162,7 +173,7 @@ class LayerCutter:
 
         def exact_s(kind: int, rows: int) -> float:
             if (kind, rows) not in known:
-                row = self.layer_row(job, frozenset({(self.fleet.names[kind], rows)}), recompute, 1.0)
+                row = self.layer_row(job, frozenset({(self.fleet.names[kind], rows)}), recompute, 1.0, program)
                 known[kind, rows] = float(row.forward_s.sum() + row.backward_s.sum())
             return known[kind, rows]
 
@@ -175,15 +186,18 @@ class LayerCutter:
 
         return time_s
 
-    def interpolated_row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute) -> LayerRow:
+    def interpolated_row(
+        self, job: Job, pairs: frozenset[Pair], recompute: Recompute, program: ShardProgram = UNSHARDED
+    ) -> LayerRow:
         """Return a lower bound of `layer_row`, read between the numbers of rows that are powers of two. It holds if
         time rises with the rows and time per row falls. It prunes divisions of rows among replicas."""
         bounding_rows = []
         for name, rows in pairs:
             low = 1 << (rows.bit_length() - 1)
-            lower = self.layer_row(job, frozenset({(name, low)}), recompute, 1.0)
+            lower = self.layer_row(job, frozenset({(name, low)}), recompute, 1.0, program)
             if low < rows:
-                upper, part = self.layer_row(job, frozenset({(name, 2 * low)}), recompute, 1.0), rows / (2 * low)
+                upper = self.layer_row(job, frozenset({(name, 2 * low)}), recompute, 1.0, program)
+                part = rows / (2 * low)
                 lower = replace(
                     lower,
                     forward_s=np.maximum(lower.forward_s, part * upper.forward_s),

@@ -1,7 +1,8 @@
 """The devices of a cluster by kind: the device kinds of each lane, and the costs that depend on them.
 
 The devices of a lane run in lockstep, so its costs depend only on the set of (kind, rows of a microbatch) among its
-devices. Shard groups are an exception: their links count too.
+devices, or among its shard groups if each of them lies in one host. Other shard groups are told apart by their devices,
+because their links count too.
 """
 
 from __future__ import annotations
@@ -44,25 +45,47 @@ class DeviceFleet:
         """True if there is more than one kind."""
         return len(self.names) > 1
 
-    def sample_group(self, pairs: frozenset[Pair]) -> tuple[Mesh, tuple[int, ...]]:
-        """Return a mesh with one device for every pair, one replica each, and their rows."""
+    @lru_cache(maxsize=64)  # noqa: B019 - a fleet lives as long as its search
+    def fills_hosts(self, shards: int) -> bool:
+        """Return whether groups of adjacent `shards` devices fill every host, and equal kinds have equal links."""
+        hosts = self.network.cluster.hosts
+        links = {(host.kind, host.link) for host in hosts}
+        return all(host.devices % shards == 0 for host in hosts) and len(links) == len(self.names)
+
+    def has_host_groups(self, decisions: ParallelConfig) -> bool:
+        """Return whether equal shard groups of a candidate have equal costs: each lies in one host."""
+        shards = len(decisions.shards)
+        if decisions.lane_shards:
+            return False
+        return shards == 1 or (self.fills_hosts(shards) and self._stays_in_hosts(decisions.devices, shards))
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - a fleet lives as long as its search
+    def _stays_in_hosts(self, devices: tuple[int, ...], shards: int) -> bool:
+        host = np.array(self.network.host)[list(devices)].reshape(-1, shards)
+        return bool((host == host[:, :1]).all())
+
+    def sample_group(self, pairs: frozenset[Pair], shards: tuple[int, ...] = (1,)) -> tuple[Mesh, tuple[int, ...]]:
+        """Return a mesh with one shard group in one host for every pair, one replica each, and their rows."""
         ordered = sorted(pairs)
-        devices = tuple(self.devices[self.names.index(name)][0] for name, _ in ordered)
-        group = Mesh(axes=(MeshAxis(name="replica", shares=(1,) * len(ordered)),), devices=devices)
-        return group, tuple(rows for _, rows in ordered)
+        devices = tuple(device for name, _ in ordered for device in self.devices[self.names.index(name)][: len(shards)])
+        axes = [MeshAxis(name="replica", shares=(1,) * len(ordered))]
+        if len(shards) > 1:
+            axes.append(MeshAxis(name="shard", shares=shards))
+        return Mesh(axes=tuple(axes), devices=devices), tuple(rows for _, rows in ordered)
 
     def lane_pairs(self, decisions: ParallelConfig, rows: tuple[int, ...]) -> Sequence[frozenset[Pair]]:
-        """Return the pairs of kinds and rows of every lane; `rows` of every replica. For layouts without a shard
-        axis."""
+        """Return the pairs of kinds and rows of every lane; `rows` of every replica. For layouts whose shard groups
+        lie in one host each."""
         if not self.is_mixed:
             return [frozenset((self.names[0], count) for count in {*rows})] * decisions.lane_count
-        return self._lane_pair_sets(decisions.devices, decisions.inner, decisions.lane_count, rows)
+        shards = len(decisions.shards)
+        return self._lane_pair_sets(decisions.devices, decisions.inner, decisions.lane_count, rows, shards)
 
     @lru_cache(maxsize=1024)  # noqa: B019 - a fleet lives as long as its search
     def _lane_pair_sets(
-        self, devices: tuple[int, ...], inner: str, lanes: int, rows: tuple[int, ...]
+        self, devices: tuple[int, ...], inner: str, lanes: int, rows: tuple[int, ...], shards: int
     ) -> tuple[frozenset[Pair], ...]:
-        all_runs = self.lane_runs(devices, inner, lanes, len(rows))
+        all_runs = self.lane_runs(devices, inner, lanes, len(rows), shards)
         known = {runs: pairs_of(runs, rows) for runs in {*all_runs}}
         return tuple(known[runs] for runs in all_runs)
 
@@ -73,16 +96,16 @@ class DeviceFleet:
         lines = (tuple(line) for line in self.kind[devices].tolist())
         return tuple(known.setdefault(line, line) for line in lines)
 
-    def lane_runs(self, devices: tuple[int, ...], inner: str, lanes: int, replicas: int) -> list[Runs]:
-        """Return the kinds of every lane's replicas, with devices in the order of `ParallelConfig.lane_devices`; one
-        shard each."""
-        count = lanes * replicas
+    def lane_runs(self, devices: tuple[int, ...], inner: str, lanes: int, replicas: int, shards: int = 1) -> list[Runs]:
+        """Return the kinds of every lane's replicas, with devices in the order of `ParallelConfig.lane_devices`. A
+        shard group has the kind of its first device."""
+        count = lanes * replicas * shards
         if devices:
-            kinds = self.kind[list(devices)].reshape(lanes, replicas)
+            kinds = self.kind[list(devices)][::shards].reshape(lanes, replicas)
         elif inner == "replica":
-            kinds = self.kind[:count].reshape(lanes, replicas)
+            kinds = self.kind[:count:shards].reshape(lanes, replicas)
         else:
-            kinds = self.kind[:count].reshape(replicas, lanes).T
+            kinds = self.kind[:count:shards].reshape(replicas, lanes).T
         known: dict[bytes, Runs] = {}
         lane_kinds = []
         for row in np.ascontiguousarray(kinds):
