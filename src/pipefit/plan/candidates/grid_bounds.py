@@ -19,6 +19,7 @@ from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork, state_share
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
+from pipefit.plan.bounds.step_bounds import min_in_flight
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_figures import BoundsStack, GridBounds, LayerBounds, fill_lanes, stack_bounds
 from pipefit.plan.candidates.slicings import SequenceSlicer
@@ -43,7 +44,7 @@ class LowerBounds:
         self.slicer = slicer or SequenceSlicer(cutter, job, NO_CONSTRAINTS)
         self._known: dict[tuple[tuple[int, ...], ...], LayerBounds] = {}
         self._stacks: dict[object, BoundsStack] = {}
-        self._statics: dict[tuple[float, ShardProgram], float] = {}
+        self._statics: dict[tuple[float, ShardProgram], Array] = {}
         self._counted: dict[object, tuple[CandidateGrid, Mapping[Runs, int]]] = {}
         "Number of lanes by their kinds of replicas; the grid is kept so that the `id` in the key stays unique."
         self._counts: dict[int, tuple[CandidateGrid, object]] = {}
@@ -79,7 +80,7 @@ class LowerBounds:
             speeds += stack.rates[:, number][:, None] * lane_counts[:, number][:, None, None]
         lane_s, forward, backward = stack.even[:, None] / speeds
         static = [
-            [[self._static_bytes(state_share(state, shares), panel) for state in panel.sharded_state]]
+            [[self._layer_static_bytes(state_share(state, shares), panel) for state in panel.sharded_state]]
             for _, shares in panel.counts
         ]
         return GridBounds(
@@ -88,7 +89,7 @@ class LowerBounds:
             lane_s=lane_s,
             lane_forward_s=forward,
             lane_backward_s=backward,
-            static_bytes=np.array(static),
+            layer_static_bytes=np.array(static),
             lanes=lane_counts,
             turns=np.array([grid.stages_per_lane for grid in panels], dtype=float)[:, None, None],
             count=np.array([count for count, _ in panel.counts], dtype=float)[:, None],
@@ -201,6 +202,42 @@ class LowerBounds:
         fractions: Array = self._memory_demand(floor)[0] / float(floor.memory_bytes[0])
         return fractions
 
+    def memory_need(self, floor: GridBounds) -> Array | None:
+        """Return a lower bound of the memory of any cut, as a fraction of what the lanes have, for each candidate.
+
+        A cut with a fraction above 1 does not exist. The shape is [grid, schedule, microbatches, recomputation, sharded
+        state]. A lane of one stage holds its `in_flight` microbatches, and a stage of any lane at least one. With
+        weights u of the lanes, the sum over the layers of the least u_l (static + held_l saved) is at most the sum of
+        u_l times the limits; u is the inverse of what all layers would need on the lane. None for lanes of several
+        classes and for slices.
+        """
+        if not floor.is_uniform or floor.panels[0].slices:
+            return None
+        static, saved = floor.layer_static_bytes, floor.stack.layer_saved_bytes[:, :, None]
+        limit = float(floor.stack.limit_bytes[0])
+        fractions = []
+        for panel in floor.panels:
+            by_schedule = []
+            for name in panel.names:
+                held = self._lanes_held(name, panel)[..., None, None, None]
+                whole = static.sum(axis=-1) + held[..., 0] * saved.sum(axis=-1)
+                capacity = limit * (1.0 / whole).sum(axis=0)
+                ends = [held.min(axis=0), held.max(axis=0)]
+                parts = [(static + end * saved) / (static + end * saved).sum(axis=-1, keepdims=True) for end in ends]
+                by_schedule.append(np.minimum(*parts).sum(axis=-1) / capacity)
+            fractions.append(np.stack(by_schedule))
+        return np.stack(fractions)
+
+    def _lanes_held(self, name: str, panel: CandidateGrid) -> Array:
+        """Return [lane, microbatches]: the microbatches that a lane certainly holds of each of its stages."""
+        if panel.stages_per_lane > 1:
+            return np.ones((panel.lanes, len(panel.counts)))
+        counts = tuple(count for count, _ in panel.counts)
+        key = (name, panel.placement, counts)
+        if key not in self._flights:
+            self._flights[key] = np.array([min_in_flight(name, panel.placement, m) for m in counts], dtype=float).T
+        return self._flights[key]
+
     def guesses_s(self, floor: GridBounds) -> Array:
         """Return estimates of the steps (`plan/bounds/estimates.py`): [grid, schedule, microbatches, recomputation,
         sharded state]."""
@@ -293,12 +330,13 @@ class LowerBounds:
                 rates=rates,
                 saved_bytes=min(float(row.saved_bytes.sum()) for lane_class in classes for row in lane_class),
                 limit_bytes=np.array([min(row.limit_bytes for row in lane_class) for lane_class in classes]),
+                layer_saved_bytes=np.minimum.reduce([row.saved_bytes for row in classes[0]]),
                 first_share=min(self._shares.get(id(row), 1.0) for lane_class in classes for row in lane_class),
             )
         return self._known[key]
 
-    def _static_bytes(self, share: float, panel: CandidateGrid) -> float:
+    def _layer_static_bytes(self, share: float, panel: CandidateGrid) -> Array:
         key = (share, panel.program)
         if key not in self._statics:
-            self._statics[key] = self.cutter.static_bytes(self.job, share, *panel.program)
+            self._statics[key] = self.cutter.layer_static_bytes(self.job, share, *panel.program)
         return self._statics[key]

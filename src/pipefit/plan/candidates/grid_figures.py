@@ -34,6 +34,8 @@ class LayerBounds:
     "All layers, on the class with the smallest sum."
     limit_bytes: Array
     "[class]."
+    layer_saved_bytes: Array
+    "[layer]: on the first class."
     first_share: float = 1.0
     "Smallest part of a layer's time that its first slice takes."
 
@@ -55,6 +57,8 @@ class BoundsStack:
     saved_bytes: Array
     limit_bytes: Array
     "[class]."
+    layer_saved_bytes: Array
+    "[microbatches, recomputation, layer]: on the first class."
     first_share: Array
 
 
@@ -69,8 +73,8 @@ class GridBounds:
     "Time of the busiest lane of an even cut."
     lane_forward_s: Array
     lane_backward_s: Array
-    static_bytes: Array
-    "[microbatches, 1, sharded state]: of all layers."
+    layer_static_bytes: Array
+    "[microbatches, 1, sharded state, layer]."
     lanes: Array
     "[grid, class]: number of lanes."
     turns: Array
@@ -79,6 +83,12 @@ class GridBounds:
     "[microbatches, 1]."
     slices: Array
     "[microbatches, 1]: number of slices."
+
+    @property
+    def static_bytes(self) -> Array:
+        """[microbatches, 1, sharded state]: of all layers."""
+        total_bytes: Array = self.layer_static_bytes.sum(axis=-1)
+        return total_bytes
 
     @property
     def is_uniform(self) -> bool:
@@ -119,6 +129,7 @@ def stack_bounds(floors: Sequence[Sequence[LayerBounds]]) -> BoundsStack:
         rates=stack_field(lambda floor: floor.rates),
         saved_bytes=stack_field(lambda floor: floor.saved_bytes),
         limit_bytes=floors[0][0].limit_bytes,
+        layer_saved_bytes=np.array([[floor.layer_saved_bytes for floor in line] for line in floors]),
         first_share=stack_field(lambda floor: floor.first_share),
     )
 

@@ -21,6 +21,9 @@ HOPELESS = 2.5
 """Candidates that need more than this many times their memory are not tried. The count takes every lane as the
 fullest."""
 
+FULL = 1.0 + 1e-9
+"""Memory needed, as a fraction of what there is, above which nothing fits. The margin is for rounding."""
+
 
 @dataclass(slots=True)
 class SearchCandidate:
@@ -54,11 +57,17 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
         if not floor.is_fused or not floor.is_uniform or floor.panels[0].slices:
             guesses = floors.guesses_s(floor)
             keys = np.maximum(keys, guesses.min(axis=1))
-        least = zip(keys.min(axis=(1, 2, 3)).tolist(), bounds.min(axis=(1, 2)).tolist(), strict=True)
+        needs = floors.memory_need(floor)
+        live_keys, live_bounds = keys, bounds[..., None]
+        if needs is not None:
+            excess = np.where((needs > FULL).all(axis=1), np.inf, 0.0)
+            live_keys, live_bounds = keys + excess, live_bounds + excess
+        least = zip(live_keys.min(axis=(1, 2, 3)).tolist(), live_bounds.min(axis=(1, 2, 3)).tolist(), strict=True)
         for batch_index, (index, both) in enumerate(zip(places, least, strict=True)):
             grid_guesses = None if guesses is None else guesses[batch_index]
+            grid_needs = None if needs is None else needs[batch_index]
             queues[index] = CandidateQueue(
-                floor.panels[batch_index], keys[batch_index], bounds[batch_index], grid_guesses, both
+                floor.panels[batch_index], keys[batch_index], bounds[batch_index], grid_guesses, grid_needs, both
             )
     return [queues[index] for index in range(len(space))]
 
@@ -66,17 +75,51 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
 class CandidateQueue:
     """The candidates of a grid that have not been built yet, the most promising first.
 
-    `keys` [microbatches, recomputation, sharded state] define the order; `least` holds the smallest key and the
-    smallest bound. Sorting waits until the first candidate is requested: most grids never get that far.
+    `keys` [microbatches, recomputation, sharded state] define the order; `needs` [schedule, microbatches,
+    recomputation, sharded state] are lower bounds of the memory, as fractions: no cut of a candidate above 1 fits, and
+    it is ruled out. `least` holds the smallest key and the smallest bound of the others. Sorting waits until the first
+    candidate is requested: most grids never get that far.
     """
 
     def __init__(
-        self, panel: CandidateGrid, keys: Array, bounds: Array, guesses: Array | None, least: tuple[float, float]
+        self,
+        panel: CandidateGrid,
+        keys: Array,
+        bounds: Array,
+        guesses: Array | None,
+        needs: Array | None,
+        least: tuple[float, float],
     ) -> None:
         self.panel = panel
         self.key_s, self.bound_s = least
         self._figures = keys, bounds, guesses
+        self._needs = needs
         self._left: Ints | None = None
+
+    @property
+    def ruled_out_count(self) -> int:
+        """Number of candidates without a cut that fits, each schedule counted separately."""
+        if self._needs is None:
+            return 0
+        able = np.array([[units >= least for units in self.panel.unit_counts] for least in self.panel.least])
+        lacking = (self._needs > FULL) & able[:, :, None, None]
+        return int(np.broadcast_to(lacking, self._needs.shape).sum()) * len(self.panel.inner)
+
+    def leanest_ruled_out(self, below_s: float) -> tuple[float, ParallelConfig] | None:
+        """Return (bound, candidate) of the candidate without a cut that fits and with the smallest bound of its memory,
+        among those whose bound of the step is below this; None if there is none."""
+        if self._needs is None:
+            return None
+        able = np.array([[units >= least for units in self.panel.unit_counts] for least in self.panel.least])
+        bounds = np.broadcast_to(self._figures[1][..., None], self._needs.shape[1:])
+        listed = (self._needs > FULL) & able[:, :, None, None] & (bounds < below_s)
+        if not listed.any():
+            return None
+        best = int(np.where(listed, self._needs, np.inf).argmin())
+        schedule, *cell = (int(position) for position in np.unravel_index(best, self._needs.shape))
+        index = int(np.ravel_multi_index((*cell, 0), self.panel.grid_shape))
+        decisions = replace(self.panel.decisions_at(index), schedule=self.panel.names[schedule])
+        return float(bounds[tuple(cell)]), decisions
 
     @property
     def _ordered_indices(self) -> Ints:
@@ -85,7 +128,10 @@ class CandidateQueue:
             self._bound_s, self._keys = broadcast_cells(bounds, self.panel), broadcast_cells(keys, self.panel)
             named = zip(self.panel.names, guesses if guesses is not None else (), strict=False)
             self._guess_s = {name: broadcast_cells(guess, self.panel) for name, guess in named}
-            self._sort_remaining(np.arange(len(self._keys)))
+            needs = self._needs if self._needs is not None else np.zeros((len(self.panel.names), 1))
+            by_schedule = zip(self.panel.names, needs, strict=True)
+            self._may_fit = {name: broadcast_cells(need, self.panel) <= FULL for name, need in by_schedule}
+            self._sort_remaining(np.flatnonzero(np.logical_or.reduce([*self._may_fit.values()])))
         assert self._left is not None
         return self._left
 
@@ -103,7 +149,9 @@ class CandidateQueue:
 
     @property
     def is_empty(self) -> bool:
-        return self._left is not None and self._at >= len(self._left)
+        if self._left is None:
+            return self.key_s == float("inf")
+        return self._at >= len(self._left)
 
     def order_by_bound(self) -> None:
         """Sort the remaining candidates by their bounds from now on."""
@@ -128,14 +176,17 @@ class CandidateQueue:
                 even_s=bound_s,
                 guess_s=float(self._guess_s[decisions.schedule][index]) if self._guess_s else 0.0,
             )
-            for decisions in self.panel.decisions_by_schedule(index)
+            for decisions in self._decisions_at(index)
         ]
 
     def remaining_decisions(self) -> Iterator[ParallelConfig]:
         """Yield the remaining candidates."""
-        return itertools.chain.from_iterable(
-            map(self.panel.decisions_by_schedule, self._ordered_indices[self._at :].tolist())
-        )
+        return itertools.chain.from_iterable(map(self._decisions_at, self._ordered_indices[self._at :].tolist()))
+
+    def _decisions_at(self, index: int) -> Iterator[ParallelConfig]:
+        """Yield the candidates with this flat index that may fit, one for each schedule."""
+        by_schedule = self.panel.decisions_by_schedule(index)
+        return (decisions for decisions in by_schedule if self._may_fit[decisions.schedule][index])
 
 
 def leanest_first(floors: LowerBounds, space: Sequence[CandidateGrid]) -> Iterator[ParallelConfig]:

@@ -156,10 +156,6 @@ class LayerCutter:
         """Return the rows of one microbatch on each replica."""
         return _replica_rows(job.batch // microbatches, replicas)
 
-    def static_bytes(self, job: Job, share: float, sharding: str, shards: tuple[int, ...]) -> float:
-        """Return the static memory of all layers on one device, which keeps `share` of the optimizer state."""
-        return float(self._layer_static_bytes(job, share, sharding, shards).sum())
-
     def row_time(
         self, job: Job, recompute: Recompute, program: ShardProgram = UNSHARDED
     ) -> Callable[[int, int], float]:
@@ -287,20 +283,20 @@ class LayerCutter:
         self, row: LayerRow, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)
     ) -> LayerRow:
         """Return the row with its static bytes. Replicas split the optimizer state as they split rows."""
-        static = self._layer_static_bytes(job, share, sharding, shards)
+        static = self.layer_static_bytes(job, share, sharding, shards)
         if not row.kinds:
             return replace(row, static_bytes=static)
         split_ = share < 1
         kinds = tuple(
             replace(
                 kind,
-                static_bytes=self._layer_static_bytes(job, share * kind.part if split_ else share, sharding, shards),
+                static_bytes=self.layer_static_bytes(job, share * kind.part if split_ else share, sharding, shards),
             )
             for kind in row.kinds
         )
         return replace(row, static_bytes=static, kinds=kinds, limit_bytes=most_bytes(kinds, static, row.saved_bytes))
 
-    def _layer_static_bytes(
+    def layer_static_bytes(
         self, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)
     ) -> Array:
         """Return the static bytes of each layer, on the shard position that stores most of it."""

@@ -125,6 +125,8 @@ class LayoutSearch:
         self.misfits: list[InfeasiblePlan] = []
         self.unfit: list[tuple[float, int, ParallelConfig]] = []
         "Bound and choice of candidates for which no cut fits."
+        self.queues: list[CandidateQueue] = []
+        "The queues of all explored grids, which know the candidates that closed forms of memory ruled out."
         self.refused: list[ScheduleError] = []
         "Errors of schedule families that could not build an order for a candidate."
         self.left: list[CandidateQueue | SearchCandidate] = []
@@ -153,14 +155,15 @@ class LayoutSearch:
         bounds += [self.explore_grids(sliced, budget, budget)] if sliced else []
         self._improve_kinds()
         self._simulate_runners_up()
-        if self.refused and not self.fitting and not self.misfits and not self.unfit:
+        ruled_out = sum(queue.ruled_out_count for queue in self.queues)
+        if self.refused and not self.fitting and not self.misfits and not self.unfit and not ruled_out:
             raise self.refused[0]
         misfits = self.misfits + list(self._reported_misfits())
         misfits.sort(key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))
         return SearchResult(
             fitting=tuple(self.fitting),
             misfits=tuple(misfits),
-            unfit=len(self.unfit) + len(self.misfits),
+            unfit=len(self.unfit) + len(self.misfits) + ruled_out,
             lower_bound_s=min((least for least, _ in bounds), default=float("inf")),
             open_bound_s=min((left for _, left in bounds), default=float("inf")),
             considered=considered,
@@ -191,8 +194,10 @@ class LayoutSearch:
         `more` to spend. A `patient` search exceeds the budget until something fits, up to `infeasible_actions`.
         """
         self.spent = 0
-        items: list[CandidateQueue | SearchCandidate] = [*build_queues(self.floors, space)]
-        lower_bound_s = min(item.bound_s for item in items)
+        queues = build_queues(self.floors, space)
+        self.queues += queues
+        items: list[CandidateQueue | SearchCandidate] = [queue for queue in queues if not queue.is_empty]
+        lower_bound_s = min((item.bound_s for item in items), default=float("inf"))
         heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
         until, best = self.share * budget, self.fitting[:1]
@@ -307,15 +312,18 @@ class LayoutSearch:
         least.
         """
         cutter = self.context.layer_cutter
+        below_s = self.fitting[0].step_s if self.fitting else float("inf")
+        leanest_of_grids = filter(None, (queue.leanest_ruled_out(below_s) for queue in self.queues))
+        unfit = [*self.unfit, *((bound_s, -1 - n, config) for n, (bound_s, config) in enumerate(leanest_of_grids))]
         if not self.fitting:
-            known = self.unfit or ([] if self.misfits else list(self._unseen_candidates()))
+            known = unfit or ([] if self.misfits else list(self._unseen_candidates()))
             closest = find_closest(cutter, self.job, [decisions for _, _, decisions in known])
             if closest is not None:
                 bound_s, _, decisions = known[closest[0]]
                 yield misfit_of(bound_s, decisions, closest[1])
             return
         leanest: dict[tuple[int, int], tuple[float, float, ParallelConfig]] = {}
-        for bound_s, _, decisions in heapq.nsmallest(64 * self.budget.exact_misfits, self.unfit):
+        for bound_s, _, decisions in heapq.nsmallest(64 * self.budget.exact_misfits, unfit):
             grid = (len(decisions.replicas), decisions.stage_count)
             need = cutter.least_bytes(self.job, decisions)
             if grid not in leanest or need < leanest[grid][0]:

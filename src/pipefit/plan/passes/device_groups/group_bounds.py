@@ -114,7 +114,7 @@ class GroupLowerBounds:
     def has_room(self, layout: GroupLayout, sharded_state: ShardedState) -> bool:
         """Return whether the static memory, divided perfectly, fits on the devices of one replica."""
         share = state_share(sharded_state, (1,) * layout.replica_count)
-        stays = self.context.layer_cutter.static_bytes(self.job, share, "none", (1,))
+        stays = float(self.context.layer_cutter.layer_static_bytes(self.job, share).sum())
         kinds = self.context.network.kinds
         return stays <= sum(kinds[device].memory_bytes - WORKSPACE_BYTES for lane in layout.lanes for device in lane[0])
 
