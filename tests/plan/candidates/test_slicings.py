@@ -145,7 +145,8 @@ def slow(count: int, memory_bytes: int = 10**10) -> Cluster:
 
 @pytest.mark.parametrize("cluster", [slow(3), slow(3, 160_000_000)], ids=["free", "little memory"])
 def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Cluster) -> None:
-    context, constraints = PlannerContext(toy_model(3), cluster), Constraints(slice_multiple=4096, sharded_state="none")
+    context = PlannerContext(toy_model(3), cluster)
+    constraints = Constraints(slice_multiple=4096, sharded_state="none", shards=(1,))
     every = everything(context, LONG, constraints)
     found = search_plans(context, LONG, constraints)
     names = {one.decisions.schedule for one in every if one.decisions.slices}

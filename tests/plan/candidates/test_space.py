@@ -25,7 +25,7 @@ JOB = Job(batch=8, sequence=512)
 def test_a_pinned_family_is_planned(name: str) -> None:
     model, cluster = toy_model(6), toy_cluster()
     context = PlannerContext(model, cluster)
-    found = search_plans(context, JOB, Constraints(schedule=name, devices=2, replicas=(1,)), top=1)
+    found = search_plans(context, JOB, Constraints(schedule=name, devices=2, replicas=(1,), shards=(1,)), top=1)
     best = found.fitting[0].decisions
     assert best.schedule == name and best.lane_of_stage == FAMILIES[name].placement(2)
     assert best.microbatches >= FAMILIES[name].least_units(2)
@@ -36,7 +36,7 @@ def test_a_pinned_family_is_planned(name: str) -> None:
 
 def test_too_few_microbatches_are_left_out_or_explained() -> None:
     context = PlannerContext(toy_model(6), toy_cluster())
-    constraints = Constraints(schedule="dualpipe-v", devices=2, replicas=(1,))
+    constraints = Constraints(schedule="dualpipe-v", devices=2, replicas=(1,), shards=(1,))
     counts = {choice.microbatches for choice in iter_candidates(JOB, 9, 4, 1, constraints)}
     assert counts == {4, 8}
     with pytest.raises(ScheduleError, match=r"(?s)DualPipeV needs two microbatches.*seen: 2 microbatches on 2 lanes"):

@@ -44,6 +44,7 @@ class CandidateGrid:
     inner: tuple[Inner, ...]
     shards: tuple[int, ...] = (1,)
     sharding: Sharding = "none"
+    recipes: tuple[str, ...] = ()
     cuts: tuple[int, ...] = ()
     slices: tuple[tuple[int, ...], ...] = ()
     "Tokens of each slice, for each of the counts; empty: sequences are not sliced."
@@ -64,7 +65,7 @@ class CandidateGrid:
     @property
     def program(self) -> tuple[str, tuple[int, ...]]:
         """(key of the layer programs in `ProgramCache`, shares of the shard axis)."""
-        return self.sharding, self.shards
+        return "/".join((self.sharding, *self.recipes)), self.shards
 
     @property
     def stages_per_lane(self) -> int:
@@ -99,6 +100,7 @@ class CandidateGrid:
             replicas=shares,
             shards=self.shards,
             sharding=self.sharding,
+            recipes=self.recipes,
             microbatches=microbatches,
             schedule=self.feasible_schedules(microbatches * (len(self.slices[which]) if self.slices else 1))[0],
             slices=self.slices[which] if self.slices else (),

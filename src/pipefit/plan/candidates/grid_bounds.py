@@ -66,7 +66,7 @@ class LowerBounds:
         stacks = [self._lane_stack(panel) for panel in space]
         alike: dict[object, list[int]] = {}
         for index, (panel, (stack, _)) in enumerate(zip(space, stacks, strict=True)):
-            key = (id(stack), panel.names, panel.sharded_state, panel.slices, panel.shards, panel.sharding)
+            key = (id(stack), panel.names, panel.sharded_state, panel.slices, panel.program)
             alike.setdefault(key, []).append(index)
         for places in alike.values():
             lanes = [stacks[index][1] for index in places]

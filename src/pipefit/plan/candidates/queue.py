@@ -35,6 +35,8 @@ class SearchCandidate:
     "Bound of the first level."
     guess_s: float = 0.0
     "Estimated step time, where bounds are loose."
+    is_estimated: bool = False
+    "Whether the estimate comes from a simulation of the first microbatches."
     leaner: int = 0
     "Number of times its layers were cut again because it needed more memory than the closed form says."
     parts: PlanSkeleton | None = None

@@ -1,16 +1,19 @@
-"""The shard axis of the search space: how many devices split each layer, and by which program.
+"""The shard axis of the search space: how many devices split each layer, and by which programs.
 
 The axis is free unless it is constrained. Its sizes fill every host with groups of adjacent devices, because a layer
-that is split between hosts sends every hidden state over their links. `--fix shards=N` reaches every other size.
+that is split between hosts sends every hidden state over their links. `--fix shards=N` reaches every other size. Each
+size has Megatron's programs, and programs that are searched for the model (`plan/assemble/shard_recipes.py`): one set
+for each number of lanes that share the layers, because fewer lanes leave less memory for faster programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 from pipefit.errors import PlanError
+from pipefit.plan.assemble.shard_recipes import RecipeRequest, searched_recipes
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import Sharding
@@ -22,24 +25,42 @@ FIXED_PROGRAMS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
 """Programs that are written for any layer, without a search."""
 
 
-def shard_constraints(job: Job, constraints: Constraints, cutter: LayerCutter | None) -> Iterator[Constraints]:
-    """Yield the constraints once for every choice of the shard axis that they leave open, with that choice fixed.
+@dataclass(frozen=True, slots=True)
+class ShardChoice:
+    """A choice of the shard axis."""
 
-    Without a cutter the only free choice is a single shard.
-    """
+    shares: tuple[int, ...]
+    sharding: Sharding
+    recipes: tuple[str, ...] = ()
+    "Name of the recipe set of searched programs; empty: the unnamed set, or none."
+
+    @property
+    def program(self) -> tuple[str, tuple[int, ...]]:
+        """(key of the layer programs in `ProgramCache`, shares)."""
+        return "/".join((self.sharding, *self.recipes)), self.shares
+
+    def fix_in(self, constraints: Constraints) -> Constraints:
+        """Return the constraints with this choice fixed."""
+        return replace(constraints, shards=self.shares, sharding=self.sharding)
+
+
+def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None) -> Iterator[ShardChoice]:
+    """Yield every choice of the shard axis that the constraints leave open. Without a cutter the only free choice is a
+    single shard."""
     shards, sharding = constraints.shards, constraints.sharding
     if shards is not None:
-        style: Sharding = "none" if len(shards) == 1 else sharding or FIXED_PROGRAMS[0]
-        yield replace(constraints, sharding=style)
+        yield ShardChoice(shards, "none" if len(shards) == 1 else sharding or FIXED_PROGRAMS[0])
         return
     if sharding in (None, "none"):
-        yield replace(constraints, shards=(1,), sharding="none")
-    styles = [style for style in FIXED_PROGRAMS if sharding in (None, style)]
+        yield ShardChoice((1,), "none")
     for size in shard_sizes(constraints, cutter):
-        for style in styles:
-            fixed = replace(constraints, shards=(1,) * size, sharding=style)
-            if cutter is not None and _has_programs(job, fixed, cutter):
-                yield fixed
+        assert cutter is not None, "sizes follow from the hosts"
+        shares = (1,) * size
+        choices = [ShardChoice(shares, style) for style in FIXED_PROGRAMS if sharding in (None, style)]
+        if sharding is None:
+            names = recipe_sets(job, constraints, cutter, size)
+            choices += [ShardChoice(shares, "searched", (name,)) for name in names]
+        yield from (choice for choice in choices if _has_programs(job, constraints, choice, cutter))
 
 
 def shard_sizes(constraints: Constraints, cutter: LayerCutter | None) -> list[int]:
@@ -53,16 +74,46 @@ def shard_sizes(constraints: Constraints, cutter: LayerCutter | None) -> list[in
     return [size for size in range(2, common + 1) if cutter.fleet.fills_hosts(size)]
 
 
-def _has_programs(job: Job, constraints: Constraints, cutter: LayerCutter) -> bool:
-    """Return whether every layer can be split by the fixed program, evenly."""
-    shares, style = constraints.shards or (1,), constraints.sharding or "none"
+def recipe_sets(job: Job, constraints: Constraints, cutter: LayerCutter, size: int) -> list[str]:
+    """Return the names of the searched programs for groups of `size` equal devices, each set once."""
+    programs, network = cutter.programs, cutter.network
+    if cutter.fleet.is_mixed or any(len(recompute) > 1 for recompute in (constraints.recompute or (),)):
+        return []
+    lanes, names = network.devices // (size * constraints.replica_count), []
+    while lanes >= 1:
+        request = RecipeRequest(
+            shares=(1,) * size,
+            devices=tuple(range(size)),
+            rows=1,
+            microbatches=constraints.microbatches or max(1, job.batch // constraints.replica_count),
+            lanes=min(lanes, constraints.stage_count or lanes),
+        )
+        key = (job, request)
+        if key not in cutter.recipe_names:
+            module = programs.modules[cutter.module]
+            try:
+                recipes = searched_recipes(programs.model, module, network, cutter.layers, job, request)
+            except PlanError:
+                return []
+            cutter.recipe_names[key] = programs.add_recipes(recipes)
+        names.append(cutter.recipe_names[key])
+        lanes //= 2
+    return list(dict.fromkeys(names))
+
+
+def _has_programs(job: Job, constraints: Constraints, choice: ShardChoice, cutter: LayerCutter) -> bool:
+    """Return whether every layer has its program, with even shares and one form of every parameter."""
     slices = constraints.slices if isinstance(constraints.slices, tuple) else ()
+    layers = cutter.programs.modules[cutter.module].layers
     try:
-        check_slices(slices, job.sequence, shares, style)
-        programs = [
-            cutter.programs.layer_program(layer, style, shares)
-            for layer in cutter.programs.modules[cutter.module].layers
-        ]
+        check_slices(slices, job.sequence, choice.shares, choice.sharding)
+        programs = [cutter.programs.layer_program(layer, *choice.program) for layer in layers]
     except PlanError:
         return False
-    return all(program.shares in ((), shares) for program in programs)
+    forms: dict[str, object] = {}
+    stored_alike = all(
+        forms.setdefault(layer.parameters[name], form) == form
+        for layer, program in zip(layers, programs, strict=True)
+        for name, form in program.parameters.items()
+    )
+    return stored_alike and all(program.shares in ((), choice.shares) for program in programs)

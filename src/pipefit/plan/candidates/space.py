@@ -16,7 +16,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
-from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS, shard_constraints
+from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS, ShardChoice, shard_choices
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
 from pipefit.plan.candidates.slicings import SequenceSlicer
 from pipefit.plan.cutting.cutter import UNSHARDED, LayerCutter
@@ -80,12 +80,12 @@ def iter_base_grids(
     """
     constraints = families_only(constraints)
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
-    for fixed in shard_constraints(job, constraints, cutter):
-        for grid in _device_grids(job, layers, devices, hosts, fixed, cutter):
+    for choice in shard_choices(job, constraints, cutter):
+        for grid in _device_grids(job, layers, devices, hosts, choice.fix_in(constraints), cutter):
             if grid.lanes not in known:
                 known[grid.lanes] = _schedules_by_placement(grid.lanes, layers, constraints)
             for (placement, _), names in known[grid.lanes].items():
-                panel = _build_grid(grid, placement, names, fixed, cutter)
+                panel = _build_grid(grid, placement, names, choice, constraints, cutter)
                 if panel is not None:
                     yield panel
 
@@ -94,12 +94,12 @@ def _build_grid(
     grid: DeviceGrid,
     placement: tuple[int, ...],
     names: Sequence[str],
+    choice: ShardChoice,
     constraints: Constraints,
     cutter: LayerCutter | None,
 ) -> CandidateGrid | None:
     """Return the candidates of a device grid with a placement, with all its counts, before slicing; None if there are
     none."""
-    shards = constraints.shards or (1,)
     recompute_choices = [constraints.recompute] if constraints.recompute is not None else RECOMPUTE
     recompute_choices = [choice for choice in recompute_choices if len(choice) in (1, len(placement))]
     any_count = constraints.schedule is not None and constraints.microbatches is not None
@@ -117,8 +117,9 @@ def _build_grid(
         recompute=tuple(recompute_choices),
         sharded_state=state_choices(constraints.sharded_state, len(counts[0][1])),
         inner=grid.inner,
-        shards=shards,
-        sharding=constraints.sharding or "none",
+        shards=choice.shares,
+        sharding=choice.sharding,
+        recipes=choice.recipes,
         cuts=constraints.cuts or (),
         fleet=cutter.fleet if cutter is not None else None,
         runs=grid.runs,

@@ -33,7 +33,6 @@ from pipefit.plan.devices.fleet import DeviceFleet, Pair
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 
-
 ShardProgram = tuple[str, tuple[int, ...]]
 """(key of the layer programs in `ProgramCache`, shares of the shard axis)."""
 
@@ -51,6 +50,8 @@ class LayerCutter:
         self.fleet = DeviceFleet(network)
         self.slicers: dict[object, Any] = {}
         "Sequence slicers of searches on these costs: see `plan/candidates/slicings.py`, which needs a cutter."
+        self.recipe_names: dict[object, str] = {}
+        "Names of searched recipe sets by their requests: see `plan/candidates/shard_choices.py`."
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}

@@ -264,6 +264,22 @@ def moves_for(actions: int) -> int:
     return max(FITTING_BUDGET.least_moves, min(FITTING_BUDGET.most_moves, moves))
 
 
+def affordable_choices(
+    context: PlannerContext, job: Job, constraints: Constraints, layout: ParallelConfig
+) -> Listed | None:
+    """Return the choices of a layout that the budget of fitted orders allows; None if the layout is too large.
+
+    All stages of a large layout keep the layout's recomputation.
+    """
+    if _least_actions(layout) > FITTING_BUDGET.layout_actions and constraints.schedule != FIT:
+        return None
+    if _least_actions(layout) > FITTING_BUDGET.stage_recompute_actions:
+        own_choice = tables_of(context, job, layout, [layout.recompute])[0]
+        return [own_choice], own_choice
+    tables = tables_of(context, job, layout, recompute_choices(constraints, layout))
+    return tables, next(table for table in tables if table.decisions.recompute == layout.recompute)
+
+
 def _short_list(
     context: PlannerContext,
     job: Job,
@@ -299,13 +315,11 @@ def _short_list(
         ):
             continue
         seen.add(key)
-        if _least_actions(decisions) > budget.layout_actions and constraints.schedule != FIT:
+        choices = affordable_choices(context, job, constraints, decisions)
+        if choices is None:
             continue
-        tables = tables_of(context, job, decisions, recompute_choices(constraints, decisions))
-        own_choice = next(entry for entry in tables if entry.decisions.recompute == decisions.recompute)
+        tables, own_choice = choices
         score = max(step_s, own_choice.bound_s) * lack
-        if _action_count(own_choice.parts) > budget.stage_recompute_actions:
-            tables = [own_choice]
         if tables[0].bound_s < best_s and score <= longest_s:
             ready.append((0.0 if decisions in sure else score, len(ready), (tables, own_choice)))
     result: list[Listed] = []

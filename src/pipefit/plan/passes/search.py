@@ -1,9 +1,10 @@
 """The search for the fastest plan that fits: best first, by bounds of increasing tightness, decided by the simulator.
 
 Every candidate waits in a heap under a lower bound of its step time. The top of the heap is evaluated one level closer:
-first the compute of a perfectly even cut, then of its exact cut, then a full cost table with links and reductions, at
-last the simulation of its lowered lanes. Once the smallest bound in the heap exceeds the best simulated time, no other
-plan of the space is faster: the result is optimal in its space, as far as the simulator is right.
+first the compute of a perfectly even cut, then of its exact cut, then a full cost table with links and reductions, then
+the simulation of its first microbatches if there are many, at last the simulation of its lowered lanes. Once the
+smallest bound in the heap exceeds the best simulated time, no other plan of the space is faster: the result is optimal
+in its space, as far as the simulator is right.
 
 Layouts come first, with a bound that holds for all their schedules; schedules are distinguished only for layouts that
 can win. Schedules with split backwards have loose bounds and much to gain, so they go first, within a budget. The rest
@@ -27,7 +28,7 @@ from pipefit.errors import ScheduleError
 from pipefit.plan.assemble.order import computed_schedule
 from pipefit.plan.assemble.pipeline_work import pipeline_work
 from pipefit.plan.bounds.estimates import sliced_guess_s
-from pipefit.plan.bounds.in_flight import in_flight_bytes, order_needs
+from pipefit.plan.bounds.in_flight import PERIODS, in_flight_bytes, order_needs
 from pipefit.plan.bounds.sliced_bounds import sliced_bound_s
 from pipefit.plan.bounds.step_bounds import chain_bound_s
 from pipefit.plan.candidates.closest_misfit import find_closest, least_missing_bytes, misfit_of
@@ -42,7 +43,7 @@ from pipefit.plan.cutting.rows import Need, scale_need
 from pipefit.plan.evaluate.evaluate import simulate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.evaluate.port_contention import slowest_pipeline_bound_s
+from pipefit.plan.evaluate.port_contention import contended_costs, slowest_pipeline_bound_s
 from pipefit.plan.passes.search_budget import SearchBudget
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
@@ -51,7 +52,7 @@ from pipefit.plan.request.sliceable import check_sliceable, document_obstacles
 from pipefit.plan.types import Job
 from pipefit.schedule.families import family_facts
 
-EVEN, CUT, TABLE, SIMULATED = range(4)
+EVEN, CUT, TABLE, SHORT, SIMULATED = range(5)
 """Levels of evaluation of a candidate."""
 
 SEARCH_BUDGET = SearchBudget()
@@ -205,7 +206,7 @@ class LayoutSearch:
             self.share * self.budget.infeasible_actions if patient and not self.fitting else until
         ):
             _, index = heapq.heappop(heap)
-            if self.fitting and items[index].bound_s > self.fitting[0].step_s * (1 + TIE):
+            if self.fitting and self._cannot_win(items[index]):
                 self.left.append(items[index])
             else:
                 self._advance_entry(items, index, heap)
@@ -213,6 +214,13 @@ class LayoutSearch:
                 until, best = max(until, self.spent + self.share * more), self.fitting[:1]
         self.left += [items[index] for _, index in heap]
         return lower_bound_s, min((entry.bound_s for entry in self.left), default=float("inf"))
+
+    def _cannot_win(self, item: CandidateQueue | SearchCandidate) -> bool:
+        """Return whether a bound, or a simulation of the first microbatches, exceeds the best step."""
+        best_s = self.fitting[0].step_s
+        if isinstance(item, SearchCandidate) and item.is_estimated:
+            return item.guess_s > best_s * (1 + self.budget.estimate_margin)
+        return item.bound_s > best_s * (1 + TIE)
 
     def _advance_entry(
         self, items: list[CandidateQueue | SearchCandidate], index: int, heap: list[tuple[float, int]]
@@ -346,7 +354,49 @@ class LayoutSearch:
             return self._cut_candidate(candidate, bound_s)
         if candidate.level == TABLE:
             return self._tabulate_costs(candidate, bound_s)
+        if candidate.level == SHORT and self._has_long_steady_state(candidate.decisions):
+            return self._simulate_few_microbatches(candidate, bound_s)
+        candidate.level = SIMULATED
         return self._simulate_candidate(candidate, bound_s)
+
+    def _has_long_steady_state(self, decisions: ParallelConfig) -> bool:
+        """Return whether a step has so many microbatches that a part of them predicts the rest."""
+        return decisions.unit_count >= self.budget.steady_state_factor * PERIODS * decisions.lane_count
+
+    def _simulate_few_microbatches(self, candidate: SearchCandidate, bound_s: float) -> float | None:
+        """Estimate the step from its first microbatches: PERIODS a lane, and the time that the last lanes of them add.
+
+        A lane holds the most activations within these microbatches, so memory is decided here.
+        """
+        parts, work, costs = candidate.parts, candidate.work, candidate.costs
+        assert parts is not None and work is not None and costs is not None
+        candidate.costs = costs = contended_costs(self.context, work, costs, candidate.alone)
+        lanes, decisions = candidate.decisions.lane_count, candidate.decisions
+        limits = lane_limits(work, self.context.network)
+        short = PERIODS * lanes
+        steps_s = []
+        for microbatches in (short, short - lanes):
+            few = replace(parts, microbatches=microbatches)
+            try:
+                computed = computed_schedule(decisions.schedule, few, costs)
+            except ScheduleError as error:
+                self.refused.append(error)
+                return None
+            self.spent += sum(map(len, computed.lanes))
+            needs = order_needs(computed, costs, limits)
+            if any(need > has for need, has in needs):
+                cut = self.context.layer_cutter.leanest_cut(self.job, decisions)
+                return self._retry_leaner(candidate, cut, needs, bound_s)
+            plan = simulate_candidate(self.context, decisions, few, work, costs, computed, candidate.alone)
+            steps_s.append(plan.step_s)
+            if not plan.simulation.fits_in_memory:
+                needs = [(lane[0].peak_bytes, lane[0].limit_bytes) for lane in plan.simulation.device_peaks]
+                cut = self.context.layer_cutter.leanest_cut(self.job, decisions)
+                return self._retry_leaner(candidate, cut, needs, bound_s)
+        more = (decisions.microbatches - short) / lanes
+        candidate.guess_s = max(bound_s, steps_s[0] + more * (steps_s[0] - steps_s[1]))
+        candidate.is_estimated = True
+        return bound_s
 
     def _cut_candidate(self, candidate: SearchCandidate, bound_s: float) -> float | None:
         self.spent += self.budget.actions_per_cut_stage * candidate.decisions.stage_count
@@ -358,7 +408,8 @@ class LayoutSearch:
 
     def _lane_memory(self, decisions: ParallelConfig, cut: LayerCut) -> list[float]:
         """Return the minimum memory of every lane with this cut, by the activations the schedule's own order holds."""
-        if decisions.slices or family_facts(decisions.schedule).fused:
+        fused = family_facts(decisions.schedule).fused
+        if decisions.slices or fused or self._has_long_steady_state(decisions):
             return list(cut.floor_bytes)
         lanes, count = decisions.lane_of_stage, decisions.microbatches
         held = in_flight_bytes(decisions.schedule, lanes, count, cut.saved_bytes)
@@ -435,7 +486,7 @@ class LayoutSearch:
             leaner = self.context.layer_cutter.cut_layers(self.job, uncut, spare)
             if leaner is not None and leaner.cuts != cut.cuts:
                 candidate.leaner += 1
-                candidate.level = CUT
+                candidate.level, candidate.is_estimated = CUT, False
                 return self._apply_cut(candidate, leaner, candidate.even_s)
         lane = max(range(len(needs)), key=lambda lane: needs[lane][0] / needs[lane][1])
         self.misfits.append(InfeasiblePlan(decisions, bound_s, *needs[lane], lane))

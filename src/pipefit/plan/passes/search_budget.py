@@ -43,3 +43,8 @@ class SearchBudget:
     "Infeasible candidates whose minimum memory is computed exactly."
     feasibility_simulations: int = 64
     "Simulations spent on the question whether any plan fits."
+    steady_state_factor: int = 2
+    """A step with this many times the microbatches in which its memory peaks is estimated from those before it is
+    simulated."""
+    estimate_margin: float = 0.005
+    "Candidates with an estimate above the best step by this fraction are not simulated."

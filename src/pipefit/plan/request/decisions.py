@@ -40,7 +40,8 @@ class ParallelConfig:
     """For searched programs, the shares of each lane's shard axis, (1,) for a single device; empty: `shards` on all
     lanes."""
     recipes: tuple[str, ...] = ()
-    "For each lane, the name of its recipe set (`plan/assemble/shard_programs.py`); empty: one unnamed set for all."
+    """For each lane, the name of its recipe set (`plan/assemble/shard_programs.py`); one name: the same for all lanes;
+    empty: one unnamed set for all."""
     microbatches: int = 1
     schedule: str = DEFAULT_FAMILY
     "A name of `schedule.families.FAMILIES`."
@@ -91,7 +92,9 @@ class ParallelConfig:
 
     def recipes_of(self, lane: int) -> str:
         """Return the name of the lane's recipe set; '' for the unnamed set or none."""
-        return self.recipes[lane] if self.recipes and self.sharding_of(lane) == "searched" else ""
+        if not self.recipes or self.sharding_of(lane) != "searched":
+            return ""
+        return self.recipes[lane] if len(self.recipes) > 1 else self.recipes[0]
 
     def sharding_key(self, lane: int) -> str:
         """Return the key of the lane's programs in `ProgramCache`."""
@@ -190,7 +193,7 @@ def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int)
 def _check_lanes(decisions: ParallelConfig) -> None:
     """Raise PlanError if lanes of different sizes lack searched programs."""
     lane_shards = decisions.lane_shards
-    if not lane_shards and not decisions.recipes:
+    if not lane_shards and len(decisions.recipes) <= 1:
         return
     shares = max(lane_shards or (decisions.shards,), key=len)
     if (

@@ -29,7 +29,7 @@ from pipefit.plan.passes.device_groups.hidden_forms import LaneForms, cheapest_f
 from pipefit.plan.passes.device_groups.layouts import Devices, GroupLayout, iter_layouts, reorder_lanes
 from pipefit.plan.passes.device_groups.program_costs import GroupRequest, ProgramOracle
 from pipefit.plan.passes.device_groups.sliced_layouts import with_slices
-from pipefit.plan.passes.fitted_orders import FITTING_BUDGET, fit_layout, recompute_choices, tables_of
+from pipefit.plan.passes.fitted_orders import FITTING_BUDGET, affordable_choices, fit_layout
 from pipefit.plan.passes.search import TIE, LayoutSearch
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
@@ -372,9 +372,9 @@ class GroupSearch:
         """Yield the layout of a plan with an order fitted to its memory, if that is faster."""
         if one.decisions.lane_count == 1 or self.constraints.schedule not in (None, FIT):
             return
-        recomputes = recompute_choices(self.constraints, one.decisions)
         try:
-            fitted = fit_layout(self.context, tables_of(self.context, self.job, one.decisions, recomputes))
+            choices = affordable_choices(self.context, self.job, self.constraints, one.decisions)
+            fitted = fit_layout(self.context, choices[0]) if choices is not None else None
         except PipefitError:
             return
         if fitted is not None and fitted.step_s < one.step_s * (1 - TIE):
