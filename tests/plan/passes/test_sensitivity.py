@@ -8,12 +8,14 @@ import pytest
 from tests.support.plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import Cluster, link_between, parse_spec
+from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.measured import ClusterMeasurements, LinkCurve, RailCurve
+from pipefit.cluster.spec import local_cluster
 from pipefit.codec import dump_text, from_data, load_text, to_data
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.explain.text import forecast_lines
 from pipefit.plan.make import make_plan
-from pipefit.plan.passes.sensitivity import extend_cluster, faster_links
+from pipefit.plan.passes.sensitivity import extend_cluster, faster_links, larger_memory, next_kind
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job, Plan
 
@@ -74,7 +76,41 @@ def test_clusters_grow_with_their_measured_curves() -> None:
     assert faster is not None and faster.links["inside"].time_s == (5e-7, 1.5e-6)
     assert faster.rails["network"].time_s[1] == ((0.0, 1e-5), (1.5e-5, 0.0))
     words, grown = extend_cluster(toy_cluster())
-    assert words == "one more device like the last" and grown.hosts[0].devices == 5
+    assert words == "one more host, joined by 50.0 GB/s (assumed)" and [host.devices for host in grown.hosts] == [4, 4]
+    assert link_between(grown, 0, 4).bandwidth_bytes_per_s == 50e9
+    words, grown = extend_cluster(local_cluster(3))
+    assert words == "one more process" and grown.hosts[0].devices == 4
+
+
+def test_twice_the_memory_is_what_planning_on_larger_devices_finds() -> None:
+    small = parse_spec("1x4xA100-80")
+    kinds = {name: replace(kind, memory_bytes=105_000_000) for name, kind in small.kinds.items()}
+    cluster, job = replace(small, kinds=kinds), Job(batch=8, sequence=16384)
+    fixed = Constraints(stages=2, replicas=(1,), shards=(1,), schedule="1f1b", microbatches=4, slices=1)
+    plan = make_plan(toy_model(3), cluster, job, fixed)
+    assert plan.prediction is not None and plan.decisions["recompute"] != "none"
+    found = {one.change: one for one in plan.prediction.sensitivity}["twice the memory"]
+    larger = make_plan(toy_model(3), larger_memory(cluster), job, fixed)
+    assert larger.prediction is not None and larger.decisions["recompute"] == "none"
+    assert found.step_s == pytest.approx(larger.prediction.step_s)
+
+
+@pytest.mark.parametrize(
+    ("kind", "better"), [("A100-40", "A100-80"), ("A100-80", "H100"), ("H100", "H200"), ("L4", "RTX-4090")]
+)
+def test_the_next_kind_has_no_smaller_figure(kind: str, better: str) -> None:
+    grown = next_kind(parse_spec(f"2x4x{kind}:100Gbit/s"))
+    assert grown is not None and grown[0] == better
+    assert {host.kind for host in grown[1].hosts} == {better} and link_between(grown[1], 0, 1) == data_sheet_kind(
+        better
+    )[1]
+
+
+def test_measured_mixed_and_best_kinds_have_no_next_one() -> None:
+    assert next_kind(measured_hosts()) is None
+    assert next_kind(parse_spec("4xMI300X")) is None
+    one, two = parse_spec("4xA100-80"), parse_spec("4xH100")
+    assert next_kind(replace(one, kinds={**one.kinds, **two.kinds})) is None
 
 
 def test_it_is_printed_and_old_plans_without_it_are_read() -> None:
@@ -92,4 +128,5 @@ def test_it_is_printed_and_old_plans_without_it_are_read() -> None:
 
 def test_a_pinned_number_of_devices_leaves_the_host_out() -> None:
     plan = make_plan(toy_model(3), toy_cluster(), JOB, Constraints(devices=1))
-    assert plan.prediction is not None and plan.prediction.sensitivity == ()
+    assert plan.prediction is not None
+    assert [change.change for change in plan.prediction.sensitivity] == ["twice the memory", "H100 devices"]

@@ -64,6 +64,11 @@ class ProgramCache:
         self._programs: dict[tuple[str, str, tuple[int, ...]], LayerProgram] = {}
         self._counts: dict[tuple[str, str, tuple[int, ...]], Mapping[str, StoredParameter]] = {}
 
+    @property
+    def has_unnamed_recipes(self) -> bool:
+        """Return whether there is a set without a name, which `searched` alone means."""
+        return any("/" not in key for key in self.recipes)
+
     def add_recipes(self, recipes: Mapping[str, str]) -> str:
         """Add a set of recipes, by graph. Returns its name, a digest of its contents."""
         name = content_digest(dict(sorted(recipes.items())))[:8]

@@ -55,10 +55,8 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
     queues: dict[int, CandidateQueue] = {}
     for places, floor in floors.bound_batches(space):
         bounds = floors.bound_s(floor)
-        keys, guesses = bounds[..., None], None
-        if not floor.is_fused or not floor.is_uniform or floor.panels[0].slices:
-            guesses = floors.guesses_s(floor)
-            keys = np.maximum(keys, guesses.min(axis=1))
+        guesses = floors.guesses_s(floor)
+        keys = np.maximum(bounds[..., None], guesses.min(axis=1))
         needs = floors.memory_need(floor)
         live_keys, live_bounds = keys, bounds[..., None]
         if needs is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, inf
 
 from pipefit.errors import PlanError
 from pipefit.plan.assemble.shard_recipes import RecipeRequest, searched_recipes
@@ -24,6 +24,9 @@ from pipefit.plan.types import Job
 FIXED_PROGRAMS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
 """Programs that are written for any layer, without a search."""
 
+NEAR_LANES = 4
+"""Programs that were found for some number of lanes are tried for up to this many times more or fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardChoice:
@@ -33,6 +36,8 @@ class ShardChoice:
     sharding: Sharding
     recipes: tuple[str, ...] = ()
     "Name of the recipe set of searched programs; empty: the unnamed set, or none."
+    lanes: tuple[float, float] = (1, inf)
+    "Smallest and largest number of lanes for which the choice is tried."
 
     @property
     def program(self) -> tuple[str, tuple[int, ...]]:
@@ -49,7 +54,10 @@ def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None
     single shard."""
     shards, sharding = constraints.shards, constraints.sharding
     if shards is not None:
-        yield ShardChoice(shards, "none" if len(shards) == 1 else sharding or FIXED_PROGRAMS[0])
+        style: Sharding = "none" if len(shards) == 1 else sharding or FIXED_PROGRAMS[0]
+        named = style == "searched" and cutter is not None and not cutter.programs.has_unnamed_recipes
+        names = recipe_sets(job, constraints, cutter, len(shards)) if named and cutter is not None else ()
+        yield from [ShardChoice(shards, style, (name,)) for name in names] or [ShardChoice(shards, style)]
         return
     if sharding in (None, "none"):
         yield ShardChoice((1,), "none")
@@ -58,8 +66,11 @@ def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None
         shares = (1,) * size
         choices = [ShardChoice(shares, style) for style in FIXED_PROGRAMS if sharding in (None, style)]
         if sharding is None:
-            names = recipe_sets(job, constraints, cutter, size)
-            choices += [ShardChoice(shares, "searched", (name,)) for name in names]
+            sets = recipe_sets(job, constraints, cutter, size)
+            choices += [
+                ShardChoice(shares, "searched", (name,), (min(lanes) / NEAR_LANES, max(lanes) * NEAR_LANES))
+                for name, lanes in sets.items()
+            ]
         yield from (choice for choice in choices if _has_programs(job, constraints, choice, cutter))
 
 
@@ -74,12 +85,15 @@ def shard_sizes(constraints: Constraints, cutter: LayerCutter | None) -> list[in
     return [size for size in range(2, common + 1) if cutter.fleet.fills_hosts(size)]
 
 
-def recipe_sets(job: Job, constraints: Constraints, cutter: LayerCutter, size: int) -> list[str]:
-    """Return the names of the searched programs for groups of `size` equal devices, each set once."""
+def recipe_sets(job: Job, constraints: Constraints, cutter: LayerCutter, size: int) -> dict[str, list[int]]:
+    """Return the searched programs for groups of `size` equal devices: name of a set -> numbers of lanes for which it
+    was found."""
     programs, network = cutter.programs, cutter.network
-    if cutter.fleet.is_mixed or any(len(recompute) > 1 for recompute in (constraints.recompute or (),)):
-        return []
-    lanes, names = network.devices // (size * constraints.replica_count), []
+    if cutter.fleet.is_mixed:
+        return {}
+    lanes_of_set: dict[str, list[int]] = {}
+    layers = len(programs.modules[cutter.module].layers)
+    lanes = min(layers, network.devices // (size * constraints.replica_count))
     while lanes >= 1:
         request = RecipeRequest(
             shares=(1,) * size,
@@ -94,11 +108,11 @@ def recipe_sets(job: Job, constraints: Constraints, cutter: LayerCutter, size: i
             try:
                 recipes = searched_recipes(programs.model, module, network, cutter.layers, job, request)
             except PlanError:
-                return []
+                return {}
             cutter.recipe_names[key] = programs.add_recipes(recipes)
-        names.append(cutter.recipe_names[key])
+        lanes_of_set.setdefault(cutter.recipe_names[key], []).append(lanes)
         lanes //= 2
-    return list(dict.fromkeys(names))
+    return lanes_of_set
 
 
 def _has_programs(job: Job, constraints: Constraints, choice: ShardChoice, cutter: LayerCutter) -> bool:

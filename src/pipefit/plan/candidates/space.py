@@ -37,6 +37,12 @@ from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES, family_facts
 from pipefit.schedule.fit.family import FIT
 
+ALL_DEPTHS_DEVICES = 64
+"""Devices up to which pipelines of any depth are searched."""
+
+MOST_IDLE = 1 / 4
+"""On more devices, depths that leave at least this share of the devices idle are not searched, unless all depths do."""
+
 RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
 
 
@@ -82,6 +88,8 @@ def iter_base_grids(
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
     for choice in shard_choices(job, constraints, cutter):
         for grid in _device_grids(job, layers, devices, hosts, choice.fix_in(constraints), cutter):
+            if not choice.lanes[0] <= grid.lanes <= choice.lanes[1]:
+                continue
             if grid.lanes not in known:
                 known[grid.lanes] = _schedules_by_placement(grid.lanes, layers, constraints)
             for (placement, _), names in known[grid.lanes].items():
@@ -256,7 +264,9 @@ def _grid_sizes(job: Job, layers: int, devices: int, constraints: Constraints) -
     else:
         replica_choices = [(1,) * count for count in _divisors_of(job.batch) if count * shards <= limit]
     for replicas in replica_choices:
-        for lanes in range(1, min(limit // (len(replicas) * shards), layers) + 1):
+        most = limit // (len(replicas) * shards)
+        fewest = 1 if limit <= ALL_DEPTHS_DEVICES or most > layers else int(most * (1 - MOST_IDLE)) + 1
+        for lanes in range(fewest, min(most, layers) + 1):
             if constraints.devices is None or len(replicas) * shards * lanes == constraints.devices:
                 yield replicas, lanes
 

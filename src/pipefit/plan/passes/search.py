@@ -72,12 +72,13 @@ def search_plans(
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
     progress: Progress | None = None,
+    budget: SearchBudget = SEARCH_BUDGET,
 ) -> SearchResult:
     """Return the best plans of the space under the constraints.
 
     Raises PlanError if the constraints leave nothing to consider.
     """
-    searcher = LayoutSearch(context, job, constraints, top, progress)
+    searcher = LayoutSearch(context, job, constraints, top, progress, budget)
     return searcher.run(_base_grids(context, job, constraints))
 
 
@@ -107,7 +108,13 @@ def _base_grids(context: PlannerContext, job: Job, constraints: Constraints) -> 
 
 class LayoutSearch:
     def __init__(
-        self, context: PlannerContext, job: Job, constraints: Constraints, top: int, progress: Progress | None
+        self,
+        context: PlannerContext,
+        job: Job,
+        constraints: Constraints,
+        top: int,
+        progress: Progress | None,
+        budget: SearchBudget = SEARCH_BUDGET,
     ) -> None:
         self.context = context
         self.job = job
@@ -116,7 +123,7 @@ class LayoutSearch:
         self.progress = progress
         self.slicer = slicer_of(context.layer_cutter, job, constraints)
         self.floors = LowerBounds(context.layer_cutter, job, self.slicer)
-        self.budget = SEARCH_BUDGET
+        self.budget = budget
         self.share = max(
             self.budget.mixed_kinds_factor if context.layer_cutter.fleet.is_mixed else 1.0,
             context.network.devices / self.budget.scaling_devices,
@@ -140,7 +147,7 @@ class LayoutSearch:
     def run(self, space: list[CandidateGrid]) -> SearchResult:
         """Search plans without slices, then plans with slices, which have to beat the former."""
         plain = self.unsliced_grids(space)
-        parts = [[grid for grid in plain if family_facts(grid.names[0]).fused == fused] for fused in (False, True)]
+        parts = [[grid for grid in plain if family_facts(grid.names[0]).fused == fused] for fused in (True, False)]
         parts = [part for part in parts if part]
         bounds = [self.explore_grids(part, self.budget.order_actions, patient=part is parts[-1]) for part in parts]
         sliced = self.promising_sliced(space)
@@ -178,12 +185,12 @@ class LayoutSearch:
 
     def promising_sliced(self, space: Sequence[CandidateGrid]) -> list[CandidateGrid]:
         """Return the sliced grids that may beat the best plan so far."""
-        if not self.fitting or self.constraints.slices is not None:
+        if self.constraints.slices is not None:
             sliced_grids = (
                 slice_grid(panel, self.job, families_only(self.constraints), self.slicer) for panel in space
             )
             return [sliced for sliced in sliced_grids if sliced is not None]
-        hope = PruningThreshold(self.floors, self.fitting[0].step_s)
+        hope = PruningThreshold(self.floors, self.fitting[0].step_s if self.fitting else float("inf"))
         return best_sliced_grids(most_promising(space, hope, self.few), self.slicer, hope, self.few)
 
     def explore_grids(

@@ -27,7 +27,7 @@ class SearchBudget:
     "Part of the work that a search on several device kinds spends. Such a search lists more candidates."
     infeasible_actions: int = 200_000
     "Work after which a search without any fitting plan stops."
-    actions_per_table_device: int = 3
+    actions_per_table_device: int = 1
     "Work of one device of a cost table."
     actions_per_cut_stage: int = 1
     "Work of one stage of a cut."

@@ -1,16 +1,20 @@
-"""Gain from a better cluster: links twice as fast, or one more host. Both are simulated.
+"""Gain from a better cluster: links twice as fast, twice the memory, one more host, or the next kind of device.
 
-Faster links: the same plan under the costs of the faster links. One more host: a search on the extended cluster over
-replicas, stages, microbatches and cuts, with the schedule, recomputation and ZeRO-1 of the plan.
+Faster links: the same plan under the costs of the faster links. The others: a search on the better cluster over
+replicas, stages, microbatches and cuts, with the schedule and shards of the plan, and on more hosts with its
+recomputation and ZeRO-1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import ge
 
+from pipefit.cluster.kinds import SHEETS, data_sheet_kind
 from pipefit.cluster.measured import ClusterMeasurements, PortSharing
-from pipefit.cluster.types import Cluster, Link, Rail
+from pipefit.cluster.spec import uniform_rail
+from pipefit.cluster.types import Cluster, Link, Rail, is_processor
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.cost.pipeline.contention import with_contention
@@ -18,10 +22,12 @@ from pipefit.cost.pipeline.table import cost_table
 from pipefit.errors import PlanError
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.fitted_orders import best_plans
+from pipefit.plan.passes.search import search_plans
+from pipefit.plan.passes.search_budget import SearchBudget
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import ClusterSensitivity, Job
 from pipefit.simulate import simulate_schedule
+from pipefit.units import format_bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +36,18 @@ class SensitivityBudget:
 
     link_speedup: float = 2.0
     "Factor by which all links are faster."
-    fitted_layouts: int = 1
-    "Layouts that get fitted orders on the larger cluster."
+    memory_factor: int = 2
+    "Factor by which the memory of all devices is larger."
+    network_bytes_per_s: float = 50e9
+    "Assumed bandwidth of a host in a network of two, where the cluster has a single host: 400 Gbit/s."
+    network_latency_s: float = 1e-5
+    "Assumed latency of that network."
+    search: SearchBudget = field(
+        default_factory=lambda: SearchBudget(
+            order_actions=8_000, sliced_actions=4_000, infeasible_actions=16_000, alternative_simulations=0
+        )
+    )
+    "Work on each cluster that is planned for again."
 
 
 SENSITIVITY_BUDGET = SensitivityBudget()
@@ -50,24 +66,71 @@ def analyse_sensitivity(
                 how="the same plan, simulated again",
             )
         )
+    chosen = best.decisions
+    held = constraints.with_defaults(
+        schedule=chosen.schedule,
+        slices=chosen.slices or 1,
+        recompute=chosen.recompute[:1],
+        sharded_state=chosen.sharded_state,
+    )
+    if not chosen.lane_shards:
+        held = held.with_defaults(shards=chosen.shards, sharding=chosen.sharding)
+    looser = replace(held, recompute=constraints.recompute, sharded_state=constraints.sharded_state)
+    bigger = larger_memory(context.cluster)
+    changes.append(_plan_again(context, bigger, job, looser, best, "twice the memory", "schedule and shards"))
+    kept = "schedule, shards, recomputation and ZeRO-1"
     if constraints.devices is None:
         words, cluster = extend_cluster(context.cluster)
-        chosen = best.decisions
-        held = constraints.with_defaults(
-            schedule=chosen.schedule, recompute=chosen.recompute, sharded_state=chosen.sharded_state
-        )
-        try:
-            grown = context.with_cluster(cluster)
-            better = best_plans(grown, job, held, top=1, layouts=SENSITIVITY_BUDGET.fitted_layouts).fitting
-        except PlanError:
-            better = ()
-        step_s = min((best.step_s, *(plan.step_s for plan in better)))
-        changes.append(
-            ClusterSensitivity(
-                change=words, step_s=step_s, how="planned again, same schedule, recomputation and ZeRO-1"
-            )
-        )
+        changes.append(_plan_again(context, cluster, job, held, best, words, kept))
+    newer = next_kind(context.cluster)
+    if newer is not None:
+        changes.append(_plan_again(context, newer[1], job, looser, best, f"{newer[0]} devices", "schedule and shards"))
     return tuple(changes)
+
+
+def _plan_again(
+    context: PlannerContext, cluster: Cluster, job: Job, held: Constraints, best: EvaluatedPlan, change: str, kept: str
+) -> ClusterSensitivity:
+    """Return the step of the best plan on another cluster; no plan there is slower than the one on this cluster."""
+    try:
+        grown = PlannerContext(context.model, cluster, None if cluster.measured is None else context.layers)
+        grown.programs = context.programs
+        better = search_plans(grown, job, held, top=1, budget=SENSITIVITY_BUDGET.search).fitting
+    except PlanError:
+        better = ()
+    step_s = min((best.step_s, *(plan.step_s for plan in better)))
+    return ClusterSensitivity(change=change, step_s=step_s, how=f"planned again, same {kept}")
+
+
+def larger_memory(cluster: Cluster, factor: int = SENSITIVITY_BUDGET.memory_factor) -> Cluster:
+    """Return the cluster whose devices have `factor` times the memory."""
+    kinds = {name: replace(kind, memory_bytes=factor * kind.memory_bytes) for name, kind in cluster.kinds.items()}
+    return replace(cluster, kinds=kinds)
+
+
+def next_kind(cluster: Cluster) -> tuple[str, Cluster] | None:
+    """Return (name, the cluster with the next better kind of device of the data sheets in place of its only kind).
+
+    The next kind is the one with the least compute of those with more compute or memory and no less of either, nor of
+    memory bandwidth. None for several kinds, for measured clusters, and without a data sheet or a better one.
+    """
+    sheet = SHEETS.get(next(iter(cluster.kinds))) if len(cluster.kinds) == 1 and cluster.measured is None else None
+    if sheet is None:
+        return None
+    figures = (sheet.bfloat16, sheet.memory_gb, sheet.memory_gb_per_s)
+    better = {
+        name: (other.bfloat16, other.memory_gb, other.memory_gb_per_s)
+        for name, other in SHEETS.items()
+        if (other.bfloat16, other.memory_gb, other.memory_gb_per_s) > figures
+        and all(map(ge, (other.bfloat16, other.memory_gb, other.memory_gb_per_s), figures))
+    }
+    if not better:
+        return None
+    name = min(better, key=better.__getitem__)
+    kind, link = data_sheet_kind(name)
+    hosts = tuple(replace(host, kind=kind.name) for host in cluster.hosts)
+    links = dict.fromkeys(cluster.links, link)
+    return name, replace(cluster, kinds={kind.name: kind}, hosts=hosts, links=links)
 
 
 def faster_links(cluster: Cluster, factor: float = SENSITIVITY_BUDGET.link_speedup) -> Cluster:
@@ -91,12 +154,19 @@ def faster_links(cluster: Cluster, factor: float = SENSITIVITY_BUDGET.link_speed
 def extend_cluster(cluster: Cluster) -> tuple[str, Cluster]:
     """Return (description, the cluster with one more host like the last one).
 
-    A single host gets one more device instead, since nothing is known of a network then.
+    A single host of accelerators is joined to the second one by an assumed network. A host of processes gets one more
+    process.
     """
     last = cluster.hosts[-1]
-    if len(cluster.hosts) == 1:
+    if len(cluster.hosts) == 1 and is_processor(cluster.kinds[last.kind]):
         grown = replace(last, devices=last.devices + 1)
-        return "one more device like the last", replace(cluster, hosts=(grown,))
+        return "one more process", replace(cluster, hosts=(grown,))
+    if len(cluster.hosts) == 1:
+        bandwidth = SENSITIVITY_BUDGET.network_bytes_per_s
+        rail = uniform_rail("network", 2, SENSITIVITY_BUDGET.network_latency_s, bandwidth)
+        hosts = (last, replace(last, name=_copy_name(last.name)))
+        words = f"one more host, joined by {format_bandwidth(bandwidth)} (assumed)"
+        return words, replace(cluster, hosts=hosts, rails=(rail,))
     measured = cluster.measured
     if measured is not None:
         rows = {
