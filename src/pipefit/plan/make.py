@@ -75,17 +75,8 @@ def make_plan(
     if len(model.modules) > 1:
         sampled = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
         return _plan_modules(context, job, search_modules(context, job, constraints, sampled, arrange, progress), top)
-    check_one_module(constraints)
-    constraints = default_constraints(model, constraints)
-    if constraints.sharding == "searched":
-        count = device_count(cluster)
-        check_space(job, len(context.only_module.layers), count, constraints)
-        context.search_recipes(job, request_from_constraints(constraints, job, count))
-    request = SearchRequest(context, job, constraints, top, progress)
-    state = PassState(NOTHING_SEARCHED)
-    for search_pass in PASSES:
-        state = search_pass(request, state)
-    return _explain_result(request, state)
+    request = prepare_request(context, job, constraints, top, progress)
+    return _explain_result(request, run_passes(request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +143,34 @@ def trade_time(request: SearchRequest, state: PassState) -> PassState:
 
 PASSES: tuple[SearchPass, ...] = (search_layouts, place_devices, group_devices, trade_time)
 """The planner of a model of one module. Every pass returns a result that is at least as good as the one it got."""
+
+
+def prepare_request(
+    context: PlannerContext,
+    job: Job,
+    constraints: Constraints = NO_CONSTRAINTS,
+    top: int = 5,
+    progress: Progress | None = None,
+) -> SearchRequest:
+    """Return the inputs of the passes for a model of one module, with its pinned programs searched.
+
+    Raises PlanError for constraints that contradict each other, or that leave no candidate.
+    """
+    check_one_module(constraints)
+    constraints = default_constraints(context.model, constraints)
+    if constraints.sharding == "searched":
+        count = device_count(context.cluster)
+        check_space(job, len(context.only_module.layers), count, constraints)
+        context.search_recipes(job, request_from_constraints(constraints, job, count))
+    return SearchRequest(context, job, constraints, top, progress)
+
+
+def run_passes(request: SearchRequest) -> PassState:
+    """Return the result of all passes. Raises as `make_plan` does."""
+    state = PassState(NOTHING_SEARCHED)
+    for search_pass in PASSES:
+        state = search_pass(request, state)
+    return state
 
 
 def _explain_result(request: SearchRequest, state: PassState) -> Plan:
