@@ -72,7 +72,7 @@ def search_plans(
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
     progress: Progress | None = None,
-    budget: SearchBudget = SEARCH_BUDGET,
+    budget: SearchBudget | None = None,
 ) -> SearchResult:
     """Return the best plans of the space under the constraints.
 
@@ -114,7 +114,7 @@ class LayoutSearch:
         constraints: Constraints,
         top: int,
         progress: Progress | None,
-        budget: SearchBudget = SEARCH_BUDGET,
+        budget: SearchBudget | None = None,
     ) -> None:
         self.context = context
         self.job = job
@@ -123,7 +123,7 @@ class LayoutSearch:
         self.progress = progress
         self.slicer = slicer_of(context.layer_cutter, job, constraints)
         self.floors = LowerBounds(context.layer_cutter, job, self.slicer)
-        self.budget = budget
+        self.budget = budget or SEARCH_BUDGET
         self.share = max(
             self.budget.mixed_kinds_factor if context.layer_cutter.fleet.is_mixed else 1.0,
             context.network.devices / self.budget.scaling_devices,
