@@ -312,8 +312,13 @@ def _costs_by_place(
         kind = network.kinds[device]
         rows, later, places, costs = stage.rows[replica], sum(stage.slices) - past - tokens, {}, []
         for shares in collectives:
-            own_tokens, own_rows = (_share_of(length, shares, position) for length in (tokens, rows))
-            places[shares] = MicrobatchShape(rows, tokens, past, own_tokens, earlier, own_rows, later, stage.symbols)
+            (start, stop), (first_row, last_row) = (
+                split_by_shares(length, shares)[position] for length in (tokens, rows)
+            )
+            places[shares] = MicrobatchShape(
+                rows, tokens, past, stop - start, earlier, last_row - first_row, later, stage.symbols,
+                own_first=None if stage.has_equal_shards else start,
+            )  # fmt: skip
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
@@ -321,11 +326,6 @@ def _costs_by_place(
             cost = layers.layer_cost(query)
             costs.append(without_backward(cost) if index < stage.frozen else cost)
         yield kind.name, costs
-
-
-def _share_of(length: int, shares: Sequence[int], position: int) -> int:
-    start, stop = split_by_shares(length, shares)[position]
-    return stop - start
 
 
 def _stage_costs(
