@@ -22,6 +22,7 @@ from pipefit.model.graph import (
     size_value,
 )
 from pipefit.model.ops import KINDS
+from pipefit.model.ops.attention import FIRST_QUERY
 from pipefit.model.ops.kind import Said
 from pipefit.shard.rules import OperatorLabels
 from pipefit.shard.setting import ShardSetting
@@ -43,31 +44,49 @@ class OperatorPricing:
     def pass_lines(self, operator: Operator, labelled: OperatorLabels, label: str) -> tuple[tuple[Lines, ...], ...]:
         """Return the passes of an operator per device kind, as lines in the fraction of `label` ('': not split).
 
-        If the FLOPs of a part depend on its position (queries of causal attention), the line is that of the slowest of
-        equal parts.
+        If the FLOPs of a part depend on its position (queries of causal attention), the line of a kind is that of equal
+        parts, at the last position of the kind.
         """
+        kinds = self.setting.distinct_kinds
         once, twice = (self._isolated_work(operator, labelled, label, times) for times in (1, 2))
+        works = [(once, twice)] * len(kinds)
         if label and _position_matters(operator, labelled, label):
-            parts = len(self.setting.kinds)
-            last = self._isolated_work(operator, labelled, label, Fraction(1, parts))
-            once, twice = (
-                [
-                    work and part and work._replace(flops=times * parts * part.flops)
-                    for work, part in zip(passes, last, strict=True)
-                ]
-                for times, passes in ((1, once), (2, twice))
-            )
+            works = [
+                (
+                    self._positioned_work(operator, labelled, label, kind, 1),
+                    self._positioned_work(operator, labelled, label, kind, 2),
+                )
+                for kind in kinds
+            ]
         return tuple(
-            tuple(self.roofline_lines(single, double, kind) for kind in self.setting.distinct_kinds)
-            for single, double in zip(once, twice, strict=True)
+            tuple(
+                self.roofline_lines(single[index], double[index], kind)
+                for kind, (single, double) in zip(kinds, works, strict=True)
+            )
+            for index in range(len(once))
         )
 
-    def _isolated_work(
-        self, operator: Operator, labelled: OperatorLabels, label: str, times: int | Fraction
+    def _positioned_work(
+        self, operator: Operator, labelled: OperatorLabels, label: str, kind: DeviceKind, times: int
     ) -> Sequence[PassWork | None]:
-        """Return the work of every pass of an operator, with the dimensions of a label multiplied by `times`."""
+        """Return `_isolated_work` with the FLOPs of the last device of a kind, if parts are equal, scaled to the full
+        label."""
+        parts, position = len(self.setting.kinds), max(i for i, other in enumerate(self.setting.kinds) if other == kind)
+        first = position * self.setting.tokens // parts
+        last = self._isolated_work(operator, labelled, label, Fraction(1, parts), first)
+        return [
+            work and part and work._replace(flops=times * parts * part.flops)
+            for work, part in zip(self._isolated_work(operator, labelled, label, times), last, strict=True)
+        ]
+
+    def _isolated_work(
+        self, operator: Operator, labelled: OperatorLabels, label: str, times: int | Fraction, first: int = 0
+    ) -> Sequence[PassWork | None]:
+        """Return the work of every pass of an operator, with the dimensions of a label multiplied by `times`. `first`:
+        the position of its first query, if its queries are fewer than its keys."""
         graph = self.isolated_graph(operator, labelled, label, times)
-        return operator_work(graph, graph.operators[0], self.setting.symbol_sizes, self.setting.precision)
+        sizes = {**self.setting.symbol_sizes, FIRST_QUERY: first}
+        return operator_work(graph, graph.operators[0], sizes, self.setting.precision)
 
     def price_exchanges(
         self, operator: Operator, labelled: OperatorLabels, label: str, cut: int, earlier: int
