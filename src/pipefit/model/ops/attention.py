@@ -8,8 +8,8 @@ recomputed scores of a flash kernel are not counted. This is the convention of F
 Executed FLOPs, which take the time: the same products over the pairs of a query and a key that the kernels of
 `run/ops/attention.py` compute. A causal kernel skips the masked half: T queries of their own T keys are a triangle of
 T (T + 1) / 2 pairs. Keys of earlier slices, and keys before a device's part of the queries, are rectangles. Where a
-window is shorter than the queries, the kernel takes a mask instead and computes the full square of own keys. Runs of
-earlier keys are computed completely, or not at all if they are out of every query's window.
+window is shorter than the queries, or documents are kept apart, the kernel takes a mask instead and computes the full
+square of own keys. Runs of earlier keys are computed completely, or not at all if they are out of every query's window.
 
 The symbol P, if given, is the number of earlier tokens whose keys are attended to (slices). The keys are read in place,
 chunk by chunk: only one chunk's result, and in the backward one chunk's gradients, is alive at a time. A window shorter
@@ -50,7 +50,7 @@ def computed_pairs(call: OperatorCall) -> int:
     queries, keys, window = q[1], k[1], call.attributes.get("window")
     if not call.attributes.get("causal", True):
         return queries * keys
-    masked = window is not None and window < queries
+    masked = (window is not None and window < queries) or call.symbols.get(DOCUMENTS_APART, 0) > 0
     own_pairs = queries * queries if masked else queries * (queries + 1) // 2
     return own_pairs + queries * _earlier_keys(call, _first_query(call, keys - queries), window)
 
@@ -124,6 +124,9 @@ def _mask_bytes(call: OperatorCall) -> int:
 
 FIRST_QUERY = "first query"
 "The symbol: the tokens of the slice before this device's part of its queries, where they are split along tokens."
+
+DOCUMENTS_APART = "documents apart"
+"The symbol: 1 if masks keep the documents of a row apart."
 
 EARLIER_SLICES = "earlier slices"
 "The symbol: the number of slices, taken to be of equal length, that form the P earlier tokens; 1 without the symbol."
