@@ -44,8 +44,8 @@ class OperatorPricing:
     def pass_lines(self, operator: Operator, labelled: OperatorLabels, label: str) -> tuple[tuple[Lines, ...], ...]:
         """Return the passes of an operator per device kind, as lines in the fraction of `label` ('': not split).
 
-        If the FLOPs of a part depend on its position (queries of causal attention), the line of a kind is that of equal
-        parts, at the last position of the kind.
+        The FLOPs of queries of causal attention depend on their position. The line of a device kind then assumes equal
+        parts, and the last position of the kind.
         """
         kinds = self.setting.distinct_kinds
         once, twice = (self._isolated_work(operator, labelled, label, times) for times in (1, 2))

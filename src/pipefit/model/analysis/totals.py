@@ -33,7 +33,7 @@ def operator_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int])
 
 
 def executed_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> Flops:
-    """FLOPs that the kernels of one operator execute: without what a causal kernel skips."""
+    """FLOPs that the kernels of one operator execute. Causal kernels skip hidden keys."""
     kind = KINDS[operator.kind]
     count = kind.executed_flops or kind.flops
     return _without_frozen(graph, operator, count(operator_call(graph, operator, symbols, 4)))

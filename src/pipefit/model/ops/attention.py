@@ -5,11 +5,11 @@ FLOPs: two products forward and four backward over the full square of queries an
 recomputed scores of a flash kernel are not counted. This is the convention of FlopCounterMode and of the MFU of PaLM
 (appendix B).
 
-Executed FLOPs, which take the time: the same products over the pairs of a query and a key that the kernels of
+Executed FLOPs determine the time: the same products over the pairs of a query and a key that the kernels of
 `run/ops/attention.py` compute. A causal kernel skips the masked half: T queries of their own T keys are a triangle of
-T (T + 1) / 2 pairs. Keys of earlier slices, and keys before a device's part of the queries, are rectangles. Where a
-window is shorter than the queries, or documents are kept apart, the kernel takes a mask instead and computes the full
-square of own keys. Runs of earlier keys are computed completely, or not at all if they are out of every query's window.
+T (T + 1) / 2 pairs. Keys of earlier slices, and keys before a device's part of the queries, are rectangles. If a window
+is shorter than the queries, or documents are kept apart, the kernel takes a mask and computes the full square of own
+keys. A run of earlier keys is computed completely, or skipped if no query sees any of it.
 
 The symbol P, if given, is the number of earlier tokens whose keys are attended to (slices). The keys are read in place,
 chunk by chunk: only one chunk's result, and in the backward one chunk's gradients, is alive at a time. A window shorter
@@ -56,8 +56,8 @@ def computed_pairs(call: OperatorCall) -> int:
 
 
 def _first_query(call: OperatorCall, last: int) -> int:
-    """Return the first query of this device, counted from the start of the slice; 0 unless queries are split. `last` is
-    that of the device with the last part, which computes the most and so takes the longest."""
+    """Return the first query of this device, counted from the start of the slice; 0 unless queries are split. The
+    default `last` belongs to the device with the last part, the slowest one."""
     first: int = call.attributes.get("cut", (1, -1, 0))[1]
     if last <= 0 or first >= 0:
         return max(0, first)

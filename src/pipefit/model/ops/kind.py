@@ -107,8 +107,8 @@ class OperatorKind:
     "Output shapes from input shapes and attributes."
     flops: Callable[[OperatorCall], Flops] = _no_flops
     executed_flops: Callable[[OperatorCall], Flops] | None = None
-    """FLOPs that the runtime's kernels execute, which take the time; None: those of `flops`. Of queries fewer than the
-    keys, they are those of the last queries."""
+    """FLOPs that the runtime's kernels execute, from which times are predicted; None: `flops`. Fewer queries than keys
+    are the last queries, unless a symbol says otherwise."""
     saves: Callable[[Operator, Callable[[str], bool]], tuple[str, ...]] = _save_nothing
     """Names of the inputs and outputs that the forward saves for the backward. Parameters may be named; they cost
     nothing."""
