@@ -54,10 +54,15 @@ def test_a_large_vocabulary_makes_the_loss_vocabulary_parallel():
 
 
 def test_one_row_and_many_microbatches_make_context_parallelism():
-    """Two devices, one long row, gradients reduced once in a thousand microbatches: everything is split by tokens, and
-    only keys and values are gathered (half as many as queries here)."""
-    where = setting(rows=1, tokens=256, bytes_per_s=1e8, latency_s=0.0, microbatches=1000)
-    program = programs_of(with_vocabulary(64), where, (3, 2))["layers.0"]
+    """Two devices, one row, gradients reduced once in a thousand microbatches: everything is split by tokens, and only
+    keys and values are gathered (half as many as queries here). In longer rows attention is split by heads: by tokens,
+    the last device sees most keys."""
+    programs = [
+        programs_of(with_vocabulary(64), setting(rows=1, tokens=tokens, bytes_per_s=1e8, microbatches=1000))["layers.0"]
+        for tokens in (64, 256)
+    ]
+    assert [program.graphs[0].find_tensor("t9").shape for program in programs] == [("B", "S", 6, 4), ("B", "T", 4, 4)]
+    program = programs[0]
     assert {str(form) for form in program.parameter_forms.values()} == {"I"}
     assert str(program.input_form) == str(program.output_form) == "G1"
     operators = program.graphs[1].operators

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from math import ceil
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import LoweredCollective
 from pipefit.cost.compute.operator_times import PassWork, exchanges_s, operator_work
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec, multiply_sizes
+from pipefit.model.graph import (
+    Graph,
+    Operator,
+    ParameterSpec,
+    Shape,
+    Size,
+    TensorSpec,
+    multiply_sizes,
+    size_value,
+)
+from pipefit.model.ops import KINDS
+from pipefit.model.ops.attention import FIRST_QUERY
 from pipefit.model.ops.kind import Said
 from pipefit.shard.rules import OperatorLabels
 from pipefit.shard.setting import ShardSetting
@@ -29,16 +42,51 @@ class OperatorPricing:
         self.setting, self.shapes, self.tensors, self.parameters = setting, shapes, tensors, parameters
 
     def pass_lines(self, operator: Operator, labelled: OperatorLabels, label: str) -> tuple[tuple[Lines, ...], ...]:
-        """Return the passes of an operator per device kind, as lines in the fraction of `label` ('': not split)."""
-        graphs = [self.isolated_graph(operator, labelled, label, times) for times in (1, 2)]
-        once, twice = (
-            operator_work(graph, graph.operators[0], self.setting.symbol_sizes, self.setting.precision)
-            for graph in graphs
-        )
+        """Return the passes of an operator per device kind, as lines in the fraction of `label` ('': not split).
+
+        The FLOPs of queries of causal attention depend on their position. The line of a device kind then assumes equal
+        parts, and the last position of the kind.
+        """
+        kinds = self.setting.distinct_kinds
+        once, twice = (self._isolated_work(operator, labelled, label, times) for times in (1, 2))
+        works = [(once, twice)] * len(kinds)
+        if label and _position_matters(operator, labelled, label):
+            works = [
+                (
+                    self._positioned_work(operator, labelled, label, kind, 1),
+                    self._positioned_work(operator, labelled, label, kind, 2),
+                )
+                for kind in kinds
+            ]
         return tuple(
-            tuple(self.roofline_lines(single, double, kind) for kind in self.setting.distinct_kinds)
-            for single, double in zip(once, twice, strict=True)
+            tuple(
+                self.roofline_lines(single[index], double[index], kind)
+                for kind, (single, double) in zip(kinds, works, strict=True)
+            )
+            for index in range(len(once))
         )
+
+    def _positioned_work(
+        self, operator: Operator, labelled: OperatorLabels, label: str, kind: DeviceKind, times: int
+    ) -> Sequence[PassWork | None]:
+        """Return `_isolated_work` with the FLOPs of the last device of a kind, if parts are equal, scaled to the full
+        label."""
+        parts, position = len(self.setting.kinds), max(i for i, other in enumerate(self.setting.kinds) if other == kind)
+        first = position * self.setting.tokens // parts
+        last = self._isolated_work(operator, labelled, label, Fraction(1, parts), first)
+        return [
+            work and part and work._replace(flops=times * parts * part.flops)
+            for work, part in zip(self._isolated_work(operator, labelled, label, times), last, strict=True)
+        ]
+
+    def _isolated_work(
+        self, operator: Operator, labelled: OperatorLabels, label: str, times: int | Fraction, first: int = 0
+    ) -> Sequence[PassWork | None]:
+        """Return the work of every pass of an operator, with the dimensions of a label multiplied by `times`. `first`:
+        the position of its first query, if its queries are fewer than its keys."""
+        graph = self.isolated_graph(operator, labelled, label, times)
+        sizes = {**self.setting.symbol_sizes, FIRST_QUERY: first}
+        return operator_work(graph, graph.operators[0], sizes, self.setting.precision)
 
     def price_exchanges(
         self, operator: Operator, labelled: OperatorLabels, label: str, cut: int, earlier: int
@@ -83,14 +131,14 @@ class OperatorPricing:
         lines = ((coefficients[0], coefficients[1]), (coefficients[2], coefficients[3]))
         return _upper_envelope(lines)
 
-    def isolated_graph(self, operator: Operator, labelled: OperatorLabels, label: str, times: int) -> Graph:
-        """Return a graph of the operator alone, with the dimensions of a label multiplied by `times`."""
+    def isolated_graph(self, operator: Operator, labelled: OperatorLabels, label: str, times: int | Fraction) -> Graph:
+        """Return a graph of the operator alone, with the dimensions of a label multiplied by `times` and rounded up."""
         shapes: dict[str, Shape] = {}
         names = (*operator.inputs, *operator.outputs)
         for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
             if name:
                 shapes[name] = tuple(
-                    multiply_sizes(times, size) if label and (labels or ())[dim] == label else size
+                    self._resize(size, times) if label and (labels or ())[dim] == label else size
                     for dim, size in enumerate(self.shapes[name])
                 )
         tensor = {
@@ -111,6 +159,17 @@ class OperatorPricing:
             ),
             tensors=tuple(tensor[name] for name in operator.outputs),
         )
+
+    def _resize(self, size: Size, times: int | Fraction) -> Size:
+        if isinstance(times, int):
+            return multiply_sizes(times, size)
+        return ceil(times * size_value(size, self.setting.symbol_sizes))
+
+
+def _position_matters(operator: Operator, labelled: OperatorLabels, label: str) -> bool:
+    """Return whether the executed FLOPs of a part depend on its position: of queries with all keys."""
+    keys = labelled.inputs[1] if len(labelled.inputs) > 1 else None
+    return KINDS[operator.kind].executed_flops is not None and label not in (keys or ())
 
 
 def _upper_envelope(lines: tuple[Line, Line]) -> Lines:

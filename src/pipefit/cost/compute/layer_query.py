@@ -30,6 +30,8 @@ class MicrobatchShape(NamedTuple):
     "Tokens of later slices."
     symbols: tuple[tuple[str, int], ...] = ()
     "Other sizes named in graphs."
+    own_first: int | None = None
+    """Tokens of the slice before this device's part; None: of the last part, where causal attention takes longest."""
 
     @property
     def is_sliced(self) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.compute.shard_exchanges import BACKWARD, OperatorExchanges, operator_exchanges
 from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
-from pipefit.model.analysis.totals import made_from_data, operator_flops, operator_traffic_bytes
+from pipefit.model.analysis.totals import executed_flops, made_from_data, operator_traffic_bytes
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, OperatorKind
 from pipefit.model.ops.unshard import stored_weights
@@ -81,7 +81,7 @@ def exchanges_s(exchanges: OperatorExchanges, collective: CollectiveTime | None)
 
 
 class PassWork(NamedTuple):
-    """FLOPs and memory traffic of one pass of an operator."""
+    """Executed FLOPs and memory traffic of one pass of an operator."""
 
     flops: float
     moved_bytes: float
@@ -94,7 +94,7 @@ def operator_work(
     if KINDS[operator.kind].view:
         return None, None, None
     width = COMPUTE_BYTES[precision]
-    flops = operator_flops(graph, operator, symbols)
+    flops = executed_flops(graph, operator, symbols)
     traffic = operator_traffic_bytes(graph, operator, symbols, width)
     outputs = sum(element_count(graph.find_tensor(name).shape, symbols) * width for name in operator.outputs)
     parameters = _parameter_elements(graph, operator.inputs)

@@ -21,6 +21,7 @@ from pipefit.model.analysis.passing import TransientMemory, transient_bytes
 from pipefit.model.analysis.saved import kept_values, kv_gradient_bytes, saved_bytes
 from pipefit.model.graph import LOCAL, Graph
 from pipefit.model.ops import KINDS
+from pipefit.model.ops.attention import EARLIER_SLICES, FIRST_QUERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,9 @@ class RooflineCosts:
 
 def _shape_symbols(shape: MicrobatchShape) -> dict[str, int]:
     sizes = {"B": shape.rows, "T": shape.tokens, "P": shape.past, "S": shape.own_tokens, "R": shape.own_rows}
+    sizes[EARLIER_SLICES] = shape.earlier_chunks
+    if shape.own_first is not None:
+        sizes[FIRST_QUERY] = shape.own_first
     parts = {
         str(LOCAL[symbol]): -(-count * shape.own_tokens // max(1, shape.tokens))
         for symbol, count in shape.symbols

@@ -82,7 +82,7 @@ def unsharded_shape(graph: Graph, shape: MicrobatchShape) -> MicrobatchShape:
     """Return the shape for the lookup of the full layer: full tokens, and the rows of one device of the shard."""
     split = any("R" in _symbol_letters(size) for tensor in graph.tensors for size in tensor.shape)
     rows = shape.own_rows if split else shape.rows
-    return shape._replace(rows=rows, own_rows=rows, own_tokens=shape.tokens)
+    return shape._replace(rows=rows, own_rows=rows, own_tokens=shape.tokens, own_first=None)
 
 
 def measured_ratios(measured: LayerSeconds, roofline: LayerSeconds) -> RooflineRatios:

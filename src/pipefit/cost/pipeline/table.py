@@ -314,10 +314,11 @@ def _costs_by_place(
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
-        rows, later, places, costs = stage.rows[replica], sum(stage.slices) - past - tokens, {}, []
-        for shares in collectives:
-            own_tokens, own_rows = (_share_of(length, shares, position) for length in (tokens, rows))
-            places[shares] = MicrobatchShape(rows, tokens, past, own_tokens, earlier, own_rows, later, stage.symbols)
+        sizes = MicrobatchShape(
+            stage.rows[replica], tokens, past, tokens, earlier, 0, sum(stage.slices) - past - tokens, stage.symbols
+        )
+        places = {shares: _part_shape(stage, sizes, shares, position) for shares in collectives}
+        costs = []
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
@@ -327,9 +328,12 @@ def _costs_by_place(
         yield kind.name, costs
 
 
-def _share_of(length: int, shares: Sequence[int], position: int) -> int:
-    start, stop = split_by_shares(length, shares)[position]
-    return stop - start
+def _part_shape(stage: StageWork, full: MicrobatchShape, shares: Sequence[int], position: int) -> MicrobatchShape:
+    """Return the shape with the part of its tokens and rows at one position of the shard axis."""
+    start, stop = split_by_shares(full.tokens, shares)[position]
+    first_row, last_row = split_by_shares(full.rows, shares)[position]
+    own_first = None if stage.has_equal_shards else start
+    return full._replace(own_tokens=stop - start, own_rows=last_row - first_row, own_first=own_first)
 
 
 def _stage_costs(

@@ -27,9 +27,20 @@ def graph_flops(graph: Graph, symbols: Mapping[str, int]) -> Flops:
 
 
 def operator_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> Flops:
-    """FLOPs of one operator of `graph`. Frozen parameters have no weight gradient; values computed from the step plan
-    alone (pixels) have no gradient."""
-    flops = KINDS[operator.kind].flops(operator_call(graph, operator, symbols, 4))
+    """FLOPs of one operator of `graph`, as FlopCounterMode counts them. Frozen parameters have no weight gradient;
+    values computed from the step plan alone (pixels) have no gradient."""
+    return _without_frozen(graph, operator, KINDS[operator.kind].flops(operator_call(graph, operator, symbols, 4)))
+
+
+def executed_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> Flops:
+    """FLOPs that the kernels of one operator execute. Causal kernels skip hidden keys."""
+    kind = KINDS[operator.kind]
+    count = kind.executed_flops or kind.flops
+    return _without_frozen(graph, operator, count(operator_call(graph, operator, symbols, 4)))
+
+
+def _without_frozen(graph: Graph, operator: Operator, flops: Flops) -> Flops:
+    """Return the FLOPs without the gradients that are not computed."""
     if flops.weight_gradient:
         weights = stored_weights(graph)
         read = [weights[name] for name in operator.inputs if name in weights]

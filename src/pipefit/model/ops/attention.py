@@ -5,6 +5,12 @@ FLOPs: two products forward and four backward over the full square of queries an
 recomputed scores of a flash kernel are not counted. This is the convention of FlopCounterMode and of the MFU of PaLM
 (appendix B).
 
+Executed FLOPs determine the time: the same products over the pairs of a query and a key that the kernels of
+`run/ops/attention.py` compute. A causal kernel skips the masked half: T queries of their own T keys are a triangle of
+T (T + 1) / 2 pairs. Keys of earlier slices, and keys before a device's part of the queries, are rectangles. If a window
+is shorter than the queries, or documents are kept apart, the kernel takes a mask and computes the full square of own
+keys. A run of earlier keys is computed completely, or skipped if no query sees any of it.
+
 The symbol P, if given, is the number of earlier tokens whose keys are attended to (slices). The keys are read in place,
 chunk by chunk: only one chunk's result, and in the backward one chunk's gradients, is alive at a time. A window shorter
 than P + T needs masks while an action runs. The layers of the action share them; they take at most T x (2 T + window)
@@ -27,6 +33,48 @@ def _count_flops(call: OperatorCall) -> Flops:
     keys = k[1] + call.symbols.get("P", 0)
     product = 2 * rows * heads * queries * keys * dim
     return Flops(2 * product, 4 * product, 0)
+
+
+def _count_executed_flops(call: OperatorCall) -> Flops:
+    q = call.inputs[0]
+    assert q is not None
+    rows, _, heads, dim = q
+    product = 2 * rows * heads * dim * computed_pairs(call)
+    return Flops(2 * product, 4 * product, 0)
+
+
+def computed_pairs(call: OperatorCall) -> int:
+    """Return the number of pairs of a query and a key that the kernels compute, of one row and head."""
+    q, k = call.inputs[0], call.inputs[1]
+    assert q is not None and k is not None
+    queries, keys, window = q[1], k[1], call.attributes.get("window")
+    if not call.attributes.get("causal", True):
+        return queries * keys
+    masked = (window is not None and window < queries) or call.symbols.get(DOCUMENTS_APART, 0) > 0
+    own_pairs = queries * queries if masked else queries * (queries + 1) // 2
+    return own_pairs + queries * _earlier_keys(call, _first_query(call, keys - queries), window)
+
+
+def _first_query(call: OperatorCall, last: int) -> int:
+    """Return the first query of this device, counted from the start of the slice; 0 unless queries are split. The
+    default `last` belongs to the device with the last part, the slowest one."""
+    first: int = call.attributes.get("cut", (1, -1, 0))[1]
+    if last <= 0 or first >= 0:
+        return max(0, first)
+    return call.symbols.get(FIRST_QUERY, last)
+
+
+def _earlier_keys(call: OperatorCall, before: int, window: int | None) -> int:
+    """Return the number of keys in the runs of earlier keys that some query sees: the `before` keys of the own slice,
+    then the earlier slices, last one first."""
+    past = call.symbols.get("P", 0)
+    if window is None:
+        return before + past
+    seen = window - 1  # keys before its own that the first query sees
+    if seen <= before or not past:
+        return before if seen > 0 else 0
+    slice_tokens = -(-past // max(1, call.symbols.get(EARLIER_SLICES, 1)))
+    return before + min(past, slice_tokens * -(-(seen - before) // slice_tokens))
 
 
 def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
@@ -74,6 +122,15 @@ def _mask_bytes(call: OperatorCall) -> int:
     return total
 
 
+FIRST_QUERY = "first query"
+"The symbol: the tokens of the slice before this device's part of its queries, where they are split along tokens."
+
+DOCUMENTS_APART = "documents apart"
+"The symbol: 1 if masks keep the documents of a row apart."
+
+EARLIER_SLICES = "earlier slices"
+"The symbol: the number of slices, taken to be of equal length, that form the P earlier tokens; 1 without the symbol."
+
 _MERGING_KERNELS = (5, 4)
 """Attention over the keys of the earlier slice, and the merge of its result (`run/ops/attention.py`)."""
 
@@ -90,6 +147,7 @@ OPERATORS = (
         },
         shapes=same_shape,
         flops=_count_flops,
+        executed_flops=_count_executed_flops,
         saves=_saved_values,
         read_later=(1, 2),
         own_bytes=_own_bytes,

@@ -20,8 +20,11 @@ InitialKind = Literal["normal", "ones", "zeros"]
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations as PyTorch's FlopCounterMode counts them: a multiply-add is two, only matrix products
-    count, and attention has no discount for the causal mask."""
+    """Floating-point operations of matrix products; a multiply-add is two.
+
+    The figures reported as model FLOPs are those of PyTorch's FlopCounterMode: attention has no discount for the causal
+    mask. Times are computed from `OperatorKind.executed_flops`.
+    """
 
     forward: int = 0
     input_gradient: int = 0
@@ -103,6 +106,9 @@ class OperatorKind:
     shapes: Callable[[tuple[Shape | None, ...], Mapping[str, Any]], tuple[Shape, ...]]
     "Output shapes from input shapes and attributes."
     flops: Callable[[OperatorCall], Flops] = _no_flops
+    executed_flops: Callable[[OperatorCall], Flops] | None = None
+    """FLOPs that the runtime's kernels execute, from which times are predicted; None: `flops`. Fewer queries than keys
+    are the last queries, unless a symbol says otherwise."""
     saves: Callable[[Operator, Callable[[str], bool]], tuple[str, ...]] = _save_nothing
     """Names of the inputs and outputs that the forward saves for the backward. Parameters may be named; they cost
     nothing."""

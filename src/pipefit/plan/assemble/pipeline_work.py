@@ -23,6 +23,7 @@ from pipefit.layout import (
     transfer_moves,
 )
 from pipefit.model.graph import Layer, size_value
+from pipefit.model.ops.attention import DOCUMENTS_APART
 from pipefit.optimizers import find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, state_of_forms
 from pipefit.plan.assemble.packed_rows import edge_sizes, frozen_layers, packed_sizes, packed_symbols, stage_grouping
@@ -106,8 +107,11 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 parameters=count_parameters(named.values(), len(shares), parts.job),
                 sharded_state=parts.sharded_state[index],
                 shares=layer_shares(layer_programs, shares),
-                symbols=packed_symbols(
-                    parts.spaces, parts.microbatches // stage.microbatch_multiple, max(replicas) / sum(replicas)
+                symbols=(
+                    *packed_symbols(
+                        parts.spaces, parts.microbatches // stage.microbatch_multiple, max(replicas) / sum(replicas)
+                    ),
+                    *(((DOCUMENTS_APART, 1),) if parts.job.documents == "apart" else ()),
                 ),
                 packed=packed_sizes(space, parts.microbatches, replicas, stage_grouping(stage)),
                 frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),

@@ -29,7 +29,9 @@ from pipefit.simulate import Timeline, simulate_schedule
 from pipefit.simulate.memory import MemoryCurve
 from pipefit.units import format_seconds
 
-APART = "documents: kept apart; attention is costed as if they were joined, which is an upper bound"
+APART = (
+    "documents: kept apart; attention is costed as if they were joined, without skipping hidden keys: an upper bound"
+)
 
 
 @dataclass(frozen=True, slots=True)

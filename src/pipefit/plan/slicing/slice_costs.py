@@ -97,7 +97,8 @@ class SliceRows:
         seconds = []
         for graph, shares in programs:
             start, stop = split_by_shares(tokens, shares)[position]
-            shape = MicrobatchShape(rows, tokens, past, stop - start, earlier)
+            own_first = None if stage.has_equal_shards else start
+            shape = MicrobatchShape(rows, tokens, past, stop - start, earlier, own_first=own_first)
             collective = shard_collective(self.network, rings, shares) if rings else None
             name = (rings, shares) if stage.shares else rings
             query = LayerQuery(graph, shape, kind, precision, stage.recompute, collective, name)
