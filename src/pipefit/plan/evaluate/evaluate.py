@@ -66,8 +66,9 @@ def simulate_candidate(
     costs = contended_costs(context, work, costs, alone)
     timeline = simulate_schedule(lowered, costs)
     cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
-    return EvaluatedPlan(
+    plan = EvaluatedPlan(
         decisions=replace(decisions, cuts=cuts),
         parts=parts,
         simulation=PlanSimulation(timeline, costs, work, lane_limits(work, context.network)),
     )
+    return context.tracker.count_plan(plan)

@@ -14,7 +14,7 @@ says so.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import le
@@ -61,22 +61,17 @@ TIE = 1e-9
 """Relative difference below which step times count as equal."""
 
 
-Progress = Callable[[int, int, float | None], None]
-"""(candidates left, simulations done, best step so far)."""
-
-
 def search_plans(
     context: PlannerContext,
     job: Job,
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
-    progress: Progress | None = None,
 ) -> SearchResult:
     """Return the best plans of the space under the constraints.
 
     Raises PlanError if the constraints leave nothing to consider.
     """
-    searcher = LayoutSearch(context, job, constraints, top, progress)
+    searcher = LayoutSearch(context, job, constraints, top)
     return searcher.run(_base_grids(context, job, constraints))
 
 
@@ -86,7 +81,7 @@ def some_plan_fits(context: PlannerContext, job: Job, constraints: Constraints) 
     It tries the leanest candidates first, until one fits or the budget of simulations is spent. Raises PlanError as
     `search_plans` does.
     """
-    searcher = LayoutSearch(context, job, constraints, 1, None)
+    searcher = LayoutSearch(context, job, constraints, 1)
     space = _base_grids(context, job, constraints)
     searcher.find_any_fit([*searcher.unsliced_grids(space), *searcher.promising_sliced(space)])
     return bool(searcher.fitting)
@@ -105,14 +100,11 @@ def _base_grids(context: PlannerContext, job: Job, constraints: Constraints) -> 
 
 
 class LayoutSearch:
-    def __init__(
-        self, context: PlannerContext, job: Job, constraints: Constraints, top: int, progress: Progress | None
-    ) -> None:
+    def __init__(self, context: PlannerContext, job: Job, constraints: Constraints, top: int) -> None:
         self.context = context
         self.job = job
         self.constraints = constraints
         self.top = top
-        self.progress = progress
         self.slicer = slicer_of(context.layer_cutter, job, constraints)
         self.floors = LowerBounds(context.layer_cutter, job, self.slicer)
         self.budget = SEARCH_BUDGET
@@ -193,6 +185,7 @@ class LayoutSearch:
         self.spent = 0
         items: list[CandidateQueue | SearchCandidate] = [*build_queues(self.floors, space)]
         lower_bound_s = min(item.bound_s for item in items)
+        self.context.tracker.add_bound(lower_bound_s)
         heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
         until, best = self.share * budget, self.fitting[:1]
@@ -228,8 +221,7 @@ class LayoutSearch:
                 items.append(candidate)
             if not item.is_empty:
                 heapq.heappush(heap, (item.key_s, index))
-        if self.progress is not None:
-            self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
+        self.context.tracker.count_left(len(heap))
 
     def find_any_fit(self, space: Sequence[CandidateGrid]) -> None:
         """Look for any plan that fits: the leanest candidates first, within the budget."""
