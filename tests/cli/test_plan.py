@@ -45,6 +45,7 @@ def test_plan_explain_simulate_in_turn(pipefit, model: str, tmp_path: Path) -> N
         "3",
         "-o",
         str(path),
+        "--quiet",
     )
     code, out, err = pipefit(*words)
     assert code == 0 and err == ""
