@@ -74,10 +74,7 @@ class PlanOptions:
 
 @takes_options(PlanOptions, flags={"output": ("--output", "-o")})
 def command(options: PlanOptions) -> None:
-    """Find the fastest plan that fits MODEL on the cluster, and explain it.
-
-    Ctrl-C ends the search with the best plan so far; without one, the exit code is 130.
-    """
+    """Find the fastest plan that fits MODEL on the cluster, and explain it. Ctrl-C gives the best plan so far."""
     from pipefit.cli._progress import ProgressLines
 
     try:
