@@ -77,7 +77,7 @@ def make_plan(
     `name` and `cluster_source` are the texts that the user typed for the model and the cluster. `constraints` fix
     choices (`--fix`). `top` counts the winner and its runners-up. `layers` replaces the roofline. For a model of
     several modules, `samples` are the global batches to plan for (default: `assumed_samples`), and `arrange` assigns
-    samples to replicas and microbatches. `progress` is told what the search does (`search_progress.py`). With
+    samples to replicas and microbatches. `progress` gets the reports of the search (`search_progress.py`). With
     `keep_best`, a KeyboardInterrupt gives the best plan so far, with a note (`is_interrupted`); without a plan, and by
     default, it propagates.
 

@@ -1,8 +1,8 @@
-"""Progress of a search: what an observer is told, and the best plan so far.
+"""Progress of a search: reports to an observer, and the best plan so far.
 
 Every pass of the planner names itself and counts its work on the tracker of its context. An observer is called with a
-report each time; it limits its own output. No plan depends on it. The best plan is kept for a search that is
-interrupted.
+report each time; it limits its own output. No plan depends on it. The best plan is kept in case of an
+interruption.
 """
 
 from __future__ import annotations

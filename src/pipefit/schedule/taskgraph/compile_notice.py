@@ -1,4 +1,4 @@
-"""Tells when numba compiles a loop that is not in its cache on disk: some seconds, once on a machine."""
+"""Notice of compilations by numba of loops not in its cache on disk: some seconds, once on a machine."""
 
 from __future__ import annotations
 
