@@ -89,8 +89,8 @@ def make_plan(
     context.tracker = SearchTracker(progress)
     if len(model.modules) > 1:
         sampled = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
-        found = search_modules(context, job, constraints, sampled, arrange, keep_best)
-        return _plan_modules(context, job, found, top)
+        module_search = search_modules(context, job, constraints, sampled, arrange, keep_best)
+        return _plan_modules(context, job, module_search, top)
     check_one_module(constraints)
     constraints = default_constraints(model, constraints)
     if constraints.sharding == "searched":
