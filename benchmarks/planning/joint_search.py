@@ -26,7 +26,7 @@ from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.make import prepare_request, run_passes
+from pipefit.plan.make import iter_passes, prepare_request
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, describe_choices, parse_constraints
 from pipefit.plan.types import Job
 from pipefit.units import format_seconds
@@ -153,9 +153,10 @@ def best_of(request: DrawnRequest, constraints: Constraints) -> EvaluatedPlan | 
     """Return the fastest plan under the constraints; None if none fits. Raises PlanError if they leave none."""
     context = PlannerContext(captured(request.model), parse_spec(request.cluster))
     try:
-        return run_passes(prepare_request(context, request.job, constraints)).result.fitting[0]
+        *_, state = iter_passes(prepare_request(context, request.job, constraints))
     except DoesNotFitError:
         return None
+    return state.result.fitting[0]
 
 
 @lru_cache(maxsize=len(MODELS))

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any, get_args
 from pipefit.cli._options import takes_options
 
 if TYPE_CHECKING:
+    from pipefit.cli._progress import ProgressLines
     from pipefit.data.multimodal.feeds import SampleSource
     from pipefit.model.graph import Model
     from pipefit.plan.types import Job, Plan
 
 BATCHES = 3
 """Number of global batches of an index that are planned for."""
+
+INTERRUPTED_CODE = 130
+"""Exit code after Ctrl-C without a plan, as shells report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class PlanOptions:
     "With --memory: largest probability that the plan does not fit. Default: 0.05."
     allow_other_environment: bool = False
     "Use a cluster that was measured with other software."
+    quiet: bool = False
+    "Print no progress on stderr."
     as_json: bool = False
     "Print the plan as JSON instead of tables."
     output: Path | None = None
@@ -68,21 +74,32 @@ class PlanOptions:
 
 @takes_options(PlanOptions, flags={"output": ("--output", "-o")})
 def command(options: PlanOptions) -> None:
-    """Find the fastest plan that fits MODEL on the cluster, and explain it."""
-    from pipefit.cli._plans import cluster_text, print_tables
+    """Find the fastest plan that fits MODEL on the cluster, and explain it. Ctrl-C gives the best plan so far."""
+    from pipefit.cli._progress import ProgressLines
+
+    try:
+        with ProgressLines(quiet=options.quiet) as progress:
+            searched = _search_plan(options, progress)
+    except KeyboardInterrupt:
+        print("interrupted: no plan found yet, nothing written", file=sys.stderr)
+        raise SystemExit(INTERRUPTED_CODE) from None
+    _print_plan(options, *searched)
+
+
+def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, Model, SampleSource | None]:
+    """Return the plan, its model, and the source of its samples if there is one."""
+    from pipefit.cli._plans import cluster_text
     from pipefit.cluster import open_cluster
-    from pipefit.codec import dump_text, make_folder
+    from pipefit.codec import make_folder
     from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
-    from pipefit.plan.check.rules import save_plan
-    from pipefit.plan.explain.text import forecast_lines, plan_headline, plan_tables
     from pipefit.plan.request.constraints import parse_constraints
     from pipefit.plan.request.sequence_length import resolve_length
     from pipefit.profile.environment import check_environment
+    from pipefit.schedule.taskgraph.compile_notice import on_compilation
 
-    output = options.output
-    if output is not None:
-        make_folder(output, "plan", PlanError)
+    if options.output is not None:
+        make_folder(options.output, "plan", PlanError)
     text = cluster_text(options.cluster, options.local)
     opened_cluster = open_cluster(text)
     for difference in check_environment(opened_cluster, allow=options.allow_other_environment, hardware=False):
@@ -94,7 +111,7 @@ def command(options: PlanOptions) -> None:
     source = None if options.data is None else _open_source(opened_model, options.data, job, options)
     if source is not None:
         make = partial(make, **_sampled_options(source, job))
-    with _StatusLine() as progress:
+    with on_compilation(progress.show_compilation):
         plan = make(
             opened_model,
             opened_cluster,
@@ -103,10 +120,26 @@ def command(options: PlanOptions) -> None:
             top=options.top,
             name=options.model,
             cluster_source=text,
-            progress=progress,
+            progress=None if options.quiet else progress.show_report,
+            keep_best=True,
         )
+    return plan, opened_model, source
+
+
+def _print_plan(options: PlanOptions, plan: Plan, opened_model: Model, source: SampleSource | None) -> None:
+    """Write the plan to its file, and print it."""
+    from pipefit.cli._plans import print_tables
+    from pipefit.codec import dump_text
+    from pipefit.plan.check.rules import save_plan
+    from pipefit.plan.evaluate.search_progress import INTERRUPTED
+    from pipefit.plan.explain.text import forecast_lines, plan_headline, plan_tables
+    from pipefit.plan.make import is_interrupted
+
+    output = options.output
     if output is not None:
         save_plan(plan, output)
+    if is_interrupted(plan):
+        print(INTERRUPTED, file=sys.stderr if options.as_json else sys.stdout, flush=True)
     if options.as_json:
         sys.stdout.write(dump_text(plan))
         return
@@ -226,28 +259,3 @@ def _print_origins(plan: Plan) -> None:
         print("\nfigures come from:")
         for note in plan.prediction.assumptions:
             print(f"  - {note}")
-
-
-class _StatusLine:
-    """A status line on a terminal while the search runs; silent in a pipe."""
-
-    def __enter__(self) -> Callable[[int, int, float | None], None] | None:
-        self.status = None
-        if not sys.stderr.isatty():
-            return None
-        from rich.console import Console
-
-        self.status = Console(stderr=True).status("searching ...")
-        self.status.start()
-        return self.report_progress
-
-    def __exit__(self, *error: object) -> None:
-        if self.status is not None:
-            self.status.stop()
-
-    def report_progress(self, left: int, simulated: int, best_s: float | None) -> None:
-        from pipefit.units import format_seconds
-
-        best = f", best {format_seconds(best_s)}" if best_s is not None else ""
-        if self.status is not None:
-            self.status.update(f"searching: {left} candidates left, {simulated} simulated{best}")

@@ -6,12 +6,13 @@ prediction, runners-up and notes. If nothing fits, the error says how much memor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.cost.compute.roofline import LayerCosts
+from pipefit.errors import PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import add_prediction
 from pipefit.plan.assemble.shard_recipes import request_from_constraints
@@ -19,16 +20,26 @@ from pipefit.plan.candidates.space import check_space
 from pipefit.plan.evaluate.garbage_collection import defer_collection
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.evaluate.search_progress import (
+    GROUPS,
+    INTERRUPTED,
+    LAYOUTS,
+    MISFIT,
+    PLACING,
+    SENSITIVITY,
+    TRADE,
+    SearchObserver,
+    SearchTracker,
+)
 from pipefit.plan.explain.nearest_fit import does_not_fit
 from pipefit.plan.explain.reasons import binding_memory, list_alternatives
 from pipefit.plan.explain.slice_notes import slice_note
 from pipefit.plan.explain.unused_kinds import unused_kind_notes
 from pipefit.plan.modules.search import ModuleSearchResult, search_modules
 from pipefit.plan.passes.device_groups.search import search_groups
-from pipefit.plan.passes.fitted_orders import best_plans
+from pipefit.plan.passes.fitted_orders import best_plans, relabel_fitted
 from pipefit.plan.passes.memory_trade import trade_memory
 from pipefit.plan.passes.place_devices import place_candidates
-from pipefit.plan.passes.search import Progress
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
 from pipefit.plan.request.sampled_batches import (
@@ -56,7 +67,8 @@ def make_plan(
     name: str = "",
     cluster_source: str = "",
     layers: LayerCosts | None = None,
-    progress: Progress | None = None,
+    progress: SearchObserver | None = None,
+    keep_best: bool = False,
     samples: SampledBatches | None = None,
     arrange: Arrange = deal_samples,
 ) -> Plan:
@@ -65,18 +77,35 @@ def make_plan(
     `name` and `cluster_source` are the texts that the user typed for the model and the cluster. `constraints` fix
     choices (`--fix`). `top` counts the winner and its runners-up. `layers` replaces the roofline. For a model of
     several modules, `samples` are the global batches to plan for (default: `assumed_samples`), and `arrange` assigns
-    samples to replicas and microbatches.
+    samples to replicas and microbatches. `progress` gets the reports of the search (`search_progress.py`). With
+    `keep_best`, a KeyboardInterrupt gives the best plan so far, with a note (`is_interrupted`); without a plan, and by
+    default, it propagates.
 
     Raises DoesNotFitError with the missing bytes and the nearest change that would fit. Raises PlanError if the
     constraints leave no candidate, or if the model mixes rows of the batch.
     """
     check_row_independence(model)
     context = PlannerContext(model, cluster, layers, name, cluster_source)
+    context.tracker = SearchTracker(progress)
     if len(model.modules) > 1:
         sampled = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
-        return _plan_modules(context, job, search_modules(context, job, constraints, sampled, arrange, progress), top)
-    request = prepare_request(context, job, constraints, top, progress)
-    return _explain_result(request, run_passes(request))
+        module_search = search_modules(context, job, constraints, sampled, arrange, keep_best)
+        return _plan_modules(context, job, module_search, top)
+    request = prepare_request(context, job, constraints, top)
+    state = PassState(NOTHING_SEARCHED)
+    try:
+        for state in iter_passes(request):  # noqa: B007 - the state so far, in case of an interruption
+            pass
+        return _explain_result(request, state)
+    except KeyboardInterrupt:
+        if not keep_best:
+            raise
+        return _explain_result(request, _best_so_far(request, state))
+
+
+def is_interrupted(plan: Plan) -> bool:
+    """Return whether the search of this plan was interrupted."""
+    return plan.prediction is not None and INTERRUPTED in plan.prediction.assumptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +117,6 @@ class SearchRequest:
     constraints: Constraints
     "Choices that the user fixed, and a sharding that follows from them."
     top: int
-    progress: Progress | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +127,7 @@ class PassState:
     placement_note: str = ""
     group_note: str = ""
     trade: tuple[TradePoint, ...] = ()
+    interrupted: bool = False
 
 
 NOTHING_SEARCHED = SearchResult(
@@ -116,27 +145,30 @@ SearchPass = Callable[[SearchRequest, PassState], PassState]
 
 def search_layouts(request: SearchRequest, state: PassState) -> PassState:
     """Search all layouts of single devices, then fit orders to the memory of the best ones."""
-    return replace(
-        state, result=best_plans(request.context, request.job, request.constraints, request.top, request.progress)
-    )
+    request.context.tracker.start_pass(LAYOUTS)
+    return replace(state, result=best_plans(request.context, request.job, request.constraints, request.top))
 
 
 def place_devices(request: SearchRequest, state: PassState) -> PassState:
     """Choose the device of every slot, where links or devices differ."""
+    request.context.tracker.start_pass(PLACING)
     placing = place_candidates(request.context, request.job, request.constraints, state.result)
     return replace(state, result=placing.found, placement_note=placing.note)
 
 
 def group_devices(request: SearchRequest, state: PassState) -> PassState:
     """Search stages held by groups of devices. Raise DoesNotFitError if nothing fits up to here."""
+    request.context.tracker.start_pass(GROUPS)
     grouping = search_groups(request.context, request.job, request.constraints, state.result)
     if not grouping.found.fitting:
+        request.context.tracker.start_pass(MISFIT, keeps_plans=False)
         raise does_not_fit(request.context, request.job, request.constraints, state.result)
     return replace(state, result=grouping.found, group_note=grouping.note)
 
 
 def trade_time(request: SearchRequest, state: PassState) -> PassState:
     """Trade memory against time on the layout of the best plan."""
+    request.context.tracker.start_pass(TRADE, keeps_plans=False)
     curve = trade_memory(request.context, request.job, request.constraints, state.result.fitting[0])
     return replace(state, result=_put_first(state.result, curve.best), trade=curve.points)
 
@@ -150,7 +182,6 @@ def prepare_request(
     job: Job,
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
-    progress: Progress | None = None,
 ) -> SearchRequest:
     """Return the inputs of the passes for a model of one module, with its pinned programs searched.
 
@@ -162,14 +193,34 @@ def prepare_request(
         count = device_count(context.cluster)
         check_space(job, len(context.only_module.layers), count, constraints)
         context.search_recipes(job, request_from_constraints(constraints, job, count))
-    return SearchRequest(context, job, constraints, top, progress)
+    return SearchRequest(context, job, constraints, top)
 
 
-def run_passes(request: SearchRequest) -> PassState:
-    """Return the result of all passes. Raises as `make_plan` does."""
+def iter_passes(request: SearchRequest) -> Iterator[PassState]:
+    """Yield the state after every pass; the last one is the result. Raises as `make_plan` does."""
     state = PassState(NOTHING_SEARCHED)
     for search_pass in PASSES:
         state = search_pass(request, state)
+        yield state
+
+
+def _best_so_far(request: SearchRequest, state: PassState) -> PassState:
+    """Return the state with the best plan of the passes so far as its first. Raises KeyboardInterrupt if there is
+    none."""
+    tracker = request.context.tracker
+    known = [*state.result.fitting[:1], *([] if tracker.best is None else [tracker.best])]
+    if not known:
+        raise KeyboardInterrupt
+    best = min(known, key=lambda plan: plan.rank_key)
+    if request.constraints.schedule == FIT and best.decisions.schedule != FIT:
+        best = relabel_fitted(best)
+    others = [plan for plan in state.result.fitting if plan.decisions != best.decisions]
+    state = replace(state, result=replace(state.result, fitting=(best, *others)), interrupted=True)
+    if isinstance(request.constraints.mapping, tuple) and best.decisions.devices != request.constraints.mapping:
+        try:
+            return place_devices(request, state)
+        except PlanError:
+            raise KeyboardInterrupt from None
     return state
 
 
@@ -180,17 +231,21 @@ def _explain_result(request: SearchRequest, state: PassState) -> Plan:
     plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     plan = add_prediction(plan, context.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
     assert plan.prediction is not None
-    prediction = replace(
-        plan.prediction,
-        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
-        assumptions=(
-            *plan.prediction.assumptions,
+    context.tracker.start_pass(SENSITIVITY, keeps_plans=False)
+    if state.interrupted:
+        notes: tuple[str, ...] = (INTERRUPTED, f"search: {context.tracker.simulated} simulated until the interruption")
+    else:
+        notes = (
             *unused_kind_notes(context, job, result),
             *filter(None, [state.placement_note, state.group_note]),
             slice_note(context, job, constraints, result),
             _search_note(request, state),
-        ),
-        sensitivity=analyse_sensitivity(context, job, constraints, best),
+        )
+    prediction = replace(
+        plan.prediction,
+        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
+        assumptions=(*plan.prediction.assumptions, *notes),
+        sensitivity=() if state.interrupted else analyse_sensitivity(context, job, constraints, best),
         trade=state.trade,
     )
     return replace(plan, prediction=prediction, alternatives=list_alternatives(result, request.top))

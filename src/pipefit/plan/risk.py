@@ -23,7 +23,7 @@ from pipefit.errors import ClusterError, DoesNotFitError, PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import DevicePeak, PlanSimulation, lane_prediction, simulate_plan
 from pipefit.plan.cutting.rows import scale_need
-from pipefit.plan.make import make_plan
+from pipefit.plan.make import is_interrupted, make_plan
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.types import Job, MemoryRisk, Plan
 from pipefit.units import format_bytes
@@ -70,6 +70,8 @@ def make_plan_at_risk(
         last = plan.prediction.risk
         if last <= risk:
             return plan
+        if is_interrupted(plan):  # it does not keep the risk, so there is no plan yet
+            raise KeyboardInterrupt
         limits = _tighten_limits(plan, simulate_plan(plan, model, cluster), cluster, corrections, limits, risk)
     raise DoesNotFitError(
         f"None of the {ROUNDS} plans found fits within the requested risk.",

@@ -169,7 +169,7 @@ def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
     from pipefit.plan.candidates.queue import SearchCandidate, build_queues
 
     context, looked = PlannerContext(toy_model(2), slow(3)), 0
-    searcher = LayoutSearch(context, LONG, Constraints(slice_multiple=4096), 1, None)
+    searcher = LayoutSearch(context, LONG, Constraints(slice_multiple=4096), 1)
     for panel in iter_grids(
         LONG,
         len(context.only_module.layers),

@@ -155,7 +155,7 @@ def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
 @pytest.mark.parametrize("refused", [1, 2, 3, 4, 5, 6, 10**6])
 def test_plans_that_do_not_fit_on_a_later_batch_give_way(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
     search = finder(2)
-    search.simulate_all(search.short_list(1e12), None)
+    search.simulate_all(search.short_list(1e12))
     ranked = sorted(search.trials.fitting, key=lambda one: one.rank_key)
     too_large = {one.decisions.to_text() for one in ranked[:refused] if isinstance(one.decisions, MultiModuleConfig)}
     real = search.trials.on_all

@@ -103,7 +103,7 @@ def even_bounds(searcher: LayoutSearch, space: Iterable[CandidateGrid]) -> Itera
 def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
     """Of every candidate at every level of looking."""
     context = PlannerContext(toy_model(3), CLUSTERS[name]())
-    searcher = LayoutSearch(context, JOB, NO_CONSTRAINTS, 1, None)
+    searcher = LayoutSearch(context, JOB, NO_CONSTRAINTS, 1)
     constraints = NARROW if name == "mixed" else NO_CONSTRAINTS
     for decisions, even_s in even_bounds(
         searcher, iter_grids(JOB, 6, 4, len(context.cluster.hosts), constraints, context.layer_cutter)

@@ -92,7 +92,7 @@ def test_every_batch_is_simulated_in_the_order_that_the_plan_has(folder: Path, p
     finder = ModuleSearch(
         PlannerContext(three_modules(), parse_spec("8xA100-80")), JOB, constraints, samples, arranged_samples
     )
-    finder.run_search(None)
+    finder.run_search()
     best = finder.trials.fitting[0]
     mean_s, order, before = finder.settled[id(best)]
     each = {way: finder.trials.on_all(before, way) for way in (False, True)}

@@ -60,8 +60,21 @@ def simulate_candidate(
     schedule: Schedule,
     alone: PipelineCosts | None = None,
 ) -> EvaluatedPlan:
-    """Simulate one candidate in this order, lowered if necessary, with its costs and shared links. `alone` are its
-    separate pipelines, if known."""
+    """Simulate one candidate in this order, lowered if necessary, with its costs and shared links, and count it.
+    `alone` are its separate pipelines, if known."""
+    return context.tracker.count_plan(simulate_order(context, decisions, parts, work, costs, schedule, alone))
+
+
+def simulate_order(
+    context: PlannerContext,
+    decisions: ParallelConfig,
+    parts: PlanSkeleton,
+    work: PipelineWork,
+    costs: CostTable,
+    schedule: Schedule,
+    alone: PipelineCosts | None = None,
+) -> EvaluatedPlan:
+    """Return `simulate_candidate` without counting it: for parts of a candidate, such as its first microbatches."""
     lowered = schedule if schedule.is_lowered else context.lower_order(parts, decisions, schedule, costs)
     costs = contended_costs(context, work, costs, alone)
     timeline = simulate_schedule(lowered, costs)

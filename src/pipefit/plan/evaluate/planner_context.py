@@ -28,6 +28,7 @@ from pipefit.plan.assemble.shard_recipes import RecipeRequest, request_from_conf
 from pipefit.plan.assemble.structure import make_edges, make_groups, make_stages
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.cutting.refine import refine_cuts
+from pipefit.plan.evaluate.search_progress import SearchTracker
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import check_sliceable
@@ -57,6 +58,7 @@ class PlannerContext:
         self.layers: LayerCosts = layers or best_costs(cluster, graphs=model.graphs.values())
         self.source = ModelSource(name=name or model.family, family=model.family, config=model.config)
         self.cluster_source = cluster_source
+        self.tracker = SearchTracker()
         self._searched_for: tuple[Job, RecipeRequest] | None = None
         self.hashes = InputHashes(model=model.hash, cluster=content_digest(cluster))
 
@@ -126,7 +128,7 @@ class PlannerContext:
     def with_cluster(self, cluster: Cluster) -> PlannerContext:
         """Return a context of the same model on another cluster."""
         context = PlannerContext(self.model, cluster, self.layers, self.source.name)
-        context.programs = self.programs
+        context.programs, context.tracker = self.programs, self.tracker
         return context
 
     @cached_property

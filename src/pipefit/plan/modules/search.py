@@ -20,6 +20,7 @@ from pipefit.optimizers.sharded_state import leanest_state
 from pipefit.plan.assemble.module_parts import host_order, within_hosts
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.evaluate.search_progress import BATCHES, INTERRUPTED, MODULES
 from pipefit.plan.modules.constraints_check import (
     allows_inline,
     check_constraints,
@@ -77,18 +78,27 @@ def search_modules(
     constraints: Constraints,
     samples: SampledBatches,
     arrange: Arrange,
-    progress: Any = None,
+    keep_best: bool = False,
 ) -> ModuleSearchResult:
     """Return the best plans under the constraints, the fastest over all sampled batches first.
+
+    With `keep_best`, a KeyboardInterrupt ends the search with the plans so far, and the first note says so.
 
     Raises PlanError for constraints that do not apply here, and DoesNotFitError.
     """
     check_constraints(context.model, job, constraints, samples, device_count(context.cluster))
     finder = ModuleSearch(context, job, constraints, samples, arrange)
-    finder.run_search(progress)
+    interrupted = False
+    try:
+        finder.run_search()
+    except KeyboardInterrupt:
+        if not keep_best or not finder.settle_best():
+            raise
+        interrupted = True
     if not finder.trials.fitting:
         raise finder.trials.no_plan_error(pinned=constraints != NO_CONSTRAINTS)
-    return finder.build_result()
+    result = finder.build_result()
+    return replace(result, notes=(INTERRUPTED, *result.notes)) if interrupted else result
 
 
 class ModuleSearch:
@@ -124,16 +134,17 @@ class ModuleSearch:
         alone = bool(inline_requests(constraints))
         self.sharing = [] if alone else sharing_choices(constraints, list(per_module), able)
 
-    def run_search(self, progress: Any) -> None:
+    def run_search(self) -> None:
         """Simulate the short list, then the best of it in other orders, and on every batch.
 
         The short list is computed with more memory reserved as long as none of it fits in one of the placements.
         """
+        self.context.tracker.start_pass(MODULES)
         limit = min(float(kind.memory_bytes) for kind in self.context.network.kinds)
         spare = 0.0
         for _ in range(self.budget.short_lists):
             known = len(self.trials.misfits)
-            self.simulate_all(self.short_list(limit - spare), progress)
+            self.simulate_all(self.short_list(limit - spare))
             lacking = [plan.peak_bytes - plan.limit_bytes for plan in self.trials.misfits[known:]]
             fit = {frozenset(plain_decisions(plan).shared_modules) for plan in self.trials.fitting}
             if not lacking or all(frozenset(choice.items()) in fit for choice in self.placement_choices()):
@@ -142,6 +153,7 @@ class ModuleSearch:
         self.try_orders()
         for start in best_of_each(best_of_grids(self.trials.fitting), 1):
             polish_plan(start, self.fitting_neighbours)
+        self.context.tracker.start_pass(BATCHES, keeps_plans=False)
         self.rank_on_batches()
         if self.trials.fitting:
             polish_plan(self.settled[id(self.trials.fitting[0])].before, self.fitting_neighbours)
@@ -219,7 +231,7 @@ class ModuleSearch:
         chosen += inline.best if inline else ()
         return tuple(sorted(chosen, key=lambda entry: entry.step_s))
 
-    def simulate_all(self, layouts: Sequence[ModuleArrangement], progress: Any) -> None:
+    def simulate_all(self, layouts: Sequence[ModuleArrangement]) -> None:
         """Simulate the layouts until their actions reach the budget.
 
         For placements without a fitting plan it continues until one fits or too many do not. If the list was
@@ -244,9 +256,7 @@ class ModuleSearch:
                 fit.add(placement)
             else:
                 misses[placement] += 1
-            if progress is not None:
-                best_s = min((plan.step_s for plan in self.trials.fitting), default=None)
-                progress(len(layouts) - index - 1, self.trials.simulated, best_s)
+            self.context.tracker.count_left(len(layouts) - index - 1)
 
     def rank_on_batches(self) -> None:
         """Sort the best plans by their mean over all sampled batches, with microbatches in the better order.
@@ -266,22 +276,45 @@ class ModuleSearch:
                 break
             for plan in left:
                 tried.add(id(plan))
-                plans_by_order = {order: self.trials.on_all(plan, order) for order in self.orders_tried}
-                means_s = {
-                    order: float(np.mean([batch_plan.step_s for batch_plan in batch_plans]))
-                    for order, batch_plans in plans_by_order.items()
-                    if batch_plans
-                }
-                if means_s:
-                    wanted = not plain_decisions(
-                        plan
-                    ).guests  # the order of actions of plans with guests assumes microbatches without reordering
-                    order = min(means_s, key=lambda order: (means_s[order], order != wanted))
-                    self.settled[id(plans_by_order[order][0])] = SettledPlan(means_s[order], order, plan)
-                    settled.append(plans_by_order[order][0])
+                on_first = self.settle_plan(plan)
+                if on_first is not None:
+                    settled.append(on_first)
         rest = [plan for plan in self.trials.fitting if id(plan) not in tried]
         settled.sort(key=lambda plan: (self.settled[id(plan)].step_s, plan.rank_key))
         self.trials.fitting = [*settled, *sorted(rest, key=lambda plan: plan.rank_key)]
+
+    def settle_plan(self, plan: EvaluatedPlan) -> EvaluatedPlan | None:
+        """Simulate a plan on all batches, in the better order of its microbatches; None if it does not fit on one.
+
+        Returns the plan on the first batch, whose mean is recorded.
+        """
+        plans_by_order = {order: self.trials.on_all(plan, order) for order in self.orders_tried}
+        means_s = {
+            order: float(np.mean([batch_plan.step_s for batch_plan in batch_plans]))
+            for order, batch_plans in plans_by_order.items()
+            if batch_plans
+        }
+        if not means_s:
+            return None
+        # the order of actions of plans with guests assumes microbatches without reordering
+        wanted = not plain_decisions(plan).guests
+        order = min(means_s, key=lambda order: (means_s[order], order != wanted))
+        on_first = plans_by_order[order][0]
+        self.settled[id(on_first)] = SettledPlan(means_s[order], order, plan)
+        return on_first
+
+    def settle_best(self) -> bool:
+        """After an interruption, put the best plan that fits on all batches first. Return whether there is one."""
+        self.context.tracker.start_pass(BATCHES, keeps_plans=False)
+        if self.trials.fitting and id(self.trials.fitting[0]) in self.settled:
+            return True
+        ranked = sorted(self.trials.fitting, key=lambda plan: plan.rank_key)
+        for plan in ranked:
+            on_first = self.settle_plan(plan)
+            if on_first is not None:
+                self.trials.fitting = [on_first, *(other for other in ranked if other is not plan)]
+                return True
+        return False
 
     def decisions_for(self, arrangement: ModuleArrangement) -> MultiModuleConfig | None:
         """Return the decisions of a layout; None if its shard groups do not fit into the hosts."""

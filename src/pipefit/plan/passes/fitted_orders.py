@@ -27,7 +27,7 @@ from pipefit.plan.evaluate.evaluate import evaluate_candidate, simulate_candidat
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.reslice import reslice_best
-from pipefit.plan.passes.search import TIE, Progress, search_plans
+from pipefit.plan.passes.search import TIE, search_plans
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Recompute
@@ -76,12 +76,11 @@ def best_plans(
     job: Job,
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
-    progress: Progress | None = None,
     layouts: int = FITTING_BUDGET.layouts,
 ) -> SearchResult:
     """Return the result of the search, with the fitted orders that beat it. With `schedule=fit`, all plans are named
     so."""
-    first = search_plans(context, job, constraints, top, progress)
+    first = search_plans(context, job, constraints, top)
     recut = _recut_best(context, job, constraints, first, min(layouts, FITTING_BUDGET.recut_placements))
     resliced = reslice_best(context, job, constraints, recut)
     pinned = constraints.schedule == FIT
@@ -96,7 +95,7 @@ def best_plans(
         plan = min((plan for plan in fits if plan is not None), key=lambda plan: plan.rank_key, default=None)
         if plan is not None and (pinned or plan.step_s < best_s * (1 - TIE)):
             fitted.append(plan)
-    family_plans = [_relabel_fitted(plan) for plan in resliced.fitting] if pinned else resliced.fitting
+    family_plans = [relabel_fitted(plan) for plan in resliced.fitting] if pinned else resliced.fitting
     fitting = _distinct_plans(sorted((*family_plans, *fitted), key=lambda plan: plan.rank_key))
     return replace(resliced, fitting=tuple(fitting), fitted=len(fitted))
 
@@ -341,7 +340,7 @@ def _least_actions(decisions: ParallelConfig) -> int:
     return 3 * decisions.stage_count * decisions.unit_count
 
 
-def _relabel_fitted(one: EvaluatedPlan) -> EvaluatedPlan:
+def relabel_fitted(one: EvaluatedPlan) -> EvaluatedPlan:
     """Return a family's plan named `fit`: the upper bound of the step with `--fix schedule=fit`."""
     named = replace(one.simulation.timeline.schedule, name=FIT)
     return replace(

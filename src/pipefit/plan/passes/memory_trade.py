@@ -166,7 +166,8 @@ def _fit_levels(
         recomputes = [layout.recompute]
     tables = tables_of(context, job, layout, recomputes)
     plans = [] if own is None else [own]
-    for level in levels:
+    for index, level in enumerate(levels):
+        context.tracker.count_left(len(levels) - index)
         plan = fit_layout(context, tables, [level * limit for limit in limits], moves=FITTING_BUDGET.least_moves)
         if plan is not None:
             plans.append(plan)

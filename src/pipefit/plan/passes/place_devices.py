@@ -67,7 +67,10 @@ def place_candidates(context: PlannerContext, job: Job, constraints: Constraints
     budget = PLACING_BUDGET
     total = sum(moves_for(count, budget.first_moves) for count in slots) + moves_for(max(slots), budget.final_moves)
     compiled = total >= budget.compiled_moves or None
-    placed = {index: _place_candidate(context, job, found.fitting[index], compiled) for index in listed}
+    placed: dict[int, EvaluatedPlan] = {}
+    for done, index in enumerate(listed):
+        context.tracker.count_left(len(listed) - done)
+        placed[index] = _place_candidate(context, job, found.fitting[index], compiled)
     first = min(placed, key=lambda index: placed[index].rank_key)
     again = _place_longer(context, job, placed[first], compiled)
     placed[first] = min((placed[first], again), key=lambda plan: plan.rank_key)

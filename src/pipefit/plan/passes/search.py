@@ -7,15 +7,14 @@ smallest bound in the heap exceeds the best simulated time, no other plan of the
 in its space, as far as the simulator is right.
 
 Layouts come first, with a bound that holds for all their schedules; schedules are distinguished only for layouts that
-can win. Schedules with split backwards have loose bounds and much to gain, so they go first, within a budget. The rest
-follow, and end as soon as their tighter bounds exceed the best time. If a budget is spent before the proof, the result
-says so.
+can win. Schedules with fused backwards go first, because their bounds are tight. Those with split backwards follow,
+within a budget. If a budget is spent before the proof, the result says so.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import le
@@ -40,7 +39,7 @@ from pipefit.plan.candidates.slicings import slicer_of
 from pipefit.plan.candidates.space import check_space, families_only, iter_base_grids, rearrange_kinds, unsliced_grid
 from pipefit.plan.cutting.layer_cut import LayerCut
 from pipefit.plan.cutting.rows import Need, scale_need
-from pipefit.plan.evaluate.evaluate import simulate_candidate
+from pipefit.plan.evaluate.evaluate import simulate_candidate, simulate_order
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.port_contention import contended_costs, slowest_pipeline_bound_s
@@ -62,23 +61,18 @@ TIE = 1e-9
 """Relative difference below which step times count as equal."""
 
 
-Progress = Callable[[int, int, float | None], None]
-"""(candidates left, simulations done, best step so far)."""
-
-
 def search_plans(
     context: PlannerContext,
     job: Job,
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
-    progress: Progress | None = None,
     budget: SearchBudget | None = None,
 ) -> SearchResult:
     """Return the best plans of the space under the constraints.
 
     Raises PlanError if the constraints leave nothing to consider.
     """
-    searcher = LayoutSearch(context, job, constraints, top, progress, budget)
+    searcher = LayoutSearch(context, job, constraints, top, budget)
     return searcher.run(_base_grids(context, job, constraints))
 
 
@@ -88,7 +82,7 @@ def some_plan_fits(context: PlannerContext, job: Job, constraints: Constraints) 
     It tries the leanest candidates first, until one fits or the budget of simulations is spent. Raises PlanError as
     `search_plans` does.
     """
-    searcher = LayoutSearch(context, job, constraints, 1, None)
+    searcher = LayoutSearch(context, job, constraints, 1)
     space = _base_grids(context, job, constraints)
     searcher.find_any_fit([*searcher.unsliced_grids(space), *searcher.promising_sliced(space)])
     return bool(searcher.fitting)
@@ -113,14 +107,12 @@ class LayoutSearch:
         job: Job,
         constraints: Constraints,
         top: int,
-        progress: Progress | None,
         budget: SearchBudget | None = None,
     ) -> None:
         self.context = context
         self.job = job
         self.constraints = constraints
         self.top = top
-        self.progress = progress
         self.slicer = slicer_of(context.layer_cutter, job, constraints)
         self.floors = LowerBounds(context.layer_cutter, job, self.slicer)
         self.budget = budget or SEARCH_BUDGET
@@ -206,6 +198,7 @@ class LayoutSearch:
         self.queues += queues
         items: list[CandidateQueue | SearchCandidate] = [queue for queue in queues if not queue.is_empty]
         lower_bound_s = min((item.bound_s for item in items), default=float("inf"))
+        self.context.tracker.add_bound(lower_bound_s)
         heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
         until, best = self.share * budget, self.fitting[:1]
@@ -248,8 +241,7 @@ class LayoutSearch:
                 items.append(candidate)
             if not item.is_empty:
                 heapq.heappush(heap, (item.key_s, index))
-        if self.progress is not None:
-            self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
+        self.context.tracker.count_left(len(heap))
 
     def find_any_fit(self, space: Sequence[CandidateGrid]) -> None:
         """Look for any plan that fits: the leanest candidates first, within the budget."""
@@ -394,7 +386,7 @@ class LayoutSearch:
             if any(need > has for need, has in needs):
                 cut = self.context.layer_cutter.leanest_cut(self.job, decisions)
                 return self._retry_leaner(candidate, cut, needs, bound_s)
-            plan = simulate_candidate(self.context, decisions, few, work, costs, computed, candidate.alone)
+            plan = simulate_order(self.context, decisions, few, work, costs, computed, candidate.alone)
             steps_s.append(plan.step_s)
             if not plan.simulation.fits_in_memory:
                 needs = [(lane[0].peak_bytes, lane[0].limit_bytes) for lane in plan.simulation.device_peaks]

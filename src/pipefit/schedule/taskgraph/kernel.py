@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from pipefit.schedule.taskgraph.compile_notice import watch_numba
+
 COMPILED_FROM = 60_000
 """Number of predecessor entries from which importing numba (about half a second) pays."""
 
@@ -91,6 +93,7 @@ def choose_loop(function: Callable[..., Any], entries: int, compiled: bool | Non
 def _compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
+    watch_numba()
     compiled: Callable[..., Any] = numba.njit(cache=True, no_cfunc_wrapper=True)(function)
     return compiled
 
@@ -109,6 +112,7 @@ def compile_modules(
     """
     import numba
 
+    watch_numba()
     text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     digest = hashlib.sha256(text + repr(sorted(entries)).encode()).hexdigest()[:12]
     compiled: dict[str, Callable[..., Any]] = {}

@@ -102,7 +102,7 @@ class GroupSearch:
         "Step of the best plan without slices: groups get slices afterwards."
         self.floors = GroupLowerBounds(context, job)
         self.oracle = ProgramOracle(context, job, constraints.shards or ())
-        self.searcher = LayoutSearch(context, job, constraints, 1, None)
+        self.searcher = LayoutSearch(context, job, constraints, 1)
         self.looked = 0
         self.spent = 0
         self.over: dict[object, float] = {}
@@ -170,7 +170,8 @@ class GroupSearch:
         """
         is_large = self.context.network.devices > GROUP_BUDGET.exhaustive_devices
         limit = GROUP_BUDGET.programs_on_many if is_large else GROUP_BUDGET.programs
-        for hope in hopes:
+        for index, hope in enumerate(hopes):
+            self.context.tracker.count_left(len(hopes) - index)
             lanes, count = len(hope.layout.lanes), hope.microbatches
             if step_bound_s(self.lane_loads(hope, self.expected_cost_s), lanes, count) >= self.best_s * (1 - TIE):
                 continue

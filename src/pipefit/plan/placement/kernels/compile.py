@@ -11,6 +11,7 @@ from typing import Any
 from pipefit.plan.placement.kernels import anneal, matching, rings, sets
 from pipefit.plan.placement.kernels import transfer_times as kernel
 from pipefit.plan.placement.kernels.tables import GROUPS
+from pipefit.schedule.taskgraph.compile_notice import watch_numba
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -41,6 +42,7 @@ def kernel_functions(compiled: bool) -> Functions:
         return plain
     import numba
 
+    watch_numba()
     edition = _kernel_digest(plain, scope)
     for name, function in plain.items():
         twin = FunctionType(function.__code__, scope, name, function.__defaults__)
