@@ -20,6 +20,7 @@ from hypothesis import settings
 from tests.support import durations, session, tiers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PIPEFIT_CACHE"] = "off"  # models are captured by the code under test; tests of the cache name a folder
 settings.register_profile("pipefit", deadline=None)
 settings.load_profile("pipefit")
 

@@ -13,7 +13,13 @@ HEAD = """# Command line
 
 `python -m pipefit.cli.reference` writes this page from the parser. `pipefit COMMAND --help` prints the same texts. An
 error of the user is one message with exit code 2.
-"""
+
+| environment variable | meaning |
+| --- | --- |
+| `PIPEFIT_CACHE` | The folder of [captured models](models.md#cache); `off`: no cache. Default: `$XDG_CACHE_HOME/pipefit`, or `~/.cache/pipefit`. |
+| `PIPEFIT_PLUGINS` | `off`: load no [plug-ins](../how-to/write-a-plugin-package.md). |
+| `PIPEFIT_HOST`, `PIPEFIT_DEVICE_KIND` | The host's name and kind of device in a [profile](../design/profiling.md). |
+"""  # noqa: E501
 
 
 def reference_page() -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError, suggest_name
+from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
 from pipefit.model.families import FAMILIES, family_of_type
 from pipefit.model.families.build import USER, build_layers, typed_config
 from pipefit.model.graph import Model
@@ -24,6 +25,7 @@ __all__ = [
     "build_layers",
     "builtin_names",
     "describe_config",
+    "open_family",
     "open_model",
     "parameter_count",
     "resolve_model",
@@ -97,16 +99,31 @@ def describe_config(config: Mapping[str, Any], name: str, where: str) -> ModelDe
 
 def open_model(source: str) -> Model:
     """Return the captured model named by `source`: a saved model is read (without torch), any other source is
-    captured."""
+    captured, or read from the cache of captured models."""
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         data = read_json(path)
         if "graphs" in data and "modules" in data:
             return codec.from_data(Model, data, source)
     described = resolve_model(source)
+    return open_family(described.family, described.config)
+
+
+def open_family(family: str, config: Mapping[str, Any]) -> Model:
+    """Return the captured model of a family and configuration: from the cache without torch, or captured and stored.
+
+    Raises ModelError for bad fields or an unknown family.
+    """
+    key = cache_key(family, config) if cache_folder() is not None else None
+    model = None if key is None else load_captured(key)
+    if model is not None:
+        return model
     from pipefit.model.capture.layers import capture_family
 
-    return capture_family(described.family, described.config)
+    model = capture_family(family, config)
+    if key is not None:
+        store_captured(key, model)
+    return model
 
 
 def save_model(model: Model, path: Path) -> None:

@@ -6,7 +6,6 @@ can check too.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -89,9 +88,11 @@ def _find_differences(then: Mapping[str, str], now: Mapping[str, str], keys: tup
 
 
 def _package_version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return version(name)
+    except PackageNotFoundError:
         return ""
 
 

@@ -16,7 +16,7 @@ from pipefit.codec import load_file
 from pipefit.cost.comm.network import Network
 from pipefit.errors import FormatError
 from pipefit.model.graph import Model
-from pipefit.model.registry import open_model
+from pipefit.model.registry import open_family, open_model
 from pipefit.plan.assemble.predict import PlanSimulation, add_prediction, simulate_plan
 from pipefit.plan.check.rules import check_plan, check_staleness
 from pipefit.plan.types import Plan, PlanPrediction
@@ -117,9 +117,7 @@ def find_model(plan: Plan, named: str) -> Model:
     if named:
         model = open_model(named)
     else:
-        from pipefit.model.capture.layers import capture_family
-
-        model = capture_family(plan.model.family, plan.model.config)
+        model = open_family(plan.model.family, plan.model.config)
     check_staleness(plan, model=model)
     return model
 
