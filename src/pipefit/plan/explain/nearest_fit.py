@@ -54,11 +54,6 @@ def _candidate_changes(
     for key in constraints.to_mapping():
         freed: dict[str, Any] = dict.fromkeys(("shards", "sharding") if key == "shards" else (key,))
         yield f"drop --fix {key}: without it a plan fits", None, job, replace(constraints, **freed)
-    if constraints.shards is None:
-        for count in (2, 4, 8):
-            if count <= context.network.devices:
-                sharded = replace(constraints, shards=(1,) * count, sharding="megatron-sp")
-                yield f"add --fix shards={count} --fix sharding=megatron-sp", None, job, sharded
     factor = 2
     while factor <= ENOUGH:
         grown = grow_cluster(context.cluster, factor)

@@ -33,6 +33,8 @@ class TradeBudget:
     "Limits below the device's to fit orders to. Fits with many actions use the device's limit only."
     higher_limits: int = 2
     "Limits beyond the device's to fit orders to."
+    family_actions: int = 30_000
+    "Actions of a layout above which its other families are not simulated for the curve."
     step_tolerance: float = 1e-9
     "Relative difference below which step times count as equal."
 
@@ -58,8 +60,11 @@ def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, be
     the plan. Fitted orders are points only if they are faster than every fitted order with less memory.
     """
     layout = best.decisions
-    has_many_actions = 3 * layout.stage_count * layout.unit_count > FITTING_BUDGET.layout_actions
-    family_plans = list(_evaluate_families(context, job, constraints, layout, has_many_actions))
+    actions = 3 * layout.stage_count * layout.unit_count
+    has_many_actions = actions > FITTING_BUDGET.layout_actions
+    family_plans: list[EvaluatedPlan] = []
+    if actions <= TRADE_BUDGET.family_actions:
+        family_plans = list(_evaluate_families(context, job, constraints, layout, has_many_actions))
     own_fit = best if layout.schedule == FIT else None
     fitted: list[EvaluatedPlan] = []
     if layout.lane_count > 1:

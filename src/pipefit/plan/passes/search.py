@@ -82,10 +82,20 @@ def some_plan_fits(context: PlannerContext, job: Job, constraints: Constraints) 
     It tries the leanest candidates first, until one fits or the budget of simulations is spent. Raises PlanError as
     `search_plans` does.
     """
+    if not _state_fits(context, job):
+        return False
     searcher = LayoutSearch(context, job, constraints, 1)
     space = _base_grids(context, job, constraints)
-    searcher.find_any_fit([*searcher.unsliced_grids(space), *searcher.promising_sliced(space)])
+    searcher.find_any_fit(searcher.unsliced_grids(space))
+    if not searcher.fitting:
+        searcher.find_any_fit(searcher.promising_sliced(space))
     return bool(searcher.fitting)
+
+
+def _state_fits(context: PlannerContext, job: Job) -> bool:
+    """Return whether all devices together hold one copy of the parameters, gradients and optimizer state."""
+    needed = float(context.layer_cutter.layer_static_bytes(job, 1.0).sum())
+    return needed <= sum(float(kind.memory_bytes) for kind in context.network.kinds)
 
 
 def _base_grids(context: PlannerContext, job: Job, constraints: Constraints) -> list[CandidateGrid]:
