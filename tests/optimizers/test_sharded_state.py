@@ -24,7 +24,7 @@ def plan_of(**decisions: Any) -> Plan:
 @pytest.mark.parametrize("text", ["sharded_state=optimizer", "zero1=true"])
 def test_both_spellings_constrain_the_field(text: str) -> None:
     assert parse_constraints([text]) == Constraints(sharded_state="optimizer")
-    with pytest.raises(PlanError, match="fixed twice"):
+    with pytest.raises(PlanError, match="fixed twice|different values"):
         parse_constraints([text, "zero1=false"])
 
 
@@ -42,7 +42,7 @@ def test_what_is_not_implemented_is_refused(state: Any) -> None:
     ("text", "message", "allowed"),
     [
         ("sharded_state=all", "not a kind of sharded state", "none, optimizer"),
-        ("zero1=maybe", "not a valid value", "none or optimizer"),
+        ("zero1=maybe", "not a valid value", "true is optimizer, false is none"),
     ],
 )
 def test_an_unknown_state_is_refused(text: str, message: str, allowed: str) -> None:

@@ -64,7 +64,7 @@ def test_what_fits_is_found_and_what_does_not_is_refused(factor: float) -> None:
     best = make_plan(toy_model(), cluster(1e12), JOB)
     whole = need(best, 1.0, factor)
     fitting = 0
-    for share in (1.2, 0.5, 0.1, 0.05):
+    for share in (1.2, 0.5, 0.1, 0.01):
         limit = share * whole
         try:
             plan = make_plan_at_risk(toy_model(), cluster(limit), JOB, facts(factor))

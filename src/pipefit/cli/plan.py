@@ -45,7 +45,7 @@ class PlanOptions:
     top: int = 5
     "How many plans to list, the winner included."
     fix: tuple[str, ...] = ()
-    "Fix a choice, KEY=VALUE; repeatable. An unknown key lists the valid ones."
+    "Fix a choice, KEY=VALUE; repeatable. dp, tp, pp, zero, fsdp, sp and mbs work too. An unknown key lists all."
     memory: Path | None = None
     "A memory correction, as `pipefit verify --record` writes it."
     risk: float | None = None
@@ -104,7 +104,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     opened_cluster = open_cluster(text)
     for difference in check_environment(opened_cluster, allow=options.allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
-    constraints = parse_constraints(options.fix)
+    constraints = parse_constraints(options.fix, options.batch)
     opened_model = open_model(options.model)
     job = _build_job(options, resolve_length(opened_model, options.seq))
     make = _plan_maker(options.memory, options.risk)

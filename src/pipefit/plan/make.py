@@ -42,6 +42,7 @@ from pipefit.plan.passes.memory_trade import trade_memory
 from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
+from pipefit.plan.request.nearest_pins import explain_contradiction
 from pipefit.plan.request.sampled_batches import (
     Arrange,
     SampledBatches,
@@ -82,7 +83,7 @@ def make_plan(
     default, it propagates.
 
     Raises DoesNotFitError with the missing bytes and the nearest change that would fit. Raises PlanError if the
-    constraints leave no candidate, or if the model mixes rows of the batch.
+    constraints leave no candidate, with the nearest that do, or if the model mixes rows of the batch.
     """
     check_row_independence(model)
     context = PlannerContext(model, cluster, layers, name, cluster_source)
@@ -106,6 +107,19 @@ def make_plan(
 def is_interrupted(plan: Plan) -> bool:
     """Return whether the search of this plan was interrupted."""
     return plan.prediction is not None and INTERRUPTED in plan.prediction.assumptions
+
+
+def _check_pins(context: PlannerContext, job: Job, constraints: Constraints) -> None:
+    """Raise PlanError, with the nearest fixes that go together, if the constraints leave nothing to consider."""
+    layers, devices = len(context.only_module.layers), device_count(context.cluster)
+
+    def check_fixes(fixes: Constraints) -> None:
+        check_space(job, layers, devices, fixes)
+
+    try:
+        check_fixes(constraints)
+    except PlanError as error:
+        raise explain_contradiction(error, constraints, max(devices, job.batch), check_fixes) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +203,10 @@ def prepare_request(
     """
     check_one_module(constraints)
     constraints = default_constraints(context.model, constraints)
+    _check_pins(context, job, constraints)
     if constraints.sharding == "searched":
-        count = device_count(context.cluster)
-        check_space(job, len(context.only_module.layers), count, constraints)
-        context.search_recipes(job, request_from_constraints(constraints, job, count))
+        request = request_from_constraints(constraints, job, device_count(context.cluster))
+        context.search_recipes(job, request)
     return SearchRequest(context, job, constraints, top)
 
 

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipefit.errors import PlanError, suggest_name
-from pipefit.optimizers.sharded_state import LEGACY_KEY, ShardedState, check_sharded_state
+from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
+from pipefit.plan.request.aliases import (
+    ALIASES,
+    ROWS,
+    ROWS_HELP,
+    UNAVAILABLE,
+    FixedText,
+    check_same_value,
+    microbatches_of_rows,
+    translate_key,
+)
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.types import Divide, Recompute
@@ -66,11 +76,6 @@ def _choice_parser(*values: str) -> Callable[[str], str]:
         return text
 
     return parse_choice
-
-
-def _parse_legacy_state(text: str) -> ShardedState:
-    """Parse the value of `zero1`, the key in place of `sharded_state` in earlier versions."""
-    return "optimizer" if _parse_switch(text) else "none"
 
 
 def _family_names() -> str:
@@ -248,37 +253,68 @@ MODULES_ALONE = ("modules", "ahead", "multiple", "divide", "balance", "order")
 """Keys that apply only to models of several modules."""
 
 
-def parse_constraints(texts: Iterable[str]) -> Constraints:
-    """Return the constraints of the `--fix` options. Raises PlanError for an unknown key, a bad value, or a repeated
-    key."""
-    values: dict[str, Any] = {}
-    for text in texts:
-        name, separator, value = text.partition("=")
-        is_legacy = name.strip() == LEGACY_KEY
-        name = "sharded_state" if is_legacy else name.strip()
-        key = name.rpartition(".")[2]  # `vision.replicas`: of one module
-        if not separator or key not in KEYS:
-            raise PlanError(
-                f"--fix has no key {name!r}." if separator else "A constraint is written KEY=VALUE.",
-                where="--fix",
-                seen=repr(text),
-                allowed=", ".join(f"{key} ({entry.help})" for key, entry in KEYS.items()),
-                next_step=suggest_name(key, KEYS),
-            )
-        if name in values:
-            raise PlanError("The same key is fixed twice.", where="--fix", seen=repr(text))
-        try:
-            parse = _parse_legacy_state if is_legacy else KEYS[key].parse
-            values[name] = parse(value.strip())
-        except PlanError:
-            raise
-        except (ValueError, KeyError):
-            raise PlanError(
-                f"This is not a valid value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[key].help
-            ) from None
-    constraints = _group_by_module(values)
+def parse_constraints(texts: Iterable[str], batch: int | None = None) -> Constraints:
+    """Return the constraints of the `--fix` options. A key is a field of `Constraints` or an alias of it.
+
+    `batch`, the sequences of a step, is needed for the alias `mbs` only. Raises PlanError for an unknown key, a bad
+    value, a repeated key, two keys that contradict each other, and an axis that plans do not have.
+    """
+    typed = [_split_fix(text) for text in texts]
+    names = [name for name, _, _ in typed]
+    for index, (name, _, text) in enumerate(typed):
+        if name in names[:index]:
+            before = typed[names.index(name)][2]
+            raise PlanError("The same key is fixed twice.", where="--fix", seen=f"{before!r} and {text!r}")
+    fixed: dict[str, FixedText] = {}
+    for name, value, text in sorted(typed, key=lambda fix: fix[0].rpartition(".")[2] == ROWS):  # rows need the replicas
+        module, dot, key = name.rpartition(".")
+        if key == ROWS:
+            value = microbatches_of_rows(value, text, _replicas_in(fixed, module + dot), batch)
+            key = "microbatches"
+        for known, known_value in translate_key(key, value, text):
+            entry = FixedText(known_value, text)
+            check_same_value(known, fixed.setdefault(module + dot + known, entry), entry)
+    constraints = _group_by_module({name: _parse_value(name, entry) for name, entry in fixed.items()})
     check_agreement(constraints)
     return constraints
+
+
+def _split_fix(text: str) -> tuple[str, str, str]:
+    """Return (name, value, text) of `KEY=VALUE`. Raises PlanError for an unknown key."""
+    name, separator, value = text.partition("=")
+    name = name.strip()
+    key = name.rpartition(".")[2]  # `vision.replicas`: of one module
+    if not separator or key not in {*KEYS, *ALIASES, *UNAVAILABLE, ROWS}:
+        raise PlanError(
+            f"--fix has no key {name!r}." if separator else "A constraint is written KEY=VALUE.",
+            where="--fix",
+            seen=repr(text),
+            allowed=", ".join(f"{key} ({entry.help})" for key, entry in KEYS.items())
+            + "; or "
+            + ", ".join(f"{key} ({entry.help})" for key, entry in ALIASES.items())
+            + f", {ROWS} ({ROWS_HELP})",
+            next_step=suggest_name(key, (*KEYS, *ALIASES, ROWS)),
+        )
+    return name, value.strip(), text.strip()
+
+
+def _replicas_in(fixed: Mapping[str, FixedText], prefix: str) -> int | None:
+    """Return the number of replicas that the texts fix; None if they do not."""
+    entry = fixed.get(f"{prefix}replicas")
+    return None if entry is None else len(_parse_value("replicas", entry))
+
+
+def _parse_value(name: str, entry: FixedText) -> Any:
+    """Return the value of a key of `--fix`. Raises PlanError if it is not one of the key's values."""
+    key = name.rpartition(".")[2]
+    try:
+        return KEYS[key].parse(entry.value)
+    except PlanError:
+        raise
+    except (ValueError, KeyError):
+        raise PlanError(
+            f"This is not a valid value for {name!r}.", where="--fix", seen=repr(entry.typed), allowed=KEYS[key].help
+        ) from None
 
 
 def _group_by_module(values: Mapping[str, Any]) -> Constraints:

@@ -1,0 +1,169 @@
+"""The field's names for the keys of `--fix`: `dp`, `tp`, `pp`, `zero`, `fsdp`, `sp`, `mbs`.
+
+An alias stands for one or two fields of `Constraints`. It is translated before anything is planned, so a plan and its
+messages hold the keys of `--fix` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from pipefit.errors import PlanError
+from pipefit.optimizers.sharded_state import ShardedState
+
+STATES: tuple[ShardedState, ...] = ("none", "optimizer", "gradients", "parameters")
+"""The sharded state of ZeRO-0 to ZeRO-3."""
+
+SWITCHES: Mapping[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+Fixes = tuple[tuple[str, str], ...]
+"""Keys of `--fix` with the text of their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyAlias:
+    """Another name for one or two keys of `--fix`. `translate` raises ValueError for a value that it does not take."""
+
+    help: str
+    "What it stands for, and its values."
+    translate: Callable[[str], Fixes]
+
+
+def _same_value(key: str) -> Callable[[str], Fixes]:
+    return lambda value: ((key, value),)
+
+
+def _translate_zero(value: str) -> Fixes:
+    if value not in ("0", "1", "2", "3"):
+        raise ValueError(value)
+    return (("sharded_state", STATES[int(value)]),)
+
+
+def _translate_zero1(value: str) -> Fixes:
+    return (("sharded_state", "optimizer" if SWITCHES[value.lower()] else "none"),)
+
+
+def _translate_fsdp(value: str) -> Fixes:
+    """Parse `true` as parameters sharded over any number of replicas, `8` over eight."""
+    if value.lower() in ("true", "yes"):
+        return (("sharded_state", "parameters"),)
+    if int(value) < 2:
+        raise ValueError(value)
+    return (("replicas", value), ("sharded_state", "parameters"))
+
+
+def _translate_sequence_parallel(value: str) -> Fixes:
+    return (("sharding", "megatron-sp" if SWITCHES[value.lower()] else "megatron"),)
+
+
+ALIASES: Mapping[str, KeyAlias] = {
+    "dp": KeyAlias("replicas: data parallelism, a count or shares", _same_value("replicas")),
+    "tp": KeyAlias("shards: tensor parallelism, a count or shares", _same_value("shards")),
+    "pp": KeyAlias("stages: pipeline parallelism, a count", _same_value("stages")),
+    "zero": KeyAlias("sharded_state: 0 none, 1 optimizer, 2 gradients, 3 parameters", _translate_zero),
+    "zero1": KeyAlias("sharded_state: true is optimizer, false is none", _translate_zero1),
+    "fsdp": KeyAlias("sharded_state=parameters: true, or a count of replicas from 2 on", _translate_fsdp),
+    "sp": KeyAlias("sharding: true is megatron-sp, false is megatron", _translate_sequence_parallel),
+}
+"""Aliases whose meaning does not depend on other choices."""
+
+ROWS = "mbs"
+"""The alias for rows of a microbatch on one replica: with `dp` and the batch it fixes `microbatches`."""
+
+ROWS_HELP = "rows of a microbatch on a replica, with dp: a count such that mbs x dp divides the batch"
+
+UNAVAILABLE: Mapping[str, str] = {
+    "cp": "Context parallelism (attention over devices that hold parts of a sequence)",
+    "ep": "Expert parallelism (experts of one layer on different devices)",
+    "vp": "A count of virtual stages",
+}
+"""Axes of other systems that plans do not have, by alias; 1 is accepted."""
+
+INSTEAD: Mapping[str, str] = {
+    "cp": "use slices=4 to cut sequences into slices that pass through a pipeline, or tp=2 with sp=true",
+    "ep": "use tp=2, which splits every expert",
+    "vp": "use schedule=interleaved-1f1b with stages of all lanes together: stages=8 is two on each of four lanes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FixedText:
+    """The value of a key of `--fix` as text, and the text that the user typed for it."""
+
+    value: str
+    typed: str
+
+
+def translate_key(key: str, value: str, typed: str) -> Fixes:
+    """Return the keys of `--fix` that `key=value` stands for: itself, unless `key` is an alias.
+
+    Raises PlanError for a value that the alias does not take, and for an axis that plans do not have.
+    """
+    if key in UNAVAILABLE:
+        if value == "1":
+            return ()
+        raise PlanError(
+            f"{UNAVAILABLE[key]} is not implemented.",
+            where="--fix",
+            seen=repr(typed),
+            allowed=f"{key}=1",
+            next_step=INSTEAD[key],
+        )
+    if key not in ALIASES:
+        return ((key, value),)
+    try:
+        return ALIASES[key].translate(value)
+    except (ValueError, KeyError):
+        raise PlanError(
+            f"This is not a valid value for {key!r}.", where="--fix", seen=repr(typed), allowed=ALIASES[key].help
+        ) from None
+
+
+def check_same_value(key: str, before: FixedText, after: FixedText) -> None:
+    """Raise PlanError if two texts give different values to one key."""
+    if before.value != after.value:
+        raise PlanError(
+            f"Two fixes give {key} different values.",
+            where="--fix",
+            seen=f"{before.typed} and {after.typed}",
+            allowed=f"{before.typed}, or {after.typed}",
+            next_step=f"leave one of them out; in the planner's names they are {key}={before.value} and "
+            f"{key}={after.value}",
+        )
+
+
+def microbatches_of_rows(value: str, typed: str, replicas: int | None, batch: int | None) -> str:
+    """Return the number of microbatches of this many rows on each of the replicas, as text.
+
+    Raises PlanError if the replicas are not fixed, or if the batch does not divide into such microbatches.
+    """
+    if not value.isdecimal() or int(value) < 1:
+        raise PlanError(f"This is not a valid value for {ROWS!r}.", where="--fix", seen=repr(typed), allowed=ROWS_HELP)
+    if replicas is None or batch is None:
+        raise PlanError(
+            "Rows of a microbatch on a replica say how many microbatches there are only with the number of replicas.",
+            where="--fix",
+            seen=repr(typed),
+            next_step=f"add --fix dp=4, or use --fix microbatches=8 in place of {typed}",
+        )
+    rows = int(value) * replicas
+    if batch % rows:
+        fitting = sorted(
+            (count for count in range(1, batch // replicas + 1) if batch % (count * replicas) == 0),
+            key=lambda count: (abs(count - int(value)), count),
+        )[:4]
+        raise PlanError(
+            "The batch does not divide into microbatches of this many rows.",
+            where="--fix",
+            seen=f"batch {batch}, {typed} x dp={replicas} = {rows} rows in a microbatch",
+            allowed=", ".join(f"{ROWS}={count}" for count in sorted(fitting))
+            or f"dp of {', '.join(map(str, _nearest_divisors(batch, replicas)))}",
+        )
+    return str(batch // rows)
+
+
+def _nearest_divisors(number: int, near: int, most: int = 4) -> Iterable[int]:
+    """Return the divisors of a number that are closest to another, in rising order."""
+    divisors = [count for count in range(1, number + 1) if number % count == 0]
+    return sorted(sorted(divisors, key=lambda count: (abs(count - near), count))[:most])

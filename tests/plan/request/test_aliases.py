@@ -1,0 +1,106 @@
+"""The field's names for keys of `--fix`, and what is said about fixes that contradict each other."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from tests.support.plan_toys import toy_model
+
+from pipefit.cluster import parse_spec
+from pipefit.errors import PlanError
+from pipefit.plan.candidates.space import check_space
+from pipefit.plan.make import make_plan
+from pipefit.plan.request.aliases import ALIASES, ROWS, UNAVAILABLE
+from pipefit.plan.request.constraints import KEYS, NO_CONSTRAINTS, Constraints, parse_constraints
+from pipefit.plan.types import Job
+
+JOB = Job(batch=12, sequence=64, precision="float32")
+
+
+@pytest.mark.parametrize(
+    ("words", "constraints"),
+    [
+        ("dp=2 tp=4 pp=3", Constraints(replicas=(1, 1), shards=(1,) * 4, stages=3)),
+        ("dp=2:1", Constraints(replicas=(2, 1))),
+        ("zero=0", Constraints(sharded_state="none")),
+        ("zero=1", Constraints(sharded_state="optimizer")),
+        ("zero1=true", Constraints(sharded_state="optimizer")),
+        ("tp=2 sp=true", Constraints(shards=(1, 1), sharding="megatron-sp")),
+        ("tp=2 sp=no", Constraints(shards=(1, 1), sharding="megatron")),
+        ("mbs=2 dp=3", Constraints(replicas=(1, 1, 1), microbatches=2)),
+        ("mbs=2 dp=3 microbatches=2", Constraints(replicas=(1, 1, 1), microbatches=2)),
+        ("tp=2 shards=2", Constraints(shards=(1, 1))),
+        ("cp=1 ep=1 vp=1", NO_CONSTRAINTS),
+        ("vision.tp=2", Constraints(per_module={"vision": Constraints(shards=(1, 1))})),
+    ],
+)
+def test_aliases_become_fields(words: str, constraints: Constraints) -> None:
+    assert parse_constraints(words.split(), batch=12) == constraints
+
+
+def test_no_alias_hides_a_key() -> None:
+    assert not {*ALIASES, *UNAVAILABLE, ROWS} & {*KEYS}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("tp=2 shards=4", ["different values", "tp=2 and shards=4", "leave one of them out"]),
+        ("zero=1 sharded_state=none", ["zero=1 and sharded_state=none"]),
+        ("tp=2 sp=true sharding=megatron", ["sp=true and sharding=megatron"]),
+        ("mbs=2 dp=3 microbatches=4", ["microbatches=4 and mbs=2"]),
+        ("tp=2 tp=4", ["fixed twice", "'tp=2' and 'tp=4'"]),
+        ("zero=2", ["cannot shard gradients yet", "none, optimizer"]),
+        ("fsdp=8", ["cannot shard parameters yet"]),
+        ("zero=7", ["not a valid value for 'zero'", "0 none, 1 optimizer"]),
+        ("fsdp=1", ["not a valid value for 'fsdp'", "from 2 on"]),
+        ("tp=many", ["not a valid value for 'shards'", "tp=many"]),
+        ("sp=true", ["A sharding needs the number of shards"]),
+        ("cp=2", ["Context parallelism", "not implemented", "slices=4"]),
+        ("ep=4", ["Expert parallelism", "not implemented"]),
+        ("vp=2", ["interleaved-1f1b"]),
+        ("mbs=2", ["add --fix dp=4"]),
+        ("mbs=0 dp=2", ["not a valid value for 'mbs'"]),
+        ("mbs=5 dp=2", ["mbs=5 x dp=2 = 10 rows", "mbs=1, mbs=2, mbs=3, mbs=6"]),
+        ("mbs=1 dp=5", ["dp of 2, 3, 4, 6"]),
+        ("fsdpp=2", ["no key 'fsdpp'", "did you mean 'fsdp'"]),
+    ],
+)
+def test_bad_aliases_are_answered(words: str, told: list[str]) -> None:
+    with pytest.raises(PlanError) as refused:
+        parse_constraints(words.split(), batch=12)
+    assert all(part in str(refused.value) for part in told), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("dp=3 tp=2", "the nearest that go together: replicas=2 shards=2, or replicas=3 shards=1"),
+        ("dp=12", "the nearest possible: replicas=4"),
+        ("microbatches=5", "the nearest possible: microbatches=4"),
+        (
+            "dp=4 microbatches=12",
+            "the nearest that go together: replicas=1 microbatches=12, or replicas=4 microbatches=3",
+        ),
+    ],
+)
+def test_fixes_that_leave_no_plan_are_answered_with_the_nearest(words: str, told: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        make_plan(toy_model(6), parse_spec("4xA100-80"), JOB, parse_constraints(words.split()))
+    assert told in str(refused.value), str(refused.value)
+
+
+def test_the_nearest_fixes_are_those_of_all_counts() -> None:
+    """Against every pair of counts: no closer count of the replicas leaves a plan with four shards."""
+    allowed = []
+    for replicas, shards in itertools.product(range(1, 13), (4,)):
+        try:
+            check_space(JOB, 6, 8, Constraints(replicas=(1,) * replicas, shards=(1,) * shards))
+        except PlanError:
+            continue
+        allowed.append(replicas)
+    with pytest.raises(PlanError) as refused:
+        make_plan(toy_model(6), parse_spec("8xA100-80"), JOB, parse_constraints(["dp=7", "tp=4"]))
+    nearest = min(allowed, key=lambda count: (abs(count - 7), count))
+    assert f"replicas={nearest} shards=4" in str(refused.value)
