@@ -134,7 +134,9 @@ def make_plans(case: Case, fixed: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     job = Job(batch=case.batch, sequence=case.sequence, precision="bfloat16")
     found: dict[str, dict[str, Any]] = {}
     for name in ("chosen", *fixed):
-        constraints = Constraints(replicas=(1,), devices=LANES, slices=1, schedule=None if name == "chosen" else name)
+        constraints = Constraints(
+            replicas=(1,), shards=(1,), devices=LANES, slices=1, schedule=None if name == "chosen" else name
+        )
         fitting = best_plans(context, job, constraints).fitting
         if fitting:
             found[name] = emulated(fitting[0], case)

@@ -84,7 +84,7 @@ def test_plan_refuses_a_sequence_beyond_the_table(pipefit, tmp_path: Path) -> No
     assert code == 2 and all(part in err for part in WORDS), err
     assert "where: --seq and embed.table of layer embed" in err and "seen: 101 tokens" in err
     assert "try: use sequences of 100 tokens" in err
-    assert pipefit(*words, "100") == (0, "")
+    assert pipefit(*words, "100", "--quiet") == (0, "")
 
 
 def test_a_plan_by_hand_is_refused_too(pipefit, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -196,7 +196,7 @@ def leanest_first(floors: LowerBounds, space: Sequence[CandidateGrid]) -> Iterat
     for panel in space:
         fills += [broadcast_cells(fraction, panel) for fraction in floors.memory_fractions(panel)]
         sizes += [len(fills[-1])] * len(panel.names)
-    fractions = np.concatenate(fills)
+    fractions = np.concatenate([*fills, np.zeros(0)])
     starts = np.concatenate(([0], np.cumsum(sizes)))
     owner = [(panel, name) for panel in space for name in panel.names]
     order = np.argsort(fractions, kind="stable")
