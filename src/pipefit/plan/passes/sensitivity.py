@@ -77,19 +77,18 @@ def analyse_sensitivity(
         held = held.with_defaults(shards=chosen.shards, sharding=chosen.sharding)
     looser = replace(held, recompute=constraints.recompute, sharded_state=constraints.sharded_state)
     bigger = larger_memory(context.cluster)
-    changes.append(_plan_again(context, bigger, job, looser, best, "twice the memory", "schedule and shards"))
-    kept = "schedule, shards, recomputation and ZeRO-1"
+    changes.append(_plan_again(context, bigger, job, looser, best, "twice the memory"))
     if constraints.devices is None:
         words, cluster = extend_cluster(context.cluster)
-        changes.append(_plan_again(context, cluster, job, held, best, words, kept))
+        changes.append(_plan_again(context, cluster, job, held, best, words))
     newer = next_kind(context.cluster)
     if newer is not None:
-        changes.append(_plan_again(context, newer[1], job, looser, best, f"{newer[0]} devices", "schedule and shards"))
+        changes.append(_plan_again(context, newer[1], job, looser, best, f"{newer[0]} devices"))
     return tuple(changes)
 
 
 def _plan_again(
-    context: PlannerContext, cluster: Cluster, job: Job, held: Constraints, best: EvaluatedPlan, change: str, kept: str
+    context: PlannerContext, cluster: Cluster, job: Job, held: Constraints, best: EvaluatedPlan, change: str
 ) -> ClusterSensitivity:
     """Return the step of the best plan on another cluster; no plan there is slower than the one on this cluster."""
     try:
@@ -99,7 +98,7 @@ def _plan_again(
     except PlanError:
         better = ()
     step_s = min((best.step_s, *(plan.step_s for plan in better)))
-    return ClusterSensitivity(change=change, step_s=step_s, how=f"planned again, same {kept}")
+    return ClusterSensitivity(change=change, step_s=step_s, how="planned again")
 
 
 def larger_memory(cluster: Cluster, factor: int = SENSITIVITY_BUDGET.memory_factor) -> Cluster:
