@@ -24,6 +24,10 @@ from pipefit.plan.types import Job
 FIXED_PROGRAMS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
 """Programs that are written for any layer, without a search."""
 
+ALL_STYLES_DEVICES = 64
+"""On more devices only the first of `FIXED_PROGRAMS` is searched: it moves as many bytes as the second, and stores
+less."""
+
 NEAR_LANES = 4
 """Programs that were found for some number of lanes are tried for up to this many times more or fewer."""
 
@@ -64,7 +68,9 @@ def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None
     for size in shard_sizes(constraints, cutter):
         assert cutter is not None, "sizes follow from the hosts"
         shares = (1,) * size
-        choices = [ShardChoice(shares, style) for style in FIXED_PROGRAMS if sharding in (None, style)]
+        free_styles = FIXED_PROGRAMS if cutter.network.devices <= ALL_STYLES_DEVICES else FIXED_PROGRAMS[:1]
+        styles = free_styles if sharding is None else [style for style in FIXED_PROGRAMS if style == sharding]
+        choices = [ShardChoice(shares, style) for style in styles]
         if sharding is None:
             sets = recipe_sets(job, constraints, cutter, size)
             choices += [

@@ -33,8 +33,9 @@ class TradeBudget:
     "Limits below the device's to fit orders to. Fits with many actions use the device's limit only."
     higher_limits: int = 2
     "Limits beyond the device's to fit orders to."
-    family_actions: int = 30_000
-    "Actions of a layout above which its other families are not simulated for the curve."
+    family_actions: int = 2_000_000
+    """Actions of a layout times its devices above which the curve has no other families, and orders fitted to the
+    devices' limit only."""
     step_tolerance: float = 1e-9
     "Relative difference below which step times count as equal."
 
@@ -61,9 +62,10 @@ def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, be
     """
     layout = best.decisions
     actions = 3 * layout.stage_count * layout.unit_count
-    has_many_actions = actions > FITTING_BUDGET.layout_actions
+    is_large = actions * layout.device_count > TRADE_BUDGET.family_actions
+    has_many_actions = is_large or actions > FITTING_BUDGET.layout_actions
     family_plans: list[EvaluatedPlan] = []
-    if actions <= TRADE_BUDGET.family_actions:
+    if not is_large:
         family_plans = list(_evaluate_families(context, job, constraints, layout, has_many_actions))
     own_fit = best if layout.schedule == FIT else None
     fitted: list[EvaluatedPlan] = []

@@ -42,6 +42,8 @@ class SensitivityBudget:
     "Assumed bandwidth of a host in a network of two, where the cluster has a single host: 400 Gbit/s."
     network_latency_s: float = 1e-5
     "Assumed latency of that network."
+    free_depth_devices: int = 128
+    "Devices up to which the number of stages may change."
     search: SearchBudget = field(
         default_factory=lambda: SearchBudget(
             order_actions=8_000, sliced_actions=4_000, infeasible_actions=16_000, alternative_simulations=0
@@ -75,6 +77,8 @@ def analyse_sensitivity(
     )
     if not chosen.lane_shards:
         held = held.with_defaults(shards=chosen.shards, sharding=chosen.sharding)
+    if context.network.devices > SENSITIVITY_BUDGET.free_depth_devices:
+        held = held.with_defaults(stages=chosen.stage_count)
     looser = replace(held, recompute=constraints.recompute, sharded_state=constraints.sharded_state)
     bigger = larger_memory(context.cluster)
     changes.append(_plan_again(context, bigger, job, looser, best, "twice the memory"))
