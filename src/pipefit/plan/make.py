@@ -228,8 +228,8 @@ def _best_so_far(request: SearchRequest, state: PassState) -> PassState:
     best = min(known, key=lambda plan: plan.rank_key)
     if request.constraints.schedule == FIT and best.decisions.schedule != FIT:
         best = relabel_fitted(best)
-    others = [plan for plan in state.result.fitting if plan.decisions != best.decisions]
-    state = replace(state, result=replace(state.result, fitting=(best, *others)), interrupted=True)
+    runners_up = [plan for plan in state.result.fitting if plan.decisions != best.decisions]
+    state = replace(state, result=replace(state.result, fitting=(best, *runners_up)), interrupted=True)
     if isinstance(request.constraints.mapping, tuple) and best.decisions.devices != request.constraints.mapping:
         try:
             return place_devices(request, state)

@@ -98,8 +98,7 @@ class LowerBounds:
 
     def _lane_stack(self, panel: CandidateGrid) -> tuple[BoundsStack, Array]:
         """Return the stack of a grid, and its number of lanes of every class."""
-        shards = len(panel.shards)
-        in_hosts = shards == 1 or self.cutter.fleet.fills_hosts(shards)
+        in_hosts = self.cutter.fleet.fills_hosts(len(panel.shards))
         if not in_hosts or any(len(recompute) > 1 for recompute in panel.recompute):
             floors, lanes = self._bounds_per_stage(panel)
             return stack_bounds(floors), lanes
@@ -203,12 +202,12 @@ class LowerBounds:
         return fractions
 
     def memory_need(self, floor: GridBounds) -> Array | None:
-        """Return a lower bound of the memory of any cut, as a fraction of what the lanes have, for each candidate.
+        """Return a lower bound of the memory of any cut, as a fraction of the memory of the lanes, for each candidate.
 
         A cut with a fraction above 1 does not exist. The shape is [grid, schedule, microbatches, recomputation, sharded
         state]. A lane of one stage holds its `in_flight` microbatches, and a stage of any lane at least one. With
         weights u of the lanes, the sum over the layers of the least u_l (static + held_l saved) is at most the sum of
-        u_l times the limits; u is the inverse of what all layers would need on the lane. None for lanes of several
+        u_l times the limits; u is the inverse of the need of all layers on the lane. None for lanes of several
         classes and for slices.
         """
         if not floor.is_uniform or floor.panels[0].slices:
@@ -220,8 +219,8 @@ class LowerBounds:
             by_schedule = []
             for name in panel.names:
                 held = self._lanes_held(name, panel)[..., None, None, None]
-                whole = static.sum(axis=-1) + held[..., 0] * saved.sum(axis=-1)
-                capacity = limit * (1.0 / whole).sum(axis=0)
+                lane_bytes = static.sum(axis=-1) + held[..., 0] * saved.sum(axis=-1)
+                capacity = limit * (1.0 / lane_bytes).sum(axis=0)
                 ends = [held.min(axis=0), held.max(axis=0)]
                 parts = [(static + end * saved) / (static + end * saved).sum(axis=-1, keepdims=True) for end in ends]
                 by_schedule.append(np.minimum(*parts).sum(axis=-1) / capacity)

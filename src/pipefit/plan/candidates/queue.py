@@ -77,8 +77,8 @@ class CandidateQueue:
 
     `keys` [microbatches, recomputation, sharded state] define the order; `needs` [schedule, microbatches,
     recomputation, sharded state] are lower bounds of the memory, as fractions: no cut of a candidate above 1 fits, and
-    it is ruled out. `least` holds the smallest key and the smallest bound of the others. Sorting waits until the first
-    candidate is requested: most grids never get that far.
+    it is ruled out. `least` holds the smallest key and the smallest bound of the remaining ones. Sorting waits until
+    the first candidate is requested: most grids never get that far.
     """
 
     def __init__(

@@ -56,28 +56,39 @@ class ShardChoice:
 def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None) -> Iterator[ShardChoice]:
     """Yield every choice of the shard axis that the constraints leave open. Without a cutter the only free choice is a
     single shard."""
-    shards, sharding = constraints.shards, constraints.sharding
-    if shards is not None:
-        style: Sharding = "none" if len(shards) == 1 else sharding or FIXED_PROGRAMS[0]
-        named = style == "searched" and cutter is not None and not cutter.programs.has_unnamed_recipes
-        names = recipe_sets(job, constraints, cutter, len(shards)) if named and cutter is not None else ()
-        yield from [ShardChoice(shards, style, (name,)) for name in names] or [ShardChoice(shards, style)]
+    if constraints.shards is not None:
+        yield from _fixed_choices(job, constraints, constraints.shards, cutter)
         return
-    if sharding in (None, "none"):
+    if constraints.sharding in (None, "none"):
         yield ShardChoice((1,), "none")
     for size in shard_sizes(constraints, cutter):
         assert cutter is not None, "sizes follow from the hosts"
-        shares = (1,) * size
-        free_styles = FIXED_PROGRAMS if cutter.network.devices <= ALL_STYLES_DEVICES else FIXED_PROGRAMS[:1]
-        styles = free_styles if sharding is None else [style for style in FIXED_PROGRAMS if style == sharding]
-        choices = [ShardChoice(shares, style) for style in styles]
-        if sharding is None:
-            sets = recipe_sets(job, constraints, cutter, size)
-            choices += [
-                ShardChoice(shares, "searched", (name,), (min(lanes) / NEAR_LANES, max(lanes) * NEAR_LANES))
-                for name, lanes in sets.items()
-            ]
-        yield from (choice for choice in choices if _has_programs(job, constraints, choice, cutter))
+        for choice in _choices_of_size(job, constraints, size, cutter):
+            if _has_programs(job, constraints, choice, cutter):
+                yield choice
+
+
+def _fixed_choices(
+    job: Job, constraints: Constraints, shards: tuple[int, ...], cutter: LayerCutter | None
+) -> list[ShardChoice]:
+    """Return the choices with these shards: one, or every set of searched programs."""
+    style: Sharding = "none" if len(shards) == 1 else constraints.sharding or FIXED_PROGRAMS[0]
+    if style != "searched" or cutter is None or cutter.programs.has_unnamed_recipes:
+        return [ShardChoice(shards, style)]
+    names = recipe_sets(job, constraints, cutter, len(shards))
+    return [ShardChoice(shards, style, (name,)) for name in names] or [ShardChoice(shards, style)]
+
+
+def _choices_of_size(job: Job, constraints: Constraints, size: int, cutter: LayerCutter) -> Iterator[ShardChoice]:
+    """Yield the programs over `size` devices of a host that the constraints leave open."""
+    shares = (1,) * size
+    if constraints.sharding is not None:
+        yield ShardChoice(shares, constraints.sharding)
+        return
+    styles = FIXED_PROGRAMS if cutter.network.devices <= ALL_STYLES_DEVICES else FIXED_PROGRAMS[:1]
+    yield from (ShardChoice(shares, style) for style in styles)
+    for name, lanes in recipe_sets(job, constraints, cutter, size).items():
+        yield ShardChoice(shares, "searched", (name,), (min(lanes) / NEAR_LANES, max(lanes) * NEAR_LANES))
 
 
 def shard_sizes(constraints: Constraints, cutter: LayerCutter | None) -> list[int]:

@@ -206,7 +206,7 @@ class SequenceSlicer:
 
     def stages_for(self, panel: CandidateGrid, counts: Iterable[int]) -> list[StageWork]:
         """Return all layers on the slowest devices of a grid's lanes, for each of these counts."""
-        if len(panel.shards) > 1 and not self.cutter.fleet.fills_hosts(len(panel.shards)):
+        if not self.cutter.fleet.fills_hosts(len(panel.shards)):
             return [self.stages_of(panel.decisions_at(panel.first_of(which)))[0] for which in counts]
         lanes = {*panel.lane_runs()}
         stages = []

@@ -181,11 +181,9 @@ def _device_grids(
             yield from [DeviceGrid(lanes, counts, inners)] if counts else []
             continue
         for inner in inners:
-            seen: set[Count] = set()
-            shards = constraints.shard_count
-            if shards == 1 or cutter.fleet.fills_hosts(shards):
-                runs = tuple(cutter.fleet.lane_runs((), inner, lanes, len(replicas), shards))
-                seen = known.get((runs, inner), seen)
+            runs = tuple(cutter.fleet.lane_runs((), inner, lanes, len(replicas), constraints.shard_count))
+            in_hosts = cutter.fleet.fills_hosts(constraints.shard_count)
+            seen: set[Count] = known.get((runs, inner), set()) if in_hosts else set()
             if left := tuple(count for count in counts if count not in seen):
                 yield DeviceGrid(lanes, left, (inner,))
 
@@ -264,9 +262,9 @@ def _grid_sizes(job: Job, layers: int, devices: int, constraints: Constraints) -
     else:
         replica_choices = [(1,) * count for count in _divisors_of(job.batch) if count * shards <= limit]
     for replicas in replica_choices:
-        most = limit // (len(replicas) * shards)
-        fewest = 1 if limit <= ALL_DEPTHS_DEVICES or most > layers else int(most * (1 - MOST_IDLE)) + 1
-        for lanes in range(fewest, min(most, layers) + 1):
+        depth_limit = limit // (len(replicas) * shards)
+        fewest = 1 if limit <= ALL_DEPTHS_DEVICES or depth_limit > layers else int(depth_limit * (1 - MOST_IDLE)) + 1
+        for lanes in range(fewest, min(depth_limit, layers) + 1):
             if constraints.devices is None or len(replicas) * shards * lanes == constraints.devices:
                 yield replicas, lanes
 

@@ -48,6 +48,8 @@ class DeviceFleet:
     @lru_cache(maxsize=64)  # noqa: B019 - a fleet lives as long as its search
     def fills_hosts(self, shards: int) -> bool:
         """Return whether groups of adjacent `shards` devices fill every host, and equal kinds have equal links."""
+        if shards == 1:
+            return True
         hosts = self.network.cluster.hosts
         links = {(host.kind, host.link) for host in hosts}
         return all(host.devices % shards == 0 for host in hosts) and len(links) == len(self.names)
@@ -57,7 +59,7 @@ class DeviceFleet:
         shards = len(decisions.shards)
         if decisions.lane_shards:
             return False
-        return shards == 1 or (self.fills_hosts(shards) and self._stays_in_hosts(decisions.devices, shards))
+        return self.fills_hosts(shards) and (shards == 1 or self._stays_in_hosts(decisions.devices, shards))
 
     @lru_cache(maxsize=1024)  # noqa: B019 - a fleet lives as long as its search
     def _stays_in_hosts(self, devices: tuple[int, ...], shards: int) -> bool:

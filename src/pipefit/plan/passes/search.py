@@ -369,7 +369,7 @@ class LayoutSearch:
         return self._simulate_candidate(candidate, bound_s)
 
     def _has_long_steady_state(self, decisions: ParallelConfig) -> bool:
-        """Return whether a step has so many microbatches that a part of them predicts the rest."""
+        """Return whether a step has enough microbatches for an estimate from the first ones."""
         return decisions.unit_count >= self.budget.steady_state_factor * PERIODS * decisions.lane_count
 
     def _simulate_few_microbatches(self, candidate: SearchCandidate, bound_s: float) -> float | None:

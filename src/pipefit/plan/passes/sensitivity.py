@@ -121,19 +121,15 @@ def next_kind(cluster: Cluster) -> tuple[str, Cluster] | None:
     if sheet is None:
         return None
     figures = (sheet.bfloat16, sheet.memory_gb, sheet.memory_gb_per_s)
-    better = {
-        name: (other.bfloat16, other.memory_gb, other.memory_gb_per_s)
-        for name, other in SHEETS.items()
-        if (other.bfloat16, other.memory_gb, other.memory_gb_per_s) > figures
-        and all(map(ge, (other.bfloat16, other.memory_gb, other.memory_gb_per_s), figures))
-    }
+    known = {name: (kind.bfloat16, kind.memory_gb, kind.memory_gb_per_s) for name, kind in SHEETS.items()}
+    better = {name: values for name, values in known.items() if values > figures and all(map(ge, values, figures))}
     if not better:
         return None
     name = min(better, key=better.__getitem__)
-    kind, link = data_sheet_kind(name)
-    hosts = tuple(replace(host, kind=kind.name) for host in cluster.hosts)
+    device_kind, link = data_sheet_kind(name)
+    hosts = tuple(replace(host, kind=device_kind.name) for host in cluster.hosts)
     links = dict.fromkeys(cluster.links, link)
-    return name, replace(cluster, kinds={kind.name: kind}, hosts=hosts, links=links)
+    return name, replace(cluster, kinds={device_kind.name: device_kind}, hosts=hosts, links=links)
 
 
 def faster_links(cluster: Cluster, factor: float = SENSITIVITY_BUDGET.link_speedup) -> Cluster:
