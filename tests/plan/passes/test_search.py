@@ -22,7 +22,8 @@ from pipefit.plan.evaluate.evaluate import evaluate_candidate, simulate_candidat
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
-from pipefit.plan.passes.search import LayoutSearch, search_plans, some_plan_fits
+from pipefit.plan.passes.feasibility import some_plan_fits
+from pipefit.plan.passes.search import LayoutSearch, search_plans
 from pipefit.plan.passes.search_budget import SearchBudget
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig

@@ -248,8 +248,7 @@ def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
 def stage_cost_key(stage: StageWork, network: Network) -> object:
     """Return a key that is equal for stages with equal layer costs: equal graphs, device kinds and rows.
 
-    With a shard axis the links of its groups matter, and the devices themselves if the groups have unlike devices or
-    leave their hosts.
+    With a shard axis its links matter, and its devices if groups have unlike devices or leave their hosts.
     """
     rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else ()
     devices_key: object = stage.group
@@ -317,8 +316,7 @@ def _costs_by_place(
         sizes = MicrobatchShape(
             stage.rows[replica], tokens, past, tokens, earlier, 0, sum(stage.slices) - past - tokens, stage.symbols
         )
-        places = {shares: _part_shape(stage, sizes, shares, position) for shares in collectives}
-        costs = []
+        places, costs = {shares: _part_shape(stage, sizes, shares, position) for shares in collectives}, []
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
@@ -332,8 +330,8 @@ def _part_shape(stage: StageWork, full: MicrobatchShape, shares: Sequence[int], 
     """Return the shape with the part of its tokens and rows at one position of the shard axis."""
     start, stop = split_by_shares(full.tokens, shares)[position]
     first_row, last_row = split_by_shares(full.rows, shares)[position]
-    own_first = None if stage.has_equal_shards else start
-    return full._replace(own_tokens=stop - start, own_rows=last_row - first_row, own_first=own_first)
+    first = None if stage.has_equal_shards else start
+    return full._replace(own_tokens=stop - start, own_rows=last_row - first_row, own_first=first)
 
 
 def _stage_costs(

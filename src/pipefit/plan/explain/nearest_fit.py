@@ -10,7 +10,7 @@ from pipefit.cluster.types import Cluster
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.plan.evaluate.outcome import InfeasiblePlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.passes.search import some_plan_fits
+from pipefit.plan.passes.feasibility import some_plan_fits
 from pipefit.plan.request.constraints import Constraints, describe_choices
 from pipefit.plan.types import Job
 from pipefit.units import format_bytes

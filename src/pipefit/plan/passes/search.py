@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from operator import le
 
-from pipefit.cluster.topology import device_count
 from pipefit.cost.memory.lanes import lane_limits
 from pipefit.cost.pipeline.contention import split_pipelines
 from pipefit.cost.pipeline.table import cost_table
@@ -30,13 +29,13 @@ from pipefit.plan.bounds.estimates import sliced_guess_s
 from pipefit.plan.bounds.in_flight import PERIODS, in_flight_bytes, order_needs
 from pipefit.plan.bounds.sliced_bounds import sliced_bound_s
 from pipefit.plan.bounds.step_bounds import chain_bound_s
-from pipefit.plan.candidates.closest_misfit import find_closest, least_missing_bytes, misfit_of
+from pipefit.plan.candidates.closest_misfit import find_closest, misfit_of
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_bounds import LowerBounds
-from pipefit.plan.candidates.queue import CandidateQueue, SearchCandidate, build_queues, leanest_first
+from pipefit.plan.candidates.queue import CandidateQueue, SearchCandidate, build_queues
 from pipefit.plan.candidates.sliced_grids import PruningThreshold, best_sliced_grids, most_promising, slice_grid
 from pipefit.plan.candidates.slicings import slicer_of
-from pipefit.plan.candidates.space import check_space, families_only, iter_base_grids, rearrange_kinds, unsliced_grid
+from pipefit.plan.candidates.space import families_only, rearrange_kinds, unsliced_grid
 from pipefit.plan.cutting.layer_cut import LayerCut
 from pipefit.plan.cutting.rows import Need, scale_need
 from pipefit.plan.evaluate.evaluate import simulate_candidate, simulate_order
@@ -44,10 +43,9 @@ from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchR
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.port_contention import contended_costs, slowest_pipeline_bound_s
 from pipefit.plan.passes.search_budget import SearchBudget
+from pipefit.plan.passes.search_space import list_base_grids
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
-from pipefit.plan.request.sequence_length import check_length
-from pipefit.plan.request.sliceable import check_sliceable, document_obstacles
 from pipefit.plan.types import Job
 from pipefit.schedule.families import family_facts
 
@@ -73,41 +71,7 @@ def search_plans(
     Raises PlanError if the constraints leave nothing to consider.
     """
     searcher = LayoutSearch(context, job, constraints, top, budget)
-    return searcher.run(_base_grids(context, job, constraints))
-
-
-def some_plan_fits(context: PlannerContext, job: Job, constraints: Constraints) -> bool:
-    """Return whether `search_plans` would find a plan.
-
-    It tries the leanest candidates first, until one fits or the budget of simulations is spent. Raises PlanError as
-    `search_plans` does.
-    """
-    if not _state_fits(context, job):
-        return False
-    searcher = LayoutSearch(context, job, constraints, 1)
-    space = _base_grids(context, job, constraints)
-    searcher.find_any_fit(searcher.unsliced_grids(space))
-    if not searcher.fitting:
-        searcher.find_any_fit(searcher.promising_sliced(space))
-    return bool(searcher.fitting)
-
-
-def _state_fits(context: PlannerContext, job: Job) -> bool:
-    """Return whether all devices together hold one copy of the parameters, gradients and optimizer state."""
-    needed = float(context.layer_cutter.layer_static_bytes(job, 1.0).sum())
-    return needed <= sum(float(kind.memory_bytes) for kind in context.network.kinds)
-
-
-def _base_grids(context: PlannerContext, job: Job, constraints: Constraints) -> list[CandidateGrid]:
-    """Return the space before sequences are sliced, after checks of the job and the constraints."""
-    count, layers = device_count(context.cluster), len(context.only_module.layers)
-    check_space(job, layers, count, constraints)
-    check_length(context.only_module, context.model, job.sequence, "--seq")
-    if constraints.slices not in (None, 1, (job.sequence,)):
-        check_sliceable(context.model, "--fix slices")
-    for error in document_obstacles(context.model, "--documents") if job.documents == "apart" else ():
-        raise error
-    return list(iter_base_grids(job, layers, count, len(context.cluster.hosts), constraints, context.layer_cutter))
+    return searcher.run(list_base_grids(context, job, constraints))
 
 
 class LayoutSearch:
@@ -253,21 +217,6 @@ class LayoutSearch:
                 heapq.heappush(heap, (item.key_s, index))
         self.context.tracker.count_left(len(heap))
 
-    def find_any_fit(self, space: Sequence[CandidateGrid]) -> None:
-        """Look for any plan that fits: the leanest candidates first, within the budget."""
-        for decisions in leanest_first(self.floors, space):
-            if least_missing_bytes(self.context.layer_cutter, self.job, decisions) > 0:
-                continue
-            candidate = SearchCandidate(decisions)
-            while self.raise_level(candidate, 0.0) is not None:
-                pass
-            if (
-                self.fitting
-                or self.simulated >= self.budget.feasibility_simulations
-                or self.spent > self.budget.infeasible_actions
-            ):
-                return
-
     def _improve_kinds(self) -> None:
         """Rearrange kinds of devices step by step, from the best plans of a few grids, while the simulated step gets
         shorter."""
@@ -369,7 +318,7 @@ class LayoutSearch:
         return self._simulate_candidate(candidate, bound_s)
 
     def _has_long_steady_state(self, decisions: ParallelConfig) -> bool:
-        """Return whether a step has enough microbatches for an estimate from the first ones."""
+        """Return whether an estimate from the first microbatches is worth it."""
         return decisions.unit_count >= self.budget.steady_state_factor * PERIODS * decisions.lane_count
 
     def _simulate_few_microbatches(self, candidate: SearchCandidate, bound_s: float) -> float | None:
@@ -380,9 +329,8 @@ class LayoutSearch:
         parts, work, costs = candidate.parts, candidate.work, candidate.costs
         assert parts is not None and work is not None and costs is not None
         candidate.costs = costs = contended_costs(self.context, work, costs, candidate.alone)
-        lanes, decisions = candidate.decisions.lane_count, candidate.decisions
-        limits = lane_limits(work, self.context.network)
-        short = PERIODS * lanes
+        decisions, lanes = candidate.decisions, candidate.decisions.lane_count
+        limits, short = lane_limits(work, self.context.network), PERIODS * lanes
         steps_s = []
         for microbatches in (short, short - lanes):
             few = replace(parts, microbatches=microbatches)
