@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -125,22 +123,3 @@ def test_the_options_of_train_are_the_fields_of_its_configuration() -> None:
     assert len(expected) > 30
     for name in expected.keys() - hidden:
         assert texts[name] == expected[name]
-
-
-def test_only_the_named_command_is_imported() -> None:
-    every = set(typer.main.get_command(build_app()).commands)  # type: ignore[attr-defined]
-    assert set(typer.main.get_command(build_app("plan")).commands) == {"plan"}  # type: ignore[attr-defined]
-    for word in ("", "plna", "--help"):
-        assert set(typer.main.get_command(build_app(word)).commands) == every  # type: ignore[attr-defined]
-    program = (
-        "import sys\nfrom pipefit.cli import main\nsys.argv = ['pipefit', 'plan', '--help']\n"
-        "try:\n    main()\nexcept SystemExit:\n    print({'pipefit.cli.plan', 'pipefit.cli.train'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "Usage: pipefit plan [OPTIONS]" in done.stdout, done.stderr
-    assert done.stdout.endswith("{'pipefit.cli.plan'}\n")
-
-
-def test_a_wrong_command_is_told_the_nearest(pipefit) -> None:
-    code, _, error = pipefit("plna", "--model", "tiny")
-    assert code == 2 and "No such command 'plna'. Did you mean 'plan'?" in error
