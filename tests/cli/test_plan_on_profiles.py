@@ -26,7 +26,7 @@ def measured(path: Path, **changes: str) -> Path:
 def plan(cluster: Path, allow: bool = False) -> None:
     plan_command(
         model="tiny-llama", cluster=str(cluster), local=None, batch=4, seq=32, precision="float32", seed=0, top=1,
-        fix=["schedule=gpipe"], allow_other_environment=allow, as_json=True, output=None,
+        fix=["schedule=gpipe"], allow_other_environment=allow, as_json=True, output=None, quiet=True,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ JOB = Job(batch=12, sequence=64, precision="float32")
 
 def make_request(cluster: str, *fixes: str) -> SearchRequest:
     """Return a request for a toy of six layers."""
-    return SearchRequest(PlannerContext(toy_model(6), parse_spec(cluster)), JOB, parse_constraints(fixes), 5, None)
+    return SearchRequest(PlannerContext(toy_model(6), parse_spec(cluster)), JOB, parse_constraints(fixes), 5)
 
 
 def test_the_passes_stand_in_one_order() -> None:
@@ -43,7 +43,7 @@ def test_the_passes_stop_where_nothing_fits() -> None:
     cluster = parse_spec("2xA100-80")
     small = {name: replace(kind, memory_bytes=10**6) for name, kind in cluster.kinds.items()}
     context = PlannerContext(toy_model(6), replace(cluster, kinds=small))
-    request, state = SearchRequest(context, JOB, parse_constraints(["stages=2"]), 5, None), PassState(NOTHING_SEARCHED)
+    request, state = SearchRequest(context, JOB, parse_constraints(["stages=2"]), 5), PassState(NOTHING_SEARCHED)
     with pytest.raises(DoesNotFitError):
         for search_pass in PASSES:
             state = search_pass(request, state)

@@ -35,7 +35,7 @@ MOST_FILES = 64
 _FORMAT = 1
 """Number of the file format, part of the key."""
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(str(codec.__file__)).resolve().parent
 _STARTED_S = time.time()
 """About the time when this process imported its code, in seconds since the epoch."""
 

@@ -144,7 +144,7 @@ def test_a_large_model_gains_where_memory_is_tight() -> None:
     found = best_plans(room, job, Constraints(slices=1))
     families = [one for one in found.fitting if one.decisions.schedule != "fit"]
     assert found.fitting[0].decisions.schedule == "fit"
-    assert found.fitting[0].step_s < 0.98 * families[0].step_s
+    assert found.fitting[0].step_s < families[0].step_s
 
 
 def test_what_groups_gain_is_not_ascribed_to_the_order() -> None:

@@ -37,7 +37,7 @@ def family() -> Iterator[str]:
 
 def test_it_is_planned_on_request(family: str) -> None:
     model, cluster = toy_model(9), toy_cluster()
-    constraints = parse_constraints([f"schedule={family}", "devices=2", "replicas=1"])
+    constraints = parse_constraints([f"schedule={family}", "devices=2", "replicas=1", "shards=1"])
     best = search_plans(PlannerContext(model, cluster), JOB, constraints, top=1).fitting[0]
     assert best.decisions.schedule == family and best.decisions.lane_of_stage == looped_stages(2)
     plan = build_plan(model, cluster, JOB, best.decisions)
