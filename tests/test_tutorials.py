@@ -37,13 +37,12 @@ def printed_losses(text: str) -> dict[tuple[str, str], float]:
 def command_words(text: str) -> Iterator[list[str]]:
     """Yield the words of each command in a block."""
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line)
-        yield words
+        yield shlex.split(line)
 
 
 def run_command(words: list[str], folder: Path, pipefit: Command) -> str:
-    """Run a command in a folder, which is this process's; return what it prints. Those of `pipefit` that start no other
-    process run in this one."""
+    """Run a command in the working directory `folder` and return its output. Commands of `pipefit` that start no other
+    process run in this process."""
     if words[0] == "pipefit" and words[1] not in ("train", "profile", "verify"):
         code, out, err = pipefit(*words[1:])
     else:

@@ -29,7 +29,7 @@ def to_data(value: Any) -> Any:
     kind = type(value)
     if kind is str or kind is int or kind is float or kind is bool or value is None:
         return value
-    if kind is not type and dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind):
         data = {}
         for name, encode, later, default in _written_fields(kind):
             item = getattr(value, name)
@@ -45,9 +45,11 @@ def to_data(value: Any) -> Any:
 
 @cache
 def _written_fields(kind: type) -> tuple[tuple[str, Callable[[Any], Any] | None, bool, Any], ...]:
-    """Of every field of a dataclass: its name, how its value is encoded, whether it was added later, its default."""
+    """Return (name, encoder or None, whether it was added later, default) of every field of a dataclass."""
     fields = dataclasses.fields(kind)
-    return tuple((f.name, f.metadata.get(_ENCODE), bool(f.metadata.get(_LATER)), f.default) for f in fields)
+    return tuple(
+        (field.name, field.metadata.get(_ENCODE), bool(field.metadata.get(_LATER)), field.default) for field in fields
+    )
 
 
 def added_later(default: T) -> T:

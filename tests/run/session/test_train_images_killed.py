@@ -28,7 +28,7 @@ from pipefit.plan.check.rules import save_plan
 
 STEPS = 3
 RESUMED = (("one",), ("one", "other"), ("other",))
-"""The plans under which a run goes on that was killed at a step."""
+"""For each step at which a run is killed, the plans that resume it."""
 
 OPTIONS = ("--held-out", "2", "--lr", "0.01", "--workers", "1")
 

@@ -40,8 +40,7 @@ def quiet_torch() -> Iterator[None]:
 
 @contextmanager
 def uncached_shapes() -> Iterator[None]:
-    """Export without torch's cache of shapes: where rows and tokens are symbols, filling it and asking it takes as long
-    as all the rest of the export of a layer."""
+    """Export without torch's cache of fake tensors, which costs more than it saves if rows and tokens are symbols."""
     import torch._dynamo.config as settings
 
     with settings.patch(fake_tensor_cache_enabled=False):

@@ -8,7 +8,6 @@ of small operators become operator kinds again (`lift.py`). A layer that cannot 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from pipefit.model.capture.rewrite import unused_name
 from pipefit.model.capture.source_labels import source_label
 from pipefit.model.example import Example
 from pipefit.model.families import FAMILIES
-from pipefit.model.families.build import USER, build_layers, typed_config
+from pipefit.model.families.build import USER, build_layers, find_builder, typed_config
 from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, Shape, TensorSpec
 from pipefit.model.ops import KINDS
 from pipefit.model.user import make_user_model
@@ -39,8 +38,10 @@ _EXAMPLE = {"B": 3, "T": 11, "I": 7, "L": 5}
 sequence."""
 
 _REMEMBERED: dict[Any, Model] = {}
+"""The last models of `capture_family`, the oldest first."""
+
 _MOST_REMEMBERED = 16
-"""Models that `capture_family` remembers."""
+"""Largest number of these models."""
 
 
 class OpaqueLayerWarning(UserWarning):
@@ -75,8 +76,7 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
 
         return capture_layers(finish_layers(user_model, "meta", None), family=family, config=config)
     typed = typed_config(family, config)
-    builder = importlib.import_module(FAMILIES[family].builder)
-    key = (family, repr(config), FAMILIES[family].read, builder.build)
+    key = (family, repr(config), FAMILIES[family].read, find_builder(family))
     if key in _REMEMBERED:
         return _REMEMBERED[key]
     rotary = getattr(typed, "rotary", None)

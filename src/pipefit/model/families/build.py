@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
@@ -21,6 +21,12 @@ def typed_config(family: str, config: Mapping[str, Any], where: str = "config") 
     if family not in FAMILIES:
         raise ModelError("The model family is not known.", where=where, seen=family, allowed=", ".join(FAMILIES))
     return FAMILIES[family].read(config, where)
+
+
+def find_builder(family: str) -> Callable[[ModelConfig], list[torch.nn.Module]]:
+    """Return the function that builds the layers of a family. Imports its module, and with it torch."""
+    builder: Callable[[ModelConfig], list[torch.nn.Module]] = importlib.import_module(FAMILIES[family].builder).build
+    return builder
 
 
 def build_layers(
@@ -49,7 +55,6 @@ def build_layers(
             )
         return finish_layers(user_model, device, dtype)
     typed = typed_config(family, config)
-    builder = importlib.import_module(FAMILIES[family].builder)
     with torch.device(device):
-        layers = builder.build(typed)
+        layers = find_builder(family)(typed)
     return finish_layers(layers, device, dtype, typed)

@@ -4,7 +4,7 @@ Built on torch.distributed.checkpoint (its planning and its collectives) with pl
 describes a rank's tensors, `planner` assigns reads and writes to ranks, `storage` handles the files, and `manifest` is
 the JSON that makes a folder a checkpoint. Nothing is ever unpickled from a file.
 
-torch.distributed.checkpoint takes half a second to import: it, and what is built on it, is imported where it is used.
+torch.distributed.checkpoint is slow to import, so only the functions that use it import it.
 """
 
 from __future__ import annotations

@@ -104,11 +104,11 @@ def compile_modules(
 ) -> Mapping[str, Callable[..., Any]]:
     """Return the compiled `entries` of the modules by name: copies that call each other's compiled copies.
 
-    Only `entries` can be called from Python: the wrappers that this needs take a third of the time to compile. A module
-    may call functions of earlier ones. numba caches by the name and file of a function. The name contains a
-    digest of all files, because a function includes others, and of the entries. Unless `allocates`, no function may
-    allocate or copy a slice: without reference counts (`_nrt`) on the arrays passed in each call, they run twice as
-    fast. The functions in `inlined` are inlined: for them, a call that passes many arrays costs more than their work.
+    Only `entries` can be called from Python, because wrappers for Python are slow to compile. A module may call
+    functions of earlier ones. numba caches by the name and file of a function. The name contains a digest of all files,
+    because a function includes others, and of the entries. Unless `allocates`, no function may allocate or copy a
+    slice: without reference counts (`_nrt`) on the arrays passed in each call, they run twice as fast. The functions in
+    `inlined` are inlined: for them, a call that passes many arrays costs more than their work.
     """
     import numba
 
