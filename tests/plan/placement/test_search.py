@@ -15,6 +15,7 @@ from pipefit.cluster import Cluster
 from pipefit.plan.placement import search
 from pipefit.plan.placement.kernels.compile import kernel_functions
 from pipefit.plan.placement.links import TICK_S
+from pipefit.plan.placement.lowered import LoweredPlacement, place_lowered
 from pipefit.plan.placement.search import (
     PlacementBudget,
     PlacementResult,
@@ -153,6 +154,17 @@ def test_one_device_is_left_alone() -> None:
     made = candidate(skewed_cluster(2), chain(1, 1))
     found = placed(made)
     assert found.devices == (0,) and found.moves == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_shard_group_is_left_alone(compiled: bool) -> None:
+    """Its placement has neither transfers nor collectives of replicas: no time to draw a move from."""
+    made = candidate(skewed_cluster(2, 2), chain(1, 1, shards=(1, 1), sharding="megatron"))
+    found = placed(made, compiled=compiled)
+    assert found.devices == (0, 1) and found.moves == 0
+    given = LoweredPlacement(question=made.question, timeline=made.timeline, step_s=found.step_s)
+    again = place_lowered(given, lambda _: given, PlacementBudget(moves=1_500), compiled=compiled)
+    assert again.devices == (0, 1) and again.moves == 0
 
 
 def racked(per_rack: int, racks: int, seed: int) -> tuple[Cluster, list[int]]:

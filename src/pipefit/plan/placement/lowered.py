@@ -66,8 +66,8 @@ def place_lowered(
     began = clock()
     if compiled is None:
         compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
-    slots = given.question.shape.slots
-    if not 1 < slots <= MOST_SLOTS or (budget.seconds is not None and budget.seconds < LEAST_S):
+    slots, too_short = given.question.shape.slots, budget.seconds is not None and budget.seconds < LEAST_S
+    if not given.question.has_choice or slots > MOST_SLOTS or too_short:
         return search_placement(given.question, given.timeline, budget, compiled=compiled, clock=clock)
     seconds = None if budget.seconds is None else FIRST * budget.seconds
     first = replace(budget, moves=int(FIRST * budget.moves), seconds=seconds)

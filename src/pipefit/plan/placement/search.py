@@ -261,7 +261,7 @@ def search_placement(
     given_devices = question.devices
     given_s = searcher.simulate_placement(given_devices)
     starts, racks = starting_placements(question)
-    if question.shape.slots > 1:
+    if question.has_choice:
         searcher.probe_entries(given_devices)
         ranked = sorted(starts, key=lambda name: (searcher.estimate_ticks(starts[name]), name))[
             : searcher.way.stages[0][0]

@@ -110,6 +110,11 @@ class PlacementProblem:
         """Length of x."""
         return 2 * self.flow_count + len(self.shape.passes) + len(self.shape.row_time)
 
+    @property
+    def has_choice(self) -> bool:
+        """True if there are transfers or collectives to place: not for one device or for one shard group alone."""
+        return self.shape.slots > 1 and self.flow_count + len(self.shape.passes) > 0
+
 
 def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> PlacementProblem:
     """Return the placement problem of a candidate with this work, network, layer costs and timeline.
