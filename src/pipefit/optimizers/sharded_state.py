@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 from pipefit.errors import PlanError
@@ -11,11 +11,22 @@ ShardedState = Literal["none", "optimizer", "gradients", "parameters"]
 """The state that the replicas shard: none, the optimizer's (ZeRO-1), also gradients (ZeRO-2), also parameters
 (ZeRO-3)."""
 
-IMPLEMENTED: tuple[ShardedState, ...] = ("none", "optimizer")
-"""The values that plans may have, from the fastest to the one that needs the least memory."""
+STATES: tuple[ShardedState, ...] = get_args(ShardedState)
+"""All values, from the fastest to the one that needs the least memory."""
+
+MODULE_STATES: tuple[ShardedState, ...] = ("none", "optimizer")
+"""The values of plans with several modules."""
 
 SHARDED_FORM = "Gflat"
 """Form of an optimizer state that is sharded flat over the replicas (`pipefit.layout`)."""
+
+_FORMS: Mapping[ShardedState, str] = {
+    "none": "I",
+    "optimizer": SHARDED_FORM,
+    "gradients": f"{SHARDED_FORM}:gradients",
+    "parameters": f"{SHARDED_FORM}:parameters",
+}
+"""Form of a parameter's optimizer state in plan files: what follows the colon is sharded in the same way."""
 
 LEGACY_KEY = "zero1"
 """The key of plan files and `--fix`, true or false, in place of `sharded_state`."""
@@ -24,18 +35,11 @@ _LEGACY: Mapping[str, str] = {"none": "false", "optimizer": "true"}
 
 
 def check_sharded_state(value: str, where: str) -> ShardedState:
-    """Return the value. Raises PlanError if it is unknown or not implemented."""
-    for known in IMPLEMENTED:
-        if value == known:
-            return known
-    known_value = value in get_args(ShardedState)
-    raise PlanError(
-        f"Replicas cannot shard {value} yet." if known_value else "This is not a kind of sharded state.",
-        where=where,
-        seen=value,
-        allowed=", ".join(IMPLEMENTED),
-        next_step="use optimizer (ZeRO-1), or shard the layers with shards=2" if known_value else None,
-    )
+    """Return the value. Raises PlanError if it is unknown."""
+    for state in STATES:
+        if value == state:
+            return state
+    raise PlanError("This is not a kind of sharded state.", where=where, seen=value, allowed=", ".join(STATES))
 
 
 def effective_state(state: ShardedState, replicas: int) -> ShardedState:
@@ -47,22 +51,47 @@ def state_choices(required: ShardedState | None, replicas: int) -> tuple[Sharded
     """Return the values that a search tries, the fastest first: the required one, if there is one."""
     if required is not None:
         return (required,)
-    return IMPLEMENTED if replicas > 1 else ("none",)
+    return STATES if replicas > 1 else ("none",)
 
 
-def leanest_state(required: ShardedState | None) -> ShardedState:
-    """Return the value that needs the least memory, or the required one."""
-    return required if required is not None else IMPLEMENTED[-1]
+def leanest_state(required: ShardedState | None, states: Sequence[ShardedState] = STATES) -> ShardedState:
+    """Return the required value, or the one of these that needs the least memory."""
+    return required if required is not None else states[-1]
+
+
+def shards_gradients(state: ShardedState) -> bool:
+    """Return whether the replicas keep only shards of the gradients between the microbatches (ZeRO-2 and 3)."""
+    return state in ("gradients", "parameters")
+
+
+def parameter_state(state: ShardedState, uses: int) -> ShardedState:
+    """Return the state that is sharded of a parameter that this number of layers uses.
+
+    Layers gather and release their parameters one by one, so parameters shared by several layers stay complete, with a
+    sharded optimizer state.
+    """
+    return "optimizer" if uses > 1 and shards_gradients(state) else state
 
 
 def state_form(state: ShardedState) -> str:
     """Return the form of the optimizer state along the axis of the replicas, as plan files hold it."""
-    return SHARDED_FORM if state != "none" else "I"
+    return _FORMS[state]
+
+
+def is_gathered_after_update(form: str) -> bool:
+    """Return whether a parameter with this form of optimizer state is all-gathered after each update."""
+    return form in (_FORMS["optimizer"], _FORMS["gradients"])
+
+
+def form_layout(form: str) -> str:
+    """Return the layout of an optimizer state in this form: the form without what else is sharded like it."""
+    return SHARDED_FORM if form in _FORMS.values() and form != "I" else form
 
 
 def state_of_forms(forms: Iterable[str]) -> ShardedState:
-    """Return the value that these forms of an optimizer state stand for."""
-    return "optimizer" if SHARDED_FORM in forms else "none"
+    """Return the most that the parameters with these forms of optimizer state shard."""
+    held = set(forms)
+    return next((state for state in reversed(STATES) if _FORMS[state] in held), "none")
 
 
 def encode_decisions(decisions: Mapping[str, str]) -> dict[str, str]:

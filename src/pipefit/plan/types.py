@@ -127,7 +127,8 @@ class ParameterPlan:
     stored: tuple[str, ...]
     "Form along each axis of the owner's mesh, as stored for use."
     state: tuple[str, ...]
-    "Form of its optimizer state: `Gflat` along an axis is ZeRO-1 sharding over that axis."
+    """Form of its optimizer state. `Gflat` along an axis is ZeRO-1 sharding over that axis, `Gflat:gradients` ZeRO-2,
+    `Gflat:parameters` ZeRO-3."""
     owner: int
     "The stage that counts it in the gradient norm and saves it: one of `uses`."
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from pipefit.cost.types import CostTable
 from pipefit.errors import PipefitError, PlanError, ScheduleError
-from pipefit.layout import FLAT, parse_form
+from pipefit.optimizers.sharded_state import is_gathered_after_update
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton
 from pipefit.plan.types import Edge, MeshPlan, ParameterPlan, Plan, SchedulePlan, Stage, collect_turns
 from pipefit.schedule.actions import Schedule, format_lanes
@@ -87,15 +87,15 @@ def reduced_stages(groups: Sequence[MeshPlan], stages: Sequence[Stage]) -> tuple
 def gathered_stages(
     groups: Sequence[MeshPlan], stages: Sequence[Stage], parameters: Sequence[ParameterPlan]
 ) -> tuple[int, ...]:
-    """Return the stages that use a trained parameter whose optimizer state is sharded over an axis of more than one
-    device."""
+    """Return the stages that use a trained parameter that is all-gathered after each update: its optimizer state is
+    sharded over an axis of more than one device, and it is stored complete."""
     gathered: set[int] = set()
     for parameter in parameters:
         if not parameter.trainable:
             continue
         axes = groups[stages[parameter.owner].group].axes
         for axis, form in zip(axes, parameter.state, strict=True):
-            if parse_form(form).dim == FLAT and len(axis.shares) > 1:
+            if is_gathered_after_update(form) and len(axis.shares) > 1:
                 gathered.update(parameter.uses)
     return tuple(sorted(gathered))
 

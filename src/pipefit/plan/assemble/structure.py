@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -9,7 +10,7 @@ from itertools import pairwise
 from pipefit.errors import PlanError
 from pipefit.layout import TensorForm
 from pipefit.model.graph import ModelModule
-from pipefit.optimizers.sharded_state import ShardedState, state_form
+from pipefit.optimizers.sharded_state import ShardedState, parameter_state, state_form
 from pipefit.plan.assemble.shard_programs import ProgramCache, program_hash, sharding_key, whole_shape
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import AxisPlan, Edge, EdgeTransfer, MeshPlan, ParameterPlan, Stage
@@ -119,9 +120,10 @@ def make_parameters(
     """Return every parameter once, in order of first use. A tied parameter lists all stages that use it; the first owns
     it.
 
-    With ZeRO-1 the optimizer state of a device's parameters is sharded flat over the replicas.
+    From ZeRO-1 on, the optimizer state of a device's parameters is sharded flat over the replicas.
     """
     uses: dict[str, list[int]] = {}
+    layer_uses: Counter[str] = Counter()
     facts: dict[str, tuple[tuple[int, ...], bool, str]] = {}
     for index, stage in enumerate(stages):
         for layer in module.layers[stage.layers[0] : stage.layers[1]]:
@@ -136,6 +138,7 @@ def make_parameters(
                         seen=f"{facts[name]} and {fact}",
                         next_step=f"lay {module.name} out without shards",
                     )
+                layer_uses[name] += 1
                 if index not in uses.setdefault(name, []):
                     uses[name].append(index)
     return tuple(
@@ -145,7 +148,7 @@ def make_parameters(
             trainable=facts[name][1],
             uses=tuple(uses[name]),
             stored=("I", facts[name][2]),
-            state=(state_form(sharded_state), facts[name][2]),
+            state=(state_form(parameter_state(sharded_state, layer_uses[name])), facts[name][2]),
             owner=uses[name][0],
         )
         for name in uses

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from pipefit.errors import PlanError
 from pipefit.layout import FLAT, Mesh, MeshAxis, TensorForm, parse_form
+from pipefit.optimizers.sharded_state import form_layout
 from pipefit.plan.types import Edge, EdgeTransfer, Plan
 
 
@@ -49,7 +50,7 @@ def _transfer_problems(wire: EdgeTransfer, source: Mesh, target: Mesh, where: st
                 allowed=", ".join(axis.name for axis in group.axes) or "none",
             )
             return
-        error = _bad_form(texts, f"{where}.{name}")
+        error = _bad_form([form_layout(text) for text in texts] if name == "state" else texts, f"{where}.{name}")
         if error is not None:
             yield error
             return
@@ -129,11 +130,13 @@ def _forms_of_parameter(
                 allowed=", ".join(axis.name for axis in axes),
             )
             return
-        error = _bad_form(texts, f"{where}.{name}")
+        error = _bad_form([form_layout(text) for text in texts] if name == "state" else texts, f"{where}.{name}")
         if error is not None:
             yield error
             return
-    for stored_form, state_form in zip(map(parse_form, stored), map(parse_form, state), strict=True):
+    for stored_form, state_form in zip(
+        map(parse_form, stored), (parse_form(form_layout(text)) for text in state), strict=True
+    ):
         if (
             stored_form.kind == "P"
             or state_form.kind == "P"

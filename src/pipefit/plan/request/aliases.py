@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from pipefit.errors import PlanError
-from pipefit.optimizers.sharded_state import ShardedState
-
-STATES: tuple[ShardedState, ...] = ("none", "optimizer", "gradients", "parameters")
-"""The sharded state of ZeRO-0 to ZeRO-3."""
+from pipefit.optimizers.sharded_state import STATES
 
 SWITCHES: Mapping[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 

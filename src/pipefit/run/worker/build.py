@@ -18,7 +18,7 @@ from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import build_layers
-from pipefit.optimizers.sharded_state import SHARDED_FORM
+from pipefit.optimizers.sharded_state import SHARDED_FORM, form_layout
 from pipefit.plan.assemble.shard_programs import (
     LayerProgram,
     ProgramCache,
@@ -312,7 +312,7 @@ def _bucket_entry(
         tensor=tensor,
         sum_over=tuple(name for name in copied if name not in alike),
         alike_over=tuple(name for name in copied if name in alike),
-        state_axes=tuple(axis.name for axis in axes if state.get(axis.name) == SHARDED_FORM),
+        state_axes=tuple(axis.name for axis in axes if form_layout(state.get(axis.name, "I")) == SHARDED_FORM),
         decays=len(parameter.shape) > 1,
         counted=plan.order.placement[parameter.owner] == place.lane,
         tied=len(lanes) > 1,
