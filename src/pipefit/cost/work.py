@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipefit.cost.static_memory import Precision
 from pipefit.layout import Mesh
 from pipefit.model.graph import Graph
 from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
-from pipefit.optimizers.sharded_state import ShardedState
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -49,6 +49,9 @@ class StageWork:
     parameters: ParameterCounts
     sharded_state: ShardedState
     "The state that the replicas shard, by their shares."
+    sharded_elements: tuple[tuple[int, ...], ...] = ()
+    """[layer][position of the shard axis]: trained elements of parameters of this layer alone. The replicas shard their
+    gradients, and their parameters under ZeRO-3. Empty: gradients are not sharded."""
     shares: tuple[tuple[int, ...], ...] = ()
     "Shares of every layer along the shard axis, where they differ from the mesh's; empty: the mesh's."
 
@@ -69,6 +72,26 @@ class StageWork:
         return self.sharded_state != "none"
 
     @property
+    def has_sharded_layers(self) -> bool:
+        """Return whether the replicas sum gradients in every microbatch, layer by layer (ZeRO-2 and 3)."""
+        return bool(self.sharded_elements) and self.group.find_axis("replica").size > 1
+
+    @property
+    def reduced_elements(self) -> int:
+        """Return the elements on one device whose gradients are summed at the end of the iteration."""
+        if not self.has_sharded_layers:
+            return max(self.parameters.trainable)
+        sharded = [sum(column) for column in zip(*self.sharded_elements, strict=True)]
+        return max(count - less for count, less in zip(self.parameters.trainable, sharded, strict=True))
+
+    @property
+    def gathered_elements(self) -> int:
+        """Return the elements on one device that are all-gathered after the update."""
+        if not self.shards_state:
+            return 0
+        return self.reduced_elements if self.sharded_state == "parameters" else max(self.parameters.trainable)
+
+    @property
     def has_equal_shards(self) -> bool:
         """Return whether all positions of the shard axis have equal parts of every layer."""
         return all(len({*shares}) <= 1 for shares in (*self.shares, self.group.find_axis("shard").shares))
@@ -78,9 +101,34 @@ class StageWork:
         return self.shares[layer] if self.shares else self.group.find_axis("shard").shares
 
 
-def state_share(sharded_state: ShardedState, shares: Sequence[int]) -> float:
-    """Return the largest part of the optimizer state on a replica of these shares."""
-    return max(shares) / sum(shares) if sharded_state != "none" else 1.0
+class StateShare(NamedTuple):
+    """The state that replicas shard, and the part of it on one replica."""
+
+    state: ShardedState = "none"
+    part: float = 1.0
+
+    @property
+    def gradient_part(self) -> float:
+        """Part of the gradients on one replica."""
+        return self.part if shards_gradients(self.state) else 1.0
+
+    @property
+    def parameter_part(self) -> float:
+        """Part of the parameters on one replica."""
+        return self.part if self.state == "parameters" else 1.0
+
+    def scale_part(self, factor: float) -> StateShare:
+        """Return the share of a replica with this part of the rows of the largest one."""
+        return self._replace(part=self.part * factor) if self.part < 1 else self
+
+
+COMPLETE_STATE = StateShare()
+"""The state of replicas that shard nothing."""
+
+
+def state_share(sharded_state: ShardedState, shares: Sequence[int]) -> StateShare:
+    """Return the sharded state with its largest part on a replica of these shares."""
+    return StateShare(sharded_state, max(shares) / sum(shares)) if sharded_state != "none" else COMPLETE_STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

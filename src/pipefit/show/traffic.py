@@ -19,7 +19,7 @@ from pipefit.cost.comm.collectives import runs_backwards
 from pipefit.cost.comm.lowerings import lowerings_over
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
-from pipefit.cost.pipeline.table import replica_rings, shard_rings
+from pipefit.cost.pipeline.rings import replica_rings, shard_rings
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split_by_shares
@@ -70,6 +70,7 @@ def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Ste
     for stage in work.stages:
         _add_shard_collectives(traffic, stage, work, network, microbatches)
         _add_reductions(traffic, stage, work, network)
+        _add_sharded_layers(traffic, stage, work, network, microbatches)
     return traffic
 
 
@@ -139,11 +140,28 @@ def _add_reductions(traffic: StepTraffic, stage: StageWork, work: PipelineWork, 
     for ring in shard_rings(stage):
         _add_ring(traffic, ring, 2 * max(parameters.whole) * width, "reduction", network, "all_reduce")
     for ring in replica_rings(stage):
-        gradients = max(parameters.trainable) * width
+        gradients = stage.reduced_elements * width
         passes, kind = (1, "reduce_scatter") if stage.shards_state and not network.over_gloo else (2, "all_reduce")
         _add_ring(traffic, ring, gradients * passes, "reduction", network, kind)
-        if stage.shards_state:
-            gathered = max(parameters.trainable) * COMPUTE_BYTES[work.precision]
+        if stage.gathered_elements:
+            gathered = stage.gathered_elements * COMPUTE_BYTES[work.precision]
+            _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
+
+
+def _add_sharded_layers(
+    traffic: StepTraffic, stage: StageWork, work: PipelineWork, network: Network, microbatches: int
+) -> None:
+    """Add the collectives of ZeRO-2 and 3 within the actions of all microbatches and slices."""
+    if not stage.has_sharded_layers:
+        return
+    times = microbatches * len(stage.slices)
+    elements = sum(map(max, stage.sharded_elements))
+    passes, kind = (2, "all_reduce") if network.over_gloo else (1, "reduce_scatter")
+    for ring in replica_rings(stage):
+        gradients = elements * GRADIENT_BYTES[work.precision] * passes * times
+        _add_ring(traffic, ring, gradients, "reduction", network, kind)
+        if stage.sharded_state == "parameters":
+            gathered = 2 * elements * COMPUTE_BYTES[work.precision] * times
             _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
 
 

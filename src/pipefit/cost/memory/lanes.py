@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.step_end import stage_state_share
-from pipefit.cost.static_memory import GRADIENT_BYTES, static_parts
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, static_parts
 from pipefit.cost.work import PipelineWork, StageWork
 
 
@@ -77,17 +77,7 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
         num_positions = max(len(stage.parameters.trainable) for stage, _ in stages)
         positions = {position for _, holding in stages for position in holding.positions} or range(num_positions)
         places = [
-            [
-                static_parts(
-                    *_stored_elements(stage, position),
-                    holding.share,
-                    work.precision,
-                    work.optimizer,
-                    stage.parameters.shared_state_bytes,
-                )
-                for stage, holding in stages
-            ]
-            for position in positions
+            [_stage_parts(stage, position, holding.share, work) for stage, holding in stages] for position in positions
         ]
         sums = [{name: sum(parts[name] for parts in stage_parts) for name in stage_parts[0]} for stage_parts in places]
         for total, stage_parts in zip(sums, places, strict=True):
@@ -96,6 +86,19 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
                 total[name] += size
         lanes.append(max(sums, key=lambda parts: sum(parts.values())))
     return tuple(lanes)
+
+
+def _stage_parts(stage: StageWork, position: int, share: float, work: PipelineWork) -> dict[str, float]:
+    """Return the static bytes of a stage by part, at one position of the shard axis."""
+    elements = _stored_elements(stage, position)
+    shared_bytes = stage.parameters.shared_state_bytes
+    parts = dict(static_parts(*elements, share, work.precision, work.optimizer, shared_bytes))
+    if stage.has_sharded_layers:
+        away = (1.0 - share) * sum(counts[min(position, len(counts) - 1)] for counts in stage.sharded_elements)
+        parts["gradients"] -= away * GRADIENT_BYTES[work.precision]
+        if stage.sharded_state == "parameters":
+            parts["parameters"] -= away * COMPUTE_BYTES[work.precision]
+    return parts
 
 
 def state_shares(work: PipelineWork, network: Network, kind: str) -> list[float]:

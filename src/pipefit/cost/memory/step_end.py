@@ -31,13 +31,13 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
         shared = sum(
             tied.elements for tied in tied_groups if len({work.stages[member].lane for member in tied.stages}) > 1
         )
-        copy_bytes.append(float((max(stage.parameters.trainable) - shared) * width) if copies else 0.0)
+        copy_bytes.append(float((stage.reduced_elements - shared) * width) if copies else 0.0)
     return tuple(copy_bytes)
 
 
 def stage_state_share(stage: StageWork) -> float:
     """Return the largest part of the optimizer state on one replica."""
-    return state_share(stage.sharded_state, stage.group.find_axis("replica").shares)
+    return state_share(stage.sharded_state, stage.group.find_axis("replica").shares).part
 
 
 def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = None) -> tuple[float, ...]:

@@ -20,8 +20,9 @@ from pipefit.cost.comm.collectives import pass_levels, runs_backwards
 from pipefit.cost.comm.network import Network, Port
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.edges import edge_times
+from pipefit.cost.pipeline.rings import replica_rings, shard_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables
-from pipefit.cost.pipeline.table import collective_shares, replica_rings, shard_rings, stage_cost_key, stage_costs
+from pipefit.cost.pipeline.table import collective_shares, stage_cost_key, stage_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import ActionTable, CostTable, FlowKey, PortContention, PortFlow
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
@@ -248,12 +249,11 @@ def _reduction_flows(
     rings = [ring for ring in replica_rings(stage) if len(ring) > 1]
     if not rings:
         return {}
-    count = float(max(stage.parameters.trainable))
-    sums = count * GRADIENT_BYTES[work.precision]
+    sums = float(stage.reduced_elements) * GRADIENT_BYTES[work.precision]
     jobs = [("REDUCE", "reduce_scatter", 1, sums) if stage.shards_state else ("REDUCE", "all_reduce", 2, sums)]
     once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}
     if stage.shards_state:
-        jobs.append(("GATHER", "all_gather", 1, count * COMPUTE_BYTES[work.precision]))
+        jobs.append(("GATHER", "all_gather", 1, float(stage.gathered_elements) * COMPUTE_BYTES[work.precision]))
     flows: dict[FlowKey, _UnnumberedFlow] = {}
     for kind, operation, passes, total in jobs:
         seconds, hop_bytes = _hop_loads(network, operation, rings, total, passes)

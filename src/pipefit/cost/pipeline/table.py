@@ -6,15 +6,12 @@ If device kinds hold different amounts, the table also contains the bytes of eac
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
 
 import numpy as np
 
-from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.comm.lowerings import shard_collective
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import stage_overhead_s
@@ -26,13 +23,16 @@ from pipefit.cost.memory.lanes import lane_limits, lane_parts, lanes_differ, sta
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, stage_state_share
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
-from pipefit.cost.pipeline.overlap import Piece, hidden_s
+from pipefit.cost.pipeline.overlap import Piece
+from pipefit.cost.pipeline.reductions import gather_s, hidden_reduction_s, reduce_s
+from pipefit.cost.pipeline.rings import grid_positions, shard_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
+from pipefit.cost.pipeline.state_traffic import add_state_traffic, state_traffic
 from pipefit.cost.pipeline.turns import add_turn_costs
-from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes
+from pipefit.cost.static_memory import GRADIENT_BYTES, Precision, optimizer_traffic_bytes
 from pipefit.cost.types import Array, CostTable, KindMemory
 from pipefit.cost.work import PipelineWork, StageWork
-from pipefit.layout import AxisName, Mesh, split_by_shares
+from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph
 
 ACTION_OVERHEAD_S = 20e-6
@@ -59,7 +59,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
     statics = lane_parts(work)
     worst = [[worst_stage(entry.values()) for entry in row] for row in by_kind]
     summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
-    hidden = [_hidden_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
+    hidden = [hidden_reduction_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
     costs = CostTable(
         actions=action_tables(worst, work.distinct_microbatches),
         edges=tuple(edge_cost(edge, network) for edge in work.edges),
@@ -175,50 +175,6 @@ def layer_costs(
     return {**worst, "": _worst_layers([*worst.values()])}
 
 
-def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of every shard group of a stage."""
-    return _axis_rings(stage.group, "shard")
-
-
-def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
-    """Return the devices that hold the same shard: one ring per shard position."""
-    return _axis_rings(stage.group, "replica")
-
-
-def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
-    """Return the seconds to sum the stage's gradients.
-
-    They are summed over the replicas, and over the shard axis for parameters replicated there. Stages that take turns
-    are summed together (`cost/pipeline/turns.py`).
-    """
-    if stage.turns > 1:
-        return 0.0
-    width = GRADIENT_BYTES[work.precision]
-    total = 0.0
-    if stage.group.find_axis("shard").size > 1:
-        total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * width)
-    if stage.group.find_axis("replica").size > 1:
-        collective = reduce_scatter_s if stage.shards_state else all_reduce_s
-        total += collective(network, replica_rings(stage), max(stage.parameters.trainable) * width)
-    return total
-
-
-def reduce_hidden_s(
-    stage: StageWork, once_s: float, work: PipelineWork, network: Network, layers: LayerCosts
-) -> Mapping[str, float]:
-    """Return the seconds of the stage's reduction (`once_s`) that overlap its last backward, if that is a B or a W."""
-    return _hidden_s(once_s, work, overlap_share(stage, work, network, layers))
-
-
-def _hidden_s(
-    once_s: float, work: PipelineWork, beside: tuple[float, Mapping[str, Sequence[Piece]]]
-) -> dict[str, float]:
-    share, pieces = beside
-    if not once_s or not share:
-        return {"B": 0.0, "W": 0.0}
-    return {kind: share * hidden_s(once_s, pieces[kind], work.bucket_bytes) for kind in ("B", "W")}
-
-
 def overlap_share(
     stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> tuple[float, Mapping[str, Sequence[Piece]]]:
@@ -228,7 +184,7 @@ def overlap_share(
     holds (bytes of gradients, seconds of backward) per layer for a last backward of kind B and W.
     """
     share = min(network.kinds[device].overlap for device in stage.group.devices)
-    if not share:
+    if not share or stage.has_sharded_layers:
         return 0.0, {}
     by_place = [costs for _, costs in _costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers)]
     worst = _worst_layers(by_place)
@@ -236,13 +192,6 @@ def overlap_share(
     sizes = [max(_is_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
     times = {"B": [cost.backward_s for cost in worst], "W": [cost.weight_s for cost in worst]}
     return share, {kind: list(zip(sizes, seconds, strict=True)) for kind, seconds in times.items()}
-
-
-def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
-    """Return the seconds to all-gather the updated parameters under ZeRO-1."""
-    if not stage.shards_state or stage.group.find_axis("replica").size == 1:
-        return 0.0
-    return all_gather_s(network, replica_rings(stage), max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
 
 
 def stage_cost_key(stage: StageWork, network: Network) -> object:
@@ -256,25 +205,9 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
         places = zip(stage.group.devices, stage.group.axis_positions("replica").values(), strict=True)
         kinds = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
         devices_key = (kinds, network.representative_rings(rings))
-    more = stage.symbols, stage.packed, stage.frozen
+    sharded = (stage.sharded_state, stage.sharded_elements, stage.group) if stage.has_sharded_layers else ()
+    more = stage.symbols, stage.packed, stage.frozen, sharded
     return tuple(map(id, stage.layers)), devices_key, stage.slices, stage.recompute, stage.shares, *more
-
-
-@lru_cache(maxsize=4096)
-def _axis_rings(group: Mesh, name: AxisName) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of devices that differ along one axis only, in grid order."""
-    rings: dict[tuple[int, ...], list[int]] = {}
-    for device, coordinates in _grid_positions(group):
-        fixed = tuple(
-            -1 if axis.name == name else position for axis, position in zip(group.axes, coordinates, strict=True)
-        )
-        rings.setdefault(fixed, []).append(device)
-    return tuple(map(tuple, rings.values()))
-
-
-def _grid_positions(group: Mesh) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield (device, its position along every axis) in grid order."""
-    return zip(group.devices, itertools.product(*(range(axis.size) for axis in group.axes)), strict=True)
 
 
 def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
@@ -282,7 +215,7 @@ def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int,
     names = [axis.name for axis in stage.group.axes]
     even = stage.has_equal_shards
     distinct: dict[object, tuple[int, int, int]] = {}
-    for device, coordinates in _grid_positions(stage.group):
+    for device, coordinates in grid_positions(stage.group):
         replica = coordinates[names.index("replica")] if "replica" in names else 0
         position = coordinates[names.index("shard")] if "shard" in names else 0
         key = (network.kinds[device].name, stage.rows[replica], 0 if even else position)
@@ -346,8 +279,10 @@ def _stage_costs(
 ) -> Mapping[str, StageCost]:
     """Return the worst cost of the stage's devices, by device kind."""
     by_kind: dict[str, list[StageCost]] = {}
+    traffic = state_traffic(stage, work.precision, network)
     for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings, silent):
-        by_kind.setdefault(kind, []).append(StageCost(*_sum_layers(costs)))
+        cost = StageCost(*_sum_layers(costs))
+        by_kind.setdefault(kind, []).append(add_state_traffic(cost, costs, traffic) if traffic else cost)
     return {kind: worst_stage(device_costs) for kind, device_costs in by_kind.items()}
 
 

@@ -25,7 +25,7 @@ from pipefit.layout import (
 from pipefit.model.graph import Layer, size_value
 from pipefit.model.ops.attention import DOCUMENTS_APART
 from pipefit.optimizers import find_optimizer
-from pipefit.optimizers.sharded_state import ShardedState, state_of_forms
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, state_of_forms
 from pipefit.plan.assemble.packed_rows import edge_sizes, frozen_layers, packed_sizes, packed_symbols, stage_grouping
 from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
@@ -34,6 +34,7 @@ from pipefit.plan.assemble.shard_programs import (
     count_parameters,
     kept_state_bytes,
     layer_shares,
+    sharded_elements,
     sharding_key,
 )
 from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, Plan, SampleSpace, Stage
@@ -106,6 +107,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 recompute=stage.recompute,
                 parameters=count_parameters(named.values(), len(shares), parts.job),
                 sharded_state=parts.sharded_state[index],
+                sharded_elements=_sharded_elements(parts.sharded_state[index], stage, shares, programs),
                 shares=layer_shares(layer_programs, shares),
                 symbols=(
                     *packed_symbols(
@@ -128,6 +130,17 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
         precision=parts.job.precision,
         optimizer=find_optimizer(parts.job.optimizer),
     )
+
+
+def _sharded_elements(
+    state: ShardedState, stage: Stage, shares: tuple[int, ...], programs: ProgramCache
+) -> tuple[tuple[int, ...], ...]:
+    """Return `StageWork.sharded_elements`."""
+    if not shards_gradients(state):
+        return ()
+    layers = programs.module_layers(stage.module, stage.layers)
+    named = [programs.named_parameters((layer,), sharding_key(stage), shares) for layer in layers]
+    return sharded_elements(named, programs.layer_uses(stage.module), len(shares))
 
 
 def _tied_work(

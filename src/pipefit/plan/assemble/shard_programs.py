@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -62,6 +63,7 @@ class ProgramCache:
         self.recipes: dict[str, str] = dict(recipes or {})
         self.modules: Mapping[str, ModelModule] = {module.name: module for module in model.modules}
         self._programs: dict[tuple[str, str, tuple[int, ...]], LayerProgram] = {}
+        self._uses: dict[str, Counter[str]] = {}
         self._counts: dict[tuple[str, str, tuple[int, ...]], Mapping[str, StoredParameter]] = {}
 
     @property
@@ -131,6 +133,14 @@ class ProgramCache:
                 named[layer.parameters[local]] = count
         return named
 
+    def layer_uses(self, module: str) -> Mapping[str, int]:
+        """Return the number of layers of a module that use each parameter."""
+        if module not in self._uses:
+            self._uses[module] = Counter(
+                name for layer in self.modules[module].layers for name in layer.parameters.values()
+            )
+        return self._uses[module]
+
     def parameter_counts(
         self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...], job: Job | None = None
     ) -> ParameterCounts:
@@ -139,6 +149,16 @@ class ProgramCache:
         With a job, the bytes of its optimizer's state that is not sharded are included.
         """
         return count_parameters(self.named_parameters(layers, sharding, shares).values(), len(shares), job)
+
+
+def sharded_elements(
+    layers: Sequence[Mapping[str, StoredParameter]], uses: Mapping[str, int], num_shards: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return [layer][position of the shard axis]: the trained elements that only this layer uses. `layers` holds the
+    parameters of each layer, `uses` the number of layers of the module that use a parameter."""
+    places = range(num_shards)
+    alone = [[p for name, p in named.items() if p.trainable and uses[name] == 1] for named in layers]
+    return tuple(tuple(sum(stored.elements[place] for stored in kept) for place in places) for kept in alone)
 
 
 def count_parameters(stored: Collection[StoredParameter], num_shards: int, job: Job | None = None) -> ParameterCounts:

@@ -14,9 +14,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
+from pipefit.cost.pipeline.rings import axis_rings
 from pipefit.cost.portable import whole_power
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute, StageWork, state_share
+from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, state_share
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
+from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
 from pipefit.plan.bounds.step_bounds import min_in_flight
@@ -44,12 +49,13 @@ class LowerBounds:
         self.slicer = slicer or SequenceSlicer(cutter, job, NO_CONSTRAINTS)
         self._known: dict[tuple[tuple[int, ...], ...], LayerBounds] = {}
         self._stacks: dict[object, BoundsStack] = {}
-        self._statics: dict[tuple[float, ShardProgram], Array] = {}
+        self._statics: dict[tuple[StateShare, ShardProgram], Array] = {}
         self._counted: dict[object, tuple[CandidateGrid, Mapping[Runs, int]]] = {}
         "Number of lanes by their kinds of replicas; the grid is kept so that the `id` in the key stays unique."
         self._counts: dict[int, tuple[CandidateGrid, object]] = {}
         "`id` of a grid's counts -> a key by which counts are compared; the grid is kept so that the `id` stays unique."
         self._flights: dict[object, Array] = {}
+        self._traffic: dict[object, tuple[float, float]] = {}
         self._near: dict[tuple[frozenset[Pair], Recompute, ShardProgram], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
         "Rows of slices; the stage is kept alive because the key holds its `id`."
@@ -150,9 +156,11 @@ class LowerBounds:
         pairs = pairs_of(runs, rows)
         if slices:
             stage = self.slicer.stage_work(pairs, recompute, program)
-            return self._slice_row(self.cutter.layer_row(self.job, pairs, recompute, 1.0, program), stage, slices)
+            return self._slice_row(
+                self.cutter.layer_row(self.job, pairs, recompute, COMPLETE_STATE, program), stage, slices
+            )
         if even:
-            return self.cutter.layer_row(self.job, pairs, recompute, 1.0, program)
+            return self.cutter.layer_row(self.job, pairs, recompute, COMPLETE_STATE, program)
         key = (pairs, recompute, program)
         if key not in self._near:
             self._near[key] = self.cutter.interpolated_row(self.job, *key)
@@ -249,8 +257,47 @@ class LowerBounds:
             for which, name in enumerate(floor.panels[0].names)
         ]
         filled_s, lack = fill_lanes(floor, self._memory_demand(floor))
-        guess: Array = (floor.count[:, :, None] * filled_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)
+        spent_s = floor.count[:, :, None] * (filled_s + self._exposed_s(floor))
+        guess: Array = (spent_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)
         return guess
+
+    def _exposed_s(self, floor: GridBounds) -> Array:
+        """Return the seconds per microbatch of the collectives of sharded layers that the busiest lane's computation
+        cannot hide: [grid, 1, microbatches, recomputation, sharded state]."""
+        exposed = np.zeros((*floor.lane_forward_s.shape, len(floor.panels[0].sharded_state)))
+        for index, panel in enumerate(floor.panels):
+            for which, state in enumerate(panel.sharded_state):
+                if shards_gradients(state):
+                    gather_s, reduce_s = self._traffic_s(panel, state)
+                    slices = floor.slices
+                    more = np.maximum(0.0, gather_s * slices - floor.lane_forward_s[index])
+                    behind_s = (gather_s + reduce_s) * slices
+                    exposed[index, ..., which] = more + np.maximum(0.0, behind_s - floor.lane_backward_s[index])
+        return exposed[:, None]
+
+    def _traffic_s(self, panel: CandidateGrid, state: ShardedState) -> tuple[float, float]:
+        """Return the seconds to gather the parameters of an even lane once, and to sum its gradients once, over the
+        replicas of the first lane."""
+        decisions = panel.decisions_at(0)
+        key = (
+            decisions.replicas,
+            decisions.shards,
+            panel.program,
+            panel.lanes,
+            decisions.inner,
+            decisions.devices,
+            state,
+        )
+        if key not in self._traffic:
+            elements = self.cutter.sharded_elements(*panel.program) / panel.lanes
+            rings = axis_rings(make_groups(decisions)[0].to_mesh(), "replica")
+            network, precision = self.cutter.network, self.job.precision
+            gathered = elements * COMPUTE_BYTES[precision] if state == "parameters" else 0.0
+            self._traffic[key] = (
+                all_gather_s(network, rings, gathered),
+                reduce_scatter_s(network, rings, elements * GRADIENT_BYTES[precision]),
+            )
+        return self._traffic[key]
 
     def _memory_demand(self, floor: GridBounds) -> Array:
         """Return the bytes of all layers, with every lane as full as the fullest.
@@ -334,7 +381,7 @@ class LowerBounds:
             )
         return self._known[key]
 
-    def _layer_static_bytes(self, share: float, panel: CandidateGrid) -> Array:
+    def _layer_static_bytes(self, share: StateShare, panel: CandidateGrid) -> Array:
         key = (share, panel.program)
         if key not in self._statics:
             self._statics[key] = self.cutter.layer_static_bytes(self.job, share, *panel.program)

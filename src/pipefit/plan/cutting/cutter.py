@@ -12,13 +12,15 @@ import numpy as np
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.memory.lanes import stage_holdings
+from pipefit.cost.pipeline.state_traffic import largest_pair
 from pipefit.cost.pipeline.table import layer_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES, state_bytes
 from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute, StageWork, state_share
+from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, state_share
 from pipefit.layout import Mesh, split_by_shares
 from pipefit.optimizers import find_optimizer
-from pipefit.plan.assemble.shard_programs import ProgramCache, kept_state_bytes, layer_shares
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
+from pipefit.plan.assemble.shard_programs import ProgramCache, kept_state_bytes, layer_shares, sharded_elements
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.cutting.layer_cut import LayerCut, best_cut, lanes_in_flight, measure_cut, stages_in_flight
 from pipefit.plan.cutting.partition import partition_layers
@@ -55,6 +57,7 @@ class LayerCutter:
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
+        self._sharded: dict[object, Array] = {}
         self._shared_state: dict[object, Array] = {}
         self._cuts: dict[object, LayerCut | None] = {}
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
@@ -126,10 +129,15 @@ class LayerCutter:
         return row_of_stage
 
     def layer_row(
-        self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float, program: ShardProgram = UNSHARDED
+        self,
+        job: Job,
+        pairs: frozenset[Pair],
+        recompute: Recompute,
+        share: StateShare,
+        program: ShardProgram = UNSHARDED,
     ) -> LayerRow:
         """Return the costs on a stage whose shard groups lie in one host each, have these kinds and rows, and keep
-        `share` of the optimizer state.
+        `share` of the sharded state.
 
         Equal arguments return the same object.
         """
@@ -170,7 +178,9 @@ class LayerCutter:
 
         def exact_s(kind: int, rows: int) -> float:
             if (kind, rows) not in known:
-                row = self.layer_row(job, frozenset({(self.fleet.names[kind], rows)}), recompute, 1.0, program)
+                row = self.layer_row(
+                    job, frozenset({(self.fleet.names[kind], rows)}), recompute, COMPLETE_STATE, program
+                )
                 known[kind, rows] = float(row.forward_s.sum() + row.backward_s.sum())
             return known[kind, rows]
 
@@ -191,9 +201,9 @@ class LayerCutter:
         bounding_rows = []
         for name, rows in pairs:
             low = 1 << (rows.bit_length() - 1)
-            lower = self.layer_row(job, frozenset({(name, low)}), recompute, 1.0, program)
+            lower = self.layer_row(job, frozenset({(name, low)}), recompute, COMPLETE_STATE, program)
             if low < rows:
-                upper = self.layer_row(job, frozenset({(name, 2 * low)}), recompute, 1.0, program)
+                upper = self.layer_row(job, frozenset({(name, 2 * low)}), recompute, COMPLETE_STATE, program)
                 part = rows / (2 * low)
                 lower = replace(
                     lower,
@@ -224,7 +234,7 @@ class LayerCutter:
         )
 
     def _sharded_row(
-        self, job: Job, decisions: ParallelConfig, stage: int, lane: int, group: Mesh, share: float
+        self, job: Job, decisions: ParallelConfig, stage: int, lane: int, group: Mesh, share: StateShare
     ) -> LayerRow:
         """Return the row of one stage whose devices run one sharded program."""
         rows = _replica_rows(job.batch // decisions.microbatches, decisions.replicas)
@@ -281,32 +291,58 @@ class LayerCutter:
         )
 
     def _with_statics(
-        self, row: LayerRow, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)
+        self, row: LayerRow, job: Job, share: StateShare, sharding: str = "none", shards: tuple[int, ...] = (1,)
     ) -> LayerRow:
         """Return the row with its static bytes. Replicas split the optimizer state as they split rows."""
         static = self.layer_static_bytes(job, share, sharding, shards)
+        gathered = self._complete_layer_bytes(job, share.state, sharding, shards)
+        row = replace(row, static_bytes=static, passing_bytes=row.passing_bytes + gathered)
         if not row.kinds:
-            return replace(row, static_bytes=static)
-        split_ = share < 1
+            return row
         kinds = tuple(
             replace(
                 kind,
-                static_bytes=self.layer_static_bytes(job, share * kind.part if split_ else share, sharding, shards),
+                static_bytes=self.layer_static_bytes(job, share.scale_part(kind.part), sharding, shards),
+                passing_bytes=kind.passing_bytes + gathered,
             )
             for kind in row.kinds
         )
-        return replace(row, static_bytes=static, kinds=kinds, limit_bytes=most_bytes(kinds, static, row.saved_bytes))
+        return replace(row, kinds=kinds, limit_bytes=most_bytes(kinds, static, row.saved_bytes))
 
     def layer_static_bytes(
-        self, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)
+        self, job: Job, share: StateShare, sharding: str = "none", shards: tuple[int, ...] = (1,)
     ) -> Array:
         """Return the static bytes of each layer, on the shard position that stores most of it."""
         width = COMPUTE_BYTES[job.precision]
         per_state = state_bytes(find_optimizer(job.optimizer), job.precision)
-        per_element = width + GRADIENT_BYTES[job.precision] + per_state * share
+        per_element = width + GRADIENT_BYTES[job.precision] + per_state * share.part
         trainable, frozen = self._element_counts(sharding, shards)
-        fullest: Array = (trainable * per_element + frozen * width).max(axis=1)
+        held = trainable * per_element + frozen * width
+        if shards_gradients(share.state):
+            away = (1 - share.gradient_part) * GRADIENT_BYTES[job.precision] + (1 - share.parameter_part) * width
+            held = held - self._sharded_counts(sharding, shards) * away
+        fullest: Array = held.max(axis=1)
         return fullest + self._shared_state_bytes(job, sharding, shards)
+
+    def _complete_layer_bytes(self, job: Job, state: ShardedState, sharding: str, shards: tuple[int, ...]) -> float:
+        """Return the bytes of the two neighbouring layers that an action of ZeRO-2 or 3 holds complete, at most."""
+        if not shards_gradients(state):
+            return 0.0
+        width = COMPUTE_BYTES[job.precision] * (state == "parameters") + GRADIENT_BYTES[job.precision]
+        return width * largest_pair(self._sharded_counts(sharding, shards).max(axis=1).tolist())
+
+    def sharded_elements(self, sharding: str, shards: tuple[int, ...]) -> float:
+        """Return the elements of all layers on the fullest device whose gradients ZeRO-2 and 3 shard."""
+        return float(self._sharded_counts(sharding, shards).max(axis=1).sum())
+
+    def _sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> Array:
+        """Return [layer, shard position]: trained elements that only this layer uses."""
+        if (sharding, shards) not in self._sharded:
+            layers = self.programs.modules[self.module].layers
+            named = [self.programs.named_parameters((layer,), sharding, shards) for layer in layers]
+            counts = sharded_elements(named, self.programs.layer_uses(self.module), len(shards))
+            self._sharded[sharding, shards] = np.array(counts, dtype=float)
+        return self._sharded[sharding, shards]
 
     def _shared_state_bytes(self, job: Job, sharding: str, shards: tuple[int, ...]) -> Array:
         """Return the bytes of optimizer state of each layer that every device keeps. A shared parameter counts at its

@@ -12,7 +12,8 @@ from pipefit.cost.comm.collectives import all_reduce_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.overlap import remaining_lines
-from pipefit.cost.pipeline.table import overlap_share, shard_rings, slice_places, stage_cost
+from pipefit.cost.pipeline.rings import shard_rings
+from pipefit.cost.pipeline.table import overlap_share, slice_places, stage_cost
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import Array
 from pipefit.cost.work import PipelineWork, StageWork

@@ -13,7 +13,8 @@ from pipefit.cost.comm.lowerings import shard_collective
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.roofline import LayerCosts, layer_seconds
-from pipefit.cost.pipeline.table import shard_rings, slice_places
+from pipefit.cost.pipeline.rings import shard_rings
+from pipefit.cost.pipeline.table import slice_places
 from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork

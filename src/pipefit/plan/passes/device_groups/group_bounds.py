@@ -16,7 +16,7 @@ from functools import cached_property
 
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES
-from pipefit.cost.work import state_share
+from pipefit.cost.work import COMPLETE_STATE, state_share
 from pipefit.model.graph import element_count
 from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -124,7 +124,7 @@ class GroupLowerBounds:
         names = [layer.graph for layer in self.context.only_module.layers]
         parts = []
         for kind in self.context.layer_cutter.fleet.names:
-            row = self.context.layer_cutter.layer_row(self.job, frozenset({(kind, 1)}), "none", 1.0)
+            row = self.context.layer_cutter.layer_row(self.job, frozenset({(kind, 1)}), "none", COMPLETE_STATE)
             times = row.forward_s + row.backward_s
             parts.append(float(times[names.index(self._block)] / times.sum()))
         return min(parts)

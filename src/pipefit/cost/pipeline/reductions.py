@@ -1,0 +1,56 @@
+"""Seconds of the collectives at the end of an iteration: gradient sums, and gathers of updated parameters.
+
+Gradients that the replicas shard between the microbatches (ZeRO-2 and 3) are summed within the actions instead
+(`cost/pipeline/state_traffic.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.memory.step_end import stage_state_share
+from pipefit.cost.pipeline.overlap import Piece, hidden_s
+from pipefit.cost.pipeline.rings import replica_rings, shard_rings
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
+from pipefit.cost.work import PipelineWork, StageWork
+
+
+def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
+    """Return the seconds to sum the stage's gradients.
+
+    They are summed over the replicas, and over the shard axis for parameters replicated there. Stages that take turns
+    are summed together (`cost/pipeline/turns.py`).
+    """
+    if stage.turns > 1:
+        return 0.0
+    width = GRADIENT_BYTES[work.precision]
+    total = 0.0
+    if stage.group.find_axis("shard").size > 1:
+        part = stage_state_share(stage) if stage.has_sharded_layers else 1.0
+        total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * part * width)
+    if stage.group.find_axis("replica").size > 1:
+        collective = reduce_scatter_s if stage.shards_state else all_reduce_s
+        total += collective(network, replica_rings(stage), stage.reduced_elements * width)
+    return total
+
+
+def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
+    """Return the seconds to all-gather the updated parameters under ZeRO-1 and 2."""
+    if not stage.gathered_elements or stage.group.find_axis("replica").size == 1:
+        return 0.0
+    return all_gather_s(network, replica_rings(stage), stage.gathered_elements * COMPUTE_BYTES[work.precision])
+
+
+def hidden_reduction_s(
+    once_s: float, work: PipelineWork, beside: tuple[float, Mapping[str, Sequence[Piece]]]
+) -> dict[str, float]:
+    """Return the seconds of a stage's reduction (`once_s`) that overlap its last backward, if that is a B or a W.
+
+    `beside` is the stage's `overlap_share`.
+    """
+    share, pieces = beside
+    if not once_s or not share:
+        return {"B": 0.0, "W": 0.0}
+    return {kind: share * hidden_s(once_s, pieces[kind], work.bucket_bytes) for kind in ("B", "W")}

@@ -1,0 +1,37 @@
+"""Groups of devices of a stage that differ along one axis of its mesh, and so run collectives together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import lru_cache
+
+from pipefit.cost.work import StageWork
+from pipefit.layout import AxisName, Mesh
+
+
+def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of every shard group of a stage."""
+    return axis_rings(stage.group, "shard")
+
+
+def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """Return the devices that hold the same shard: one ring per shard position."""
+    return axis_rings(stage.group, "replica")
+
+
+@lru_cache(maxsize=4096)
+def axis_rings(group: Mesh, name: AxisName) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of devices that differ along one axis only, in grid order."""
+    rings: dict[tuple[int, ...], list[int]] = {}
+    for device, coordinates in grid_positions(group):
+        fixed = tuple(
+            -1 if axis.name == name else position for axis, position in zip(group.axes, coordinates, strict=True)
+        )
+        rings.setdefault(fixed, []).append(device)
+    return tuple(map(tuple, rings.values()))
+
+
+def grid_positions(group: Mesh) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield (device, its position along every axis) in grid order."""
+    return zip(group.devices, itertools.product(*(range(axis.size) for axis in group.axes)), strict=True)

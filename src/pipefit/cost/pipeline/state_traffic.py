@@ -1,0 +1,99 @@
+"""Collectives of ZeRO-2 and ZeRO-3 within the actions of a stage: gathers of parameters, sums of gradients.
+
+The runtime gathers the parameters of a layer while the layer before it runs, in the direction of the action, and sums
+the gradients of a layer while the layer after it runs. The first gather and the last sum overlap nothing (FSDP: Zhao et
+al., 2023). An action holds two layers of complete parameters and gradients at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import LayerCost
+from pipefit.cost.pipeline.rings import replica_rings
+from pipefit.cost.pipeline.stage_cost import StageCost
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
+from pipefit.cost.work import StageWork
+
+
+class StateTraffic(NamedTuple):
+    """The collectives of a stage's layers in one action, and the memory of complete layers."""
+
+    gather_s: tuple[float, ...]
+    "[layer]: seconds to gather its parameters; 0 unless they are sharded."
+    reduce_s: tuple[float, ...]
+    "[layer]: seconds to sum its gradients."
+    parameter_bytes: float
+    "Complete parameters of two neighbouring layers, the largest such pair; 0 unless parameters are sharded."
+    gradient_bytes: float
+    "Complete gradients of the same two layers."
+    overlap: float
+    "Part of the time beside the computation that costs nothing."
+
+
+def state_traffic(stage: StageWork, precision: Precision, network: Network) -> StateTraffic | None:
+    """Return the collectives of a stage whose replicas shard gradients or parameters; None for another stage."""
+    if not stage.has_sharded_layers:
+        return None
+    elements = [max(counts) for counts in stage.sharded_elements]
+    rings, gathers = replica_rings(stage), stage.sharded_state == "parameters"
+    widths = COMPUTE_BYTES[precision], GRADIENT_BYTES[precision]
+    seconds = {
+        count: (
+            all_gather_s(network, rings, count * widths[0]) if gathers and count else 0.0,
+            reduce_scatter_s(network, rings, count * widths[1]) if count else 0.0,
+        )
+        for count in set(elements)
+    }
+    pair = largest_pair(elements)
+    return StateTraffic(
+        gather_s=tuple(seconds[count][0] for count in elements),
+        reduce_s=tuple(seconds[count][1] for count in elements),
+        parameter_bytes=float(pair * widths[0]) if gathers else 0.0,
+        gradient_bytes=float(pair * widths[1]),
+        overlap=min(network.kinds[device].overlap for device in stage.group.devices),
+    )
+
+
+def largest_pair(elements: Sequence[float]) -> float:
+    """Return the largest sum of two neighbouring values, or the only value."""
+    return max([first + second for first, second in pairwise(elements)] or [elements[0]])
+
+
+def add_state_traffic(cost: StageCost, layers: Sequence[LayerCost], traffic: StateTraffic) -> StageCost:
+    """Return the cost of a stage with the collectives of its sharded layers."""
+    last_first = layers[::-1]
+    gathers, sums = traffic.gather_s[::-1], traffic.reduce_s[::-1]
+    nothing = (0.0,) * len(layers)
+    both = traffic.parameter_bytes + traffic.gradient_bytes
+
+    def add_collectives(seconds: Sequence[float], before: Sequence[float], behind: Sequence[float]) -> float:
+        return overlapped_s(seconds, before, behind, traffic.overlap)
+
+    return cost._replace(
+        forward_s=add_collectives([layer.forward_s for layer in layers], traffic.gather_s, nothing),
+        input_s=add_collectives([layer.input_s for layer in last_first], gathers, nothing),
+        weight_s=add_collectives([layer.weight_s for layer in last_first], nothing, sums),
+        backward_s=add_collectives([layer.backward_s for layer in last_first], gathers, sums),
+        forward_passing_bytes=cost.forward_passing_bytes + traffic.parameter_bytes,
+        input_passing_bytes=cost.input_passing_bytes + traffic.parameter_bytes,
+        weight_passing_bytes=cost.weight_passing_bytes + traffic.gradient_bytes,
+        fused_passing_bytes=cost.fused_passing_bytes + both,
+    )
+
+
+def overlapped_s(seconds: Sequence[float], before: Sequence[float], behind: Sequence[float], overlap: float) -> float:
+    """Return the seconds of an action whose layers run in this order.
+
+    `before` are the collectives that a layer needs, `behind` those of its results. While a layer runs, the gather of
+    the next layer and the sum of the previous one run one after the other. `overlap` is the part of the hidden time
+    that costs nothing.
+    """
+    serial_s = sum(seconds) + sum(before) + sum(behind)
+    beside = [ahead + left for ahead, left in zip((*before[1:], 0.0), (0.0, *behind[:-1]), strict=True)]
+    overlapped = before[0] + sum(map(max, seconds, beside)) + behind[-1]
+    return serial_s - overlap * (serial_s - overlapped)
