@@ -30,7 +30,7 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     if stage.group.find_axis("shard").size > 1:
         part = stage_state_share(stage) if stage.has_sharded_layers else 1.0
         total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * part * width)
-    if stage.group.find_axis("replica").size > 1:
+    if stage.group.find_axis("replica").size > 1 and (stage.reduced_elements or not stage.has_sharded_layers):
         collective = reduce_scatter_s if stage.shards_state else all_reduce_s
         total += collective(network, replica_rings(stage), stage.reduced_elements * width)
     return total
