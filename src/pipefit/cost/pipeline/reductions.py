@@ -38,7 +38,8 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Return the seconds to all-gather the updated parameters under ZeRO-1 and 2."""
-    if not stage.gathered_elements or stage.group.find_axis("replica").size == 1:
+    none_left = stage.has_sharded_layers and not stage.gathered_elements
+    if not stage.shards_state or none_left or stage.group.find_axis("replica").size == 1:
         return 0.0
     return all_gather_s(network, replica_rings(stage), stage.gathered_elements * COMPUTE_BYTES[work.precision])
 
