@@ -134,9 +134,9 @@ class StageProgram:
     def bind_gradients(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Bind the gradient buffers of all later backwards, by global name: shapes of the parameters, contiguous, in
         the computing dtype or in float32. The caller zeroes them. Sharded layers bind their own."""
-        own_buffers = self._sharded.names if self._sharded is not None else ()
+        sharded_names = self._sharded.names if self._sharded is not None else ()
         for name, parameter in self.parameters.items():
-            if parameter.requires_grad and name not in own_buffers:
+            if parameter.requires_grad and name not in sharded_names:
                 buffer = buffers[name]
                 assert buffer.shape == parameter.shape, (name, buffer.shape, parameter.shape)
                 bind_buffer(parameter, buffer)
@@ -204,13 +204,13 @@ class StageProgram:
                 del self._past[record.microbatch]
         x = inputs.get("")
         sharded = self._sharded
-        for place, function in enumerate(self.functions):
+        for index, function in enumerate(self.functions):
             if sharded is None:
                 x = function.call(record, x)
             else:
-                sharded.enter_layer(place, place + 1)
+                sharded.enter_layer(index, index + 1)
                 x = function.call(record, x)
-                sharded.leave_layer(place)
+                sharded.leave_layer(index)
         self._finish_sharded()
         return self._stage_outputs(record, x)
 

@@ -1,12 +1,12 @@
-"""The layers of a stage whose gradients (ZeRO-2) or also parameters (ZeRO-3) are sharded over the replicas.
+"""Layers with gradients (ZeRO-2), or also parameters (ZeRO-3), that are sharded over the replicas.
 
-A layer's parameters are all-gathered before the layer runs, while the layer before it runs, and released after it. Its
-complete gradients exist from the start of its backward until they are reduce-scattered, while the next layer runs; the
-result is added to this rank's owned run (Rajbhandari et al., 2020; Zhao et al., "PyTorch FSDP", 2023). At most two
-layers have complete parameters, and two complete gradients. Nothing is in flight between two actions.
+A layer's parameters are all-gathered while the layer before it runs, and released after its run. Its backward starts
+with complete gradients of zeros. They are reduce-scattered while the next layer runs, and the result is added to this
+rank's owned run. So at most two layers have complete parameters, and two complete gradients. Nothing is in flight
+between two actions. Sources: Rajbhandari et al., 2020; Zhao et al., "PyTorch FSDP", 2023.
 
-The flat tensor of released parameters keeps its identity, with a storage of size 0: views of it and tensors that
-autograd has saved are valid again after the next gather.
+The flat tensor of released parameters keeps its identity, with a storage of size 0. Its views, also those saved by
+autograd, are valid again after the next gather.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ShardedBucket:
             self._reduction = None
 
     def _check_gradients(self) -> None:
-        """Assert that a pass which does not add to the gradients has left none."""
+        """Assert that a pass without gradients of this bucket has left none."""
         for entry in self.bucket.entries:
             assert entry.tensor.grad is None, f"an unexpected gradient of {entry.name}"
 
@@ -94,14 +94,14 @@ class ShardedBucket:
 class ShardedLayers:
     """The sharded buckets of one stage, by the index of the layer within the stage.
 
-    The stage program calls `enter_layer` and `leave_layer` around each run of a layer, `begin_gradients` and
-    `end_gradients` around each pass that computes weight gradients, and `finish_action` at the end of an action.
+    The stage program calls `enter_layer` and `leave_layer` around each run of a layer. It calls `begin_gradients` and
+    `end_gradients` around each computation of weight gradients, and `finish_action` at the end of an action.
     """
 
     def __init__(self, buckets: Iterable[tuple[int, ShardedBucket]]) -> None:
         self._layers: dict[int, list[ShardedBucket]] = {}
-        for place, bucket in buckets:
-            self._layers.setdefault(place, []).append(bucket)
+        for index, bucket in buckets:
+            self._layers.setdefault(index, []).append(bucket)
         self.names = frozenset(
             entry.name for layer in self._layers.values() for bucket in layer for entry in bucket.bucket.entries
         )
@@ -109,42 +109,42 @@ class ShardedLayers:
         self._gathered: set[int] = set()
         self._reducing: list[ShardedBucket] = []
 
-    def enter_layer(self, place: int, following: int) -> None:
+    def enter_layer(self, index: int, following: int) -> None:
         """Wait until the parameters of a layer are complete, and start to gather those of the layer that follows."""
-        self._start_gather(place)
-        for bucket in self._layers.get(place, ()):
+        self._start_gather(index)
+        for bucket in self._layers.get(index, ()):
             bucket.finish_gather()
         self._start_gather(following)
 
-    def leave_layer(self, place: int) -> None:
+    def leave_layer(self, index: int) -> None:
         """Release the parameters of a layer."""
-        self._gathered.discard(place)
-        for bucket in self._layers.get(place, ()):
+        self._gathered.discard(index)
+        for bucket in self._layers.get(index, ()):
             bucket.release_parameters()
 
-    def begin_gradients(self, place: int, kind: BackwardKind) -> None:
-        """Give the parameters of a layer complete gradients, for those that this kind of pass adds to."""
-        for bucket in self._layers.get(place, ()):
+    def begin_gradients(self, index: int, kind: BackwardKind) -> None:
+        """Bind complete gradients of a layer, for the buckets with a gradient in this kind of pass."""
+        for bucket in self._layers.get(index, ()):
             if kind in bucket.kinds:
                 bucket.begin_gradients()
 
-    def end_gradients(self, place: int) -> None:
+    def end_gradients(self, index: int) -> None:
         """Start to reduce the gradients of a layer; wait for those of the layer before it."""
         self._finish_reductions()
-        for bucket in self._layers.get(place, ()):
+        for bucket in self._layers.get(index, ()):
             bucket.start_reduction()
             self._reducing.append(bucket)
 
     def finish_action(self) -> None:
         """Wait for everything in flight and release all complete parameters."""
         self._finish_reductions()
-        for place in sorted(self._gathered):
-            self.leave_layer(place)
+        for index in sorted(self._gathered):
+            self.leave_layer(index)
 
-    def _start_gather(self, place: int) -> None:
-        if place in self._layers:
-            self._gathered.add(place)
-            for bucket in self._layers[place]:
+    def _start_gather(self, index: int) -> None:
+        if index in self._layers:
+            self._gathered.add(index)
+            for bucket in self._layers[index]:
                 bucket.start_gather()
 
     def _finish_reductions(self) -> None:
@@ -154,7 +154,7 @@ class ShardedLayers:
 
 
 class BackwardWalk:
-    """The layers of one autograd segment in the order of its backward: the last is prepared before it runs, the others
+    """The layers of one autograd segment in the order of its backward. The last is prepared before it runs, the others
     when the backward reaches the input of the layer above."""
 
     def __init__(
@@ -189,9 +189,9 @@ class BackwardWalk:
         if self._sharded is not None or self._done is not None:
             self._finish_layers(0)
 
-    def _reach_hook(self, place: int) -> Callable[..., None]:
+    def _reach_hook(self, index: int) -> Callable[..., None]:
         def reach_input(*_: Any) -> None:
-            if self._finish_layers(place):
+            if self._finish_layers(index):
                 self._enter_layers()
 
         return reach_input
@@ -200,15 +200,15 @@ class BackwardWalk:
         if self._sharded is None or not self._pending:
             return
         top = self._pending[-1]
-        low = max((place for place in self._marks if place <= top), default=self._pending[0])
-        for place in range(top, low - 1, -1):
-            self._sharded.enter_layer(place, place - 1)
-            self._sharded.begin_gradients(place, self._kind)
+        low = max((index for index in self._marks if index <= top), default=self._pending[0])
+        for index in range(top, low - 1, -1):
+            self._sharded.enter_layer(index, index - 1)
+            self._sharded.begin_gradients(index, self._kind)
 
-    def _finish_layers(self, place: int) -> bool:
-        """Finish the layers from `place` on whose gradients are complete. Returns True if there were any."""
+    def _finish_layers(self, index: int) -> bool:
+        """Finish the layers from `index` on whose gradients are complete. Returns True if there were any."""
         count = len(self._pending)
-        while self._pending and self._pending[-1] >= place:
+        while self._pending and self._pending[-1] >= index:
             layer = self._pending.pop()
             if self._done is not None:
                 self._done(layer)
@@ -219,8 +219,8 @@ class BackwardWalk:
 
 
 def gradient_passes(graph: Graph) -> Mapping[str, frozenset[str]]:
-    """Return the passes that compute the gradient of each parameter of a layer, by local name: B, with I for operators
-    that compute it beside the input gradient, and W for those that defer it."""
+    """Return local name -> the passes with a gradient of this parameter: B, and I or W. W is for operators with
+    deferred weight gradients."""
     passes: dict[str, set[str]] = {}
     for operator in graph.operators:
         kind = KINDS[operator.kind]

@@ -1,4 +1,4 @@
-"""What the replicas shard of each parameter of a plan, and the sharded layers of the stage programs."""
+"""The sharded state of each parameter of a plan, and the sharded layers of the stage programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipefit.run.update.buckets import GradientBucket
 
 
 def held_state(plan: Plan, parameter: ParameterPlan, group: Mesh) -> ShardedState:
-    """Return what the devices of a stage with this mesh shard of a parameter."""
+    """Return the sharded state of a parameter in a stage with this mesh."""
     if not parameter.trainable:
         return "none"
     owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
@@ -46,13 +46,13 @@ def bind_sharded_layers(
             if bucket.stage == stage and bucket.shards_gradients:
                 members = groups[stage].devices_along(device, bucket.entries[0].state_axes)
                 group = comms.find_group([ranks[member] for member in members])
-                place = bucket.first_layer
-                layers.append((place, ShardedBucket(bucket, group, _bucket_passes(program, place, bucket))))
+                index = bucket.first_layer
+                layers.append((index, ShardedBucket(bucket, group, _bucket_passes(program, index, bucket))))
         if layers:
             program.bind_sharded_layers(ShardedLayers(layers))
 
 
-def _bucket_passes(program: StageProgram, place: int, bucket: GradientBucket) -> frozenset[str]:
-    layer, names = program.layers[place], {entry.name for entry in bucket.entries}
+def _bucket_passes(program: StageProgram, index: int, bucket: GradientBucket) -> frozenset[str]:
+    layer, names = program.layers[index], {entry.name for entry in bucket.entries}
     passes = gradient_passes(layer.graph)
     return frozenset().union(*(passes[local] for local, name in layer.parameters.items() if name in names))
