@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.run.worker.test_exact import cases_of, check_one_step, one_process
+from tests.support import sharded_cases
+from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
 
 from pipefit.plan.types import Plan
@@ -88,3 +91,67 @@ def test_parameters_agree_after_some_steps(gloo_pool, case, state):
     for parameter, value in wanted["parameters"].items():
         error = np.abs(found["parameters"][parameter] - value).max()
         assert error <= 1e-9 * np.abs(value).max(), f"{parameter}: {error}"
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("case", ["uneven replicas", "megatron-sp", "tied over 2 stages"])
+def test_clipping_takes_the_same_norm(gloo_pool, case, state):
+    name, make = CASES[case]
+    optimizer = replace(cases.OPTIMIZER, max_norm=0.05)
+    found, wanted = (
+        gloo_pool.run(cases.run_steps, one, plans.model(name), plans.VOCABULARY, 2, True, optimizer, ranks=ranks)[0]
+        for one, ranks in prepared(gloo_pool, name, make(state), plans.plan(name, microbatches=1))
+    )
+    assert wanted["steps"][0][1] > 0.1, "nothing is clipped"
+    np.testing.assert_allclose(found["steps"], wanted["steps"], rtol=1e-10)
+    for parameter, value in wanted["parameters"].items():
+        assert np.abs(found["parameters"][parameter] - value).max() <= 1e-9 * np.abs(value).max(), parameter
+
+
+def prepared(pool: Any, name: str, *some: Plan) -> list[tuple[Plan, int]]:
+    pool.run(cases.prepare, [(one, plans.model(name)) for one in some], ranks=8)
+    return [(one, len(one.used_devices)) for one in some]
+
+
+@pytest.mark.parametrize("split_weights", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "tied"])
+def test_bfloat16_equals_zero_1(gloo_pool, name, split_weights):
+    """Only the order of float32 sums over the microbatches differs."""
+    job = replace(plans.JOB, precision="bfloat16")
+    shape = {"stages": 2, "microbatches": 4, "replicas": (1, 1)}
+    some = [plans.plan(name, job, **shape, sharded_state=state) for state in ("optimizer", *STATES)]
+    if split_weights:
+        some = [plans.zero_bubble_like(one) for one in some]
+    results = [
+        gloo_pool.run(cases.uninterrupted, one, plans.model(name), plans.VOCABULARY, (0, 2), ranks=ranks)[0]
+        for one, ranks in prepared(gloo_pool, name, *some)
+    ]
+    for result in results[1:]:
+        assert result["steps"][0][0] == results[0]["steps"][0][0]
+        np.testing.assert_allclose(result["steps"], results[0]["steps"], rtol=1e-4)
+        for parameter, value in results[0]["parameters"].items():
+            difference = np.abs(result["parameters"][parameter] - value)
+            assert difference.mean() <= 1e-3 * np.abs(value).mean(), parameter
+
+
+@pytest.mark.parametrize("sharding", [{}, {"shards": (1, 1), "sharding": "megatron-sp"}])
+@pytest.mark.parametrize("name", ["llama", "tied"])
+@pytest.mark.parametrize("state", STATES)
+def test_a_device_keeps_only_its_part(gloo_pool, state, name, sharding):
+    """After a step and an evaluation: the storages of parameters and gradients, and what is still in flight."""
+    the_plan = plans.plan(name, microbatches=2, replicas=(1, 1), sharded_state=state, **sharding)
+    ((_, ranks),) = prepared(gloo_pool, name, the_plan)
+    for found in gloo_pool.run(sharded_cases.kept_bytes, the_plan, plans.model(name), plans.VOCABULARY, ranks=ranks):
+        sharded = found["sharded"]
+        assert sharded["buckets"] > 4 and sharded["layers"] == 1, "a bucket spans two layers"
+        assert sharded["gradients"] * 2 == sharded["elements"]
+        assert sharded["parameters"] * (2 if state == "parameters" else 1) == sharded["elements"]
+        assert found["tied"]["buckets"] == (name == "tied")
+        assert found["tied"]["parameters"] == found["tied"]["gradients"] == found["tied"]["elements"]
+        assert found["stale"] == [] and found["in_flight"] == 0
+        assert found["most_parameters"] <= 2 and found["most_gradients"] <= 2
+
+
+def test_no_gather_ends_a_step_of_zero_3():
+    lanes = {state: plans.plan("llama", microbatches=2, replicas=(1, 1), sharded_state=state) for state in STATES}
+    assert "GATHER" in lanes["gradients"].order.lanes[0] and "GATHER" not in lanes["parameters"].order.lanes[0]

@@ -98,6 +98,7 @@ class SavedForward:
             if done is not None:
                 done(layer)
             if sharded is not None:
+                sharded.leave_layer(layer)
                 sharded.end_gradients(layer)
         assert not queue, "a deferred weight gradient out of layer order"
         self.deferred = None

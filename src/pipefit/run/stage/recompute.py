@@ -126,7 +126,7 @@ class FrozenSegment(AutogradSegment):
     def forward(self, record: SavedForward, x: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
         """Run the layers without saving anything."""
         with torch.no_grad():
-            out: torch.Tensor = self._run_layers(record, x, [], None)
+            out: torch.Tensor = self._run_layers(record, x, [], self.sharded)
         return out
 
     def backward(

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pipefit.lab.pace import pace_wait
 from pipefit.model.graph import Graph
 from pipefit.model.ops import KINDS
 from pipefit.run.stage.parameters import bind_buffer, drop_buffer
@@ -48,7 +49,7 @@ class ShardedBucket:
     def finish_gather(self) -> None:
         """Wait for the gather."""
         if self._work is not None:
-            self._work.wait()
+            pace_wait(self._work.wait)
             self._work = None
 
     def release_parameters(self) -> None:
@@ -81,7 +82,7 @@ class ShardedBucket:
         """Wait for the reduction and add its result to the owned gradients; the complete ones are freed."""
         if self._reduction is not None:
             work, part, _ = self._reduction
-            work.wait()
+            pace_wait(work.wait)
             self.bucket.gradients.add_(part)
             self._reduction = None
 
@@ -106,6 +107,8 @@ class ShardedLayers:
             entry.name for layer in self._layers.values() for bucket in layer for entry in bucket.bucket.entries
         )
         "Global names of the parameters."
+        self.on_layer_end: Callable[[int], None] | None = None
+        "If set, called with each layer at the end of its run, before any communication (the lab)."
         self._gathered: set[int] = set()
         self._reducing: list[ShardedBucket] = []
 
@@ -117,10 +120,10 @@ class ShardedLayers:
         self._start_gather(following)
 
     def leave_layer(self, index: int) -> None:
-        """Release the parameters of a layer."""
-        self._gathered.discard(index)
-        for bucket in self._layers.get(index, ()):
-            bucket.release_parameters()
+        """Release the parameters of a layer whose run has ended: its forward, backward or weight gradients."""
+        if self.on_layer_end is not None:
+            self.on_layer_end(index)
+        self._release_layer(index)
 
     def begin_gradients(self, index: int, kind: BackwardKind) -> None:
         """Bind complete gradients of a layer, for the buckets with a gradient in this kind of pass."""
@@ -139,7 +142,12 @@ class ShardedLayers:
         """Wait for everything in flight and release all complete parameters."""
         self._finish_reductions()
         for index in sorted(self._gathered):
-            self.leave_layer(index)
+            self._release_layer(index)
+
+    def _release_layer(self, index: int) -> None:
+        self._gathered.discard(index)
+        for bucket in self._layers.get(index, ()):
+            bucket.release_parameters()
 
     def _start_gather(self, index: int) -> None:
         if index in self._layers:
