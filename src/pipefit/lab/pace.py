@@ -3,7 +3,8 @@ done.
 
 This is the one interface between the lab and the packages that compute. `run/` and `profile/` pass their stages through
 `pace_program`, which returns them unchanged if `PIPEFIT_LAB` names no lab. The last backward of a stage is paced layer
-by layer, so that reductions start when the emulated device would have started them. Time in collectives inside a stage
+by layer, so that reductions start when the emulated device would have started them. So are all actions of a stage with
+sharded layers. Time in collectives inside a stage
 is added to the device's time (`pace_collective`). Each collective starts when the emulated device would reach it;
 otherwise ranks would wait there for each other's real work. A late wake-up is subtracted from the next action if that
 follows at once.
@@ -172,9 +173,15 @@ class PacedStage:
         self._counts: dict[tuple[int, str], int] = {}
         "Number of collectives by (layer, action)."
         self.on_layer_gradients: Callable[[int], None] | None = None
+        self._sharded: Any = None
+        "The sharded layers of the stage: each communicates when the emulated device has done it."
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
+
+    def bind_sharded_layers(self, sharded: Any) -> None:
+        self._sharded = sharded
+        self._program.bind_sharded_layers(sharded)
 
     def begin_step(self, step: int, divisor: int, *weight: float) -> None:
         self._program.begin_step(step, divisor, *weight)
@@ -204,31 +211,38 @@ class PacedStage:
         factor = device.draw_factor()
         done, shown_s, marks = self.on_layer_gradients, device.table.action_s, LayerMarks()
 
-        def announce_gradient(place: int) -> None:
-            """Announce the gradients of a layer once the emulated device has done it and all layers after it."""
+        def announce_layer(place: int) -> None:
+            """Wait until the emulated device has done a layer and all before it; then announce its gradients."""
             nonlocal shown_s
             shown_s += layers_s[place]
             deadline = began + shown_s * factor + device.exchange_s - before_s
             late_s, marks.overslept_s = device.wait_until(deadline)
             marks.late_s = max(marks.late_s, late_s - marks.excused_s)
-            assert done is not None
-            done(place)
+            if announces:
+                assert done is not None
+                done(place)
             marks.excused_s = time.perf_counter() - deadline - max(0.0, late_s - marks.excused_s)
 
         announces = done is not None and kind in "BW"
-        self._program.on_layer_gradients = announce_gradient if announces else None
+        by_layer = announces or self._sharded is not None
+        if self._sharded is not None:
+            self._sharded.on_layer_end = announce_layer
+        else:
+            self._program.on_layer_gradients = announce_layer if announces else None
         key = (kind, *sizes.values())
         device.expect_collectives(
             [began + after_s * factor for after_s in self._collective_times(key, kind, sizes, layers_s)]
         )
         result = work()
+        if self._sharded is not None:
+            self._sharded.on_layer_end = None
         if not device.as_expected:
             self._arrivals[key] = []
         device.expect_collectives(())
         seconds = (device.table.action_s + sum(layers_s)) * factor
         exchanged_s = device.exchange_s - before_s
         warm = self._steps < 2
-        device.finish_action(began + seconds + exchanged_s, seconds, exchanged_s, warm, marks if announces else None)
+        device.finish_action(began + seconds + exchanged_s, seconds, exchanged_s, warm, marks if by_layer else None)
         return result
 
     def _layer_times(self, kind: str, sizes: Mapping[str, int]) -> list[float]:
@@ -340,6 +354,17 @@ def pace_collective(call: Callable[[], T]) -> T:
     result = call()
     device.exchange_s += time.perf_counter() - start
     return result
+
+
+def pace_wait(call: Callable[[], Any]) -> None:
+    """Run `call`, a wait for communication that runs beside a stage. An emulated device does no work meanwhile."""
+    device = emulated_device()
+    if device is None:
+        call()
+        return
+    start = time.perf_counter()
+    call()
+    device.exchange_s += time.perf_counter() - start
 
 
 def own_time() -> float:

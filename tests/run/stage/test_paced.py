@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pipefit.lab import pace
 from pipefit.lab.tables import DeviceTable
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.sharded_layers import ShardedLayers
 from pipefit.shard.megatron import shard_program
 
 pytestmark = pytest.mark.gloo
@@ -62,3 +64,52 @@ def test_an_emulated_device_knows_its_collectives_beforehand(tmp_path):
             assert len(found["B"]) == len(found["I"])
             again = recompute == "full"
             assert (len(found["I"]) > len(found["F"])) >= again, (sequence_parallel, recompute)
+
+
+class CountedLayers(ShardedLayers):
+    """Notes when each layer has ended, on the emulated device's time."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.ends: list[tuple[int, float]] = []
+
+    def leave_layer(self, index: int) -> None:
+        super().leave_layer(index)
+        self.ends.append((index, time.perf_counter()))
+
+
+def test_sharded_layers_reach_the_stage_and_end_at_the_pace_of_the_device(tmp_path, monkeypatch):
+    """Attributes of the wrapper are not seen inside; every layer communicates only once the device has done it."""
+    slow = DeviceTable(flops_per_s=1e12, memory_bytes_per_s=1e12, layer_s=5e-3, action_s=1e-3, jitter=0.0)
+    monkeypatch.setenv("PIPEFIT_LAB", str(lab_path(tmp_path, toy_lab(devices={"slow": slow}))))
+    monkeypatch.setenv("PIPEFIT_DEVICE_KIND", "slow")
+    layers = toy_layers()
+    stage, sharded = pace.pace_program(StageProgram(layers, dtype=torch.float64)), CountedLayers()
+    assert isinstance(stage, pace.PacedStage)
+    fill(stage)
+    stage.bind_sharded_layers(sharded)
+    stage.bind_gradients({name: torch.zeros_like(p.data) for name, p in stage.parameters.items()})
+    assert stage._program._sharded is sharded
+    announced: list[int] = []
+    for step, parted in itertools.product(range(2), (False, True)):
+        stage.begin_step(step, 31)
+        for kind in ("F", "I", "W") if parted else ("F", "B"):
+            sharded.ends, start = [], time.perf_counter()
+            stage.on_layer_gradients = announced.append if kind in "BW" else None
+            if kind == "F":
+                stage.forward(0, 0, {}, toy_feed(seed=1))
+            elif kind == "W":
+                stage.backward_weight(0, 0)
+            else:
+                (stage.backward if kind == "B" else stage.backward_input)(0, 0, {})
+            order = [index for index, _ in sharded.ends]
+            assert order == sorted(range(len(layers)), reverse=kind != "F")
+            if kind == "F":
+                sizes = dict(stage._sizes[0, 0])
+            times = stage._layer_times(kind, sizes)
+            due = start
+            for index, end in sharded.ends:
+                due += times[index]
+                assert end >= due, (kind, index)
+            assert sharded.on_layer_end is None
+    assert announced == list(reversed(range(len(layers)))) * 4

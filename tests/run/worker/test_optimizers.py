@@ -32,6 +32,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "stages": 2, "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron-sp",
             "sharded_state": "optimizer",
     },
+    "2 stages x 3 uneven replicas, zero-2": {
+        "stages": 2, "microbatches": 2, "replicas": (2, 1, 1), "sharded_state": "gradients",
+    },
+    "2 shards x 2 replicas, zero-3": {
+        "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron-sp",
+            "sharded_state": "parameters",
+    },
     "3 uneven replicas x 2 shards": {
         "microbatches": 2, "replicas": (2, 1, 1), "shards": (1, 1), "sharding": "megatron",
     },

@@ -45,6 +45,17 @@ SAME = {
         | {"sharded_state": "optimizer"},
         DROP,
     ),
+    "dropout x stages, zero-2": (
+        "dropout", {"stages": 2, "microbatches": 4, "replicas": (1, 1), "sharded_state": "gradients"}, DROP,
+    ),
+    "tied, megatron-sp, zero-3": (
+        "tied",
+        {"stages": 2, "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron-sp"}
+        | {"sharded_state": "parameters"},
+        DROP,
+    ),
+    "bfloat16 masters, zero-3": ("llama", {"stages": 2, "microbatches": 2, "replicas": (2, 1),
+        "sharded_state": "parameters"}, HALF),
     "bfloat16 masters, zero-1": ("llama", {"stages": 2, "microbatches": 2, "replicas": (2, 1),
         "sharded_state": "optimizer"}, HALF),
 }  # fmt: skip
@@ -62,6 +73,28 @@ def test_a_resume_under_the_same_plan_continues_bit_equal(gloo_pool, tmp_path, c
 
 
 OTHER = {
+    "from zero-3 to one process": (
+        {"stages": 2, "microbatches": 4, "replicas": (1, 1), "sharded_state": "parameters"},
+        {"microbatches": 1},
+    ),
+    "to zero-3": (
+        {"microbatches": 2},
+        {"stages": 2, "microbatches": 2, "replicas": (2, 1, 1), "sharded_state": "parameters"},
+    ),
+    "from zero-2 to zero-3 and shards": (
+        {"microbatches": 2, "replicas": (1, 1, 1), "sharded_state": "gradients"},
+        {
+            "microbatches": 2,
+            "replicas": (1, 1),
+            "shards": (1, 1),
+            "sharding": "megatron-sp",
+            "sharded_state": "parameters",
+        },
+    ),
+    "from zero-3 to another zero-3": (
+        {"microbatches": 2, "replicas": (1, 1, 1), "sharded_state": "parameters"},
+        {"stages": 2, "microbatches": 4, "replicas": (1, 1), "sharded_state": "parameters", "cuts": (3,)},
+    ),
     "to one process": (
         {"stages": 2, "microbatches": 4, "replicas": (1, 1), "sharded_state": "optimizer"},
         {"microbatches": 1},
@@ -94,6 +127,7 @@ def test_dropout_does_not_depend_on_the_layout(gloo_pool):
         {"microbatches": 1},
         {"stages": 3, "microbatches": 4, "replicas": (1, 1)},
         {"microbatches": 2, "replicas": (2, 1, 1)},
+        {"microbatches": 2, "replicas": (1, 1), "recompute": ("full",), "sharded_state": "parameters"},
         {"stages": 2, "microbatches": 2, "slices": (5, 7), "schedule": "gpipe"},
         {"stages": 2, "microbatches": 2, "recompute": ("full",)},
     ]
@@ -118,6 +152,9 @@ def test_dropout_does_not_depend_on_the_layout(gloo_pool):
     [
         {"microbatches": 2},
         {"stages": 3, "microbatches": 4, "replicas": (1, 1)},
+        {"microbatches": 2, "replicas": (1, 1), "sharded_state": "gradients"},
+        {"stages": 2, "microbatches": 2, "replicas": (2, 1), "sharded_state": "parameters"},
+        {"microbatches": 2, "slices": (5, 7), "replicas": (1, 1), "sharded_state": "parameters"},
         {"stages": 2, "microbatches": 2, "slices": (5, 7), "schedule": "gpipe"},
         {"stages": 4, "placement": (0, 1, 1, 0), "microbatches": 2, "schedule": "gpipe"},
     ],

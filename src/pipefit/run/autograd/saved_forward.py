@@ -80,19 +80,25 @@ class SavedForward:
         """Number of sequence tokens that go to a packed row."""
         return int(self.feed.data["condition_places"].shape[1])
 
-    def finish_weights(self, layers: int, done: Callable[[int], None] | None) -> None:
+    def finish_weights(self, layers: int, done: Callable[[int], None] | None, sharded: Any = None) -> None:
         """Run the deferred weight gradients, last layer first, releasing each one's tensors at once.
 
         `done(layer)` is called for every layer of the stage, in reverse order, when its gradients are complete.
+        `sharded` (`run.stage.sharded_layers`) provides the buffers of layers whose gradients are sharded.
         """
         queue = self.deferred
         assert queue is not None, "W before I"
         queue.reverse()
         for layer in range(layers - 1, -1, -1):
+            if sharded is not None:
+                sharded.begin_gradients(layer, "W")
             while queue and queue[-1].layer == layer:
                 item = queue.pop()
                 item.accumulate(*item.tensors)
             if done is not None:
                 done(layer)
+            if sharded is not None:
+                sharded.leave_layer(layer)
+                sharded.end_gradients(layer)
         assert not queue, "a deferred weight gradient out of layer order"
         self.deferred = None

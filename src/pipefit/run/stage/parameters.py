@@ -6,16 +6,18 @@ accumulation: into the buffer itself if the dtypes agree, else through a hook th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 
-def make_parameters(layers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+def make_parameters(
+    layers: Sequence[Any], device: torch.device, dtype: torch.dtype, released: Collection[str] = ()
+) -> dict[str, torch.nn.Parameter]:
     """Return one parameter per global name, zero until weights are loaded; layers with the same global name share it.
 
-    A tied parameter is trainable if one of its uses is.
+    A tied parameter is trainable if one of its uses is. The parameters named in `released` have no storage yet.
     """
     parameters: dict[str, torch.nn.Parameter] = {}
     for layer in layers:
@@ -27,6 +29,8 @@ def make_parameters(layers: Sequence[Any], device: torch.device, dtype: torch.dt
                     parameters[name].requires_grad_()
                 continue
             value = torch.zeros(spec.shape, dtype=dtype, device=device)
+            if name in released:
+                value.untyped_storage().resize_(0)
             parameters[name] = torch.nn.Parameter(value, requires_grad=spec.trainable)
     return parameters
 
@@ -38,6 +42,11 @@ def bind_buffer(parameter: Any, buffer: torch.Tensor) -> None:
         parameter.grad = buffer
     elif not hasattr(parameter, "gradient_hook"):
         parameter.gradient_hook = parameter.register_post_accumulate_grad_hook(_move_gradient)
+
+
+def drop_buffer(parameter: Any) -> None:
+    """Unbind the buffer of `parameter`: without another one, its next gradient is an error."""
+    parameter.main_grad = parameter.grad = None
 
 
 def _move_gradient(parameter: Any) -> None:

@@ -8,7 +8,7 @@ gradients, communicate between stages, or wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.compile import LayerFunction, compile_layer
 from pipefit.run.stage.parameters import bind_buffer, make_parameters
 from pipefit.run.stage.recompute import AutogradSegment, split_segments
+from pipefit.run.stage.sharded_layers import ShardedLayers
 from pipefit.run.stage_inputs import StageInputs
 
 Tensors = dict[str, torch.Tensor]
@@ -64,12 +65,14 @@ class StageProgram:
         backward: bool = True,
         input_gradient: bool = True,
         side_loss: str = "",
+        released: Collection[str] = (),
     ) -> None:
         """`dtype` is the computing type; `slices` is the number of slices per microbatch; `first_layer_index` is the
         index of the first layer in the model; `modules` are the user's own, for opaque operators; `backend` compiles
         pointwise regions (a torch.compile backend, None for eager; auto: inductor on CUDA). Without `backward` a
         forward saves nothing: the stage and all stages before it are frozen. Without `input_gradient` all stages before
-        it are. `side_loss` is the last layer's name for a loss besides the hidden state."""
+        it are. `side_loss` is the last layer's name for a loss besides the hidden state. The parameters named in
+        `released` get their storage from sharded layers (ZeRO-3)."""
         self.layers = tuple(layers)
         self.recompute = recompute
         self.device = torch.device(device)
@@ -79,7 +82,7 @@ class StageProgram:
         self.backend = ("inductor" if self.device.type == "cuda" else None) if backend == "auto" else backend
         self.on_layer_gradients: Callable[[int], None] | None = None
         "Called with the layer's index in this stage when its gradients of the running B or W are complete."
-        self.parameters = make_parameters(self.layers, self.device, dtype)
+        self.parameters = make_parameters(self.layers, self.device, dtype, released)
         self.functions = [
             self._compile_layer(index, layer, seed, first_layer_index + index, modules)
             for index, layer in enumerate(layers)
@@ -98,6 +101,7 @@ class StageProgram:
         self._records: dict[tuple[int, int], SavedForward] = {}
         self._past: dict[int, dict[Any, Any]] = {}
         self._bound = False
+        self._sharded: ShardedLayers | None = None
 
     def _compile_layer(
         self, place: int, layer: StageLayer, seed: int, model_layer: int, modules: Mapping[str, torch.nn.Module] | None
@@ -121,11 +125,18 @@ class StageProgram:
         local = {name: self.parameters[layer.parameters[name]] for name in layer.parameters}
         return compile_layer(layer.graph, local, contexts, self.recompute, self.backend)
 
+    def bind_sharded_layers(self, sharded: ShardedLayers) -> None:
+        """Let layers gather their parameters and reduce their gradients around each of their runs."""
+        self._sharded = sharded
+        for stretch in self.stretches:
+            stretch.sharded = sharded
+
     def bind_gradients(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Bind the gradient buffers of all later backwards, by global name: shapes of the parameters, contiguous, in
-        the computing dtype or in float32. The caller zeroes them."""
+        the computing dtype or in float32. The caller zeroes them. Sharded layers bind their own."""
+        sharded_names = self._sharded.names if self._sharded is not None else ()
         for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
+            if parameter.requires_grad and name not in sharded_names:
                 buffer = buffers[name]
                 assert buffer.shape == parameter.shape, (name, buffer.shape, parameter.shape)
                 bind_buffer(parameter, buffer)
@@ -154,6 +165,7 @@ class StageProgram:
         for stretch in self.stretches:
             x = stretch.forward(record, x, wanted)
             wanted = stretch.trained
+        self._finish_sharded()
         record.masks.clear()
         return self._stage_outputs(record, x)
 
@@ -171,7 +183,8 @@ class StageProgram:
     def backward_weight(self, microbatch: int, slice_: int) -> None:
         """W: compute the deferred weight gradients, last layer first, releasing each one's tensors at once."""
         record = self._records.pop((microbatch, slice_))
-        record.finish_weights(len(self.layers), self.on_layer_gradients)
+        record.finish_weights(len(self.layers), self.on_layer_gradients, self._sharded)
+        self._finish_sharded()
 
     def abandon_microbatches(self) -> None:
         """Drop microbatches that had no backward, and release their saved tensors."""
@@ -190,9 +203,20 @@ class StageProgram:
             if record.slice == self.slices - 1:
                 del self._past[record.microbatch]
         x = inputs.get("")
-        for function in self.functions:
-            x = function.call(record, x)
+        sharded = self._sharded
+        for index, function in enumerate(self.functions):
+            if sharded is None:
+                x = function.call(record, x)
+            else:
+                sharded.enter_layer(index, index + 1)
+                x = function.call(record, x)
+                sharded.leave_layer(index)
+        self._finish_sharded()
         return self._stage_outputs(record, x)
+
+    def _finish_sharded(self) -> None:
+        if self._sharded is not None:
+            self._sharded.finish_action()
 
     def _new_record(
         self, microbatch: int, slice_: int, inputs: Tensors, feed: StageInputs, train: bool
@@ -220,6 +244,7 @@ class StageProgram:
             extra_gradients[self.side_loss] = seed
         for stretch in reversed(self.stretches):
             dx = stretch.backward(record, dx, extra_gradients, done)
+        self._finish_sharded()
         record.cache.clear()
         record.masks.clear()
         record.extras = {}

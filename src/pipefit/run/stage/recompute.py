@@ -17,6 +17,7 @@ from pipefit.model.analysis.saved import effective_recompute
 from pipefit.run.autograd.engine import gradient_edge, run_backward
 from pipefit.run.autograd.saved_forward import SavedForward, SavedSegment
 from pipefit.run.stage.compile import LayerFunction
+from pipefit.run.stage.sharded_layers import BackwardWalk, ShardedLayers
 
 Done = Callable[[int], None] | None
 
@@ -31,6 +32,8 @@ class AutogradSegment:
         self.again = again
         self.trained = True
         "True if a gradient flows back through it."
+        self.sharded: ShardedLayers | None = None
+        "The layers of the stage with sharded gradients or parameters; None if it has none."
         produced = [name for function in functions for name in function.extra_outputs]
         used = [name for function in functions for name in function.extra_inputs]
         self.produced = tuple(produced)
@@ -44,10 +47,10 @@ class AutogradSegment:
         if self.again:
             with torch.no_grad():
                 record.extras.update(extras)
-                out = self._run_layers(record, leaf, [])
+                out = self._run_layers(record, leaf, [], self.sharded)
             record.pieces.append(SavedSegment(leaf, extras, (), []))
             return out
-        piece, out = self._run_graph(record, leaf, extras)
+        piece, out = self._run_graph(record, leaf, extras, self.sharded)
         record.pieces.append(piece)
         return out
 
@@ -60,45 +63,55 @@ class AutogradSegment:
         to.
         """
         piece = record.pieces.pop()
+        layers = range(self.first, self.first + len(self.calls))
+        walk = BackwardWalk(layers, "B" if record.deferred is None else "I", self.sharded, done)
         if self.again:
+            walk.gather_parameters()
             record.extras.update(piece.extras)
-            piece = self._run_graph(record, piece.leaf, piece.extras)[0]  # the output is not needed again
+            piece = self._run_graph(record, piece.leaf, piece.extras, None)[0]  # the output is not needed again
         roots, gradients = [], []
         for root, gradient in zip(piece.roots, (dy, *(extra.pop(n, None) for n in self.produced)), strict=True):
             if gradient is not None and root is not None:
                 roots.append(root)
                 gradients.append(gradient)
-        pending = list(range(self.first, self.first + len(self.calls)))
-        if done is not None:
-            for layer, node in piece.marks:
-                node.register_prehook(_gradient_hook(pending, layer, done))
+        walk.follow_marks(piece.marks)
         run_backward(roots, gradients)
-        while done is not None and pending:
-            done(pending.pop())
+        walk.finish_walk()
         for name, leaf in piece.extras.items():
             if leaf.grad is not None:
                 extra[name] = extra[name] + leaf.grad if name in extra else leaf.grad
         return None if piece.leaf is None else piece.leaf.grad
 
     def _run_graph(
-        self, record: SavedForward, leaf: torch.Tensor | None, extras: dict[str, torch.Tensor]
+        self,
+        record: SavedForward,
+        leaf: torch.Tensor | None,
+        extras: dict[str, torch.Tensor],
+        sharded: ShardedLayers | None,
     ) -> tuple[SavedSegment, torch.Tensor]:
         marks: list[tuple[int, Any]] = []
         if extras:
             record.extras.update(extras)
-        outputs = [self._run_layers(record, leaf, marks)]
+        outputs = [self._run_layers(record, leaf, marks, sharded)]
         for name in self.produced:
             outputs.append(record.extras[name])
             record.extras[name] = record.extras[name].detach()
         roots = tuple(map(gradient_edge, outputs))
         return SavedSegment(leaf, extras, roots, marks), outputs[0].detach()
 
-    def _run_layers(self, record: SavedForward, x: Any, marks: list[tuple[int, Any]]) -> Any:
+    def _run_layers(
+        self, record: SavedForward, x: Any, marks: list[tuple[int, Any]], sharded: ShardedLayers | None
+    ) -> Any:
         layer = self.first
         for call in self.calls:
             if layer > self.first and x.grad_fn is not None:
                 marks.append((layer, x.grad_fn))
-            x = call(record, x)
+            if sharded is None:
+                x = call(record, x)
+            else:
+                sharded.enter_layer(layer, layer + 1)
+                x = call(record, x)
+                sharded.leave_layer(layer)
             layer += 1
         return x
 
@@ -113,7 +126,7 @@ class FrozenSegment(AutogradSegment):
     def forward(self, record: SavedForward, x: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
         """Run the layers without saving anything."""
         with torch.no_grad():
-            out: torch.Tensor = self._run_layers(record, x, [])
+            out: torch.Tensor = self._run_layers(record, x, [], self.sharded)
         return out
 
     def backward(
@@ -126,17 +139,6 @@ class FrozenSegment(AutogradSegment):
             if done is not None:
                 done(layer)
         return None
-
-
-def _gradient_hook(pending: list[int], place: int, done: Callable[[int], None]) -> Callable[..., None]:
-    """Return a hook for the node that made the input of layer `place`: when it runs, that layer's gradients are
-    complete."""
-
-    def announce_gradients(*_: Any) -> None:
-        while pending and pending[-1] >= place:
-            done(pending.pop())
-
-    return announce_gradients
 
 
 def split_segments(

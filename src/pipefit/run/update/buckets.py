@@ -3,12 +3,12 @@
 A bucket holds parameters of one stage with equal reduction, scatter, decay and norm rules, in the order in which a
 backward completes them (last layer first), up to a size. Buckets are formed from plan data only, so all ranks of a lane
 form the same ones in the same order. Under ZeRO-1 a bucket is cut evenly over the scatter group: every rank owns one
-run of the flat elements (`Gflat`: the parameters of the bucket concatenated).
+run of the flat elements (`Gflat`: the parameters of the bucket concatenated). Under ZeRO-2 a bucket never spans two
+layers, and keeps only the owned run of its gradients; under ZeRO-3 also only the owned run of its parameters.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipefit.layout import AxisName, Box, Run
 from pipefit.optimizers import FlatPiece, ParameterPart
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
 
 ALIGN = 32
 """Elements: every parameter starts at a multiple, so that flat kernels read aligned vectors."""
@@ -43,6 +44,10 @@ class BucketEntry:
     "Axes along which it is replicated with equal gradients, so that no sum is needed."
     state_axes: tuple[AxisName, ...] = ()
     "Axes over which its optimizer state is sharded (ZeRO-1)."
+    sharded: ShardedState = "none"
+    "What is sharded over these axes."
+    fill: Callable[[], Tensor] | None = None
+    "Returns the initial value of the local part, for a tensor without storage (ZeRO-3)."
     decays: bool = True
     counted: bool = True
     "True if this lane counts it in the global norm and saves it; False if another stage owns a tied parameter."
@@ -59,7 +64,9 @@ class BucketEntry:
     def bucket_key(self) -> tuple[object, ...]:
         """Key of entries that may share a bucket."""
         alone = self.tied or self.twin is not None
-        where = (self.name,) if alone else (self.stage, self.across, self.state)
+        where: tuple[object, ...] = (self.name,) if alone else (self.stage, self.across, self.state)
+        if shards_gradients(self.sharded):
+            where = (self.stage, self.layer, self.sharded)
         return (*where, self.sum_over, self.alike_over, self.state_axes, self.decays, self.counted, self.tensor.dtype)
 
 
@@ -70,13 +77,44 @@ class GradientBucket:
     entries: tuple[BucketEntry, ...]
     offsets: tuple[int, ...]
     parameters: Tensor
-    "Flat, compute dtype, padded with zeros."
+    "Flat, compute dtype, padded with zeros. Without storage between the uses of a layer under ZeRO-3."
     gradients: Tensor
-    "Flat, gradient dtype."
+    "Flat, gradient dtype; only the owned run under ZeRO-2 and ZeRO-3."
     owned: Run
     "The run of flat elements whose optimizer state this rank holds."
+    owned_parameters: Tensor
+    "The owned run of the parameters: a view of them, or all that persists under ZeRO-3."
     views: dict[str, Tensor] = field(default_factory=dict)
-    "Gradient of each entry, in its local shape."
+    "Gradient of each entry, in its local shape; empty under ZeRO-2 and ZeRO-3."
+
+    @property
+    def shards_gradients(self) -> bool:
+        """True if only the owned run of the gradients persists (ZeRO-2 and ZeRO-3)."""
+        return shards_gradients(self.entries[0].sharded)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """True if only the owned run of the parameters persists (ZeRO-3)."""
+        return self.entries[0].sharded == "parameters"
+
+    @property
+    def owned_gradients(self) -> Tensor:
+        return self.gradients if self.shards_gradients else self.gradients[slice(*self.owned)]
+
+    def split_flat(self, flat: Tensor) -> list[Tensor]:
+        """Return the view of each entry, in its local shape, in a flat tensor of all elements."""
+        return [
+            flat[offset : offset + entry.tensor.numel()].view(entry.tensor.shape)
+            for entry, offset in zip(self.entries, self.offsets, strict=True)
+        ]
+
+    def allocate_parameters(self) -> None:
+        """Give released parameters their storage again, with undefined content (ZeRO-3)."""
+        self.parameters.untyped_storage().resize_(self.parameters.numel() * self.parameters.itemsize)
+
+    def release_parameters(self) -> None:
+        """Free the storage of the complete parameters (ZeRO-3)."""
+        self.parameters.untyped_storage().resize_(0)
 
     @property
     def stage(self) -> int:
@@ -120,7 +158,7 @@ class GradientBucket:
 def flat_piece(bucket: GradientBucket, master_dtype: torch.dtype, sum_parts: Callable[[Tensor], None]) -> FlatPiece:
     """Return the elements of a bucket whose state this rank holds, for its optimizer."""
     return FlatPiece(
-        parameter=bucket.parameters[slice(*bucket.owned)],
+        parameter=bucket.owned_parameters,
         master_dtype=master_dtype,
         decays=bucket.entries[0].decays,
         shapes={entry.name: entry.shape for entry in bucket.entries},
@@ -166,24 +204,29 @@ def _make_bucket(
         end += -(-entry.tensor.numel() // ALIGN) * ALIGN
     unit = parts * ALIGN
     total = -(-end // unit) * unit
-    first = entries[0].tensor
+    first, owned = entries[0].tensor, (position * total // parts, (position + 1) * total // parts)
     flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-    gradients = torch.zeros(total, dtype=gradient_dtype, device=first.device)
     bucket = GradientBucket(
         entries=tuple(entries),
         offsets=tuple(offsets),
         parameters=flat,
-        gradients=gradients,
-        owned=(position * total // parts, (position + 1) * total // parts),
+        gradients=flat[:0],
+        owned=owned,
+        owned_parameters=flat[slice(*owned)],
     )
-    for entry, offset in zip(entries, offsets, strict=True):
-        shape = entry.tensor.shape
-        run = slice(offset, offset + math.prod(shape))
-        view = flat[run].view(shape)
+    for entry, view in zip(entries, bucket.split_flat(flat), strict=True):
         with torch.no_grad():
-            view.copy_(entry.tensor)
+            view.copy_(entry.tensor if entry.fill is None else entry.fill())
         entry.tensor.data = view
         if entry.twin is not None:
             entry.twin.data = view
-        bucket.views[entry.name] = gradients[run].view(shape)
+    if bucket.shards_parameters:
+        bucket.owned_parameters = flat[slice(*owned)].clone()
+        bucket.release_parameters()
+    # Last, when the first storages of the parameters are free.
+    size = owned[1] - owned[0] if bucket.shards_gradients else total
+    bucket.gradients = torch.zeros(size, dtype=gradient_dtype, device=first.device)
+    if not bucket.shards_gradients:
+        views = bucket.split_flat(bucket.gradients)
+        bucket.views = {entry.name: view for entry, view in zip(entries, views, strict=True)}
     return bucket

@@ -5,6 +5,9 @@ replicated along an axis has a partial gradient there (docs/design/architecture.
 axes: all-reduced, or reduce-scattered to the owners of the optimizer state under ZeRO-1. A parameter tied between
 lanes is then summed over them too, by the transfer rule of `layout.transfer_moves`. If stages on several lanes take
 turns and hold a parameter in the same way, one sum covers the devices of all these lanes, once all have finished.
+
+Under ZeRO-2 and ZeRO-3 the layers reduce-scatter their gradients themselves (`run.stage.sharded_layers`). Only the sum
+of the owned runs over the other axes, if there are any, is left to the end of the step.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class GradientReducer:
 
         def on_layer(layer: int) -> None:
             for job in jobs:
-                if not job.started and job.bucket.first_layer >= layer:
+                if not (job.started or job.bucket.shards_gradients) and job.bucket.first_layer >= layer:
                     job.start_reduction()
 
         return on_layer
@@ -91,7 +94,7 @@ class GradientReducer:
         return next(job.sum_parts for job in self._jobs if job.bucket is bucket)
 
     def start_gathers(self, stage: int) -> None:
-        """All-gather the updated parameters of a stage under ZeRO-1; otherwise do nothing."""
+        """All-gather the updated parameters of a stage under ZeRO-1 and ZeRO-2; otherwise do nothing."""
         for job in self._jobs:
             if job.bucket.stage == stage:
                 job.start_gather()
@@ -116,10 +119,13 @@ class _BucketReduction:
         def axis_members(axes: Sequence[AxisName]) -> Any:
             return comms.find_group([ranks[d] for d in group.devices_along(device, axes)])
 
+        late_axes = entry.sum_over
+        if bucket.shards_gradients:
+            late_axes = tuple(name for name in entry.sum_over if name not in entry.state_axes)
         self._sum = (
             comms.find_group([ranks[d] for d in bucket.summing_devices])
             if bucket.summing_devices
-            else axis_members(entry.sum_over)
+            else axis_members(late_axes)
         )
         self._scatter = axis_members(entry.state_axes)
         copied = {*entry.sum_over, *entry.alike_over} - {*entry.state_axes}
@@ -127,12 +133,9 @@ class _BucketReduction:
         self._parts = axis_members(split_axes)
         self._scatters = (
             self._scatter is not None
-            and not (bucket.is_tied or bucket.summing_devices)
+            and not (bucket.is_tied or bucket.summing_devices or bucket.shards_gradients)
             and set(entry.state_axes) == set(entry.sum_over)
         )
-        start, stop = bucket.owned
-        self._own_gradients = bucket.gradients[start:stop]
-        self._own_parameters = bucket.parameters[start:stop]
 
     def reset_gradients(self) -> None:
         self.started = False
@@ -143,19 +146,20 @@ class _BucketReduction:
         if self._sum is None:
             return
         if self._scatters:
-            self._work = reduce_scatter(self._own_gradients, self.bucket.gradients, self._sum)
+            self._work = reduce_scatter(self.bucket.owned_gradients, self.bucket.gradients, self._sum)
         else:
-            self._work = dist.all_reduce(
-                self.bucket.gradients[: self.bucket.used_elements], group=self._sum, async_op=True
-            )
+            summed = self.bucket.gradients
+            if not self.bucket.shards_gradients:
+                summed = summed[: self.bucket.used_elements]
+            self._work = dist.all_reduce(summed, group=self._sum, async_op=True)
 
     def sum_parts(self, values: Tensor) -> None:
         if self._parts is not None:
             dist.all_reduce(values, group=self._parts)
 
     def start_gather(self) -> None:
-        if self._scatter is not None:
-            self._work = all_gather(self.bucket.parameters, self._own_parameters, self._scatter)
+        if self._scatter is not None and not self.bucket.shards_parameters:
+            self._work = all_gather(self.bucket.parameters, self.bucket.owned_parameters, self._scatter)
 
     def wait_all(self) -> None:
         if self._work is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -40,6 +41,7 @@ from pipefit.run.update.reduce import GradientReducer
 from pipefit.run.update.tied import TiedSum, TiedUse, tied_pairs
 from pipefit.run.worker.planned import edge_shapes, side_loss, stage_layers
 from pipefit.run.worker.runnable import check_runnable
+from pipefit.run.worker.sharding import bind_sharded_layers, held_state, released_parameters
 from pipefit.run.worker.worker import Frozen, Worker, device_lane
 from pipefit.schedule.lowering.frozen import with_backward
 from pipefit.shard.apart import check_row_independence
@@ -113,9 +115,10 @@ def build_worker(
         if entry.name in across:
             entry.across, entry.tied = across[entry.name][location.device], False
     buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, location))
+    bind_sharded_layers(programs, buckets, comms, location.groups, location.device, location.ranks)
     gradients = {name: view for bucket in buckets for name, view in bucket.views.items()}
     for program in programs.values():
-        program.bind_gradients({name: gradients[name] for name, p in program.parameters.items() if p.requires_grad})
+        program.bind_gradients({name: gradients[name] for name in program.parameters if name in gradients})
     tied = {
         name: TiedSum(
             name, shape, list(who.values()), location.device, location.ranks, comms,
@@ -227,6 +230,7 @@ def _build_program(
         backward=index in trained,
         input_gradient=any(edge.source in trained for edge in plan.edges if edge.target == index),
         side_loss=side_loss(model, stage),
+        released=released_parameters(plan, index, group),
     )
     return pace_program(program)
 
@@ -267,8 +271,11 @@ def _bucket_entries(
             if parameter.name in entries:
                 entries[parameter.name].twin = tensor
                 continue
-            with torch.no_grad():
-                tensor.copy_(value(parameter.name, parameter.shape, box))
+            fill = partial(value, parameter.name, parameter.shape, box)
+            released = tensor.requires_grad and held_state(plan, parameter, group) == "parameters"
+            if not released:
+                with torch.no_grad():
+                    tensor.copy_(fill())
             form = _parameter_form(parameter.name, model, plan.stages[stage], programs_of[stage])
             if len(parameter.uses) > 1:
                 forms = [parse_form(form if axis.name == "shard" else "I") for axis in group.axes]
@@ -279,6 +286,7 @@ def _bucket_entries(
                 entries[parameter.name] = _bucket_entry(
                     plan, parameter, stage, layer, box, tensor, place, form, own_alike
                 )
+                entries[parameter.name].fill = fill if released else None
             else:
                 saves = plan.order.placement[parameter.owner] == place.lane
                 frozen[parameter.name] = (parameter.shape, box, tensor, saves)
@@ -313,6 +321,7 @@ def _bucket_entry(
         sum_over=tuple(name for name in copied if name not in alike),
         alike_over=tuple(name for name in copied if name in alike),
         state_axes=tuple(axis.name for axis in axes if form_layout(state.get(axis.name, "I")) == SHARDED_FORM),
+        sharded=held_state(plan, parameter, place.groups[stage]),
         decays=len(parameter.shape) > 1,
         counted=plan.order.placement[parameter.owner] == place.lane,
         tied=len(lanes) > 1,

@@ -2,7 +2,7 @@
 
 `model/NAME` is the parameter, and `master/NAME` its float32 copy under bfloat16. `STATE/NAME` is a state tensor of the
 optimizer (of AdamW `first/NAME` and `second/NAME`). A piece is a rank's box of the tensor, or the flat run of that box
-that it owns under ZeRO-1.
+that it owns under ZeRO-1; under ZeRO-3 it owns such a run of the parameter, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pipefit.layout import Run
 from pipefit.optimizers import OptimizerState
 from pipefit.run.checkpoint.pieces import CheckpointPiece
-from pipefit.run.update.buckets import BucketEntry, GradientBucket
+from pipefit.run.update.buckets import BucketEntry
 from pipefit.run.worker.worker import Worker
 
 MODEL, MASTER = "model/", "master/"
@@ -27,9 +27,18 @@ def model_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
     pieces = [
         CheckpointPiece(name=MODEL + entry.name, shape=entry.shape, box=entry.box, tensor=entry.tensor.detach())
         for bucket in worker.buckets
-        for entry in bucket.entries
+        for entry in (() if bucket.shards_parameters else bucket.entries)
         if entry.counted or not saving
     ]
+    pieces += [
+        CheckpointPiece(
+            name=MODEL + entry.name, shape=entry.shape, box=entry.box, flat=local,
+            tensor=bucket.owned_parameters[slice(*owned)],
+        )
+        for bucket in worker.buckets
+        for entry, local, owned in (bucket.owned_runs() if bucket.shards_parameters else ())
+        if entry.counted or not saving
+    ]  # fmt: skip
     for name, (shape, box, tensor, counted) in worker.frozen.items():
         if counted or not saving:
             pieces.append(CheckpointPiece(name=MODEL + name, shape=shape, box=box, tensor=tensor.detach()))
@@ -81,7 +90,7 @@ def gradient_pieces(worker: Worker) -> list[CheckpointPiece]:
     return [
         CheckpointPiece(
             name=entry.name, shape=entry.shape, box=entry.box, flat=local,
-            tensor=_owned_gradients(bucket)[owned[0] : owned[1]],
+            tensor=bucket.owned_gradients[owned[0] : owned[1]],
         )
         for bucket in worker.buckets
         for entry, local, owned in bucket.owned_runs()
@@ -99,7 +108,3 @@ def _entry_pieces(entry: BucketEntry, local: Run, owned: Run, optimizer: Optimiz
         )
         for prefix, tensor in parts.items()
     ]
-
-
-def _owned_gradients(bucket: GradientBucket):  # type: ignore[no-untyped-def]
-    return bucket.gradients[slice(*bucket.owned)]

@@ -321,9 +321,7 @@ class Worker:
 
     def _take_norm(self) -> None:
         self.reducer.finish_reductions()
-        pieces = [
-            b.gradients[slice(*b.owned)] for b, counted in zip(self.buckets, self._counted, strict=True) if counted
-        ]
+        pieces = [b.owned_gradients for b, counted in zip(self.buckets, self._counted, strict=True) if counted]
         self._scalars[0] = sum_of_squares(pieces, self.torch_device)
         self._scalars[1:] = self._losses
         if self.world is not None:
@@ -333,7 +331,7 @@ class Worker:
     def _update_parameters(self) -> None:
         factor = clip_factor(self._norm, self.config.max_norm) if self.config.max_norm else None
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
-            gradient = bucket.gradients[slice(*bucket.owned)]
+            gradient = bucket.owned_gradients
             if factor is not None:
                 gradient.mul_(factor)
             optimizer.step(gradient, self._lr, self._count)

@@ -1,0 +1,58 @@
+"""The sharded state of each parameter of a plan, and the sharded layers of the stage programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipefit.layout import Mesh
+from pipefit.optimizers.sharded_state import ShardedState, state_of_forms
+from pipefit.plan.types import ParameterPlan, Plan
+from pipefit.run.stage.program import StageProgram
+from pipefit.run.stage.sharded_layers import ShardedBucket, ShardedLayers, gradient_passes
+from pipefit.run.transfers.comms import CommGroups
+from pipefit.run.update.buckets import GradientBucket
+
+
+def held_state(plan: Plan, parameter: ParameterPlan, group: Mesh) -> ShardedState:
+    """Return the sharded state of a parameter in a stage with this mesh."""
+    if not parameter.trainable:
+        return "none"
+    owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
+    forms = dict(zip((axis.name for axis in owner.axes), parameter.state, strict=True))
+    return state_of_forms(forms.get(axis.name, "I") for axis in group.axes if axis.size > 1)
+
+
+def released_parameters(plan: Plan, stage: int, group: Mesh) -> set[str]:
+    """Return the names of the stage's parameters that are complete only while their layer runs (ZeRO-3)."""
+    return {
+        parameter.name
+        for parameter in plan.parameters
+        if stage in parameter.uses and held_state(plan, parameter, group) == "parameters"
+    }
+
+
+def bind_sharded_layers(
+    programs: Mapping[int, StageProgram],
+    buckets: Sequence[GradientBucket],
+    comms: CommGroups,
+    groups: Mapping[int, Mesh],
+    device: int,
+    ranks: Mapping[int, int],
+) -> None:
+    """Give every program the layers whose gradients or parameters are sharded."""
+    for stage, program in programs.items():
+        layers = []
+        for bucket in buckets:
+            if bucket.stage == stage and bucket.shards_gradients:
+                members = groups[stage].devices_along(device, bucket.entries[0].state_axes)
+                group = comms.find_group([ranks[member] for member in members])
+                index = bucket.first_layer
+                layers.append((index, ShardedBucket(bucket, group, _bucket_passes(program, index, bucket))))
+        if layers:
+            program.bind_sharded_layers(ShardedLayers(layers))
+
+
+def _bucket_passes(program: StageProgram, index: int, bucket: GradientBucket) -> frozenset[str]:
+    layer, names = program.layers[index], {entry.name for entry in bucket.entries}
+    passes = gradient_passes(layer.graph)
+    return frozenset().union(*(passes[local] for local, name in layer.parameters.items() if name in names))
