@@ -27,6 +27,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"stages": 2, "replicas": (1, 1), "sharded_state": "optimizer", "schedule": "1f1b"},
     ),
+    "replicas that split the gradients": (
+        "llama",
+        {"stages": 2, "replicas": (1, 1), "sharded_state": "gradients", "schedule": "1f1b"},
+    ),
     "sharded": ("llama", {"stages": 2, "shards": (1, 1), "sharding": "megatron", "schedule": "1f1b"}),
     "sequence-sharded": ("llama", {"stages": 2, "shards": (1, 1), "sharding": "megatron-sp", "schedule": "1f1b"}),
     "slices": ("llama", {"stages": 4, "schedule": "1f1b", "slices": (40, 24), "recompute": ("full",)}),

@@ -81,9 +81,10 @@ class ShardedBucket:
     def finish_reduction(self) -> None:
         """Wait for the reduction and add its result to the owned gradients; the complete ones are freed."""
         if self._reduction is not None:
-            work, part, _ = self._reduction
+            work, part, flat = self._reduction
             pace_wait(work.wait)
             self.bucket.gradients.add_(part)
+            flat.untyped_storage().resize_(0)  # a thread of gloo may still hold the tensor
             self._reduction = None
 
     def _check_gradients(self) -> None:
