@@ -10,6 +10,8 @@ from tests.support.plan_toys import toy_cluster, toy_model
 
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import PlanError
+from pipefit.optimizers.sharded_state import ShardedState, leanest_state, state_choices
+from pipefit.plan.assemble.pipeline_work import skeleton_from_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.request.constraints import Constraints, parse_constraints
 from pipefit.plan.request.decisions import ParallelConfig
@@ -29,19 +31,37 @@ def test_both_spellings_constrain_the_field(text: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["gradients", "parameters"])
-def test_what_is_not_implemented_is_refused(state: Any) -> None:
-    with pytest.raises(PlanError) as error:
-        parse_constraints([f"sharded_state={state}"])
-    text = error.value.full_text()
-    assert f"Replicas cannot shard {state} yet" in text and "none, optimizer" in text and "ZeRO-1" in text
-    with pytest.raises(PlanError, match=f"cannot shard {state} yet"):
-        plan_of(sharded_state=state)
+def test_a_plan_names_what_is_sharded_in_the_form_of_the_state(state: ShardedState) -> None:
+    plan = plan_of(sharded_state=parse_constraints([f"sharded_state={state}"]).sharded_state)
+    again = load_text(Plan, dump_text(plan), "plan")
+    assert again == plan and again.decisions["sharded_state"] == state
+    assert {parameter.state[0] for parameter in again.parameters} == {f"Gflat:{state}"}
+    assert set(skeleton_from_plan(again).sharded_state) == {state}
+    gathers = [action for _, _, action in again.to_schedule() if action.kind == "GATHER"]
+    assert bool(gathers) == (state == "gradients"), "sharded parameters are gathered for use, not after the update"
+
+
+def test_parameters_of_several_layers_shard_only_the_optimizer_state() -> None:
+    job = Job(batch=8, sequence=64)
+    decisions = ParallelConfig(replicas=(1, 1), microbatches=2, sharded_state="parameters")
+    plan = build_plan(toy_model(4, tied=True), toy_cluster(), job, decisions)
+    uses = {name for layer in toy_model(4, tied=True).modules[0].layers for name in layer.parameters.values()}
+    forms = {parameter.name: parameter.state[0] for parameter in plan.parameters}
+    assert forms.keys() == uses
+    assert [name for name, form in forms.items() if form == "Gflat"] == ["embed.weight"]
+
+
+def test_a_search_tries_what_is_asked_for_or_the_first_two() -> None:
+    assert state_choices(None, 4) == ("none", "optimizer")
+    assert state_choices(None, 1) == ("none",)
+    assert state_choices("parameters", 4) == ("parameters",)
+    assert (leanest_state(None), leanest_state("gradients")) == ("optimizer", "gradients")
 
 
 @pytest.mark.parametrize(
     ("text", "message", "allowed"),
     [
-        ("sharded_state=all", "not a kind of sharded state", "none, optimizer"),
+        ("sharded_state=all", "not a kind of sharded state", "none, optimizer, gradients, parameters"),
         ("zero1=maybe", "not a valid value", "true is optimizer, false is none"),
     ],
 )
