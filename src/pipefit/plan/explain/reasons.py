@@ -47,19 +47,19 @@ def list_alternatives(
 
 def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
     """Return at most this many runners-up: the best of each kind before a second one of any kind."""
-    best, *others = found.fitting
+    best, *rest = found.fitting
     if isinstance(best.decisions, MultiModuleConfig):
-        return others[: max(0, most)]
+        return rest[: max(0, most)]
     kinds, rows = {kind_name(best.decisions)}, {_shown_choices(best.decisions)}
     firsts: list[int] = []
     seconds: list[int] = []
-    for index, plan in enumerate(others):
+    for index, plan in enumerate(rest):
         kind, row = kind_name(plan.decisions), _shown_choices(plan.decisions)
         if row not in rows:
             (seconds if kind in kinds else firsts).append(index)
             kinds.add(kind)
             rows.add(row)
-    return [others[index] for index in sorted((firsts + seconds)[: max(0, most)])]
+    return [rest[index] for index in sorted((firsts + seconds)[: max(0, most)])]
 
 
 def _shown_choices(decisions: ParallelConfig) -> tuple[str, ...]:
