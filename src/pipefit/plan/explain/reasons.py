@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pipefit.plan.assemble.predict import critical_path_shares
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchResult
 from pipefit.plan.request.constraints import describe_choices
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.request.plan_kinds import kind_name
 from pipefit.plan.types import AlternativePlan
 from pipefit.units import format_bytes, format_seconds
 
 MISFITS_SHOWN = 3
+
+SHOWN = ("replicas", "stages", "shards", "microbatches", "slices", "schedule", "recompute", "sharded_state")
+"""Choices in which two rows of the table of alternatives differ."""
+
+COMPUTE, REDUCTION = "compute on the busiest lane", "gradient reduction and optimizer step"
+"""Parts of a step."""
 
 
 def list_alternatives(
@@ -18,7 +27,9 @@ def list_alternatives(
 ) -> tuple[AlternativePlan, ...]:
     """Return the runners-up, fastest first, then plans that would be faster but do not fit.
 
-    `mean_s` maps the `id` of a plan to its mean step time over all batches, if plans were ranked by that.
+    For a model of one module these are the best plan of each other kind (`plan_kinds.py`), and places left go to the
+    next fastest plans that differ in a shown choice. `mean_s` maps the `id` of a plan to its mean step time over all
+    batches, if plans were ranked by that.
     """
     best = found.fitting[0]
     losers = [
@@ -27,11 +38,38 @@ def list_alternatives(
             step_s=plan.step_s,
             peak_bytes=plan.peak_bytes,
             limit_bytes=plan.limit_bytes,
-            reason=explain_loss(plan, best, mean_s),
+            reason=_kind_prefix(plan) + explain_loss(plan, best, mean_s),
         )
-        for plan in found.fitting[1:top]
+        for plan in _select_runners(found, top - 1)
     ]
     return (*losers, *(misfit_alternative(misfit) for misfit in faster_misfits(found)))
+
+
+def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
+    """Return at most this many runners-up: the best of each kind before a second one of any kind."""
+    best, *rest = found.fitting
+    if isinstance(best.decisions, MultiModuleConfig):
+        return rest[: max(0, most)]
+    kinds, rows = {kind_name(best.decisions)}, {_shown_choices(best.decisions)}
+    firsts: list[int] = []
+    seconds: list[int] = []
+    for index, plan in enumerate(rest):
+        kind, row = kind_name(plan.decisions), _shown_choices(plan.decisions)
+        if row not in rows:
+            (seconds if kind in kinds else firsts).append(index)
+            kinds.add(kind)
+            rows.add(row)
+    return [rest[index] for index in sorted((firsts + seconds)[: max(0, most)])]
+
+
+def _shown_choices(decisions: ParallelConfig) -> tuple[str, ...]:
+    """Return the choices that a row of the table of alternatives shows."""
+    words = decisions.to_constraints(decisions.cuts)
+    return tuple(words.get(key, "") for key in SHOWN)
+
+
+def _kind_prefix(plan: EvaluatedPlan) -> str:
+    return "" if isinstance(plan.decisions, MultiModuleConfig) else f"{kind_name(plan.decisions)}: "
 
 
 def faster_misfits(found: SearchResult) -> list[InfeasiblePlan]:
@@ -73,7 +111,7 @@ def explain_loss(one: EvaluatedPlan, best: EvaluatedPlan, mean_s: Mapping[int, f
         return f"as fast, {_tie_reason(one, best)}"
     mine, theirs = _step_parts(one), _step_parts(best)
     grew, by_s = max(((name, mine[name] - theirs[name]) for name in mine), key=lambda item: item[1])
-    return f"{slower:.1%} slower: {format_seconds(by_s)} more {grew}"
+    return f"{slower:.1%} slower: {format_seconds(by_s)} more {_describe_part(grew, one, best)}"
 
 
 def binding_memory(found: SearchResult) -> str:
@@ -98,7 +136,10 @@ def _tie_reason(one: EvaluatedPlan, best: EvaluatedPlan) -> str:
 
 
 def _step_parts(one: EvaluatedPlan) -> dict[str, float]:
-    """Return the seconds of the busiest lane's step by part; they add up to the step time."""
+    """Return the seconds of the busiest lane's step by part; they add up to the step time.
+
+    The compute of shard programs contains their collectives.
+    """
     timeline = one.simulation.timeline
     costs = one.simulation.costs
     lane = int(timeline.busy_s.argmax())
@@ -106,8 +147,14 @@ def _step_parts(one: EvaluatedPlan) -> dict[str, float]:
     after = sum(value for name, value in shares.items() if not name.startswith(("compute", "link")))
     compute = float(timeline.busy_s[lane]) - float(costs.step_s[lane])
     waiting = max(0.0, timeline.makespan_s - compute - after)
-    return {
-        "compute on the busiest lane": compute,
-        "waiting for other stages and links": waiting,
-        "gradient reduction and optimizer step": after,
-    }
+    sends = min(waiting, float(timeline.exposed_transfer_s[lane]))
+    return {COMPUTE: compute, "bubbles": waiting - sends, "waiting for sends": sends, REDUCTION: after}
+
+
+def _describe_part(part: str, one: EvaluatedPlan, best: EvaluatedPlan) -> str:
+    """Return the part of the step with what this plan does in it."""
+    if part != COMPUTE or isinstance(one.decisions, MultiModuleConfig):
+        return part
+    words = "compute and collectives inside the layers" if one.decisions.is_sharded else part
+    recomputes = {*one.decisions.recompute} - {*best.decisions.recompute} - {"none"}
+    return f"{words}, with recomputation to save memory" if recomputes else words

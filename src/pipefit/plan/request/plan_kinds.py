@@ -1,0 +1,63 @@
+"""Kinds of plans: the names under which people look for a layout, from one device to groups of devices.
+
+A plan is of the first kind of `KINDS` that describes it, so refinements (slices, fitted orders, searched programs) come
+before the axes that they refine. The alternatives of a plan are the best of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.schedule.fit.family import FIT
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKind:
+    """A kind of plans and its test."""
+
+    name: str
+    describes: Callable[[ParallelConfig], bool]
+
+
+def parallel_axes(decisions: ParallelConfig) -> tuple[str, ...]:
+    """Return the axes with more than one part: data, tensor and pipeline."""
+    shards = max(len(decisions.shards_of(lane)) for lane in range(decisions.lane_count))
+    sizes = {"data": len(decisions.replicas), "tensor": shards, "pipeline": decisions.lane_count}
+    return tuple(name for name, size in sizes.items() if size > 1)
+
+
+def _uses_axes(*names: str) -> Callable[[ParallelConfig], bool]:
+    return lambda decisions: parallel_axes(decisions) == names
+
+
+def uses_groups(decisions: ParallelConfig) -> bool:
+    """Return whether lanes are groups of devices of separate sizes or programs."""
+    return bool(decisions.lane_shards) or len(decisions.recipes) > 1
+
+
+KINDS: tuple[PlanKind, ...] = (
+    PlanKind("device groups", uses_groups),
+    PlanKind("token slices", lambda decisions: bool(decisions.slices)),
+    PlanKind("fitted order", lambda decisions: decisions.schedule == FIT),
+    PlanKind("searched shard programs", lambda decisions: decisions.sharding == "searched"),
+    PlanKind("one device", _uses_axes()),
+    PlanKind(
+        "sharded data parallel",
+        lambda decisions: parallel_axes(decisions) == ("data",) and decisions.sharded_state != "none",
+    ),
+    PlanKind("data parallel", _uses_axes("data")),
+    PlanKind("tensor", _uses_axes("tensor")),
+    PlanKind("tensor + data", _uses_axes("data", "tensor")),
+    PlanKind("pipeline", _uses_axes("pipeline")),
+    PlanKind("pipeline + data", _uses_axes("data", "pipeline")),
+    PlanKind("pipeline + tensor", _uses_axes("tensor", "pipeline")),
+    PlanKind("pipeline + tensor + data", _uses_axes("data", "tensor", "pipeline")),
+)
+"""All kinds; every plan of one module is of exactly one."""
+
+
+def kind_name(decisions: ParallelConfig) -> str:
+    """Return the name of the plan's kind."""
+    return next(kind.name for kind in KINDS if kind.describes(decisions))

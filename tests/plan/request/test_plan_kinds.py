@@ -1,0 +1,43 @@
+"""Every plan is of one kind, by its refinements first and then by its axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.plan_kinds import KINDS, kind_name, parallel_axes
+
+TENSOR: dict[str, Any] = {"shards": (1, 1), "sharding": "megatron-sp"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("one device", {}),
+    ("data parallel", {"replicas": (1, 1)}),
+    ("sharded data parallel", {"replicas": (1, 1), "sharded_state": "optimizer"}),
+    ("tensor", TENSOR),
+    ("tensor + data", {**TENSOR, "replicas": (1, 1), "sharded_state": "optimizer"}),
+    ("pipeline", {"stages": 2}),
+    ("one device", {"stages": 2, "placement": (0, 0)}),
+    ("pipeline + data", {"stages": 2, "replicas": (2, 1)}),
+    ("pipeline + tensor", {**TENSOR, "stages": 2}),
+    ("pipeline + tensor + data", {**TENSOR, "stages": 2, "replicas": (1, 1)}),
+    ("searched shard programs", {"shards": (1, 1), "sharding": "searched", "replicas": (1, 1)}),
+    ("token slices", {"stages": 2, "slices": (32, 32), "schedule": "fit"}),
+    ("fitted order", {"stages": 2, "schedule": "fit"}),
+    ("device groups", {"stages": 2, "shards": (1, 1), "sharding": "searched", "lane_shards": ((1, 1), (1,))}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES)
+def test_a_plan_is_of_the_kind_that_people_would_name(name: str, fields: dict[str, Any]) -> None:
+    assert kind_name(ParallelConfig(**fields)) == name
+
+
+def test_every_kind_has_a_case_and_a_name_of_its_own() -> None:
+    assert {name for name, _ in CASES} == {kind.name for kind in KINDS}
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+
+
+def test_axes_are_those_with_several_parts() -> None:
+    assert parallel_axes(ParallelConfig(**TENSOR, stages=2, replicas=(1, 1))) == ("data", "tensor", "pipeline")
+    assert parallel_axes(ParallelConfig()) == ()
