@@ -82,7 +82,8 @@ class StageWork:
         if not self.has_sharded_layers:
             return max(self.parameters.trainable)
         sharded = [sum(column) for column in zip(*self.sharded_elements, strict=True)]
-        return max(count - less for count, less in zip(self.parameters.trainable, sharded, strict=True))
+        left: list[int] = [count - less for count, less in zip(self.parameters.trainable, sharded, strict=True)]
+        return max(left)
 
     @property
     def gathered_elements(self) -> int:
