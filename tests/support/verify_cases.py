@@ -12,6 +12,7 @@ from tests.support import worker_cases as cases
 
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
+from pipefit.run.stage import sharded_layers
 from pipefit.run.transfers import comms
 from pipefit.run.update import reduce
 from pipefit.run.verify.verify import MeasuredMemory, count_on_cpu, work_phases
@@ -23,7 +24,7 @@ def counted_rank(plan: Plan, model: Model, steps: int = 2) -> MeasuredMemory:
     The record misses what gloo's own threads free, so this thread lets go of collectives last here.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (comms, reduce):
+        for module in (comms, reduce, sharded_layers):
             patch.setattr(module, "all_gather", _patient(module.all_gather))
             patch.setattr(module, "reduce_scatter", _patient(module.reduce_scatter))
         patch.setattr(dist, "all_reduce", _patient_reduce(dist.all_reduce))

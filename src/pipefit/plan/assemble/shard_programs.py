@@ -156,9 +156,8 @@ def sharded_elements(
 ) -> tuple[tuple[int, ...], ...]:
     """Return [layer][position of the shard axis]: the trained elements that only this layer uses. `layers` holds the
     parameters of each layer, `uses` the number of layers of the module that use a parameter."""
-    places = range(num_shards)
     alone = [[p for name, p in named.items() if p.trainable and uses[name] == 1] for named in layers]
-    return tuple(tuple(sum(stored.elements[place] for stored in kept) for place in places) for kept in alone)
+    return tuple(tuple(sum(p.elements[shard] for p in layer) for shard in range(num_shards)) for layer in alone)
 
 
 def count_parameters(stored: Collection[StoredParameter], num_shards: int, job: Job | None = None) -> ParameterCounts:
