@@ -47,7 +47,7 @@ FIXES = {
     "microbatches": ("4", "8", "16", "32"),
     "schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half"),
     "recompute": ("none", "selective", "full"),
-    "sharded_state": ("none", "optimizer"),
+    "sharded_state": ("none", "optimizer", "gradients", "parameters"),
     "slices": ("1", "2", "4"),
 }
 """Values of `--fix` that pins are drawn from."""

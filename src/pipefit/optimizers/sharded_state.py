@@ -14,8 +14,8 @@ ShardedState = Literal["none", "optimizer", "gradients", "parameters"]
 STATES: tuple[ShardedState, ...] = get_args(ShardedState)
 """All values, from the fastest to the one that needs the least memory."""
 
-SEARCHED_STATES: tuple[ShardedState, ...] = ("none", "optimizer")
-"""The values that a search tries by itself, and the values of plans with several modules."""
+MODULE_STATES: tuple[ShardedState, ...] = ("none", "optimizer")
+"""The values of plans with several modules."""
 
 SHARDED_FORM = "Gflat"
 """Form of an optimizer state that is sharded flat over the replicas (`pipefit.layout`)."""
@@ -51,12 +51,12 @@ def state_choices(required: ShardedState | None, replicas: int) -> tuple[Sharded
     """Return the values that a search tries, the fastest first: the required one, if there is one."""
     if required is not None:
         return (required,)
-    return SEARCHED_STATES if replicas > 1 else ("none",)
+    return STATES if replicas > 1 else ("none",)
 
 
-def leanest_state(required: ShardedState | None) -> ShardedState:
-    """Return the required value, or the searched one that needs the least memory."""
-    return required if required is not None else SEARCHED_STATES[-1]
+def leanest_state(required: ShardedState | None, allowed: tuple[ShardedState, ...] = STATES) -> ShardedState:
+    """Return the required value, or the allowed one that needs the least memory."""
+    return required if required is not None else allowed[-1]
 
 
 def shards_gradients(state: ShardedState) -> bool:

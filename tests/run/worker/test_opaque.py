@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,17 @@ from pipefit.run.stage.initial_values import initial_values
 pytestmark = pytest.mark.gloo
 
 
-def test_a_user_model_with_opaque_layers_trains_as_plain_pytorch(gloo_pool):
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "2 stages": {"cuts": (2,), "microbatches": 8},
+    "2 stages, ZeRO-2": {"cuts": (2,), "microbatches": 4, "replicas": (1, 1), "sharded_state": "gradients"},
+    "2 stages, ZeRO-3": {"cuts": (2,), "microbatches": 4, "replicas": (1, 1), "sharded_state": "parameters"},
+    "ZeRO-3": {"microbatches": 2, "replicas": (1, 1, 1, 1), "sharded_state": "parameters"},
+}
+"""A microbatch of a replica has one row: the layer's branch is taken by row."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_user_model_with_opaque_layers_trains_as_plain_pytorch(gloo_pool, layout):
     described = resolve_model(f"{Path(__file__).parents[2] / 'support' / 'opaque_model.py'}:layers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -29,9 +40,9 @@ def test_a_user_model_with_opaque_layers_trains_as_plain_pytorch(gloo_pool):
     kinds = [[op.kind for op in model.layer_graph(layer).operators] for layer in model.layers]
     assert kinds[1] == kinds[2] == ["opaque"]
     job = Job(batch=8, sequence=6, precision="float64", seed=2)
-    plan = build_plan(model, local_cluster(8), job, ParallelConfig(cuts=(2,), microbatches=8))
+    plan = build_plan(model, local_cluster(8), job, ParallelConfig(**LAYOUTS[layout]))
     gloo_pool.run(cases.prepare, [(plan, model)], ranks=8)
-    found = gloo_pool.run(cases.run_steps, plan, model, 96, 1, ranks=2)[0]
+    found = gloo_pool.run(cases.run_steps, plan, model, 96, 1, ranks=len(plan.used_devices))[0]
 
     layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
     value = initial_values(plan, model)
