@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
 BATCHES = 3
 """Number of global batches of an index that are planned for."""
-
-INTERRUPTED_CODE = 130
-"""Exit code after Ctrl-C without a plan, as shells report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +71,7 @@ class PlanOptions:
 @takes_options(PlanOptions, flags={"output": ("--output", "-o")})
 def command(options: PlanOptions) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and explain it. Ctrl-C gives the best plan so far."""
+    from pipefit.cli._plans import INTERRUPTED_CODE
     from pipefit.cli._progress import ProgressLines
 
     try:
@@ -88,7 +85,7 @@ def command(options: PlanOptions) -> None:
 
 def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, Model, SampleSource | None]:
     """Return the plan, its model, and the source of its samples if there is one."""
-    from pipefit.cli._plans import cluster_text
+    from pipefit.cli._plans import cluster_text, plan_maker
     from pipefit.cluster import open_cluster
     from pipefit.codec import make_folder
     from pipefit.errors import PlanError
@@ -107,7 +104,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     constraints = parse_constraints(options.fix, options.batch)
     opened_model = open_model(options.model)
     job = _build_job(options, resolve_length(opened_model, options.seq))
-    make = _plan_maker(options.memory, options.risk)
+    make = plan_maker(options.memory, options.risk)
     source = None if options.data is None else _open_source(opened_model, options.data, job, options)
     if source is not None:
         make = partial(make, **_sampled_options(source, job))
@@ -152,27 +149,6 @@ def _print_plan(options: PlanOptions, plan: Plan, opened_model: Model, source: S
     _print_origins(plan)
     if output is not None:
         print(f"\nwritten to {output}")
-
-
-def _plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
-    """Return the planning function: with the analytic memory model, or with a memory correction and an allowed risk."""
-    from pipefit.cost.memory.correction_file import load_memory
-    from pipefit.errors import PlanError
-    from pipefit.plan.make import make_plan
-    from pipefit.plan.risk import RISK, check_risk, make_plan_at_risk
-
-    if memory is None:
-        if risk is not None:
-            raise PlanError(
-                "The probability that a plan does not fit is unknown without a memory correction.",
-                where="--risk",
-                seen=risk,
-                next_step="name a file with --memory FILE; `pipefit verify PLAN --record FILE` makes one",
-            )
-        return make_plan
-    allowed = RISK if risk is None else risk
-    check_risk(allowed)
-    return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
 
 
 def _open_source(opened: Model, data: Path, job: Job, options: PlanOptions) -> SampleSource:

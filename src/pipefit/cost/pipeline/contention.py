@@ -104,8 +104,8 @@ def split_pipelines(costs: CostTable, work: PipelineWork, network: Network, laye
 def _replica_works(work: PipelineWork) -> list[PipelineWork]:
     """Return the work of every replica, or all work as one.
 
-    All replicas run in step if there are too many of them, if they exchange rows, or if they meet in every microbatch
-    to gather parameters or sum gradients (ZeRO-2 and 3).
+    All replicas run in step if there are too many of them, or if they exchange rows. ZeRO-2 and 3 let them meet in
+    every microbatch.
     """
     if any(stage.has_sharded_layers for stage in work.stages):
         return [work]
