@@ -40,6 +40,8 @@ class PlanOptions:
     "Seed of the run: data order, first weights, dropout."
     top: int = 5
     "How many plans to list, the winner included."
+    tolerance: str | None = None
+    "Take the simplest plan that is at most this much slower than the fastest, such as 0.01 or 1%; 0: the fastest."
     fix: tuple[str, ...] = ()
     "Fix a choice, KEY=VALUE; repeatable. dp, tp, pp, zero, fsdp, sp and mbs work too. An unknown key lists all."
     memory: Path | None = None
@@ -90,6 +92,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     from pipefit.codec import make_folder
     from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
+    from pipefit.plan.evaluate.simplicity import parse_tolerance
     from pipefit.plan.request.constraints import parse_constraints
     from pipefit.plan.request.sequence_length import resolve_length
     from pipefit.profile.environment import check_environment
@@ -102,7 +105,15 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     for difference in check_environment(opened_cluster, allow=options.allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
     constraints = parse_constraints(options.fix, options.batch)
+    chosen = {} if options.tolerance is None else {"tolerance": parse_tolerance(options.tolerance)}
     opened_model = open_model(options.model)
+    if chosen and len(opened_model.modules) > 1:
+        raise PlanError(
+            "A plan of several modules is the fastest: no order says which of them is simpler.",
+            where="--tolerance",
+            seen=options.tolerance,
+            next_step="leave --tolerance out",
+        )
     job = _build_job(options, resolve_length(opened_model, options.seq))
     make = plan_maker(options.memory, options.risk)
     source = None if options.data is None else _open_source(opened_model, options.data, job, options)
@@ -119,6 +130,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
             cluster_source=text,
             progress=None if options.quiet else progress.show_report,
             keep_best=True,
+            **chosen,
         )
     return plan, opened_model, source
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pipefit.plan.assemble.predict import critical_path_shares
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchResult
+from pipefit.plan.evaluate.simplicity import less_simple_by
 from pipefit.plan.request.constraints import describe_choices
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
@@ -45,8 +46,25 @@ def list_alternatives(
     return (*losers, *(misfit_alternative(misfit) for misfit in faster_misfits(found)))
 
 
+def fastest_plan(found: SearchResult) -> EvaluatedPlan:
+    """Return the fastest plan of a result: the first one, unless a simpler one was chosen within the tolerance."""
+    return min(found.fitting, key=lambda plan: plan.rank_key[0])
+
+
+def tolerance_note(found: SearchResult) -> str:
+    """Return a note on a faster plan within the tolerance, with its gain; '' if the chosen plan is the fastest."""
+    best, fastest = found.fitting[0], fastest_plan(found)
+    if fastest.step_s >= best.step_s:
+        return ""
+    return (
+        f"tolerance: the fastest plan takes {format_seconds(best.step_s - fastest.step_s)} "
+        f"({1 - fastest.step_s / best.step_s:.2%}) less, with {less_simple_by(fastest, best) or 'another layout'}: "
+        f"{describe_choices(fastest.decisions)}; --tolerance 0 takes it in place of this simpler plan"
+    )
+
+
 def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
-    """Return at most this many runners-up: the best of each kind before a second one of any kind."""
+    """Return at most this many runners-up: the best of each kind, or a faster plan, before a second one of any kind."""
     best, *rest = found.fitting
     if isinstance(best.decisions, MultiModuleConfig):
         return rest[: max(0, most)]
@@ -56,7 +74,7 @@ def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
     for index, plan in enumerate(rest):
         kind, row = kind_name(plan.decisions), _shown_choices(plan.decisions)
         if row not in rows:
-            (seconds if kind in kinds else firsts).append(index)
+            (seconds if kind in kinds and plan.step_s >= best.step_s else firsts).append(index)
             kinds.add(kind)
             rows.add(row)
     return [rest[index] for index in sorted((firsts + seconds)[: max(0, most)])]
@@ -107,6 +125,9 @@ def explain_loss(one: EvaluatedPlan, best: EvaluatedPlan, mean_s: Mapping[int, f
     if slower < -1e-6 and mean_s and id(one) in mean_s:
         more = mean_s[id(one)] / mean_s[id(best)] - 1
         return f"{-slower:.1%} faster on the batch shown, {more:.1%} slower on average over all batches"
+    if slower < -1e-6 and not isinstance(one.decisions, MultiModuleConfig):
+        feature = less_simple_by(one, best) or "another layout"
+        return f"{-slower:.2%} faster ({format_seconds(best.step_s - one.step_s)}), but less simple: {feature}"
     if slower < 1e-6:
         return f"as fast, {_tie_reason(one, best)}"
     mine, theirs = _step_parts(one), _step_parts(best)

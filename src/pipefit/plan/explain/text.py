@@ -73,8 +73,8 @@ def forecast_lines(plan: Plan) -> list[str]:
 
 
 def search_notes(prediction: PlanPrediction) -> list[str]:
-    """Return the notes on the search for placement, groups, slices, modules and samples."""
-    told = ("placement: ", "groups: ", "slices: ", "modules: ", "samples: ")
+    """Return the notes on the tolerance, and on the search for placement, groups, slices, modules and samples."""
+    told = ("tolerance: ", "placement: ", "groups: ", "slices: ", "modules: ", "samples: ")
     return [note for note in prediction.assumptions if note.startswith(told)]
 
 
