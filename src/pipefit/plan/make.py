@@ -33,8 +33,15 @@ from pipefit.plan.evaluate.search_progress import (
 )
 from pipefit.plan.evaluate.simplicity import TOLERANCE, check_tolerance, choose_simplest
 from pipefit.plan.explain.nearest_fit import does_not_fit
-from pipefit.plan.explain.reasons import binding_memory, fastest_plan, list_alternatives, tolerance_note
+from pipefit.plan.explain.reasons import (
+    PartsOf,
+    binding_memory,
+    fastest_plan,
+    list_alternatives,
+    tolerance_note,
+)
 from pipefit.plan.explain.slice_notes import slice_note
+from pipefit.plan.explain.step_parts import step_parts
 from pipefit.plan.explain.unused_kinds import unused_kind_notes
 from pipefit.plan.modules.search import ModuleSearchResult, search_modules
 from pipefit.plan.passes.device_groups.search import search_groups
@@ -289,7 +296,13 @@ def _explain_result(request: SearchRequest, state: PassState) -> Plan:
         sensitivity=() if state.interrupted else analyse_sensitivity(context, job, constraints, best),
         trade=state.trade,
     )
-    return replace(plan, prediction=prediction, alternatives=list_alternatives(result, request.top))
+    alternatives = list_alternatives(result, request.top, _parts_in(context))
+    return replace(plan, prediction=prediction, alternatives=alternatives)
+
+
+def _parts_in(context: PlannerContext) -> PartsOf:
+    """Return the function from a plan to the parts of its step."""
+    return lambda plan: step_parts(plan.simulation, context.network, context.layers)
 
 
 def _note_subject(result: SearchResult, note: str) -> str:
@@ -330,9 +343,8 @@ def _plan_modules(context: PlannerContext, job: Job, made: ModuleSearchResult, t
         binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
         assumptions=(*plan.prediction.assumptions, *made.notes, counted),
     )
-    return replace(
-        plan, prediction=prediction, alternatives=list_alternatives(result, top, made.mean_s), arranging=made.arranging
-    )
+    alternatives = list_alternatives(result, top, _parts_in(context), made.mean_s)
+    return replace(plan, prediction=prediction, alternatives=alternatives, arranging=made.arranging)
 
 
 def default_constraints(model: Model, constraints: Constraints) -> Constraints:

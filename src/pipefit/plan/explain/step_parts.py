@@ -64,6 +64,11 @@ def step_parts(simulation: PlanSimulation, network: Network, layers: LayerCosts)
     return parts
 
 
+def describe_part(name: str) -> str:
+    """Return a part in the words of a sentence."""
+    return "compute on the busiest lane" if name == COMPUTE else name
+
+
 def _action_shares(
     stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> Mapping[tuple[int, int], Shares]:

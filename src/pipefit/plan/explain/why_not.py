@@ -15,7 +15,7 @@ from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.explain.step_parts import COMPUTE, PARTS, step_parts
+from pipefit.plan.explain.step_parts import PARTS, describe_part, step_parts
 from pipefit.plan.explain.text import TextTable, choice_cells, choice_keys
 from pipefit.plan.request.constraints import Constraints, parse_constraints
 from pipefit.plan.request.sampled_batches import SampledBatches, samples_of_spaces
@@ -130,13 +130,13 @@ def explain_difference(comparison: LayoutComparison) -> str:
     sign = 1.0 if change > 0 else -1.0
     causes = sorted(((sign * by_s, name) for name, by_s in comparison.difference_s.items()), reverse=True)
     main_s = causes[0][0]
-    named = [f"{format_seconds(main_s)} {'more' if change > 0 else 'less'} {_part_words(causes[0][1])}"]
+    named = [f"{format_seconds(main_s)} {'more' if change > 0 else 'less'} {describe_part(causes[0][1])}"]
     if causes[1][0] >= NOTED * main_s:
-        named.append(f"{format_seconds(causes[1][0])} {'more' if change > 0 else 'less'} {_part_words(causes[1][1])}")
+        named.append(f"{format_seconds(causes[1][0])} {'more' if change > 0 else 'less'} {describe_part(causes[1][1])}")
     opposed = ""
     if -causes[-1][0] >= NOTED * main_s:
         words_of_gain = "it saves" if change > 0 else "it adds"
-        opposed = f"; {words_of_gain} {format_seconds(-causes[-1][0])} of {_part_words(causes[-1][1])}"
+        opposed = f"; {words_of_gain} {format_seconds(-causes[-1][0])} of {describe_part(causes[-1][1])}"
     verdict = f"{change:.1%} slower" if change > 0 else f"{-change:.1%} faster"
     return f"{words} is {verdict} than the chosen plan ({times}): {' and '.join(named)}{opposed}."
 
@@ -209,10 +209,6 @@ def misfit_data(words: str, error: DoesNotFitError) -> dict[str, Any]:
         "limit": error.allowed,
         "try": error.next_step,
     }
-
-
-def _part_words(name: str) -> str:
-    return "compute on the busiest lane" if name == COMPUTE else name
 
 
 def _signed_seconds(seconds: float, step_s: float) -> str:
