@@ -252,3 +252,26 @@ def test_outputs_make_their_folder_and_say_where_they_cannot_be_written(  # type
     assert code == 2 and "The trace cannot be written." in err
     code, _, err = pipefit("profile", "--local", "2", "-o", str(plan / "cluster.json"))
     assert code == 2 and "The cluster file cannot be written." in err
+
+
+def test_tolerance_chooses_a_simpler_plan_and_names_the_fastest(pipefit, model: str) -> None:  # type: ignore[no-untyped-def]
+    words = ("plan", "--model", model, "--cluster", "2xA100-80", *JOB, "--fix", "stages=2", "--quiet")
+    code, simple, err = pipefit(*words, "--tolerance", "30%")
+    assert code == 0, err
+    assert "tolerance: the fastest plan takes " in simple and "% faster (" in simple
+    code, fastest, _ = pipefit(*words, "--tolerance", "0")
+    assert code == 0 and "tolerance:" not in fastest
+    assert simple.split("predicted step ")[1] != fastest.split("predicted step ")[1]
+
+
+@pytest.mark.parametrize("value", ["2", "-1%", "little"])
+def test_a_bad_tolerance_is_one_error(pipefit, model: str, value: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = pipefit("plan", "--model", model, "--cluster", "2xA100-80", *JOB, f"--tolerance={value}")
+    assert code == 2 and out == "" and err.count("pipefit: ") == 1
+    assert "not a valid tolerance" in err and f"'{value}'" in err and "such as 1%" in err
+
+
+def test_a_tolerance_for_several_modules_is_refused(pipefit) -> None:  # type: ignore[no-untyped-def]
+    words = ("--model", "multimodal-tiny", "--cluster", "2xA100-80", "--batch", "8", "--seq", "128")
+    code, _, err = pipefit("plan", *words, "--tolerance", "1%")
+    assert code == 2 and "several modules is the fastest" in err and "leave --tolerance out" in err

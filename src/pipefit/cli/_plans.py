@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipefit.errors import PipefitError
@@ -13,6 +15,10 @@ if TYPE_CHECKING:
     from pipefit.model.graph import Model
     from pipefit.plan.explain.text import TextTable
     from pipefit.plan.types import Plan
+
+
+INTERRUPTED_CODE = 130
+"""Exit code after Ctrl-C without a plan, as shells report it."""
 
 
 def cluster_text(cluster: str | None, local: int | None) -> str:
@@ -50,6 +56,27 @@ def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int 
     check_staleness(plan, opened_model, opened_cluster)
     check_plan(plan, opened_model, opened_cluster)
     return opened_model, opened_cluster
+
+
+def plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
+    """Return the planning function: with the analytic memory model, or with a memory correction and an allowed risk."""
+    from pipefit.cost.memory.correction_file import load_memory
+    from pipefit.errors import PlanError
+    from pipefit.plan.make import make_plan
+    from pipefit.plan.risk import RISK, check_risk, make_plan_at_risk
+
+    if memory is None:
+        if risk is not None:
+            raise PlanError(
+                "The probability that a plan does not fit is unknown without a memory correction.",
+                where="--risk",
+                seen=risk,
+                next_step="name a file with --memory FILE; `pipefit verify PLAN --record FILE` makes one",
+            )
+        return make_plan
+    allowed = RISK if risk is None else risk
+    check_risk(allowed)
+    return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
 
 
 def print_tables(tables: Iterable[TextTable]) -> None:

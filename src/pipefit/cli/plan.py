@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
 BATCHES = 3
 """Number of global batches of an index that are planned for."""
-
-INTERRUPTED_CODE = 130
-"""Exit code after Ctrl-C without a plan, as shells report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +40,8 @@ class PlanOptions:
     "Seed of the run: data order, first weights, dropout."
     top: int = 5
     "How many plans to list, the winner included."
+    tolerance: str | None = None
+    "Take the simplest plan that is at most this much slower than the fastest, such as 0.01 or 1%; 0: the fastest."
     fix: tuple[str, ...] = ()
     "Fix a choice, KEY=VALUE; repeatable. dp, tp, pp, zero, fsdp, sp and mbs work too. An unknown key lists all."
     memory: Path | None = None
@@ -75,6 +73,7 @@ class PlanOptions:
 @takes_options(PlanOptions, flags={"output": ("--output", "-o")})
 def command(options: PlanOptions) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and explain it. Ctrl-C gives the best plan so far."""
+    from pipefit.cli._plans import INTERRUPTED_CODE
     from pipefit.cli._progress import ProgressLines
 
     try:
@@ -88,11 +87,12 @@ def command(options: PlanOptions) -> None:
 
 def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, Model, SampleSource | None]:
     """Return the plan, its model, and the source of its samples if there is one."""
-    from pipefit.cli._plans import cluster_text
+    from pipefit.cli._plans import cluster_text, plan_maker
     from pipefit.cluster import open_cluster
     from pipefit.codec import make_folder
     from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
+    from pipefit.plan.evaluate.simplicity import parse_tolerance
     from pipefit.plan.request.constraints import parse_constraints
     from pipefit.plan.request.sequence_length import resolve_length
     from pipefit.profile.environment import check_environment
@@ -105,9 +105,17 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     for difference in check_environment(opened_cluster, allow=options.allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
     constraints = parse_constraints(options.fix, options.batch)
+    chosen = {} if options.tolerance is None else {"tolerance": parse_tolerance(options.tolerance)}
     opened_model = open_model(options.model)
+    if chosen and len(opened_model.modules) > 1:
+        raise PlanError(
+            "A plan of several modules is the fastest: no order says which of them is simpler.",
+            where="--tolerance",
+            seen=options.tolerance,
+            next_step="leave --tolerance out",
+        )
     job = _build_job(options, resolve_length(opened_model, options.seq))
-    make = _plan_maker(options.memory, options.risk)
+    make = plan_maker(options.memory, options.risk)
     source = None if options.data is None else _open_source(opened_model, options.data, job, options)
     if source is not None:
         make = partial(make, **_sampled_options(source, job))
@@ -122,6 +130,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
             cluster_source=text,
             progress=None if options.quiet else progress.show_report,
             keep_best=True,
+            **chosen,
         )
     return plan, opened_model, source
 
@@ -152,27 +161,6 @@ def _print_plan(options: PlanOptions, plan: Plan, opened_model: Model, source: S
     _print_origins(plan)
     if output is not None:
         print(f"\nwritten to {output}")
-
-
-def _plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
-    """Return the planning function: with the analytic memory model, or with a memory correction and an allowed risk."""
-    from pipefit.cost.memory.correction_file import load_memory
-    from pipefit.errors import PlanError
-    from pipefit.plan.make import make_plan
-    from pipefit.plan.risk import RISK, check_risk, make_plan_at_risk
-
-    if memory is None:
-        if risk is not None:
-            raise PlanError(
-                "The probability that a plan does not fit is unknown without a memory correction.",
-                where="--risk",
-                seen=risk,
-                next_step="name a file with --memory FILE; `pipefit verify PLAN --record FILE` makes one",
-            )
-        return make_plan
-    allowed = RISK if risk is None else risk
-    check_risk(allowed)
-    return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
 
 
 def _open_source(opened: Model, data: Path, job: Job, options: PlanOptions) -> SampleSource:

@@ -18,7 +18,7 @@ from pipefit.plan.assemble.predict import add_prediction
 from pipefit.plan.assemble.shard_recipes import request_from_constraints
 from pipefit.plan.candidates.space import check_space
 from pipefit.plan.evaluate.garbage_collection import defer_collection
-from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
+from pipefit.plan.evaluate.outcome import SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.search_progress import (
     GROUPS,
@@ -31,14 +31,22 @@ from pipefit.plan.evaluate.search_progress import (
     SearchObserver,
     SearchTracker,
 )
+from pipefit.plan.evaluate.simplicity import TOLERANCE, check_tolerance, choose_simplest
 from pipefit.plan.explain.nearest_fit import does_not_fit
-from pipefit.plan.explain.reasons import binding_memory, list_alternatives
+from pipefit.plan.explain.reasons import (
+    PartsOf,
+    binding_memory,
+    fastest_plan,
+    list_alternatives,
+    tolerance_note,
+)
 from pipefit.plan.explain.slice_notes import slice_note
+from pipefit.plan.explain.step_parts import step_parts
 from pipefit.plan.explain.unused_kinds import unused_kind_notes
 from pipefit.plan.modules.search import ModuleSearchResult, search_modules
 from pipefit.plan.passes.device_groups.search import search_groups
 from pipefit.plan.passes.fitted_orders import best_plans, relabel_fitted
-from pipefit.plan.passes.memory_trade import trade_memory
+from pipefit.plan.passes.memory_trade import TradeCurve, trade_memory
 from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
@@ -65,6 +73,7 @@ def make_plan(
     constraints: Constraints = NO_CONSTRAINTS,
     *,
     top: int = 5,
+    tolerance: float = TOLERANCE,
     name: str = "",
     cluster_source: str = "",
     layers: LayerCosts | None = None,
@@ -73,7 +82,10 @@ def make_plan(
     samples: SampledBatches | None = None,
     arrange: Arrange = deal_samples,
 ) -> Plan:
-    """Return the fastest plan that fits, with its prediction and the runners-up.
+    """Return the simplest plan that fits, of those about as fast as the fastest, with its prediction and runners-up.
+
+    For a model of one module, plans within `tolerance` (a fraction, 0: the fastest alone) of the fastest step count as
+    equally fast (`evaluate/simplicity.py`). Models of several modules get the fastest plan.
 
     `name` and `cluster_source` are the texts that the user typed for the model and the cluster. `constraints` fix
     choices (`--fix`). `top` counts the winner and its runners-up. `layers` replaces the roofline. For a model of
@@ -83,8 +95,9 @@ def make_plan(
     default, it propagates.
 
     Raises DoesNotFitError with the missing bytes and the nearest change that would fit. Raises PlanError if the
-    constraints leave no candidate, with the nearest that do, or if the model mixes rows of the batch.
+    constraints leave no candidate, with the nearest that do, for a bad tolerance, or if the model mixes rows.
     """
+    check_tolerance(tolerance, tolerance)
     check_row_independence(model)
     context = PlannerContext(model, cluster, layers, name, cluster_source)
     context.tracker = SearchTracker(progress)
@@ -92,7 +105,7 @@ def make_plan(
         sampled = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
         module_search = search_modules(context, job, constraints, sampled, arrange, keep_best)
         return _plan_modules(context, job, module_search, top)
-    request = prepare_request(context, job, constraints, top)
+    request = prepare_request(context, job, constraints, top, tolerance)
     state = PassState(NOTHING_SEARCHED)
     try:
         for state in iter_passes(request):  # noqa: B007 - the state so far, in case of an interruption
@@ -131,6 +144,8 @@ class SearchRequest:
     constraints: Constraints
     "Choices that the user fixed, and a sharding that follows from them."
     top: int
+    tolerance: float = 0.0
+    "Fraction by which the simplest plan may be slower than the fastest."
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +158,11 @@ class PassState:
     trade: tuple[TradePoint, ...] = ()
     interrupted: bool = False
 
+    @property
+    def searched_notes(self) -> tuple[str, ...]:
+        """The notes of the searches for devices and groups, which are about the fastest plan."""
+        return tuple(filter(None, (self.placement_note, self.group_note)))
+
 
 NOTHING_SEARCHED = SearchResult(
     fitting=(),
@@ -153,6 +173,9 @@ NOTHING_SEARCHED = SearchResult(
     considered=0,
     simulated=0,
 )
+
+TRADED_LAYOUTS = 2
+"""Layouts whose memory is traded at most: a faster point of the first one may leave another plan the simplest."""
 
 SearchPass = Callable[[SearchRequest, PassState], PassState]
 
@@ -181,14 +204,22 @@ def group_devices(request: SearchRequest, state: PassState) -> PassState:
 
 
 def trade_time(request: SearchRequest, state: PassState) -> PassState:
-    """Trade memory against time on the layout of the best plan."""
+    """Choose the simplest plan within the tolerance, and trade memory against time on its layout."""
     request.context.tracker.start_pass(TRADE, keeps_plans=False)
-    curve = trade_memory(request.context, request.job, request.constraints, state.result.fitting[0])
-    return replace(state, result=_put_first(state.result, curve.best), trade=curve.points)
+    result, tolerance = state.result, request.tolerance
+    for _ in range(TRADED_LAYOUTS if tolerance else 1):
+        simplest = choose_simplest(result.fitting, tolerance)
+        fastest_s = fastest_plan(result).step_s
+        curve = trade_memory(request.context, request.job, request.constraints, simplest, tolerance, fastest_s)
+        result = _put_first(result, curve)
+        if choose_simplest(result.fitting, tolerance) is curve.best:
+            break
+    return replace(state, result=result, trade=curve.points)
 
 
 PASSES: tuple[SearchPass, ...] = (search_layouts, place_devices, group_devices, trade_time)
-"""The planner of a model of one module. Every pass returns a result that is at least as good as the one it got."""
+"""The planner of a model of one module. Every pass returns a result that is at least as good as the one it got, but the
+last may choose a simpler plan within the tolerance."""
 
 
 def prepare_request(
@@ -196,6 +227,7 @@ def prepare_request(
     job: Job,
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
+    tolerance: float = 0.0,
 ) -> SearchRequest:
     """Return the inputs of the passes for a model of one module, with its pinned programs searched.
 
@@ -207,7 +239,7 @@ def prepare_request(
     if constraints.sharding == "searched":
         request = request_from_constraints(constraints, job, device_count(context.cluster))
         context.search_recipes(job, request)
-    return SearchRequest(context, job, constraints, top)
+    return SearchRequest(context, job, constraints, top, tolerance)
 
 
 def iter_passes(request: SearchRequest) -> Iterator[PassState]:
@@ -243,7 +275,8 @@ def _explain_result(request: SearchRequest, state: PassState) -> Plan:
     context, job, constraints, result = request.context, request.job, request.constraints, state.result
     best = result.fitting[0]
     plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, context.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
+    bound_s = sound_bound_s(result.lower_bound_s, fastest_plan(result).step_s)
+    plan = add_prediction(plan, context.model, best.simulation, bound_s)
     assert plan.prediction is not None
     context.tracker.start_pass(SENSITIVITY, keeps_plans=False)
     if state.interrupted:
@@ -251,7 +284,8 @@ def _explain_result(request: SearchRequest, state: PassState) -> Plan:
     else:
         notes = (
             *unused_kind_notes(context, job, result),
-            *filter(None, [state.placement_note, state.group_note]),
+            *filter(None, [tolerance_note(result)]),
+            *(_note_subject(result, note) for note in state.searched_notes),
             slice_note(context, job, constraints, result),
             _search_note(request, state),
         )
@@ -262,14 +296,28 @@ def _explain_result(request: SearchRequest, state: PassState) -> Plan:
         sensitivity=() if state.interrupted else analyse_sensitivity(context, job, constraints, best),
         trade=state.trade,
     )
-    return replace(plan, prediction=prediction, alternatives=list_alternatives(result, request.top))
+    alternatives = list_alternatives(result, request.top, _parts_in(context))
+    return replace(plan, prediction=prediction, alternatives=alternatives)
+
+
+def _parts_in(context: PlannerContext) -> PartsOf:
+    """Return the function from a plan to the parts of its step."""
+    return lambda plan: step_parts(plan.simulation, context.network, context.layers)
+
+
+def _note_subject(result: SearchResult, note: str) -> str:
+    """Return a note about the fastest plan, which says so if another plan is chosen."""
+    begin, _, text = note.partition(": ")
+    return note if fastest_plan(result) is result.fitting[0] else f"{begin}: of the fastest plan: {text}"
 
 
 def _search_note(request: SearchRequest, state: PassState) -> str:
     """Return the counts of the search, whether it proved the plan, and the gain of a fitted order."""
     result = state.result
-    if result.open_bound_s >= result.fitting[0].step_s:
-        proof = "no candidate left has a lower bound below this plan's time"
+    best, fastest = result.fitting[0], fastest_plan(result)
+    if result.open_bound_s >= fastest.step_s:
+        whose = "this" if fastest is best else "the fastest"
+        proof = f"no candidate left has a lower bound below {whose} plan's time"
     else:
         proof = f"the search budget was used up: a plan of {format_seconds(result.open_bound_s)} is not ruled out"
     counted = (
@@ -295,9 +343,8 @@ def _plan_modules(context: PlannerContext, job: Job, made: ModuleSearchResult, t
         binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
         assumptions=(*plan.prediction.assumptions, *made.notes, counted),
     )
-    return replace(
-        plan, prediction=prediction, alternatives=list_alternatives(result, top, made.mean_s), arranging=made.arranging
-    )
+    alternatives = list_alternatives(result, top, _parts_in(context), made.mean_s)
+    return replace(plan, prediction=prediction, alternatives=alternatives, arranging=made.arranging)
 
 
 def default_constraints(model: Model, constraints: Constraints) -> Constraints:
@@ -320,11 +367,13 @@ def sound_bound_s(bound_s: float, step_s: float) -> float:
     return bound_s if bound_s <= step_s else 0.0
 
 
-def _put_first(found: SearchResult, best: EvaluatedPlan) -> SearchResult:
-    """Return the search result with the best point of the trade curve as its first plan."""
-    if best is found.fitting[0]:
-        return found
-    return replace(found, fitting=(best, *found.fitting))
+def _put_first(found: SearchResult, curve: TradeCurve) -> SearchResult:
+    """Return the search result with the chosen point of the trade curve as its first plan, then the next fastest."""
+    listed = {id(plan): plan for plan in (curve.best, curve.fastest, *found.fitting)}
+    best, *runners_up = listed.values()
+    if any(plan.step_s < best.step_s for plan in runners_up):
+        runners_up.sort(key=lambda plan: plan.rank_key)
+    return replace(found, fitting=(best, *runners_up))
 
 
 def _fitted_order_note(found: SearchResult, constraints: Constraints) -> str:

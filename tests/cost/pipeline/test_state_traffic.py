@@ -118,6 +118,20 @@ def test_the_traffic_counts_every_microbatch(state: ShardedState) -> None:
     assert dict(traffic.bytes[0, 1]) == {"reduction": 2 * 4 * passed, "parameters": gathers * passed}
 
 
+@pytest.mark.parametrize("state", ["gradients", "parameters"])
+def test_a_simulated_step_pays_for_the_collectives_of_every_action(state: ShardedState) -> None:
+    """Replicas that meet in every microbatch run in step: the times of replicas alone have no collectives."""
+    simulated = simulate_state(state)
+    spans = [span for span in simulated.timeline.all_spans() if span.action.kind in "FB"]
+    assert len(spans) == 4
+    for span in spans:
+        action = span.action
+        cost = simulated.costs.actions[action.kind].cost_of(action.stage, action.microbatch, 0)
+        assert span.stop_s - span.start_s == pytest.approx(cost.time_s + simulated.costs.overhead_s, rel=1e-9)
+    alone = simulate_state("none").timeline.compute_end_s
+    assert simulated.timeline.compute_end_s > alone
+
+
 def test_one_replica_shards_nothing() -> None:
     work: PipelineWork = simulate_state("parameters", replicas=(1,), stages=2).work
     assert not any(stage.has_sharded_layers for stage in work.stages)

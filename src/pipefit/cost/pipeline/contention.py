@@ -102,7 +102,13 @@ def split_pipelines(costs: CostTable, work: PipelineWork, network: Network, laye
 
 
 def _replica_works(work: PipelineWork) -> list[PipelineWork]:
-    """Return the work of every replica, or all work as one if there are too many replicas or they exchange rows."""
+    """Return the work of every replica, or all work as one.
+
+    All replicas run in step if there are too many of them, or if they exchange rows. ZeRO-2 and 3 let them meet in
+    every microbatch.
+    """
+    if any(stage.has_sharded_layers for stage in work.stages):
+        return [work]
     counts = {stage.group.find_axis("replica").size for stage in work.stages}
     if len(counts) > 1 or not 1 < max(counts) <= MOST_PIPELINES:
         return [work]

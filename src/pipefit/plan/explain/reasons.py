@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from pipefit.plan.assemble.predict import critical_path_shares
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, InfeasiblePlan, SearchResult
+from pipefit.plan.evaluate.simplicity import less_simple_by
+from pipefit.plan.explain.step_parts import describe_part
 from pipefit.plan.request.constraints import describe_choices
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.module_decisions import MultiModuleConfig
@@ -18,12 +19,12 @@ MISFITS_SHOWN = 3
 SHOWN = ("replicas", "stages", "shards", "microbatches", "slices", "schedule", "recompute", "sharded_state")
 """Choices in which two rows of the table of alternatives differ."""
 
-COMPUTE, REDUCTION = "compute on the busiest lane", "gradient reduction and optimizer step"
-"""Parts of a step."""
+PartsOf = Callable[[EvaluatedPlan], Mapping[str, float]]
+"""A plan -> the seconds of its step by part (`step_parts.py`)."""
 
 
 def list_alternatives(
-    found: SearchResult, top: int, mean_s: Mapping[int, float] | None = None
+    found: SearchResult, top: int, parts_of: PartsOf, mean_s: Mapping[int, float] | None = None
 ) -> tuple[AlternativePlan, ...]:
     """Return the runners-up, fastest first, then plans that would be faster but do not fit.
 
@@ -38,15 +39,32 @@ def list_alternatives(
             step_s=plan.step_s,
             peak_bytes=plan.peak_bytes,
             limit_bytes=plan.limit_bytes,
-            reason=_kind_prefix(plan) + explain_loss(plan, best, mean_s),
+            reason=_kind_prefix(plan) + explain_loss(plan, best, parts_of, mean_s),
         )
         for plan in _select_runners(found, top - 1)
     ]
     return (*losers, *(misfit_alternative(misfit) for misfit in faster_misfits(found)))
 
 
+def fastest_plan(found: SearchResult) -> EvaluatedPlan:
+    """Return the fastest plan of a result: the first one, unless a simpler one was chosen within the tolerance."""
+    return min(found.fitting, key=lambda plan: plan.rank_key[0])
+
+
+def tolerance_note(found: SearchResult) -> str:
+    """Return a note on a faster plan within the tolerance, with its gain; '' if the chosen plan is the fastest."""
+    best, fastest = found.fitting[0], fastest_plan(found)
+    if fastest.step_s >= best.step_s:
+        return ""
+    return (
+        f"tolerance: the fastest plan takes {format_seconds(best.step_s - fastest.step_s)} "
+        f"({1 - fastest.step_s / best.step_s:.2%}) less, with {less_simple_by(fastest, best) or 'another layout'}: "
+        f"{describe_choices(fastest.decisions)}; --tolerance 0 takes it in place of this simpler plan"
+    )
+
+
 def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
-    """Return at most this many runners-up: the best of each kind before a second one of any kind."""
+    """Return at most this many runners-up: the best of each kind, or a faster plan, before a second one of any kind."""
     best, *rest = found.fitting
     if isinstance(best.decisions, MultiModuleConfig):
         return rest[: max(0, most)]
@@ -56,7 +74,7 @@ def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
     for index, plan in enumerate(rest):
         kind, row = kind_name(plan.decisions), _shown_choices(plan.decisions)
         if row not in rows:
-            (seconds if kind in kinds else firsts).append(index)
+            (seconds if kind in kinds and plan.step_s >= best.step_s else firsts).append(index)
             kinds.add(kind)
             rows.add(row)
     return [rest[index] for index in sorted((firsts + seconds)[: max(0, most)])]
@@ -98,8 +116,10 @@ def misfit_alternative(misfit: InfeasiblePlan) -> AlternativePlan:
     )
 
 
-def explain_loss(one: EvaluatedPlan, best: EvaluatedPlan, mean_s: Mapping[int, float] | None = None) -> str:
-    """Return the difference to the winner, with the part of the critical path that grew most.
+def explain_loss(
+    one: EvaluatedPlan, best: EvaluatedPlan, parts_of: PartsOf, mean_s: Mapping[int, float] | None = None
+) -> str:
+    """Return the difference to the winner, with the part of the step that grew most.
 
     Plans that are faster on the batch shown have a larger mean over all batches.
     """
@@ -107,11 +127,14 @@ def explain_loss(one: EvaluatedPlan, best: EvaluatedPlan, mean_s: Mapping[int, f
     if slower < -1e-6 and mean_s and id(one) in mean_s:
         more = mean_s[id(one)] / mean_s[id(best)] - 1
         return f"{-slower:.1%} faster on the batch shown, {more:.1%} slower on average over all batches"
+    if slower < -1e-6 and not isinstance(one.decisions, MultiModuleConfig):
+        feature = less_simple_by(one, best) or "another layout"
+        return f"{-slower:.2%} faster ({format_seconds(best.step_s - one.step_s)}), but less simple: {feature}"
     if slower < 1e-6:
         return f"as fast, {_tie_reason(one, best)}"
-    mine, theirs = _step_parts(one), _step_parts(best)
+    mine, theirs = parts_of(one), parts_of(best)
     grew, by_s = max(((name, mine[name] - theirs[name]) for name in mine), key=lambda item: item[1])
-    return f"{slower:.1%} slower: {format_seconds(by_s)} more {_describe_part(grew, one, best)}"
+    return f"{slower:.1%} slower: {format_seconds(by_s)} more {describe_part(grew)}"
 
 
 def binding_memory(found: SearchResult) -> str:
@@ -133,28 +156,3 @@ def _tie_reason(one: EvaluatedPlan, best: EvaluatedPlan) -> str:
     if one.decisions.device_count > best.decisions.device_count:
         return f"with {one.decisions.device_count - best.decisions.device_count} more devices"
     return "with more stages" if one.decisions.stage_count > best.decisions.stage_count else "later in the search order"
-
-
-def _step_parts(one: EvaluatedPlan) -> dict[str, float]:
-    """Return the seconds of the busiest lane's step by part; they add up to the step time.
-
-    The compute of shard programs contains their collectives.
-    """
-    timeline = one.simulation.timeline
-    costs = one.simulation.costs
-    lane = int(timeline.busy_s.argmax())
-    shares = critical_path_shares(timeline)
-    after = sum(value for name, value in shares.items() if not name.startswith(("compute", "link")))
-    compute = float(timeline.busy_s[lane]) - float(costs.step_s[lane])
-    waiting = max(0.0, timeline.makespan_s - compute - after)
-    sends = min(waiting, float(timeline.exposed_transfer_s[lane]))
-    return {COMPUTE: compute, "bubbles": waiting - sends, "waiting for sends": sends, REDUCTION: after}
-
-
-def _describe_part(part: str, one: EvaluatedPlan, best: EvaluatedPlan) -> str:
-    """Return the part of the step with what this plan does in it."""
-    if part != COMPUTE or isinstance(one.decisions, MultiModuleConfig):
-        return part
-    words = "compute and collectives inside the layers" if one.decisions.is_sharded else part
-    recomputes = {*one.decisions.recompute} - {*best.decisions.recompute} - {"none"}
-    return f"{words}, with recomputation to save memory" if recomputes else words

@@ -77,6 +77,8 @@ def _unused_note(context: PlannerContext, job: Job, constraints: Constraints, fo
 def _loss_reason(sliced: EvaluatedPlan, best: EvaluatedPlan) -> str:
     """Return the reason why the best sliced plan is slower: more work on its busiest lane, or no bubble to fill."""
     slower = sliced.step_s / best.step_s - 1
+    if slower < 0:
+        return f"the best plan with slices, {_describe_slices(sliced.decisions)}, takes only {-slower:.2%} less"
     mine, theirs = (float(plan.simulation.timeline.busy_s.max()) for plan in (sliced, best))
     words = f"the best plan with slices, {_describe_slices(sliced.decisions)}, takes {slower:.1%} longer"
     if mine - theirs > (sliced.step_s - best.step_s) / 2:

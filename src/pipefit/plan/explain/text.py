@@ -73,8 +73,8 @@ def forecast_lines(plan: Plan) -> list[str]:
 
 
 def search_notes(prediction: PlanPrediction) -> list[str]:
-    """Return the notes on the search for placement, groups, slices, modules and samples."""
-    told = ("placement: ", "groups: ", "slices: ", "modules: ", "samples: ")
+    """Return the notes on the tolerance, and on the search for placement, groups, slices, modules and samples."""
+    told = ("tolerance: ", "placement: ", "groups: ", "slices: ", "modules: ", "samples: ")
     return [note for note in prediction.assumptions if note.startswith(told)]
 
 
@@ -170,14 +170,7 @@ def _corrected_cells(memory: MemoryRisk | None) -> tuple[str, str, str]:
 def alternative_table(plan: Plan) -> TextTable:
     """Return the table of runners-up, with the reason why each lost or did not fit. It has slices if any plan has
     some."""
-    keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "sharded_state")
-    if names := module_names(plan.decisions):
-        keys = (*names, "microbatches", "schedule")
-    if any(
-        alternative.get("slices")
-        for alternative in (plan.decisions, *(runner_up.decisions for runner_up in plan.alternatives))
-    ):
-        keys = (*keys[:4], "slices", *keys[4:])
+    keys = choice_keys(plan.decisions, *(runner_up.decisions for runner_up in plan.alternatives))
     winner = [_winner_row(plan, keys, plan.prediction)] if plan.prediction else []
     rows = [_alternative_row(alternative, keys) for alternative in plan.alternatives]
     return TextTable("alternatives", (*keys, "step", "memory", "why"), (*winner, *rows))
@@ -260,6 +253,16 @@ def _alternative_row(one: AlternativePlan, keys: Sequence[str]) -> tuple[str, ..
         _format_share(one.peak_bytes, one.limit_bytes),
         one.reason,
     )
+
+
+def choice_keys(*decisions: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the choices to show of these plans, which are of one model. Slices are shown if any plan has some."""
+    keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "sharded_state")
+    if names := module_names(decisions[0]):
+        keys = (*names, "microbatches", "schedule")
+    if any(choices.get("slices") for choices in decisions):
+        keys = (*keys[:4], "slices", *keys[4:])
+    return keys
 
 
 def choice_cells(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]:

@@ -28,6 +28,8 @@ def _unused_reason(context: PlannerContext, job: Job, found: SearchResult, name:
     tried = [plan for plan in found.fitting if name in _used_kinds(context, plan.decisions)]
     if tried:
         slower = tried[0].step_s / best.step_s - 1
+        if slower < -1e-6:
+            return f"{name} is left out: the best plan with it takes only {-slower:.2%} less"
         if slower < 1e-6:
             return f"{name} is left out: the best plan with it is as fast"
         return f"{name} is left out: the best plan found with it takes {slower:.1%} longer"

@@ -17,6 +17,7 @@ from pipefit.plan.cutting.rows import scale_need
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.evaluate.simplicity import choose_simplest
 from pipefit.plan.passes.fitted_orders import FITTING_BUDGET, fit_layout, recompute_choices, tables_of
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
@@ -48,17 +49,27 @@ class TradeCurve:
     """Memory against time on one layout."""
 
     best: EvaluatedPlan
-    "The fastest of all points that fit and obey the constraints."
+    "The chosen point: the fastest that fits and obeys the constraints, or the simplest within a tolerance."
+    fastest: EvaluatedPlan
+    "The fastest point that fits and obeys the constraints."
     points: tuple[TradePoint, ...] = ()
     "Sorted by memory."
 
 
-def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, best: EvaluatedPlan) -> TradeCurve:
+def trade_memory(
+    context: PlannerContext,
+    job: Job,
+    constraints: Constraints,
+    best: EvaluatedPlan,
+    tolerance: float = 0.0,
+    fastest_s: float = float("inf"),
+) -> TradeCurve:
     """Return the points of the chosen plan's layout (its replicas, lanes, microbatches, sharded state, device order),
     and the plan.
 
     Any point that fits, obeys the constraints and is faster than `best` replaces it, so no such point is faster than
-    the plan. Fitted orders are points only if they are faster than every fitted order with less memory.
+    the plan. With a tolerance, the simplest point within it replaces the fastest; `fastest_s` is then the fastest step
+    of other layouts. Fitted orders are points only if they are faster than every fitted order with less memory.
     """
     layout = best.decisions
     actions = 3 * layout.stage_count * layout.unit_count
@@ -72,19 +83,20 @@ def trade_memory(context: PlannerContext, job: Job, constraints: Constraints, be
     if layout.lane_count > 1:
         levels = _limit_levels(best, family_plans, has_many_actions)
         fitted = _fit_levels(context, job, constraints, layout, levels, own_fit, _lane_limits(best))
+    choices = [best]
+    fastest = best
     for plan in (*family_plans, *fitted):
-        if (
-            plan.simulation.fits_in_memory
-            and plan.step_s < best.step_s * (1 - TRADE_BUDGET.step_tolerance)
-            and _obeys_constraints(plan.decisions, constraints)
-        ):
-            best = plan
+        if plan.simulation.fits_in_memory and _obeys_constraints(plan.decisions, constraints):
+            choices.append(plan)
+            if plan.step_s < fastest.step_s * (1 - TRADE_BUDGET.step_tolerance):
+                fastest = plan
+    best = choose_simplest(choices, tolerance, fastest_s) if tolerance else fastest
     points = {_trade_point(plan) for plan in (*family_plans, *fitted)} - {_trade_point(best)}
     ordered = sorted(
         (*points, replace(_trade_point(best), chosen=True)),
         key=lambda plan: (plan.memory_bytes, plan.step_s, plan.schedule, plan.recompute),
     )
-    return TradeCurve(best, tuple(ordered))
+    return TradeCurve(best, fastest, tuple(ordered))
 
 
 def _limit_levels(best: EvaluatedPlan, found: Sequence[EvaluatedPlan], many: bool) -> list[float]:

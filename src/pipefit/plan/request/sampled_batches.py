@@ -123,6 +123,17 @@ def assumed_samples(model: Model, job: Job) -> SampledBatches:
     )
 
 
+def samples_of_spaces(spaces: Sequence[SampleSpace], note: str) -> SampledBatches:
+    """Return the one batch of samples that the spaces of a plan hold. `note` says where it is from."""
+    packed = [space for space in spaces if space.counts]
+    return SampledBatches(
+        tokens={space.name: np.array([space.counts], dtype=np.int64) for space in packed},
+        squares={space.name: np.array([space.squares], dtype=np.int64) for space in packed},
+        note=note,
+        images={space.name: [space.images] for space in packed if space.images},
+    )
+
+
 def deal_samples(
     samples: SampledBatches,
     batch: int,
