@@ -70,6 +70,8 @@ def search_plans(
 
     Raises PlanError if the constraints leave nothing to consider.
     """
+    constraints = constraints.with_context_defaults
+    context.split_sequences(constraints.context_size)
     searcher = LayoutSearch(context, job, constraints, top, budget)
     return searcher.run(list_base_grids(context, job, constraints))
 

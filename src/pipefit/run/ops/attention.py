@@ -224,6 +224,10 @@ def pad_zeros(like: torch.Tensor, part: torch.Tensor, run: KeyRun) -> torch.Tens
 
 
 def build_attention(operator: Operator, context: OperatorContext) -> OperatorStep:
+    if context.sequence is not None:
+        from pipefit.run.ops.attention_context import context_attention
+
+        return OperatorStep(context_attention(operator, context.sequence), wants_record=True)
     scale, window = float(operator.attributes["scale"]), operator.attributes.get("window")
     dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
     split = dim == 1
