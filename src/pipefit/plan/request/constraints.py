@@ -395,7 +395,7 @@ def describe_choices(decisions: ParallelConfig) -> str:
     if isinstance(decisions, MultiModuleConfig):
         return decisions.to_text()
     shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
-    context = f" x {decisions.context} parts of each sequence" if decisions.context > 1 else ""
+    context = f" x {decisions.context} parts of sequences" if decisions.context > 1 else ""
     slices = f" x {len(decisions.slices)} slices" if decisions.slices else ""
     return (
         f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{context}{shards}, "
