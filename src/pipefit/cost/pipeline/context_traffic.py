@@ -14,7 +14,9 @@ from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.layer_query import LayerQuery
 from pipefit.cost.compute.roofline import LayerCost
+from pipefit.cost.pipeline.rings import context_rings
 from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
+from pipefit.cost.work import StageWork
 from pipefit.model.analysis.saved import Recompute, kept_values, operator_call
 from pipefit.model.graph import Graph
 from pipefit.model.ops.attention import CONTEXT_PARTS, gathered_sizes
@@ -37,7 +39,9 @@ def gathered_bytes(
 
 
 def add_context_traffic(cost: LayerCost, query: LayerQuery, rings: Rings, network: Network) -> LayerCost:
-    """Return the cost of a layer with the collectives of its attention over these rings."""
+    """Return the cost of a layer with the collectives of its attention over these rings, if there are any."""
+    if not rings:
+        return cost
     shape = query.shape
     symbols = {"B": shape.rows, "T": shape.tokens, "S": shape.own_tokens, "R": shape.own_rows, **dict(shape.symbols)}
     forward_s = backward_s = 0.0
@@ -51,6 +55,12 @@ def add_context_traffic(cost: LayerCost, query: LayerQuery, rings: Rings, networ
         input_s=cost.input_s + backward_s,
         fused_s=None if cost.fused_s is None else cost.fused_s + backward_s,
     )
+
+
+def split_rings(stage: StageWork, network: Network, silent: bool = False) -> Rings:
+    """Return the rings of devices that hold parts of the same sequences; none for complete sequences, or if
+    collectives are free (`silent`)."""
+    return () if silent or stage.context_parts == 1 else network.representative_rings(context_rings(stage))
 
 
 def context_symbols(parts: int) -> tuple[tuple[str, int], ...]:

@@ -22,7 +22,7 @@ from pipefit.cost.compute.roofline import LayerCost, LayerCosts, without_backwar
 from pipefit.cost.memory.lanes import lane_limits, lane_parts, lanes_differ, state_shares
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, stage_state_share
-from pipefit.cost.pipeline.context_traffic import add_context_traffic, context_symbols
+from pipefit.cost.pipeline.context_traffic import add_context_traffic, context_symbols, split_rings
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
 from pipefit.cost.pipeline.overlap import Piece
 from pipefit.cost.pipeline.reductions import gather_s, hidden_reduction_s, reduce_s
@@ -247,7 +247,7 @@ def _costs_by_place(
         }
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     later, parts = sum(stage.slices) - past - tokens, stage.context_parts
-    context = network.representative_rings(context_rings(stage)) if parts > 1 and not silent else ()
+    context = split_rings(stage, network, silent)
     symbols, tokens = (*stage.symbols, *context_symbols(parts)), tokens // parts
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
@@ -257,8 +257,7 @@ def _costs_by_place(
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
             query = LayerQuery(graph, shape, kind, precision, stage.recompute, collectives[shares], key)
-            cost = layers.layer_cost(query)
-            cost = add_context_traffic(cost, query, context, network) if context else cost
+            cost = add_context_traffic(layers.layer_cost(query), query, context, network)
             costs.append(without_backward(cost) if index < stage.frozen else cost)
         yield kind.name, costs
 

@@ -128,12 +128,14 @@ class PlannerContext:
         )
         self.__dict__.pop("layer_cutter", None)  # it holds the previous programs
 
-    def split_sequences(self, parts: int) -> None:
-        """Make plans whose meshes have a context axis of this size. Raises PlanError if the model prevents that."""
+    def split_sequences(self, parts: int) -> PlannerContext:
+        """Return this context, which now makes plans whose meshes have a context axis of this size. Raises PlanError if
+        the model prevents that."""
         check_context_model(self.model, parts, CONTEXT)
         if parts != self.context_parts:
             self.context_parts = parts
             self.__dict__.pop("layer_cutter", None)  # it holds costs of other parts
+        return self
 
     def with_cluster(self, cluster: Cluster) -> PlannerContext:
         """Return a context of the same model on another cluster."""

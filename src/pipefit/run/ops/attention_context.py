@@ -17,8 +17,8 @@ import torch
 from pipefit.layout import Run, split_by_shares, zigzag_runs
 from pipefit.model.graph import Operator
 from pipefit.run.autograd.attention_kernels import AttentionCall, attend_backward, attend_forward
+from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, backward_over, forward_over
 from pipefit.run.autograd.saved_forward import SavedForward
-from pipefit.run.ops.attention import AttentionSpec, KeyValueCache, backward_over, forward_over
 from pipefit.run.sharded.parts import ShardContext, gather_parts, scatter_sums
 
 
