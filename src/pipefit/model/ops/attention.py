@@ -114,23 +114,36 @@ def _forward_extra(call: OperatorCall) -> int:
     sequences, the gathered keys and values: a gather and its ordered copy, then the results of both chunks."""
     if _context_parts(call) > 1:
         keys, values = gathered_sizes(call)
-        result = prod(call.outputs[0]) * call.compute_bytes
-        return max(max(2 * keys, keys + 2 * values), keys + values + 3 * result // 2 + 2 * _own_bytes(call))
+        merged = prod(call.outputs[0]) * (3 * call.compute_bytes // 2 + _wider_bytes(call)) + 2 * _own_bytes(call)
+        return _mask_bytes(call) + max(2 * keys, keys + 2 * values, keys + values + merged)
     return _mask_bytes(call) + _merged_bytes(call)
 
 
 def _backward_extra(call: OperatorCall) -> int:
     """The masks; with earlier tokens also one chunk's gradients of q, k and v (a chunk is as long as the slice), and
-    the sum of the gradients of q if its dtype is wider. With parts of sequences, the gathered keys and values, the sum
-    of their gradients and the gradients of one chunk's queries."""
+    the sum of the gradients of q if its dtype is wider. With parts of sequences, see `_context_gradients`."""
     if _context_parts(call) > 1:
-        keys, values = gathered_sizes(call)
-        return 3 * (keys + values) + prod(call.outputs[0]) * call.compute_bytes
+        return _mask_bytes(call) + _context_gradients(call)
     if not call.symbols.get("P", 0):
         return _mask_bytes(call)
     chunk = sum(prod(shape) for shape in call.inputs if shape is not None) * call.compute_bytes
-    wider = call.wide_bytes if call.wide_bytes != call.compute_bytes else 0
-    return _mask_bytes(call) + chunk + prod(call.outputs[0]) * wider
+    return _mask_bytes(call) + chunk + prod(call.outputs[0]) * _wider_bytes(call)
+
+
+def _context_gradients(call: OperatorCall) -> int:
+    """Return the transient bytes of the backward with parts of sequences. The last chunk of queries sees nearly all
+    keys: they, the sum of their gradients and its last addend are alive, with three times the gradient of q. The
+    gradients of the local q, k and v are counted as outputs."""
+    complete = sum(gathered_sizes(call))
+    local = complete // _context_parts(call)
+    if not call.attributes.get("causal", True):
+        return 5 * complete // 2 - local
+    return 3 * complete - 3 * local // 2 + 2 * prod(call.outputs[0]) * (call.compute_bytes + _wider_bytes(call))
+
+
+def _wider_bytes(call: OperatorCall) -> int:
+    """Return the bytes of an element of the wide dtype; 0 if the run computes in it."""
+    return call.wide_bytes if call.wide_bytes != call.compute_bytes else 0
 
 
 def _merged_bytes(call: OperatorCall) -> int:
