@@ -64,7 +64,6 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "sliding window": of("mistral"),
     "3 parts, sliding window": of("mistral", context=3, stages=2),
     "experts": of("mixtral", **TWO),
-    "dropout": of("dropout", stages=2),
     "qwen3": of("qwen3", context=3),
 }
 
