@@ -38,7 +38,7 @@ class MeshAxis:
     """One named axis of a device mesh."""
 
     name: AxisName
-    "`replica`: data parallelism over rows. `shard`: tensor parallelism, one SPMD program."
+    "`replica`: data parallelism over rows. `context`: parts of sequences. `shard`: tensor parallelism (SPMD)."
     shares: tuple[int, ...]
     "Relative weights, one per position along the axis: (1, 1, 1) is even, (2, 1) gives the first position two thirds."
 
@@ -101,6 +101,12 @@ class Mesh:
             for candidate, coordinates in zip(self.devices, self._grid_coordinates(), strict=True)
             if all(loose or a == b for loose, a, b in zip(free, coordinates, home, strict=True))
         )
+
+    def axis_subsets(self) -> Iterator[tuple[AxisName, ...]]:
+        """Yield the names of every non-empty set of axes, smaller sets first."""
+        names = [axis.name for axis in self.axes]
+        for count in range(1, len(names) + 1):
+            yield from itertools.combinations(names, count)
 
     def _grid_coordinates(self) -> Iterator[tuple[int, ...]]:
         return itertools.product(*(range(axis.size) for axis in self.axes))
@@ -167,6 +173,20 @@ def split_by_shares(length: int, shares: Sequence[int], multiple: int = 1) -> tu
         counts[index] += 1
     stops = [multiple * stop for stop in itertools.accumulate(counts)]
     return tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def zigzag_runs(length: int, parts: int) -> tuple[tuple[Run, Run], ...]:
+    """Return for each part of a sequence its two chunks, the i-th and the i-th last of 2 x parts equal chunks.
+
+    The parts have equally many pairs of a token and an earlier one (zig-zag order: Llama 3, 2024, section 3.3.2).
+    Raises PlanError if the chunks are not equal.
+    """
+    if length % (2 * parts):
+        raise PlanError("The length does not divide into the chunks.", seen=f"{length} into {2 * parts}")
+    size = length // (2 * parts)
+    return tuple(
+        ((part * size, (part + 1) * size), (length - (part + 1) * size, length - part * size)) for part in range(parts)
+    )
 
 
 def overlap_lengths(old: Sequence[tuple[float, float]], new: Sequence[tuple[float, float]]) -> list[list[float]]:

@@ -119,7 +119,7 @@ class Clock:
 class Program:
     """A stage of three layers whose real work takes no time; it announces its layers' gradients, last first."""
 
-    recompute, shard, frozen = "none", None, 0
+    recompute, shard, sequence, frozen = "none", None, None, 0
 
     def __init__(self, work: Callable[[], None] = lambda: None, last: Callable[[], None] = lambda: None) -> None:
         """`work` before the first layer of an action, and `last` before the last one of a backward."""

@@ -67,6 +67,17 @@ class StageWork:
     are summed over all of them at once (`TiedWork.rings`)."""
 
     @property
+    def context_parts(self) -> int:
+        """Return the number of devices that hold parts of each sequence."""
+        return self.group.find_axis("context").size
+
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """Return the shares of the devices that sum gradients together: replicas, and parts of their sequences."""
+        shares = self.group.find_axis("replica").shares
+        return tuple(share for share in shares for _ in range(self.context_parts))
+
+    @property
     def shards_state(self) -> bool:
         """Return whether the replicas shard the optimizer state."""
         return self.sharded_state != "none"
@@ -74,7 +85,7 @@ class StageWork:
     @property
     def has_sharded_layers(self) -> bool:
         """Return whether the replicas sum gradients in every microbatch, layer by layer (ZeRO-2 and 3)."""
-        return bool(self.sharded_elements) and self.group.find_axis("replica").size > 1
+        return bool(self.sharded_elements) and len(self.data_shares) > 1
 
     @property
     def reduced_elements(self) -> int:

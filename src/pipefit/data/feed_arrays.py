@@ -6,13 +6,15 @@ first token of the next slice. Document boundaries are read from the row's token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.data.stepplan import StepPlan
+from pipefit.layout import Run
 
 IGNORE = -100
 """The label that the loss ignores, PyTorch's default `ignore_index` of cross_entropy."""
@@ -45,6 +47,15 @@ class FeedArrays:
     "Position in the row at which each token's document starts; None if documents are joined."
     rows_B: NDArray[np.int64]
     "Positions of the rows within the step's batch: keys for dropout that do not depend on the layout."
+
+    def take_tokens(self, runs: Sequence[Run]) -> FeedArrays:
+        """Return the arrays of these runs of tokens, one after another. Documents must be joined."""
+        assert self.documents_BT is None, "documents are kept apart in complete sequences only"
+        tokens_BT, labels_BT, positions_BT = (
+            np.concatenate([array[:, start:stop] for start, stop in runs], axis=1)
+            for array in (self.tokens_BT, self.labels_BT, self.positions_BT)
+        )
+        return replace(self, tokens_BT=tokens_BT, labels_BT=labels_BT, positions_BT=positions_BT)
 
 
 def feed_arrays(

@@ -29,6 +29,7 @@ from pipefit.lab.layer_work import layer_facts as layer_facts
 from pipefit.lab.layer_work import stage_layer_s as stage_layer_s
 from pipefit.lab.tables import DeviceTable, LayerFacts
 from pipefit.model.graph import LOCAL
+from pipefit.model.ops.attention import CONTEXT_PARTS
 from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.optimizers import OptimizerKind
 
@@ -293,6 +294,8 @@ class PacedStage:
         past = sum(self._sizes[microbatch, earlier]["T"] for earlier in range(slice_))
         sizes = {"B": rows, "T": tokens, "P": past, **_packed_sizes(feed)}
         sizes |= _shared_sizes(self._program.shard, sizes)
+        if self._program.sequence is not None:
+            sizes[CONTEXT_PARTS] = self._program.sequence.size
         self._sizes[microbatch, slice_] = sizes
         return sizes
 

@@ -43,7 +43,7 @@ def check_sharded_state(value: str, where: str) -> ShardedState:
 
 
 def effective_state(state: ShardedState, replicas: int) -> ShardedState:
-    """Return the state that this number of replicas shards: none for one replica."""
+    """Return the state that this number of replicas (or of all devices that sum gradients) shards: none for one."""
     return state if replicas > 1 else "none"
 
 

@@ -234,8 +234,9 @@ def prepare_request(
     Raises PlanError for constraints that contradict each other, or that leave no candidate.
     """
     check_one_module(constraints)
-    constraints = default_constraints(context.model, constraints)
+    constraints = default_constraints(context.model, constraints).with_context_defaults
     _check_pins(context, job, constraints)
+    context.split_sequences(constraints.context_size)
     if constraints.sharding == "searched":
         request = request_from_constraints(constraints, job, device_count(context.cluster))
         context.search_recipes(job, request)

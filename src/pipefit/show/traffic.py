@@ -19,7 +19,8 @@ from pipefit.cost.comm.collectives import runs_backwards
 from pipefit.cost.comm.lowerings import lowerings_over
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
-from pipefit.cost.pipeline.rings import replica_rings, shard_rings
+from pipefit.cost.pipeline.context_traffic import context_symbols, gathered_bytes
+from pipefit.cost.pipeline.rings import context_rings, replica_rings, shard_rings
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split_by_shares
@@ -33,8 +34,9 @@ PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """Number of times a ring collective sends (n - 1)/n of the tensor over every hop; gloo implements a reduce-scatter by
 an all-reduce."""
 
-REASONS = ("activations", "gradients", "shards", "reduction", "parameters")
-"""Forward transfers, backward transfers, collectives of shard programs, gradient sums, ZeRO-1 all-gathers."""
+REASONS = ("activations", "gradients", "shards", "context", "reduction", "parameters")
+"""Forward transfers, backward transfers, collectives of shard programs, keys and values of split sequences, gradient
+sums, ZeRO-1 all-gathers."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Ste
             traffic.add_bytes(source, target, size, "reduction")
     for stage in work.stages:
         _add_shard_collectives(traffic, stage, work, network, microbatches)
+        _add_context_collectives(traffic, stage, work, network, microbatches)
         _add_reductions(traffic, stage, work, network)
         _add_sharded_layers(traffic, stage, work, network, microbatches)
     return traffic
@@ -97,6 +100,21 @@ def _add_shard_collectives(
                 _add_ring(traffic, ring, size * times, "shards", network, kind)
 
 
+def _add_context_collectives(
+    traffic: StepTraffic, stage: StageWork, work: PipelineWork, network: Network, microbatches: int
+) -> None:
+    """Add the gathers of keys and values, and the sums of their gradients, over the parts of sequences."""
+    for ring in context_rings(stage) if stage.context_parts > 1 else ():
+        for times, symbols in _slice_sizes(stage, stage.group.axis_position(ring[0], "replica"), microbatches):
+            for layer, graphs in enumerate(stage.layers):
+                for size, gathers in gathered_bytes(graphs[0], symbols, stage.recompute, work.precision):
+                    ahead = gathers if layer >= stage.frozen else 1
+                    _add_ring(traffic, ring, ahead * times * size, "context", network, "all_gather")
+                    if layer >= stage.frozen:
+                        passes, kind = (2, "all_reduce") if network.over_gloo else (1, "reduce_scatter")
+                        _add_ring(traffic, ring, passes * times * size, "context", network, kind)
+
+
 def _slice_sizes(stage: StageWork, replica: int, microbatches: int) -> Iterator[tuple[int, dict[str, int]]]:
     """Yield (number of microbatches, sizes of a slice). Packed rows have different sizes in every microbatch."""
     for row in stage.packed:
@@ -105,7 +123,9 @@ def _slice_sizes(stage: StageWork, replica: int, microbatches: int) -> Iterator[
             yield 1, {"B": 1, "T": tokens, "P": 0, SQUARES: squares}
     if not stage.packed:
         for tokens, past in zip(stage.slices, _slice_starts(stage.slices), strict=True):
-            yield microbatches, {"B": stage.rows[replica], "T": tokens, "P": past, **dict(stage.symbols)}
+            local = tokens // stage.context_parts
+            parts = dict(context_symbols(stage.context_parts))
+            yield microbatches, {"B": stage.rows[replica], "T": local, "P": past, **dict(stage.symbols), **parts}
 
 
 def _layer_collectives(

@@ -12,6 +12,8 @@ from pipefit.plan.request.plan_kinds import KINDS, kind_name, parallel_axes
 TENSOR: dict[str, Any] = {"shards": (1, 1), "sharding": "megatron-sp"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("one device", {}),
+    ("context", {"context": 2}),
+    ("pipeline", {"context": 2, "stages": 2}),
     ("data parallel", {"replicas": (1, 1)}),
     ("sharded data parallel", {"replicas": (1, 1), "sharded_state": "optimizer"}),
     ("tensor", TENSOR),

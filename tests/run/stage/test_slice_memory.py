@@ -16,7 +16,7 @@ from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.model.analysis.saved import kv_gradient_bytes, saved_bytes
-from pipefit.run.ops.attention import KeyValueCache
+from pipefit.run.autograd.attention_runs import KeyValueCache
 from pipefit.run.stage.memory_audit import AllocationAudit, StorageAudit
 from pipefit.run.stage.program import StageLayer, StageProgram
 

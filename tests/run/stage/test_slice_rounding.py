@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, backward_over, forward_over
 from pipefit.run.autograd.saved_forward import SavedForward
-from pipefit.run.ops.attention import AttentionSpec, KeyValueCache, backward_over, forward_over
 from pipefit.run.stage_inputs import StageInputs
 
 SLICES, TOKENS, HEADS, GROUPS, FEATURES = 32, 8, 4, 2, 16

@@ -33,6 +33,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "sharded": ("llama", {"stages": 2, "shards": (1, 1), "sharding": "megatron", "schedule": "1f1b"}),
     "sequence-sharded": ("llama", {"stages": 2, "shards": (1, 1), "sharding": "megatron-sp", "schedule": "1f1b"}),
+    "parts of sequences": ("llama", {"stages": 2, "context": 2, "schedule": "zb-h1"}),
+    "parts of sequences that split the state": (
+        "llama",
+        {"context": 2, "replicas": (1, 1), "sharded_state": "optimizer", "recompute": ("full",)},
+    ),
     "slices": ("llama", {"stages": 4, "schedule": "1f1b", "slices": (40, 24), "recompute": ("full",)}),
     "experts": ("mixtral", {"stages": 4, "schedule": "1f1b"}),
     "uneven replicas": ("wide", {"stages": 2, "replicas": (2, 1), "schedule": "1f1b"}),

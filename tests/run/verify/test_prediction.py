@@ -34,6 +34,7 @@ CONFIGS = {
 }
 CONFIGS["few heads"] = CONFIGS["tied"] | {"num_key_value_heads": 2}
 CONFIGS |= {"wide": CONFIGS["tied"] | {"vocab_size": 8192}, "wide untied": LLAMA | {"vocab_size": 8192}}
+CONFIGS["long"] = LLAMA | {"vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 V = (0, 1, 2, 2, 1, 0)
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -63,6 +64,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "bfloat16, slices of few heads": ("few heads", 1, {"stages": 2, "slices": (32, 48, 48), "schedule": "1f1b"}),
     "bfloat16, slices, run again": ("gpt2", 1, {"stages": 2, "slices": (64, 64), "recompute": ("full",)}),
     "bfloat16, slices, parts run again": ("gpt2", 1, {"stages": 2, "slices": (64, 64), "recompute": ("selective",)}),
+    "parts of sequences, first": ("tied", 0, {"context": 2, "stages": 2, "schedule": "1f1b"}),
+    "parts of sequences, last": ("tied", 3, {"context": 2, "stages": 2, "schedule": "1f1b"}),
+    "4 parts of sequences": ("few heads", 0, {"context": 4}),
+    "parts of sequences, run again": ("tied", 0, {"context": 2, "recompute": ("full",)}),
+    "parts of sequences, long": ("long", 0, {"context": 2, "stages": 2, "schedule": "zb-h1"}),
+    "4 parts of sequences, long": ("long", 0, {"context": 4}),
+    "bfloat16, parts of sequences": ("gpt2", 2, {"context": 2, "stages": 2, "schedule": "1f1b"}),
+    "parts of sequences that split the state": ("wide", 0, {"context": 2, "sharded_state": "optimizer"}),
     "split state, shared": (
         "tied",
         0,
@@ -81,7 +90,8 @@ def model(name: str) -> Model:
 def test_the_predicted_peak_is_the_measured_one(case: str) -> None:
     name, rank, decisions = CASES[case]
     precision: Precision = "bfloat16" if "bfloat16" in case else "float32"
-    job = Job(batch=8, sequence=16 if "wide" in name else 128, precision=precision, seed=5)
+    sequence = {"wide": 16, "wide untied": 16, "long": 1024}.get(name, 128)
+    job = Job(batch=4 if name == "long" else 8, sequence=sequence, precision=precision, seed=5)
     plan = build_plan(model(name), local_cluster(4), job, ParallelConfig(microbatches=4, **decisions), name=name)
     simulated = simulate_plan(plan, model(name), local_cluster(4)).peaks_bytes[
         device_lane(plan, plan.used_devices[rank])

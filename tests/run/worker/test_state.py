@@ -54,6 +54,7 @@ SAME = {
         | {"sharded_state": "parameters"},
         DROP,
     ),
+    "dropout x parts of sequences": ("dropout", {"stages": 2, "microbatches": 4, "context": 2}, DROP),
     "bfloat16 masters, zero-3": ("llama", {"stages": 2, "microbatches": 2, "replicas": (2, 1),
         "sharded_state": "parameters"}, HALF),
     "bfloat16 masters, zero-1": ("llama", {"stages": 2, "microbatches": 2, "replicas": (2, 1),
@@ -95,6 +96,14 @@ OTHER = {
         {"microbatches": 2, "replicas": (1, 1, 1), "sharded_state": "parameters"},
         {"stages": 2, "microbatches": 4, "replicas": (1, 1), "sharded_state": "parameters", "cuts": (3,)},
     ),
+    "from parts of sequences to one process": (
+        {"stages": 2, "microbatches": 4, "context": 2, "sharded_state": "optimizer"},
+        {"microbatches": 1},
+    ),
+    "to other parts of sequences": (
+        {"microbatches": 2, "context": 2, "replicas": (1, 1), "sharded_state": "parameters"},
+        {"microbatches": 2, "context": 3, "shards": (1, 1), "sharding": "megatron-sp", "sharded_state": "optimizer"},
+    ),
     "to one process": (
         {"stages": 2, "microbatches": 4, "replicas": (1, 1), "sharded_state": "optimizer"},
         {"microbatches": 1},
@@ -130,6 +139,7 @@ def test_dropout_does_not_depend_on_the_layout(gloo_pool):
         {"microbatches": 2, "replicas": (1, 1), "recompute": ("full",), "sharded_state": "parameters"},
         {"stages": 2, "microbatches": 2, "slices": (5, 7), "schedule": "gpipe"},
         {"stages": 2, "microbatches": 2, "recompute": ("full",)},
+        {"stages": 2, "microbatches": 2, "context": 2, "recompute": ("selective",)},
     ]
     results = []
     for layout in layouts:
@@ -157,6 +167,8 @@ def test_dropout_does_not_depend_on_the_layout(gloo_pool):
         {"microbatches": 2, "slices": (5, 7), "replicas": (1, 1), "sharded_state": "parameters"},
         {"stages": 2, "microbatches": 2, "slices": (5, 7), "schedule": "gpipe"},
         {"stages": 4, "placement": (0, 1, 1, 0), "microbatches": 2, "schedule": "gpipe"},
+        {"stages": 2, "microbatches": 2, "context": 3},
+        {"microbatches": 2, "context": 2, "replicas": (1, 1), "sharded_state": "parameters"},
     ],
 )
 def test_an_evaluation_is_the_plain_loss_without_dropout(gloo_pool, layout, train_first):

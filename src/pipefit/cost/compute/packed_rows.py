@@ -16,6 +16,7 @@ import numpy as np
 from pipefit.cost.compute.layer_query import MicrobatchShape
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
+from pipefit.model.ops.attention import CONTEXT_PARTS
 from pipefit.model.ops.packed_attention import SQUARES
 
 CostsAt = Callable[[StageWork], Mapping[str, tuple[float, ...]]]
@@ -37,9 +38,13 @@ def packed_costs(stage: StageWork, costs_at: CostsAt) -> list[Mapping[str, tuple
 def equivalent_rows(shape: MicrobatchShape) -> tuple[float, float]:
     """Return (rows, tokens of each row) with the same cost as `shape`.
 
-    A packed row becomes rows of equal length with the same sum of tokens and of squared tokens.
+    A packed row becomes rows of equal length with the same sum of tokens and of squared tokens. One of c equal parts of
+    each sequence has a c-th of the pairs of tokens of the complete one, and so costs a c-th of the rows.
     """
-    squares = dict(shape.symbols).get(SQUARES, 0)
+    symbols = dict(shape.symbols)
+    parts, squares = symbols.get(CONTEXT_PARTS, 1), symbols.get(SQUARES, 0)
+    if parts > 1:
+        return shape.rows / parts, shape.tokens * parts
     total_tokens = shape.rows * shape.tokens
     if not squares or not total_tokens:
         return shape.rows, shape.tokens

@@ -39,7 +39,7 @@ def stage_holdings(stage: StageWork, network: Network) -> Mapping[str, StageHold
     for device, coordinates in zip(stage.group.devices, places, strict=True):
         replica = coordinates[names.index("replica")] if "replica" in names else 0
         position = () if even else (coordinates[names.index("shard")],)
-        share = shares[replica] / sum(shares) if stage.shards_state else 1.0
+        share = shares[replica] / sum(stage.data_shares) if stage.shards_state else 1.0
         known = holdings.get(network.kinds[device].name, StageHolding(0, (), 0.0))
         positions = known.positions if {*position} <= {*known.positions} else (*known.positions, *position)
         holdings[network.kinds[device].name] = StageHolding(

@@ -26,7 +26,7 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     width = GRADIENT_BYTES[work.precision]
     copy_bytes = []
     for index, stage in enumerate(work.stages):
-        copies = gloo and stage.shards_state and stage.group.find_axis("replica").size > 1 and stage.turns == 1
+        copies = gloo and stage.shards_state and len(stage.data_shares) > 1 and stage.turns == 1
         tied_groups = [tied for tied in work.tied if index in tied.stages and stage.group.find_axis("shard").size == 1]
         shared = sum(
             tied.elements for tied in tied_groups if len({work.stages[member].lane for member in tied.stages}) > 1
@@ -36,8 +36,8 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
 
 
 def stage_state_share(stage: StageWork) -> float:
-    """Return the largest part of the optimizer state on one replica."""
-    return state_share(stage.sharded_state, stage.group.find_axis("replica").shares).part
+    """Return the largest part of the optimizer state on one device."""
+    return state_share(stage.sharded_state, stage.data_shares).part
 
 
 def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = None) -> tuple[float, ...]:

@@ -20,8 +20,8 @@ from pipefit.cost.work import PipelineWork, StageWork
 def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Return the seconds to sum the stage's gradients.
 
-    They are summed over the replicas, and over the shard axis for parameters replicated there. Stages that take turns
-    are summed together (`cost/pipeline/turns.py`).
+    They are summed over the replicas and the parts of their sequences, and over the shard axis for parameters
+    replicated there. Stages that take turns are summed together (`cost/pipeline/turns.py`).
     """
     if stage.turns > 1:
         return 0.0
@@ -30,7 +30,7 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     if stage.group.find_axis("shard").size > 1:
         part = stage_state_share(stage) if stage.has_sharded_layers else 1.0
         total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * part * width)
-    if stage.group.find_axis("replica").size > 1 and (stage.reduced_elements or not stage.has_sharded_layers):
+    if len(stage.data_shares) > 1 and (stage.reduced_elements or not stage.has_sharded_layers):
         collective = reduce_scatter_s if stage.shards_state else all_reduce_s
         total += collective(network, replica_rings(stage), stage.reduced_elements * width)
     return total
@@ -39,7 +39,7 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Return the seconds to all-gather the updated parameters under ZeRO-1 and 2."""
     none_left = stage.has_sharded_layers and not stage.gathered_elements
-    if not stage.shards_state or none_left or stage.group.find_axis("replica").size == 1:
+    if not stage.shards_state or none_left or len(stage.data_shares) == 1:
         return 0.0
     return all_gather_s(network, replica_rings(stage), stage.gathered_elements * COMPUTE_BYTES[work.precision])
 

@@ -16,17 +16,22 @@ def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
 
 
 def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
-    """Return the devices that hold the same shard: one ring per shard position."""
-    return axis_rings(stage.group, "replica")
+    """Return the devices that hold the same shard, of all rows and parts of sequences: one ring per shard position."""
+    return axis_rings(stage.group, "replica", "context")
+
+
+def context_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """Return the devices that hold parts of the same sequences, and the same shard."""
+    return axis_rings(stage.group, "context")
 
 
 @lru_cache(maxsize=4096)
-def axis_rings(group: Mesh, name: AxisName) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of devices that differ along one axis only, in grid order."""
+def axis_rings(group: Mesh, *names: AxisName) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of devices that differ along these axes only, in grid order."""
     rings: dict[tuple[int, ...], list[int]] = {}
     for device, coordinates in grid_positions(group):
         fixed = tuple(
-            -1 if axis.name == name else position for axis, position in zip(group.axes, coordinates, strict=True)
+            -1 if axis.name in names else position for axis, position in zip(group.axes, coordinates, strict=True)
         )
         rings.setdefault(fixed, []).append(device)
     return tuple(map(tuple, rings.values()))

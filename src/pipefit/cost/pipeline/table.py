@@ -22,10 +22,11 @@ from pipefit.cost.compute.roofline import LayerCost, LayerCosts, without_backwar
 from pipefit.cost.memory.lanes import lane_limits, lane_parts, lanes_differ, state_shares
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, stage_state_share
+from pipefit.cost.pipeline.context_traffic import add_context_traffic, context_symbols, split_rings
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
 from pipefit.cost.pipeline.overlap import Piece
 from pipefit.cost.pipeline.reductions import gather_s, hidden_reduction_s, reduce_s
-from pipefit.cost.pipeline.rings import grid_positions, shard_rings
+from pipefit.cost.pipeline.rings import context_rings, grid_positions, shard_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
 from pipefit.cost.pipeline.state_traffic import add_state_traffic, state_traffic
 from pipefit.cost.pipeline.turns import add_turn_costs
@@ -200,6 +201,7 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
     With a shard axis its links matter, and its devices if groups have unlike devices or leave their hosts.
     """
     rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else ()
+    rings += context_rings(stage) if stage.context_parts > 1 else ()
     devices_key: object = stage.group
     if not rings or (stage.has_equal_shards and network.stays_in_hosts(rings)):
         places = zip(stage.group.devices, stage.group.axis_positions("replica").values(), strict=True)
@@ -244,17 +246,18 @@ def _costs_by_place(
             for shares in distinct_shares
         }
     earlier = sum(before < past for _, before in slice_places(stage.slices))
+    later, parts = sum(stage.slices) - past - tokens, stage.context_parts
+    context = split_rings(stage, network, silent)
+    symbols, tokens = (*stage.symbols, *context_symbols(parts)), tokens // parts
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
-        sizes = MicrobatchShape(
-            stage.rows[replica], tokens, past, tokens, earlier, 0, sum(stage.slices) - past - tokens, stage.symbols
-        )
+        sizes = MicrobatchShape(stage.rows[replica], tokens, past, tokens, earlier, 0, later, symbols)
         places, costs = {shares: _part_shape(stage, sizes, shares, position) for shares in collectives}, []
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
             query = LayerQuery(graph, shape, kind, precision, stage.recompute, collectives[shares], key)
-            cost = layers.layer_cost(query)
+            cost = add_context_traffic(layers.layer_cost(query), query, context, network)
             costs.append(without_backward(cost) if index < stage.frozen else cost)
         yield kind.name, costs
 

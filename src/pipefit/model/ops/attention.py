@@ -15,6 +15,10 @@ The symbol P, if given, is the number of earlier tokens whose keys are attended 
 chunk by chunk: only one chunk's result, and in the backward one chunk's gradients, is alive at a time. A window shorter
 than P + T needs masks while an action runs. The layers of the action share them; they take at most T x (2 T + window)
 numbers of the compute dtype.
+
+With the symbol `context parts`, T are the tokens of one of that many devices, in two chunks (`layout.zigzag_runs`).
+Each pass gathers the keys and values of all devices and puts them in order. The backward adds up the gradients of all
+keys and values that its queries see.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ def _count_flops(call: OperatorCall) -> Flops:
     q, k = call.inputs[0], call.inputs[1]
     assert q is not None and k is not None
     rows, queries, heads, dim = q
-    keys = k[1] + call.symbols.get("P", 0)
+    keys = k[1] * _context_parts(call) + call.symbols.get("P", 0)
     product = 2 * rows * heads * queries * keys * dim
     return Flops(2 * product, 4 * product, 0)
 
@@ -48,8 +52,13 @@ def computed_pairs(call: OperatorCall) -> int:
     q, k = call.inputs[0], call.inputs[1]
     assert q is not None and k is not None
     queries, keys, window = q[1], k[1], call.attributes.get("window")
+    parts = _context_parts(call)
     if not call.attributes.get("causal", True):
-        return queries * keys
+        return queries * keys * parts
+    if parts > 1:
+        chunk = queries // 2  # the two chunks of a device have 2 parts - 1 chunks before them
+        own_chunk = chunk * chunk if window is not None and window < chunk else chunk * (chunk + 1) // 2
+        return 2 * own_chunk + (2 * parts - 1) * chunk * chunk * (window != 1)
     masked = (window is not None and window < queries) or call.symbols.get(DOCUMENTS_APART, 0) > 0
     own_pairs = queries * queries if masked else queries * (queries + 1) // 2
     return own_pairs + queries * _earlier_keys(call, _first_query(call, keys - queries), window)
@@ -88,19 +97,53 @@ def _own_bytes(call: OperatorCall) -> int:
     return rows * heads * queries * call.wide_bytes
 
 
+def _context_parts(call: OperatorCall) -> int:
+    return call.symbols.get(CONTEXT_PARTS, 1)
+
+
+def gathered_sizes(call: OperatorCall) -> tuple[int, int]:
+    """Return the bytes of the keys and of the values of all devices that hold parts of the sequences."""
+    k, v = call.inputs[1], call.inputs[2]
+    assert k is not None and v is not None
+    parts = _context_parts(call)
+    return prod(k) * parts * call.compute_bytes, prod(v) * parts * call.compute_bytes
+
+
 def _forward_extra(call: OperatorCall) -> int:
-    """The masks; with earlier tokens also the running sum and the next chunk's result, in the wide dtype."""
+    """The masks; with earlier tokens also the running sum and the next chunk's result, in the wide dtype. With parts of
+    sequences, the gathered keys and values: a gather and its ordered copy, then the results of both chunks."""
+    if _context_parts(call) > 1:
+        keys, values = gathered_sizes(call)
+        merged = prod(call.outputs[0]) * (3 * call.compute_bytes // 2 + _wider_bytes(call)) + 2 * _own_bytes(call)
+        return _mask_bytes(call) + max(2 * keys, keys + 2 * values, keys + values + merged)
     return _mask_bytes(call) + _merged_bytes(call)
 
 
 def _backward_extra(call: OperatorCall) -> int:
     """The masks; with earlier tokens also one chunk's gradients of q, k and v (a chunk is as long as the slice), and
-    the sum of the gradients of q if its dtype is wider."""
+    the sum of the gradients of q if its dtype is wider. With parts of sequences, see `_context_gradients`."""
+    if _context_parts(call) > 1:
+        return _mask_bytes(call) + _context_gradients(call)
     if not call.symbols.get("P", 0):
         return _mask_bytes(call)
     chunk = sum(prod(shape) for shape in call.inputs if shape is not None) * call.compute_bytes
-    wider = call.wide_bytes if call.wide_bytes != call.compute_bytes else 0
-    return _mask_bytes(call) + chunk + prod(call.outputs[0]) * wider
+    return _mask_bytes(call) + chunk + prod(call.outputs[0]) * _wider_bytes(call)
+
+
+def _context_gradients(call: OperatorCall) -> int:
+    """Return the transient bytes of the backward with parts of sequences. The last chunk of queries sees nearly all
+    keys: they, the sum of their gradients and its last addend are alive, with three times the gradient of q. The
+    gradients of the local q, k and v are counted as outputs."""
+    complete = sum(gathered_sizes(call))
+    local = complete // _context_parts(call)
+    if not call.attributes.get("causal", True):
+        return 5 * complete // 2 - local
+    return 3 * complete - 3 * local // 2 + 2 * prod(call.outputs[0]) * (call.compute_bytes + _wider_bytes(call))
+
+
+def _wider_bytes(call: OperatorCall) -> int:
+    """Return the bytes of an element of the wide dtype; 0 if the run computes in it."""
+    return call.wide_bytes if call.wide_bytes != call.compute_bytes else 0
 
 
 def _merged_bytes(call: OperatorCall) -> int:
@@ -124,6 +167,9 @@ def _mask_bytes(call: OperatorCall) -> int:
 
 FIRST_QUERY = "first query"
 "The symbol: the tokens of the slice before this device's part of its queries, where they are split along tokens."
+
+CONTEXT_PARTS = "context parts"
+"The symbol: the number of devices that hold equal parts of each sequence, T tokens each; 1 without the symbol."
 
 DOCUMENTS_APART = "documents apart"
 "The symbol: 1 if masks keep the documents of a row apart."

@@ -22,10 +22,13 @@ class FormsError(PlanError):
 
 
 def make_groups(decisions: ParallelConfig) -> tuple[MeshPlan, ...]:
-    """Return one group per lane, always with the axes `replica` and `shard`, the shard axis fastest."""
-    replicas = AxisPlan(name="replica", shares=decisions.replicas)
+    """Return one group per lane with the axes `replica`, `context` (if it has several parts) and `shard`, the shard
+    axis fastest."""
+    axes = [AxisPlan(name="replica", shares=decisions.replicas)]
+    if decisions.context > 1:
+        axes.append(AxisPlan(name="context", shares=(1,) * decisions.context))
     return tuple(
-        MeshPlan(axes=(replicas, AxisPlan(name="shard", shares=decisions.shards_of(lane))), devices=devices)
+        MeshPlan(axes=(*axes, AxisPlan(name="shard", shares=decisions.shards_of(lane))), devices=devices)
         for lane, devices in enumerate(decisions.lane_devices())
     )
 
@@ -55,7 +58,8 @@ def make_stages(
 def make_edges(
     module: ModelModule, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache
 ) -> tuple[Edge, ...]:
-    """Return the edges of the hidden state: rows sharded over replicas, the shard axes as the programs define.
+    """Return the edges of the hidden state: rows sharded over replicas, tokens over a context axis, the shard axes as
+    the programs define.
 
     Each side holds it in its program's form, and the overlaps are transferred (`layout.transfer_moves`). Over a shard
     axis, the gradient is partial if the hidden state is replicated, and sharded if it is sharded (reference: HAP's
@@ -75,13 +79,14 @@ def make_edges(
                 "equally sized group that holds it replicated",
                 next_step="cut between layers that use the same form",
             )
+        outer = outer_forms(groups[sender.group], "G0", "G1")
         back = [gradient_form(gives, len(ahead)), gradient_form(takes, len(behind))]
         edges.append(
             Edge(
                 source=source,
                 target=source + 1,
-                forward=_make_transfer(str(gives), str(takes)),
-                gradient=_make_transfer(back[1], back[0]),
+                forward=_make_transfer(outer, str(gives), str(takes)),
+                gradient=_make_transfer(outer, back[1], back[0]),
             )
         )
     return tuple(edges)
@@ -105,6 +110,12 @@ def gradient_form(form: TensorForm, devices: int) -> str:
     return "P" if form.kind == "I" and devices > 1 else str(form)
 
 
+def outer_forms(group: MeshPlan, replica: str, context: str) -> tuple[str, ...]:
+    """Return the forms of a tensor along the axes before the shard axis."""
+    forms = {"replica": replica, "context": context}
+    return tuple(forms[axis.name] for axis in group.axes if axis.name != "shard")
+
+
 def shard_shares(group: MeshPlan) -> tuple[int, ...]:
     """Return the shares of a group's shard axis; (1,) without one."""
     return group.to_mesh().find_axis("shard").shares
@@ -120,8 +131,10 @@ def make_parameters(
     """Return every parameter once, in order of first use. A tied parameter lists all stages that use it; the first owns
     it.
 
-    From ZeRO-1 on, the optimizer state of a device's parameters is sharded flat over the replicas.
+    From ZeRO-1 on, the optimizer state of a device's parameters is sharded flat over the replicas and the parts of
+    their sequences.
     """
+    outer = groups[stages[0].group]
     uses: dict[str, list[int]] = {}
     layer_uses: Counter[str] = Counter()
     facts: dict[str, tuple[tuple[int, ...], bool, str]] = {}
@@ -141,20 +154,21 @@ def make_parameters(
                 layer_uses[name] += 1
                 if index not in uses.setdefault(name, []):
                     uses[name].append(index)
+    states = {count: (state_form(parameter_state(sharded_state, count)),) * 2 for count in layer_uses.values()}
     return tuple(
         ParameterPlan(
             name=name,
             shape=facts[name][0],
             trainable=facts[name][1],
             uses=tuple(uses[name]),
-            stored=("I", facts[name][2]),
-            state=(state_form(parameter_state(sharded_state, layer_uses[name])), facts[name][2]),
+            stored=(*outer_forms(outer, "I", "I"), facts[name][2]),
+            state=(*outer_forms(outer, *states[layer_uses[name]]), facts[name][2]),
             owner=uses[name][0],
         )
         for name in uses
     )
 
 
-def _make_transfer(sent: str, received: str) -> EdgeTransfer:
-    """Return a transfer with rows over the replicas, and these forms along the shard axes."""
-    return EdgeTransfer(sent=("G0", sent), wire=("G0", sent), received=("G0", received))
+def _make_transfer(outer: tuple[str, ...], sent: str, received: str) -> EdgeTransfer:
+    """Return a transfer with these forms along the axes before the shard axes and along the shard axes."""
+    return EdgeTransfer(sent=(*outer, sent), wire=(*outer, sent), received=(*outer, received))

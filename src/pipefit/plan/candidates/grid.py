@@ -42,6 +42,7 @@ class CandidateGrid:
     recompute: tuple[tuple[Recompute, ...], ...]
     sharded_state: tuple[ShardedState, ...]
     inner: tuple[Inner, ...]
+    context: int = 1
     shards: tuple[int, ...] = (1,)
     sharding: Sharding = "none"
     recipes: tuple[str, ...] = ()
@@ -98,6 +99,7 @@ class CandidateGrid:
             cuts=self.cuts,
             placement=() if self.placement == tuple(range(self.lanes)) else self.placement,
             replicas=shares,
+            context=self.context,
             shards=self.shards,
             sharding=self.sharding,
             recipes=self.recipes,
@@ -122,7 +124,7 @@ class CandidateGrid:
     def _device_layout(self, inner: Inner) -> tuple[int, ...]:
         """Return the device of every position."""
         assert self.fleet is not None and self.pattern is not None, "a pattern is one of a fleet's kinds"
-        return assign_devices(self.pattern, inner, self.fleet.devices, len(self.shards))
+        return assign_devices(self.pattern, inner, self.fleet.devices, self.context * len(self.shards))
 
     def lane_runs(self) -> Sequence[Runs]:
         """Return the kinds of every lane's replicas. A grid without a pattern has a single `inner`."""

@@ -86,7 +86,12 @@ class LowerBounds:
             speeds += stack.rates[:, number][:, None] * lane_counts[:, number][:, None, None]
         lane_s, forward, backward = stack.even[:, None] / speeds
         static = [
-            [[self._layer_static_bytes(state_share(state, shares), panel) for state in panel.sharded_state]]
+            [
+                [
+                    self._layer_static_bytes(state_share(state, shares * panel.context), panel)
+                    for state in panel.sharded_state
+                ]
+            ]
             for _, shares in panel.counts
         ]
         return GridBounds(
@@ -290,7 +295,7 @@ class LowerBounds:
         )
         if key not in self._traffic:
             elements = self.cutter.sharded_elements(*panel.program) / panel.lanes
-            rings = axis_rings(make_groups(decisions)[0].to_mesh(), "replica")
+            rings = axis_rings(make_groups(decisions)[0].to_mesh(), "replica", "context")
             network, precision = self.cutter.network, self.job.precision
             gathered = elements * COMPUTE_BYTES[precision] if state == "parameters" else 0.0
             self._traffic[key] = (

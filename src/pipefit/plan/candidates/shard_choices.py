@@ -106,7 +106,7 @@ def recipe_sets(job: Job, constraints: Constraints, cutter: LayerCutter, size: i
     """Return the searched programs for groups of `size` equal devices: name of a set -> numbers of lanes for which it
     was found."""
     programs, network = cutter.programs, cutter.network
-    if cutter.fleet.is_mixed:
+    if cutter.fleet.is_mixed or cutter.fleet.context_parts > 1:
         return {}
     lanes_of_set: dict[str, list[int]] = {}
     layers = len(programs.modules[cutter.module].layers)
@@ -137,7 +137,7 @@ def _has_programs(job: Job, constraints: Constraints, choice: ShardChoice, cutte
     slices = constraints.slices if isinstance(constraints.slices, tuple) else ()
     layers = cutter.programs.modules[cutter.module].layers
     try:
-        check_slices(slices, job.sequence, choice.shares, choice.sharding)
+        check_slices(slices, job.sequence // constraints.context_size, choice.shares, choice.sharding)
         programs = [cutter.programs.layer_program(layer, *choice.program) for layer in layers]
     except PlanError:
         return False

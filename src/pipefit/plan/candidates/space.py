@@ -30,6 +30,7 @@ from pipefit.plan.devices.device_kinds import (
 )
 from pipefit.plan.devices.fleet import Runs
 from pipefit.plan.request.constraints import Constraints
+from pipefit.plan.request.context_parts import check_context
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.slicing.cuts import check_number
@@ -123,8 +124,9 @@ def _build_grid(
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
-        sharded_state=state_choices(constraints.sharded_state, len(counts[0][1])),
+        sharded_state=state_choices(constraints.sharded_state, len(counts[0][1]) * constraints.context_size),
         inner=grid.inner,
+        context=constraints.context_size,
         shards=choice.shares,
         sharding=choice.sharding,
         recipes=choice.recipes,
@@ -193,7 +195,7 @@ def _mixed_grids(
 ) -> Iterator[DeviceGrid]:
     """Yield grids with devices grouped by kind, by lane and by replica, and the rows of unlike replicas by their
     speed."""
-    shards = constraints.shard_count
+    shards, place_size = constraints.shard_count, constraints.devices_per_replica
     limit = min(constraints.devices or devices, devices)
     program = (
         (constraints.sharding or "none", constraints.shards or (1,)) if cutter.fleet.fills_hosts(shards) else UNSHARDED
@@ -201,11 +203,11 @@ def _mixed_grids(
     time_s = cutter.row_time(job, (constraints.recompute or ("none",))[0], program)
     kinds = cutter.compare_kinds(job, shards)
     pinned = constraints.replicas
-    even = [len(pinned)] if pinned else [count for count in _divisors_of(job.batch) if count * shards <= limit]
-    for lanes in range(1, min(limit // shards, layers) + 1):
+    even = [len(pinned)] if pinned else [count for count in _divisors_of(job.batch) if count * place_size <= limit]
+    for lanes in range(1, min(limit // place_size, layers) + 1):
         uneven = [len(pinned)] if pinned else replica_counts(lanes, kinds.counts, job.batch)
         for replicas in sorted({*even, *uneven}):
-            size = replicas * lanes * shards
+            size = replicas * lanes * place_size
             if size > limit or (constraints.devices is not None and size != constraints.devices):
                 continue
             inner = _rank_orders(hosts, replicas, lanes, constraints)
@@ -242,7 +244,7 @@ def rearrange_kinds(
             rows = job.batch // decisions.microbatches
             share_choices = ([even] if rows % len(columns) == 0 else []) if alike else row_shares(columns, rows, time_s)
         for shares, inner in itertools.product(share_choices, inners):
-            devices = assign_devices(neighbour, inner, cutter.fleet.devices, shards)
+            devices = assign_devices(neighbour, inner, cutter.fleet.devices, decisions.context * shards)
             if len(devices) == decisions.device_count:  # fewer if a kind has too few devices for a shard group
                 yield replace(uncut, replicas=shares).with_devices(devices, inner)
 
@@ -255,7 +257,7 @@ def _rank_orders(hosts: int, replicas: int, lanes: int, constraints: Constraints
 
 def _grid_sizes(job: Job, layers: int, devices: int, constraints: Constraints) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (shares of the replicas, lanes) that the devices and the batch allow."""
-    shards = constraints.shard_count
+    shards = constraints.devices_per_replica
     limit = min(constraints.devices or devices, devices)
     if constraints.replicas is not None:
         replica_choices = [constraints.replicas]
@@ -343,16 +345,17 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
         )
     replicas, lanes = constraints.replica_count, 1
     stages = constraints.stage_count or 1
+    context = f"{constraints.context_size} x " if constraints.context_size > 1 else ""
     if constraints.lane_of_stage is not None:
         lanes = max(constraints.lane_of_stage) + 1
     elif constraints.schedule is not None or stages > 1:
         lanes = _lanes_for(stages, constraints)
-    needed = replicas * lanes * constraints.shard_count
+    needed = replicas * lanes * constraints.devices_per_replica
     if needed > devices:
         raise PlanError(
             "The fixes need more devices than the cluster has.",
-            where="--fix replicas, stages, shards",
-            seen=f"{replicas} x {lanes} x {constraints.shard_count} = {needed}",
+            where="--fix replicas, stages, " + ("context, " if constraints.context_size > 1 else "") + "shards",
+            seen=f"{replicas} x {lanes} x {context}{constraints.shard_count} = {needed}",
             allowed=f"at most {devices}",
         )
     if stages > layers:
@@ -382,9 +385,11 @@ def _check_space_slices(job: Job, constraints: Constraints) -> None:
     shards = constraints.shards or (1,)
     slices_wanted = constraints.slices or 1
     lengths = slices_wanted if isinstance(slices_wanted, tuple) else ()
+    slice_count = slices_wanted if isinstance(slices_wanted, int) else len(lengths)
+    check_context(constraints.context_size, job, constraints.sharding or "none", slice_count, "--fix context")
     check_slices(
-        lengths,
-        job.sequence,
+        lengths if constraints.context_size == 1 else (),
+        job.sequence // constraints.context_size,
         shards,
         _sharding_style(shards, constraints),
         "--fix slices" if lengths else "--seq and shards",

@@ -20,6 +20,7 @@ from pipefit.plan.assemble.order import order_problems
 from pipefit.plan.check.forms import edge_problems, parameter_problems
 from pipefit.plan.check.rows import placement_problems
 from pipefit.plan.check.turns import turn_problems
+from pipefit.plan.request.context_parts import context_problems, mesh_problems
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, shard_problems, slice_problems
 from pipefit.plan.types import Plan
@@ -61,6 +62,7 @@ def plan_problems(plan: Plan, model: Model | None = None, cluster: Cluster | Non
         if breaches:
             return
     if model is not None:
+        yield from context_problems(plan, model)
         yield from _model_problems(plan, model)
         yield from length_problems(plan, model)
         yield from row_problems(model)
@@ -316,6 +318,7 @@ RULES: tuple[Rule, ...] = (
     _group_problems,
     _space_problems,
     _stage_problems,
+    mesh_problems,
     edge_problems,
     parameter_problems,
     placement_problems,

@@ -44,12 +44,15 @@ UNSHARDED: ShardProgram = ("none", (1,))
 class LayerCutter:
     """Cuts of one module on one cluster. The costs of layers on a kind of stage are computed once."""
 
-    def __init__(self, programs: ProgramCache, module: str, network: Network, layers: LayerCosts) -> None:
+    def __init__(
+        self, programs: ProgramCache, module: str, network: Network, layers: LayerCosts, context_parts: int = 1
+    ) -> None:
+        """`context_parts`: number of devices that hold parts of each sequence."""
         self.programs = programs
         self.module = module
         self.network = network
         self.layers = layers
-        self.fleet = DeviceFleet(network)
+        self.fleet = DeviceFleet(network, context_parts)
         self.slicers: dict[object, Any] = {}
         "Sequence slicers of searches on these costs: see `plan/candidates/slicings.py`, which needs a cutter."
         self.recipe_names: dict[object, str] = {}
@@ -111,7 +114,7 @@ class LayerCutter:
 
     def stage_rows(self, job: Job, decisions: ParallelConfig) -> list[LayerRow]:
         """Return the costs of every layer on the devices of every stage."""
-        share = state_share(decisions.sharded_state, decisions.replicas)
+        share = state_share(decisions.sharded_state, decisions.data_shares)
         if not self.fleet.has_host_groups(decisions):
             groups = [group.to_mesh() for group in make_groups(decisions)]
             return [
@@ -224,11 +227,11 @@ class LayerCutter:
         )
 
     def compare_kinds(self, job: Job, shards: int) -> DeviceKinds:
-        """Return the comparison of the device kinds, for places of `shards` devices each."""
+        """Return the comparison of the device kinds, for places of `shards` devices for each part of a sequence."""
         time_s, kind_indices = self.row_time(job, "none"), range(len(self.fleet.names))
         memory = [self.network.kinds[devices[0]].memory_bytes for devices in self.fleet.devices]
         return DeviceKinds(
-            counts=tuple(len(devices) // shards for devices in self.fleet.devices),
+            counts=tuple(len(devices) // (shards * self.fleet.context_parts) for devices in self.fleet.devices),
             fastest=tuple(sorted(kind_indices, key=lambda kind: time_s(kind, 1))),
             largest=tuple(sorted(kind_indices, key=lambda kind: (-memory[kind], time_s(kind, 1)))),
         )

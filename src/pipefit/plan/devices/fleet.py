@@ -28,8 +28,10 @@ Runs = tuple[tuple[str, int], ...]
 class DeviceFleet:
     """The devices of a cluster by kind. Kinds are in the order of the hosts."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, context_parts: int = 1) -> None:
+        """`context_parts`: number of devices that hold parts of each sequence; a shard group is one for all of them."""
         self.network = network
+        self.context_parts = context_parts
         names = [kind.name for kind in network.kinds]
         self.names: tuple[str, ...] = tuple(dict.fromkeys(names))
         index = {name: number for number, name in enumerate(self.names)}
@@ -47,19 +49,22 @@ class DeviceFleet:
 
     @lru_cache(maxsize=64)  # noqa: B019 - a fleet lives as long as its search
     def fills_hosts(self, shards: int) -> bool:
-        """Return whether groups of adjacent `shards` devices fill every host, and equal kinds have equal links."""
-        if shards == 1:
+        """Return whether groups of adjacent `shards` devices for each part of a sequence fill every host, and equal
+        kinds have equal links."""
+        size = shards * self.context_parts
+        if size == 1:
             return True
         hosts = self.network.cluster.hosts
         links = {(host.kind, host.link) for host in hosts}
-        return all(host.devices % shards == 0 for host in hosts) and len(links) == len(self.names)
+        return all(host.devices % size == 0 for host in hosts) and len(links) == len(self.names)
 
     def has_host_groups(self, decisions: ParallelConfig) -> bool:
         """Return whether equal shard groups of a candidate have equal costs: each lies in one host."""
         shards = len(decisions.shards)
         if decisions.lane_shards:
             return False
-        return self.fills_hosts(shards) and (shards == 1 or self._stays_in_hosts(decisions.devices, shards))
+        size = shards * self.context_parts
+        return self.fills_hosts(shards) and (size == 1 or self._stays_in_hosts(decisions.devices, size))
 
     @lru_cache(maxsize=1024)  # noqa: B019 - a fleet lives as long as its search
     def _stays_in_hosts(self, devices: tuple[int, ...], shards: int) -> bool:
@@ -69,8 +74,11 @@ class DeviceFleet:
     def sample_group(self, pairs: frozenset[Pair], shards: tuple[int, ...] = (1,)) -> tuple[Mesh, tuple[int, ...]]:
         """Return a mesh with one shard group in one host for every pair, one replica each, and their rows."""
         ordered = sorted(pairs)
-        devices = tuple(device for name, _ in ordered for device in self.devices[self.names.index(name)][: len(shards)])
+        size = self.context_parts * len(shards)
+        devices = tuple(device for name, _ in ordered for device in self.devices[self.names.index(name)][:size])
         axes = [MeshAxis(name="replica", shares=(1,) * len(ordered))]
+        if self.context_parts > 1:
+            axes.append(MeshAxis(name="context", shares=(1,) * self.context_parts))
         if len(shards) > 1:
             axes.append(MeshAxis(name="shard", shares=shards))
         return Mesh(axes=tuple(axes), devices=devices), tuple(rows for _, rows in ordered)
@@ -93,7 +101,7 @@ class DeviceFleet:
 
     def kind_pattern(self, decisions: ParallelConfig) -> Pattern:
         """Return the kinds of a candidate's devices; for a shard group, the kind of its first device."""
-        devices = np.array(decisions.lane_devices())[:, :: len(decisions.shards)]
+        devices = np.array(decisions.lane_devices())[:, :: self.context_parts * len(decisions.shards)]
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         lines = (tuple(line) for line in self.kind[devices].tolist())
         return tuple(known.setdefault(line, line) for line in lines)
@@ -101,13 +109,14 @@ class DeviceFleet:
     def lane_runs(self, devices: tuple[int, ...], inner: str, lanes: int, replicas: int, shards: int = 1) -> list[Runs]:
         """Return the kinds of every lane's replicas, with devices in the order of `ParallelConfig.lane_devices`. A
         shard group has the kind of its first device."""
-        count = lanes * replicas * shards
+        size = shards * self.context_parts
+        count = lanes * replicas * size
         if devices:
-            kinds = self.kind[list(devices)][::shards].reshape(lanes, replicas)
+            kinds = self.kind[list(devices)][::size].reshape(lanes, replicas)
         elif inner == "replica":
-            kinds = self.kind[:count:shards].reshape(lanes, replicas)
+            kinds = self.kind[:count:size].reshape(lanes, replicas)
         else:
-            kinds = self.kind[:count:shards].reshape(replicas, lanes).T
+            kinds = self.kind[:count:size].reshape(replicas, lanes).T
         known: dict[bytes, Runs] = {}
         lane_kinds = []
         for row in np.ascontiguousarray(kinds):

@@ -29,6 +29,7 @@ from pipefit.plan.assemble.structure import make_edges, make_groups, make_stages
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.cutting.refine import refine_cuts
 from pipefit.plan.evaluate.search_progress import SearchTracker
+from pipefit.plan.request.context_parts import CONTEXT, check_context_model
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import check_sliceable
@@ -59,6 +60,8 @@ class PlannerContext:
         self.source = ModelSource(name=name or model.family, family=model.family, config=model.config)
         self.cluster_source = cluster_source
         self.tracker = SearchTracker()
+        self.context_parts = 1
+        "Number of devices that hold parts of each sequence in all plans that are made (`split_sequences`)."
         self._searched_for: tuple[Job, RecipeRequest] | None = None
         self.hashes = InputHashes(model=model.hash, cluster=content_digest(cluster))
 
@@ -80,7 +83,7 @@ class PlannerContext:
         cut = self.layer_cutter.cut_layers(job, decisions)
         cuts = decisions.cuts or (cut or self.layer_cutter.leanest_cut(job, decisions)).cuts
         stages, groups = make_stages(module, decisions, cuts, self.programs), make_groups(decisions)
-        sharded_state = effective_state(decisions.sharded_state, len(decisions.replicas))
+        sharded_state = effective_state(decisions.sharded_state, len(decisions.data_shares))
         return PlanSkeleton(
             job=job,
             groups=groups,
@@ -125,16 +128,25 @@ class PlannerContext:
         )
         self.__dict__.pop("layer_cutter", None)  # it holds the previous programs
 
+    def split_sequences(self, parts: int) -> PlannerContext:
+        """Return this context, which now makes plans whose meshes have a context axis of this size. Raises PlanError if
+        the model prevents that."""
+        check_context_model(self.model, parts, CONTEXT)
+        if parts != self.context_parts:
+            self.context_parts = parts
+            self.__dict__.pop("layer_cutter", None)  # it holds costs of other parts
+        return self
+
     def with_cluster(self, cluster: Cluster) -> PlannerContext:
         """Return a context of the same model on another cluster."""
         context = PlannerContext(self.model, cluster, self.layers, self.source.name)
-        context.programs, context.tracker = self.programs, self.tracker
+        context.programs, context.tracker, context.context_parts = self.programs, self.tracker, self.context_parts
         return context
 
     @cached_property
     def layer_cutter(self) -> LayerCutter:
         """The layer cutter of the only module."""
-        return LayerCutter(self.programs, self.only_module.name, self.network, self.layers)
+        return LayerCutter(self.programs, self.only_module.name, self.network, self.layers, self.context_parts)
 
     def build_cost_table(self, parts: PlanSkeleton) -> CostTable:
         """Return the cost table of these parts."""
@@ -202,6 +214,7 @@ def build_plan(
     check_config(decisions, job, len(context.only_module.layers), device_count(cluster))
     check_length(context.only_module, model, job.sequence, "job.sequence")
     check_row_independence(model)
+    context.split_sequences(decisions.context)
     if decisions.sharding == "searched" and not decisions.recipes:
         context.search_recipes(job, request_from_config(decisions, job.batch))
     if len(decisions.slices) > 1:

@@ -50,6 +50,8 @@ def _chosen_note(best: EvaluatedPlan, whole: EvaluatedPlan | None, constraints: 
 
 
 def _unused_note(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> str:
+    if constraints.context_size > 1:
+        return "sequences are split over devices"
     if constraints.slices == 1:
         return "fixed by --fix slices=1"
     obstacle = next(slicing_obstacles(context.model), None)

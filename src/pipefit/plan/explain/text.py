@@ -295,12 +295,13 @@ def _format_share(peak_bytes: float, limit_bytes: float) -> str:
 
 
 def _format_grid(group: MeshPlan) -> str:
-    """Return `4 replicas x 2 shards`, with shares if they are uneven."""
+    """Return `4 replicas x 2 shards`, with shares if they are uneven; a context axis as `2 parts of sequences`."""
     parts = []
     for axis in group.axes:
         if len(axis.shares) > 1:
             uneven = f" ({':'.join(map(str, axis.shares))})" if len({*axis.shares}) > 1 else ""
-            parts.append(f"{len(axis.shares)} {axis.name}s{uneven}")
+            name = "parts of sequences" if axis.name == "context" else f"{axis.name}s"
+            parts.append(f"{len(axis.shares)} {name}{uneven}")
     return " x ".join(parts) or "1 device"
 
 

@@ -70,8 +70,8 @@ def search_plans(
 
     Raises PlanError if the constraints leave nothing to consider.
     """
-    searcher = LayoutSearch(context, job, constraints, top, budget)
-    return searcher.run(list_base_grids(context, job, constraints))
+    searcher = LayoutSearch(context.split_sequences(constraints.context_size), job, constraints, top, budget)
+    return searcher.run(list_base_grids(context, job, searcher.constraints))
 
 
 class LayoutSearch:
@@ -85,7 +85,7 @@ class LayoutSearch:
     ) -> None:
         self.context = context
         self.job = job
-        self.constraints = constraints
+        self.constraints = constraints.with_context_defaults
         self.top = top
         self.slicer = slicer_of(context.layer_cutter, job, constraints)
         self.floors = LowerBounds(context.layer_cutter, job, self.slicer)

@@ -97,7 +97,7 @@ def _plan_again(
     """Return the step of the best plan on another cluster; no plan there is slower than the one on this cluster."""
     try:
         grown = PlannerContext(context.model, cluster, None if cluster.measured is None else context.layers)
-        grown.programs = context.programs
+        grown.programs, grown.context_parts = context.programs, context.context_parts
         better = search_plans(grown, job, held, top=1, budget=SENSITIVITY_BUDGET.search).fitting
     except PlanError:
         better = ()

@@ -12,7 +12,7 @@ from pipefit.cost.comm.collectives import all_reduce_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.overlap import remaining_lines
-from pipefit.cost.pipeline.rings import shard_rings
+from pipefit.cost.pipeline.rings import context_rings, shard_rings
 from pipefit.cost.pipeline.table import overlap_share, slice_places, stage_cost
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import Array
@@ -124,7 +124,7 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
     """
     lane_devices = _lane_devices(work)
     group = work.stages[0].group
-    replicas, shards = group.find_axis("replica").size, group.find_axis("shard").size
+    replicas, shards = len(work.stages[0].data_shares), group.find_axis("shard").size
     used = [device for lane in lane_devices for device in lane]
     devices = np.array([*used, *sorted({*range(network.devices)} - {*used})], dtype=np.int64)
     slot_of = {device: slot for slot, device in enumerate(used)}
@@ -132,7 +132,7 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
     sizes = sorted({size for messages in flows for _, _, size in messages})
     terms = _collect_terms(work, network, layers, timeline)
     kinds, kind_of = _device_kinds(network)
-    even = group.find_axis("replica").is_even and shards == 1
+    even = group.find_axis("replica").is_even and shards == 1 and work.stages[0].context_parts == 1
     row_of, row_start, row_time = _compute_rows(work, network, layers, timeline, kinds) if even else ({}, [0], [])
     if not row_time:
         row_start = [0] * (len(lane_devices) + 1)
@@ -149,7 +149,9 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
         allowed=_allowed_kinds(lane_devices, network, kinds, kind_of, timeline, free=even),
     )
     rings_in_hosts = all(
-        len({network.host[device] for device in ring}) == 1 for s in work.stages for ring in shard_rings(s)
+        len({network.host[device] for device in ring}) == 1
+        for s in work.stages
+        for ring in (*shard_rings(s), *context_rings(s))
     )
     return PlacementProblem(
         links=link_arrays(network, sizes),
@@ -223,7 +225,7 @@ def _collect_terms(
     terms = []
     parted = {action.stage for _, _, action in timeline.schedule if action.kind == "W"}
     for index, stage in enumerate(work.stages):
-        if stage.group.find_axis("replica").size == 1:
+        if len(stage.data_shares) == 1:
             continue
         size = float(max(stage.parameters.trainable) * GRADIENT_BYTES[work.precision])
         more_s = 0.0

@@ -1,4 +1,4 @@
-"""The field's names for the keys of `--fix`: `dp`, `tp`, `pp`, `zero`, `fsdp`, `sp`, `mbs`.
+"""The field's names for the keys of `--fix`: `dp`, `tp`, `pp`, `cp`, `zero`, `fsdp`, `sp`, `mbs`.
 
 An alias stands for one or two fields of `Constraints`. It is translated before anything is planned, so a plan and its
 messages hold the keys of `--fix` only.
@@ -58,6 +58,7 @@ ALIASES: Mapping[str, KeyAlias] = {
     "dp": KeyAlias("replicas: data parallelism, a count or shares", _same_value("replicas")),
     "tp": KeyAlias("shards: tensor parallelism, a count or shares", _same_value("shards")),
     "pp": KeyAlias("stages: pipeline parallelism, a count", _same_value("stages")),
+    "cp": KeyAlias("context: context parallelism, a count", _same_value("context")),
     "zero": KeyAlias("sharded_state: 0 none, 1 optimizer, 2 gradients, 3 parameters", _translate_zero),
     "zero1": KeyAlias("sharded_state: true is optimizer, false is none", _translate_zero1),
     "fsdp": KeyAlias("sharded_state=parameters: true, or a count of replicas from 2 on", _translate_fsdp),
@@ -71,14 +72,12 @@ ROWS = "mbs"
 ROWS_HELP = "rows of a microbatch on a replica, with dp: a count such that mbs x dp divides the batch"
 
 UNAVAILABLE: Mapping[str, str] = {
-    "cp": "Context parallelism (attention over devices that hold parts of a sequence)",
     "ep": "Expert parallelism (experts of one layer on different devices)",
     "vp": "A count of virtual stages",
 }
 """Axes of other systems that plans do not have, by alias; 1 is accepted."""
 
 INSTEAD: Mapping[str, str] = {
-    "cp": "use slices=4 to cut sequences into slices that pass through a pipeline, or tp=2 with sp=true",
     "ep": "use tp=2, which splits every expert",
     "vp": "use schedule=interleaved-1f1b with stages of all lanes together: stages=8 is two on each of four lanes",
 }

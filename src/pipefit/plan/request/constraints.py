@@ -108,6 +108,7 @@ KEYS: Mapping[str, ConstraintKey] = {
     "replicas": ConstraintKey("a count, or shares such as 2:1", _parse_shares),
     "stages": ConstraintKey("a count", _parse_count),
     "shards": ConstraintKey("a count, or shares such as 2:1", _parse_shares),
+    "context": ConstraintKey("a count: devices that hold parts of each sequence", _parse_count),
     "sharding": ConstraintKey(
         "none, megatron, megatron-sp or searched", _choice_parser("none", "megatron", "megatron-sp", "searched")
     ),
@@ -169,6 +170,8 @@ class Constraints:
     "Number of pipeline stages."
     shards: tuple[int, ...] | None = None
     "Shares of the devices among which each layer is split."
+    context: int | None = None
+    "Number of devices that hold parts of each sequence; None is 1: it is not searched."
     sharding: Sharding | None = None
     "The SPMD program over the shards."
     microbatches: int | None = None
@@ -221,6 +224,16 @@ class Constraints:
         return len(self.shards or (1,))
 
     @property
+    def context_size(self) -> int:
+        """Fixed number of parts of a sequence; 1 if it is free."""
+        return self.context or 1
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices of one replica of a stage: parts of the sequence times shards."""
+        return self.context_size * self.shard_count
+
+    @property
     def stage_count(self) -> int | None:
         """Number of stages that `stages` or `cuts` fix."""
         return self.stages if self.stages is not None or self.cuts is None else len(self.cuts) + 1
@@ -240,6 +253,11 @@ class Constraints:
         for name, constraints in self.per_module.items():
             fixed.update({f"{name}.{key}": value for key, value in constraints.to_mapping().items()})
         return fixed
+
+    @property
+    def with_context_defaults(self) -> Constraints:
+        """The constraints; sequences that are split over devices are not sliced."""
+        return self.with_defaults(slices=1) if self.context_size > 1 else self
 
     def with_defaults(self, **values: Any) -> Constraints:
         """Return the constraints with these values in the fields that are free."""
@@ -377,9 +395,10 @@ def describe_choices(decisions: ParallelConfig) -> str:
     if isinstance(decisions, MultiModuleConfig):
         return decisions.to_text()
     shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
+    context = f" x {decisions.context} parts of sequences" if decisions.context > 1 else ""
     slices = f" x {len(decisions.slices)} slices" if decisions.slices else ""
     return (
-        f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{shards}, "
+        f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{context}{shards}, "
         f"{decisions.microbatches} microbatches{slices}, {decisions.schedule}, "
         f"recompute {','.join(decisions.recompute)}, sharded state {decisions.sharded_state}"
     )

@@ -12,6 +12,7 @@ from typing import Literal
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
+from pipefit.plan.request.context_parts import check_context
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY
@@ -32,6 +33,8 @@ class ParallelConfig:
     "Lane of every stage; empty: stage i on lane i."
     replicas: tuple[int, ...] = (1,)
     "Shares of the replicas: (1, 1) is two even ones, (2, 1) assigns two thirds of the rows to the first."
+    context: int = 1
+    "Number of devices that hold parts of each sequence and share its attention."
     shards: tuple[int, ...] = (1,)
     "Shares of the shard axis."
     sharding: Sharding = "none"
@@ -54,7 +57,8 @@ class ParallelConfig:
     inner: Inner = "replica"
     "Rank order within a host: the replicas of a stage are adjacent, or the stages of a pipeline."
     devices: tuple[int, ...] = ()
-    "Device of every (lane, replica, shard), the last fastest; empty: by `inner`, from the first device on."
+    """Device of every (lane, replica, part of the sequence, shard), the last fastest; empty: by `inner`, from the first
+    device on."""
 
     @property
     def stage_count(self) -> int:
@@ -75,7 +79,13 @@ class ParallelConfig:
 
     @property
     def device_count(self) -> int:
-        return len(self.replicas) * sum(len(self.shards_of(lane)) for lane in range(self.lane_count))
+        shards = sum(len(self.shards_of(lane)) for lane in range(self.lane_count))
+        return len(self.replicas) * self.context * shards
+
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """Shares of the devices that sum gradients together: the replicas, and the parts of their sequences."""
+        return tuple(share for share in self.replicas for _ in range(self.context))
 
     @property
     def is_sharded(self) -> bool:
@@ -105,9 +115,9 @@ class ParallelConfig:
         return self.recompute[stage] if len(self.recompute) > 1 else self.recompute[0]
 
     def lane_devices(self) -> tuple[tuple[int, ...], ...]:
-        """Return the devices of every lane, in grid order (replica, shard)."""
-        replicas, shards, lanes = len(self.replicas), len(self.shards), self.lane_count
-        sizes = [replicas * len(self.shards_of(lane)) for lane in range(lanes)]
+        """Return the devices of every lane, in grid order (replica, context, shard)."""
+        replicas, shards, lanes = len(self.replicas), self.context * len(self.shards), self.lane_count
+        sizes = [replicas * self.context * len(self.shards_of(lane)) for lane in range(lanes)]
         if self.devices or self.lane_shards:
             devices, stops = self.devices or tuple(range(sum(sizes))), tuple(itertools.accumulate(sizes))
             return tuple(devices[stop - size : stop] for size, stop in zip(sizes, stops, strict=True))
@@ -141,6 +151,8 @@ class ParallelConfig:
             "inner": self.inner,
             "cuts": ",".join(map(str, cuts)),
         }
+        if self.context > 1:
+            words["context"] = str(self.context)
         if self.placement:
             words["placement"] = ",".join(map(str, self.placement))
         if self.slices:
@@ -156,6 +168,7 @@ def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int)
     count = decisions.stage_count
     _check_positive("stages", count)
     _check_positive("microbatches", decisions.microbatches)
+    _check_positive("context", decisions.context)
     check_sharded_state(decisions.sharded_state, "sharded_state")
     if count > layers:
         raise PlanError("There are more stages than layers.", where="stages", seen=count, allowed=f"1 to {layers}")
@@ -220,7 +233,7 @@ def _check_devices(decisions: ParallelConfig, devices: int) -> None:
     if needed > devices:
         raise PlanError(
             "The plan needs more devices than the cluster has.",
-            where="replicas x stages x shards",
+            where=f"replicas x stages x {'context x ' if decisions.context > 1 else ''}shards",
             seen=f"{len(decisions.replicas)} x {_format_sizes(decisions)} = {needed}",
             allowed=f"at most {devices}",
         )
@@ -259,14 +272,17 @@ def _check_job(decisions: ParallelConfig, job: Job) -> None:
             seen=f"{rows} rows over shares {':'.join(map(str, decisions.replicas))}",
             next_step="use fewer microbatches, or more even shares",
         )
+    check_context(decisions.context, job, decisions.sharding, len(decisions.slices), "context")
     for shares in {decisions.shards, *decisions.lane_shards}:
-        check_slices(decisions.slices, job.sequence, shares, decisions.sharding, "slices")
+        slices = decisions.slices if decisions.context == 1 else ()
+        check_slices(slices, job.sequence // decisions.context, shares, decisions.sharding, "slices")
 
 
 def _format_sizes(decisions: ParallelConfig) -> str:
     if decisions.lane_shards:
         return "(" + " + ".join(str(len(shares)) for shares in decisions.lane_shards) + ")"
-    return f"{decisions.lane_count} x {len(decisions.shards)}"
+    context = f" x {decisions.context}" if decisions.context > 1 else ""
+    return f"{decisions.lane_count}{context} x {len(decisions.shards)}"
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -12,7 +12,7 @@ from pipefit.plan.request.constraints import Constraints
 VALUES_TRIED = 64
 """Nearest values tried for each fix."""
 
-COUNTS = ("replicas", "shards", "stages", "microbatches")
+COUNTS = ("replicas", "context", "shards", "stages", "microbatches")
 """Fixes with a count that the message replaces by the nearest value."""
 
 

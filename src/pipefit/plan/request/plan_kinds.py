@@ -22,14 +22,20 @@ class PlanKind:
 
 
 def parallel_axes(decisions: ParallelConfig) -> tuple[str, ...]:
-    """Return the axes with more than one part: data, tensor and pipeline."""
+    """Return the axes with more than one part: data, context, tensor and pipeline."""
     shards = max(len(decisions.shards_of(lane)) for lane in range(decisions.lane_count))
-    sizes = {"data": len(decisions.replicas), "tensor": shards, "pipeline": decisions.lane_count}
+    sizes = {
+        "data": len(decisions.replicas),
+        "context": decisions.context,
+        "tensor": shards,
+        "pipeline": decisions.lane_count,
+    }
     return tuple(name for name, size in sizes.items() if size > 1)
 
 
 def _uses_axes(*names: str) -> Callable[[ParallelConfig], bool]:
-    return lambda decisions: parallel_axes(decisions) == names
+    """Return the test of plans with exactly these axes, and perhaps a context axis, which is never searched."""
+    return lambda decisions: tuple(axis for axis in parallel_axes(decisions) if axis != "context") == names
 
 
 def uses_groups(decisions: ParallelConfig) -> bool:
@@ -42,6 +48,7 @@ KINDS: tuple[PlanKind, ...] = (
     PlanKind("token slices", lambda decisions: bool(decisions.slices)),
     PlanKind("fitted order", lambda decisions: decisions.schedule == FIT),
     PlanKind("searched shard programs", lambda decisions: decisions.sharding == "searched"),
+    PlanKind("context", lambda decisions: parallel_axes(decisions) == ("context",)),
     PlanKind("one device", _uses_axes()),
     PlanKind(
         "sharded data parallel",

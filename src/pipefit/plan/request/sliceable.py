@@ -48,7 +48,7 @@ def slicing_obstacles(model: Model, where: str = "order.slices") -> Iterator[Pla
         return
     for module in model.modules:
         for layer in module.layers:
-            obstacle = next(_layer_obstacles(model.layer_graph(layer), f"{where} and layer {layer.name}"), None)
+            obstacle = next(layer_obstacles(model.layer_graph(layer), f"{where} and layer {layer.name}"), None)
             if obstacle is not None:
                 yield obstacle
 
@@ -71,7 +71,7 @@ def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[P
             graph = model.layer_graph(layer)
             if any(tensor.role == "documents" for tensor in graph.inputs):
                 continue
-            obstacle = next(_layer_obstacles(graph, f"{where} and layer {layer.name}"), None)
+            obstacle = next(layer_obstacles(graph, f"{where} and layer {layer.name}"), None)
             if obstacle is not None:
                 yield PlanError(
                     "Documents cannot be kept apart: a layer mixes tokens outside of causal attention, or may do so.",
@@ -143,7 +143,9 @@ def min_slice_tokens(shares: Sequence[int]) -> int:
     return tokens
 
 
-def _layer_obstacles(graph: Graph, where: str) -> Iterator[PlanError]:
+def layer_obstacles(graph: Graph, where: str, sees_later: bool = False) -> Iterator[PlanError]:
+    """Yield an error for everything in a layer that prevents cutting its sequences. With `sees_later`, attention may
+    see later tokens."""
     shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
     shapes |= {parameter.name: parameter.shape for parameter in graph.parameters}
     if not all(_is_sequence(tensor.shape) for tensor in graph.inputs if tensor.role != "labels"):
@@ -159,7 +161,7 @@ def _layer_obstacles(graph: Graph, where: str) -> Iterator[PlanError]:
         if KINDS[operator.kind].is_module:
             yield from _opaque_obstacles(operator, where)
         elif KINDS[operator.kind].read_later:
-            if not operator.attributes.get("causal", True):
+            if not sees_later and not operator.attributes.get("causal", True):
                 yield PlanError(
                     "A model whose attention is not causal cannot be cut into slices: a token needs later tokens, "
                     "which are in slices that have not run yet.",

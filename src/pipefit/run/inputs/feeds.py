@@ -7,6 +7,7 @@ import torch
 
 from pipefit.data.feed_arrays import FeedArrays, RowReader, feed_arrays
 from pipefit.data.stepplan import StepPlan
+from pipefit.layout import Run, zigzag_runs
 from pipefit.plan.types import Plan
 from pipefit.run.stage_inputs import StageInputs
 from pipefit.run.worker.worker import device_lane
@@ -17,9 +18,15 @@ def make_inputs(
 ) -> list[list[StageInputs]]:
     """Return inputs[microbatch][slice] of `device` for a training step, or for one batch of an evaluation."""
     stage, replica = device_place(plan, device)
+    runs = token_runs(plan, device)
+
+    def arrays_of(microbatch: int, slice_: int) -> FeedArrays:
+        arrays = feed_arrays(rows, step_plan, stage, microbatch, replica, slice_)
+        return arrays.take_tokens(runs) if runs else arrays
+
     return [
         [
-            _make_input(feed_arrays(rows, step_plan, stage, microbatch, replica, slice_), step_plan.step, torch_device)
+            _make_input(arrays_of(microbatch, slice_), step_plan.step, torch_device)
             for slice_ in range(len(step_plan.slice_runs))
         ]
         for microbatch in range(plan.order.microbatches)
@@ -30,6 +37,13 @@ def device_place(plan: Plan, device: int) -> tuple[int, int]:
     """Return (a stage of the device's lane, the device's replica)."""
     lane = device_lane(plan, device)
     return plan.order.placement.index(lane), plan.lane_mesh(lane).axis_position(device, "replica")
+
+
+def token_runs(plan: Plan, device: int) -> tuple[Run, ...]:
+    """Return the tokens of every sequence that a device holds, in its order; () for complete sequences."""
+    mesh = plan.lane_mesh(device_lane(plan, device))
+    parts = mesh.find_axis("context").size
+    return zigzag_runs(plan.job.sequence, parts)[mesh.axis_position(device, "context")] if parts > 1 else ()
 
 
 def _make_input(arrays: FeedArrays, step: int, device: torch.device) -> StageInputs:

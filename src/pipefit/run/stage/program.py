@@ -57,6 +57,7 @@ class StageProgram:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         shard: ShardContext | None = None,
+        sequence: ShardContext | None = None,
         seed: int = 0,
         first_layer_index: int = 0,
         slices: int = 1,
@@ -71,13 +72,15 @@ class StageProgram:
         index of the first layer in the model; `modules` are the user's own, for opaque operators; `backend` compiles
         pointwise regions (a torch.compile backend, None for eager; auto: inductor on CUDA). Without `backward` a
         forward saves nothing: the stage and all stages before it are frozen. Without `input_gradient` all stages before
-        it are. `side_loss` is the last layer's name for a loss besides the hidden state. The parameters named in
-        `released` get their storage from sharded layers (ZeRO-3)."""
+        it are. `side_loss` is the last layer's name for a loss besides the hidden state. `sequence` is the position on
+        the context axis, if there is one. The parameters named in `released` get their storage from sharded layers
+        (ZeRO-3)."""
         self.layers = tuple(layers)
         self.recompute = recompute
         self.device = torch.device(device)
         self.dtype = dtype
         self.shard = shard
+        self.sequence = sequence
         self.slices = slices
         self.backend = ("inductor" if self.device.type == "cuda" else None) if backend == "auto" else backend
         self.on_layer_gradients: Callable[[int], None] | None = None
@@ -118,6 +121,7 @@ class StageProgram:
                 seed=seed,
                 slices=self.slices,
                 shard=shard,
+                sequence=self.sequence,
                 modules=modules,
             )
             for index in range(len(layer.graph.operators))

@@ -27,6 +27,7 @@ from pipefit.plan.assemble.shard_programs import (
     program_hash,
     sharding_key,
 )
+from pipefit.plan.request.context_parts import context_problems
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, slice_problems
 from pipefit.plan.types import ParameterPlan, Plan, Stage
@@ -93,7 +94,7 @@ def build_worker(
     """
     check_runnable(plan)
     check_row_independence(model)
-    for rule in (length_problems, slice_problems, document_problems):
+    for rule in (length_problems, slice_problems, document_problems, context_problems):
         for error in rule(plan, model):
             raise error
     location = rank_place(plan, comms.rank, torch_device)
@@ -155,7 +156,7 @@ def make_groups(
     groups: list[list[int]] = [list(ranks.values())]
     for group in dict.fromkeys(plan.stage_mesh(stage) for stage in range(len(plan.stages))):
         for device in group.devices:
-            for axes in (("replica",), ("shard",), ("replica", "shard")):
+            for axes in group.axis_subsets():
                 groups.append([ranks[d] for d in group.devices_along(device, axes)])
     programs_of = stage_programs(plan, model) if programs_of is None else programs_of
     uses = tied_uses(plan, model, programs_of)
@@ -205,14 +206,9 @@ def _build_program(
     trained: Collection[int],
 ) -> StageProgram:
     stage, group = plan.stages[index], place.groups[index]
-    axis = group.find_axis("shard")
-    position = group.axis_position(place.device, "shard")
-    shard = None
-    if axis.size > 1:
-        members = [place.ranks[d] for d in group.devices_along(place.device, ("shard",))]
-        shard = ShardContext(group=comms.find_group(members), shares=axis.shares, position=position)
+    shard = _axis_place(group, "shard", place, comms)
     layers = [
-        StageLayer(layer.name, program.graphs[position if axis.size > 1 else 0], layer.parameters, program.shares)
+        StageLayer(layer.name, program.graphs[shard.position if shard else 0], layer.parameters, program.shares)
         for layer in stage_layers(model, stage)
         for program in [programs[layer.graph]]
     ]
@@ -223,6 +219,7 @@ def _build_program(
         device=place.torch_device,
         dtype=dtype,
         shard=shard,
+        sequence=_axis_place(group, "context", place, comms),
         seed=plan.job.seed,
         first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
         slices=len(plan.order.slices),
@@ -233,6 +230,16 @@ def _build_program(
         released=released_parameters(plan, index, group),
     )
     return pace_program(program)
+
+
+def _axis_place(group: Mesh, name: AxisName, place: RankPlace, comms: CommGroups) -> ShardContext | None:
+    """Return the place of this rank on an axis of a mesh; None if the axis has one position."""
+    axis = group.find_axis(name)
+    if axis.size == 1:
+        return None
+    members = [place.ranks[d] for d in group.devices_along(place.device, (name,))]
+    position = group.axis_position(place.device, name)
+    return ShardContext(group=comms.find_group(members), shares=axis.shares, position=position)
 
 
 def _opaque_modules(
