@@ -135,13 +135,14 @@ def test_other_pins_leave_families_as_they_are() -> None:
 
 @pytest.mark.slow
 def test_a_large_model_gains_where_memory_is_tight() -> None:
-    """8B on four 80 GB devices, uncut sequences of 8,192: an order of its own is faster than every family."""
+    """8B on four 80 GB devices, uncut sequences of 8,192, no ZeRO-2 or 3: an order of its own is faster than
+    every family."""
     pytest.importorskip("torch")
     from pipefit.model.registry import open_model
 
     room = PlannerContext(open_model("llama-3-8b"), parse_spec("4xA100-80"))
     job = Job(batch=32, sequence=8192, precision="bfloat16")
-    found = best_plans(room, job, Constraints(slices=1))
+    found = best_plans(room, job, Constraints(slices=1, sharded_state="optimizer"))
     families = [one for one in found.fitting if one.decisions.schedule != "fit"]
     assert found.fitting[0].decisions.schedule == "fit"
     assert found.fitting[0].step_s < families[0].step_s

@@ -275,8 +275,9 @@ def test_the_suggested_change_really_fits() -> None:
 
 
 def test_a_pin_that_keeps_all_plans_from_fitting_is_named() -> None:
+    pins = Constraints(stages=1, shards=(1,), groups=False, sharded_state="optimizer")
     with pytest.raises(DoesNotFitError, match="drop --fix stages: without it a plan fits"):
-        make_plan(toy_model(4), little_memory(4, beyond=370_000), JOB, Constraints(stages=1, shards=(1,), groups=False))
+        make_plan(toy_model(4), little_memory(4, beyond=370_000), JOB, pins)
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,14 @@ def _action_shares(
     plain_inside = collective_shares(plain, work, network, layers)
     shares: dict[tuple[int, int], Shares] = {}
     for slice_, (tokens, past) in enumerate(slice_places(stage.slices)):
-        total, kept, bare = (
+        total, stored, bare = (
             stage_cost(variant, tokens, past, work, network, layers) for variant in (stage, unsharded, plain)
         )
         for kind, (name, field) in SECONDS_FIELDS.items():
-            total_s, kept_s, bare_s = (_field_seconds(cost, field) for cost in (total, kept, bare))
-            collectives_s = kept_s * inside[slice_][name]
-            recomputed_s = kept_s - collectives_s - bare_s * (1.0 - plain_inside[slice_][name])
-            parts_s = {STATE: total_s - kept_s, COLLECTIVES: collectives_s, RECOMPUTATION: recomputed_s}
+            total_s, stored_s, bare_s = (_field_seconds(cost, field) for cost in (total, stored, bare))
+            collectives_s = stored_s * inside[slice_][name]
+            recomputed_s = stored_s - collectives_s - bare_s * (1.0 - plain_inside[slice_][name])
+            parts_s = {STATE: total_s - stored_s, COLLECTIVES: collectives_s, RECOMPUTATION: recomputed_s}
             shares[kind, slice_] = {part: part_s / total_s for part, part_s in parts_s.items() if part_s > 0.0}
     return shares
 

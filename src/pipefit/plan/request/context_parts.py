@@ -112,13 +112,13 @@ def context_obstacles(model: Model, where: str) -> Iterator[PlanError]:
         return
     for module in model.modules:
         for layer in module.layers:
-            graph, place = model.layer_graph(layer), f"{where} and layer {layer.name}"
-            obstacle = next(layer_obstacles(graph, place, sees_later=True), None)
+            graph, where_layer = model.layer_graph(layer), f"{where} and layer {layer.name}"
+            obstacle = next(layer_obstacles(graph, where_layer, sees_later=True), None)
             seen = obstacle.seen if obstacle is not None else _unsplit_input(graph)
             if seen:
                 yield PlanError(
                     "Sequences cannot be split over devices: a layer mixes tokens outside of attention, or may do so.",
-                    where=place if obstacle is None else obstacle.where,
+                    where=where_layer if obstacle is None else obstacle.where,
                     seen=seen,
                     allowed=f"{CONTEXT}=1",
                     next_step=f"leave out {CONTEXT}; or write the layer so that it can be captured, with "
