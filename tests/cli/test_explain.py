@@ -100,3 +100,18 @@ def test_a_plan_that_names_no_cluster_says_what_is_missing(pipefit, plan: Path) 
     assert code == 2 and "does not say which cluster" in err and "--cluster FILE.json" in err
     code, out, _ = pipefit("explain", str(plan), "--why-not", "pp=2", "--cluster", "4xA100-80", "--quiet")
     assert code == 0 and "layouts:" in out
+
+
+def test_a_layout_of_several_modules(pipefit, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "plan.json"
+    words = ("--model", "multimodal-tiny", "--cluster", "4xH100", "--batch", "8", "--seq", "128", "--quiet")
+    code, _, err = pipefit("plan", *words, "-o", str(path))
+    assert code == 0, err
+    asked = "vision.replicas=2 modules=disjoint"
+    code, out, err = pipefit("explain", str(path), "--why-not", asked, "--quiet", "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["asked"]["decisions"]["vision.replicas"] == "2" and facts["cause"].startswith(asked)
+    assert sum(facts["asked"]["parts_s"].values()) == pytest.approx(facts["asked"]["step_s"], rel=1e-9)
+    code, _, err = pipefit("explain", str(path), "--why-not", "dp=2", "--quiet")
+    assert code == 2 and "cannot be fixed for a model of several modules" in err and "--why-not" in err

@@ -64,7 +64,7 @@ def tolerance_note(found: SearchResult) -> str:
 
 
 def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
-    """Return at most this many runners-up: the best of each kind, or a faster plan, before a second one of any kind."""
+    """Return at most this many runners-up: the fastest, and the best of each kind before a second one of any."""
     best, *rest = found.fitting
     if isinstance(best.decisions, MultiModuleConfig):
         return rest[: max(0, most)]
@@ -74,7 +74,8 @@ def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
     for index, plan in enumerate(rest):
         kind, row = kind_name(plan.decisions), _shown_choices(plan.decisions)
         if row not in rows:
-            (seconds if kind in kinds and plan.step_s >= best.step_s else firsts).append(index)
+            is_first = kind not in kinds or (index == 0 and plan.step_s < best.step_s)
+            (firsts if is_first else seconds).append(index)
             kinds.add(kind)
             rows.add(row)
     return [rest[index] for index in sorted((firsts + seconds)[: max(0, most)])]
