@@ -59,6 +59,22 @@ def test_the_same_plan_every_time_and_from_its_own_words() -> None:
     assert notes(again) == ["placement: as given"]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_of_a_sequence_move_together(seed: int) -> None:
+    cluster = skewed_cluster(8, 2, seed=seed)
+    plan, plain = (planned(cluster, context=2, mapping=mapping) for mapping in (None, "hostname"))
+    assert plan.prediction is not None and plain.prediction is not None
+    assert plan.prediction.step_s < plain.prediction.step_s and notes(plan)[0].startswith("placement: searched")
+    for group in plan.groups:
+        for first, second in zip(group.devices[::2], group.devices[1::2], strict=True):
+            assert second == first + 1 and first % 2 == 0, "on one host, in rising order"
+    check_plan(plan, toy_model(6), cluster)
+    simulation = simulate_plan(plan, toy_model(6), cluster)
+    assert simulation.timeline.makespan_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
+    constraints = parse_constraints(f"{key}={value}" for key, value in plan.decisions.items())
+    assert make_plan(toy_model(6), cluster, JOB, constraints).groups == plan.groups
+
+
 def test_nothing_is_searched_where_all_links_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*arguments: object, **more: object) -> None:
         raise AssertionError("a placement was searched")

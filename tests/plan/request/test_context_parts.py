@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.plan.request.test_sliceable import model as named_model
-from tests.support.plan_toys import toy_cluster, toy_model
+from tests.support.plan_toys import WIDTH, block_graph, toy_cluster, toy_model
 
 from pipefit.cluster import local_cluster
 from pipefit.errors import PlanError
 from pipefit.layout import zigzag_runs
+from pipefit.model.graph import TensorSpec
 from pipefit.plan.check.rules import check_plan, load_plan, plan_problems, save_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.explain.text import explain_text
@@ -46,6 +47,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"context": 2, "shards": (1, 1), "sharding": "searched"}, {}, ["Searched shard programs", "megatron-sp"]),
     ({"context": 8, "replicas": (1, 1)}, {}, ["more devices", "replicas x stages x context x shards", "= 16"]),
     ({"context": 0}, {}, ["above zero"]),
+    ({"context": 2, "stages": 2, "devices": (1, 0, 2, 3)}, {}, ["rising order", "--fix mapping", "seen: 1, 0"]),
     ({"context": 4, "shards": (1,) * 5, "sharding": "megatron-sp"}, {}, ["more devices"]),
 ]
 
@@ -57,7 +59,9 @@ def test_decisions_are_refused(fields: dict[str, Any], job: dict[str, Any], told
     assert all(part in str(refused.value) for part in told), str(refused.value)
 
 
-@pytest.mark.parametrize(("fields", "job", "told"), [case for case in REFUSED if case[0]["context"] in (2, 3)])
+@pytest.mark.parametrize(
+    ("fields", "job", "told"), [case for case in REFUSED if case[0]["context"] in (2, 3) and "devices" not in case[0]]
+)
 def test_constraints_are_refused(fields: dict[str, Any], job: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(PlanError) as refused:
         make_plan(toy_model(4), toy_cluster(), replace(JOB, **job), Constraints(**fields))
@@ -80,6 +84,15 @@ def test_a_layer_that_may_mix_tokens_is_named(name: str) -> None:
     text = str(refused.value)
     assert "mixes tokens outside of attention, or may do so" in text and OPAQUE[name] in text and "layers.1" in text
     build_plan(named_model(name), local_cluster(2), JOB, ParallelConfig())
+
+
+def test_a_model_captured_as_one_graph_is_refused() -> None:
+    """Its sequence length is fixed; so the samples of a user's data set are never split."""
+    block = replace(block_graph(), inputs=(TensorSpec(name="x", shape=("B", 16, WIDTH)),))
+    model = toy_model(2)
+    fixed = replace(model, graphs={**model.graphs, "block": block})
+    error = next(context_obstacles(fixed, "context"))
+    assert "may do so" in error.what and "x ('B', 16, 8)" in str(error.seen)
 
 
 def test_attention_may_see_later_tokens() -> None:
@@ -128,6 +141,9 @@ def test_the_context_axes_of_a_plan_are_even_and_equal() -> None:
     )
     with pytest.raises(PlanError, match="same number of parts"):
         check_plan(replace(staged, groups=(first, unlike)))
+    turned = replace(first, devices=first.devices[::-1])
+    with pytest.raises(PlanError, match="rising order"):
+        check_plan(replace(staged, groups=(turned, last)))
     with pytest.raises(PlanError, match="token slices"):
         check_plan(replace(staged, order=replace(staged.order, slices=(8, 8))))
 

@@ -12,7 +12,7 @@ from pipefit.cost.comm.collectives import all_reduce_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.overlap import remaining_lines
-from pipefit.cost.pipeline.rings import context_rings, shard_rings
+from pipefit.cost.pipeline.rings import shard_rings
 from pipefit.cost.pipeline.table import overlap_share, slice_places, stage_cost
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import Array
@@ -100,7 +100,7 @@ class PlacementProblem:
     '("reduce" or "gather", stage) -> term.'
     row_of: Mapping[RowKey, int]
     exact: bool
-    "False if x lacks times that depend on the placement: shard groups across hosts, or mixed kinds."
+    "False if x lacks times that depend on the placement: groups across hosts, split sequences, or mixed kinds."
 
     @property
     def flow_count(self) -> int:
@@ -120,11 +120,13 @@ class PlacementProblem:
 def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> PlacementProblem:
     """Return the placement problem of a candidate with this work, network, layer costs and timeline.
 
-    Each lane has one group; all groups have the same number of replicas and of shards.
+    Each lane has one group; all groups have the same number of replicas and of shards. The parts of a sequence move
+    together, like shards.
     """
     lane_devices = _lane_devices(work)
     group = work.stages[0].group
-    replicas, shards = len(work.stages[0].data_shares), group.find_axis("shard").size
+    context = work.stages[0].context_parts
+    replicas, shards = group.find_axis("replica").size, context * group.find_axis("shard").size
     used = [device for lane in lane_devices for device in lane]
     devices = np.array([*used, *sorted({*range(network.devices)} - {*used})], dtype=np.int64)
     slot_of = {device: slot for slot, device in enumerate(used)}
@@ -132,7 +134,7 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
     sizes = sorted({size for messages in flows for _, _, size in messages})
     terms = _collect_terms(work, network, layers, timeline)
     kinds, kind_of = _device_kinds(network)
-    even = group.find_axis("replica").is_even and shards == 1 and work.stages[0].context_parts == 1
+    even = group.find_axis("replica").is_even and shards == 1
     row_of, row_start, row_time = _compute_rows(work, network, layers, timeline, kinds) if even else ({}, [0], [])
     if not row_time:
         row_start = [0] * (len(lane_devices) + 1)
@@ -149,9 +151,7 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
         allowed=_allowed_kinds(lane_devices, network, kinds, kind_of, timeline, free=even),
     )
     rings_in_hosts = all(
-        len({network.host[device] for device in ring}) == 1
-        for s in work.stages
-        for ring in (*shard_rings(s), *context_rings(s))
+        len({network.host[device] for device in ring}) == 1 for s in work.stages for ring in shard_rings(s)
     )
     return PlacementProblem(
         links=link_arrays(network, sizes),
@@ -161,7 +161,11 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
         tied=tied,
         term_of={("gather" if t.operation == "all_gather" else "reduce", t.stage): i for i, t in enumerate(terms)},
         row_of=row_of,
-        exact=rings_in_hosts and len(kinds) == 1 and not network.over_gloo and not _by_group(terms, replicas, network),
+        exact=rings_in_hosts
+        and context == 1
+        and len(kinds) == 1
+        and not network.over_gloo
+        and not _by_group(terms, replicas, network),
     )
 
 
@@ -225,7 +229,7 @@ def _collect_terms(
     terms = []
     parted = {action.stage for _, _, action in timeline.schedule if action.kind == "W"}
     for index, stage in enumerate(work.stages):
-        if len(stage.data_shares) == 1:
+        if stage.group.find_axis("replica").size == 1:
             continue
         size = float(max(stage.parameters.trainable) * GRADIENT_BYTES[work.precision])
         more_s = 0.0

@@ -6,7 +6,7 @@ other devices: it gathers their keys and values. All other operators must work o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pipefit.errors import PlanError
@@ -91,12 +91,35 @@ def mesh_problems(plan: Plan) -> Iterator[PlanError]:
         )
         return
     size = next((axis.size for axis in sizes.values()), 1)
+    for index, group in enumerate(plan.groups):
+        mesh = group.to_mesh()
+        for device in group.devices:
+            yield from _order_problems(mesh.devices_along(device, (CONTEXT,)), f"groups[{index}].devices")
     for stage in plan.stages:
         try:
             check_context(size, plan.job, stage.sharding, len(plan.order.slices), f"groups.axes ({CONTEXT})")
         except PlanError as error:
             yield error
             return
+
+
+def check_device_order(parts: int, shards: int, devices: Sequence[int], where: str) -> None:
+    """Raise PlanError unless the parts of each sequence are on devices in rising order. `devices` are those of a lane,
+    in grid order."""
+    for start in range(0, len(devices) if parts > 1 else 0, parts * shards):
+        for shard in range(shards):
+            for error in _order_problems(devices[start : start + parts * shards][shard::shards], where):
+                raise error
+
+
+def _order_problems(devices: Sequence[int], where: str) -> Iterator[PlanError]:
+    if list(devices) != sorted(devices):
+        yield PlanError(
+            "The devices that hold the parts of a sequence must be in rising order: ranks are numbered by device.",
+            where=where,
+            seen=", ".join(map(str, devices)),
+            allowed=", ".join(map(str, sorted(devices))),
+        )
 
 
 def context_obstacles(model: Model, where: str) -> Iterator[PlanError]:

@@ -12,7 +12,7 @@ from typing import Literal
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
-from pipefit.plan.request.context_parts import check_context
+from pipefit.plan.request.context_parts import check_context, check_device_order
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY
@@ -245,6 +245,8 @@ def _check_devices(decisions: ParallelConfig, devices: int) -> None:
             seen=chosen,
             allowed=f"{needed} of 0 to {devices - 1}",
         )
+    for lane, lane_devices in enumerate(decisions.lane_devices()):
+        check_device_order(decisions.context, len(decisions.shards_of(lane)), lane_devices, "--fix mapping")
 
 
 def _check_job(decisions: ParallelConfig, job: Job) -> None:

@@ -20,7 +20,7 @@ from pipefit.data.stepplan import StepPlan, batch_shape, evaluation_batches, eva
 from pipefit.model.capture.counted import loss_divisor
 from pipefit.model.graph import Model, TensorSpec
 from pipefit.plan.types import Plan
-from pipefit.run.inputs.feeds import device_place, make_inputs, token_runs
+from pipefit.run.inputs.feeds import device_place, make_inputs
 from pipefit.run.inputs.label_count import LabelCount
 from pipefit.run.stage_inputs import StageInputs
 from pipefit.run.transfers.packed import Counts
@@ -113,7 +113,6 @@ class SampleBatchSource:
         self._plan, self._samples, self._torch_device, self._total = plan, samples, torch_device, total
         self._dtype = getattr(torch, plan.job.precision)
         self._stage, self._replica = device_place(plan, device)
-        self._runs = token_runs(plan, device)
         self._shape = batch_shape(plan)
         self.rows = replace(samples.rows, sequence=plan.job.sequence, last_labels=plan.job.sequence)
         self.digest = samples.digest
@@ -159,8 +158,6 @@ class SampleBatchSource:
         for name, tensor in self._fed.items():
             value = torch.from_numpy(np.ascontiguousarray(arrays[name]))
             value = value.to(self._dtype) if value.is_floating_point() else value
-            if self._runs:
-                value = torch.cat([value[:, start:stop] for start, stop in self._runs], 1)
             if tensor.role == "data":
                 data[tensor.name] = value
             else:
