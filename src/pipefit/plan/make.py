@@ -6,7 +6,7 @@ prediction, runners-up and notes. If nothing fits, the error says how much memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.cluster.topology import device_count
@@ -18,9 +18,10 @@ from pipefit.plan.assemble.predict import add_prediction
 from pipefit.plan.assemble.shard_recipes import request_from_constraints
 from pipefit.plan.candidates.space import check_space
 from pipefit.plan.evaluate.garbage_collection import defer_collection
-from pipefit.plan.evaluate.outcome import SearchResult
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.search_progress import (
+    CONTEXTS,
     GROUPS,
     INTERRUPTED,
     LAYOUTS,
@@ -49,6 +50,7 @@ from pipefit.plan.passes.fitted_orders import best_plans, relabel_fitted
 from pipefit.plan.passes.memory_trade import TradeCurve, trade_memory
 from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
+from pipefit.plan.passes.split_sequences import hold_context, search_contexts
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
 from pipefit.plan.request.nearest_pins import explain_contradiction
 from pipefit.plan.request.sampled_batches import (
@@ -147,6 +149,13 @@ class SearchRequest:
     tolerance: float = 0.0
     "Fraction by which the simplest plan may be slower than the fastest."
 
+    def hold_context(self, plans: Sequence[EvaluatedPlan]) -> SearchRequest:
+        """Return the request with the context axis of the first of these plans, if any."""
+        if not plans:
+            return self
+        self.context.split_sequences(plans[0].decisions.context)
+        return replace(self, constraints=hold_context(self.constraints, plans[0]))
+
 
 @dataclass(frozen=True, slots=True)
 class PassState:
@@ -186,9 +195,17 @@ def search_layouts(request: SearchRequest, state: PassState) -> PassState:
     return replace(state, result=best_plans(request.context, request.job, request.constraints, request.top))
 
 
+def split_sequences(request: SearchRequest, state: PassState) -> PassState:
+    """Search layouts whose sequences are split over devices."""
+    request.context.tracker.start_pass(CONTEXTS)
+    found = search_contexts(request.context, request.job, request.constraints, state.result, request.top)
+    return replace(state, result=found)
+
+
 def place_devices(request: SearchRequest, state: PassState) -> PassState:
     """Choose the device of every slot, where links or devices differ."""
     request.context.tracker.start_pass(PLACING)
+    request = request.hold_context(state.result.fitting[:1])
     placing = place_candidates(request.context, request.job, request.constraints, state.result)
     return replace(state, result=placing.found, placement_note=placing.note)
 
@@ -196,6 +213,7 @@ def place_devices(request: SearchRequest, state: PassState) -> PassState:
 def group_devices(request: SearchRequest, state: PassState) -> PassState:
     """Search stages held by groups of devices. Raise DoesNotFitError if nothing fits up to here."""
     request.context.tracker.start_pass(GROUPS)
+    request = request.hold_context(state.result.fitting[:1])
     grouping = search_groups(request.context, request.job, request.constraints, state.result)
     if not grouping.found.fitting:
         request.context.tracker.start_pass(MISFIT, keeps_plans=False)
@@ -210,14 +228,15 @@ def trade_time(request: SearchRequest, state: PassState) -> PassState:
     for _ in range(TRADED_LAYOUTS if tolerance else 1):
         simplest = choose_simplest(result.fitting, tolerance)
         fastest_s = fastest_plan(result).step_s
-        curve = trade_memory(request.context, request.job, request.constraints, simplest, tolerance, fastest_s)
+        held = request.hold_context([simplest])
+        curve = trade_memory(held.context, held.job, held.constraints, simplest, tolerance, fastest_s)
         result = _put_first(result, curve)
         if choose_simplest(result.fitting, tolerance) is curve.best:
             break
     return replace(state, result=result, trade=curve.points)
 
 
-PASSES: tuple[SearchPass, ...] = (search_layouts, place_devices, group_devices, trade_time)
+PASSES: tuple[SearchPass, ...] = (search_layouts, split_sequences, place_devices, group_devices, trade_time)
 """The planner of a model of one module. Every pass returns a result that is at least as good as the one it got, but the
 last may choose a simpler plan within the tolerance."""
 
@@ -273,8 +292,9 @@ def _best_so_far(request: SearchRequest, state: PassState) -> PassState:
 
 def _explain_result(request: SearchRequest, state: PassState) -> Plan:
     """Return the best plan with its prediction, notes, sensitivity and alternatives."""
-    context, job, constraints, result = request.context, request.job, request.constraints, state.result
-    best = result.fitting[0]
+    result, best = state.result, state.result.fitting[0]
+    request = request.hold_context([best])
+    context, job, constraints = request.context, request.job, request.constraints
     plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     bound_s = sound_bound_s(result.lower_bound_s, fastest_plan(result).step_s)
     plan = add_prediction(plan, context.model, best.simulation, bound_s)

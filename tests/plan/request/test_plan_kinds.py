@@ -13,7 +13,9 @@ TENSOR: dict[str, Any] = {"shards": (1, 1), "sharding": "megatron-sp"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("one device", {}),
     ("context", {"context": 2}),
-    ("pipeline", {"context": 2, "stages": 2}),
+    ("context + data", {"context": 2, "replicas": (1, 1), "sharded_state": "parameters"}),
+    ("context + tensor, pipeline", {"context": 2, "stages": 2}),
+    ("context + tensor, pipeline", {"context": 2, **TENSOR}),
     ("data parallel", {"replicas": (1, 1)}),
     ("sharded data parallel", {"replicas": (1, 1), "sharded_state": "optimizer"}),
     ("tensor", TENSOR),

@@ -6,7 +6,6 @@ The search calls it for its winner; tests and tools call it directly. A plan wri
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
@@ -63,6 +62,7 @@ class PlannerContext:
         self.context_parts = 1
         "Number of devices that hold parts of each sequence in all plans that are made (`split_sequences`)."
         self._searched_for: tuple[Job, RecipeRequest] | None = None
+        self._cutters: dict[int, LayerCutter] = {}
         self.hashes = InputHashes(model=model.hash, cluster=content_digest(cluster))
 
     @property
@@ -126,15 +126,13 @@ class PlannerContext:
         self.programs = ProgramCache(
             self.model, searched_recipes(self.model, self.only_module, self.network, self.layers, job, asked)
         )
-        self.__dict__.pop("layer_cutter", None)  # it holds the previous programs
+        self._cutters.clear()  # they hold the previous programs
 
     def split_sequences(self, parts: int) -> PlannerContext:
         """Return this context, which now makes plans whose meshes have a context axis of this size. Raises PlanError if
         the model prevents that."""
         check_context_model(self.model, parts, CONTEXT)
-        if parts != self.context_parts:
-            self.context_parts = parts
-            self.__dict__.pop("layer_cutter", None)  # it holds costs of other parts
+        self.context_parts = parts
         return self
 
     def with_cluster(self, cluster: Cluster) -> PlannerContext:
@@ -143,10 +141,13 @@ class PlannerContext:
         context.programs, context.tracker, context.context_parts = self.programs, self.tracker, self.context_parts
         return context
 
-    @cached_property
+    @property
     def layer_cutter(self) -> LayerCutter:
-        """The layer cutter of the only module."""
-        return LayerCutter(self.programs, self.only_module.name, self.network, self.layers, self.context_parts)
+        """The layer cutter of the only module, for sequences split as now."""
+        parts = self.context_parts
+        if parts not in self._cutters:
+            self._cutters[parts] = LayerCutter(self.programs, self.only_module.name, self.network, self.layers, parts)
+        return self._cutters[parts]
 
     def build_cost_table(self, parts: PlanSkeleton) -> CostTable:
         """Return the cost table of these parts."""

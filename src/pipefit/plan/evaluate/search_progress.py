@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 READING = "reading the model"
 LAYOUTS = "searching layouts"
+CONTEXTS = "splitting sequences"
 PLACING = "placing devices"
 GROUPS = "grouping devices"
 TRADE = "trading memory for time"

@@ -60,7 +60,7 @@ def place_candidates(context: PlannerContext, job: Job, constraints: Constraints
         return _as_given(context, job, mapping, found)
     if not found.fitting or mapping == "hostname" or not links_differ(context.cluster):
         return PlacingResult(found, "")
-    listed = _short_list(found)
+    listed = _short_list(found, context.context_parts)
     if not listed:
         return PlacingResult(found, "")
     slots = [found.fitting[index].decisions.device_count for index in listed]
@@ -110,11 +110,11 @@ def _as_given(context: PlannerContext, job: Job, devices: tuple[int, ...], found
     return PlacingResult(replace(found, fitting=tuple(fitting)), "placement: as given")
 
 
-def _short_list(found: SearchResult) -> list[int]:
-    """Return the indices of the candidates to place."""
+def _short_list(found: SearchResult, context_parts: int) -> list[int]:
+    """Return the indices of the candidates to place: those whose sequences are in this number of parts."""
     grids: dict[tuple[int, int], int] = {}
     for index, plan in enumerate(found.fitting):
-        if plan.decisions.device_count > 1:
+        if plan.decisions.device_count > 1 and plan.decisions.context == context_parts:
             grids.setdefault((len(plan.decisions.replicas), plan.decisions.lane_count), index)
     return list(grids.values())[: PLACING_BUDGET.candidates]
 

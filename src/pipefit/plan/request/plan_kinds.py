@@ -34,8 +34,8 @@ def parallel_axes(decisions: ParallelConfig) -> tuple[str, ...]:
 
 
 def _uses_axes(*names: str) -> Callable[[ParallelConfig], bool]:
-    """Return the test of plans with exactly these axes, and perhaps a context axis, which is never searched."""
-    return lambda decisions: tuple(axis for axis in parallel_axes(decisions) if axis != "context") == names
+    """Return the test of plans with exactly these axes."""
+    return lambda decisions: parallel_axes(decisions) == names
 
 
 def uses_groups(decisions: ParallelConfig) -> bool:
@@ -48,7 +48,9 @@ KINDS: tuple[PlanKind, ...] = (
     PlanKind("token slices", lambda decisions: bool(decisions.slices)),
     PlanKind("fitted order", lambda decisions: decisions.schedule == FIT),
     PlanKind("searched shard programs", lambda decisions: decisions.sharding == "searched"),
-    PlanKind("context", lambda decisions: parallel_axes(decisions) == ("context",)),
+    PlanKind("context", _uses_axes("context")),
+    PlanKind("context + data", _uses_axes("data", "context")),
+    PlanKind("context + tensor, pipeline", lambda decisions: decisions.context > 1),
     PlanKind("one device", _uses_axes()),
     PlanKind(
         "sharded data parallel",
