@@ -124,6 +124,18 @@ def test_gradients_are_summed_over_replicas_and_parts() -> None:
     assert replica_rings(stage) == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
+def test_collectives_of_attention_load_the_links_beside_reductions() -> None:
+    """On a cluster of hosts with one device each, where reductions use the same ports."""
+    cluster = parse_spec("4x1xH100:10GB/s")
+    job = replace(JOB, sequence=1 << 12)
+    config = ParallelConfig(context=2, replicas=(1, 1), microbatches=2)
+    contention = simulate_plan(build_plan(MODEL, cluster, job, config), MODEL, cluster).costs.contention
+    assert contention is not None
+    assert {("F", 0, 0, 0), ("F", 0, 0, 1), ("B", 0, 0, 0), ("REDUCE", 0, 0, 0)} <= {*contention.flows}
+    forward, backward = (contention.flows[kind, 0, 0, 0] for kind in "FB")
+    assert 0 < max(backward.use) <= 1 and 0 < max(forward.use) <= 1
+
+
 def test_messages_carry_a_part_of_the_tokens() -> None:
     work = simulate(context=2, stages=2, replicas=(1, 1)).work
     assert work.edges[0].forward == (tuple((device, device + 4, 1.0 * 48 * 32 * WIDTH) for device in range(4)),)
