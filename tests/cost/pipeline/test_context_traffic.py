@@ -124,6 +124,20 @@ def test_gradients_are_summed_over_replicas_and_parts() -> None:
     assert replica_rings(stage) == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
+def test_collectives_of_attention_load_the_ports_of_other_lanes() -> None:
+    """Two lanes, each with the parts of its sequences on two hosts, which share the ports of the hosts."""
+    cluster = parse_spec("2x4xH100:10GB/s")
+    job = replace(JOB, sequence=1 << 12)
+    config = ParallelConfig(
+        context=2, replicas=(1, 1), stages=2, microbatches=2, devices=(0, 4, 1, 5, 2, 6, 3, 7), cuts=(3,)
+    )
+    contention = simulate_plan(build_plan(MODEL, cluster, job, config), MODEL, cluster).costs.contention
+    assert contention is not None
+    wanted = {(kind, stage, 0, pipeline) for kind in "FB" for stage in (0, 1) for pipeline in (0, 1)}
+    assert wanted | {("REDUCE", 0, 0, 0), ("REDUCE", 1, 0, 0)} <= {*contention.flows}
+    assert all(0 < max(contention.flows[key].use) <= 1 for key in wanted)
+
+
 def test_messages_carry_a_part_of_the_tokens() -> None:
     work = simulate(context=2, stages=2, replicas=(1, 1)).work
     assert work.edges[0].forward == (tuple((device, device + 4, 1.0 * 48 * 32 * WIDTH) for device in range(4)),)

@@ -20,7 +20,7 @@ from pipefit.cost.comm.collectives import pass_levels, runs_backwards
 from pipefit.cost.comm.network import Network, Port
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.edges import edge_times
-from pipefit.cost.pipeline.rings import replica_rings, shard_rings
+from pipefit.cost.pipeline.rings import context_rings, replica_rings, shard_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables
 from pipefit.cost.pipeline.table import collective_shares, stage_cost_key, stage_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
@@ -139,7 +139,8 @@ def _of_replica(stage: StageWork, place: Mapping[int, int], k: int) -> StageWork
     axes = tuple(MeshAxis(name=axis.name, shares=(1,)) if axis.name == "replica" else axis for axis in stage.group.axes)
     devices = tuple(device for device in stage.group.devices if place[device] == k)
     packed = tuple((row[k],) for row in stage.packed)
-    return replace(stage, group=Mesh(axes=axes, devices=devices), rows=(stage.rows[k],), packed=packed)
+    group = Mesh(axes=axes, devices=devices)
+    return replace(stage, group=group, beside=stage.group, rows=(stage.rows[k],), packed=packed)
 
 
 def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[EdgeWork]:
@@ -271,14 +272,17 @@ def _reduction_flows(
 def _action_flows(
     index: int, pipeline: int, work: PipelineWork, beside: Rings, network: Network, layers: LayerCosts
 ) -> dict[FlowKey, _UnnumberedFlow]:
-    """Return the actions of a sharded stage as flows: one ring at a time through each shard group.
+    """Return the actions of a stage with collectives as flows: one ring at a time through each shard group, or without
+    shards through each group of devices with parts of the same sequences.
 
     `beside` are the rings with concurrent collectives, which the times of the actions already include.
     """
     stage = work.stages[index]
-    if stage.group.find_axis("shard").size == 1:
-        return {}
     rings = shard_rings(stage)
+    if stage.group.find_axis("shard").size == 1:
+        if stage.context_parts == 1:
+            return {}
+        rings = beside = context_rings(stage)
     _, loads = _loads_of(network, "all_gather", rings)
     slowest = max((load_s for _, load_s in _loads_of(network, "all_gather", beside)[1]), default=0.0)
     if slowest <= 0.0:
