@@ -62,8 +62,6 @@ class StageWork:
     `slices` then describe an average microbatch. Empty: all microbatches are equal."""
     frozen: int = 0
     "Number of leading layers without a backward: neither they nor any earlier layer is trained."
-    beside: Mesh | None = None
-    "If this is one replica of a stage, the mesh of all its replicas: they gather and sum the sharded state together."
     turns: int = 1
     """Number of stages, this one included, that hold the same layers on different lanes and take turns. Their gradients
     are summed over all of them at once (`TiedWork.rings`)."""
@@ -74,14 +72,9 @@ class StageWork:
         return self.group.find_axis("context").size
 
     @property
-    def complete_mesh(self) -> Mesh:
-        """Return the mesh of all replicas of the stage."""
-        return self.beside or self.group
-
-    @property
     def data_shares(self) -> tuple[int, ...]:
         """Return the shares of the devices that sum gradients together: replicas, and parts of their sequences."""
-        shares = self.complete_mesh.find_axis("replica").shares
+        shares = self.group.find_axis("replica").shares
         return tuple(share for share in shares for _ in range(self.context_parts))
 
     @property

@@ -34,20 +34,6 @@ def simulate_state(state: ShardedState, tied: bool = False, **changes: object) -
     return simulate_plan(plan, model, toy_cluster())
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("context", [1, 2])
-def test_replicas_at_their_own_pace_gather_and_sum_together(state: ShardedState, context: int) -> None:
-    """The simulator takes the times of each replica alone; equal replicas take those of all in step."""
-    costs = simulate_state(state, replicas=(1, 1), context=context).costs
-    assert costs.contention is not None and len(costs.contention.pipelines) == 2
-    for pipeline in costs.contention.pipelines:
-        for kind, table in costs.actions.items():
-            assert pipeline.actions[kind].time_s.tolist() == table.time_s.tolist(), kind
-    plain = simulate_state("none", replicas=(1, 1), context=context).costs
-    forward_s, plain_s = (table.actions["F"].cost_of(0, 0, 0).time_s for table in (costs, plain))
-    assert (forward_s > plain_s) == (state == "parameters")
-
-
 def walk_layers(seconds: list[float], before: list[float], behind: list[float]) -> float:
     """Return the end of an action: layers run on one clock, collectives on another, in the order of the runtime."""
     compute = link = before[0]
@@ -133,16 +119,17 @@ def test_the_traffic_counts_every_microbatch(state: ShardedState) -> None:
 
 
 @pytest.mark.parametrize("state", ["gradients", "parameters"])
-def test_a_simulated_step_pays_for_the_collectives_of_every_action(state: ShardedState) -> None:
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_simulated_step_pays_for_the_collectives_of_every_action(state: ShardedState, context: int) -> None:
     """Replicas that meet in every microbatch run in step: the times of replicas alone have no collectives."""
-    simulated = simulate_state(state)
+    simulated = simulate_state(state, replicas=(1, 1), context=context)
     spans = [span for span in simulated.timeline.all_spans() if span.action.kind in "FB"]
     assert len(spans) == 4
     for span in spans:
         action = span.action
         cost = simulated.costs.actions[action.kind].cost_of(action.stage, action.microbatch, 0)
         assert span.stop_s - span.start_s == pytest.approx(cost.time_s + simulated.costs.overhead_s, rel=1e-9)
-    alone = simulate_state("none").timeline.compute_end_s
+    alone = simulate_state("none", replicas=(1, 1), context=context).timeline.compute_end_s
     assert simulated.timeline.compute_end_s > alone
 
 

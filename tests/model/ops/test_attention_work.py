@@ -15,7 +15,7 @@ from pipefit.model.analysis.totals import executed_flops, graph_flops
 from pipefit.model.graph import Graph, Operator, TensorSpec
 from pipefit.model.ops.attention import EARLIER_SLICES, FIRST_QUERY, computed_pairs
 from pipefit.model.ops.kind import OperatorCall
-from pipefit.run.ops.attention import AttentionSpec, KeyValueCache, key_runs
+from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, key_runs
 
 SLICINGS = [(24,), (12, 12), (8, 8, 8), (11, 7, 6), (1, 22, 1), (3,) * 8, (1,) * 24]
 

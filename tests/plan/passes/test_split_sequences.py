@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.plan.passes.test_search import CLUSTERS
 from tests.support.plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import parse_spec
@@ -102,6 +103,6 @@ def test_a_plan_at_the_lower_bound_is_not_challenged() -> None:
 
 
 def test_unlike_devices_are_not_tried() -> None:
-    context = PlannerContext(toy_model(2), parse_spec("2x1xH100+2x1xA100-80:25GB/s"))
+    context = PlannerContext(toy_model(2), CLUSTERS["mixed"]())
     found = search_plans(context, JOB)
     assert search_contexts(context, JOB, NO_CONSTRAINTS, found) is found

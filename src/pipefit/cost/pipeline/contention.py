@@ -104,8 +104,8 @@ def split_pipelines(costs: CostTable, work: PipelineWork, network: Network, laye
 def _replica_works(work: PipelineWork) -> list[PipelineWork]:
     """Return the work of every replica, or all work as one.
 
-    All replicas run in step if there are too many of them, or if they exchange rows. ZeRO-2 and 3 let them meet in
-    every microbatch.
+    All replicas run in step if there are too many of them, if they exchange rows, or if they meet in every microbatch
+    to gather parameters or sum gradients (ZeRO-2 and 3).
     """
     if any(stage.has_sharded_layers for stage in work.stages):
         return [work]
@@ -139,8 +139,7 @@ def _of_replica(stage: StageWork, place: Mapping[int, int], k: int) -> StageWork
     axes = tuple(MeshAxis(name=axis.name, shares=(1,)) if axis.name == "replica" else axis for axis in stage.group.axes)
     devices = tuple(device for device in stage.group.devices if place[device] == k)
     packed = tuple((row[k],) for row in stage.packed)
-    group = Mesh(axes=axes, devices=devices)
-    return replace(stage, group=group, beside=stage.group, rows=(stage.rows[k],), packed=packed)
+    return replace(stage, group=Mesh(axes=axes, devices=devices), rows=(stage.rows[k],), packed=packed)
 
 
 def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[EdgeWork]:

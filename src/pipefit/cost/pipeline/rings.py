@@ -17,7 +17,7 @@ def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
 
 def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     """Return the devices that hold the same shard, of all rows and parts of sequences: one ring per shard position."""
-    return axis_rings(stage.complete_mesh, "replica", "context")
+    return axis_rings(stage.group, "replica", "context")
 
 
 def context_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:

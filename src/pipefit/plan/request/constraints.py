@@ -171,7 +171,7 @@ class Constraints:
     shards: tuple[int, ...] | None = None
     "Shares of the devices among which each layer is split."
     context: int | None = None
-    "Number of devices that hold parts of each sequence; None is 1: it is not searched."
+    "Number of devices that hold parts of each sequence; None: 1, until a pass of its own searches other sizes."
     sharding: Sharding | None = None
     "The SPMD program over the shards."
     microbatches: int | None = None
