@@ -12,6 +12,7 @@ from pipefit.cluster import parse_spec
 from pipefit.model.registry import open_model
 from pipefit.plan.evaluate.outcome import SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.explain.text import alternative_table
 from pipefit.plan.make import PassState, iter_passes, make_plan, prepare_request
 from pipefit.plan.passes.search import search_plans
 from pipefit.plan.passes.split_sequences import SPLITTING_BUDGET, search_contexts
@@ -46,6 +47,10 @@ def test_later_passes_keep_the_axis() -> None:
     for change in plan.prediction.sensitivity:
         assert change.step_s <= plan.prediction.step_s * (1 + 1e-9)
     assert any("context" not in alternative.decisions for alternative in plan.alternatives)
+    table = alternative_table(plan)
+    assert table.rows[0][table.columns.index("context")] == "2"
+    rows = [row[: table.columns.index("step")] for row in table.rows]
+    assert len({*rows}) == len(rows), "no two rows show the same choices"
 
 
 JOB = Job(batch=2, sequence=4096)

@@ -16,7 +16,7 @@ from pipefit.units import format_bytes, format_seconds
 
 MISFITS_SHOWN = 3
 
-SHOWN = ("replicas", "stages", "shards", "microbatches", "slices", "schedule", "recompute", "sharded_state")
+SHOWN = ("replicas", "stages", "context", "shards", "microbatches", "slices", "schedule", "recompute", "sharded_state")
 """Choices in which two rows of the table of alternatives differ."""
 
 PartsOf = Callable[[EvaluatedPlan], Mapping[str, float]]

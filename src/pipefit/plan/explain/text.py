@@ -168,8 +168,7 @@ def _corrected_cells(memory: MemoryRisk | None) -> tuple[str, str, str]:
 
 
 def alternative_table(plan: Plan) -> TextTable:
-    """Return the table of runners-up, with the reason why each lost or did not fit. It has slices if any plan has
-    some."""
+    """Return the table of runners-up, with the reason why each lost or did not fit."""
     keys = choice_keys(plan.decisions, *(runner_up.decisions for runner_up in plan.alternatives))
     winner = [_winner_row(plan, keys, plan.prediction)] if plan.prediction else []
     rows = [_alternative_row(alternative, keys) for alternative in plan.alternatives]
@@ -256,12 +255,15 @@ def _alternative_row(one: AlternativePlan, keys: Sequence[str]) -> tuple[str, ..
 
 
 def choice_keys(*decisions: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the choices to show of these plans, which are of one model. Slices are shown if any plan has some."""
+    """Return the choices to show of these plans, which are of one model. Slices and parts of sequences (`context`) are
+    shown if any plan has some."""
     keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "sharded_state")
     if names := module_names(decisions[0]):
         keys = (*names, "microbatches", "schedule")
     if any(choices.get("slices") for choices in decisions):
         keys = (*keys[:4], "slices", *keys[4:])
+    if any(choices.get("context") for choices in decisions):
+        keys = (*keys[:2], "context", *keys[2:])
     return keys
 
 
@@ -271,7 +273,7 @@ def choice_cells(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]
     tokens = words.get("slices", "").split(",")
     if len(tokens) > SLICES_SHOWN:
         words["slices"] = f"{len(tokens)} ({tokens[0]},{tokens[1]},...,{tokens[-1]})"
-    words["slices"] = words.get("slices", "") or "1"
+    words["slices"], words["context"] = words.get("slices") or "1", words.get("context") or "1"
     for name in module_names(decisions):
         module_words = {key: words.get(f"{name}.{key}", "") for key in ("replicas", "stages", "shards", "recompute")}
         recompute = f", recompute {module_words['recompute']}" if module_words["recompute"] not in ("", "none") else ""
