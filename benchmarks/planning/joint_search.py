@@ -42,6 +42,7 @@ NETWORKS = ("25Gbit/s", "100Gbit/s", "400Gbit/s", "3200Gbit/s")
 FIXES = {
     "replicas": ("1", "2", "4", "8"),
     "stages": ("1", "2", "4", "8"),
+    "context": ("1", "2", "4"),
     "shards": ("1", "2", "4", "8"),
     "sharding": ("megatron", "megatron-sp", "searched"),
     "microbatches": ("4", "8", "16", "32"),

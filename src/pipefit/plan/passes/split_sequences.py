@@ -25,7 +25,7 @@ from pipefit.plan.types import Job
 class SplittingBudget:
     """Limits of the search for plans with a context axis."""
 
-    least_chunk: int = 1024
+    least_chunk: int = 256
     "Tokens of a chunk: a device holds two chunks of each sequence, and computes shorter ones less efficiently."
     worthwhile: float = 0.005
     "A best plan that is above the lower bound by at most this fraction is not challenged."
