@@ -10,7 +10,7 @@ from tests.support.plan_toys import toy_cluster, toy_model
 
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import PlanError
-from pipefit.optimizers.sharded_state import ShardedState, leanest_state, state_choices
+from pipefit.optimizers.sharded_state import MODULE_STATES, ShardedState, leanest_state, state_choices
 from pipefit.plan.assemble.pipeline_work import skeleton_from_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.request.constraints import Constraints, parse_constraints
@@ -51,11 +51,12 @@ def test_parameters_of_several_layers_shard_only_the_optimizer_state() -> None:
     assert [name for name, form in forms.items() if form == "Gflat"] == ["embed.weight"]
 
 
-def test_a_search_tries_what_is_asked_for_or_the_first_two() -> None:
-    assert state_choices(None, 4) == ("none", "optimizer")
+def test_a_search_tries_what_is_asked_for_or_everything() -> None:
+    assert state_choices(None, 4) == ("none", "optimizer", "gradients", "parameters")
     assert state_choices(None, 1) == ("none",)
     assert state_choices("parameters", 4) == ("parameters",)
-    assert (leanest_state(None), leanest_state("gradients")) == ("optimizer", "gradients")
+    assert (leanest_state(None), leanest_state("gradients")) == ("parameters", "gradients")
+    assert leanest_state(None, MODULE_STATES) == "optimizer"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.support.plan_toys import toy_cluster, toy_model
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.check.rules import check_plan, load_plan, save_plan
 from pipefit.plan.evaluate.search_progress import (
+    CONTEXTS,
     GROUPS,
     INTERRUPTED,
     LAYOUTS,
@@ -24,7 +25,7 @@ from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=64)
-PASS_NAMES = [LAYOUTS, PLACING, GROUPS, TRADE, SENSITIVITY]
+PASS_NAMES = [LAYOUTS, CONTEXTS, PLACING, GROUPS, TRADE, SENSITIVITY]
 
 
 def plan_toy(

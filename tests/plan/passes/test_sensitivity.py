@@ -86,7 +86,7 @@ def test_twice_the_memory_is_what_planning_on_larger_devices_finds() -> None:
     small = parse_spec("1x4xA100-80")
     kinds = {name: replace(kind, memory_bytes=105_000_000) for name, kind in small.kinds.items()}
     cluster, job = replace(small, kinds=kinds), Job(batch=8, sequence=16384)
-    fixed = Constraints(stages=2, replicas=(1,), shards=(1,), schedule="1f1b", microbatches=4, slices=1)
+    fixed = Constraints(stages=2, replicas=(1,), shards=(1,), context=1, schedule="1f1b", microbatches=4, slices=1)
     plan = make_plan(toy_model(3), cluster, job, fixed)
     assert plan.prediction is not None and plan.decisions["recompute"] != "none"
     found = {one.change: one for one in plan.prediction.sensitivity}["twice the memory"]
