@@ -153,9 +153,10 @@ def test_the_report_counts_keys_and_values_on_the_links(recompute: str, gathers:
 
 
 def test_nothing_in_the_space_is_faster() -> None:
-    """All candidates with a context axis of two on four devices, simulated one by one."""
-    cluster, constraints = parse_spec("4xH100"), Constraints(context=2, slices=1, mapping="hostname")
-    chosen = make_plan(MODEL, cluster, JOB, constraints)
+    """All candidates with a context axis of two on four devices and no recomputation, simulated one by one."""
+    cluster = parse_spec("4xH100")
+    constraints = Constraints(context=2, slices=1, mapping="hostname", recompute=("none",))
+    chosen = make_plan(MODEL, cluster, JOB, constraints, tolerance=0.0)
     assert chosen.prediction is not None
     planner = PlannerContext(MODEL, cluster).split_sequences(2)
     count = len(MODEL.modules[0].layers)
