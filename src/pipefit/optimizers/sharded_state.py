@@ -15,7 +15,7 @@ STATES: tuple[ShardedState, ...] = get_args(ShardedState)
 """All values, from the fastest to the one that needs the least memory."""
 
 MODULE_STATES: tuple[ShardedState, ...] = ("none", "optimizer")
-"""The values of plans with several modules."""
+"""The values of plans with several modules, and those that a search on unlike devices tries by itself."""
 
 SHARDED_FORM = "Gflat"
 """Form of an optimizer state that is sharded flat over the replicas (`pipefit.layout`)."""
@@ -47,11 +47,18 @@ def effective_state(state: ShardedState, replicas: int) -> ShardedState:
     return state if replicas > 1 else "none"
 
 
-def state_choices(required: ShardedState | None, replicas: int) -> tuple[ShardedState, ...]:
+def searched_states(unlike_devices: bool) -> tuple[ShardedState, ...]:
+    """Return the values that a search tries by itself. On unlike devices there are too many candidates for all."""
+    return MODULE_STATES if unlike_devices else STATES
+
+
+def state_choices(
+    required: ShardedState | None, replicas: int, searched: tuple[ShardedState, ...] = STATES
+) -> tuple[ShardedState, ...]:
     """Return the values that a search tries, the fastest first: the required one, if there is one."""
     if required is not None:
         return (required,)
-    return STATES if replicas > 1 else ("none",)
+    return searched if replicas > 1 else ("none",)
 
 
 def leanest_state(required: ShardedState | None, allowed: tuple[ShardedState, ...] = STATES) -> ShardedState:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
-from pipefit.optimizers.sharded_state import state_choices
+from pipefit.optimizers.sharded_state import searched_states, state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS, ShardChoice, shard_choices
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
@@ -124,7 +124,11 @@ def _build_grid(
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
-        sharded_state=state_choices(constraints.sharded_state, len(counts[0][1]) * constraints.context_size),
+        sharded_state=state_choices(
+            constraints.sharded_state,
+            len(counts[0][1]) * constraints.context_size,
+            searched_states(cutter is not None and cutter.fleet.is_mixed),
+        ),
         inner=grid.inner,
         context=constraints.context_size,
         shards=choice.shares,

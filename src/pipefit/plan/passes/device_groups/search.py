@@ -17,7 +17,7 @@ from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PipefitError, PlanError
 from pipefit.layout import TensorForm
 from pipefit.model.graph import size_value
-from pipefit.optimizers.sharded_state import ShardedState, leanest_state, state_choices
+from pipefit.optimizers.sharded_state import ShardedState, leanest_state, searched_states, state_choices
 from pipefit.plan.assemble.structure import FormsError
 from pipefit.plan.candidates.queue import SearchCandidate
 from pipefit.plan.candidates.space import RECOMPUTE
@@ -100,6 +100,7 @@ class GroupSearch:
         self.found = found
         self.best_s = next((plan.step_s for plan in found.fitting if not plan.decisions.slices), float("inf"))
         "Step of the best plan without slices: groups get slices afterwards."
+        self.searched_states = searched_states(context.layer_cutter.fleet.is_mixed)
         self.floors = GroupLowerBounds(context, job)
         self.oracle = ProgramOracle(context, job, constraints.shards or ())
         self.searcher = LayoutSearch(context, job, constraints, 1)
@@ -137,7 +138,7 @@ class GroupSearch:
         """Yield layouts and numbers of microbatches whose lower bound is below the best known plan."""
         layers = len(self.context.only_module.layers)
         recompute: Recompute = self.constraints.recompute[0] if self.constraints.recompute is not None else "none"
-        sharded_state = leanest_state(self.constraints.sharded_state)
+        sharded_state = leanest_state(self.constraints.sharded_state, self.searched_states)
         for layout in iter_layouts(self.context.network, self.job.batch, layers, self.constraints.devices):
             if not self.obeys_constraints(layout) or not self.floors.has_room(layout, sharded_state):
                 continue
@@ -275,7 +276,7 @@ class GroupSearch:
     def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], ShardedState]]:
         """Yield choices of recomputation and sharded state, the fastest first."""
         recomputes = [self.constraints.recompute] if self.constraints.recompute is not None else RECOMPUTE
-        states = state_choices(self.constraints.sharded_state, layout.replica_count)
+        states = state_choices(self.constraints.sharded_state, layout.replica_count, self.searched_states)
         for recompute in recomputes:
             if len(recompute) in (1, len(layout.lanes)):
                 yield from ((recompute, state) for state in states)
