@@ -10,7 +10,14 @@ from tests.support.plan_toys import toy_cluster, toy_model
 
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import PlanError
-from pipefit.optimizers.sharded_state import MODULE_STATES, ShardedState, leanest_state, state_choices
+from pipefit.optimizers.sharded_state import (
+    STATES,
+    STATES_UP_TO_ZERO_1,
+    ShardedState,
+    leanest_state,
+    searched_states,
+    state_choices,
+)
 from pipefit.plan.assemble.pipeline_work import skeleton_from_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.request.constraints import Constraints, parse_constraints
@@ -54,9 +61,11 @@ def test_parameters_of_several_layers_shard_only_the_optimizer_state() -> None:
 def test_a_search_tries_what_is_asked_for_or_everything() -> None:
     assert state_choices(None, 4) == ("none", "optimizer", "gradients", "parameters")
     assert state_choices(None, 1) == ("none",)
+    assert state_choices(None, 4, searched_states(unlike_devices=False)) == STATES
+    assert state_choices(None, 4, searched_states(unlike_devices=True)) == STATES_UP_TO_ZERO_1
     assert state_choices("parameters", 4) == ("parameters",)
     assert (leanest_state(None), leanest_state("gradients")) == ("parameters", "gradients")
-    assert leanest_state(None, MODULE_STATES) == "optimizer"
+    assert leanest_state(None, STATES_UP_TO_ZERO_1) == "optimizer"
 
 
 @pytest.mark.parametrize(

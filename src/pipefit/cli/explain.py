@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipefit.cli._progress import ProgressLines
     from pipefit.cluster import Cluster
     from pipefit.model.graph import Model
+    from pipefit.plan.request.constraints import Constraints
     from pipefit.plan.types import Plan
 
 
@@ -114,11 +115,11 @@ def _explain_layout(options: ExplainOptions, words: str, plan: Plan) -> None:
         rename_option,
     )
 
-    parse_layout(words, plan.job.batch)  # a mistake in the words is told before anything is opened
+    layout = parse_layout(words, plan.job.batch)  # a mistake in the words is told before anything is opened
     try:
         with ProgressLines(quiet=options.quiet) as progress:
             subject = open_subject(plan, options.model, options.cluster, options.local)
-            asked = _plan_layout(options, words, plan, subject, progress)
+            asked = _plan_layout(options, layout, plan, subject, progress)
     except KeyboardInterrupt:
         print("interrupted: the layout is not planned", file=sys.stderr)
         raise SystemExit(INTERRUPTED_CODE) from None
@@ -144,12 +145,12 @@ def _explain_layout(options: ExplainOptions, words: str, plan: Plan) -> None:
 
 
 def _plan_layout(
-    options: ExplainOptions, words: str, plan: Plan, subject: tuple[Model, Cluster], progress: ProgressLines
+    options: ExplainOptions, layout: Constraints, plan: Plan, subject: tuple[Model, Cluster], progress: ProgressLines
 ) -> Plan:
     """Return the best plan with this layout for the plan's job, on the batch that the plan was simulated on."""
     from pipefit.cli._plans import plan_maker
     from pipefit.data.multimodal.planning import arranged_samples
-    from pipefit.plan.explain.why_not import parse_layout, samples_of_plan
+    from pipefit.plan.explain.why_not import samples_of_plan
     from pipefit.schedule.taskgraph.compile_notice import on_compilation
 
     samples = samples_of_plan(plan)
@@ -158,7 +159,7 @@ def _plan_layout(
         return plan_maker(options.memory, options.risk)(
             *subject,
             plan.job,
-            constraints=parse_layout(words, plan.job.batch),
+            constraints=layout,
             top=1,
             name=plan.model.name,
             cluster_source=plan.cluster,

@@ -14,7 +14,7 @@ ShardedState = Literal["none", "optimizer", "gradients", "parameters"]
 STATES: tuple[ShardedState, ...] = get_args(ShardedState)
 """All values, from the fastest to the one that needs the least memory."""
 
-MODULE_STATES: tuple[ShardedState, ...] = ("none", "optimizer")
+STATES_UP_TO_ZERO_1: tuple[ShardedState, ...] = ("none", "optimizer")
 """The values of plans with several modules, and those that a search on unlike devices tries by itself."""
 
 SHARDED_FORM = "Gflat"
@@ -49,7 +49,7 @@ def effective_state(state: ShardedState, replicas: int) -> ShardedState:
 
 def searched_states(unlike_devices: bool) -> tuple[ShardedState, ...]:
     """Return the values that a search tries by itself. On unlike devices there are too many candidates for all."""
-    return MODULE_STATES if unlike_devices else STATES
+    return STATES_UP_TO_ZERO_1 if unlike_devices else STATES
 
 
 def state_choices(

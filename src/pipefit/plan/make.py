@@ -50,7 +50,7 @@ from pipefit.plan.passes.fitted_orders import best_plans, relabel_fitted
 from pipefit.plan.passes.memory_trade import TradeCurve, trade_memory
 from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
-from pipefit.plan.passes.split_sequences import hold_context, search_contexts
+from pipefit.plan.passes.split_sequences import fix_context, search_contexts
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
 from pipefit.plan.request.nearest_pins import explain_contradiction
 from pipefit.plan.request.sampled_batches import (
@@ -153,8 +153,9 @@ class SearchRequest:
         """Return the request with the context axis of the first of these plans, if any."""
         if not plans:
             return self
-        self.context.split_sequences(plans[0].decisions.context)
-        return replace(self, constraints=hold_context(self.constraints, plans[0]))
+        parts = plans[0].decisions.context
+        self.context.split_sequences(parts)
+        return replace(self, constraints=fix_context(self.constraints, parts))
 
 
 @dataclass(frozen=True, slots=True)

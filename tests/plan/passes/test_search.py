@@ -13,6 +13,7 @@ from tests.support.plan_toys import toy_cluster, toy_model
 from pipefit.cluster import Cluster, load_cluster, parse_spec
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
+from pipefit.optimizers.sharded_state import STATES
 from pipefit.plan.bounds.step_bounds import table_bound_s
 from pipefit.plan.candidates.closest_misfit import least_missing_bytes
 from pipefit.plan.candidates.grid import CandidateGrid, broadcast_cells
@@ -21,10 +22,12 @@ from pipefit.plan.candidates.space import iter_candidates, iter_grids
 from pipefit.plan.evaluate.evaluate import evaluate_candidate, simulate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
+from pipefit.plan.evaluate.simplicity import TOLERANCE
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.feasibility import some_plan_fits
 from pipefit.plan.passes.search import LayoutSearch, search_plans
 from pipefit.plan.passes.search_budget import SearchBudget
+from pipefit.plan.passes.search_space import list_base_grids
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
@@ -307,8 +310,17 @@ def test_a_batch_that_nothing_divides_still_gets_a_plan() -> None:
 
 def test_mixed_devices_load_from_the_example() -> None:
     cluster = load_cluster(__file__.rsplit("/tests/", 1)[0] + "/examples/clusters/mixed-kinds.json")
-    plan = make_plan(toy_model(3), cluster, JOB)
+    plan, single = (make_plan(toy_model(3), cluster, JOB, Constraints(devices=devices)) for devices in (None, 1))
     assert plan.prediction is not None and max(plan.used_devices) < 24
+    assert single.prediction is not None and plan.prediction.step_s <= single.prediction.step_s * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "states"), [("uniform", {*STATES}), ("mixed", {"none", "optimizer"})])
+def test_zero_2_and_3_are_searched_on_equal_devices(name: str, states: set[str]) -> None:
+    context = PlannerContext(toy_model(3), CLUSTERS[name]())
+    for fixed, listed in ((NO_CONSTRAINTS, states), (Constraints(sharded_state="parameters"), {"parameters"})):
+        grids = list_base_grids(context, JOB, fixed)
+        assert {state for grid in grids for state in grid.sharded_state} == listed
 
 
 def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.MonkeyPatch) -> None:

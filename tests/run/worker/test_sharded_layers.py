@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.run.worker.test_exact import cases_of, check_one_step, one_process
+from tests.run.worker.test_exact import check_one_step, check_some_steps
 from tests.support import sharded_cases
 from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
@@ -86,11 +86,7 @@ AFTER_STEPS = [
 @pytest.mark.parametrize("case", AFTER_STEPS)
 def test_parameters_agree_after_some_steps(gloo_pool, case, state):
     name, make = CASES[case]
-    found, wanted = cases_of(gloo_pool, make(state), name, 3), one_process(name, gloo_pool)
-    np.testing.assert_allclose(found["steps"], wanted["steps"], rtol=1e-10)
-    for parameter, value in wanted["parameters"].items():
-        error = np.abs(found["parameters"][parameter] - value).max()
-        assert error <= 1e-9 * np.abs(value).max(), f"{parameter}: {error}"
+    check_some_steps(gloo_pool, make(state), name)
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.cost.work import StateShare
-from pipefit.optimizers.sharded_state import STATES
+from pipefit.optimizers.sharded_state import searched_states
 from pipefit.plan.evaluate.outcome import SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.request.decisions import ParallelConfig
@@ -50,7 +50,7 @@ def _too_small_note(context: PlannerContext, job: Job, name: str) -> str:
     It assumes one row, full recomputation, and optimizer state sharded over all devices.
     """
     cutter, layers = context.layer_cutter, context.only_module.layers
-    lean = StateShare(STATES[-1], 1 / context.network.devices)
+    lean = StateShare(searched_states(unlike_devices=True)[-1], 1 / context.network.devices)
     row = cutter.layer_row(job, frozenset({(name, 1)}), "full", lean)
     graphs = [layer.graph for layer in layers]
     index = graphs.index(max(graphs, key=graphs.count))

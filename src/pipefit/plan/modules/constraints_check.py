@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
-from pipefit.optimizers.sharded_state import MODULE_STATES
+from pipefit.optimizers.sharded_state import STATES_UP_TO_ZERO_1
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.sampled_batches import SampledBatches
 from pipefit.plan.request.sequence_length import check_length
@@ -58,12 +58,12 @@ def _key_problems(model: Model, job: Job, constraints: Constraints) -> Iterator[
                 seen=key,
                 allowed=", ".join((*COMMON, *(f"{name}.{name_allowed}" for name in names for name_allowed in OWN))),
             )
-        elif setting == "sharded_state" and value not in MODULE_STATES:
+        elif setting == "sharded_state" and value not in STATES_UP_TO_ZERO_1:
             yield PlanError(
                 "With several modules, the replicas of a module can shard only the optimizer state.",
                 where="--fix sharded_state",
                 seen=value,
-                allowed=", ".join(MODULE_STATES),
+                allowed=", ".join(STATES_UP_TO_ZERO_1),
             )
         elif setting in ("replicas", "shards") and len({*value}) > 1:
             yield PlanError(

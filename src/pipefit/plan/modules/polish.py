@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from pipefit.optimizers.sharded_state import MODULE_STATES
+from pipefit.optimizers.sharded_state import STATES_UP_TO_ZERO_1
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.modules.costing import CostedModule
 from pipefit.plan.modules.module_budgets import MODULE_SEARCH_BUDGET
@@ -47,7 +47,7 @@ def neighbour_layouts(
     A microbatch has `samples` samples, and a sample has `images` of each module that can divide them.
     """
     if constraints.sharded_state is None:
-        for state in MODULE_STATES:
+        for state in STATES_UP_TO_ZERO_1:
             if state != decisions.sharded_state:
                 modules = tuple((name, replace(config, sharded_state=state)) for name, config in decisions.modules)
                 yield replace(decisions, sharded_state=state, modules=modules)

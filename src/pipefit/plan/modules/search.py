@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipefit.cluster.topology import device_count
-from pipefit.optimizers.sharded_state import MODULE_STATES, leanest_state
+from pipefit.optimizers.sharded_state import STATES_UP_TO_ZERO_1, leanest_state
 from pipefit.plan.assemble.module_parts import host_order, within_hosts
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -327,7 +327,7 @@ class ModuleSearch:
         common: dict[str, Any] = {
             "microbatches": arrangement.microbatches,
             "schedule": self.constraints.schedule or DEFAULT_FAMILY,
-            "sharded_state": leanest_state(self.constraints.sharded_state, MODULE_STATES),
+            "sharded_state": leanest_state(self.constraints.sharded_state, STATES_UP_TO_ZERO_1),
         }
         modules = tuple(
             (

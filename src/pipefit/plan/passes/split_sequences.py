@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from pipefit.errors import PlanError
-from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
+from pipefit.plan.evaluate.outcome import SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.fitted_orders import best_plans
 from pipefit.plan.passes.search import LayoutSearch
@@ -48,9 +48,8 @@ def search_contexts(
     tried: dict[int, SearchResult] = {}
     best = found
     for parts in _context_sizes(context, job, constraints) if _is_worthwhile(found) else ():
-        held = replace(constraints, context=parts).with_context_defaults
         try:
-            tried[parts] = _search_size(context, job, held, best, top)
+            tried[parts] = _search_size(context, job, fix_context(constraints, parts), best, top)
         except PlanError:
             continue
         best = _merge_results(best, tried[parts])
@@ -59,14 +58,13 @@ def search_contexts(
     parts = _best_size(best)
     context.split_sequences(constraints.context or parts)
     if parts in tried:
-        exact = best_plans(context, job, hold_context(constraints, best.fitting[0]), top)
+        exact = best_plans(context, job, fix_context(constraints, parts), top)
         tried[parts] = replace(exact, fitting=(*exact.fitting, *tried[parts].fitting))
     return reduce(_merge_results, tried.values(), found)
 
 
-def hold_context(constraints: Constraints, plan: EvaluatedPlan) -> Constraints:
-    """Return the constraints with the context axis of a plan, which later passes keep."""
-    parts = plan.decisions.context
+def fix_context(constraints: Constraints, parts: int) -> Constraints:
+    """Return the constraints with a context axis of this size."""
     return replace(constraints, context=parts).with_context_defaults if parts > 1 else constraints
 
 

@@ -91,16 +91,15 @@ def mesh_problems(plan: Plan) -> Iterator[PlanError]:
         )
         return
     size = next((axis.size for axis in sizes.values()), 1)
-    for index, group in enumerate(plan.groups):
-        mesh = group.to_mesh()
-        for device in group.devices:
-            yield from _order_problems(mesh.devices_along(device, (CONTEXT,)), f"groups[{index}].devices")
-    for stage in plan.stages:
-        try:
+    try:
+        for index, group in enumerate(plan.groups):
+            mesh = group.to_mesh()
+            for device in group.devices:
+                _check_rising(mesh.devices_along(device, (CONTEXT,)), f"groups[{index}].devices")
+        for stage in plan.stages:
             check_context(size, plan.job, stage.sharding, len(plan.order.slices), f"groups.axes ({CONTEXT})")
-        except PlanError as error:
-            yield error
-            return
+    except PlanError as error:
+        yield error
 
 
 def check_device_order(parts: int, shards: int, devices: Sequence[int], where: str) -> None:
@@ -108,13 +107,12 @@ def check_device_order(parts: int, shards: int, devices: Sequence[int], where: s
     in grid order."""
     for start in range(0, len(devices) if parts > 1 else 0, parts * shards):
         for shard in range(shards):
-            for error in _order_problems(devices[start : start + parts * shards][shard::shards], where):
-                raise error
+            _check_rising(devices[start : start + parts * shards][shard::shards], where)
 
 
-def _order_problems(devices: Sequence[int], where: str) -> Iterator[PlanError]:
+def _check_rising(devices: Sequence[int], where: str) -> None:
     if list(devices) != sorted(devices):
-        yield PlanError(
+        raise PlanError(
             "The devices that hold the parts of a sequence must be in rising order: ranks are numbered by device.",
             where=where,
             seen=", ".join(map(str, devices)),

@@ -50,7 +50,7 @@ KINDS: tuple[PlanKind, ...] = (
     PlanKind("searched shard programs", lambda decisions: decisions.sharding == "searched"),
     PlanKind("context", _uses_axes("context")),
     PlanKind("context + data", _uses_axes("data", "context")),
-    PlanKind("context + tensor, pipeline", lambda decisions: decisions.context > 1),
+    PlanKind("context + tensor or pipeline", lambda decisions: decisions.context > 1),
     PlanKind("one device", _uses_axes()),
     PlanKind(
         "sharded data parallel",

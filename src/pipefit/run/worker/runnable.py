@@ -6,8 +6,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import AxisName, Mesh
 from pipefit.plan.types import Plan
 
-ORDERED_AXES: tuple[AxisName, ...] = ("context", "shard")
-"""Axes whose collectives combine parts in the order of the ranks."""
+SUPPORTED_AXES: tuple[AxisName, ...] = ("replica", "context", "shard")
 
 
 def check_runnable(plan: Plan) -> None:
@@ -33,16 +32,15 @@ def check_runnable(plan: Plan) -> None:
             )
         group = plan.stage_mesh(index)
         for device in group.devices:
-            for name in ORDERED_AXES:
-                axis = group.devices_along(device, (name,))
-                if list(axis) != sorted(axis):
-                    raise PlanError(
-                        f"The devices of a {name} axis must be in rising order: ranks are numbered by device.",
-                        where=f"groups[{stage.group}].devices",
-                        seen=axis,
-                    )
+            axis = group.devices_along(device, ("shard",))
+            if list(axis) != sorted(axis):
+                raise PlanError(
+                    "The devices of a shard axis must be in rising order: ranks are numbered by device.",
+                    where=f"groups[{stage.group}].devices",
+                    seen=axis,
+                )
         for axis_ in group.axes:
-            if axis_.name not in ("replica", *ORDERED_AXES) and axis_.size > 1:
+            if axis_.name not in SUPPORTED_AXES and axis_.size > 1:
                 raise PlanError(
                     "This mesh axis is not supported yet.", where=f"groups[{stage.group}].axes", seen=axis_.name
                 )
